@@ -1,0 +1,19 @@
+"""What an algorithm is: a step function, the type of its settings, its first state, the roles that it plays with."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Algorithm:
+    """An entry of `ALGORITHMS`."""
+
+    step: Callable[[Any, Any, Any, Any], tuple[Any, Any]]
+    """`(roles, state, data, config) -> (results, state)`, written for `jaxrlhf.call_graph.trace`."""
+    config: type[Any]
+    """The frozen dataclass of its settings."""
+    init_state: Callable[[Any], Any]
+    """`config -> state`: what the first step is given, and every later one hands on."""
+    roles: tuple[str, ...]
+    """Roles that a run must have."""

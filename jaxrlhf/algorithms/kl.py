@@ -1,0 +1,111 @@
+"""KL(policy || reference): estimators per token, the penalty's settings, the controller of its coefficient.
+
+Letters: B sequences, R response columns.
+
+The estimators take log-probabilities of tokens that were drawn from the policy. Write l for log policy - log reference:
+
+    k1 = l                   unbiased, high variance, negative for single tokens
+    k2 = l^2 / 2             biased, low variance, never negative
+    k3 = exp(-l) - 1 + l     unbiased, low variance, never negative
+
+Reference:
+    Schulman 2020, "Approximating KL divergence", http://joschu.net/blog/kl-approx.html.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Literal
+
+import chex
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float
+
+from jaxrlhf.algorithms.settings import require, require_not_negative, require_positive
+
+Estimator = Literal["k1", "k2", "k3"]
+
+
+def k1(logprobs_BR: Float[Array, "B R"], reference_BR: Float[Array, "B R"]) -> Float[Array, "B R"]:
+    """The log ratio, l."""
+    chex.assert_rank([logprobs_BR, reference_BR], 2)
+    return logprobs_BR - reference_BR
+
+
+def k2(logprobs_BR: Float[Array, "B R"], reference_BR: Float[Array, "B R"]) -> Float[Array, "B R"]:
+    """Half the squared log ratio, l^2 / 2. On the policy's own tokens its gradient is, in expectation, the KL's."""
+    return 0.5 * jnp.square(k1(logprobs_BR, reference_BR))
+
+
+def k3(logprobs_BR: Float[Array, "B R"], reference_BR: Float[Array, "B R"]) -> Float[Array, "B R"]:
+    """The log ratio with a control variate of expectation zero, exp(-l) - 1 + l."""
+    log_ratio_BR = k1(logprobs_BR, reference_BR)
+    return jnp.expm1(-log_ratio_BR) + log_ratio_BR
+
+
+ESTIMATORS: dict[Estimator, Callable[[Float[Array, "B R"], Float[Array, "B R"]], Float[Array, "B R"]]] = {
+    "k1": k1,
+    "k2": k2,
+    "k3": k3,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class KLPenalty:
+    """What holds the policy near the reference."""
+
+    estimator: Estimator = "k1"
+    """In the loss take k2 or k3: the gradient of k1 has expectation zero on the policy's own tokens."""
+    placement: Literal["reward", "loss"] = "reward"
+    """Subtracted from each token's reward, or added to each token's loss."""
+    coef: float = 0.05
+    adaptive: bool = False
+    """Let a controller move the coefficient, starting from `coef`, to hold the KL at `target`."""
+    target: float = 6.0
+    """Nats per sequence."""
+    horizon: float = 10000.0
+    """Sequences over which a controller at its limit moves the coefficient by a fifth."""
+
+    def __post_init__(self) -> None:
+        require(self.estimator in ESTIMATORS, "kl.estimator", f"must be one of {', '.join(ESTIMATORS)}", self.estimator)
+        require(self.placement in ("reward", "loss"), "kl.placement", "must be reward or loss", self.placement)
+        require_not_negative(self.coef, "kl.coef")
+        require(
+            self.coef > 0 or not self.adaptive,
+            "kl.coef",
+            "must be positive where kl.adaptive is on",
+            self.coef,
+            "The controller multiplies, so it never leaves zero.",
+        )
+        require_positive(self.target, "kl.target")
+        require_positive(self.horizon, "kl.horizon")
+
+
+class KLTerm(struct.PyTreeNode):
+    """The KL term of a policy loss, as it travels in a training batch."""
+
+    reference: Float[Array, "B R"]
+    """Log-probabilities under the reference."""
+    coef: Float[Array, " B"]
+    """The coefficient, which a controller may have moved, for each row."""
+    estimator: Estimator = struct.field(pytree_node=False)
+
+
+def adapt_kl_coef(
+    coef: Float[Array, ""], observed: Float[Array, ""], *, target: float, horizon: float, num_sequences: int
+) -> Float[Array, ""]:
+    """Moves the coefficient towards the one that holds the KL at its target.
+
+        error = clip(observed / target - 1, -0.2, 0.2)
+        coef' = coef * (1 + error * num_sequences / horizon)
+
+    Args:
+        observed: KL that was measured, in nats per sequence like `target`.
+        num_sequences: sequences that it was measured on, in the unit of `horizon`.
+
+    Reference:
+        Ziegler et al. 2019, arXiv:1909.08593, section 2.2.
+    """
+    chex.assert_rank([coef, observed], 0)
+    error = jnp.clip(observed / target - 1.0, -0.2, 0.2)
+    return coef * (1.0 + error * (num_sequences / horizon))

@@ -1,0 +1,60 @@
+"""Sums, means and variances over the tokens that count.
+
+Letters: B sequences, T columns.
+
+What stands at masked positions is never read: not even a NaN there reaches a result or a gradient.
+"""
+
+import chex
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+VARIANCE_FLOOR = 1e-8
+"""Added to a variance before dividing by its root, so that constant values whiten to zero."""
+
+
+def masked_count(mask_BT: Bool[Array, "B T"]) -> Float[Array, ""]:
+    """How many entries of the mask are True."""
+    chex.assert_rank(mask_BT, 2)
+    return jnp.sum(mask_BT, dtype=jnp.float32)
+
+
+def masked_sum(x_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"]) -> Float[Array, ""]:
+    """Sum of `x_BT` where `mask_BT` is True."""
+    chex.assert_rank([x_BT, mask_BT], 2)
+    chex.assert_equal_shape([x_BT, mask_BT])
+    return jnp.sum(jnp.where(mask_BT, x_BT, 0.0))
+
+
+def masked_mean(x_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"]) -> Float[Array, ""]:
+    """Mean of `x_BT` where `mask_BT` is True; zero where it is True nowhere."""
+    return masked_sum(x_BT, mask_BT) / jnp.maximum(masked_count(mask_BT), 1.0)
+
+
+def masked_variance(x_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"]) -> Float[Array, ""]:
+    """Population variance (divided by n, not n - 1) of `x_BT` where `mask_BT` is True."""
+    deviation_BT = jnp.where(mask_BT, x_BT, 0.0) - masked_mean(x_BT, mask_BT)
+    return masked_mean(jnp.square(deviation_BT), mask_BT)
+
+
+def masked_max(x_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"], *, floor: float) -> Float[Array, ""]:
+    """The larger of `floor` and the maximum of `x_BT` where `mask_BT` is True."""
+    chex.assert_rank([x_BT, mask_BT], 2)
+    chex.assert_equal_shape([x_BT, mask_BT])
+    return jnp.max(jnp.where(mask_BT, x_BT, floor), initial=floor)
+
+
+def whiten(x_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"], *, shift_mean: bool = True) -> Float[Array, "B T"]:
+    """Scales the unmasked values to variance one and, with `shift_mean`, moves them to mean zero.
+
+        y = (x - mean) / sqrt(variance + 1e-8)    [+ mean, unless shift_mean]
+
+    Returns:
+        The whitened values, zero where `mask_BT` is False.
+    """
+    mean = masked_mean(x_BT, mask_BT)
+    scale = 1.0 / jnp.sqrt(masked_variance(x_BT, mask_BT) + VARIANCE_FLOOR)
+    whitened_BT = (jnp.where(mask_BT, x_BT, 0.0) - mean) * scale
+    if not shift_mean:
+        whitened_BT = whitened_BT + mean
+    return jnp.where(mask_BT, whitened_BT, 0.0)

@@ -1,0 +1,54 @@
+"""Supervised fine-tuning of the actor on demonstrations: the warm start of RLHF.
+
+Letters: B sequences, R response columns.
+"""
+
+import dataclasses
+from typing import Any
+
+from jaxrlhf.algorithms.losses import Loss
+from jaxrlhf.algorithms.masked import masked_count, masked_sum
+from jaxrlhf.algorithms.settings import require_passes
+from jaxrlhf.experience import PolicyOutputs, Sequences
+
+
+@dataclasses.dataclass(frozen=True)
+class SupervisedUpdate:
+    """How one batch of demonstrations becomes updates of the weights."""
+
+    mini_batches: int = 1
+    """Updates in one pass over the batch."""
+    epochs: int = 1
+    """Passes over the batch."""
+
+    def __post_init__(self) -> None:
+        require_passes(self.mini_batches, self.epochs, "update")
+
+
+@dataclasses.dataclass(frozen=True)
+class SFTConfig:
+    """Settings of supervised fine-tuning."""
+
+    update: SupervisedUpdate = SupervisedUpdate()
+
+
+def sft_state(config: SFTConfig) -> tuple[()]:
+    """Nothing is carried from step to step."""
+    del config
+    return ()
+
+
+def sft_step(
+    roles: Any, state: tuple[()], demonstrations: Sequences, config: SFTConfig
+) -> tuple[dict[str, Any], tuple[()]]:
+    """One step of supervised fine-tuning."""
+    batch = {"sequences": demonstrations}
+    return {"actor": roles.actor.train(sft_loss, batch, config.update)}, state
+
+
+def sft_loss(outputs: PolicyOutputs, batch: dict[str, Any], update: SupervisedUpdate) -> Loss:
+    """Negative log-likelihood of the response tokens. Metric: `loss`."""
+    del update
+    mask_BR = batch["sequences"].response
+    loss = -masked_sum(outputs.logprobs, mask_BR)
+    return loss, masked_count(mask_BR), {"loss": loss}

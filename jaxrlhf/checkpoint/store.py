@@ -1,0 +1,89 @@
+"""Checkpoints of a run: arrays in whatever layout they are, and a little plain data, saved by Orbax as one whole."""
+
+from pathlib import Path
+from typing import Any, Self
+
+import jax
+import orbax.checkpoint as ocp
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that is not there, or not of this run."""
+
+
+class CheckpointStore:
+    """The checkpoints in a folder, numbered by the steps that were done. Saving goes on beside the run."""
+
+    def __init__(self, folder: Path, *, keep: int = 2) -> None:
+        self._folder = folder.absolute()
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True)
+        # by default each replica writes a slice, and a slicing program is compiled for every shape and device
+        whole_shards = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
+        registry = ocp.type_handlers.create_type_handler_registry((jax.Array, whole_shards))
+        handlers = {
+            "arrays": ocp.PyTreeCheckpointHandler(type_handler_registry=registry),
+            "meta": ocp.JsonCheckpointHandler(),
+        }
+        self._manager = ocp.CheckpointManager(self._folder, options=options, item_handlers=handlers)
+
+    def latest(self) -> int | None:
+        """Steps done at the newest complete checkpoint."""
+        return self._manager.latest_step()
+
+    def save(self, steps_done: int, arrays: Any, meta: dict[str, Any]) -> None:
+        """Save a pytree of arrays and plain JSON data. The arrays may be donated as soon as this returns."""
+        self._manager.save(
+            steps_done, args=ocp.args.Composite(arrays=ocp.args.PyTreeSave(arrays), meta=ocp.args.JsonSave(meta))
+        )
+
+    def restore(self, steps_done: int, like: Any) -> tuple[Any, dict[str, Any]]:
+        """The arrays, laid out as `like` says (`jax.ShapeDtypeStruct` with shardings), and the plain data.
+
+        Raises:
+            CheckpointError: There is no such checkpoint, or its arrays have another structure, shape or dtype.
+        """
+        if steps_done not in self._manager.all_steps():
+            raise CheckpointError(
+                f"{self._folder}: has no complete checkpoint of {steps_done} steps. Got "
+                f"{sorted(self._manager.all_steps()) or 'none'}."
+            )
+        meta = self._manager.restore(steps_done, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
+        self._check(steps_done, like)
+        how = ocp.args.PyTreeRestore(like, restore_args=ocp.checkpoint_utils.construct_restore_args(like))
+        restored = self._manager.restore(steps_done, args=ocp.args.Composite(arrays=how))
+        return restored["arrays"], meta
+
+    def wait(self) -> None:
+        """Until everything is on disk."""
+        self._manager.wait_until_finished()
+
+    def close(self) -> None:
+        """Waits, and ends Orbax's threads."""
+        self._manager.wait_until_finished()
+        self._manager.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _check(self, steps_done: int, like: Any) -> None:
+        """Every array that is wanted is there, as it is wanted, and no other."""
+        saved = self._manager.item_metadata(steps_done)["arrays"]
+        tree = saved.tree if hasattr(saved, "tree") else saved
+        there = {
+            jax.tree_util.keystr(path): (tuple(x.shape), str(x.dtype))
+            for path, x in jax.tree_util.tree_leaves_with_path(tree)
+        }
+        wanted = {
+            jax.tree_util.keystr(path): (tuple(x.shape), str(x.dtype))
+            for path, x in jax.tree_util.tree_leaves_with_path(jax.tree.map(lambda x: x, like))
+        }
+        if len(there) != len(wanted) or sorted(there.values()) != sorted(wanted.values()):
+            differing = sorted(set(there.values()) ^ set(wanted.values()))[:3]
+            raise CheckpointError(
+                f"{self._folder}, {steps_done} steps: must hold the arrays of this run's roles and algorithm. Got "
+                f"{len(there)} for {len(wanted)}; among those that differ: {differing}. Resume with the config that "
+                "it was saved with."
+            )

@@ -1,0 +1,278 @@
+"""Reads what a user wrote, strictly: YAML files and `--set a.b=c` into frozen dataclasses.
+
+    name or path --find_config--> file --read_config--> tree --apply_overrides--> tree --build--> dataclass
+
+A tree is plain data: nested mappings of text to values. The fields of a dataclass say what may stand in one: other
+dataclasses, int, float, str, bool, Literal, Any, `X | None`, `tuple[X, ...]`, `tuple[X, Y]` and `Mapping[str, X]`.
+Lists come as tuples and mappings as FrozenDicts, so that a configuration is immutable and hashable. Whatever is wrong
+is a ConfigError that names file and key:
+
+    configs/x.yaml: actor.plan.tensor: expected an integer. Got 'two'. Write a whole number such as 2.
+"""
+
+import collections.abc
+import copy
+import dataclasses
+import importlib.resources
+import reprlib
+import sys
+import types
+import typing
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from flax.core import FrozenDict
+
+from jaxrlhf.config import strict_yaml
+from jaxrlhf.config.strict_yaml import ConfigError
+from jaxrlhf.suggest import did_you_mean
+
+T = TypeVar("T")
+Tree = dict[str, Any]
+
+_ABBREVIATED = reprlib.Repr()
+_ABBREVIATED.maxstring = _ABBREVIATED.maxother = _ABBREVIATED.maxlong = 100
+
+_SCALARS: dict[Any, tuple[str, str]] = {
+    bool: ("expected true or false", "Write true or false."),
+    int: ("expected an integer", "Write a whole number such as 2."),
+    float: ("expected a number", "Write a number such as 0.1."),
+    str: ("expected text", "Put text that YAML takes for something else in quotes."),
+}
+"""What is expected of a scalar, and how to write it."""
+
+
+def find_config(name_or_path: str | Path, *, beside: Path | None = None) -> Path:
+    """The file of a configuration: a path, known by its folder or its .yaml, or else the name of a shipped one.
+
+    A relative path starts at the folder `beside`; by default, the working directory.
+    """
+    text = str(name_or_path)
+    path = Path(text)
+    if path.suffix in (".yaml", ".yml") or len(path.parts) > 1:
+        path = (beside or Path()) / path
+        if not path.is_file():
+            raise ConfigError(f"{_shown(path)}: no such file. Give a path, or one of: {', '.join(sorted(_shipped()))}.")
+        return path
+    shipped = _shipped()
+    if text not in shipped:
+        known = ", ".join(sorted(shipped)) or "none"
+        raise ConfigError(
+            f"Unknown config {text!r}. Known: {known}; or a path ending in .yaml.{did_you_mean(text, shipped)}"
+        )
+    return shipped[text]
+
+
+def read_yaml(path: str | Path) -> Tree:
+    """The mapping that a YAML file holds."""
+    where = _shown(path)
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{where}: cannot be read: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{where}: must be UTF-8 text. Got the byte {error.object[error.start]:#04x}.") from error
+    tree = strict_yaml.parse(text, where=where)
+    if not isinstance(tree, dict):
+        raise _error(where, "", "expected a mapping", tree, "Write `key: value` lines.")
+    return tree
+
+
+def read_config(name_or_path: str | Path) -> tuple[Tree, str]:
+    """The tree of a configuration over the one that it names as its `base`, and what to call its source in errors."""
+    trees, paths = [], []
+    path = find_config(name_or_path)
+    while True:
+        paths.append(path)
+        if path.resolve() in (earlier.resolve() for earlier in paths[:-1]):
+            chain = " -> ".join(_shown(path) for path in paths)
+            raise ConfigError(f"{_shown(paths[-2])}: base: must not lead back to itself. Got {chain}.")
+        tree = read_yaml(path)
+        base = tree.pop("base", None)
+        trees.append(tree)
+        if base is None:
+            break
+        if not isinstance(base, str):
+            raise _error(_shown(path), "base", "expected the name of a config or a path", base, "")
+        path = find_config(base, beside=path.parent)
+    merged: Tree = {}
+    for tree in reversed(trees):
+        merged = _merge(merged, tree)
+    return merged, " over ".join(_shown(path) for path in paths)
+
+
+def apply_overrides(tree: Tree, overrides: Sequence[str]) -> Tree:
+    """A copy of `tree` with each `a.b=value` set, the value read as YAML. Mappings on the way are made where absent."""
+    tree = copy.deepcopy(tree)
+    for override in overrides:
+        dotted, equals, text = override.partition("=")
+        keys = dotted.split(".")
+        if not (equals and text.strip() and all(key.strip() == key != "" for key in keys)):
+            raise ConfigError(f"--set: expected key.key=value. Got {override!r}. Write null or '' for no value.")
+        value = strict_yaml.parse(text, where=f"--set {dotted}")
+        inner = tree
+        for depth, key in enumerate(keys[:-1], start=1):
+            if inner.get(key) is None:
+                inner[key] = {}
+            inner = inner[key]
+            if not isinstance(inner, dict):
+                raise _error(f"--set {dotted}", "", f"{'.'.join(keys[:depth])} has no keys", inner, "Set it whole.")
+        inner[keys[-1]] = value
+    return tree
+
+
+def build(cls: type[T], tree: Any, *, where: str, path: str = "") -> T:
+    """An instance of the dataclass `cls` from a tree.
+
+    Errors name the tree's source, `where`, and keys; these follow `path` if the tree is a part of the source.
+    """
+    return _build(cls, tree, where, path)
+
+
+def to_tree(value: Any) -> Any:
+    """A dataclass as plain data, defaults included: `build` makes an equal one of it."""
+    if dataclasses.is_dataclass(value):
+        return {field.name: to_tree(getattr(value, field.name)) for field in dataclasses.fields(value) if field.init}
+    if isinstance(value, Mapping):
+        return {key: to_tree(item) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [to_tree(item) for item in value]
+    return value
+
+
+def dump_yaml(value: Any) -> str:
+    """A dataclass as a YAML text that `read_yaml` and `build` read back."""
+    return strict_yaml.to_text(to_tree(value))
+
+
+def _build(hint: Any, value: Any, where: str, path: str) -> Any:
+    """A value of type `hint`. `path` is where in the tree it stands."""
+    origin, options = typing.get_origin(hint), typing.get_args(hint)
+    if dataclasses.is_dataclass(hint):
+        return _build_dataclass(hint, value, where, path)
+    if hint in _SCALARS:
+        return _build_scalar(hint, value, where, path)
+    if hint is Any:
+        return _frozen(value)
+    if origin is Literal:
+        for option in options:
+            if type(option) is type(value) and option == value:
+                return option
+        listed = ", ".join(str(option) for option in options)
+        suggestion = did_you_mean(value, [o for o in options if isinstance(o, str)]) if isinstance(value, str) else ""
+        raise _error(where, path, f"expected one of {listed}", value, suggestion.strip())
+    if origin in (typing.Union, types.UnionType) and len(options) == 2 and type(None) in options:
+        (given,) = (option for option in options if option is not type(None))
+        return None if value is None else _build(given, value, where, path)
+    if origin in (list, tuple):
+        return _build_list(origin, options, value, where, path)
+    if origin in (dict, collections.abc.Mapping) and options[0] is str:
+        items = _mapping(value, where, path).items()
+        return FrozenDict({key: _build(options[1], item, where, _join(path, key)) for key, item in items})
+    raise TypeError(f"{path}: no config can hold a field of type {hint}.")
+
+
+def _build_dataclass(cls: Any, value: Any, where: str, path: str) -> Any:
+    fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
+    hints = typing.get_type_hints(cls)
+    tree = _mapping(value, where, path)
+    for key in tree:
+        if key not in fields:
+            raise ConfigError(
+                f"{_place(where, path)}: unknown key {key!r}. Known: {', '.join(fields) or 'none'}."
+                f"{did_you_mean(key, fields)}"
+            )
+    for name, field in fields.items():
+        if name not in tree and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            raise ConfigError(f"{_place(where, _join(path, name))}: required. Got nothing. Write `{name}: ...`.")
+    arguments = {name: _build(hints[name], item, where, _join(path, name)) for name, item in tree.items()}
+    try:
+        return cls(**arguments)
+    except ValueError as error:
+        raise ConfigError(f"{where}: {_located(str(error), path, fields)}") from error
+
+
+def _located(message: str, path: str, fields: Collection[str]) -> str:
+    """A dataclass's own complaint with its place in the tree.
+
+    Such a message may begin with a field, `top_k: must ...`, or with the section too, `sampling.top_k: must ...`, in
+    which `path` ends already.
+    """
+    section = path.rpartition(".")[2]
+    if section and message.startswith((f"{section}.", f"{section}:")):
+        return path + message.removeprefix(section)
+    if message.partition(":")[0] in fields:
+        return _join(path, message)
+    return f"{path}: {message}" if path else message
+
+
+def _build_list(origin: type, options: tuple[Any, ...], value: Any, where: str, path: str) -> tuple[Any, ...]:
+    if not isinstance(value, list | tuple):
+        raise _error(where, path, "expected a list", value, "Write [a, b].")
+    if origin is list or options[1:] == (...,):
+        options = options[:1] * len(value)
+    if len(value) != len(options):
+        raise _error(where, path, f"expected a list of {len(options)}", value, "")
+    return tuple(_build(option, value[i], where, f"{path}[{i}]") for i, option in enumerate(options))
+
+
+def _build_scalar(hint: type, value: Any, where: str, path: str) -> Any:
+    if hint is float and type(value) is int and abs(value) <= sys.float_info.max:
+        value = float(value)
+    if type(value) is hint and value == value:  # NaN is no number
+        return value
+    rule, remedy = _SCALARS[hint]
+    if hint is int and isinstance(value, float) and value.is_integer():
+        remedy = f"Write {int(value)}."
+    raise _error(where, path, rule, value, remedy)
+
+
+def _mapping(value: Any, where: str, path: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise _error(where, path, "expected a mapping", value, "Write `key: value` lines.")
+    for key in value:
+        if not isinstance(key, str):
+            raise _error(where, path, "a key must be text", key, "Put it in quotes.")
+    return value
+
+
+def _frozen(value: Any) -> Any:
+    """Plain data that is hashable: mappings as FrozenDict, lists as tuples."""
+    if isinstance(value, Mapping):
+        return FrozenDict({key: _frozen(item) for key, item in value.items()})
+    return tuple(_frozen(item) for item in value) if isinstance(value, list) else value
+
+
+def _merge(below: Tree, above: Tree) -> Tree:
+    """`above` over `below`: mappings merge, anything else replaces."""
+    merged = dict(below)
+    for key, value in above.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merge(merged[key], value) if both else value
+    return merged
+
+
+def _shipped() -> dict[str, Path]:
+    """The configurations that come with the package, by name."""
+    folder = Path(str(importlib.resources.files("jaxrlhf"))) / "configs"
+    return {path.stem: path for path in folder.glob("*.yaml")}
+
+
+def _shown(path: str | Path) -> str:
+    """A path as errors show it: from the working directory where it lies inside."""
+    path = Path(path)
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+
+
+def _join(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key
+
+
+def _place(where: str, path: str) -> str:
+    return f"{where}: {path}" if path else where
+
+
+def _error(where: str, path: str, rule: str, got: object, remedy: str) -> ConfigError:
+    shown = "null" if got is None else _ABBREVIATED.repr(got)
+    return ConfigError(f"{_place(where, path)}: {rule}. Got {shown}. {remedy}".rstrip())

@@ -1,0 +1,228 @@
+"""What a run is, as frozen dataclasses: everything that a user can say about it, and nothing else."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from flax.core import FrozenDict
+
+from jaxrlhf.algorithms import ALGORITHMS
+from jaxrlhf.algorithms.algorithm import Algorithm
+from jaxrlhf.config.reading import ConfigError, apply_overrides, build, read_config
+from jaxrlhf.data.prompts import DataConfig
+from jaxrlhf.data.tokenizer import TokenizerConfig
+from jaxrlhf.experience import Sampling
+from jaxrlhf.models.config import PRESETS, Head, ModelConfig
+from jaxrlhf.sharding.strategy import Remat
+from jaxrlhf.suggest import did_you_mean
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW with a clipped gradient and a learning rate that warms up and decays."""
+
+    learning_rate: float = 1e-5
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the rate goes on after warm-up: it stays, or falls to `final_fraction` of itself at the last update."""
+    warmup_updates: int = 0
+    final_fraction: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    """Gradients of a larger global norm are scaled down to it. 0 never clips."""
+
+    def __post_init__(self) -> None:
+        def require(holds: bool, field: str, rule: str) -> None:
+            if not holds:
+                raise ValueError(f"{field}: {rule}. Got {getattr(self, field)!r}.")
+
+        require(
+            math.isfinite(self.learning_rate) and self.learning_rate > 0, "learning_rate", "must be finite and positive"
+        )
+        require(self.warmup_updates >= 0, "warmup_updates", "must not be negative")
+        require(0 <= self.final_fraction <= 1, "final_fraction", "must lie in [0, 1]")
+        require(0 <= self.beta1 < 1, "beta1", "must lie in [0, 1)")
+        require(0 <= self.beta2 < 1, "beta2", "must lie in [0, 1)")
+        require(self.eps > 0, "eps", "must be positive")
+        require(self.weight_decay >= 0, "weight_decay", "must not be negative")
+        require(self.max_grad_norm >= 0, "max_grad_norm", "must not be negative")
+
+
+@dataclasses.dataclass(frozen=True)
+class RoleConfig:
+    """A role: a model, trained if it has an optimizer, or a Python function of completions."""
+
+    model: ModelConfig | None = None
+    """Left out with `init: <role>`: that role's model, with this role's `head`."""
+    head: Head = "lm"
+    init: str = "random"
+    """Where its weights come from: `random`, the name of another role, or a folder in Hugging Face's format."""
+    optimizer: OptimizerConfig | None = None
+    function: str = ""
+    """A built-in reward, `module:function` or `path/to/file.py:function`; instead of a model."""
+    options: Mapping[str, Any] = dataclasses.field(default_factory=FrozenDict)
+    """Keyword arguments of the function."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PlacementConfig:
+    """Devices and strategy of a call."""
+
+    devices: str = ""
+    """Positions of devices: '0-3', '0,2,4'. Empty: the first data x fsdp x tensor ones."""
+    data: int = 1
+    fsdp: int = 1
+    tensor: int = 1
+    micro_batches: int = 1
+    remat: Remat = "none"
+
+
+@dataclasses.dataclass(frozen=True)
+class WarmStartConfig:
+    """Supervised training of the actor on the rows' completions, before the run proper."""
+
+    steps: int
+    batch_size: int
+    optimizer: OptimizerConfig
+    updates_per_step: int = 1
+    """Updates in one call of `train`, each on its own `batch_size` rows: fewer, longer programs."""
+    overlong: Literal["error", "drop"] = "error"
+    """What is done about rows without a completion, or with one over `max_new_tokens`. Dropped rows are counted."""
+
+    def __post_init__(self) -> None:
+        if self.steps < 1 or self.batch_size < 1 or self.updates_per_step < 1 or self.steps % self.updates_per_step:
+            raise ValueError(
+                "steps, batch_size, updates_per_step: must be at least 1, and steps a multiple of updates_per_step. "
+                f"Got {self.steps}, {self.batch_size} and {self.updates_per_step}."
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluationRunConfig:
+    """Responses to held-out prompts, scored."""
+
+    every: int = 0
+    """Steps between evaluations. 0: before the first step and after the last only."""
+    num_prompts: int = 128
+    batch_size: int = 0
+    """Prompts at a time. 0: all at once."""
+    sampling: Sampling | None = None
+    """None: as the algorithm samples, but greedily."""
+    scorers: tuple[str, ...] = ("reward",)
+    """Roles whose mean scores are reported, as eval/<role>."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OutputConfig:
+    """What a run leaves behind, and where."""
+
+    folder: str = "runs"
+    """Each run makes a folder of its own in it."""
+    samples_every: int = 10
+    """Steps between sampled completions written to samples.jsonl. 0: never."""
+    num_samples: int = 8
+    timeline: bool = True
+    checkpoint_every: int = 0
+    """Steps between checkpoints. 0: after the last step only."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+    """One run, from data to checkpoints. All sizes are global."""
+
+    name: str
+    steps: int
+    batch_size: int
+    """Prompts in a step."""
+    roles: Mapping[str, RoleConfig]
+    data: DataConfig
+    algorithm: str = "ppo"
+    settings: Any = None
+    """Settings of the algorithm, of the type that it declares."""
+    seed: int = 0
+    devices: str = "auto"
+    """`auto` is all that JAX sees; `cpu:8` makes the processor appear as 8 devices."""
+    tokenizer: TokenizerConfig = dataclasses.field(default_factory=TokenizerConfig)
+    plan: Mapping[str, PlacementConfig] = dataclasses.field(default_factory=FrozenDict)
+    """Call -> placement; `default` for all the others. Without a default: every row on its own share of all devices."""
+    warm_start: WarmStartConfig | None = None
+    evaluation: EvaluationRunConfig | None = None
+    resume: str = "never"
+    """`never`, or the folder of a run to go on from its newest checkpoint."""
+    output: OutputConfig = dataclasses.field(default_factory=OutputConfig)
+    compilation_cache: str = "~/.cache/jaxrlhf/xla"
+    """Folder of compiled programs, kept between runs. Empty: none."""
+
+    def __post_init__(self) -> None:
+        def require(holds: bool, field: str, rule: str) -> None:
+            if not holds:
+                raise ValueError(f"{field}: {rule}. Got {getattr(self, field)!r}.")
+
+        require(self.steps >= 0, "steps", "must not be negative")
+        require(self.batch_size >= 1, "batch_size", "must be at least 1")
+        require(0 <= self.seed < 2**32, "seed", "must lie between 0 and 2^32 - 1")
+        require(
+            self.num_virtual_devices is not None or self.devices == "auto",
+            "devices",
+            "must be auto or cpu:<number>, such as cpu:8",
+        )
+
+    @property
+    def num_virtual_devices(self) -> int | None:
+        """How many devices the processor is to appear as; None: the real ones are used."""
+        platform, _, count = self.devices.partition(":")
+        return int(count) if platform == "cpu" and count.isdigit() and int(count) > 0 else None
+
+
+def load_run(name_or_path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """The run that a config file, or a shipped config, describes.
+
+    Raises:
+        ConfigError: Something is unknown, missing or of a wrong type or value: says the file and the key.
+    """
+    tree, where = read_config(name_or_path)
+    tree = apply_overrides(tree, overrides)
+    if overrides:
+        where = f"{where} with --set"
+    settings = tree.pop("settings", {})
+    _fill_presets(tree, where)
+    run = build(RunConfig, tree, where=where)
+    try:
+        algorithm = load_algorithm(run.algorithm)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    return dataclasses.replace(run, settings=build(algorithm.config, settings, where=where, path="settings"))
+
+
+def load_algorithm(name: str) -> Algorithm:
+    """The algorithm of that name.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    if name not in ALGORITHMS:
+        raise ConfigError(
+            f"algorithm: must be one of {', '.join(ALGORITHMS)}. Got {name!r}.{did_you_mean(name, ALGORITHMS)}"
+        )
+    return ALGORITHMS[name]
+
+
+def _fill_presets(tree: dict[str, Any], where: str) -> None:
+    """`model: tiny` and `model: {preset: tiny, num_layers: 4}` become all the fields of a model."""
+    roles = tree.get("roles")
+    for name, role in roles.items() if isinstance(roles, dict) else ():
+        model = role.get("model") if isinstance(role, dict) else None
+        if isinstance(model, str):
+            model = {"preset": model}
+        if isinstance(model, dict) and "preset" in model:
+            preset = model["preset"]
+            if preset not in PRESETS:
+                raise ConfigError(
+                    f"{where}: roles.{name}.model.preset: must be one of {', '.join(PRESETS)}. Got {preset!r}."
+                    f"{did_you_mean(str(preset), PRESETS)}"
+                )
+            role["model"] = {**PRESETS[preset], **{key: value for key, value in model.items() if key != "preset"}}

@@ -1,0 +1,107 @@
+"""YAML without its traps: duplicate keys, `on` for true, `010` for 8, `1e-3` for text.
+
+Plain data only: mappings with text for keys, lists, text, numbers, true, false and null. Numbers are those of YAML 1.2,
+so `1e-3` is a float while `010`, `1:30` and dates are text. A key given twice and an unquoted `yes`, `no`, `on` or
+`off`, which YAML 1.1 takes for true and false, are errors. What `to_text` writes, `parse` reads back the same.
+"""
+
+import re
+from typing import Any, NoReturn
+
+import yaml
+
+
+class ConfigError(ValueError):
+    """What is wrong with a configuration, told to whoever wrote it."""
+
+
+BOOL = re.compile("true|True|TRUE|false|False|FALSE|yes|Yes|YES|no|No|NO|on|On|ON|off|Off|OFF")
+INT = re.compile(r"[-+]?(?:0|[1-9][0-9_]*)")
+FLOAT = re.compile(r"[-+]?(?:(?:0|[1-9][0-9_]*)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[-+]?\.inf|\.nan")
+NULL = re.compile("~|null|Null|NULL|")
+
+
+class _Loader(yaml.SafeLoader):
+    yaml_implicit_resolvers = {}  # noqa: RUF012
+    yaml_constructors = {}  # noqa: RUF012
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes what either the loader above or one of YAML 1.1 would not read as text."""
+
+
+# The order decides: FLOAT matches integers too.
+for _kind, _pattern, _first in (
+    ("bool", BOOL, "tTfFyYnNoO"),
+    ("int", INT, "-+0123456789"),
+    ("float", FLOAT, "-+.0123456789"),
+    ("null", NULL, ["~", "n", "N", ""]),
+):
+    for _class in (_Loader, _Dumper):
+        _class.add_implicit_resolver(f"tag:yaml.org,2002:{_kind}", re.compile(f"(?:{_pattern.pattern})$"), list(_first))
+
+
+def _refuse(node: yaml.Node, problem: str) -> NoReturn:
+    raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+
+
+def _bool(loader: _Loader, node: yaml.ScalarNode) -> bool:
+    text = loader.construct_scalar(node)
+    if text.lower() not in ("true", "false"):
+        _refuse(node, f"{text} is ambiguous in YAML. Write true or false, or '{text}' in quotes for text")
+    return text.lower() == "true"
+
+
+def _int(loader: _Loader, node: yaml.ScalarNode) -> int:
+    return int(loader.construct_scalar(node).replace("_", ""))
+
+
+def _float(loader: _Loader, node: yaml.ScalarNode) -> float:
+    return float(loader.construct_scalar(node).replace("_", "").replace(".inf", "inf").replace(".nan", "nan"))
+
+
+def _mapping(loader: _Loader, node: yaml.Node) -> dict[str, Any]:
+    if not isinstance(node, yaml.MappingNode):
+        _refuse(node, "expected a mapping")
+    mapping = {}
+    for key_node, value_node in node.value:
+        key = loader.construct_object(key_node, deep=True)
+        if not isinstance(key, str):
+            _refuse(key_node, f"a key must be text. Got {key!r}. Put it in quotes")
+        if key in mapping:
+            _refuse(key_node, f"key {key!r} is given twice. Remove one")
+        mapping[key] = loader.construct_object(value_node, deep=True)
+    return mapping
+
+
+for _kind, _construct in (
+    ("bool", _bool),
+    ("int", _int),
+    ("float", _float),
+    ("null", lambda loader, node: None),
+    ("str", _Loader.construct_scalar),
+    ("seq", lambda loader, node: loader.construct_sequence(node, deep=True)),
+    ("map", _mapping),
+):
+    _Loader.add_constructor(f"tag:yaml.org,2002:{_kind}", _construct)
+_Loader.add_constructor(None, _Loader.construct_undefined)  # pyright: ignore[reportArgumentType]
+
+
+def parse(text: str, *, where: str) -> Any:
+    """The value of a YAML text. Raises ConfigError, which begins with `where`, its line and its column."""
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise ConfigError(f"{where}{place}: {error.problem or error.context}.") from error
+    except (yaml.YAMLError, ValueError) as error:  # characters that YAML does not allow; a number of 5000 digits
+        raise ConfigError(f"{where}: not valid YAML: {error}.") from error
+    except RecursionError:
+        raise ConfigError(f"{where}: nested too deeply.") from None
+
+
+def to_text(tree: Any) -> str:
+    """Plain data as YAML, in the order of its keys. All but ASCII is escaped: PyYAML would lose a next-line
+    character."""
+    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, width=120)

@@ -1,0 +1,1 @@
+"""Tokenizers, prompts and the order in which a run sees them."""

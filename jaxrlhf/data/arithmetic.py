@@ -1,0 +1,96 @@
+"""The built-in task: sums of whole numbers, worked digit by digit, made on the spot.
+
+A row is `{"prompt": "47+85=", "completion": "12 13>132", "answer": "132"}`. The steps before `>` go from the lowest
+digit up, two characters each: what is carried, then the digit that stays (7+5=12, then 4+8+1=13). A subtraction borrows
+in the place of carrying ("52-37=" gives "15 01>15": 12-7=5 with 1 borrowed, then 5-3-1=1); a product has one digit on
+the right ("47*8=" gives "56 37>376").
+"""
+
+import dataclasses
+import math
+import random
+import zlib
+
+OPERATIONS = ("+", "-", "*")
+
+
+@dataclasses.dataclass(frozen=True)
+class ArithmeticConfig:
+    """Which problems the task has."""
+
+    digits: int = 2
+    """Digits of the operands; the right operand of a product has one, from 2 to 9."""
+    operations: tuple[str, ...] = ("+",)
+    """Some of +, - and *. A difference is never negative."""
+    held_out: int = 8
+    """One row in this many is held out, chosen by the checksum of its prompt."""
+    max_rows: int = 20000
+    """Where an operation has more problems than this, that many of them are drawn, always the same."""
+
+    def __post_init__(self) -> None:
+        def require(holds: bool, field: str, rule: str) -> None:
+            if not holds:
+                raise ValueError(f"data.arithmetic.{field}: {rule}. Got {getattr(self, field)!r}.")
+
+        require(1 <= self.digits <= 9, "digits", "must lie between 1 and 9")
+        known = set(self.operations) <= set(OPERATIONS)
+        require(
+            known and len(set(self.operations)) == len(self.operations) > 0,
+            "operations",
+            "must be some of '+', '-', '*', each once",
+        )
+        require(self.held_out >= 2, "held_out", "must be at least 2, so that rows are left for training")
+        require(self.max_rows >= 1, "max_rows", "must be at least 1")
+
+
+def arithmetic_rows(config: ArithmeticConfig) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+    """Training rows and held-out rows, no row in both, always the same.
+
+    The held-out rows are shuffled, so that the first ones are a fair sample of them.
+    """
+    train: list[dict[str, str]] = []
+    held_out: list[dict[str, str]] = []
+    for operation in config.operations:
+        count = _num_problems(operation, config.digits)
+        for index in sorted(random.Random(0).sample(range(count), min(count, config.max_rows))):
+            row = _row(operation, config.digits, index)
+            (train if zlib.crc32(row["prompt"].encode()) % config.held_out else held_out).append(row)
+    random.Random(0).shuffle(held_out)
+    return train, held_out
+
+
+def _num_problems(operation: str, digits: int) -> int:
+    num_operands = 9 * 10 ** (digits - 1)
+    return {"+": num_operands**2, "-": num_operands * (num_operands + 1) // 2, "*": num_operands * 8}[operation]
+
+
+def _row(operation: str, digits: int, index: int) -> dict[str, str]:
+    """Problem number `index` of an operation, worked."""
+    lowest = 10 ** (digits - 1)
+    if operation == "+":
+        left, right = index // (9 * lowest), index % (9 * lowest)
+    elif operation == "-":  # pairs with right <= left, counted along the rows of a triangle
+        left = (math.isqrt(8 * index + 1) - 1) // 2
+        right = index - left * (left + 1) // 2
+    else:
+        left, right = index // 8, index % 8
+    left, right = left + lowest, right + (2 if operation == "*" else lowest)
+    answer = {"+": left + right, "-": left - right, "*": left * right}[operation]
+    steps = " ".join(_steps(operation, left, right, digits))
+    return {"prompt": f"{left}{operation}{right}=", "completion": f"{steps}>{answer}", "answer": str(answer)}
+
+
+def _steps(operation: str, left: int, right: int, digits: int) -> list[str]:
+    """One step per digit of `left`, lowest first: what is carried or borrowed, then the digit."""
+    carry, steps = 0, []
+    for place in range(digits):
+        a, b = left // 10**place % 10, right // 10**place % 10
+        if operation == "+":
+            carry, digit = divmod(a + b + carry, 10)
+        elif operation == "-":
+            borrow, digit = divmod(a - b - carry, 10)
+            carry = -borrow
+        else:
+            carry, digit = divmod(a * right + carry, 10)
+        steps.append(f"{carry}{digit}")
+    return steps

@@ -1,0 +1,224 @@
+"""Text to token ids and back: raw bytes, a tokenizer.json, or a byte-pair encoding trained on a run's own texts."""
+
+import dataclasses
+import os
+from collections.abc import Iterable
+from typing import Literal, Protocol, get_args
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from jaxrlhf.suggest import did_you_mean
+
+END_TOKENS = ("<|endoftext|>", "</s>", "<|eot_id|>", "<|im_end|>", "<eos>", "<|end_of_text|>")
+"""Names by which a tokenizer.json is known to call its end of text, in the order in which they are tried."""
+PAD_TOKENS = ("<pad>", "<|pad|>", "[PAD]")
+"""The same for padding. Where there is none, the end of text pads; masks tell the two apart."""
+REPLACEMENT = "\ufffd"
+MIN_BPE_VOCAB_SIZE = 258
+"""256 bytes, padding, end of text."""
+
+Kind = Literal["bytes", "file", "train"]
+
+
+class Tokenizer(Protocol):
+    """Text to token ids and back."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id."""
+        ...
+
+    @property
+    def pad_id(self) -> int: ...
+
+    @property
+    def end_id(self) -> int:
+        """End of text: what stops a response."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of `text` alone: no beginning, no end of text is added."""
+        ...
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of `ids`. Padding and end of text are dropped; an id outside the vocabulary becomes U+FFFD."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenizerConfig:
+    """Which tokenizer a run uses."""
+
+    kind: Kind = "bytes"
+    """`bytes`: one token per byte of UTF-8. `file`: a tokenizer.json. `train`: learned from the training rows."""
+    path: str = ""
+    """Kind `file`: the tokenizer.json."""
+    vocab_size: int = 2048
+    """Kind `train`: how many tokens to learn, bytes and special tokens included. Few texts may give fewer."""
+    end_token: str = ""
+    """Kind `file`: the name of the end-of-text token. Empty: the first of the common names that the file has."""
+    pad_token: str = ""
+    """Kind `file`: the name of the padding token. Empty: a common name, else the end-of-text token."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(Kind):
+            raise ValueError(
+                f"tokenizer.kind: must be one of {', '.join(get_args(Kind))}. Got {self.kind!r}."
+                f"{did_you_mean(str(self.kind), get_args(Kind))}"
+            )
+        if self.kind == "file" and not self.path:
+            raise ValueError("tokenizer.path: kind 'file' needs a path. Got ''. Name a tokenizer.json.")
+        for field in ("path", "end_token", "pad_token"):
+            if self.kind != "file" and getattr(self, field):
+                raise ValueError(
+                    f"tokenizer.{field}: only kind 'file' has one. Got {getattr(self, field)!r} with kind "
+                    f"{self.kind!r}. Leave it out or set tokenizer.kind to 'file'."
+                )
+        if self.kind == "train" and self.vocab_size < MIN_BPE_VOCAB_SIZE:
+            raise ValueError(
+                f"tokenizer.vocab_size: must be at least {MIN_BPE_VOCAB_SIZE} (256 bytes, padding, end of text). Got "
+                f"{self.vocab_size}."
+            )
+
+
+class ByteTokenizer:
+    """The bytes of UTF-8, then padding, then end of text."""
+
+    name = "bytes"
+    vocab_size = 258
+    pad_id = 256
+    end_id = 257
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of `text` alone."""
+        return list(text.encode())
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of `ids`; bytes that are no UTF-8 and ids outside the vocabulary become U+FFFD."""
+        text = bytearray()
+        for token in ids:
+            if 0 <= token < 256:
+                text.append(int(token))
+            elif token not in (self.pad_id, self.end_id):
+                text.extend(REPLACEMENT.encode())
+        return text.decode(errors="replace")
+
+
+class JSONTokenizer:
+    """A tokenizer of the `tokenizers` library, as a tokenizer.json holds it.
+
+    The special tokens that its post-processor would add are not added: a template writes them out where a model wants
+    them ("<|begin_of_text|>{question}").
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, *, name: str, end_token: str = "", pad_token: str = "") -> None:
+        """Wraps `backend`.
+
+        Raises:
+            ValueError: A token is not in the vocabulary, or none of the common names of an end of text is.
+        """
+        vocabulary = backend.get_vocab(with_added_tokens=True)
+        self.name = name
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        self._backend = backend
+        self._known = frozenset(vocabulary.values())
+        end = _find_token(vocabulary, end_token, END_TOKENS, "end_token", name)
+        if end is None:
+            raise ValueError(
+                f"tokenizer.end_token: {name} has no token of a common name ({', '.join(END_TOKENS)}). Got ''. Set "
+                "tokenizer.end_token to the name of the token that ends a text."
+            )
+        pad = _find_token(vocabulary, pad_token, PAD_TOKENS, "pad_token", name)
+        self.end_id = end
+        self.pad_id = end if pad is None else pad
+
+    @classmethod
+    def from_file(cls, path: str | os.PathLike[str], *, end_token: str = "", pad_token: str = "") -> "JSONTokenizer":
+        """Reads a tokenizer.json. Truncation and padding that it asks for are switched off.
+
+        Raises:
+            ValueError: The file is missing or no tokenizer.json, or a token is not in its vocabulary.
+        """
+        name = os.fspath(path)
+        if not os.path.isfile(name):
+            raise ValueError(f"tokenizer.path: must be an existing file. Got {name!r}. Name a tokenizer.json.")
+        try:
+            backend = tokenizers.Tokenizer.from_file(name)
+        except Exception as error:  # the library raises bare Exception
+            raise ValueError(
+                f"tokenizer.path: {name!r} is not a readable tokenizer.json. Got: {error}. Write one with "
+                "`tokenizers.Tokenizer.save` or `train_bpe(...).save`."
+            ) from error
+        backend.no_truncation()
+        backend.no_padding()
+        return cls(backend, name=name, end_token=end_token, pad_token=pad_token)
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of `text` alone. Names of special tokens in it become those tokens."""
+        return self._backend.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of `ids`; padding and end of text are dropped, an id outside the vocabulary becomes U+FFFD."""
+        runs: list[list[int]] = [[]]
+        for token in map(int, ids):
+            if token in (self.pad_id, self.end_id):
+                continue
+            if token in self._known:
+                runs[-1].append(token)
+            else:
+                runs.append([])
+        return REPLACEMENT.join(self._backend.decode(run, skip_special_tokens=False) for run in runs)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes a tokenizer.json that `from_file` reads back."""
+        self._backend.save(os.fspath(path))
+
+
+def train_bpe(texts: Iterable[str], *, vocab_size: int) -> JSONTokenizer:
+    """Learns a byte-level byte-pair encoding; the same texts give the same tokens.
+
+    Every text can be encoded: single bytes are in the vocabulary. `<|pad|>` is 0 and `<|endoftext|>` is 1.
+
+    Raises:
+        ValueError: `vocab_size` does not hold the bytes and the special tokens.
+    """
+    if vocab_size < MIN_BPE_VOCAB_SIZE:
+        raise ValueError(
+            f"train_bpe: vocab_size must be at least {MIN_BPE_VOCAB_SIZE} (256 bytes, padding, end of text). Got "
+            f"{vocab_size}."
+        )
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=["<|pad|>", "<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
+    return JSONTokenizer(backend, name=f"bpe-{backend.get_vocab_size()}")
+
+
+def load_tokenizer(config: TokenizerConfig, texts: Iterable[str]) -> Tokenizer:
+    """The tokenizer that `config` names. `texts` is read for kind `train` alone."""
+    match config.kind:
+        case "bytes":
+            return ByteTokenizer()
+        case "file":
+            return JSONTokenizer.from_file(config.path, end_token=config.end_token, pad_token=config.pad_token)
+        case "train":
+            return train_bpe(texts, vocab_size=config.vocab_size)
+
+
+def _find_token(vocabulary: dict[str, int], token: str, common: tuple[str, ...], field: str, name: str) -> int | None:
+    """The id of `token`, or of the first common name that the vocabulary has where `token` is empty."""
+    if token and token not in vocabulary:
+        raise ValueError(
+            f"tokenizer.{field}: must be in the vocabulary of {name}. Got {token!r}.{did_you_mean(token, vocabulary)}"
+        )
+    return next((vocabulary[word] for word in ((token,) if token else common) if word in vocabulary), None)

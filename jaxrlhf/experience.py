@@ -1,0 +1,102 @@
+"""What travels between the calls of a step: prompts, rollouts, model outputs, and the settings of sampling.
+
+Letters: B sequences, P prompt columns, R response columns, T = P + R columns.
+
+Prompts are padded on the left to P columns and responses on the right to R, so a sequence is one row of T columns with
+its padding at both ends, and the response always starts at column P. `Sequences` is the part that a model reads;
+`Rollout` adds what sampling found out.
+"""
+
+import dataclasses
+import math
+
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int, UInt
+
+RUNNING, STOP, LENGTH = 0, 1, 2
+"""Finish reasons: still decoding; ended by a stop token; ended by the limit on new tokens."""
+
+
+class Prompts(struct.PyTreeNode):
+    """A batch of prompts, padded on the left."""
+
+    tokens: Int[Array, "B P"]
+    mask: Bool[Array, "B P"]
+    """True where a token is real."""
+    row: Int[Array, " B"]
+    """Which row of the prompt table each prompt came from: how a reward function finds the row's other columns."""
+    id: UInt[Array, " B"]
+    """A number for each sequence, unique within a step. With the seed, the step and the call it decides the noise."""
+
+
+class Sequences(struct.PyTreeNode):
+    """Prompts with responses: what a forward pass and a loss need. Demonstrations arrive in this form."""
+
+    tokens: Int[Array, "B T"]
+    mask: Bool[Array, "B T"]
+    """True where a token is real, prompt or response."""
+    response: Bool[Array, "B R"]
+    """True at response tokens, the stop token included."""
+
+
+class Rollout(struct.PyTreeNode):
+    """Sequences that a policy sampled, with what was recorded on the way."""
+
+    tokens: Int[Array, "B T"]
+    mask: Bool[Array, "B T"]
+    response: Bool[Array, "B R"]
+    logprobs: Float[Array, "B R"]
+    """Log-probability of each response token under the unmodified policy (temperature 1, nothing cut off)."""
+    sampled_logprobs: Float[Array, "B R"]
+    """The same under the distribution that it was drawn from."""
+    finish: Int[Array, " B"]
+    """`STOP` or `LENGTH`."""
+    row: Int[Array, " B"]
+    id: UInt[Array, " B"]
+
+
+class PolicyOutputs(struct.PyTreeNode):
+    """What a language-model head says about response tokens. Zero outside `response`."""
+
+    logprobs: Float[Array, "B R"]
+    entropy: Float[Array, "B R"]
+
+
+class Max(struct.PyTreeNode):
+    """A metric of a loss that combines over micro-batches and updates by its maximum, where plain ones add up."""
+
+    value: Float[Array, ""]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How responses are drawn."""
+
+    max_new_tokens: int = 128
+    min_new_tokens: int = 0
+    """No stop token is drawn before this many tokens."""
+    temperature: float = 1.0
+    """0 is greedy decoding."""
+    top_k: int = 0
+    """Only the k likeliest tokens; 0 is all."""
+    top_p: float = 1.0
+    """Only the likeliest tokens that together reach this probability."""
+    stop_ids: tuple[int, ...] = ()
+    """Any of these ends a response. Empty: the tokenizer's end-of-text token."""
+
+    def __post_init__(self) -> None:
+        def require(holds: bool, field: str, rule: str) -> None:
+            if not holds:
+                raise ValueError(f"sampling.{field}: {rule}. Got {getattr(self, field)!r}.")
+
+        require(self.max_new_tokens >= 1, "max_new_tokens", "must be at least 1")
+        require(
+            0 <= self.min_new_tokens <= self.max_new_tokens,
+            "min_new_tokens",
+            f"must lie between 0 and max_new_tokens={self.max_new_tokens}",
+        )
+        require(
+            math.isfinite(self.temperature) and self.temperature >= 0, "temperature", "must be finite and not negative"
+        )
+        require(self.top_k >= 0, "top_k", "must be 0 (all tokens) or positive")
+        require(0 < self.top_p <= 1, "top_p", "must lie in (0, 1]")

@@ -1,0 +1,1 @@
+"""Decoder-only transformers of the Llama family, as pure functions of weights and arrays."""

@@ -1,0 +1,136 @@
+"""What a model is: its sizes, its variants, the precision that it computes in; and the ready-made ones."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+Head = Literal["lm", "scalar"]
+"""`lm` gives a distribution over the vocabulary, `scalar` one number for each position (a value, a reward)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3's scaling of rotary frequencies to longer contexts.
+
+    Wavelengths beyond `original_max_position_embeddings / low_freq_factor` are stretched by `factor`, those below
+    `original_max_position_embeddings / high_freq_factor` are kept, and those between are interpolated.
+    """
+
+    factor: float = 8.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """A decoder-only transformer: RMSNorm, rotary positions, grouped-query attention, gated MLP."""
+
+    vocab_size: int = 256
+    hidden_size: int = 128
+    intermediate_size: int = 256
+    num_layers: int = 2
+    num_heads: int = 4
+    num_kv_heads: int = 4
+    head_dim: int = 0
+    """0 is hidden_size / num_heads."""
+    max_position_embeddings: int = 2048
+    """The longest sequence, prompt and response together."""
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    norm_eps: float = 1e-5
+    attention_bias: bool = False
+    """Biases on queries, keys and values (Qwen 2)."""
+    qk_norm: bool = False
+    """RMSNorm on the queries and keys of each head (Qwen 3)."""
+    tie_embeddings: bool = False
+    """The language-model head is the transposed embedding."""
+    head: Head = "lm"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """What matrix products compute in. Master weights and optimizer state are float32 in either case."""
+    attention: Literal["auto", "xla", "cudnn"] = "auto"
+    """Which implementation of `jax.nn.dot_product_attention`; `auto` is cuDNN's on GPUs in bfloat16, else XLA's."""
+    scan_layers: bool = False
+    """Train and infer by a scan over stacked layers: compiles once for all layers, runs somewhat slower."""
+    logits_chunk_tokens: int = 4096
+    """Log-probabilities are computed for so many tokens at a time, so that no array of all logits ever exists."""
+
+    def __post_init__(self) -> None:
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+            "max_position_embeddings",
+            "logits_chunk_tokens",
+        ):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: must be at least 1. Got {getattr(self, name)}.")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_kv_heads: must divide num_heads={self.num_heads}, since each key-value head serves a group of "
+                f"queries. Got {self.num_kv_heads}."
+            )
+        if not self.head_dim and self.hidden_size % self.num_heads:
+            raise ValueError(
+                f"num_heads: must divide hidden_size={self.hidden_size} unless head_dim is given. Got {self.num_heads}."
+            )
+        if self.head_dim_ % 2:
+            raise ValueError(f"head_dim: must be even, since rotary positions turn pairs. Got {self.head_dim_}.")
+
+    @property
+    def head_dim_(self) -> int:
+        """The size of a head, derived where the config leaves it at 0."""
+        return self.head_dim or self.hidden_size // self.num_heads
+
+    @property
+    def compute_dtype(self) -> jax.typing.DTypeLike:
+        return jnp.dtype(self.dtype)
+
+
+def _llama3(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int) -> dict[str, Any]:
+    return dict(
+        vocab_size=128256,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        max_position_embeddings=8192,
+        rope_theta=500000.0,
+        dtype="bfloat16",
+        scan_layers=True,
+    )
+
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "tiny": dict(
+        vocab_size=264,
+        hidden_size=128,
+        intermediate_size=256,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        max_position_embeddings=1024,
+    ),
+    "small": dict(
+        vocab_size=2048,
+        hidden_size=256,
+        intermediate_size=688,
+        num_layers=4,
+        num_heads=8,
+        num_kv_heads=4,
+        max_position_embeddings=2048,
+    ),
+    "7b": _llama3(4096, 14336, 32, 32, 8),
+    "13b": _llama3(5120, 13824, 40, 40, 40),
+    "34b": _llama3(8192, 22016, 48, 64, 8),
+    "70b": _llama3(8192, 28672, 80, 64, 8),
+}
+"""Fields of `ModelConfig` by name. The four large ones are the LLaMA-3-like models of ReaL (arXiv:2406.14088), Table 1
+of its appendix."""

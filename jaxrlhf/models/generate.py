@@ -1,0 +1,191 @@
+"""Generation: prefill, then decoding as a step that can be interrupted and resumed.
+
+Letters: B sequences, P prompt columns, R the most new tokens.
+
+    state = start(params, prompts, noise, ...)        # prefill, and the first token
+    state = run(params, state, until, ...)            # decode until a condition holds
+    rollout = finish(prompts, state)
+
+`run` takes a state and gives one, so the sequences of a state may be parted, joined or moved to other devices between
+two
+runs. A sequence draws the same tokens in any of these cases: its noise depends on the seed, the step, the call, its id
+and the position alone.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float, Int, UInt
+
+from jaxrlhf.experience import LENGTH, RUNNING, STOP, Prompts, Rollout, Sampling
+from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.models.heads import logits
+from jaxrlhf.models.kv_cache import KVCache, cache_prefill
+from jaxrlhf.models.params import Params, declare, use, with_layers
+from jaxrlhf.models.sampling import draw_token
+from jaxrlhf.models.transformer import decode_step, prefill
+from jaxrlhf.sharding.layout import Layout
+
+
+class DecodeState(struct.PyTreeNode):
+    """Everything that decoding needs to go on."""
+
+    cache: KVCache
+    newest: Int[Array, " B"]
+    """The token drawn last: part of the response, not yet in the cache."""
+    tokens: Int[Array, "B R"]
+    logprobs: Float[Array, "B R"]
+    sampled_logprobs: Float[Array, "B R"]
+    num_new: Int[Array, " B"]
+    finish: Int[Array, " B"]
+    uniforms: Float[Array, "B R"]
+    """The noise of every position, drawn in advance."""
+
+
+class Until(struct.PyTreeNode):
+    """When `run` comes back. It always does when no sequence is running."""
+
+    num_finished: Int[Array, ""]
+    """As soon as so many sequences of the state have finished."""
+    num_steps: Int[Array, ""]
+    """After so many decoding steps."""
+
+    @classmethod
+    def all_finished(cls) -> "Until":
+        most = jnp.iinfo(jnp.int32).max
+        return cls(jnp.int32(most), jnp.int32(most))
+
+
+def prepare(params: Params, config: ModelConfig, layout: Layout) -> Params:
+    """Weights as decoding uses them: gathered, in the compute precision, one array a layer."""
+    stacked = isinstance(params["layers"], dict)
+    return with_layers(use(params, declare(config, stacked=stacked), layout, config.compute_dtype), stacked=False)
+
+
+def start(
+    params: Params,
+    prompts: Prompts,
+    noise: UInt[Array, "3"],
+    temperature: Float[Array, ""],
+    sampling: Sampling,
+    config: ModelConfig,
+    layout: Layout,
+) -> DecodeState:
+    """Prefill the prompts and draw the first token of each response.
+
+    Args:
+        params: As `prepare` gives them.
+        noise: Seed, step and call: with a sequence's id, all that its noise depends on.
+    """
+    B, P = prompts.tokens.shape
+    R = sampling.max_new_tokens
+    with jax.named_scope("prefill"):
+        hidden_BD, keys_values = prefill(params, prompts.tokens, prompts.mask, config, layout)
+        cache = cache_prefill(keys_values, prompts.mask.sum(axis=1), P + R, layout)
+    state = DecodeState(
+        cache=cache,
+        newest=jnp.zeros(B, jnp.int32),
+        tokens=jnp.zeros((B, R), jnp.int32),
+        logprobs=jnp.zeros((B, R), jnp.float32),
+        sampled_logprobs=jnp.zeros((B, R), jnp.float32),
+        num_new=jnp.zeros(B, jnp.int32),
+        finish=jnp.full(B, RUNNING, jnp.int32),
+        uniforms=_uniforms(noise, prompts.id, R),
+    )
+    return _draw(state, logits(params, hidden_BD, config, layout), temperature, sampling, layout)
+
+
+def run(
+    params: Params,
+    state: DecodeState,
+    until: Until,
+    temperature: Float[Array, ""],
+    sampling: Sampling,
+    config: ModelConfig,
+    layout: Layout,
+) -> DecodeState:
+    """Decode until a condition holds. Under `jit`, donate the state: its cache is then updated in place."""
+
+    def goes_on(carry: tuple[jax.Array, DecodeState]) -> jax.Array:
+        num_steps, state = carry
+        num_finished = (state.finish != RUNNING).sum()
+        return (num_finished < jnp.minimum(until.num_finished, state.finish.shape[0])) & (num_steps < until.num_steps)
+
+    def step(carry: tuple[jax.Array, DecodeState]) -> tuple[jax.Array, DecodeState]:
+        num_steps, state = carry
+        hidden_BD, cache = decode_step(params, state.newest, state.cache, config, layout)
+        logits_BV = logits(params, hidden_BD, config, layout)
+        return num_steps + 1, _draw(state.replace(cache=cache), logits_BV, temperature, sampling, layout)
+
+    with jax.named_scope("decode"):
+        return jax.lax.while_loop(goes_on, step, (jnp.int32(0), state))[1]
+
+
+def finish(prompts: Prompts, state: DecodeState, layout: Layout) -> Rollout:
+    """Prompts and responses side by side."""
+    R = state.tokens.shape[1]
+    response_BR = jnp.arange(R)[None, :] < state.num_new[:, None]
+    rollout = Rollout(
+        tokens=jnp.concatenate([prompts.tokens, state.tokens], axis=1),
+        mask=jnp.concatenate([prompts.mask, response_BR], axis=1),
+        response=response_BR,
+        logprobs=state.logprobs,
+        sampled_logprobs=state.sampled_logprobs,
+        finish=state.finish,
+        row=prompts.row,
+        id=prompts.id,
+    )
+    return layout.constrain_rows(rollout)
+
+
+def generate(
+    params: Params,
+    prompts: Prompts,
+    noise: UInt[Array, "3"],
+    temperature: Float[Array, ""],
+    sampling: Sampling,
+    config: ModelConfig,
+    layout: Layout,
+) -> Rollout:
+    """Respond to every prompt: start, run until all have finished, finish."""
+    params = prepare(params, config, layout)
+    state = start(params, prompts, noise, temperature, sampling, config, layout)
+    state = run(params, state, Until.all_finished(), temperature, sampling, config, layout)
+    return finish(prompts, state, layout)
+
+
+def _draw(
+    state: DecodeState, logits_BV: jax.Array, temperature: jax.Array, sampling: Sampling, layout: Layout
+) -> DecodeState:
+    """Draw the next token of every running sequence and record it."""
+    R = state.tokens.shape[1]
+    logits_BV = layout.activation(logits_BV, ("batch", "choices"))
+    at_B1 = jnp.minimum(state.num_new, R - 1)[:, None]
+    uniform_B = jnp.take_along_axis(state.uniforms, at_B1, axis=1)[:, 0]
+    may_stop_B = state.num_new >= sampling.min_new_tokens
+    token_B, sampled_B, policy_B = draw_token(logits_BV, uniform_B, may_stop_B, temperature, sampling)
+
+    running_B = state.finish == RUNNING
+    writes_BR = running_B[:, None] & (jnp.arange(R)[None, :] == at_B1)
+    num_new_B = state.num_new + running_B
+    stopped_B = jnp.isin(token_B, jnp.array(sampling.stop_ids, jnp.int32)) & may_stop_B
+    outcome_B = jnp.where(stopped_B, STOP, jnp.where(num_new_B >= R, LENGTH, RUNNING))
+    return state.replace(
+        newest=jnp.where(running_B, token_B, state.newest),
+        tokens=jnp.where(writes_BR, token_B[:, None], state.tokens),
+        logprobs=jnp.where(writes_BR, policy_B[:, None], state.logprobs),
+        sampled_logprobs=jnp.where(writes_BR, sampled_B[:, None], state.sampled_logprobs),
+        num_new=num_new_B,
+        finish=jnp.where(running_B, outcome_B, state.finish).astype(jnp.int32),
+    )
+
+
+def _uniforms(noise: jax.Array, id_B: jax.Array, num_positions: int) -> jax.Array:
+    """One number in [0, 1) for each sequence and position."""
+    call_key = jax.random.fold_in(jax.random.fold_in(jax.random.key(noise[0]), noise[1]), noise[2])
+
+    def of_sequence(sequence_id: jax.Array) -> jax.Array:
+        key = jax.random.fold_in(call_key, sequence_id)
+        return jax.vmap(lambda t: jax.random.uniform(jax.random.fold_in(key, t)))(jnp.arange(num_positions))
+
+    return jax.vmap(of_sequence)(id_B)

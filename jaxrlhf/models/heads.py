@@ -1,0 +1,125 @@
+"""What a model says about sequences: log-probabilities and entropies of response tokens, values, scores.
+
+Letters: B sequences, P prompt columns, R response columns, T = P + R, S any number of columns, C columns of a chunk,
+D hidden size, V vocabulary.
+
+The head of response token t is the hidden state of the column before it, so only columns P - 1 to T - 2 are projected.
+No array of all logits exists: log-probabilities are computed for `logits_chunk_tokens` tokens at a time, and their
+logits are computed anew in the backward pass.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxrlhf.experience import PolicyOutputs, Rollout, Sequences
+from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.models.params import Params, declare, use
+from jaxrlhf.models.transformer import hidden_states
+from jaxrlhf.sharding.layout import Layout
+from jaxrlhf.sharding.strategy import Remat
+
+
+def policy_outputs(
+    params: Params, sequences: Sequences | Rollout, config: ModelConfig, layout: Layout, *, remat: Remat = "none"
+) -> PolicyOutputs:
+    """Log-probabilities and entropies (in nats) of the response tokens, zero elsewhere."""
+    response_BR = sequences.response
+    P = sequences.tokens.shape[1] - response_BR.shape[1]
+    hidden_BRD = hidden_states(
+        params, sequences.tokens[:, :-1], sequences.mask[:, :-1], config, layout, first=P - 1, remat=remat
+    )
+    return token_logprobs(params, hidden_BRD, sequences.tokens[:, P:], response_BR, config, layout)
+
+
+def values(
+    params: Params, sequences: Sequences | Rollout, config: ModelConfig, layout: Layout, *, remat: Remat = "none"
+) -> Float[Array, "B R"]:
+    """The scalar head before each response token: the value of the state in which it was chosen; zero elsewhere."""
+    P = sequences.tokens.shape[1] - sequences.response.shape[1]
+    hidden_BRD = hidden_states(
+        params, sequences.tokens[:, :-1], sequences.mask[:, :-1], config, layout, first=P - 1, remat=remat
+    )
+    return jnp.where(sequences.response, _scalars(params, hidden_BRD, config, layout), 0.0)
+
+
+def scores(
+    params: Params, sequences: Sequences | Rollout, config: ModelConfig, layout: Layout, *, remat: Remat = "none"
+) -> Float[Array, " B"]:
+    """The scalar head at the last token of each sequence: what a reward model says."""
+    P = sequences.tokens.shape[1] - sequences.response.shape[1]
+    hidden_BSD = hidden_states(params, sequences.tokens, sequences.mask, config, layout, first=P - 1, remat=remat)
+    last_B = sequences.response.sum(axis=1)  # column P - 1 + n holds the n-th response token
+    last_hidden_BD = jnp.take_along_axis(hidden_BSD, last_B[:, None, None], axis=1)[:, 0]
+    return _scalars(params, last_hidden_BD, config, layout)
+
+
+def logits(
+    params: Params, hidden_SD: Float[Array, "*S D"], config: ModelConfig, layout: Layout
+) -> Float[Array, "*S V"]:
+    """Next-token logits in float32."""
+    head_DV = output_embedding(params, config, layout)
+    return jnp.matmul(hidden_SD, head_DV, preferred_element_type=jnp.float32)
+
+
+def output_embedding(params: Params, config: ModelConfig, layout: Layout) -> Float[Array, "D V"]:
+    """The language-model head, ready for use."""
+    declared, dtype = declare(config), config.compute_dtype
+    if config.tie_embeddings:
+        return use(params["embedding"], declared["embedding"], layout, dtype).T
+    return use(params["lm_head"], declared["lm_head"], layout, dtype)
+
+
+@jax.named_scope("token_logprobs")
+def token_logprobs(
+    params: Params,
+    hidden_BSD: Float[Array, "B S D"],
+    target_BS: Int[Array, "B S"],
+    mask_BS: Bool[Array, "B S"],
+    config: ModelConfig,
+    layout: Layout,
+) -> PolicyOutputs:
+    """log p(target) and the entropy of p for every column, in chunks of columns.
+
+        log p(x) = z_x - log sum exp(z),    H = log sum exp(z) - sum_v p_v z_v
+
+    Chunks cut the columns and leave the rows as they are split over devices.
+    """
+    B, S, D = hidden_BSD.shape
+    head_DV = output_embedding(params, config, layout)
+    num_chunks = min(S, math.ceil(B * S / config.logits_chunk_tokens))
+    C = math.ceil(S / num_chunks)
+
+    @jax.checkpoint
+    def chunk(hidden_BCD: jax.Array, target_BC: jax.Array) -> tuple[jax.Array, jax.Array]:
+        logits_BCV = jnp.matmul(hidden_BCD.reshape(-1, D), head_DV, preferred_element_type=jnp.float32)
+        logits_BCV = layout.activation(logits_BCV.reshape(B, -1, config.vocab_size), ("batch", "length", "vocab"))
+        highest_BC1 = jax.lax.stop_gradient(logits_BCV.max(axis=-1, keepdims=True))
+        exp_BCV = jnp.exp(logits_BCV - highest_BC1)
+        sum_BC = exp_BCV.sum(axis=-1)
+        log_sum_BC = jnp.log(sum_BC) + highest_BC1[..., 0]
+        # a comparison instead of a gather: it stays local where the vocabulary is split over devices
+        is_target_BCV = jax.lax.broadcasted_iota(jnp.int32, logits_BCV.shape, 2) == target_BC[..., None]
+        chosen_BC = jnp.where(is_target_BCV, logits_BCV, 0.0).sum(axis=-1)
+        mean_logit_BC = (exp_BCV * logits_BCV).sum(axis=-1) / sum_BC
+        return chosen_BC - log_sum_BC, log_sum_BC - mean_logit_BC
+
+    if num_chunks == 1:
+        logprobs_BS, entropy_BS = chunk(hidden_BSD, target_BS)
+    else:
+        padding = C * num_chunks - S
+
+        def to_chunks(x: jax.Array) -> jax.Array:
+            padded = jnp.pad(x, ((0, 0), (0, padding)) + ((0, 0),) * (x.ndim - 2))
+            return jnp.moveaxis(padded.reshape(B, num_chunks, C, *x.shape[2:]), 1, 0)
+
+        chunks = jax.lax.map(lambda args: chunk(*args), (to_chunks(hidden_BSD), to_chunks(target_BS)))
+        logprobs_BS, entropy_BS = (jnp.moveaxis(x, 0, 1).reshape(B, -1)[:, :S] for x in chunks)
+    return PolicyOutputs(logprobs=jnp.where(mask_BS, logprobs_BS, 0.0), entropy=jnp.where(mask_BS, entropy_BS, 0.0))
+
+
+def _scalars(params: Params, hidden_SD: jax.Array, config: ModelConfig, layout: Layout) -> jax.Array:
+    head_D1 = use(params["value_head"], declare(config)["value_head"], layout, jnp.float32)
+    return jnp.matmul(hidden_SD.astype(jnp.float32), head_D1)[..., 0]

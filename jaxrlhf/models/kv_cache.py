@@ -1,0 +1,81 @@
+"""The cache of keys and values: a ring of slots in which all sequences write at one common slot.
+
+Letters: B sequences, T slots, K key-value heads, h head size.
+
+Every decoding step writes one slot, the same for all sequences, however long each of them is: a sequence of n tokens
+occupies the n most recent slots. So one `dynamic_update_slice` serves a ragged batch, no padding mask is kept, and a
+sequence that joins later, or comes from another device, only has to be laid down with its last token at the present
+slot.
+Keys are rotated by their own positions before they are stored, so the order of slots does not matter to attention.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxrlhf.sharding.layout import Layout
+
+_AXES = ("batch", "kv_heads", "length", "head_dim")
+
+
+class KVCache(struct.PyTreeNode):
+    """Keys and values of every layer."""
+
+    keys: tuple[Float[Array, "B K T h"], ...]
+    """One array a layer: separate arrays can be updated in place, slices of a stacked one are copied."""
+    values: tuple[Float[Array, "B K T h"], ...]
+    newest: Int[Array, ""]
+    """The slot that was written last."""
+    length: Int[Array, " B"]
+    """Tokens of each sequence in the cache."""
+
+    @property
+    def num_slots(self) -> int:
+        return self.keys[0].shape[2]
+
+    def occupied(self) -> Bool[Array, "B T"]:
+        """True at the slots that hold a token of the sequence: those at most `length - 1` steps old."""
+        age_T = (self.newest - jnp.arange(self.num_slots)) % self.num_slots
+        return age_T[None, :] < self.length[:, None]
+
+    def advance(self) -> "KVCache":
+        """Make room for one more token of every sequence, to be written by `write`."""
+        return self.replace(
+            newest=(self.newest + 1) % self.num_slots, length=jnp.minimum(self.length + 1, self.num_slots)
+        )
+
+    def write(self, layer: int, k_BKh: jax.Array, v_BKh: jax.Array, layout: Layout) -> "KVCache":
+        """Store a layer's keys and values of the newest token."""
+
+        def put(cache: jax.Array, new: jax.Array) -> jax.Array:
+            start = (0, 0, self.newest, 0)
+            return layout.activation(
+                jax.lax.dynamic_update_slice(cache, new[:, :, None, :].astype(cache.dtype), start), _AXES
+            )
+
+        keys = (*self.keys[:layer], put(self.keys[layer], k_BKh), *self.keys[layer + 1 :])
+        values = (*self.values[:layer], put(self.values[layer], v_BKh), *self.values[layer + 1 :])
+        return self.replace(keys=keys, values=values)
+
+
+def cache_prefill(
+    keys_values: list[tuple[Float[Array, "B P K h"], Float[Array, "B P K h"]]],
+    length_B: Int[Array, " B"],
+    num_slots: int,
+    layout: Layout,
+) -> KVCache:
+    """A cache of `num_slots` slots that holds the keys and values of prompts padded on the left to P columns."""
+    num_columns = keys_values[0][0].shape[1]
+    assert num_columns <= num_slots
+
+    def lay_down(x_BPKh: jax.Array) -> jax.Array:
+        x_BKPh = x_BPKh.transpose(0, 2, 1, 3)
+        return layout.activation(jnp.pad(x_BKPh, ((0, 0), (0, 0), (0, num_slots - num_columns), (0, 0))), _AXES)
+
+    return KVCache(
+        keys=tuple(lay_down(k) for k, _ in keys_values),
+        values=tuple(lay_down(v) for _, v in keys_values),
+        newest=jnp.int32(num_columns - 1),
+        length=length_B.astype(jnp.int32),
+    )

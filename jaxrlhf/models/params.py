@@ -1,0 +1,145 @@
+"""The weights of a model. One declaration for each gives its shape, its logical axes and how it starts.
+
+Abstract trees, shardings and arrays all follow from `declare`. The tree is
+
+    {"embedding": ..., "layers": [{"query": ..., ...}, ...], "final_norm": ..., "lm_head" or "value_head": ...}
+
+where `layers` is a list with one dict per layer, or, stacked, one dict whose arrays have a leading `layers` axis.
+Decoding wants the list, a scan over layers the stack; `with_layers` turns one into the other.
+"""
+
+import dataclasses
+import math
+import zlib
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+
+from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.sharding.layout import Axes, Layout
+
+Params = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """The declaration of one weight."""
+
+    shape: tuple[int, ...]
+    axes: Axes
+    """Logical axes, one a dim."""
+    initializer: Literal["normal", "ones", "zeros"] = "normal"
+    stddev: float = 0.0
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+def declare(config: ModelConfig, *, stacked: bool = False) -> Any:
+    """The tree of a model's weights, as declarations."""
+    D, V = config.hidden_size, config.vocab_size
+    tree: dict[str, Any] = {"embedding": Weight((V, D), ("vocab", "embed"), stddev=D**-0.5)}
+    layer = _declare_layer(config)
+    if stacked:
+        tree["layers"] = {
+            name: dataclasses.replace(w, shape=(config.num_layers, *w.shape), axes=("layers", *w.axes))
+            for name, w in layer.items()
+        }
+    else:
+        tree["layers"] = [layer for _ in range(config.num_layers)]
+    tree["final_norm"] = Weight((D,), ("norm",), "ones")
+    if config.head == "scalar":
+        tree["value_head"] = Weight((D, 1), ("embed", "value"), "zeros")
+    elif not config.tie_embeddings:
+        tree["lm_head"] = Weight((D, V), ("embed", "vocab"), stddev=D**-0.5)
+    return tree
+
+
+def _declare_layer(config: ModelConfig) -> dict[str, Weight]:
+    D, F, hd = config.hidden_size, config.intermediate_size, config.head_dim_
+    H, K = config.num_heads * hd, config.num_kv_heads * hd
+    into_residual = 1 / math.sqrt(2 * config.num_layers)  # keeps the residual stream's scale however deep the model
+    layer = {
+        "attention_norm": Weight((D,), ("norm",), "ones"),
+        "query": Weight((D, H), ("embed", "heads"), stddev=D**-0.5),
+        "key": Weight((D, K), ("embed", "kv_heads"), stddev=D**-0.5),
+        "value": Weight((D, K), ("embed", "kv_heads"), stddev=D**-0.5),
+        "output": Weight((H, D), ("heads", "embed"), stddev=H**-0.5 * into_residual),
+        "mlp_norm": Weight((D,), ("norm",), "ones"),
+        "gate": Weight((D, F), ("embed", "mlp"), stddev=D**-0.5),
+        "up": Weight((D, F), ("embed", "mlp"), stddev=D**-0.5),
+        "down": Weight((F, D), ("mlp", "embed"), stddev=F**-0.5 * into_residual),
+    }
+    if config.attention_bias:
+        layer["query_bias"] = Weight((H,), ("heads",), "zeros")
+        layer["key_bias"] = Weight((K,), ("kv_heads",), "zeros")
+        layer["value_bias"] = Weight((K,), ("kv_heads",), "zeros")
+    if config.qk_norm:
+        layer["query_norm"] = Weight((hd,), ("norm",), "ones")
+        layer["key_norm"] = Weight((hd,), ("norm",), "ones")
+    return layer
+
+
+def abstract_params(config: ModelConfig, dtype: jax.typing.DTypeLike = jnp.float32, *, stacked: bool = False) -> Any:
+    """Shapes and dtypes of the weights."""
+    return _map_weights(lambda w: jax.ShapeDtypeStruct(w.shape, dtype), declare(config, stacked=stacked))
+
+
+def param_shardings(config: ModelConfig, layout: Layout, *, stacked: bool = False) -> Any:
+    """How the weights rest in a layout, as a tree of `NamedSharding`."""
+
+    def sharding(weight: Weight) -> NamedSharding:
+        return layout.weight(weight.axes)
+
+    return _map_weights(sharding, declare(config, stacked=stacked))
+
+
+def init_params(config: ModelConfig, key: jax.Array) -> Params:
+    """Random float32 weights, layers as a list. Each weight's noise depends on the key and on its own path alone."""
+
+    def initial(path: Any, weight: Weight) -> jax.Array:
+        if weight.initializer == "ones":
+            return jnp.ones(weight.shape, jnp.float32)
+        if weight.initializer == "zeros":
+            return jnp.zeros(weight.shape, jnp.float32)
+        own_key = jax.random.fold_in(key, zlib.crc32(jax.tree_util.keystr(path).encode()))
+        return weight.stddev * jax.random.normal(own_key, weight.shape, jnp.float32)
+
+    return jax.tree_util.tree_map_with_path(initial, declare(config), is_leaf=_is_weight)
+
+
+def with_layers(params: Params, *, stacked: bool) -> Params:
+    """The same weights with layers stacked into one dict, or as a list of dicts. Under `jit` or on abstract trees."""
+    layers = params["layers"]
+    if isinstance(layers, dict) == stacked:
+        return params
+    if stacked:
+        layers = jax.tree.map(lambda *per_layer: jnp.stack(per_layer), *layers)
+    else:
+        num_layers = len(next(iter(layers.values())))
+        layers = [{name: w[i] for name, w in layers.items()} for i in range(num_layers)]
+    return {**params, "layers": layers}
+
+
+def num_parameters(config: ModelConfig, *, output_embedding: bool = True) -> int:
+    """How many numbers the weights hold; without the output embedding, all but the language-model or scalar head."""
+    tree = declare(config)
+    if not output_embedding:
+        tree = {name: w for name, w in tree.items() if name not in ("lm_head", "value_head")}
+    return sum(w.size for w in jax.tree.leaves(tree, is_leaf=_is_weight))
+
+
+def use(params: Any, declared: Any, layout: Layout, dtype: jax.typing.DTypeLike) -> Any:
+    """Weights made ready for computing: in the compute precision, then gathered over `fsdp` (so that less is moved)."""
+    return jax.tree.map(lambda w, d: layout.at_use(w.astype(dtype), d.axes), params, declared)
+
+
+def _is_weight(x: Any) -> bool:
+    return isinstance(x, Weight)
+
+
+def _map_weights(function: Any, tree: Any) -> Any:
+    return jax.tree.map(function, tree, is_leaf=_is_weight)

@@ -1,0 +1,1 @@
+"""Which devices and which strategy every call gets."""

@@ -1,0 +1,255 @@
+"""The plan: a placement for every call, as plain data, checked before anything compiles.
+
+A placement is devices and a strategy. The plan changes where and how fast a call runs, never what it gives.
+"""
+
+import dataclasses
+import operator
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+
+from jaxrlhf.call_graph import Call, CallGraph, Ref
+from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.sharding.strategy import Strategy
+from jaxrlhf.suggest import did_you_mean
+
+DEFAULT = "default"
+"""The name under which a plan written by hand says what every call gets that it does not name."""
+
+
+class PlanError(ValueError):
+    """A plan that does not fit its graph, its models or the devices."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """Where one call runs and how it is parallelised."""
+
+    devices: tuple[int, ...]
+    """Positions in `jax.devices()`."""
+    strategy: Strategy
+
+    def __str__(self) -> str:
+        first, last = self.devices[0], self.devices[-1]
+        where = str(first) if len(self.devices) == 1 else f"{first}-{last}"
+        if self.devices != tuple(range(first, last + 1)):
+            where = ",".join(map(str, self.devices))
+        return f"{self.strategy} on {where}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Call, by its name in the graph -> placement."""
+
+    placements: Mapping[str, Placement]
+
+    def __getitem__(self, call: Call) -> Placement:
+        return self.placements[call.plan_name]
+
+    def to_json(self) -> dict[str, Any]:
+        return {name: dataclasses.asdict(placement) for name, placement in self.placements.items()}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "Plan":
+        """The plan that `to_json` wrote.
+
+        Raises:
+            PlanError: Something is missing, unknown or not as it should be.
+        """
+        placements = {}
+        for name, entry in data.items():
+            try:
+                if unknown := set(entry) - {"devices", "strategy"}:
+                    raise TypeError(f"unknown: {', '.join(sorted(unknown))}")
+                placements[name] = Placement(
+                    tuple(map(operator.index, entry["devices"])), Strategy(**entry["strategy"])
+                )
+            except (KeyError, TypeError, ValueError) as error:
+                raise PlanError(
+                    f"plan: {name}: a placement is {{devices: [...], strategy: {{data: ..., ...}}}}. Got {entry!r} "
+                    f"({error})."
+                ) from error
+        return cls(placements)
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainSizes:
+    """How a train call cuts its rows."""
+
+    rows: int
+    mini_batches: int
+    epochs: int
+    micro_batches: int
+
+    @property
+    def mini_batch_rows(self) -> int:
+        return self.rows // self.mini_batches
+
+    @property
+    def micro_batch_rows(self) -> int:
+        return self.mini_batch_rows // self.micro_batches
+
+
+def train_sizes(call: Call, strategy: Strategy) -> TrainSizes:
+    """The sizes of a train call, from its own settings and the strategy."""
+    _, _, update = call.args
+    return TrainSizes(call.num_rows, update.mini_batches, update.epochs, strategy.micro_batches)
+
+
+def resolve(written: Mapping[str, Placement], graph: CallGraph) -> Plan:
+    """A placement for every call of a graph from a plan written by hand.
+
+    A call takes the placement under its own name (`actor.generate#2`), else under its name without the ordinal, else
+    the default. A function of arrays (`compute`) runs where the default says, and work on the host has no placement.
+    """
+    placements = {}
+    for call in graph.calls:
+        if call.kind == "host":
+            continue
+        name = call.plan_name
+        placements[name] = written.get(name) or written.get(name.split("#")[0]) or written[DEFAULT]
+    return Plan(placements)
+
+
+def check_names(written: Iterable[str], graphs: Iterable[CallGraph]) -> None:
+    """Every name in a plan is a call of one of the graphs.
+
+    Raises:
+        PlanError: A name is not.
+    """
+    calls = {call.plan_name: call for graph in graphs for call in graph.calls}
+    known = {DEFAULT} | {n for name, call in calls.items() if call.kind != "host" for n in (name, name.split("#")[0])}
+    for name in written:
+        if name in calls and calls[name].kind == "host":
+            raise PlanError(f"plan.{name}: is plain Python on the host and takes no devices. Remove it.")
+        if name not in known:
+            raise PlanError(
+                f"plan.{name}: no call of this run has that name. Calls: "
+                f"{', '.join(sorted(known))}.{did_you_mean(name, known)}"
+            )
+
+
+def check(plan: Plan, graph: CallGraph, models: Mapping[str, ModelConfig], num_devices: int) -> None:
+    """A plan fits its graph, its models and the devices.
+
+    Args:
+        models: Role -> model, for roles that have one.
+
+    Raises:
+        PlanError: Devices that are not there, or degrees that divide neither the model nor the rows.
+    """
+    for call in graph.calls:
+        if call.kind == "host":
+            continue
+        if call.plan_name not in plan.placements:
+            raise PlanError(f"plan: needs a placement for every call. Got none for '{call.plan_name}'.")
+        where, placement = f"plan.{call.plan_name}", plan[call]
+        _check_devices(where, placement, num_devices)
+        if call.role is not None:
+            _check_model(where, placement.strategy, models[call.role])
+        _check_rows(where, call, placement.strategy)
+
+
+def _check_devices(where: str, placement: Placement, num_devices: int) -> None:
+    devices, strategy = placement.devices, placement.strategy
+    if len(set(devices)) != len(devices):
+        raise PlanError(f"{where}.devices: a device may stand there once. Got {list(devices)}.")
+    missing = [d for d in devices if not 0 <= d < num_devices]
+    if missing:
+        raise PlanError(
+            f"{where}.devices: must be among the {num_devices} devices of this run, 0 to {num_devices - 1}. Got "
+            f"{missing}. Lower the degrees, or run on more devices."
+        )
+    if len(devices) != strategy.num_devices:
+        raise PlanError(
+            f"{where}: data x fsdp x tensor must be the number of devices, {len(devices)}. Got {strategy.data} x "
+            f"{strategy.fsdp} x {strategy.tensor} = {strategy.num_devices}. Change a degree or `devices`."
+        )
+
+
+def _check_model(where: str, strategy: Strategy, model: ModelConfig) -> None:
+    split_by_tensor = {
+        "num_heads": model.num_heads,
+        "num_kv_heads": model.num_kv_heads,
+        "intermediate_size": model.intermediate_size,
+        "vocab_size": model.vocab_size,
+    }
+    for degree, sizes in (("tensor", split_by_tensor), ("fsdp", {"hidden_size": model.hidden_size})):
+        value = getattr(strategy, degree)
+        for name, size in sizes.items():
+            if size % value:
+                raise PlanError(f"{where}.{degree}: {value} does not divide {name}={size}. Use {_divisors(size)}.")
+
+
+def _check_rows(where: str, call: Call, strategy: Strategy) -> None:
+    rows = call.num_rows
+    if not rows:
+        return
+    shards, micro = strategy.num_row_shards, strategy.micro_batches
+    if call.kind == "train":
+        sizes = train_sizes(call, strategy)
+        if rows % sizes.mini_batches:
+            raise PlanError(
+                f"{where}: mini_batches must divide the rows of the batch. Got {sizes.mini_batches} for {rows} rows. "
+                f"Use {_divisors(rows)}, or another batch_size."
+            )
+        rows, what = (
+            sizes.mini_batch_rows,
+            f"a mini-batch of {sizes.mini_batch_rows} rows ({rows} / {sizes.mini_batches})",
+        )
+    else:
+        what = f"{rows} rows"
+    if call.kind == "compute" and micro > 1:
+        micro = 1  # the default's micro-batches are for models; arrays are computed on whole
+    if rows % (micro * shards):
+        raise PlanError(
+            f"{where}: micro_batches x data x fsdp must divide {what}. Got {micro} x {strategy.data} x "
+            f"{strategy.fsdp} = {micro * shards}. Lower a degree, or use another batch_size."
+        )
+
+
+def _divisors(size: int) -> str:
+    small = [str(n) for n in range(1, min(size, 64) + 1) if size % n == 0]
+    return small[0] if len(small) == 1 else ", ".join(small[:-1]) + " or " + small[-1]
+
+
+def plan_rows(plan: Plan, graph: CallGraph) -> list[dict[str, Any]]:
+    """The graph and its plan as a table, with every batch size that follows from them."""
+    table = []
+    for call in graph.calls:
+        row: dict[str, Any] = {
+            "call": call.name,
+            "kind": call.kind,
+            "needs": ", ".join(graph.dependencies(call)) or "-",
+        }
+        if call.kind == "host":
+            row |= {"placement": "host", "rows": call.num_rows}
+        else:
+            placement = plan[call]
+            strategy = placement.strategy
+            row |= {
+                "placement": str(placement),
+                "rows": call.num_rows,
+                "rows/device": call.num_rows // strategy.num_row_shards,
+            }
+            if call.kind == "train":
+                sizes = train_sizes(call, strategy)
+                row |= {
+                    "updates": f"{sizes.epochs} x {sizes.mini_batches}",
+                    "mini-batch": sizes.mini_batch_rows,
+                    "micro-batch": sizes.micro_batch_rows,
+                    "micro-batch/device": sizes.micro_batch_rows // strategy.num_row_shards,
+                }
+            elif call.kind != "compute" and strategy.micro_batches > 1:
+                row |= {"micro-batch": call.num_rows // strategy.micro_batches}
+        columns = {
+            ref.shape[1]
+            for ref in jax.tree.leaves(call.args)
+            if isinstance(ref, Ref) and ref.has_rows and ref.ndim == 2
+        }
+        if columns and call.role is not None:
+            row["tokens"] = call.num_rows * max(columns)
+        table.append(row)
+    return table

@@ -1,0 +1,1 @@
+"""Moving arrays from one layout to another."""

@@ -1,0 +1,1 @@
+"""Rewards that are Python functions: built-in verifiers and a user's own."""

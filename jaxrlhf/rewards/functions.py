@@ -1,0 +1,208 @@
+"""Reward functions by name, built in or a user's own, and calling them so that no bad value passes.
+
+Letters: B completions.
+"""
+
+import functools
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import pathlib
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from jaxrlhf.rewards.verifiers import VERIFIERS, RewardFunction
+from jaxrlhf.suggest import did_you_mean
+
+ROW_ARGUMENTS = ("prompts", "completions")
+"""What every reward function gets; all other arguments are columns or options."""
+
+
+class RewardError(RuntimeError):
+    """A reward function raised, or returned something else than a finite number for each completion."""
+
+
+def load_reward(name: str, options: Mapping[str, Any]) -> RewardFunction:
+    """The reward function that a config names, with its options bound.
+
+    `name` is a built-in one, `module:function` or `path/to/file.py:function`. A user's function is
+    `f(prompts, completions, **columns) -> list[float]`; options are further arguments of it.
+
+    Raises:
+        ValueError: There is no such function, its module does not import, or it does not take the options.
+    """
+    if ":" not in name:
+        if name not in VERIFIERS:
+            raise ValueError(
+                f"Reward: must be built in, module:function or path/to/file.py:function. Got {name!r}. Built in: "
+                f"{', '.join(VERIFIERS)}.{did_you_mean(name, VERIFIERS)}"
+            )
+        _check_options(name, inspect.signature(VERIFIERS[name]), options, all_required=True)
+        return VERIFIERS[name](**options)
+    place, _, attribute = name.rpartition(":")
+    module = _import(name, place)
+    if not hasattr(module, attribute):
+        known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise ValueError(
+            f"Reward {name!r}: must name a function of {place}. Got {attribute!r}. There: "
+            f"{', '.join(known) or 'none'}.{did_you_mean(attribute, known)}"
+        )
+    function: Callable[..., Any] = getattr(module, attribute)
+    if not callable(function):
+        raise ValueError(f"Reward {name!r}: must name a function. Got {type(function).__name__} {_shorten(function)}.")
+    _check_options(name, inspect.signature(function), options, all_required=False)
+    return functools.partial(function, **options) if options else function
+
+
+def check_reward(function: RewardFunction, columns: Iterable[str], *, name: str) -> None:
+    """Asks that every argument which a function needs is a column of the data (`finished` is one too), or bound.
+
+    Raises:
+        ValueError: One is not.
+    """
+    columns = list(columns)
+    parameters = inspect.signature(function).parameters
+    given = {*columns, *(ROW_ARGUMENTS if _by_keyword(function) else list(parameters)[:2])}
+    for key, parameter in parameters.items():
+        needed = parameter.default is inspect.Parameter.empty and parameter.kind not in (
+            inspect.Parameter.VAR_POSITIONAL,
+            inspect.Parameter.VAR_KEYWORD,
+        )
+        if needed and key not in given:
+            raise ValueError(
+                f"Reward {name!r}: its arguments must be columns of the data or options. Got {key!r}. Columns: "
+                f"{', '.join(columns) or 'none'}.{did_you_mean(key, columns)}"
+            )
+
+
+def call_reward(
+    function: RewardFunction, prompts: list[str], completions: list[str], columns: Mapping[str, list[Any]], *, name: str
+) -> np.ndarray:
+    """Scores completions, giving the function those columns that it takes.
+
+    A function that names `completions` among its arguments is called by keywords, and need not take `prompts`; any
+    other one gets prompts and completions as its first two.
+
+    Returns:
+        rewards_B, float32, all finite.
+
+    Raises:
+        ValueError: The function needs an argument that is no column.
+        RewardError: It raised, or did not return a finite number for each completion.
+    """
+    check_reward(function, columns, name=name)
+    arguments, keywords = _arguments(function, prompts, completions, columns)
+    try:
+        rewards = function(*arguments, **keywords)
+    except Exception as error:
+        raise RewardError(f"Reward {name!r}: must not raise. Got {type(error).__name__}: {error}") from error
+    is_list = isinstance(rewards, Sequence) and not isinstance(rewards, str | bytes)
+    if not is_list and not (hasattr(rewards, "__array__") and np.ndim(rewards) > 0):
+        raise RewardError(
+            f"Reward {name!r}: must return a list of {len(completions)} numbers. Got {_shorten(rewards)}."
+        )
+    if len(rewards) != len(completions):
+        raise RewardError(
+            f"Reward {name!r}: must return one number for each of {len(completions)} completions. Got {len(rewards)}."
+        )
+    rewards_B = np.zeros(len(completions), np.float32)
+    for index, reward in enumerate(rewards):
+        value = _finite(reward)
+        if value is None:
+            raise RewardError(
+                f"Reward {name!r}: must return finite numbers. Got {_shorten(reward)} at index {index} for prompt "
+                f"{_shorten(prompts[index])}, completion {_shorten(completions[index])}."
+            )
+        rewards_B[index] = value
+    return rewards_B
+
+
+def _arguments(
+    function: RewardFunction, prompts: list[str], completions: list[str], columns: Mapping[str, list[Any]]
+) -> tuple[list[Any], dict[str, Any]]:
+    """Positional and keyword arguments of a call."""
+    parameters = inspect.signature(function).parameters
+    by_keyword = _by_keyword(function)
+    available = {**columns, "prompts": prompts, "completions": completions} if by_keyword else columns
+    withheld = set(function.keywords if isinstance(function, functools.partial) else ())  # options win over columns
+    if not by_keyword:
+        withheld.update(list(parameters)[:2])
+    keywords = {
+        key: value
+        for key, value in available.items()
+        if (key in parameters or _takes_any(parameters.values())) and key not in withheld
+    }
+    return [] if by_keyword else [prompts, completions], keywords
+
+
+def _by_keyword(function: RewardFunction) -> bool:
+    return "completions" in inspect.signature(function).parameters
+
+
+def _import(name: str, place: str) -> ModuleType:
+    """A module by its dotted name or by its file."""
+    if place.endswith(".py") and not pathlib.Path(place).is_file():
+        raise ValueError(f"Reward {name!r}: must be in an existing file. Got {place!r}.")
+    try:
+        return _import_file(pathlib.Path(place)) if place.endswith(".py") else importlib.import_module(place)
+    except Exception as error:
+        raise ValueError(f"Reward {name!r}: its module must import. Got {type(error).__name__}: {error}.") from error
+
+
+def _import_file(path: pathlib.Path) -> ModuleType:
+    digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]
+    spec = importlib.util.spec_from_file_location(f"reward_{path.stem}_{digest}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look themselves up there
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[spec.name]
+        raise
+    return module
+
+
+def _check_options(name: str, signature: inspect.Signature, options: Mapping[str, Any], *, all_required: bool) -> None:
+    """Asks that a function takes these options, and, of a factory, that none is missing."""
+    parameters = {key: parameter for key, parameter in signature.parameters.items() if key not in ROW_ARGUMENTS}
+    known = [
+        key
+        for key, parameter in parameters.items()
+        if parameter.kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    ]
+    for option in options:
+        if option in ROW_ARGUMENTS or (option not in known and not _takes_any(parameters.values())):
+            raise ValueError(
+                f"Reward {name!r}: options must be arguments of it. Got {option!r}. Known: "
+                f"{', '.join(known) or 'none'}.{did_you_mean(option, known)}"
+            )
+    for key in known:
+        if all_required and key not in options and parameters[key].default is inspect.Parameter.empty:
+            raise ValueError(f"Reward {name!r}: needs the option {key!r}. Got {', '.join(options) or 'none'}.")
+
+
+def _takes_any(parameters: Iterable[inspect.Parameter]) -> bool:
+    return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+
+
+def _finite(reward: Any) -> np.float32 | None:
+    """`reward` in float32; None if it is not a finite number there."""
+    try:
+        if isinstance(reward, str | bytes) or np.ndim(reward) != 0:
+            return None
+        with np.errstate(over="ignore"):
+            value = np.float32(float(reward))
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return value if np.isfinite(value) else None
+
+
+def _shorten(value: Any, limit: int = 120) -> str:
+    text = repr(value)
+    return text if len(text) <= limit else f"{text[:limit]}..."

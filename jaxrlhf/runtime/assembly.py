@@ -1,0 +1,308 @@
+"""From a config to everything a run needs: data, roles, graphs, plans. All is checked here, and nothing is compiled.
+
+A run has up to three graphs over the same roles: the warm start, the algorithm's step, and the evaluation.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxrlhf.algorithms.evaluation import EvaluationConfig, evaluation_step
+from jaxrlhf.algorithms.sft import SFTConfig, SupervisedUpdate, sft_state, sft_step
+from jaxrlhf.call_graph import CallGraph, trace
+from jaxrlhf.config.reading import ConfigError
+from jaxrlhf.config.schema import EvaluationRunConfig, PlacementConfig, RoleConfig, RunConfig, load_algorithm
+from jaxrlhf.data.loader import PromptLoader
+from jaxrlhf.data.prompts import PromptTable, load_prompts
+from jaxrlhf.experience import STOP, Prompts, Rollout, Sampling
+from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.models.huggingface import read_config as read_huggingface_config
+from jaxrlhf.planner.plan import DEFAULT, Placement, Plan, check, check_names, resolve
+from jaxrlhf.rewards.functions import call_reward, check_reward, load_reward
+from jaxrlhf.runtime.roles import FunctionRole, ModelRole, Role
+from jaxrlhf.sharding.strategy import Strategy
+from jaxrlhf.suggest import did_you_mean
+
+
+@dataclasses.dataclass(frozen=True)
+class Phase:
+    """A step function ready to run: traced and planned."""
+
+    roles: Mapping[str, Role]
+    graph: CallGraph
+    plan: Plan
+    first_state: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Assembly:
+    """A run, before it starts."""
+
+    config: RunConfig
+    table: PromptTable
+    loader: PromptLoader
+    train: Phase
+    warm_start: Phase | None
+    evaluation: Phase | None
+    eval_batches: tuple[Prompts, ...]
+    warnings: tuple[str, ...]
+
+    @property
+    def phases(self) -> dict[str, Phase]:
+        """In the order in which they run first."""
+        named = {"warm start": self.warm_start, "evaluation": self.evaluation, "step": self.train}
+        return {name: phase for name, phase in named.items() if phase is not None}
+
+
+def assemble(config: RunConfig, num_devices: int) -> Assembly:
+    """Everything that a run needs.
+
+    Args:
+        num_devices: How many devices the plan may use.
+
+    Raises:
+        ConfigError, PlanError, GraphError or ValueError: Something in config, data or plan does not fit. Each says
+        where,
+            which rule, what it got and what to do.
+    """
+    algorithm = load_algorithm(config.algorithm)
+    table = load_prompts(config.data, config.tokenizer)
+    settings = _with_stop_ids(config.settings, table.tokenizer.end_id)
+    models = _models(config)
+    _check_roles(config, algorithm.roles, models)
+    _check_vocabulary(models, table)
+    loader = PromptLoader(table, config.batch_size, config.seed)
+    written = _written_plan(config.plan, num_devices)
+    functions = {name: _function_role(name, role, table) for name, role in config.roles.items() if role.function}
+
+    def phase(step: Callable[..., Any], roles: Mapping[str, Role], state: Any, data: Any, phase_settings: Any) -> Phase:
+        methods = {name: role.methods(name) for name, role in roles.items()}
+        graph = trace(step, methods, state, data, phase_settings)
+        plan = resolve(written, graph)
+        check(plan, graph, models, num_devices)
+        return Phase(roles, graph, plan, state)
+
+    roles: dict[str, Role] = {
+        name: functions[name] if role.function else ModelRole(models[name], role.optimizer)
+        for name, role in config.roles.items()
+    }
+    train = phase(algorithm.step, roles, algorithm.init_state(settings), loader.batch(0), settings)
+    train = dataclasses.replace(train, roles=_count_updates(train, config.steps))
+    _check_length(models, table, [call.args for call in train.graph.calls])
+
+    warm_start, warnings = None, _warnings(config, table)
+    if config.warm_start is not None:
+        warm = config.warm_start
+        new_tokens = _max_new_tokens(settings)
+        left_out = table.num_train - len(table.demonstrable(new_tokens))
+        if warm.overlong == "error" or left_out == table.num_train:
+            table.check_demonstrations(max_new_tokens=new_tokens)
+        elif left_out:
+            warnings.append(
+                f"{left_out} of {table.num_train} completions do not fit into {new_tokens} tokens: no warm start on "
+                "them."
+            )
+        rows = loader.demonstrations(0, warm.batch_size * warm.updates_per_step, new_tokens)
+        actor: dict[str, Role] = {"actor": ModelRole(models["actor"], warm.optimizer, warm.steps)}
+        sft = SFTConfig(update=SupervisedUpdate(mini_batches=warm.updates_per_step))
+        warm_start = phase(sft_step, actor, sft_state(sft), rows, sft)
+
+    evaluation, eval_batches = None, ()
+    if config.evaluation is not None:
+        eval_config = _evaluation_config(config.evaluation, settings, table.tokenizer.end_id, config.roles)
+        eval_size = config.evaluation.batch_size or config.evaluation.num_prompts
+        eval_batches = tuple(PromptLoader(table, eval_size, config.seed).eval_batches(config.evaluation.num_prompts))
+        evaluation = phase(evaluation_step, train.roles, (), eval_batches[0], eval_config)
+
+    made = Assembly(config, table, loader, train, warm_start, evaluation, eval_batches, tuple(warnings))
+    check_names(config.plan, [p.graph for p in made.phases.values()])
+    return made
+
+
+def parse_devices(text: str, where: str) -> tuple[int, ...]:
+    """Positions of devices: '0-3', '0,2,4', '0-1,4-5'.
+
+    Raises:
+        ConfigError: Anything else.
+    """
+    devices: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdigit() or (dash and not last.isdigit()) or (dash and int(last) < int(first)):
+            raise ConfigError(f"{where}: must be positions of devices, such as '0-3' or '0,2,4'. Got {text!r}.")
+        devices.extend(range(int(first), int(last or first) + 1))
+    return tuple(devices)
+
+
+def _written_plan(plan: Mapping[str, PlacementConfig], num_devices: int) -> dict[str, Placement]:
+    written = {DEFAULT: Placement(tuple(range(num_devices)), Strategy(data=num_devices))}
+    for name, entry in plan.items():
+        strategy = Strategy(entry.data, entry.fsdp, entry.tensor, entry.micro_batches, entry.remat)
+        devices = tuple(range(strategy.num_devices))
+        if entry.devices:
+            devices = parse_devices(entry.devices, f"plan.{name}.devices")
+        written[name] = Placement(devices, strategy)
+    return written
+
+
+def _models(config: RunConfig) -> dict[str, ModelConfig]:
+    """Role -> model, with what comes from another role or from a checkpoint filled in."""
+
+    def model_of(name: str, above: tuple[str, ...] = ()) -> ModelConfig:
+        role = config.roles[name]
+        where = f"roles.{name}"
+        if name in above:
+            raise ConfigError(
+                f"{where}.init: roles must not start from each other in a circle. Got {' -> '.join((*above, name))}."
+            )
+        if role.model is not None:
+            return dataclasses.replace(role.model, head=role.head)
+        if role.init in config.roles:
+            return dataclasses.replace(model_of(role.init, (*above, name)), head=role.head)
+        if role.init != "random" and Path(role.init).is_dir():
+            return read_huggingface_config(Path(role.init), head=role.head)
+        if role.init != "random":
+            raise ConfigError(
+                f"{where}.init: must be random, another role or a folder with a checkpoint. Got {role.init!r}. Roles: "
+                f"{', '.join(config.roles)}.{did_you_mean(role.init, config.roles)}"
+            )
+        raise ConfigError(f"{where}: a role needs a model, a function, or an init to take its model from. Got none.")
+
+    models = {name: model_of(name) for name, role in config.roles.items() if not role.function}
+    for name, model in models.items():
+        source = config.roles[name].init
+        if source in models and dataclasses.replace(models[source], head=model.head) != model:
+            raise ConfigError(
+                f"roles.{name}.model: must be that of '{source}' but for its head, since its weights start from "
+                f"there. Got {model} and {models[source]}. Leave `model` out."
+            )
+    return models
+
+
+def _check_roles(config: RunConfig, needed: tuple[str, ...], models: Mapping[str, ModelConfig]) -> None:
+    for name in needed:
+        if name not in config.roles:
+            raise ConfigError(
+                f"roles: {config.algorithm} needs a role '{name}'. Got {', '.join(config.roles) or 'none'}."
+                f"{did_you_mean(name, config.roles)}"
+            )
+    for name, role in config.roles.items():
+        if role.function and (role.model is not None or role.optimizer is not None or role.init != "random"):
+            raise ConfigError(
+                f"roles.{name}: a role is a function or a model. Got both. Remove `function`, or the rest."
+            )
+        if role.function and role.init in config.roles:
+            raise ConfigError(f"roles.{name}.init: a function has no weights. Got {role.init!r}.")
+        source = config.roles.get(role.init)
+        if source is not None and source.function:
+            raise ConfigError(f"roles.{name}.init: '{role.init}' is a function and has no weights to start from.")
+    if config.warm_start is not None and "actor" not in models:
+        raise ConfigError("warm_start: trains the role 'actor'. Got none with a model.")
+
+
+def _check_vocabulary(models: Mapping[str, ModelConfig], table: PromptTable) -> None:
+    for name, model in models.items():
+        if table.tokenizer.vocab_size > model.vocab_size:
+            raise ConfigError(
+                f"roles.{name}.model.vocab_size: must hold the tokenizer's vocabulary, {table.tokenizer.vocab_size} "
+                f"({table.tokenizer.name}). Got {model.vocab_size}. Raise it, or use another tokenizer."
+            )
+
+
+def _check_length(models: Mapping[str, ModelConfig], table: PromptTable, args: list[Any]) -> None:
+    new_tokens = max((arg.max_new_tokens for call in args for arg in call if isinstance(arg, Sampling)), default=0)
+    longest = table.prompt_length + new_tokens
+    for name, model in models.items():
+        if longest > model.max_position_embeddings:
+            raise ConfigError(
+                f"roles.{name}.model.max_position_embeddings: must hold prompt and response, {table.prompt_length} + "
+                f"{new_tokens} tokens. Got {model.max_position_embeddings}. Lower data.max_prompt_tokens or "
+                "max_new_tokens."
+            )
+
+
+def _function_role(name: str, role: RoleConfig, table: PromptTable) -> FunctionRole:
+    """A Python function as a role: what it gets is text, and the columns of each row."""
+    function = load_reward(role.function, role.options)
+    check_reward(function, [*table.other, "finished"], name=name)
+
+    def score(rollout: Rollout) -> np.ndarray:
+        rows = np.asarray(rollout.row)
+        completions = decode_responses(rollout, table)
+        columns = {**table.columns(rows), "finished": [bool(x) for x in np.asarray(rollout.finish) == STOP]}
+        return call_reward(function, [table.prompt(int(row)) for row in rows], completions, columns, name=name)
+
+    return FunctionRole(score)
+
+
+def decode_responses(rollout: Rollout, table: PromptTable) -> list[str]:
+    """The text of every response."""
+    R = rollout.response.shape[1]
+    tokens_BR, response_BR = np.asarray(rollout.tokens)[:, -R:], np.asarray(rollout.response)
+    return [table.tokenizer.decode(tokens[real].tolist()) for tokens, real in zip(tokens_BR, response_BR, strict=True)]
+
+
+def _count_updates(phase: Phase, steps: int) -> dict[str, Role]:
+    """The roles, each knowing how many updates the whole run will make of it."""
+    updates: dict[str, int] = {}
+    for call in phase.graph.calls:
+        if call.kind == "train" and call.role is not None:
+            settings = call.args[2]
+            updates[call.role] = updates.get(call.role, 0) + steps * settings.mini_batches * settings.epochs
+    return {
+        name: dataclasses.replace(role, num_updates=updates.get(name, 0)) if isinstance(role, ModelRole) else role
+        for name, role in phase.roles.items()
+    }
+
+
+def _with_stop_ids(settings: Any, end_id: int) -> Any:
+    """Settings in which every `Sampling` without stop tokens stops at the end of text."""
+    if isinstance(settings, Sampling):
+        return settings if settings.stop_ids else dataclasses.replace(settings, stop_ids=(end_id,))
+    if not dataclasses.is_dataclass(settings) or isinstance(settings, type):
+        return settings
+    changed = {
+        f.name: _with_stop_ids(getattr(settings, f.name), end_id) for f in dataclasses.fields(settings) if f.init
+    }
+    return dataclasses.replace(settings, **changed)
+
+
+def _samplings(settings: Any) -> list[Sampling]:
+    if isinstance(settings, Sampling):
+        return [settings]
+    if not dataclasses.is_dataclass(settings):
+        return []
+    return [s for f in dataclasses.fields(settings) for s in _samplings(getattr(settings, f.name))]
+
+
+def _max_new_tokens(settings: Any) -> int:
+    return max((sampling.max_new_tokens for sampling in _samplings(settings)), default=128)
+
+
+def _evaluation_config(
+    config: EvaluationRunConfig, settings: Any, end_id: int, roles: Mapping[str, RoleConfig]
+) -> EvaluationConfig:
+    sampling = config.sampling
+    if sampling is None:
+        sampling = dataclasses.replace(next(iter(_samplings(settings)), Sampling()), temperature=0.0)
+    for scorer in config.scorers:
+        if scorer not in roles:
+            raise ConfigError(
+                f"evaluation.scorers: must be roles of the run. Got {scorer!r}. Roles: {', '.join(roles)}."
+                f"{did_you_mean(scorer, roles)}"
+            )
+    return EvaluationConfig(_with_stop_ids(sampling, end_id), config.scorers)
+
+
+def _warnings(config: RunConfig, table: PromptTable) -> list[str]:
+    warnings = []
+    if table.num_dropped:
+        warnings.append(f"{table.num_dropped} rows have a prompt over {table.prompt_length} tokens and were dropped.")
+    if config.batch_size > table.num_train:
+        warnings.append(
+            f"batch_size={config.batch_size} exceeds the {table.num_train} training rows: a step repeats rows."
+        )
+    return warnings

@@ -1,0 +1,162 @@
+"""The folder of one run: which file lies where, whole-file writes, and what the run was started from."""
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from jaxrlhf import __version__
+
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+
+
+@dataclasses.dataclass(frozen=True)
+class RunFolder:
+    """Everything that one run writes. `RunFolder(path)` is a folder that exists; `create` makes a new one."""
+
+    path: Path
+
+    @classmethod
+    def create(cls, root: Path, name: str) -> "RunFolder":
+        """Makes `root/<name>-<YYYYmmdd-HHMMSS>` and points the symlink `root/latest` at it.
+
+        Where that name is taken, `-2`, `-3` and so on is added. In a run of several processes, one of them calls this.
+
+        Raises:
+            ValueError: `name` is no plain file name, or `root/latest` is something other than a symlink.
+        """
+        if not name or name.startswith((".", "-")) or not name.isprintable() or set(name) & set('/\\:*?"<>|'):
+            raise ValueError(
+                f"Name of the run: must be a plain file name, such as 'ppo_math'. Got {name!r}. Leave out slashes, "
+                "control characters and a leading dot or dash."
+            )
+        latest = root / "latest"
+        if latest.exists() and not latest.is_symlink():
+            raise ValueError(
+                f"{latest}: this name is kept for a symlink to the newest run. Got a file or folder of that name. "
+                "Rename it, or choose another root."
+            )
+        stem = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        path = root / stem
+        ordinal = 1
+        while True:
+            try:
+                path.mkdir(parents=True)
+                break
+            except FileExistsError:
+                ordinal += 1
+                path = root / f"{stem}-{ordinal}"
+        folder = cls(path)
+        folder.checkpoints.mkdir()
+        link = _temporary(latest)
+        link.symlink_to(path.name, target_is_directory=True)
+        os.replace(link, latest)
+        return folder
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def graph(self) -> Path:
+        return self.path / "graph.json"
+
+    @property
+    def plan(self) -> Path:
+        return self.path / "plan.json"
+
+    @property
+    def versions(self) -> Path:
+        return self.path / "versions.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def samples(self) -> Path:
+        return self.path / "samples.jsonl"
+
+    @property
+    def timeline(self) -> Path:
+        return self.path / "timeline.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def write_text(self, name: str, text: str) -> None:
+        """Writes a file of this folder, such as 'config.yaml', whole or not at all."""
+        write_atomically(self.path / name, text)
+
+    def write_json(self, name: str, data: Any) -> None:
+        """Writes plain data as strict JSON, whole or not at all."""
+        self.write_text(name, json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replaces a file in one move, so that no reader and no kill ever finds half of it."""
+    temporary = _temporary(path)
+    try:
+        temporary.write_text(text, encoding="utf-8", newline="\n")
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def collect_versions() -> dict[str, Any]:
+    """What a run was started from: versions, platform, git commit, command line. What cannot be known is None."""
+    commit, dirty = git_commit(Path(__file__).parents[1])
+    return {
+        "python": platform.python_version(),
+        "jaxrlhf": __version__,
+        **{package: _version(package) for package in _PACKAGES},
+        "platform": platform.platform(),
+        "git": {"commit": commit, "dirty": dirty},
+        "command": list(sys.orig_argv),
+    }
+
+
+def git_commit(package: Path) -> tuple[str | None, bool | None]:
+    """The commit of the checkout that tracks a package's folder, and whether the folder differs from that commit.
+
+    Both are None without git, and for a package that merely lies inside somebody else's checkout, as in a virtual
+    environment.
+    """
+    tracked = _git(package, "ls-files", "--error-unmatch", "__init__.py")
+    commit = _git(package, "rev-parse", "--verify", "HEAD")
+    changes = _git(package, "status", "--porcelain", "--", ".")
+    if tracked is None or commit is None or changes is None:
+        return None, None
+    return commit.strip(), bool(changes.strip())
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    # Inside a git hook, GIT_DIR and its like point at the hook's repository, whatever the folder.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *arguments], env=environment, capture_output=True, text=True, timeout=30
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")

@@ -1,0 +1,315 @@
+"""The loop of a run: first weights, warm start, steps, evaluations, and what is said of them on the way."""
+
+import collections
+import dataclasses
+import time
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxrlhf.checkpoint.store import CheckpointError, CheckpointStore
+from jaxrlhf.config.schema import RunConfig
+from jaxrlhf.experience import LENGTH, STOP, Rollout
+from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.models.huggingface import load_params
+from jaxrlhf.models.params import Params, declare, param_shardings, with_layers
+from jaxrlhf.reshard.reallocate import reallocate
+from jaxrlhf.runtime.assembly import Assembly, Phase, decode_responses
+from jaxrlhf.runtime.console import Console, Progress
+from jaxrlhf.runtime.executor import Executor, StepResult
+from jaxrlhf.runtime.metrics import MetricsWriter, check_finite, flatten
+from jaxrlhf.runtime.roles import ModelRole
+from jaxrlhf.runtime.run_folder import RunFolder
+from jaxrlhf.runtime.samples import SamplesWriter
+from jaxrlhf.runtime.timeline import Timeline
+from jaxrlhf.sharding.layout import Layout
+
+FINISH_NAMES = {STOP: "stop", LENGTH: "length"}
+EVALUATION_STEP = 2**32 - 1
+"""The step number that decides an evaluation's noise: the same in every evaluation, and that of no training step."""
+WARM_START_STEP = 2**31
+"""The first step number of a warm start, apart from those of training."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What a run came to."""
+
+    evaluations: tuple[tuple[int, dict[str, float]], ...]
+    """(steps done, metrics), in order."""
+    last_metrics: dict[str, float]
+
+
+class Trainer:
+    """Runs an assembled run. Holds the executor, the writers and what has been seen so far."""
+
+    def __init__(self, assembly: Assembly, folder: RunFolder, console: Console) -> None:
+        self._assembly, self._folder, self._console = assembly, folder, console
+        self._config: RunConfig = assembly.config
+        self._timeline = Timeline()
+        self._executor = Executor(assembly.train.roles, seed=self._config.seed, timeline=self._timeline)
+        self._metrics = MetricsWriter(folder.metrics)
+        self._samples = SamplesWriter(folder.samples)
+        self._evaluations: list[tuple[int, dict[str, float]]] = []
+        self._rewards: list[float] = []
+        self._last: dict[str, float] = {}
+        self._reported = 0.0
+        self._model_roles = [name for name, role in assembly.train.roles.items() if isinstance(role, ModelRole)]
+        self._checkpoints = CheckpointStore(folder.checkpoints)
+
+    def run(self) -> Outcome:
+        """The whole run. Raises what goes wrong in it, after closing what it had open."""
+        try:
+            resumed = self._config.resume != "never"
+            started_from = self._warm_start() if self._assembly.warm_start and not resumed else None
+            self._load_weights(started_from)
+            first_step, state = (
+                self._resume(Path(self._config.resume)) if resumed else (0, self._assembly.train.first_state)
+            )
+            if not resumed:
+                self._evaluate(0)
+            self._train(first_step, state)
+            self._executor.wait()
+        finally:
+            if self._config.output.timeline:
+                self._timeline.write_chrome_trace(self._folder.timeline)
+            self._metrics.close()
+            self._samples.close()
+            self._checkpoints.close()
+            self._executor.close()
+        return Outcome(tuple(self._evaluations), self._last)
+
+    @property
+    def rewards(self) -> list[float]:
+        """The mean score of every step."""
+        return self._rewards
+
+    # -- first weights -------------------------------------------------------------------------------------------------
+
+    def _warm_start(self) -> tuple[Layout, Params]:
+        """The actor's weights after supervised training."""
+        phase, config = self._assembly.warm_start, self._config.warm_start
+        assert phase is not None and config is not None
+        executor = Executor(phase.roles, seed=self._config.seed, timeline=self._timeline)
+        self._put_first_weights(executor, phase, "actor")
+        num_calls = config.steps // config.updates_per_step
+        new_tokens = phase.graph.calls[0].args[1]["sequences"].response.shape[1]
+        self._console.header(f"Warm start: {config.steps} supervised updates of {config.batch_size} rows")
+        with self._console.progress(config.steps) as progress:
+            state = phase.first_state
+            for i in range(num_calls):
+                rows = self._assembly.loader.demonstrations(i, config.batch_size * config.updates_per_step, new_tokens)
+                result = executor.run(phase.graph, phase.plan, state, rows, step=WARM_START_STEP + i)
+                state = result.state
+                metrics = flatten({"warm_start": result.fetch()})
+                done = (i + 1) * config.updates_per_step
+                check_finite(metrics, step=done)
+                self._metrics.write(done, metrics)
+                progress.update(done, {"loss": metrics["warm_start/actor/loss"]})
+        weights = executor.weights.snapshot("actor")
+        executor.close()
+        return weights
+
+    def _load_weights(self, warm_actor: tuple[Layout, Params] | None) -> None:
+        """Every role's first weights, those of roles that start from others last."""
+        waiting = [name for name, role in self._assembly.train.roles.items() if isinstance(role, ModelRole)]
+        ready: dict[str, tuple[Layout, Params]] = {}
+        while waiting:
+            name = next(
+                n for n in waiting if self._config.roles[n].init in ready or self._config.roles[n].init not in waiting
+            )
+            waiting.remove(name)
+            source = self._config.roles[name].init
+            if name == "actor" and warm_actor is not None:
+                self._adopt(name, *warm_actor)
+            elif source in ready:
+                self._adopt(name, *ready[source])
+            else:
+                self._put_first_weights(self._executor, self._assembly.train, name)
+            if any(self._config.roles[n].init == name for n in waiting):
+                ready[name] = self._executor.weights.snapshot(name)
+
+    def _put_first_weights(self, executor: Executor, phase: Phase, name: str) -> None:
+        """Random ones, or those of a checkpoint."""
+        layout, role = home_layout(phase, name), phase.roles[name]
+        assert isinstance(role, ModelRole)
+        source = self._config.roles[name].init
+        if source == "random" or source in self._config.roles:
+            executor.weights.initialize(name, layout, self._key(name))
+        else:
+            executor.weights.load(name, layout, load_params(Path(source), role.model, layout))
+
+    def _adopt(self, name: str, layout: Layout, params: Params) -> None:
+        """Start a role from another's weights, with a head of its own where they differ."""
+        role = self._assembly.train.roles[name]
+        assert isinstance(role, ModelRole)
+        home = home_layout(self._assembly.train, name)
+        own = with_own_head(params, role.model, layout, self._key(name))
+        shardings = param_shardings(role.model, home, stacked=role.model.scan_layers)
+        self._executor.weights.load(name, home, reallocate(own, shardings))
+
+    def _key(self, name: str) -> jax.Array:
+        return jax.random.fold_in(jax.random.key(self._config.seed), zlib.crc32(name.encode()))
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    def _train(self, first_step: int, state: Any) -> None:
+        phase, config = self._assembly.train, self._config
+        self._console.header(f"{config.algorithm}: {config.steps} steps of {config.batch_size} prompts")
+        unread: collections.deque[tuple[int, StepResult]] = collections.deque()
+        self._reported = time.perf_counter()
+        with self._console.progress(config.steps, start=first_step) as progress:
+            for step in range(first_step, config.steps):
+                result = self._executor.run(
+                    phase.graph, phase.plan, state, self._assembly.loader.batch(step), step=step
+                )
+                state = result.state
+                unread.append((step, result))
+                done = step + 1
+                pauses = self._evaluation_is_due(done) or self._checkpoint_is_due(done)
+                # metrics are read a step late, so that the devices do not wait for Python
+                while len(unread) > (0 if pauses else 1):
+                    self._report(*unread.popleft(), progress)
+                if self._evaluation_is_due(done):
+                    self._evaluate(done)
+                if self._checkpoint_is_due(done):
+                    self._save(done, state)
+
+    def _report(self, step: int, result: StepResult, progress: Progress) -> None:
+        """Read a step's metrics, check them, write them, show them."""
+        metrics = flatten(result.fetch())
+        self._executor.wait(step)
+        now = time.perf_counter()
+        seconds, self._reported = now - self._reported, now
+        metrics |= self._timeline.summary(step)
+        metrics |= {"perf/step_seconds": seconds, "data/epoch": self._assembly.loader.epoch(step + 1)}
+        if "response_length/mean" in metrics:
+            tokens = metrics["response_length/mean"] * self._config.batch_size
+            metrics["perf/response_tokens_per_second"] = tokens / seconds
+        check_finite(metrics, step=step)
+        self._metrics.write(step, metrics)
+        self._last = metrics
+        if "reward/score_mean" in metrics:
+            self._rewards.append(metrics["reward/score_mean"])
+        every = self._config.output.samples_every
+        if every and (step % every == 0 or step == self._config.steps - 1):
+            self._write_samples(step, "train", *self._step_samples(result))
+        self._show(progress, step + 1, metrics)
+
+    def _show(self, progress: Progress, done: int, metrics: Mapping[str, float]) -> None:
+        names = {"reward": "reward/score_mean", "KL": "kl/mean", "length": "response_length/mean"}
+        shown = {short: metrics[name] for short, name in names.items() if name in metrics}
+        calls = {
+            name.removeprefix("timing_s/"): value for name, value in metrics.items() if name.startswith("timing_s/")
+        }
+        progress.update(done, shown, calls)
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def _checkpoint_is_due(self, done: int) -> bool:
+        every = self._config.output.checkpoint_every
+        return done == self._config.steps or bool(every and done % every == 0)
+
+    def _checkpointed(self, state: Any) -> dict[str, Any]:
+        """All arrays that the next step depends on."""
+        roles = {name: self._executor.weights.state(name) for name in self._model_roles}
+        return {"roles": roles, "algorithm": state}
+
+    def _save(self, done: int, state: Any) -> None:
+        versions = {name: self._executor.weights.version(name) for name in self._model_roles}
+        self._checkpoints.save(done, self._checkpointed(state), {"versions": versions, "seed": self._config.seed})
+
+    def _resume(self, folder: Path) -> tuple[int, Any]:
+        """The steps done and the algorithm's state at the newest checkpoint of another run; weights are taken over."""
+        checkpoints = folder / "checkpoints"
+        if not checkpoints.is_dir():
+            raise CheckpointError(f"resume: must be the folder of a run, with checkpoints in it. Got {str(folder)!r}.")
+        with CheckpointStore(checkpoints) as store:
+            done = store.latest()
+            if done is None:
+                raise CheckpointError(f"resume: {checkpoints} has no complete checkpoint. Start with resume=never.")
+            like = jax.tree.map(_restorable, self._checkpointed(self._assembly.train.first_state))
+            restored, meta = store.restore(done, like)
+        for name in self._model_roles:
+            self._executor.weights.restore(name, restored["roles"][name], meta["versions"][name])
+        self._console.line(f"Resumed from {folder} after {done} steps")
+        return done, restored["algorithm"]
+
+    # -- evaluation and samples ----------------------------------------------------------------------------------------
+
+    def _evaluation_is_due(self, done: int) -> bool:
+        evaluation = self._config.evaluation
+        if evaluation is None or done == 0:
+            return False
+        return done == self._config.steps or bool(evaluation.every and done % evaluation.every == 0)
+
+    def _evaluate(self, done: int) -> None:
+        """Mean scores of responses to the held-out prompts."""
+        phase = self._assembly.evaluation
+        if phase is None:
+            return
+        started = time.perf_counter()
+        scores: dict[str, list[np.ndarray]] = collections.defaultdict(list)
+        lengths: list[np.ndarray] = []
+        for batch in self._assembly.eval_batches:
+            result = self._executor.run(phase.graph, phase.plan, phase.first_state, batch, step=EVALUATION_STEP)
+            fetched = result.fetch()
+            for name, value in fetched["scores"].items():
+                scores[name].append(value)
+            lengths.append(fetched["rollout"].response.sum(axis=1))
+            self._write_samples(done, "held-out", fetched["rollout"], fetched["scores"])
+        metrics = {f"eval/{name}": float(np.concatenate(values).mean()) for name, values in scores.items()}
+        metrics["eval/response_length"] = float(np.concatenate(lengths).mean())
+        metrics["eval/seconds"] = time.perf_counter() - started
+        self._metrics.write(done, metrics)
+        self._evaluations.append((done, metrics))
+        shown = ", ".join(f"{name} {value:.3f}" for name, value in metrics.items() if name != "eval/seconds")
+        self._console.line(f"evaluation after {done} steps on {sum(map(len, lengths))} held-out prompts: {shown}")
+
+    def _step_samples(self, result: StepResult) -> tuple[Rollout, dict[str, np.ndarray]]:
+        """The first rollout of a step, with everything that scored it."""
+        (generate, *_) = (c for c in result.graph.calls if c.kind == "generate")
+        scores = {c.role or "": result.outputs(c.name) for c in result.graph.calls if c.method == "scores"}
+        return result.outputs(generate.name), scores
+
+    def _write_samples(self, step: int, split: str, rollout: Rollout, scores: Mapping[str, np.ndarray]) -> None:
+        few = jax.tree.map(lambda x: x[: self._config.output.num_samples], rollout)
+        for i, completion in enumerate(decode_responses(few, self._assembly.table)):
+            self._samples.write(
+                step=step,
+                split=split,
+                prompt=self._assembly.table.prompt(int(few.row[i])),
+                completion=completion,
+                scores={name: float(values[i]) for name, values in scores.items()},
+                finish=FINISH_NAMES[int(few.finish[i])],
+            )
+
+
+def home_layout(phase: Phase, role: str) -> Layout:
+    """Where a role's weights start: where it is trained, or else where it is first used."""
+    calls = [call for call in phase.graph.calls if call.role == role]
+    trained = [call for call in calls if call.kind == "train"]
+    placement = phase.plan[(trained or calls)[0]]
+    return Layout.over(placement.devices, placement.strategy)
+
+
+def _restorable(x: Any) -> Any:
+    """What Orbax is to restore in place of an array."""
+    if isinstance(x, jax.Array):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+    return np.asarray(x)
+
+
+def with_own_head(params: Params, model: ModelConfig, layout: Layout, key: jax.Array) -> Params:
+    """Copies of weights, with the head that `model` declares; one that was not there starts at its initial values."""
+    wanted = declare(model)
+    own = {name: value for name, value in params.items() if name in wanted}
+    for name in wanted.keys() - params.keys():
+        weight = wanted[name]
+        noise = jax.random.normal(key, weight.shape) * weight.stddev
+        own[name] = jax.device_put(noise, layout.weight(weight.axes))
+    return jax.jit(lambda p: jax.tree.map(lambda x: x + 0, with_layers(p, stacked=model.scan_layers)))(own)

@@ -1,0 +1,1 @@
+"""Meshes, logical axes and the rules that join them."""

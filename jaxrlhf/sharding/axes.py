@@ -1,0 +1,65 @@
+"""The names of mesh axes and of logical axes, and which logical axis goes to which mesh axis.
+
+Weights and activations name their dims logically; a rules table says over which mesh axes a logical axis is split.
+Weights have two tables, one for how they rest and one for how they compute: over `fsdp` a weight rests split and is
+gathered where it is used.
+"""
+
+from collections.abc import Mapping
+
+from jax.sharding import PartitionSpec
+
+from jaxrlhf.suggest import did_you_mean
+
+DATA, FSDP, TENSOR = "data", "fsdp", "tensor"
+MESH_AXES = (DATA, FSDP, TENSOR)
+BATCH_AXES = (DATA, FSDP)
+"""The mesh axes over which rows are split."""
+
+Rules = Mapping[str, str | tuple[str, ...] | None]
+
+WEIGHTS_AT_REST: Rules = {
+    "layers": None,
+    "embed": FSDP,
+    "heads": TENSOR,
+    "kv_heads": TENSOR,
+    "head_dim": None,
+    "mlp": TENSOR,
+    "vocab": TENSOR,
+    "norm": None,
+    "value": None,
+}
+WEIGHTS_AT_USE: Rules = {**WEIGHTS_AT_REST, "embed": None}
+ACTIVATIONS: Rules = {
+    "batch": BATCH_AXES,
+    "length": None,
+    "embed": None,
+    "heads": TENSOR,
+    "kv_heads": TENSOR,
+    "head_dim": None,
+    "mlp": TENSOR,
+    "vocab": TENSOR,
+    "choices": None,
+}
+"""`choices` is the vocabulary where a token is drawn from it: whole on every device, unlike `vocab`."""
+
+
+def partition_spec(axes: tuple[str | None, ...], rules: Rules) -> PartitionSpec:
+    """The `PartitionSpec` of an array whose dims are named `axes`; None is a dim that is never split.
+
+    Raises:
+        ValueError: A name is not in the rules, or two dims would be split over the same mesh axis.
+    """
+    entries = []
+    for axis in axes:
+        if axis is not None and axis not in rules:
+            raise ValueError(
+                f"Unknown logical axis {axis!r} in {axes}. Known: {', '.join(rules)}.{did_you_mean(axis, rules)}"
+            )
+        entries.append(None if axis is None else rules[axis])
+    used = [name for entry in entries if entry for name in ((entry,) if isinstance(entry, str) else entry)]
+    if len(set(used)) != len(used):
+        raise ValueError(
+            f"Logical axes {axes}: two dims of one array must not be split over one mesh axis. Got {entries}."
+        )
+    return PartitionSpec(*entries)

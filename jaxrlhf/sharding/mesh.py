@@ -1,0 +1,51 @@
+"""From devices to meshes. The only place that asks JAX which devices there are, or tells it how many to make up."""
+
+import functools
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+from jaxrlhf.sharding.axes import MESH_AXES
+from jaxrlhf.sharding.strategy import Strategy
+
+
+def use_virtual_cpu_devices(count: int) -> None:
+    """Make the host's processor appear as `count` devices. Must come before anything else uses JAX.
+
+    Raises:
+        ValueError: JAX already runs with other devices.
+    """
+    try:
+        jax.config.update("jax_num_cpu_devices", count)
+        jax.config.update("jax_platforms", "cpu")
+    except RuntimeError as error:  # JAX is up already: good enough if it has the devices
+        if jax.default_backend() != "cpu" or len(jax.devices()) < count:
+            raise ValueError(
+                f"devices: JAX already runs on {len(jax.devices())} {jax.default_backend()} devices, and this run "
+                f"asks for {count} virtual CPU devices. Start it in a fresh process."
+            ) from error
+
+
+def num_devices() -> int:
+    """Devices that JAX sees."""
+    return len(jax.devices())
+
+
+def device_kind() -> str:
+    """What the devices are, in JAX's words: 'cpu', 'NVIDIA H100 80GB HBM3' ..."""
+    return jax.devices()[0].device_kind
+
+
+def platform() -> str:
+    """'cpu', 'gpu' or 'tpu'."""
+    return jax.default_backend()
+
+
+@functools.cache
+def build_mesh(devices: tuple[int, ...], strategy: Strategy) -> Mesh:
+    """A mesh over some of JAX's devices, given by their positions in `jax.devices()`."""
+    assert len(devices) == strategy.num_devices, (devices, strategy)
+    everything = jax.devices()
+    grid = np.array([everything[i] for i in devices]).reshape(strategy.data, strategy.fsdp, strategy.tensor)
+    return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))

@@ -1,0 +1,95 @@
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrlhf.algorithms.rewards import last_token, merge_moments, moments_of, no_moments, shape_scores, token_rewards
+from jaxrlhf.experience import LENGTH, STOP
+
+ALL_STOP = jnp.full(4, STOP)
+
+
+def test_token_rewards_by_hand():
+    scores_B = jnp.array([10.0, 20.0, 30.0])
+    kl_BR = jnp.array([[1.0, 2.0, 9.0, 9.0], [1.0, 9.0, 3.0, 4.0], [9.0, 9.0, 9.0, 9.0]])
+    mask_BR = jnp.array([[True, True, False, False], [True, False, True, True], [False] * 4])
+    rewards_BR = token_rewards(scores_B, kl_BR, mask_BR, kl_coef=0.5)
+    np.testing.assert_allclose(rewards_BR, [[-0.5, 9.0, 0.0, 0.0], [-0.5, 0.0, -1.5, 18.0], [0.0] * 4])
+
+
+def test_last_token_against_a_loop():
+    mask_BR = np.random.default_rng(0).random((20, 6)) < 0.4
+    mask_BR[3] = False
+    mask_BR[4] = True
+    want_BR = np.zeros_like(mask_BR)
+    for b, row in enumerate(mask_BR):
+        if row.any():
+            want_BR[b, max(t for t in range(6) if row[t])] = True
+    np.testing.assert_array_equal(last_token(jnp.asarray(mask_BR)), want_BR)
+
+
+def test_rewards_of_a_row_add_up_to_its_score_less_its_penalty():
+    rng = np.random.default_rng(1)
+    mask_BR = rng.random((5, 6)) < 0.5
+    mask_BR[:, 2] = True
+    scores_B, kl_BR = rng.normal(size=5).astype(np.float32), rng.normal(size=(5, 6)).astype(np.float32)
+    rewards_BR = token_rewards(*map(jnp.asarray, (scores_B, kl_BR, mask_BR)), kl_coef=jnp.float32(0.3))
+    want_B = scores_B - 0.3 * np.sum(kl_BR * mask_BR, axis=1)
+    np.testing.assert_allclose(np.sum(rewards_BR, axis=1), want_B, rtol=1e-5, atol=1e-6)
+
+
+def test_penalty_then_clip():
+    scores_B, finish_B = jnp.array([3.0, 3.0, -1.0, -1.5]), jnp.array([STOP, LENGTH, LENGTH, STOP])
+    before = no_moments()
+    shaped_B, moments = shape_scores(
+        scores_B, finish_B, before, missing_stop_penalty=2.0, clip=2.5, normalization="none"
+    )
+    np.testing.assert_allclose(shaped_B, [2.5, 1.0, -2.5, -1.5])
+    assert moments is before
+
+
+def test_batch_normalization():
+    scores_B = jnp.array([1.0, 2.0, 3.0, 6.0])
+    before = moments_of(jnp.array([100.0, 200.0]))
+    shaped_B, moments = shape_scores(
+        scores_B, ALL_STOP, before, missing_stop_penalty=0.0, clip=None, normalization="batch"
+    )
+    np.testing.assert_allclose(shaped_B, np.array([-2.0, -1.0, 0.0, 3.0]) / np.sqrt(3.5), rtol=1e-6)
+    assert moments is before
+
+
+def test_running_normalization_sees_every_batch_up_to_the_present_one():
+    rng = np.random.default_rng(2)
+    batches = rng.normal(5.0, 3.0, (6, 4)).astype(np.float32)
+    moments = no_moments()
+    for i, scores_B in enumerate(batches):
+        shaped_B, moments = shape_scores(
+            jnp.asarray(scores_B), ALL_STOP, moments, missing_stop_penalty=0.0, clip=None, normalization="running"
+        )
+        seen = batches[: i + 1].astype(np.float64)
+        np.testing.assert_allclose(shaped_B, (scores_B - seen.mean()) / seen.std(), rtol=1e-4, atol=1e-5)
+    assert moments.count == 24
+
+
+def test_normalizing_equal_scores_gives_zeros():
+    for normalization in ("batch", "running"):
+        shaped_B, _ = shape_scores(
+            jnp.full(4, 7.0), ALL_STOP, no_moments(), missing_stop_penalty=0.0, clip=None, normalization=normalization
+        )
+        np.testing.assert_array_equal(shaped_B, np.zeros(4))
+
+
+@pytest.mark.parametrize("cut", [1, 3, 5])
+def test_merged_moments_are_those_of_all(cut):
+    x_B = np.random.default_rng(3).normal(2.0, 5.0, 6).astype(np.float32)
+    merged = merge_moments(moments_of(jnp.asarray(x_B[:cut])), moments_of(jnp.asarray(x_B[cut:])))
+    assert merged.count == 6
+    np.testing.assert_allclose(merged.mean, x_B.mean(), rtol=1e-5)
+    np.testing.assert_allclose(merged.m2, np.sum(np.square(x_B - x_B.mean())), rtol=1e-5)
+
+
+def test_merging_with_nothing_changes_nothing():
+    one = moments_of(jnp.array([1.0, 5.0]))
+    for merged in (merge_moments(no_moments(), one), merge_moments(one, no_moments())):
+        assert (merged.count, merged.mean, merged.m2) == (2.0, 3.0, 8.0)
+    nothing = merge_moments(no_moments(), no_moments())
+    assert (nothing.count, nothing.mean, nothing.m2) == (0.0, 0.0, 0.0)

@@ -1,0 +1,44 @@
+"""What every test runs under: eight virtual CPU devices, strict JAX, a compilation cache, and checked shapes."""
+
+import os
+import pathlib
+from collections.abc import Callable
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+
+import beartype
+import hypothesis
+import jax
+import jaxtyping
+
+CACHE = pathlib.Path(__file__).parent.parent / ".cache" / "compilations"
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_compilation_cache_dir", str(CACHE))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+# The same examples in every run, however slow the machine.
+hypothesis.settings.register_profile("jaxrlhf", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("jaxrlhf")
+
+# Calls into these rooms have the types and shapes of their arguments and results checked. The other rooms are left out:
+# call_graph and runtime put references and shardings where arrays will be, and the planner's inner loops would crawl.
+CHECKED_ROOMS = ["jaxrlhf.algorithms", "jaxrlhf.models"]
+
+
+def check_function(function: Callable) -> Callable:
+    """Checks a function, but not the making of a dataclass.
+
+    JAX rebuilds a tree's dataclasses through `__init__` whenever it maps it, with leaves that need not be arrays (None,
+    a reference, a ShapeDtypeStruct, the integers of in_axes). And settings refuse a value with a message of their own.
+    The numeric tower lets 1 stand for 1.0.
+    """
+    if function.__name__ == "__init__":
+        return function
+    return beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))(function)
+
+
+# The hook wants a name that it can import; pytest has put this module into `sys.modules` under its own.
+jaxtyping.install_import_hook(CHECKED_ROOMS, f"{__name__}.check_function")

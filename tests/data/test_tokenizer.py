@@ -1,0 +1,155 @@
+"""Round trips, ids outside the vocabulary, special tokens, and every error of the tokenizers."""
+
+import re
+
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import models, pre_tokenizers
+
+from jaxrlhf.data.tokenizer import ByteTokenizer, JSONTokenizer, TokenizerConfig, load_tokenizer, train_bpe
+
+
+def word_tokenizer(path, *words):
+    """A tokenizer.json with one token per word of `words`, numbered from 0."""
+    backend = tokenizers.Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=words[0]))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.save(str(path))
+    return str(path)
+
+
+@given(st.text())
+def test_bytes_round_trip(text):
+    tokenizer = ByteTokenizer()
+    ids = tokenizer.encode(text)
+    assert len(ids) == len(text.encode()) and all(0 <= token < 256 for token in ids)
+    assert tokenizer.decode(ids) == text
+
+
+@given(st.lists(st.integers(-5, 300)))
+def test_bytes_decode_never_raises(ids):
+    assert isinstance(ByteTokenizer().decode(ids), str)
+
+
+def test_bytes_by_hand():
+    tokenizer = ByteTokenizer()
+    assert (tokenizer.vocab_size, tokenizer.pad_id, tokenizer.end_id, tokenizer.name) == (258, 256, 257, "bytes")
+    assert tokenizer.encode("é=") == [0xC3, 0xA9, 61]
+    assert tokenizer.decode([256, 72, 105, 257, 256]) == "Hi"
+    assert tokenizer.decode([72, 258, 105, -1]) == "H\ufffdi\ufffd"
+    assert tokenizer.decode([0xC3, 61]) == "\ufffd="
+
+
+def test_bpe_learns_merges_and_is_deterministic(tmp_path):
+    texts = ["the cat and the hat"] * 20
+    tokenizer = train_bpe(texts, vocab_size=266)
+    assert (tokenizer.vocab_size, tokenizer.pad_id, tokenizer.end_id) == (266, 0, 1)
+    assert len(tokenizer.encode("the cat")) < len("the cat")
+    assert tokenizer.encode("the hat") == train_bpe(texts, vocab_size=266).encode("the hat")
+    tokenizer.save(tmp_path / "tokenizer.json")
+    again = JSONTokenizer.from_file(tmp_path / "tokenizer.json")
+    assert (again.vocab_size, again.pad_id, again.end_id) == (266, 0, 1)
+    assert again.encode("the cat") == tokenizer.encode("the cat")
+
+
+@given(st.text(max_size=20).filter(lambda text: "<|" not in text))
+def test_bpe_round_trips_text_it_never_saw(text):
+    assert BPE.decode(BPE.encode(text)) == text
+
+
+BPE = train_bpe(["some text"], vocab_size=262)
+
+
+def test_bpe_decode_drops_special_tokens_and_marks_unknown_ids():
+    hi = BPE.encode("Hi")
+    assert BPE.decode([0, *hi, 1, 0]) == "Hi"
+    assert BPE.decode([*hi, 262, *hi, -3, 10**12]) == "Hi\ufffdHi\ufffd\ufffd"
+
+
+def test_encode_adds_nothing_and_never_truncates(tmp_path):
+    path = word_tokenizer(tmp_path / "t.json", "<unk>", "</s>", "a", "b")
+    backend = tokenizers.Tokenizer.from_file(path)
+    backend.post_processor = tokenizers.processors.TemplateProcessing(  # pyright: ignore[reportAttributeAccessIssue]
+        single="$A </s>", special_tokens=[("</s>", 1)]
+    )
+    backend.enable_truncation(2)
+    backend.enable_padding(length=9)
+    backend.save(path)
+    assert JSONTokenizer.from_file(path).encode("a b a b") == [2, 3, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("words", "end", "pad"),
+    [
+        (("<unk>", "</s>", "a"), 1, 1),
+        (("<unk>", "</s>", "<|endoftext|>", "[PAD]"), 2, 3),
+        (("<unk>", "<|im_end|>", "<|eot_id|>", "[PAD]", "<pad>"), 2, 4),
+        (("<unk>", "<eos>", "<|pad|>"), 1, 2),
+    ],
+)
+def test_common_names(tmp_path, words, end, pad):
+    tokenizer = JSONTokenizer.from_file(word_tokenizer(tmp_path / "t.json", *words))
+    assert (tokenizer.end_id, tokenizer.pad_id, tokenizer.vocab_size) == (end, pad, len(words))
+
+
+def test_given_names_win(tmp_path):
+    path = word_tokenizer(tmp_path / "t.json", "<unk>", "</s>", "stop", "blank")
+    config = TokenizerConfig(kind="file", path=path, end_token="stop", pad_token="blank")
+    tokenizer = load_tokenizer(config, iter(()))
+    assert (tokenizer.end_id, tokenizer.pad_id, tokenizer.name) == (2, 3, path)
+
+
+def test_load_reads_texts_for_training_alone(tmp_path):
+    def unread():
+        raise AssertionError("read")
+        yield ""
+
+    path = word_tokenizer(tmp_path / "t.json", "<unk>", "</s>")
+    assert load_tokenizer(TokenizerConfig(), unread()).name == "bytes"
+    assert load_tokenizer(TokenizerConfig(kind="file", path=path), unread()).vocab_size == 2
+    with pytest.raises(AssertionError, match="read"):
+        load_tokenizer(TokenizerConfig(kind="train"), unread())
+    assert load_tokenizer(TokenizerConfig(kind="train", vocab_size=260), ["aaaa aaaa aaaa"]).vocab_size == 260
+
+
+def test_file_errors(tmp_path):
+    with pytest.raises(ValueError, match=r"tokenizer\.path: must be an existing file\. Got '.*none\.json'\. Name"):
+        JSONTokenizer.from_file(tmp_path / "none.json")
+    (tmp_path / "bad.json").write_text('{"model": 3}')
+    with pytest.raises(ValueError, match=r"tokenizer\.path: '.*bad\.json' is not a readable tokenizer\.json\. Got: "):
+        JSONTokenizer.from_file(tmp_path / "bad.json")
+
+
+def test_token_errors(tmp_path):
+    path = word_tokenizer(tmp_path / "t.json", "<unk>", "<stop>", "a")
+    with pytest.raises(ValueError, match=r"tokenizer\.end_token: .*t\.json has no token of a common name .*Set"):
+        JSONTokenizer.from_file(path)
+    with pytest.raises(ValueError, match=r"tokenizer\.end_token: must be in .*Got '<stopp>'\. Did you mean '<stop>'\?"):
+        JSONTokenizer.from_file(path, end_token="<stopp>")
+    with pytest.raises(ValueError, match=r"tokenizer\.pad_token: must be in the vocabulary .* Got 'qqq'\.$"):
+        JSONTokenizer.from_file(path, end_token="<stop>", pad_token="qqq")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"kind": "byte"}, "tokenizer.kind: must be one of bytes, file, train. Got 'byte'. Did you mean 'bytes'?"),
+        ({"kind": "file"}, "tokenizer.path: kind 'file' needs a path. Got ''. Name a tokenizer.json."),
+        ({"path": "x.json"}, "tokenizer.path: only kind 'file' has one. Got 'x.json' with kind 'bytes'. Leave it out"),
+        (
+            {"kind": "train", "end_token": "x"},
+            "tokenizer.end_token: only kind 'file' has one. Got 'x' with kind 'train'.",
+        ),
+        ({"pad_token": "x"}, "tokenizer.pad_token: only kind 'file' has one. Got 'x' with kind 'bytes'."),
+        ({"kind": "train", "vocab_size": 257}, "tokenizer.vocab_size: must be at least 258"),
+    ],
+)
+def test_config_errors(fields, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        TokenizerConfig(**fields)
+
+
+def test_train_bpe_needs_room_for_bytes():
+    with pytest.raises(ValueError, match=r"train_bpe: vocab_size must be at least 258 .* Got 200\."):
+        train_bpe(["a"], vocab_size=200)

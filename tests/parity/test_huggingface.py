@@ -1,0 +1,480 @@
+"""Checkpoints of transformers compute here what they compute there, and survive being written and read.
+
+The goldens are made by scripts/make_parity_goldens.py.
+
+Letters: B sequences, P prompt columns, R response columns, T = P + R, D hidden size, V vocabulary, L outputs: each
+layer's, then the last norm's.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jaxrlhf.experience import Prompts, Sampling
+from jaxrlhf.models import generate, heads, layers
+from jaxrlhf.models.config import ModelConfig, RopeScaling
+from jaxrlhf.models.huggingface import load_params, read_config, save_params
+from jaxrlhf.models.params import Params, init_params, param_shardings, with_layers
+from jaxrlhf.models.transformer import hidden_states
+from jaxrlhf.sharding.layout import Layout
+from jaxrlhf.sharding.strategy import Strategy
+
+DATA = Path(__file__).parent / "data"
+NAMES = ("llama", "qwen2", "qwen3")
+TOLERANCE = 1e-4
+
+CONFIGS = {
+    "llama": ModelConfig(
+        vocab_size=128,
+        hidden_size=32,
+        intermediate_size=40,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        max_position_embeddings=256,
+        norm_eps=1e-2,
+        rope_scaling=RopeScaling(original_max_position_embeddings=128),
+    ),
+    "qwen2": ModelConfig(
+        vocab_size=128,
+        hidden_size=32,
+        intermediate_size=32,
+        num_layers=3,
+        num_heads=4,
+        num_kv_heads=2,
+        max_position_embeddings=256,
+        norm_eps=1e-3,
+        rope_theta=1e6,
+        attention_bias=True,
+        tie_embeddings=True,
+    ),
+    "qwen3": ModelConfig(
+        vocab_size=128,
+        hidden_size=32,
+        intermediate_size=40,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=12,
+        max_position_embeddings=256,
+        norm_eps=1e-2,
+        rope_theta=500.0,
+        qk_norm=True,
+    ),
+}
+SMALL = ModelConfig(vocab_size=16, hidden_size=8, intermediate_size=12, num_layers=2, num_heads=2, num_kv_heads=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Goldens:
+    tokens_BT: np.ndarray
+    mask_BT: np.ndarray
+    prompts: Prompts
+    responses_BR: np.ndarray
+    logits_BTV: np.ndarray
+    hidden_LBTD: np.ndarray
+
+
+def goldens(name: str) -> Goldens:
+    with np.load(DATA / name / "goldens.npz") as stored:
+        prompts_BP, mask_BP, responses_BR = (stored[key] for key in ("prompts", "mask", "responses"))
+        B = prompts_BP.shape[0]
+        return Goldens(
+            tokens_BT=np.concatenate([prompts_BP, responses_BR], axis=1),
+            mask_BT=np.concatenate([mask_BP, np.ones_like(responses_BR, bool)], axis=1),
+            prompts=Prompts(
+                tokens=jnp.asarray(prompts_BP),
+                mask=jnp.asarray(mask_BP),
+                row=jnp.arange(B),
+                id=jnp.arange(B, dtype=jnp.uint32),
+            ),
+            responses_BR=responses_BR,
+            logits_BTV=stored["logits"],
+            hidden_LBTD=stored["hidden"],
+        )
+
+
+def one_device() -> Layout:
+    return Layout.over((0,), Strategy())
+
+
+def forward(params: Params, config: ModelConfig, layout: Layout, golden: Goldens, *, padding: int = 0) -> np.ndarray:
+    """The logits of the golden batch, with more padding on the right."""
+
+    @jax.jit
+    def logits(params: Params, tokens_BT: jax.Array, mask_BT: jax.Array) -> jax.Array:
+        return heads.logits(params, hidden_states(params, tokens_BT, mask_BT, config, layout), config, layout)
+
+    tokens_BT, mask_BT = (np.pad(x, ((0, 0), (0, padding))) for x in (golden.tokens_BT, golden.mask_BT))
+    return np.asarray(logits(params, tokens_BT, mask_BT))[:, : golden.tokens_BT.shape[1]]
+
+
+def greedy(params: Params, config: ModelConfig, layout: Layout, golden: Goldens) -> tuple[np.ndarray, np.ndarray]:
+    sampling = Sampling(max_new_tokens=golden.responses_BR.shape[1], temperature=0.0)
+    noise = jnp.zeros(3, jnp.uint32)
+    decode = jax.jit(generate.generate, static_argnames=("sampling", "config", "layout"))
+    rollout = decode(params, golden.prompts, noise, jnp.float32(0), sampling=sampling, config=config, layout=layout)
+    return np.asarray(rollout.tokens[:, golden.prompts.tokens.shape[1] :]), np.asarray(rollout.logprobs)
+
+
+def assert_equal_trees(a: Any, b: Any) -> None:
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(np.asarray(x), np.asarray(y)), a, b)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_config(name: str) -> None:
+    assert read_config(DATA / name) == CONFIGS[name]
+    assert read_config(DATA / name, head="scalar") == dataclasses.replace(CONFIGS[name], head="scalar")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits(name: str) -> None:
+    golden, config = goldens(name), CONFIGS[name]
+    logits_BTV = forward(load_params(DATA / name, config), config, one_device(), golden, padding=3)
+    np.testing.assert_allclose(logits_BTV[golden.mask_BT], golden.logits_BTV[golden.mask_BT], rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_hidden_states_of_every_layer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The residual stream is what norms read: twice in each layer, and once at the end."""
+    golden, config = goldens(name), CONFIGS[name]
+    residual, rms_norm = [], layers.rms_norm
+
+    def recorded(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+        if x.ndim == 3:  # those of single heads have one dim more
+            residual.append(np.asarray(x))
+        return rms_norm(x, weight, eps)
+
+    monkeypatch.setattr(layers, "rms_norm", recorded)
+    params = load_params(DATA / name, config)
+    last_BTD = hidden_states(params, jnp.asarray(golden.tokens_BT), jnp.asarray(golden.mask_BT), config, one_device())
+    assert len(residual) == 2 * config.num_layers + 1
+    ours_LBTD = np.stack([*residual[2::2], np.asarray(last_BTD)])
+    mask_BT = golden.mask_BT
+    np.testing.assert_allclose(ours_LBTD[:, mask_BT], golden.hidden_LBTD[:, mask_BT], rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_greedy_decoding(name: str) -> None:
+    golden, config = goldens(name), CONFIGS[name]
+    tokens_BR, logprobs_BR = greedy(load_params(DATA / name, config), config, one_device(), golden)
+    np.testing.assert_array_equal(tokens_BR, golden.responses_BR)
+    P = golden.prompts.tokens.shape[1]
+    golden_BRV = np.asarray(jax.nn.log_softmax(golden.logits_BTV[:, P - 1 : -1]))
+    golden_BR = np.take_along_axis(golden_BRV, golden.responses_BR[..., None], axis=2)[..., 0]
+    np.testing.assert_allclose(logprobs_BR, golden_BR, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("llama", {"rope_scaling": None}),
+        ("llama", {"rope_scaling": RopeScaling(original_max_position_embeddings=1024)}),
+        ("llama", {"norm_eps": 1e-5}),
+        ("qwen2", {"rope_theta": 1e4}),
+        ("qwen3", {"rope_theta": 1e4}),
+        ("qwen3", {"norm_eps": 1e-5}),
+    ],
+    ids=str,
+)
+def test_goldens_depend_on_settings(change: tuple[str, dict[str, Any]]) -> None:
+    """A setting that is read wrongly would be seen."""
+    name, fields = change
+    golden, config = goldens(name), dataclasses.replace(CONFIGS[name], **fields)
+    logits_BTV = forward(load_params(DATA / name, config), config, one_device(), golden)
+    assert np.abs(logits_BTV - golden.logits_BTV)[golden.mask_BT].max() > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_goldens_depend_on_every_weight(name: str) -> None:
+    """Weights that are mixed up or left at their start would be seen: none of them is a constant, or equals another."""
+    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(load_params(DATA / name, CONFIGS[name]))]
+    assert all(np.std(leaf) > 0.1 for leaf in leaves)
+    assert len({leaf.tobytes() for leaf in leaves}) == len(leaves)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_load_into_shards(name: str) -> None:
+    golden, config = goldens(name), CONFIGS[name]
+    layout = Layout.over((0, 1, 2, 3), Strategy(fsdp=2, tensor=2))
+    params = load_params(DATA / name, config, layout)
+    assert jax.tree.map(lambda w: w.sharding, params) == param_shardings(config, layout)
+    assert_equal_trees(params, load_params(DATA / name, config))
+    logits_BTV = forward(params, config, layout, golden)
+    np.testing.assert_allclose(logits_BTV[golden.mask_BT], golden.logits_BTV[golden.mask_BT], rtol=0, atol=TOLERANCE)
+    np.testing.assert_array_equal(greedy(params, config, layout, golden)[0], golden.responses_BR)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_round_trip(name: str, tmp_path: Path) -> None:
+    config = CONFIGS[name]
+    params = load_params(DATA / name, config)
+    save_params(params, config, tmp_path / "new" / "folder", dtype="float32", end_id=3, pad_id=0)
+    folder = tmp_path / "new" / "folder"
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
+    assert read_config(folder) == config
+    fields, original = (json.loads((path / "config.json").read_text()) for path in (folder, DATA / name))
+    assert (fields["architectures"], fields["model_type"]) == (original["architectures"], original["model_type"])
+    assert (fields["torch_dtype"], fields["eos_token_id"], fields["pad_token_id"]) == ("float32", 3, 0)
+    assert_equal_trees(load_params(folder, config), params)
+    assert_equal_trees(load_file(folder / "model.safetensors"), load_file(DATA / name / "model.safetensors"))
+
+
+def test_round_trip_from_stacked_shards_over_an_older_checkpoint(tmp_path: Path) -> None:
+    config = CONFIGS["qwen3"]
+    params = load_params(DATA / "qwen3", config)
+    save_params(jax.tree.map(jnp.zeros_like, params), config, tmp_path, dtype="float32")
+    layout = Layout.over((0, 1, 2, 3), Strategy(fsdp=2, tensor=2))
+    stacked = jax.device_put(with_layers(params, stacked=True), param_shardings(config, layout, stacked=True))
+    save_params(stacked, config, tmp_path, dtype="float32")
+    assert_equal_trees(load_params(tmp_path, config), params)
+
+
+def test_bfloat16(tmp_path: Path) -> None:
+    """Rounded when saved, exactly the rounded numbers in float32 when loaded."""
+    params = init_params(SMALL, jax.random.key(0))
+    save_params(params, SMALL, tmp_path, dtype="bfloat16")
+    stored = load_file(tmp_path / "model.safetensors")
+    assert {tensor.dtype for tensor in stored.values()} == {np.dtype(ml_dtypes.bfloat16)}
+    loaded = load_params(tmp_path, SMALL)
+    assert {leaf.dtype for leaf in jax.tree.leaves(loaded)} == {np.dtype(np.float32)}
+    assert_equal_trees(loaded, jax.tree.map(lambda w: w.astype(jnp.bfloat16).astype(jnp.float32), params))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_scalar_head(tied: bool, tmp_path: Path) -> None:
+    config = dataclasses.replace(SMALL, tie_embeddings=tied)
+    language_model = init_params(config, jax.random.key(0))
+    save_params(language_model, config, tmp_path, dtype="float32")
+    scalar = read_config(tmp_path, head="scalar")
+    params = load_params(tmp_path, scalar)
+    assert "lm_head" not in params
+    assert_equal_trees(params["layers"], language_model["layers"])
+    np.testing.assert_array_equal(np.asarray(params["value_head"]), np.zeros((8, 1)))
+
+    trained = {**params, "value_head": jax.random.normal(jax.random.key(1), (8, 1))}
+    save_params(trained, scalar, tmp_path, dtype="float32")
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["LlamaForSequenceClassification"]
+    assert load_file(tmp_path / "model.safetensors")["score.weight"].shape == (1, 8)
+    assert read_config(tmp_path, head="scalar") == scalar
+    assert_equal_trees(load_params(tmp_path, scalar), trained)
+    with pytest.raises(ValueError, match=r"architectures: a language-model head .* 'LlamaForSequenceClassification'"):
+        read_config(tmp_path)
+
+
+def test_several_weight_files(tmp_path: Path) -> None:
+    save_params(init_params(SMALL, jax.random.key(0)), SMALL, tmp_path, dtype="float32")
+    whole = load_params(tmp_path, SMALL)
+    tensors = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    parts = {name: f"model-0000{i % 2 + 1}-of-00002.safetensors" for i, name in enumerate(tensors)}
+    for part in set(parts.values()):
+        save_file({name: tensor for name, tensor in tensors.items() if parts[name] == part}, tmp_path / part)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": parts}))
+    assert_equal_trees(load_params(tmp_path, SMALL), whole)
+    (tmp_path / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"model-00002-of-00002.safetensors: must be a whole safetensors file"):
+        load_params(tmp_path, SMALL)
+
+
+OLD_LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+}
+MISTRAL = {"architectures": ["MistralForCausalLM"]}
+QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "num_key_value_heads": 2}
+QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "num_key_value_heads": 2}
+LLAMA3 = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 2.0, "original_max_position_embeddings": 64}
+SCALING = RopeScaling(4.0, 1.0, 2.0, 64)
+YARN = LLAMA3 | {"rope_type": "yarn"}
+
+
+def write_config(folder: Path, fields: dict[str, Any]) -> Path:
+    fields = {key: value for key, value in fields.items() if value != "left out"}
+    (folder / "config.json").write_text(json.dumps(fields))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, {"num_kv_heads": 4, "head_dim": 0, "rope_theta": 1e4, "rope_scaling": None}),
+        ({"rms_norm_eps": "left out"}, {"norm_eps": 1e-6}),
+        ({"head_dim": 8}, {"head_dim": 0}),
+        ({"head_dim": 16}, {"head_dim": 16}),
+        ({"num_key_value_heads": 2}, {"num_kv_heads": 2}),
+        ({"num_key_value_heads": None}, {"num_kv_heads": 4}),
+        ({"tie_word_embeddings": True}, {"tie_embeddings": True}),
+        ({"rope_theta": 5e5}, {"rope_theta": 5e5}),
+        (
+            {"rope_theta": 2e4, "rope_scaling": LLAMA3 | {"rope_type": "llama3"}},
+            {"rope_theta": 2e4, "rope_scaling": SCALING},
+        ),
+        (
+            {"rope_theta": 5e5, "rope_scaling": LLAMA3 | {"type": "llama3"}},
+            {"rope_theta": 5e5, "rope_scaling": SCALING},
+        ),
+        (
+            {"rope_parameters": LLAMA3 | {"rope_type": "llama3", "rope_theta": 5e5}},
+            {"rope_theta": 5e5, "rope_scaling": SCALING},
+        ),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, {"rope_theta": 5e5, "rope_scaling": None}),
+        (MISTRAL | {"num_attention_heads": 8, "sliding_window": None}, {"num_kv_heads": 8}),
+        (MISTRAL | {"num_key_value_heads": 2, "sliding_window": 256}, {"num_kv_heads": 2}),
+        (QWEN2 | {"use_sliding_window": False, "sliding_window": 64}, {"attention_bias": True, "qk_norm": False}),
+        (QWEN2 | {"use_sliding_window": True, "sliding_window": 64}, {"attention_bias": True}),  # from layer 28 on
+        (QWEN3, {"head_dim": 128, "qk_norm": True}),
+        ({"sliding_window": 64}, {"num_layers": 2}),  # means nothing to Llama
+    ],
+    ids=str,
+)
+def test_read_config(fields: dict[str, Any], expected: dict[str, Any], tmp_path: Path) -> None:
+    config = read_config(write_config(tmp_path, OLD_LLAMA | fields))
+    assert {key: getattr(config, key) for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"architectures": ["GemmaForCausalLM"]},
+            r"architectures: must begin .* Got 'GemmaForCausalLM'. Supported: Llama",
+        ),
+        ({"architectures": None}, r"architectures: must begin .* Got None"),
+        ({"hidden_act": "gelu"}, r'hidden_act: only "silu" is supported. Got "gelu"'),
+        ({"mlp_bias": True}, r"mlp_bias: only false is supported. Got true"),
+        ({"attention_bias": True}, r"attention_bias: only false is supported. Got true"),
+        ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor: only 1.0 is supported. Got 0.5"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, r"rope_parameters.partial_rotary_factor: only 1.0"),
+        ({"hidden_size": "left out"}, r"config.json: hidden_size: must be given. Got architectures, vocab_size, "),
+        ({"quantization_config": {"bits": 4}}, r"quantization_config: weights must be .* Got {'bits': 4}"),
+        ({"rope_scaling": YARN}, r"rope_scaling: the type must be 'default' or 'llama3'.* Got {.*'yarn'}"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2.0}},
+            r"rope_scaling: the type must be .* Got {'type': 'linear'",
+        ),
+        ({"rope_parameters": YARN}, r"rope_parameters: the type must be .* Got {.*'yarn'}"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, r"rope_parameters: .*, the same in all layers"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, r"rope_scaling.low_freq_factor: must be given"),
+        (
+            MISTRAL | {"sliding_window": 64},
+            r"sliding_window: only full .* Got a window of 64 with max_position_embeddings=256. Set max_position\w+ to "
+            r"64",
+        ),
+        (MISTRAL | {"max_position_embeddings": 32768}, r"sliding_window: .* a window of 4096"),
+        (
+            QWEN2 | {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},
+            r"sliding_window: only full",
+        ),
+        (
+            QWEN3 | {"use_sliding_window": True, "sliding_window": 64, "layer_types": ["full_attention", "sliding"]},
+            r"sliding_window: only full",
+        ),
+        ({"num_key_value_heads": 3}, r"num_kv_heads: must divide"),
+    ],
+    ids=str,
+)
+def test_config_errors(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_config(write_config(tmp_path, OLD_LLAMA | fields))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, r"config.json: a checkpoint must have this file. Got none."),
+        ("{", r"config.json: must be JSON. Got Expecting"),
+        ("[]", r"config.json: must be a JSON object. Got list."),
+    ],
+)
+def test_config_file_errors(text: str | None, message: str, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        read_config(tmp_path)
+
+
+def drop(tensors: dict[str, np.ndarray], *names: str) -> dict[str, np.ndarray]:
+    return {name: tensor for name, tensor in tensors.items() if name not in names}
+
+
+GATES = [f"model.layers.{i}.mlp.{part}_proj.weight" for i in range(2) for part in ("gate", "up")]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: drop(t, "model.norm.weight"), r"Missing: model.norm.weight. Give"),
+        (lambda t: drop(t, *GATES), r"Missing: (\S+_proj.weight,? ){3}and 1 more. Give"),
+        (lambda t: drop(t, "lm_head.weight"), r"Missing: lm_head.weight"),
+        (lambda t: t | {"model.layers.0.self_attn.o_proj.bias": np.zeros(8)}, r"Got also: \S+0.self_attn.o_proj.bias"),
+        (
+            lambda t: t | {"model.layers.2.mlp.up_proj.weight": np.zeros(8)},
+            r"Got also: model.layers.2.mlp.up_proj.weight",
+        ),
+        (lambda t: t | {"score.weight": np.zeros((1, 8))}, r"Got also: score.weight"),
+        (
+            lambda t: t | {"model.layers.1.mlp.up_proj.weight": np.zeros((8, 12))},
+            r"model.layers.1.mlp.up_proj.weight: must have shape \[12, 8\] by the config. Got \[8, 12\]",
+        ),
+        (
+            lambda t: t | {"model.embed_tokens.weight": np.zeros((17, 8))},
+            r"model.embed_tokens.weight: must have shape \[16, 8\] by the config. Got \[17, 8\]",
+        ),
+        (lambda t: t | {"model.norm.weight": np.zeros(8, np.int8)}, r"model.norm.weight: weights must be in .* Got I8"),
+    ],
+)
+def test_weight_errors(change: Any, message: str, tmp_path: Path) -> None:
+    save_params(init_params(SMALL, jax.random.key(0)), SMALL, tmp_path, dtype="float32")
+    path = tmp_path / "model.safetensors"
+    save_file(change(load_file(path)), path)
+    with pytest.raises(ValueError, match=message):
+        load_params(tmp_path, SMALL)
+
+
+def test_weights_that_follow_from_others_may_be_there(tmp_path: Path) -> None:
+    config = dataclasses.replace(SMALL, tie_embeddings=True)
+    params = init_params(config, jax.random.key(0))
+    save_params(params, config, tmp_path, dtype="float32")
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    assert "lm_head.weight" not in tensors
+    embedding = tensors["model.embed_tokens.weight"]
+    frequencies = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(2, np.float32)}
+    save_file(tensors | frequencies | {"lm_head.weight": embedding}, path)
+    assert_equal_trees(load_params(tmp_path, config), params)
+    save_file(tensors | {"lm_head.weight": embedding + 1}, path)
+    with pytest.raises(ValueError, match=r"lm_head.weight: must equal model.embed_tokens.weight, .* Set tie_word"):
+        load_params(tmp_path, config)
+
+
+def test_weight_file_errors(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(ValueError, match=r"must hold model.safetensors or .*index.json. Got pytorch_model.bin."):
+        load_params(tmp_path, SMALL)
+    with pytest.raises(ValueError, match=r"must hold model.safetensors or .*. Got no files."):
+        load_params(tmp_path / "nowhere", SMALL)
+    (tmp_path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1")
+    with pytest.raises(ValueError, match=r"model.safetensors: must be a whole safetensors file. Got Error .* Download"):
+        load_params(tmp_path, SMALL)
+
+
+def test_save_errors(tmp_path: Path) -> None:
+    config = dataclasses.replace(SMALL, attention_bias=True, qk_norm=True)
+    with pytest.raises(ValueError, match=r"attention_bias and qk_norm: .* Got both"):
+        save_params(init_params(config, jax.random.key(0)), config, tmp_path, dtype="float32")

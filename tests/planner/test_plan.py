@@ -1,0 +1,234 @@
+import dataclasses
+import json
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxrlhf.call_graph import CallGraph, Method, RoleMethods, compute, trace
+from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.planner.plan import (
+    DEFAULT,
+    Placement,
+    Plan,
+    PlanError,
+    TrainSizes,
+    check,
+    check_names,
+    plan_rows,
+    resolve,
+    train_sizes,
+)
+from jaxrlhf.sharding.strategy import Strategy
+
+ROWS, COLUMNS = 24, 7
+ONE = Placement((0,), Strategy())
+MODELS = {"actor": ModelConfig(vocab_size=96, hidden_size=48, intermediate_size=64, num_heads=4, num_kv_heads=2)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Update:
+    mini_batches: int = 2
+    epochs: int = 3
+
+
+def halve(tokens):
+    return {"tokens": tokens, "half": tokens // 2}
+
+
+def count_up(count):
+    return count + 1
+
+
+def step(roles, state, prompts, update):
+    rollout = roles.actor.generate(prompts)
+    roles.actor.generate(prompts)
+    roles.judge.scores(rollout)
+    batch = compute(halve, rollout)
+    return roles.actor.train("loss", batch, update), compute(count_up, state)
+
+
+def make_graph(update: Update = Update()) -> CallGraph:
+    tokens = jax.ShapeDtypeStruct((ROWS, COLUMNS), jnp.int32)
+    scalar = jax.ShapeDtypeStruct((), jnp.float32)
+    methods = {
+        "generate": Method("generate", lambda prompts: tokens),
+        "train": Method("train", lambda loss, batch, update: scalar, row_wise=False),
+    }
+    roles = {
+        "actor": RoleMethods(methods, weights="actor"),
+        "judge": RoleMethods({"scores": Method("host", lambda rollout: jax.ShapeDtypeStruct((ROWS,), jnp.float32))}),
+    }
+    return trace(step, roles, scalar, jax.ShapeDtypeStruct((ROWS, 3), jnp.int32), update)
+
+
+GRAPH = make_graph()
+NAMES = ["actor.generate", "actor.generate#2", "halve", "actor.train", "count_up"]
+
+
+def over(num_devices: int, **strategy: Any) -> Placement:
+    return Placement(tuple(range(num_devices)), Strategy(**strategy))
+
+
+def test_a_call_takes_its_own_placement_or_that_of_its_name_or_the_default():
+    first, second = over(2, data=2), over(4, fsdp=4)
+    plan = resolve({DEFAULT: ONE, "actor.generate": first, "actor.generate#2": second}, GRAPH)
+    assert plan.placements == {
+        "actor.generate": first, "actor.generate#2": second, "halve": ONE, "actor.train": ONE, "count_up": ONE,
+    }
+    assert resolve({DEFAULT: ONE, "actor.generate": first}, GRAPH).placements["actor.generate#2"] == first
+    assert set(resolve({DEFAULT: ONE}, GRAPH).placements.values()) == {ONE}
+
+
+def test_a_plan_is_read_by_call_whatever_its_iteration():
+    plan = resolve({DEFAULT: ONE, "actor.train": over(2, data=2)}, GRAPH)
+    train = GRAPH.calls[4]
+    assert plan[train] == plan[dataclasses.replace(train, name="3:actor.train")] == over(2, data=2)
+
+
+def test_names_of_a_written_plan():
+    check_names([DEFAULT, "actor.generate", "actor.generate#2", "actor.train", "halve"], [GRAPH])
+    message = (
+        "plan.actor.generated: no call of this run has that name. Calls: actor.generate, actor.generate#2, actor.train, count_up, "
+        "default, halve. Did you mean 'actor.generate'?"
+    )
+    with pytest.raises(PlanError, match=re.escape(message)):
+        check_names(["actor.generated"], [GRAPH])
+    with pytest.raises(PlanError, match=re.escape("plan.actor.train#2: no call of this run has that name.")):
+        check_names(["actor.train#2"], [GRAPH])
+    message = "plan.judge.scores: is plain Python on the host and takes no devices. Remove it."
+    with pytest.raises(PlanError, match=re.escape(message)):
+        check_names(["judge.scores"], [GRAPH])
+
+
+def plan_with(name: str, placement: Placement) -> Plan:
+    return Plan({**dict.fromkeys(NAMES, ONE), name: placement})
+
+
+@pytest.mark.parametrize("placement", [
+    ONE, over(8, data=4, tensor=2), over(8, data=2, fsdp=2, tensor=2), over(4, fsdp=4, micro_batches=3),
+    Placement((7, 3), Strategy(tensor=2)),
+])
+def test_plans_that_fit(placement):
+    check(resolve({DEFAULT: placement}, GRAPH), GRAPH, MODELS, num_devices=8)
+
+
+@pytest.mark.parametrize(("name", "placement", "message"), [
+    ("actor.train", Placement((1, 1), Strategy(data=2)), "plan.actor.train.devices: a device may stand there once. Got [1, 1]."),
+    ("halve", Placement((3, 4), Strategy(data=2)),
+     "plan.halve.devices: must be among the 4 devices of this run, 0 to 3. Got [4]. Lower the degrees, or run on more devices."),
+    ("halve", Placement((-1,), Strategy()), "plan.halve.devices: must be among the 4 devices of this run, 0 to 3. Got [-1]."),
+    ("actor.generate", over(3, data=2, tensor=2),
+     "plan.actor.generate: data x fsdp x tensor must be the number of devices, 3. Got 2 x 1 x 2 = 4. Change a degree or `devices`."),
+    ("actor.generate", over(3, tensor=3), "plan.actor.generate.tensor: 3 does not divide num_heads=4. Use 1, 2 or 4."),
+    ("actor.generate", over(4, tensor=4), "plan.actor.generate.tensor: 4 does not divide num_kv_heads=2. Use 1 or 2."),
+    ("actor.generate#2", over(4, data=4, micro_batches=4),
+     "plan.actor.generate#2: micro_batches x data x fsdp must divide 24 rows. Got 4 x 4 x 1 = 16. Lower a degree, or use another "
+     "batch_size."),
+    ("actor.train", over(4, data=2, fsdp=2, micro_batches=2),
+     "plan.actor.train: micro_batches x data x fsdp must divide a mini-batch of 12 rows (24 / 2). Got 2 x 2 x 2 = 8. Lower a "
+     "degree, or use another batch_size."),
+])
+def test_plans_that_do_not_fit(name, placement, message):
+    with pytest.raises(PlanError, match=re.escape(message)):
+        check(plan_with(name, placement), GRAPH, MODELS, num_devices=4)
+
+
+@pytest.mark.parametrize(("size", "message"), [
+    ("intermediate_size", "plan.actor.generate.tensor: 2 does not divide intermediate_size=63. Use 1, 3, 7, 9, 21 or 63."),
+    ("vocab_size", "plan.actor.generate.tensor: 2 does not divide vocab_size=63. Use 1, 3, 7, 9, 21 or 63."),
+])
+def test_every_size_that_tensor_splits(size, message):
+    models = {"actor": dataclasses.replace(MODELS["actor"], **{size: 63})}
+    with pytest.raises(PlanError, match=re.escape(message)):
+        check(resolve({DEFAULT: over(2, tensor=2)}, GRAPH), GRAPH, models, num_devices=2)
+
+
+def test_fsdp_splits_the_hidden_size():
+    models = {"actor": dataclasses.replace(MODELS["actor"], hidden_size=34, head_dim=8)}
+    with pytest.raises(PlanError, match=re.escape("plan.actor.generate.fsdp: 4 does not divide hidden_size=34. Use 1, 2, 17 or 34.")):
+        check(resolve({DEFAULT: over(4, fsdp=4)}, GRAPH), GRAPH, models, num_devices=4)
+
+
+def test_arrays_are_computed_on_whole_and_need_no_rows():
+    check(plan_with("halve", over(4, data=4, micro_batches=5)), GRAPH, MODELS, num_devices=4)
+    check(plan_with("count_up", over(5, data=5)), GRAPH, MODELS, num_devices=5)
+    with pytest.raises(PlanError, match=re.escape("plan.halve: micro_batches x data x fsdp must divide 24 rows. Got 1 x 5 x 1 = 5.")):
+        check(plan_with("halve", over(5, data=5)), GRAPH, MODELS, num_devices=5)
+
+
+def test_mini_batches_divide_the_rows():
+    message = (
+        "plan.actor.train: mini_batches must divide the rows of the batch. Got 5 for 24 rows. Use 1, 2, 3, 4, 6, 8, 12 or 24, or "
+        "another batch_size."
+    )
+    with pytest.raises(PlanError, match=re.escape(message)):
+        check(plan_with("halve", ONE), make_graph(Update(mini_batches=5)), MODELS, num_devices=1)
+
+
+def test_every_call_has_a_placement():
+    with pytest.raises(PlanError, match=re.escape("plan: needs a placement for every call. Got none for 'halve'.")):
+        check(Plan({name: ONE for name in NAMES if name != "halve"}), GRAPH, MODELS, num_devices=1)
+
+
+def test_train_sizes():
+    sizes = train_sizes(GRAPH.calls[4], Strategy(data=2, micro_batches=3))
+    assert sizes == TrainSizes(rows=24, mini_batches=2, epochs=3, micro_batches=3)
+    assert (sizes.mini_batch_rows, sizes.micro_batch_rows) == (12, 4)
+
+
+def test_json_round_trip():
+    plan = resolve({DEFAULT: Placement((5, 2), Strategy(fsdp=2, micro_batches=3, remat="layer")), "halve": ONE}, GRAPH)
+    assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+
+
+GOOD = {"devices": [0], "strategy": {"data": 1}}
+
+
+@pytest.mark.parametrize(("entry", "why"), [
+    ({"devices": [0]}, "'strategy'"),
+    ({"strategy": {}}, "'devices'"),
+    ({"devices": 0, "strategy": {}}, "not iterable"),
+    ({"devices": ["0"], "strategy": {}}, "cannot be interpreted as an integer"),
+    ({"devices": [0], "strategy": {"datas": 1}}, "unexpected keyword argument 'datas'"),
+    ({"devices": [0], "strategy": {"data": 0}}, "data: must be at least 1. Got 0."),
+    ({"devices": [0], "strategy": {"remat": "all"}}, "remat: must be none, dots or layer. Got 'all'."),
+    (GOOD | {"offload": True}, "unknown: offload"),
+    ("everywhere", ""),
+    (None, ""),
+])
+def test_json_that_is_no_plan(entry, why):
+    message = f"plan: halve: a placement is {{devices: [...], strategy: {{data: ..., ...}}}}. Got {entry!r} ("
+    with pytest.raises(PlanError, match=re.escape(message)) as raised:
+        Plan.from_json({"actor.train": GOOD, "halve": entry})
+    assert why in str(raised.value)
+
+
+@pytest.mark.parametrize(("placement", "words"), [
+    (ONE, "one device on 0"),
+    (Placement((4, 5, 6, 7), Strategy(data=2, tensor=2)), "data 2 x tensor 2 on 4-7"),
+    (Placement((6, 4), Strategy(fsdp=2)), "fsdp 2 on 6,4"),
+])
+def test_a_placement_in_words(placement, words):
+    assert str(placement) == words
+
+
+def test_rows_of_the_plan():
+    plan = Plan({
+        "actor.generate": over(4, data=4, micro_batches=2), "actor.generate#2": ONE, "halve": over(2, data=2),
+        "actor.train": over(4, data=2, fsdp=2, micro_batches=3), "count_up": ONE,
+    })
+    assert plan_rows(plan, GRAPH) == [
+        {"call": "actor.generate", "kind": "generate", "needs": "-", "placement": "data 4 on 0-3", "rows": 24, "rows/device": 6,
+         "micro-batch": 12, "tokens": 72},
+        {"call": "actor.generate#2", "kind": "generate", "needs": "-", "placement": "one device on 0", "rows": 24, "rows/device": 24,
+         "tokens": 72},
+        {"call": "judge.scores", "kind": "host", "needs": "actor.generate", "placement": "host", "rows": 24, "tokens": 168},
+        {"call": "halve", "kind": "compute", "needs": "actor.generate", "placement": "data 2 on 0-1", "rows": 24, "rows/device": 12},
+        {"call": "actor.train", "kind": "train", "needs": "actor.generate, actor.generate#2, halve",
+         "placement": "data 2 x fsdp 2 on 0-3", "rows": 24, "rows/device": 6, "updates": "3 x 2", "mini-batch": 12, "micro-batch": 4,
+         "micro-batch/device": 1, "tokens": 168},
+        {"call": "count_up", "kind": "compute", "needs": "-", "placement": "one device on 0", "rows": 0, "rows/device": 0},
+    ]

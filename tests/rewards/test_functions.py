@@ -1,0 +1,189 @@
+"""Finding reward functions by name, passing them what they take, and refusing what they must not return."""
+
+import pathlib
+import re
+
+import numpy as np
+import pytest
+
+from jaxrlhf.rewards.functions import RewardError, call_reward, check_reward, load_reward
+
+SOURCE = """
+import dataclasses
+
+@dataclasses.dataclass
+class Record:
+    text: str
+
+def longest(prompts, completions, weight=1.0, **columns):
+    return [weight * len(Record(completion).text) for completion in completions]
+
+def strict(prompts, completions, answer):
+    return [float(completion == right) for completion, right in zip(completions, answer)]
+
+NUMBER = 3
+"""
+
+
+@pytest.fixture
+def source(tmp_path):
+    (tmp_path / "mine.py").write_text(SOURCE)
+    return str(tmp_path / "mine.py")
+
+
+def call(function, completions=("x", "yy"), name="f", **columns):
+    return call_reward(function, ["p0", "p1"][: len(completions)], list(completions), columns, name=name)
+
+
+def test_built_in():
+    reward = load_reward("exact_answer", {"partial_credit": 0.5})
+    scores = call(reward, [">12", ">13"], answer=["12", "12"], finished=[True, True])
+    assert scores.dtype == np.float32
+    np.testing.assert_array_equal(scores, [1.0, 0.25])
+
+
+def test_function_of_a_file(source):
+    np.testing.assert_array_equal(call(load_reward(f"{source}:longest", {})), [1, 2])
+    np.testing.assert_array_equal(call(load_reward(f"{source}:longest", {"weight": 2.5}), level=[1, 2]), [2.5, 5])
+
+
+def test_function_of_a_module(tmp_path, monkeypatch):
+    (tmp_path / "reward_module_for_test.py").write_text(SOURCE)
+    monkeypatch.syspath_prepend(tmp_path)
+    reward = load_reward("reward_module_for_test:strict", {})
+    np.testing.assert_array_equal(call(reward, answer=["x", "x"], finished=[True, True]), [1, 0])
+
+
+def test_a_function_gets_the_columns_it_names():
+    seen = {}
+
+    def named(questions, texts, *, level):
+        seen.update(questions=questions, texts=texts, level=level)
+        return [0, 0]
+
+    def everything(prompts, completions, **columns):
+        seen.update(columns)
+        return [0, 0]
+
+    def completions_only(completions, **columns):
+        seen.update(columns, completions=completions)
+        return [0, 0]
+
+    call(named, level=[1, 2], other=[3, 4], texts=["no", "no"])
+    assert seen == {"questions": ["p0", "p1"], "texts": ["x", "yy"], "level": [1, 2]}
+    seen.clear()
+    call(everything, level=[1, 2], other=[3, 4])
+    assert seen == {"level": [1, 2], "other": [3, 4]}
+    seen.clear()
+    call(completions_only, level=[1, 2])
+    assert seen == {"level": [1, 2], "prompts": ["p0", "p1"], "completions": ["x", "yy"]}
+
+
+def test_options_win_over_columns_of_the_same_name(source):
+    reward = load_reward(f"{source}:longest", {"weight": 3})
+    np.testing.assert_array_equal(call(reward, weight=[7, 7]), [3, 6])
+
+
+@pytest.mark.parametrize("rewards", [[1, 0.5], (True, 0.5), np.array([1, 0.5]), [np.float64(1), np.array(0.5)]])
+def test_what_may_be_returned(rewards):
+    np.testing.assert_array_equal(call(lambda prompts, completions: rewards), [1, 0.5])
+
+
+@pytest.mark.parametrize(
+    ("rewards", "message"),
+    [
+        (None, "Reward 'f': must return a list of 2 numbers. Got None."),
+        ("ab", "must return a list of 2 numbers. Got 'ab'."),
+        ({0: 1, 1: 1}, "must return a list of 2 numbers. Got {0: 1, 1: 1}."),
+        ({1, 2}, "must return a list of 2 numbers. Got {1, 2}."),
+        (3.0, "must return a list of 2 numbers. Got 3.0."),
+        (np.array(3.0), "must return a list of 2 numbers. Got array(3.)."),
+        ([1.0], "Reward 'f': must return one number for each of 2 completions. Got 1."),
+        ([1.0, None], "Reward 'f': must return finite numbers. Got None at index 1 for prompt 'p1', completion 'yy'."),
+        ([float("nan"), 1], "must return finite numbers. Got nan at index 0 for prompt 'p0', completion 'x'."),
+        ([1, float("inf")], "must return finite numbers. Got inf at index 1"),
+        ([1, 1e39], "must return finite numbers. Got 1e+39 at index 1"),
+        ([1, 10**400], "must return finite numbers. Got 1000"),
+        (["1.0", 1], "must return finite numbers. Got '1.0' at index 0"),
+        ([[1.0], [2.0, 3.0]], "must return finite numbers. Got [1.0] at index 0"),
+        ([1j, 1], "must return finite numbers. Got 1j at index 0"),
+        (np.ones((2, 1)), "must return finite numbers. Got array([1.]) at index 0"),
+    ],
+)
+def test_what_may_not_be_returned(rewards, message):
+    with pytest.raises(RewardError, match=re.escape(message)):
+        call(lambda prompts, completions: rewards)
+
+
+def test_long_texts_are_shortened():
+    with pytest.raises(RewardError) as caught:
+        call(lambda prompts, completions: [None], ["z" * 5000])
+    assert "completion 'zzz" in str(caught.value) and len(str(caught.value)) < 300
+
+
+def test_a_raising_function_is_named_and_chained():
+    with pytest.raises(RewardError, match=r"Reward 'mine': must not raise\. Got ZeroDivisionError: divis") as caught:
+        call(lambda prompts, completions: [1 / 0], name="mine")
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+def test_a_missing_column_is_found_before_the_call(source):
+    reward = load_reward(f"{source}:strict", {})
+    check_reward(reward, ["answer", "finished"], name="strict")
+    message = r"Reward 'strict': its arguments must be .* Got 'answer'\. Columns: answers\. Did you mean 'answers'\?"
+    with pytest.raises(ValueError, match=message):
+        check_reward(reward, ["answers"], name="strict")
+    with pytest.raises(ValueError, match=r"Got 'answer'\. Columns: none\.$"):
+        call(reward)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        (
+            "exact_anser",
+            {},
+            r"Reward: must be built in, module:function .* Got 'exact_anser'\. Built in: .* "
+            r"Did you mean 'exact_answer'\?",
+        ),
+        (
+            "exact_answer",
+            {"partial": 1},
+            r"Reward 'exact_answer': options must be arguments of it\. Got 'partial'\. "
+            r"Known: partial_credit, .*separator\. Did you mean 'partial_credit'\?",
+        ),
+        ("regex_format", {}, r"Reward 'regex_format': needs the option 'pattern'\. Got none\."),
+        ("no_such_module_here:f", {}, r"Reward .*: its module must import\. Got ModuleNotFoundError: No module"),
+        ("/nowhere/x.py:f", {}, r"Reward .*: must be in an existing file\. Got '/nowhere/x\.py'\."),
+        (
+            "MINE:longst",
+            {},
+            r"must name a function of .*mine\.py\. Got 'longst'\. There: Record, longest, strict\. "
+            r"Did you mean 'longest'\?",
+        ),
+        ("MINE:NUMBER", {}, r"must name a function\. Got int 3\."),
+        ("MINE:strict", {"answr": 1}, r"options must be .* Got 'answr'\. Known: answer\. Did you mean 'answer'\?"),
+        ("MINE:longest", {"prompts": 1}, r"options must be arguments of it\. Got 'prompts'\. Known: weight\."),
+    ],
+)
+def test_load_errors(source, name, options, message):
+    with pytest.raises(ValueError, match=message):
+        load_reward(name.replace("MINE", source), options)
+
+
+def test_a_file_that_fails_to_import_says_why(tmp_path):
+    (tmp_path / "bad.py").write_text("raise KeyError('broken')")
+    with pytest.raises(ValueError, match=r"its module must import\. Got KeyError: 'broken'\.") as caught:
+        load_reward(f"{tmp_path}/bad.py:f", {})
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_the_gsm8k_example():
+    path = pathlib.Path(__file__).parents[2] / "examples" / "gsm8k_reward.py"
+    reward = load_reward(f"{path}:gsm8k_reward", {})
+    answer = ["24+48\n#### 72", "#### 1,000"]
+    np.testing.assert_array_equal(call(reward, ["#### 5\n#### 72", "#### $1000."], answer=answer), [1, 1])
+    np.testing.assert_allclose(call(reward, ["#### 7", "1000"], answer=answer, question=["?", "?"]), [0.1, 0])
+    np.testing.assert_allclose(
+        call(load_reward(f"{path}:gsm8k_reward", {"format_credit": 0.5}), ["#### 7"], answer=answer[:1]), [0.5]
+    )

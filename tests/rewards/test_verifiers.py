@@ -1,0 +1,105 @@
+"""The built-in rewards against scores counted by hand, and every error of theirs."""
+
+import re
+
+import pytest
+
+from jaxrlhf.rewards.verifiers import VERIFIERS, exact_answer, exact_match, final_number, length_penalty, regex_format
+
+
+def score(reward, completion, answer, *, finished=True):
+    return reward(["p"], [completion], finished=[finished], answer=[answer])[0]
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "finished", "expected"),
+    [
+        ("12 13>132", "132", True, 1.0),
+        ("12 13>132", 132, True, 1.0),
+        ("12>9>132 ", "132", True, 1.0),
+        ("12 13>132", "132", False, 0.0),
+        ("132", "132", True, 0.0),
+        (">152", "132", True, 0.5 * 2 / 3),
+        (">1", "132", True, 0.5 * 1 / 3),
+        (">1327", "132", True, 0.5 * 3 / 4),
+        (">32", "132", True, 0.0),
+        (">", "132", True, 0.0),
+    ],
+)
+def test_exact_answer(completion, answer, finished, expected):
+    assert score(exact_answer(partial_credit=0.5), completion, answer, finished=finished) == pytest.approx(expected)
+
+
+def test_exact_answer_options():
+    assert score(exact_answer(), ">152", "132") == 0.0
+    reward = exact_answer(answer_column="truth", separator="=>")
+    assert reward(["p"] * 2, ["a=>5", "a>5"], finished=[True, True], truth=["5", "5"], answer=["6", "6"]) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "expected"),
+    [
+        ("so #### 72", "48/2=24\n#### 72", 1.0),
+        ("#### 5\n#### 72", "#### 72", 1.0),
+        ("#### $1,072.", "#### 1072", 1.0),
+        ("#### 72.0", "#### 72", 1.0),
+        ("####72 apples", "72", 1.0),
+        ("#### -3", -3, 1.0),
+        ("#### .5", "0.5", 1.0),
+        ("#### 3", "#### -3", 0.25),
+        ("#### 7", "#### 72", 0.25),
+        ("#### 72 #### nothing", "#### 72", 0.0),
+        ("####", "#### 72", 0.0),
+        ("the answer is 72", "#### 72", 0.0),
+    ],
+)
+def test_final_number(completion, answer, expected):
+    assert score(final_number(partial_credit=0.25), completion, answer) == expected
+
+
+def test_exact_match():
+    scores = exact_match("truth")(["p"] * 3, [" yes\n", "yess", "7"], finished=[True] * 3, truth=["yes", "yes", 7])
+    assert scores == [1, 0, 1]
+
+
+def test_regex_format():
+    reward = regex_format(r"<a>.*</a>\d*")
+    assert reward(["p"] * 3, ["<a>x\ny</a>12", "<a>x</a>12 ", " <a></a>"], finished=[True] * 3) == [1.0, 0.0, 0.0]
+
+
+def test_length_penalty():
+    assert length_penalty(3, 0.5)(["p"] * 3, ["ab", "abc", "abcde"], finished=[True] * 3) == [0.0, 0.0, -1.0]
+
+
+def test_every_verifier_is_listed():
+    factories = [exact_answer, final_number, exact_match, regex_format, length_penalty]
+    assert {factory.__name__: factory for factory in factories} == VERIFIERS
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: exact_answer(partial_credit=1.5),
+            "Reward 'exact_answer': partial_credit must lie in [0, 1]. Got 1.5.",
+        ),
+        (lambda: exact_answer(separator=""), "Reward 'exact_answer': separator must not be empty. Got ''."),
+        (lambda: final_number(partial_credit=-1), "Reward 'final_number': partial_credit must lie in [0, 1]. Got -1."),
+        (lambda: final_number(marker=""), "Reward 'final_number': marker must not be empty. Got ''."),
+        (lambda: regex_format("("), "Reward 'regex_format': pattern must be a regular expression. Got '(': "),
+        (lambda: length_penalty(-1, 1), "Reward 'length_penalty': target must not be negative. Got -1."),
+        (lambda: length_penalty(1, float("inf")), "Reward 'length_penalty': scale must be finite and not"),
+    ],
+)
+def test_option_errors(make, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make()
+
+
+def test_data_errors():
+    with pytest.raises(ValueError, match=r"exact_match: needs a column 'truth' .* Got columns finished, a\. Set"):
+        exact_match("truth")(["p"], ["c"], finished=[True], a=[1])
+    with pytest.raises(ValueError, match=r"exact_answer: needs a column 'answer' in every row"):
+        score(exact_answer(), "c", None)
+    with pytest.raises(ValueError, match=r"final_number: column 'answer' must hold a number .* Got 'many' at index 0"):
+        score(final_number(), "#### 1", "many")

@@ -1,0 +1,336 @@
+import io
+import math
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.cells import cell_len
+
+from jaxrlhf.runtime.console import Console, sparkline
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("FORCE_COLOR", "NO_COLOR", "COLUMNS", "LINES", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(variable, raising=False)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Shown:
+    """A console on plain files, with a clock that stands still unless moved."""
+
+    def __init__(self, quiet: bool = False, width: int = 80, encoding: str = "utf-8") -> None:
+        self.out = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+        self.err = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+        self.clock = Clock()
+        self.console = Console(quiet, output=self.out, errors=self.err, width=width, clock=self.clock)
+
+    def text(self) -> str:
+        return self._read(self.out)
+
+    def errors(self) -> str:
+        return self._read(self.err)
+
+    def lines(self) -> list[str]:
+        return [line.rstrip() for line in self.text().splitlines() if line.strip()]
+
+    def _read(self, file: io.TextIOWrapper) -> str:
+        file.flush()
+        buffer = file.buffer
+        assert isinstance(buffer, io.BytesIO)
+        return buffer.getvalue().decode(file.encoding)
+
+
+PLAN = [
+    {
+        "call": "actor.generate",
+        "kind": "generate",
+        "role": "actor",
+        "needs": ["prompts"],
+        "devices": "0-7",
+        "strategy": {"data": 4, "tensor": 2},
+        "rows": 512,
+        "rows_per_device": 64,
+        "mini_batch": None,
+        "micro_batch": None,
+        "offload": False,
+        "seconds": 12.3456,
+    },
+    {
+        "call": "actor.train",
+        "kind": "train",
+        "role": "actor",
+        "needs": ["rollout", "reference.logprobs", "critic.values", "reward.scores"],
+        "devices": "0-7",
+        "strategy": {"fsdp": 8},
+        "rows": 512,
+        "rows_per_device": 64,
+        "mini_batch": 128,
+        "micro_batch": 16,
+        "offload": True,
+        "seconds": 123456.0,
+    },
+]
+
+
+def test_a_table_shows_every_value_readably() -> None:
+    shown = Shown(width=200)
+    shown.console.plan_table([{**row, "needs": ["prompts"]} for row in PLAN])
+    title, _, _, heading, _, first, second = shown.lines()
+    assert title == "Plan"
+    assert " ".join(heading.split()) == "call kind role needs devices strategy rows device batch batch offload seconds"
+    assert " ".join(first.split()) == "actor.generate generate actor prompts 0-7 data=4, tensor=2 512 64 no 12.35"
+    assert " ".join(second.split()) == "actor.train train actor prompts 0-7 fsdp=8 512 64 128 16 yes 123456"
+    # Numbers stand right under one another.
+    assert first.index("12.35") + len("12.35") == second.index("123456") + len("123456")
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 200])
+def test_a_wide_table_goes_on_below_and_breaks_no_word(width: int) -> None:
+    shown = Shown(width=width)
+    shown.console.plan_table(PLAN)
+    lines = shown.lines()
+    assert max(map(cell_len, lines)) <= width
+    words = [word for line in lines for word in line.split()]
+    for row in PLAN:
+        expected = [row["call"], row["kind"], row["role"], *", ".join(row["needs"]).split(), row["devices"]]
+        for word in [*expected, "data=4,", "tensor=2", "fsdp=8", "512", "64", "128", "16", "12.35", "123456"]:
+            assert word in words
+    for heading in ("call", "device", "micro", "mini", "batch", "seconds", "offload"):
+        assert heading in words
+    # Each further table tells again which call a row is about.
+    tables = sum(line.startswith("call") for line in lines)
+    assert words.count("actor.generate") == tables
+    assert (tables > 1) == (width < 200)
+
+
+def test_a_table_uses_the_width_before_it_splits() -> None:
+    shown = Shown(width=80)
+    shown.console.graph_table(
+        [
+            {"call": "reference.logprobs", "kind": "generate", "role": "reference", "needs": "a b " * 12, "gives": "x"},
+        ]
+    )
+    assert sum(line.startswith("call") for line in shown.lines()) == 1
+
+
+def test_chosen_columns_and_missing_values() -> None:
+    shown = Shown()
+    shown.console.table("T", [{"a": 1, "b": 2}, {"b": None, "c": 3.0}], columns=["b", "c"])
+    title, heading, _, first, second = shown.lines()
+    assert (title, heading.split(), first.split(), second.split()) == ("T", ["b", "c"], ["2"], ["3"])
+
+
+def test_an_empty_table_says_so() -> None:
+    shown = Shown()
+    shown.console.table("T", [])
+    assert shown.lines() == ["T", "(none)"]
+
+
+def test_samples_are_escaped_cut_and_not_read_as_markup() -> None:
+    shown = Shown()
+    rows = [
+        {
+            "prompt": "[bold]2+2[/wrong]\n:smile:",
+            "completion": "\x1b[31mred\t\u202e" + "long " * 100 + "END",
+            "scores": {"math": 1.0, "length": -0.25, "broken": math.nan},
+        }
+    ]
+    shown.console.samples("Samples", rows, max_chars=60)
+    text = shown.text()
+    squeezed = "".join(text.split())
+    assert r"[bold]2+2[/wrong]\n:smile:" in squeezed
+    assert r"\x1b[31mred\t\u202e" in squeezed and "\x1b" not in text and "\u202e" not in text
+    assert "…" in text and "END" not in text
+    assert "math 1" in text and "length -0.25" in text and "broken nan" in text
+    assert max(map(cell_len, shown.lines())) <= 80
+
+
+def test_samples_cut_at_the_limit_and_no_earlier() -> None:
+    shown = Shown(width=200)
+    shown.console.samples("S", [{"prompt": "p" * 20, "completion": "c" * 21, "scores": {}}], max_chars=20)
+    assert "p" * 20 in shown.text()
+    assert "c" * 19 + "…" in shown.text() and "c" * 20 not in shown.text()
+
+
+def test_samples_of_nothing() -> None:
+    shown = Shown()
+    shown.console.samples("S", [])
+    assert shown.lines() == ["S", "(none)"]
+
+
+def test_a_terminal_that_cannot_show_a_character_gets_its_escape() -> None:
+    shown = Shown(encoding="ascii")
+    shown.console.header("größe")
+    shown.console.samples(
+        "S", [{"prompt": "四", "completion": "x" * 50 + "\udce9", "scores": {"a": 1.0}}], max_chars=40
+    )
+    shown.console.curve("reward", [0.0, 1.0])
+    shown.console.table("T", [{"a": "é"}])
+    shown.console.error("é")
+    text = shown.text()
+    assert r"gr\xf6\xdfe" in text and r"\u56db" in text and "x" * 37 + "..." in "".join(text.split())
+    assert "reward  0 -> 1" in text
+    assert shown.errors() == "Error: \\xe9\n"
+
+
+def test_progress_prints_every_so_many_steps_and_at_least_every_ten_seconds() -> None:
+    shown = Shown()
+    with shown.console.progress(30, every=10) as progress:
+        for step in range(1, 31):
+            shown.clock.now += 1.0 if step < 21 else 6.0
+            progress.update(step, {"reward": step / 10})
+    assert [line.split("/30")[0] for line in shown.lines()] == [
+        "step  1",
+        "step 10",
+        "step 20",
+        "step 22",
+        "step 24",
+        "step 26",
+        "step 28",
+        "step 30",
+    ]
+
+
+def test_progress_prints_the_last_step_always() -> None:
+    shown = Shown()
+    with shown.console.progress(13, every=10) as progress:
+        for step in range(1, 14):
+            progress.update(step, {})
+    assert [line.split("/13")[0] for line in shown.lines()] == ["step  1", "step 10", "step 13"]
+
+
+def test_a_progress_line_tells_rate_breakdown_and_time_to_go() -> None:
+    shown = Shown(width=40)
+    calls = {"actor.generate": 1.25, "reference.logprobs": 0.05, "critic.values": 0.1, "actor.train": 0.5, "x": 0.01}
+    with shown.console.progress(1000, every=1) as progress:
+        # The first step compiles; what is to come is judged without it.
+        shown.clock.now = 60.0
+        progress.update(1, {"reward": 0.12345, "KL": 0.01, "length": 31.25}, calls)
+        shown.clock.now = 62.0
+        progress.update(2, {"reward": 0.5}, {"actor.train": 0.5})
+        shown.clock.now = 66.0
+        progress.update(3, {"reward": 1234.5})
+    first, second, third = shown.lines()
+    assert first == (
+        "step    1/1000  reward 0.123  KL 0.01  length 31.2  60 s/step  ETA 16h39m  "
+        "(actor.generate 1.25, actor.train 0.50, critic.values 0.10, 2 others 0.06)"
+    )
+    assert second == "step    2/1000  reward 0.5  2 s/step  ETA 33m16s  (actor.train 0.50)"
+    assert third == "step    3/1000  reward 1234  3 s/step  ETA 49m51s"
+
+
+def test_progress_of_a_resumed_run_counts_from_where_it_starts() -> None:
+    shown = Shown()
+    with shown.console.progress(100, start=90, every=1) as progress:
+        shown.clock.now = 5.0
+        progress.update(91, {})
+        # Two steps in one update.
+        shown.clock.now = 9.0
+        progress.update(93, {})
+    assert shown.lines() == ["step  91/100  5 s/step  ETA 45s", "step  93/100  2 s/step  ETA 14s"]
+
+
+def test_where_curve_and_error_do_not_wrap() -> None:
+    shown = Shown(width=40)
+    long = Path("runs") / ("x" * 100)
+    shown.console.where({"metrics": Path("m.jsonl"), "checkpoints": long})
+    shown.console.curve("reward", [0.0, 0.5, 1.0])
+    shown.console.curve("nothing", [math.nan])
+    shown.console.error("a.yaml: [red]3[/red] " + "y" * 100 + "\nUse \x1b2.")
+    assert shown.lines() == [
+        "Written to",
+        "  metrics      m.jsonl",
+        f"  checkpoints  {long}",
+        "reward  0 ▁▅█ 1",
+        "nothing  (no values)",
+    ]
+    assert shown.errors() == "Error: a.yaml: [red]3[/red] " + "y" * 100 + "\nUse \\x1b2.\n"
+
+
+def test_quiet_leaves_the_errors_only() -> None:
+    shown = Shown(quiet=True)
+    shown.console.header("h")
+    shown.console.line("l")
+    shown.console.plan_table(PLAN)
+    shown.console.samples("S", [{"prompt": "", "completion": "", "scores": {}}])
+    with shown.console.progress(1) as progress:
+        progress.update(1, {})
+    shown.console.curve("c", [1.0])
+    shown.console.where({"a": Path("b")})
+    shown.console.error("bad")
+    assert (shown.text(), shown.errors()) == ("", "Error: bad\n")
+
+
+@pytest.mark.parametrize(
+    ("values", "width", "expected"),
+    [
+        ([], 10, ""),
+        ([0, 1, 2, 3, 4, 5, 6, 7], 60, "▁▂▃▄▅▆▇█"),
+        ([-5.0, 5.0], 60, "▁█"),
+        ([2.0, 2.0, 2.0], 60, "▄▄▄"),
+        ([0.0, math.nan, 7.0, math.inf], 60, "▁ █ "),
+        ([math.nan], 60, " "),
+        # Groups of two, three and three.
+        ([0, 0, 3, 4, 5, 8, 8, 8], 3, "▁▅█"),
+    ],
+)
+def test_sparkline(values: list[float], width: int, expected: str) -> None:
+    assert sparkline(values, width) == expected
+
+
+SCRIPT = """
+import time
+from jaxrlhf.runtime.console import Console
+console = Console()
+console.header("Title")
+console.table("T", [{"a": 1, "b": "x"}])
+with console.progress(3, every=1) as progress:
+    for step in (1, 2, 3):
+        time.sleep(0.3)
+        progress.update(step, {"reward": step}, {"actor.train": 0.25})
+console.error("bad")
+"""
+
+
+def test_a_pipe_gets_no_escape_codes() -> None:
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, check=True, text=True)
+    assert "\x1b" not in done.stdout + done.stderr and "\r" not in done.stdout
+    assert done.stderr == "Error: bad\n"
+    assert [line[:8] for line in done.stdout.splitlines()][-3:] == ["step 1/3", "step 2/3", "step 3/3"]
+
+
+def test_a_terminal_gets_color_and_a_live_bar() -> None:
+    master, slave = pty.openpty()
+    environment: dict[str, Any] = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "80", "LINES": "30"}
+    process = subprocess.Popen([sys.executable, "-c", SCRIPT], stdout=slave, stderr=slave, env=environment)
+    os.close(slave)
+    received = b""
+    while True:
+        try:
+            chunk = os.read(master, 65536)
+        except OSError:  # Linux: the other end is closed.
+            break
+        if not chunk:
+            break
+        received += chunk
+    os.close(master)
+    assert process.wait() == 0
+    text = received.decode()
+    assert "\x1b[1mTitle" in text
+    assert "\x1b[1;31mError: bad" in text
+    # A bar is drawn, and the cursor is hidden and shown again.
+    assert "━" in text and text.index("\x1b[?25l") < text.index("\x1b[?25h")
+    for step in (1, 2, 3):
+        assert f"step {step}/3" in text

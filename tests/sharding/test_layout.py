@@ -1,0 +1,103 @@
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxrlhf.models.config import PRESETS, ModelConfig
+from jaxrlhf.models.params import abstract_params, param_shardings
+from jaxrlhf.sharding.layout import Layout
+from jaxrlhf.sharding.strategy import Strategy
+
+LAYOUT = Layout.over(tuple(range(8)), Strategy(data=2, fsdp=2, tensor=2))
+
+
+def spec(*entries) -> PartitionSpec:
+    return PartitionSpec(*entries)
+
+
+EXPECTED = {
+    "embedding": spec("tensor", "fsdp"),
+    "lm_head": spec("fsdp", "tensor"),
+    "value_head": spec("fsdp", None),
+    "final_norm": spec(None),
+    "attention_norm": spec(None),
+    "mlp_norm": spec(None),
+    "query_norm": spec(None),
+    "key_norm": spec(None),
+    "query": spec("fsdp", "tensor"),
+    "key": spec("fsdp", "tensor"),
+    "value": spec("fsdp", "tensor"),
+    "query_bias": spec("tensor"),
+    "key_bias": spec("tensor"),
+    "value_bias": spec("tensor"),
+    "output": spec("tensor", "fsdp"),
+    "gate": spec("fsdp", "tensor"),
+    "up": spec("fsdp", "tensor"),
+    "down": spec("tensor", "fsdp"),
+}
+"""How every weight rests."""
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_weight_of_every_preset(preset, stacked):
+    seen = set()
+    for variant in ({}, {"head": "scalar", "attention_bias": True, "qk_norm": True}):
+        config = ModelConfig(**(dict(PRESETS[preset]) | variant))
+        shapes = jax.tree.leaves(abstract_params(config, stacked=stacked))
+        shardings = jax.tree_util.tree_leaves_with_path(param_shardings(config, LAYOUT, stacked=stacked))
+        for (path, sharding), aval in zip(shardings, shapes, strict=True):
+            name = path[-1].key
+            layers = (None,) if stacked and path[0].key == "layers" else ()
+            assert sharding == NamedSharding(LAYOUT.mesh, spec(*layers, *EXPECTED[name])), (name, sharding)
+            sharding.shard_shape(aval.shape)  # raises where a shard is no whole number of entries
+            seen.add(name)
+    assert seen == set(EXPECTED)
+
+
+def test_rows_are_split_over_data_and_fsdp():
+    x = jax.device_put(np.arange(8 * 3).reshape(8, 3), LAYOUT.rows)
+    boxes = {shard.device.id: shard.index[0] for shard in x.addressable_shards}
+    assert boxes == {i: slice(i // 2 * 2, i // 2 * 2 + 2) for i in range(8)}
+    assert all(shard.data.shape == (2, 3) for shard in x.addressable_shards)
+
+
+def test_replicated():
+    x = jax.device_put(np.arange(3), LAYOUT.replicated)
+    assert x.sharding.is_fully_replicated and len(x.addressable_shards) == 8
+
+
+def test_constraints():
+    x = np.zeros((8, 4), np.float32)
+
+    @jax.jit
+    def constrained(x):
+        tree = LAYOUT.constrain_rows({"a": x, "b": x[:, 0]})
+        return LAYOUT.at_use(x, ("embed", "mlp")), LAYOUT.activation(x, ("batch", "vocab")), tree["a"], tree["b"]
+
+    at_use, activation, rows, row = constrained(x)
+    for array, expected in [
+        (at_use, spec(None, "tensor")), (activation, spec(("data", "fsdp"), "tensor")),
+        (rows, spec(("data", "fsdp"))), (row, spec(("data", "fsdp"))),
+    ]:
+        assert array.sharding.is_equivalent_to(NamedSharding(LAYOUT.mesh, expected), array.ndim)
+
+
+def test_one_device_is_left_alone():
+    one = Layout.over((3,), Strategy())
+    x = np.zeros((3, 5))
+    assert one.activation(x, ("batch", "vocab")) is x  # pyright: ignore[reportArgumentType]
+    assert one.at_use(x, ("embed", "mlp")) is x  # pyright: ignore[reportArgumentType]
+    assert one.device_ids == (3,)
+
+
+def test_unknown_names_are_errors_on_one_device_too():
+    one = Layout.over((0,), Strategy())
+    with pytest.raises(ValueError, match="Did you mean 'batch'"):
+        one.activation(np.zeros((3, 5)), ("batches", "vocab"))  # pyright: ignore[reportArgumentType]
+
+
+def test_equal_layouts_are_one_key():
+    strategy = Strategy(data=2, fsdp=2, tensor=2)
+    assert hash(Layout.over(tuple(range(8)), strategy)) == hash(LAYOUT)
+    assert Layout.over(tuple(range(8)), strategy) == LAYOUT != Layout.over(tuple(range(8)), Strategy(data=8))
