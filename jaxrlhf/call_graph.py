@@ -486,3 +486,5 @@ def _check_state(step_name: str, before: Any, after: Any) -> None:
                 f"{rule}. Got {y.dtype}{list(y.shape)} for {x.dtype}{list(x.shape)} at "
                 f"state{jax.tree_util.keystr(path)}."
             )
+        if y.has_rows:
+            raise GraphError(f"{rule}, and no rows. Got an array of rows at state{jax.tree_util.keystr(path)}.")

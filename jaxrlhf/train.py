@@ -5,7 +5,6 @@ python -m jaxrlhf.train --config NAME_OR_PATH [--set a.b=c ...] [--dry-run]
 
 import argparse
 import dataclasses
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -13,8 +12,8 @@ from pathlib import Path
 
 import jax
 
-from jaxrlhf.call_graph import GraphError
-from jaxrlhf.config.reading import dump_yaml
+from jaxrlhf.checkpoint.store import CheckpointError, checkpoints_of
+from jaxrlhf.config.reading import ConfigError, dump_yaml
 from jaxrlhf.config.schema import RunConfig, load_run
 from jaxrlhf.planner.plan import plan_rows
 from jaxrlhf.rewards.functions import RewardError
@@ -41,37 +40,52 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     console = Console()
     try:
-        run(load_run(options.config, options.set), console, dry_run=options.dry_run)
-    except (ValueError, GraphError, RewardError, TrainingError, FileNotFoundError) as error:
-        if os.environ.get("JAXRLHF_TRACEBACK"):
-            raise
+        assembly = prepare(load_run(options.config, options.set), console)
+        if options.dry_run:
+            return 0
+        execute(assembly, console)
+    except (ConfigError, InputError, RewardError, TrainingError, CheckpointError) as error:
         console.error(str(error))
         return 1
     return 0
 
 
-def run(config: RunConfig, console: Console, *, dry_run: bool = False) -> Outcome | None:
-    """Everything behind the command line. A dry run returns None.
+class InputError(ValueError):
+    """Config, data and plan do not fit together."""
+
+
+def prepare(config: RunConfig, console: Console) -> Assembly:
+    """Check a run and print what it is going to do. Compiles and writes nothing.
 
     Raises:
-        ValueError: The config, the data or the plan has something wrong; nothing was written.
-        RewardError, TrainingError: The run could not go on.
+        InputError: Something in config, data or plan does not fit.
+    """
+    try:
+        _start_jax(config)
+        if config.resume != "never":
+            checkpoints_of(Path(config.resume))
+        assembly = assemble(config, mesh.num_devices())
+    except ValueError as error:
+        raise InputError(str(error)) from error
+    _print_assembly(assembly, console)
+    return assembly
+
+
+def execute(assembly: Assembly, console: Console) -> Outcome:
+    """Run what was prepared, in a folder of its own.
+
+    Raises:
+        RewardError, TrainingError, CheckpointError: The run could not go on.
     """
     started = time.perf_counter()
-    _start_jax(config)
-    assembly = assemble(config, mesh.num_devices())
-    _print_assembly(assembly, console)
-    if dry_run:
-        return None
+    config = assembly.config
     if config.resume != "never":  # before `latest` comes to mean the new run
-        assembly = dataclasses.replace(
-            assembly, config=dataclasses.replace(config, resume=str(Path(config.resume).resolve()))
-        )
+        config = dataclasses.replace(config, resume=str(Path(config.resume).resolve()))
+        assembly = dataclasses.replace(assembly, config=config)
     folder = RunFolder.create(Path(config.output.folder), config.name)
     _write_assembly(assembly, folder)
-    trainer = Trainer(assembly, folder, console)
-    outcome = trainer.run()
-    _print_outcome(outcome, trainer, folder, console, time.perf_counter() - started)
+    outcome = Trainer(assembly, folder, console).run()
+    _print_outcome(outcome, folder, console, time.perf_counter() - started)
     return outcome
 
 
@@ -85,6 +99,8 @@ def _start_jax(config: RunConfig) -> None:
 
 
 def _print_assembly(assembly: Assembly, console: Console) -> None:
+    console.line(f"{mesh.num_devices()} devices of kind {mesh.device_kind()}")
+    console.table("Roles", assembly.role_rows())
     for name, phase in assembly.phases.items():
         console.table(f"Plan of the {name}", plan_rows(phase.plan, phase.graph))
     for warning in assembly.warnings:
@@ -98,17 +114,18 @@ def _write_assembly(assembly: Assembly, folder: RunFolder) -> None:
     folder.write_json("versions.json", collect_versions())
 
 
-def _print_outcome(outcome: Outcome, trainer: Trainer, folder: RunFolder, console: Console, seconds: float) -> None:
+def _print_outcome(outcome: Outcome, folder: RunFolder, console: Console, seconds: float) -> None:
+    console.samples("Samples", outcome.samples)
     console.header(f"Done in {seconds:.0f} s")
-    console.curve("reward", trainer.rewards)
+    console.curve("reward", outcome.rewards)
     if outcome.evaluations:
         first, last = outcome.evaluations[0][1], outcome.evaluations[-1][1]
-        for name in first:
-            if name != "eval/seconds":
-                console.line(f"{name}: {first[name]:.3f} before, {last[name]:.3f} after")
-    console.where(
-        {"metrics": folder.metrics, "samples": folder.samples, "timeline": folder.timeline, "all": folder.path}
-    )
+        for name in first.keys() - {"eval/seconds"}:
+            console.line(f"{name}: {first[name]:.3f} before, {last[name]:.3f} after")
+    written = {"metrics": folder.metrics, "samples": folder.samples, "checkpoints": folder.checkpoints}
+    if folder.timeline.exists():
+        written["timeline"] = folder.timeline
+    console.where(written | {"all": folder.path})
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import re
 from typing import Any
 
 import jax
@@ -282,8 +281,8 @@ def test_rows_must_come_first():
         return compute(transpose, prompts), state
 
     assert error_of(step) == (
-        "transpose: an output follows the rows in its first axis or not at all. Got output['transposed'] of shape [3, 6], and "
-        "[3, 12] for twice the rows. Put the rows first."
+        "transpose: an output follows the rows in its first axis or not at all. Got output['transposed'] of shape [3, "
+        "6], and [3, 12] for twice the rows. Put the rows first."
     )
 
 
@@ -311,8 +310,9 @@ def test_a_function_must_give_one_structure_for_any_number_of_rows():
         return compute(one_output_a_row, prompts), state
 
     assert error_of(step) == (
-        "one_output_a_row: the structure of its outputs must not depend on the number of rows. Got PyTreeDef([*, *, *, *, *, *]), "
-        "and PyTreeDef([*, *, *, *, *, *, *, *, *, *, *, *]) for twice the rows. Return arrays with the rows first."
+        "one_output_a_row: the structure of its outputs must not depend on the number of rows. Got PyTreeDef([*, *, *, "
+        "*, *, *]), and PyTreeDef([*, *, *, *, *, *, *, *, *, *, *, *]) for twice the rows. Return arrays with the "
+        "rows first."
     )
 
 
@@ -365,9 +365,9 @@ def test_no_operations_on_outputs(operation):
         operation(roles.critic.values(roles.actor.generate(prompts, settings)))
 
     assert error_of(step) == (
-        "critic.values: its output is known only when the step runs, so a step function cannot calculate with it, branch on it or "
-        "look inside it. Got an operation on critic.values[0]: float32[6]. Put the operation into a function of arrays and call it "
-        "with compute(function, ...)."
+        "critic.values: its output is known only when the step runs, so a step function cannot calculate with it, "
+        "branch on it or look inside it. Got an operation on critic.values[0]: float32[6]. Put the operation into a "
+        "function of arrays and call it with compute(function, ...)."
     )
 
 
@@ -405,8 +405,8 @@ def test_arrays_are_no_constants(constant, kind):
         return compute(follow, prompts, {"coef": constant}), state
 
     assert error_of(step) == (
-        "follow: argument 2['coef']: must be an output of a call, part of the data or state, or a hashable setting. Got an array "
-        f"{kind}. Put it into the state, or make it inside a compute function."
+        "follow: argument 2['coef']: must be an output of a call, part of the data or state, or a hashable setting. "
+        f"Got an array {kind}. Put it into the state, or make it inside a compute function."
     )
 
 
@@ -417,8 +417,8 @@ def test_references_of_another_trace():
         return compute(follow, prompts, other.state), state
 
     assert error_of(step) == (
-        "follow: argument 2['coef']: must come from this step. Got make_batch[2]: float32[] of another trace. Return it in the "
-        "state to carry it over."
+        "follow: argument 2['coef']: must come from this step. Got make_batch[2]: float32[] of another trace. Return "
+        "it in the state to carry it over."
     )
 
 
@@ -437,8 +437,8 @@ def test_compute_needs_a_function_of_a_module():
             return compute(function, prompts), state
 
         assert error_of(step) == (
-            "step: compute needs a function defined at the top level of a module, so that the compiled program is found again in "
-            f"the next step. Got {function!r}. Move it there and pass it by name."
+            "step: compute needs a function defined at the top level of a module, so that the compiled program is "
+            f"found again in the next step. Got {function!r}. Move it there and pass it by name."
         )
 
 
@@ -456,14 +456,15 @@ def test_no_function_is_named_like_an_input(function):
         return compute(function, prompts), state
 
     assert error_of(step) == (
-        f"step: a compute function must not be named like an input of the graph. Got '{function.__name__}'. Give it another name."
+        f"step: a compute function must not be named like an input of the graph. Got '{function.__name__}'. Give it "
+        "another name."
     )
 
 
 def test_unknown_role():
     assert error_of(lambda roles, *_: roles.acter) == (
-        "<lambda>: the run has no role 'acter'. It has: actor, critic, reward. Did you mean 'actor'? Add it under `roles` in the "
-        "config."
+        "<lambda>: the run has no role 'acter'. It has: actor, critic, reward. Did you mean 'actor'? Add it under "
+        "`roles` in the config."
     )
 
 
@@ -479,7 +480,8 @@ def test_training_without_an_optimizer():
         return roles.reward.train(a_loss, prompts, settings), state
 
     assert error_of(step) == (
-        "step: role 'reward' has no method 'train'. It has: scores. It has no optimizer: give it one in the config to train it."
+        "step: role 'reward' has no method 'train'. It has: scores. It has no optimizer: give it one in the config to "
+        "train it."
     )
 
 
@@ -518,6 +520,18 @@ def test_a_state_that_no_call_made():
         return None, {"coef": 0.5}
 
     assert error_of(step) == f"{RULE}, made by compute. Got 0.5 at state['coef']."
+
+
+def sums_and_rows(prompts):
+    return {"coef": prompts["tokens"].astype(jnp.float32)[:, 0]}
+
+
+def test_a_state_has_no_rows():
+    def step(roles, state, prompts, settings):
+        return None, compute(sums_and_rows, prompts)
+
+    with pytest.raises(GraphError, match=r"and no rows. Got an array of rows at state\['coef'\]"):
+        trace(step, {}, {"coef": jnp.zeros(4)}, {"tokens": jax.ShapeDtypeStruct((4, 3), jnp.int32)}, None)
 
 
 # Outside a trace

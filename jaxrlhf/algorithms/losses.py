@@ -111,8 +111,9 @@ def clipped_value_loss(
     if value_clip is None:
         clipped_BR = plain_BR
     else:
-        moved_BR = jnp.clip(values_BR - old_values_BR, -value_clip, value_clip)
-        clipped_BR = jnp.square(old_values_BR + moved_BR - returns_BR)
+        # clipped so, a value that is in range stays as it is to the last bit, and is not counted as clipped
+        near_BR = jnp.clip(values_BR, old_values_BR - value_clip, old_values_BR + value_clip)
+        clipped_BR = jnp.square(near_BR - returns_BR)
     loss = coef * masked_sum(jnp.maximum(plain_BR, clipped_BR), mask_BR)
     metrics: Metrics = {
         "vf_loss": loss,

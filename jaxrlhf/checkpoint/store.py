@@ -11,6 +11,21 @@ class CheckpointError(ValueError):
     """A checkpoint that is not there, or not of this run."""
 
 
+def checkpoints_of(run_folder: Path) -> Path:
+    """Where the checkpoints of another run are.
+
+    Raises:
+        CheckpointError: The folder is not that of a run, or the run left no complete checkpoint.
+    """
+    folder = run_folder / "checkpoints"
+    if not folder.is_dir():
+        raise CheckpointError(f"resume: must be the folder of a run, with checkpoints in it. Got {str(run_folder)!r}.")
+    with CheckpointStore(folder) as store:
+        if store.latest() is None:
+            raise CheckpointError(f"resume: {folder} has no complete checkpoint. Start with resume=never.")
+    return folder
+
+
 class CheckpointStore:
     """The checkpoints in a folder, numbered by the steps that were done. Saving goes on beside the run."""
 

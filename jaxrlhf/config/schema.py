@@ -190,6 +190,7 @@ def load_run(name_or_path: str | Path, overrides: Sequence[str] = ()) -> RunConf
         where = f"{where} with --set"
     settings = tree.pop("settings", {})
     _fill_presets(tree, where)
+    _join_plan_names(tree)
     run = build(RunConfig, tree, where=where)
     try:
         algorithm = load_algorithm(run.algorithm)
@@ -226,3 +227,22 @@ def _fill_presets(tree: dict[str, Any], where: str) -> None:
                     f"{did_you_mean(str(preset), PRESETS)}"
                 )
             role["model"] = {**PRESETS[preset], **{key: value for key, value in model.items() if key != "preset"}}
+
+
+def _join_plan_names(tree: dict[str, Any]) -> None:
+    """`plan: {actor: {train: ...}}`, as `--set plan.actor.train.data=2` makes it, becomes `plan: {actor.train: ..}`.
+
+    Both ways of writing may stand side by side; what is written later goes over what was there.
+    """
+    plan = tree.get("plan")
+    if not isinstance(plan, dict):
+        return
+    joined: dict[str, Any] = {}
+    for name, entry in plan.items():
+        is_role = isinstance(entry, dict) and entry and all(isinstance(value, dict) for value in entry.values())
+        entries = {f"{name}.{method}": placement for method, placement in entry.items()} if is_role else {name: entry}
+        for call, placement in entries.items():
+            before = joined.get(call)
+            both = isinstance(before, dict) and isinstance(placement, dict)
+            joined[call] = {**before, **placement} if both else placement
+    tree["plan"] = joined

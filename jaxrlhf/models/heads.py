@@ -89,7 +89,7 @@ def token_logprobs(
     """
     B, S, D = hidden_BSD.shape
     head_DV = output_embedding(params, config, layout)
-    num_chunks = min(S, math.ceil(B * S / config.logits_chunk_tokens))
+    num_chunks = math.ceil(S / max(1, config.logits_chunk_tokens // B))
     C = math.ceil(S / num_chunks)
 
     @jax.checkpoint

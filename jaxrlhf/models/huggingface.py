@@ -120,6 +120,16 @@ def read_config(folder: Path, *, head: Head = "lm") -> ModelConfig:
     )
 
 
+def check_params(folder: Path, config: ModelConfig) -> None:
+    """A checkpoint holds the weights that a config declares. Reads names, shapes and dtypes only.
+
+    Raises:
+        ValueError: As `load_params`.
+    """
+    with contextlib.ExitStack() as stack:
+        _check_weights(folder, _open_weights(folder, stack), config)
+
+
 def load_params(folder: Path, config: ModelConfig, layout: Layout | None = None) -> Params:
     """The weights of a checkpoint in float32, layers as a list.
 

@@ -219,37 +219,30 @@ def plan_rows(plan: Plan, graph: CallGraph) -> list[dict[str, Any]]:
     """The graph and its plan as a table, with every batch size that follows from them."""
     table = []
     for call in graph.calls:
+        refs = [ref for ref in jax.tree.leaves(call.args) if isinstance(ref, Ref) and ref.has_rows and ref.ndim == 2]
         row: dict[str, Any] = {
             "call": call.name,
-            "kind": call.kind,
             "needs": ", ".join(graph.dependencies(call)) or "-",
+            "placement": "host" if call.kind == "host" else str(plan[call]),
+            "rows": call.num_rows,
+            "tokens": call.num_rows * max((ref.shape[1] for ref in refs), default=0) if call.role else None,
+            "cut into": "-" if call.kind == "host" else _cut(call, plan[call].strategy),
         }
-        if call.kind == "host":
-            row |= {"placement": "host", "rows": call.num_rows}
-        else:
-            placement = plan[call]
-            strategy = placement.strategy
-            row |= {
-                "placement": str(placement),
-                "rows": call.num_rows,
-                "rows/device": call.num_rows // strategy.num_row_shards,
-            }
-            if call.kind == "train":
-                sizes = train_sizes(call, strategy)
-                row |= {
-                    "updates": f"{sizes.epochs} x {sizes.mini_batches}",
-                    "mini-batch": sizes.mini_batch_rows,
-                    "micro-batch": sizes.micro_batch_rows,
-                    "micro-batch/device": sizes.micro_batch_rows // strategy.num_row_shards,
-                }
-            elif call.kind != "compute" and strategy.micro_batches > 1:
-                row |= {"micro-batch": call.num_rows // strategy.micro_batches}
-        columns = {
-            ref.shape[1]
-            for ref in jax.tree.leaves(call.args)
-            if isinstance(ref, Ref) and ref.has_rows and ref.ndim == 2
-        }
-        if columns and call.role is not None:
-            row["tokens"] = call.num_rows * max(columns)
         table.append(row)
     return table
+
+
+def _cut(call: Call, strategy: Strategy) -> str:
+    """How a call's rows are cut, in words: '4 updates of 128 rows in 2 micro-batches of 64, 16 a device'."""
+    rows, micro_batches, words = call.num_rows, strategy.micro_batches, []
+    if not rows:
+        return "-"
+    if call.kind == "train":
+        sizes = train_sizes(call, strategy)
+        updates = f"{sizes.mini_batches} updates of {sizes.mini_batch_rows} rows"
+        words.append(f"{sizes.epochs} epochs of {updates}" if sizes.epochs > 1 else updates)
+        rows = sizes.mini_batch_rows
+    if call.kind != "compute" and micro_batches > 1:
+        rows //= micro_batches
+        words.append(f"{micro_batches} micro-batches of {rows}")
+    return " in ".join(words) + (", " if words else "") + f"{rows // strategy.num_row_shards} a device"

@@ -19,10 +19,14 @@ from jaxrlhf.data.loader import PromptLoader
 from jaxrlhf.data.prompts import PromptTable, load_prompts
 from jaxrlhf.experience import STOP, Prompts, Rollout, Sampling
 from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.models.huggingface import check_params
 from jaxrlhf.models.huggingface import read_config as read_huggingface_config
+from jaxrlhf.models.layers import attention_implementation
+from jaxrlhf.models.params import num_parameters
 from jaxrlhf.planner.plan import DEFAULT, Placement, Plan, check, check_names, resolve
 from jaxrlhf.rewards.functions import call_reward, check_reward, load_reward
 from jaxrlhf.runtime.roles import FunctionRole, ModelRole, Role
+from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.strategy import Strategy
 from jaxrlhf.suggest import did_you_mean
 
@@ -55,6 +59,37 @@ class Assembly:
         """In the order in which they run first."""
         named = {"warm start": self.warm_start, "evaluation": self.evaluation, "step": self.train}
         return {name: phase for name, phase in named.items() if phase is not None}
+
+    def role_rows(self) -> list[dict[str, Any]]:
+        """What plays each role, as a table."""
+        rows = []
+        for name, role in self.train.roles.items():
+            config = self.config.roles[name]
+            if isinstance(role, FunctionRole):
+                rows.append({"role": name, "what": f"function {config.function}"})
+                continue
+            model = role.model
+            rows.append(
+                {
+                    "role": name,
+                    "what": f"model, {model.head} head",
+                    "parameters": f"{num_parameters(model):,}",
+                    "precision": model.dtype,
+                    "attention": ", ".join(sorted(self.attention(name, model))),
+                    "starts from": config.init,
+                    "updates": role.num_updates,
+                }
+            )
+        return rows
+
+    def attention(self, role: str, model: ModelConfig) -> set[str]:
+        """The implementations of attention that a role's calls use."""
+        placements = [p.plan[call] for p in self.phases.values() for call in p.graph.calls if call.role == role]
+        layouts = [Layout.over(placement.devices, placement.strategy) for placement in placements]
+        try:
+            return {attention_implementation(model, layout) for layout in layouts}
+        except ValueError as error:
+            raise ConfigError(f"roles.{role}.model.{error}") from error
 
 
 def assemble(config: RunConfig, num_devices: int) -> Assembly:
@@ -119,6 +154,8 @@ def assemble(config: RunConfig, num_devices: int) -> Assembly:
 
     made = Assembly(config, table, loader, train, warm_start, evaluation, eval_batches, tuple(warnings))
     check_names(config.plan, [p.graph for p in made.phases.values()])
+    for name, model in models.items():
+        made.attention(name, model)
     return made
 
 
@@ -151,17 +188,22 @@ def _written_plan(plan: Mapping[str, PlacementConfig], num_devices: int) -> dict
 def _models(config: RunConfig) -> dict[str, ModelConfig]:
     """Role -> model, with what comes from another role or from a checkpoint filled in."""
 
-    def model_of(name: str, above: tuple[str, ...] = ()) -> ModelConfig:
+    for name in config.roles:
+        chain = [name]
+        while (source := config.roles[chain[-1]].init) in config.roles:
+            chain.append(source)
+            if source in chain[:-1]:
+                raise ConfigError(
+                    f"roles.{name}.init: roles must not start from each other in a circle. Got {' -> '.join(chain)}."
+                )
+
+    def model_of(name: str) -> ModelConfig:
         role = config.roles[name]
         where = f"roles.{name}"
-        if name in above:
-            raise ConfigError(
-                f"{where}.init: roles must not start from each other in a circle. Got {' -> '.join((*above, name))}."
-            )
         if role.model is not None:
             return dataclasses.replace(role.model, head=role.head)
         if role.init in config.roles:
-            return dataclasses.replace(model_of(role.init, (*above, name)), head=role.head)
+            return dataclasses.replace(model_of(role.init), head=role.head)
         if role.init != "random" and Path(role.init).is_dir():
             return read_huggingface_config(Path(role.init), head=role.head)
         if role.init != "random":
@@ -172,6 +214,9 @@ def _models(config: RunConfig) -> dict[str, ModelConfig]:
         raise ConfigError(f"{where}: a role needs a model, a function, or an init to take its model from. Got none.")
 
     models = {name: model_of(name) for name, role in config.roles.items() if not role.function}
+    for name, model in models.items():
+        if config.roles[name].init not in ("random", *config.roles):
+            check_params(Path(config.roles[name].init), model)
     for name, model in models.items():
         source = config.roles[name].init
         if source in models and dataclasses.replace(models[source], head=model.head) != model:

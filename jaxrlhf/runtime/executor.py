@@ -120,7 +120,7 @@ class Executor:
         inputs = [_lookup(values, ref) for ref in refs]
         dispatched = time.perf_counter()
         arrays = reallocate(inputs, [layout.rows if ref.has_rows else layout.replicated for ref in refs])
-        avals = tuple((ref.shape, ref.dtype) for ref in refs)
+        avals = tuple((ref.shape, ref.dtype, ref.has_rows) for ref in refs)
         has_rows = [ref.has_rows for ref in refs]
         key = (call.role, call.method, call.function, layout, key, avals)
         noise = np.array([self._seed, step, zlib.crc32(call.plan_name.encode())], np.uint32)

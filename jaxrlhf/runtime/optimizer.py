@@ -53,7 +53,7 @@ def apply_gradient(
     config: OptimizerConfig, num_updates: int, params: Params, state: OptimizerState, gradient: Params
 ) -> tuple[Params, OptimizerState, dict[str, jax.Array]]:
     """One update. Metrics: `grad_norm`, before clipping, and `lr`."""
-    grad_norm = optax.global_norm(gradient)
+    grad_norm = optax.tree.norm(gradient)
     if config.max_grad_norm:
         scale = jnp.minimum(1.0, config.max_grad_norm / (grad_norm + 1e-6))
         gradient = jax.tree.map(lambda g: g * scale, gradient)

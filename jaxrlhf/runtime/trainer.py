@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 import time
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,22 +10,18 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxrlhf.checkpoint.store import CheckpointError, CheckpointStore
+from jaxrlhf.checkpoint.store import CheckpointStore, checkpoints_of
 from jaxrlhf.config.schema import RunConfig
 from jaxrlhf.experience import LENGTH, STOP, Rollout
-from jaxrlhf.models.config import ModelConfig
-from jaxrlhf.models.huggingface import load_params
-from jaxrlhf.models.params import Params, declare, param_shardings, with_layers
-from jaxrlhf.reshard.reallocate import reallocate
-from jaxrlhf.runtime.assembly import Assembly, Phase, decode_responses
+from jaxrlhf.runtime.assembly import Assembly, decode_responses
 from jaxrlhf.runtime.console import Console, Progress
 from jaxrlhf.runtime.executor import Executor, StepResult
+from jaxrlhf.runtime.first_weights import Placed, load_first_weights
 from jaxrlhf.runtime.metrics import MetricsWriter, check_finite, flatten
 from jaxrlhf.runtime.roles import ModelRole
 from jaxrlhf.runtime.run_folder import RunFolder
 from jaxrlhf.runtime.samples import SamplesWriter
 from jaxrlhf.runtime.timeline import Timeline
-from jaxrlhf.sharding.layout import Layout
 
 FINISH_NAMES = {STOP: "stop", LENGTH: "length"}
 EVALUATION_STEP = 2**32 - 1
@@ -41,6 +36,10 @@ class Outcome:
 
     evaluations: tuple[tuple[int, dict[str, float]], ...]
     """(steps done, metrics), in order."""
+    rewards: tuple[float, ...]
+    """The mean score of every step."""
+    samples: tuple[dict[str, Any], ...]
+    """The latest sampled prompts and completions, with their scores."""
     last_metrics: dict[str, float]
 
 
@@ -56,6 +55,7 @@ class Trainer:
         self._samples = SamplesWriter(folder.samples)
         self._evaluations: list[tuple[int, dict[str, float]]] = []
         self._rewards: list[float] = []
+        self._latest_samples: list[dict[str, Any]] = []
         self._last: dict[str, float] = {}
         self._reported = 0.0
         self._model_roles = [name for name, role in assembly.train.roles.items() if isinstance(role, ModelRole)]
@@ -65,8 +65,8 @@ class Trainer:
         """The whole run. Raises what goes wrong in it, after closing what it had open."""
         try:
             resumed = self._config.resume != "never"
-            started_from = self._warm_start() if self._assembly.warm_start and not resumed else None
-            self._load_weights(started_from)
+            started_from = {"actor": self._warm_start()} if self._assembly.warm_start and not resumed else {}
+            load_first_weights(self._executor, self._assembly.train, self._config, started_from)
             first_step, state = (
                 self._resume(Path(self._config.resume)) if resumed else (0, self._assembly.train.first_state)
             )
@@ -81,21 +81,16 @@ class Trainer:
             self._samples.close()
             self._checkpoints.close()
             self._executor.close()
-        return Outcome(tuple(self._evaluations), self._last)
+        return Outcome(tuple(self._evaluations), tuple(self._rewards), tuple(self._latest_samples), self._last)
 
-    @property
-    def rewards(self) -> list[float]:
-        """The mean score of every step."""
-        return self._rewards
+    # -- warm start ---------------------------------------------------------------------------------------------------
 
-    # -- first weights -------------------------------------------------------------------------------------------------
-
-    def _warm_start(self) -> tuple[Layout, Params]:
+    def _warm_start(self) -> Placed:
         """The actor's weights after supervised training."""
         phase, config = self._assembly.warm_start, self._config.warm_start
         assert phase is not None and config is not None
         executor = Executor(phase.roles, seed=self._config.seed, timeline=self._timeline)
-        self._put_first_weights(executor, phase, "actor")
+        load_first_weights(executor, phase, self._config, {})
         num_calls = config.steps // config.updates_per_step
         new_tokens = phase.graph.calls[0].args[1]["sequences"].response.shape[1]
         self._console.header(f"Warm start: {config.steps} supervised updates of {config.batch_size} rows")
@@ -113,47 +108,6 @@ class Trainer:
         weights = executor.weights.snapshot("actor")
         executor.close()
         return weights
-
-    def _load_weights(self, warm_actor: tuple[Layout, Params] | None) -> None:
-        """Every role's first weights, those of roles that start from others last."""
-        waiting = [name for name, role in self._assembly.train.roles.items() if isinstance(role, ModelRole)]
-        ready: dict[str, tuple[Layout, Params]] = {}
-        while waiting:
-            name = next(
-                n for n in waiting if self._config.roles[n].init in ready or self._config.roles[n].init not in waiting
-            )
-            waiting.remove(name)
-            source = self._config.roles[name].init
-            if name == "actor" and warm_actor is not None:
-                self._adopt(name, *warm_actor)
-            elif source in ready:
-                self._adopt(name, *ready[source])
-            else:
-                self._put_first_weights(self._executor, self._assembly.train, name)
-            if any(self._config.roles[n].init == name for n in waiting):
-                ready[name] = self._executor.weights.snapshot(name)
-
-    def _put_first_weights(self, executor: Executor, phase: Phase, name: str) -> None:
-        """Random ones, or those of a checkpoint."""
-        layout, role = home_layout(phase, name), phase.roles[name]
-        assert isinstance(role, ModelRole)
-        source = self._config.roles[name].init
-        if source == "random" or source in self._config.roles:
-            executor.weights.initialize(name, layout, self._key(name))
-        else:
-            executor.weights.load(name, layout, load_params(Path(source), role.model, layout))
-
-    def _adopt(self, name: str, layout: Layout, params: Params) -> None:
-        """Start a role from another's weights, with a head of its own where they differ."""
-        role = self._assembly.train.roles[name]
-        assert isinstance(role, ModelRole)
-        home = home_layout(self._assembly.train, name)
-        own = with_own_head(params, role.model, layout, self._key(name))
-        shardings = param_shardings(role.model, home, stacked=role.model.scan_layers)
-        self._executor.weights.load(name, home, reallocate(own, shardings))
-
-    def _key(self, name: str) -> jax.Array:
-        return jax.random.fold_in(jax.random.key(self._config.seed), zlib.crc32(name.encode()))
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
@@ -225,13 +179,9 @@ class Trainer:
 
     def _resume(self, folder: Path) -> tuple[int, Any]:
         """The steps done and the algorithm's state at the newest checkpoint of another run; weights are taken over."""
-        checkpoints = folder / "checkpoints"
-        if not checkpoints.is_dir():
-            raise CheckpointError(f"resume: must be the folder of a run, with checkpoints in it. Got {str(folder)!r}.")
-        with CheckpointStore(checkpoints) as store:
+        with CheckpointStore(checkpoints_of(folder)) as store:
             done = store.latest()
-            if done is None:
-                raise CheckpointError(f"resume: {checkpoints} has no complete checkpoint. Start with resume=never.")
+            assert done is not None
             like = jax.tree.map(_restorable, self._checkpointed(self._assembly.train.first_state))
             restored, meta = store.restore(done, like)
         for name in self._model_roles:
@@ -278,23 +228,17 @@ class Trainer:
 
     def _write_samples(self, step: int, split: str, rollout: Rollout, scores: Mapping[str, np.ndarray]) -> None:
         few = jax.tree.map(lambda x: x[: self._config.output.num_samples], rollout)
-        for i, completion in enumerate(decode_responses(few, self._assembly.table)):
-            self._samples.write(
-                step=step,
-                split=split,
-                prompt=self._assembly.table.prompt(int(few.row[i])),
-                completion=completion,
-                scores={name: float(values[i]) for name, values in scores.items()},
-                finish=FINISH_NAMES[int(few.finish[i])],
-            )
-
-
-def home_layout(phase: Phase, role: str) -> Layout:
-    """Where a role's weights start: where it is trained, or else where it is first used."""
-    calls = [call for call in phase.graph.calls if call.role == role]
-    trained = [call for call in calls if call.kind == "train"]
-    placement = phase.plan[(trained or calls)[0]]
-    return Layout.over(placement.devices, placement.strategy)
+        self._latest_samples = [
+            {
+                "prompt": self._assembly.table.prompt(int(few.row[i])),
+                "completion": completion,
+                "scores": {name: float(values[i]) for name, values in scores.items()},
+                "finish": FINISH_NAMES[int(few.finish[i])],
+            }
+            for i, completion in enumerate(decode_responses(few, self._assembly.table))
+        ]
+        for sample in self._latest_samples:
+            self._samples.write(step=step, split=split, **sample)
 
 
 def _restorable(x: Any) -> Any:
@@ -302,14 +246,3 @@ def _restorable(x: Any) -> Any:
     if isinstance(x, jax.Array):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
     return np.asarray(x)
-
-
-def with_own_head(params: Params, model: ModelConfig, layout: Layout, key: jax.Array) -> Params:
-    """Copies of weights, with the head that `model` declares; one that was not there starts at its initial values."""
-    wanted = declare(model)
-    own = {name: value for name, value in params.items() if name in wanted}
-    for name in wanted.keys() - params.keys():
-        weight = wanted[name]
-        noise = jax.random.normal(key, weight.shape) * weight.stddev
-        own[name] = jax.device_put(noise, layout.weight(weight.axes))
-    return jax.jit(lambda p: jax.tree.map(lambda x: x + 0, with_layers(p, stacked=model.scan_layers)))(own)

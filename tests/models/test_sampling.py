@@ -7,15 +7,17 @@ from jaxrlhf.experience import Sampling
 from jaxrlhf.models.sampling import draw_token
 
 jitted = jax.jit(draw_token, static_argnames="sampling")
+PLAIN = Sampling()
 N = 512
 EVEN_N = ((np.arange(N) + 0.5) / N).astype(np.float32)
 """Uniforms spread evenly: how often a token is drawn is its probability, to within 1 / N."""
 
 
-def draw(logits_BV, uniform_B, *, temperature: float = 1.0, sampling: Sampling = Sampling(), may_stop: bool = True):
+def draw(logits_BV, uniform_B, *, temperature: float = 1.0, sampling: Sampling = PLAIN, may_stop: bool = True):
     uniform_B = jnp.asarray(uniform_B, jnp.float32)
     may_stop_B = jnp.full(uniform_B.shape, may_stop)
-    outputs = jitted(jnp.asarray(logits_BV, jnp.float32), uniform_B, may_stop_B, jnp.float32(temperature), sampling=sampling)
+    logits_BV = jnp.asarray(logits_BV, jnp.float32)
+    outputs = jitted(logits_BV, uniform_B, may_stop_B, jnp.float32(temperature), sampling=sampling)
     return tuple(np.asarray(x) for x in outputs)
 
 
@@ -46,8 +48,15 @@ def test_inverts_the_cumulative_distribution(vocab):
 @pytest.mark.parametrize("holes", ["first", "last", "all but one", "blocks"])
 def test_tokens_without_mass_are_never_drawn(uniform, holes):
     logits_V = random_logits(130)
-    nowhere = {"first": range(70), "last": range(60, 130), "all but one": set(range(130)) - {97}, "blocks": range(64, 128)}[holes]
-    logits_V[list(nowhere)] = -1e30
+    nowhere = list(
+        {
+            "first": range(70),
+            "last": range(60, 130),
+            "all but one": set(range(130)) - {97},
+            "blocks": range(64, 128),
+        }[holes]
+    )
+    logits_V[nowhere] = -1e30
     token_B, sampled_B, _ = draw(np.tile(logits_V, (N, 1)), np.full(N, uniform))
     token = token_B[0]
     allowed = sorted(set(range(130)) - set(nowhere))

@@ -10,7 +10,7 @@ import pytest
 
 from jaxrlhf.models import layers
 from jaxrlhf.models.config import PRESETS, ModelConfig, RopeScaling
-from jaxrlhf.models.params import init_params, with_layers
+from jaxrlhf.models.params import abstract_params, with_layers
 from jaxrlhf.models.transformer import hidden_states
 from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.strategy import Strategy
@@ -25,17 +25,15 @@ B, T, N = 4, 8, 5
 
 @functools.cache
 def params_of(config: ModelConfig) -> Any:
-    """Initial weights, with small noise on biases and norms so that they are seen."""
+    """Random weights, biases and norms among them."""
+    rng = np.random.default_rng(0)
 
-    def noisy(config: ModelConfig) -> Any:
-        params = init_params(config, jax.random.key(0))
-        leaves, structure = jax.tree.flatten(params)
-        keys = jax.random.split(jax.random.key(1), len(leaves))
-        return structure.unflatten([
-            x + 0.3 * jax.random.normal(key, x.shape) if x.ndim == 1 else x for x, key in zip(leaves, keys, strict=True)
-        ])
+    def random(path: Any, x: jax.ShapeDtypeStruct) -> jax.Array:
+        if len(x.shape) > 1:
+            return jnp.asarray(rng.normal(0, x.shape[0] ** -0.5, x.shape), x.dtype)
+        return jnp.asarray(rng.normal(0 if "bias" in path[-1].key else 1, 0.3, x.shape), x.dtype)
 
-    return jax.jit(noisy, static_argnums=0)(config)
+    return jax.tree_util.tree_map_with_path(random, abstract_params(config))
 
 
 @functools.partial(jax.jit, static_argnames=("config", "first"))
@@ -144,8 +142,8 @@ def test_recomputing_changes_no_gradient(remat):
 
 def count_products(jaxpr: Any) -> int:
     """Matrix products in a program and the programs inside it."""
-    inner = [x for eqn in jaxpr.eqns for x in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns"))]
-    nested = [getattr(x, "jaxpr", x) for x in inner if hasattr(x, "eqns") or hasattr(x, "jaxpr")]
+    values = [x for eqn in jaxpr.eqns for x in eqn.params.values()]
+    nested = [getattr(x, "jaxpr", x) for x in values if hasattr(x, "eqns") or hasattr(x, "jaxpr")]
     return sum(eqn.primitive.name == "dot_general" for eqn in jaxpr.eqns) + sum(map(count_products, nested))
 
 
@@ -235,16 +233,18 @@ def test_rms_norm():
     x_BD = np.random.default_rng(0).normal(size=(3, 8)).astype(np.float32)
     weight_D = np.random.default_rng(1).normal(size=8).astype(np.float32)
     expected = [[x * w / np.sqrt(sum(row**2) / 8 + 0.1) for x, w in zip(row, weight_D, strict=True)] for row in x_BD]
-    np.testing.assert_allclose(layers.rms_norm(jnp.asarray(x_BD), jnp.asarray(weight_D), 0.1), expected, rtol=1e-5, atol=1e-6)
+    given = layers.rms_norm(jnp.asarray(x_BD), jnp.asarray(weight_D), 0.1)
+    np.testing.assert_allclose(given, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_gated_mlp():
     rng = np.random.default_rng(0)
     x_BD, gate, up, down = (rng.normal(size=size) for size in [(3, 4), (4, 6), (4, 6), (6, 4)])
-    weights = {name: jnp.asarray(w, jnp.float32) for name, w in {"gate": gate, "up": up, "down": down}.items()}
+    weights = {"gate": jnp.asarray(gate), "up": jnp.asarray(up), "down": jnp.asarray(down)}
     gated = x_BD @ gate
     expected = (gated / (1 + np.exp(-gated)) * (x_BD @ up)) @ down
-    np.testing.assert_allclose(layers.gated_mlp(weights, jnp.asarray(x_BD, jnp.float32)), expected, rtol=1e-4, atol=1e-4)
+    given = layers.gated_mlp(weights, jnp.asarray(x_BD))
+    np.testing.assert_allclose(given, expected, rtol=1e-4, atol=1e-4)
 
 
 def attention_in_a_loop(q_Hh: np.ndarray, k_TKh: np.ndarray, v_TKh: np.ndarray, allowed_T: np.ndarray) -> np.ndarray:
@@ -277,18 +277,34 @@ def test_attention_over_groups_of_heads(num_heads, num_kv_heads):
 # What a model may be
 
 
-@pytest.mark.parametrize(("fields", "message"), [
-    *(({name: 0}, f"{name}: must be at least 1. Got 0.") for name in (
-        "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "max_position_embeddings",
-        "logits_chunk_tokens",
-    )),
-    ({"num_heads": 4, "num_kv_heads": 3},
-     "num_kv_heads: must divide num_heads=4, since each key-value head serves a group of queries. Got 3."),
-    ({"hidden_size": 130, "num_heads": 4, "num_kv_heads": 4},
-     "num_heads: must divide hidden_size=130 unless head_dim is given. Got 4."),
-    ({"head_dim": 7}, "head_dim: must be even, since rotary positions turn pairs. Got 7."),
-    ({"hidden_size": 12, "num_heads": 4}, "head_dim: must be even, since rotary positions turn pairs. Got 3."),
-])
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        *(
+            ({name: 0}, f"{name}: must be at least 1. Got 0.")
+            for name in (
+                "vocab_size",
+                "hidden_size",
+                "intermediate_size",
+                "num_layers",
+                "num_heads",
+                "num_kv_heads",
+                "max_position_embeddings",
+                "logits_chunk_tokens",
+            )
+        ),
+        (
+            {"num_heads": 4, "num_kv_heads": 3},
+            "num_kv_heads: must divide num_heads=4, since each key-value head serves a group of queries. Got 3.",
+        ),
+        (
+            {"hidden_size": 130, "num_heads": 4, "num_kv_heads": 4},
+            "num_heads: must divide hidden_size=130 unless head_dim is given. Got 4.",
+        ),
+        ({"head_dim": 7}, "head_dim: must be even, since rotary positions turn pairs. Got 7."),
+        ({"hidden_size": 12, "num_heads": 4}, "head_dim: must be even, since rotary positions turn pairs. Got 3."),
+    ],
+)
 def test_models_that_cannot_be(fields, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         ModelConfig(**fields)

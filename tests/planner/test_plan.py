@@ -76,7 +76,11 @@ def test_a_call_takes_its_own_placement_or_that_of_its_name_or_the_default():
     first, second = over(2, data=2), over(4, fsdp=4)
     plan = resolve({DEFAULT: ONE, "actor.generate": first, "actor.generate#2": second}, GRAPH)
     assert plan.placements == {
-        "actor.generate": first, "actor.generate#2": second, "halve": ONE, "actor.train": ONE, "count_up": ONE,
+        "actor.generate": first,
+        "actor.generate#2": second,
+        "halve": ONE,
+        "actor.train": ONE,
+        "count_up": ONE,
     }
     assert resolve({DEFAULT: ONE, "actor.generate": first}, GRAPH).placements["actor.generate#2"] == first
     assert set(resolve({DEFAULT: ONE}, GRAPH).placements.values()) == {ONE}
@@ -91,8 +95,8 @@ def test_a_plan_is_read_by_call_whatever_its_iteration():
 def test_names_of_a_written_plan():
     check_names([DEFAULT, "actor.generate", "actor.generate#2", "actor.train", "halve"], [GRAPH])
     message = (
-        "plan.actor.generated: no call of this run has that name. Calls: actor.generate, actor.generate#2, actor.train, count_up, "
-        "default, halve. Did you mean 'actor.generate'?"
+        "plan.actor.generated: no call of this run has that name. Calls: actor.generate, actor.generate#2, "
+        "actor.train, count_up, default, halve. Did you mean 'actor.generate'?"
     )
     with pytest.raises(PlanError, match=re.escape(message)):
         check_names(["actor.generated"], [GRAPH])
@@ -107,39 +111,88 @@ def plan_with(name: str, placement: Placement) -> Plan:
     return Plan({**dict.fromkeys(NAMES, ONE), name: placement})
 
 
-@pytest.mark.parametrize("placement", [
-    ONE, over(8, data=4, tensor=2), over(8, data=2, fsdp=2, tensor=2), over(4, fsdp=4, micro_batches=3),
-    Placement((7, 3), Strategy(tensor=2)),
-])
+@pytest.mark.parametrize(
+    "placement",
+    [
+        ONE,
+        over(8, data=4, tensor=2),
+        over(8, data=2, fsdp=2, tensor=2),
+        over(4, fsdp=4, micro_batches=3),
+        Placement((7, 3), Strategy(tensor=2)),
+    ],
+)
 def test_plans_that_fit(placement):
     check(resolve({DEFAULT: placement}, GRAPH), GRAPH, MODELS, num_devices=8)
 
 
-@pytest.mark.parametrize(("name", "placement", "message"), [
-    ("actor.train", Placement((1, 1), Strategy(data=2)), "plan.actor.train.devices: a device may stand there once. Got [1, 1]."),
-    ("halve", Placement((3, 4), Strategy(data=2)),
-     "plan.halve.devices: must be among the 4 devices of this run, 0 to 3. Got [4]. Lower the degrees, or run on more devices."),
-    ("halve", Placement((-1,), Strategy()), "plan.halve.devices: must be among the 4 devices of this run, 0 to 3. Got [-1]."),
-    ("actor.generate", over(3, data=2, tensor=2),
-     "plan.actor.generate: data x fsdp x tensor must be the number of devices, 3. Got 2 x 1 x 2 = 4. Change a degree or `devices`."),
-    ("actor.generate", over(3, tensor=3), "plan.actor.generate.tensor: 3 does not divide num_heads=4. Use 1, 2 or 4."),
-    ("actor.generate", over(4, tensor=4), "plan.actor.generate.tensor: 4 does not divide num_kv_heads=2. Use 1 or 2."),
-    ("actor.generate#2", over(4, data=4, micro_batches=4),
-     "plan.actor.generate#2: micro_batches x data x fsdp must divide 24 rows. Got 4 x 4 x 1 = 16. Lower a degree, or use another "
-     "batch_size."),
-    ("actor.train", over(4, data=2, fsdp=2, micro_batches=2),
-     "plan.actor.train: micro_batches x data x fsdp must divide a mini-batch of 12 rows (24 / 2). Got 2 x 2 x 2 = 8. Lower a "
-     "degree, or use another batch_size."),
-])
+@pytest.mark.parametrize(
+    ("name", "placement", "message"),
+    [
+        (
+            "actor.train",
+            Placement((1, 1), Strategy(data=2)),
+            "plan.actor.train.devices: a device may stand there once. Got [1, 1].",
+        ),
+        (
+            "halve",
+            Placement((3, 4), Strategy(data=2)),
+            "plan.halve.devices: must be among the 4 devices of this run, 0 to 3. Got [4]. Lower the degrees, "
+            "or run on more "
+            "devices.",
+        ),
+        (
+            "halve",
+            Placement((-1,), Strategy()),
+            "plan.halve.devices: must be among the 4 devices of this run, 0 to 3. Got [-1].",
+        ),
+        (
+            "actor.generate",
+            over(3, data=2, tensor=2),
+            "plan.actor.generate: data x fsdp x tensor must be the number of devices, 3. Got 2 x 1 x 2 = 4. "
+            "Change a degree "
+            "or `devices`.",
+        ),
+        (
+            "actor.generate",
+            over(3, tensor=3),
+            "plan.actor.generate.tensor: 3 does not divide num_heads=4. Use 1, 2 or 4.",
+        ),
+        (
+            "actor.generate",
+            over(4, tensor=4),
+            "plan.actor.generate.tensor: 4 does not divide num_kv_heads=2. Use 1 or 2.",
+        ),
+        (
+            "actor.generate#2",
+            over(4, data=4, micro_batches=4),
+            "plan.actor.generate#2: micro_batches x data x fsdp must divide 24 rows. Got 4 x 4 x 1 = 16. Lower "
+            "a degree, or "
+            "use another batch_size.",
+        ),
+        (
+            "actor.train",
+            over(4, data=2, fsdp=2, micro_batches=2),
+            "plan.actor.train: micro_batches x data x fsdp must divide a mini-batch of 12 rows (24 / 2). Got 2 "
+            "x 2 x 2 = 8. "
+            "Lower a degree, or use another batch_size.",
+        ),
+    ],
+)
 def test_plans_that_do_not_fit(name, placement, message):
     with pytest.raises(PlanError, match=re.escape(message)):
         check(plan_with(name, placement), GRAPH, MODELS, num_devices=4)
 
 
-@pytest.mark.parametrize(("size", "message"), [
-    ("intermediate_size", "plan.actor.generate.tensor: 2 does not divide intermediate_size=63. Use 1, 3, 7, 9, 21 or 63."),
-    ("vocab_size", "plan.actor.generate.tensor: 2 does not divide vocab_size=63. Use 1, 3, 7, 9, 21 or 63."),
-])
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [
+        (
+            "intermediate_size",
+            "plan.actor.generate.tensor: 2 does not divide intermediate_size=63. Use 1, 3, 7, 9, 21 or 63.",
+        ),
+        ("vocab_size", "plan.actor.generate.tensor: 2 does not divide vocab_size=63. Use 1, 3, 7, 9, 21 or 63."),
+    ],
+)
 def test_every_size_that_tensor_splits(size, message):
     models = {"actor": dataclasses.replace(MODELS["actor"], **{size: 63})}
     with pytest.raises(PlanError, match=re.escape(message)):
@@ -148,21 +201,23 @@ def test_every_size_that_tensor_splits(size, message):
 
 def test_fsdp_splits_the_hidden_size():
     models = {"actor": dataclasses.replace(MODELS["actor"], hidden_size=34, head_dim=8)}
-    with pytest.raises(PlanError, match=re.escape("plan.actor.generate.fsdp: 4 does not divide hidden_size=34. Use 1, 2, 17 or 34.")):
+    message = "plan.actor.generate.fsdp: 4 does not divide hidden_size=34. Use 1, 2, 17 or 34."
+    with pytest.raises(PlanError, match=re.escape(message)):
         check(resolve({DEFAULT: over(4, fsdp=4)}, GRAPH), GRAPH, models, num_devices=4)
 
 
 def test_arrays_are_computed_on_whole_and_need_no_rows():
     check(plan_with("halve", over(4, data=4, micro_batches=5)), GRAPH, MODELS, num_devices=4)
     check(plan_with("count_up", over(5, data=5)), GRAPH, MODELS, num_devices=5)
-    with pytest.raises(PlanError, match=re.escape("plan.halve: micro_batches x data x fsdp must divide 24 rows. Got 1 x 5 x 1 = 5.")):
+    message = "plan.halve: micro_batches x data x fsdp must divide 24 rows. Got 1 x 5 x 1 = 5."
+    with pytest.raises(PlanError, match=re.escape(message)):
         check(plan_with("halve", over(5, data=5)), GRAPH, MODELS, num_devices=5)
 
 
 def test_mini_batches_divide_the_rows():
     message = (
-        "plan.actor.train: mini_batches must divide the rows of the batch. Got 5 for 24 rows. Use 1, 2, 3, 4, 6, 8, 12 or 24, or "
-        "another batch_size."
+        "plan.actor.train: mini_batches must divide the rows of the batch. Got 5 for 24 rows. Use 1, 2, 3, 4, 6, 8, 12 "
+        "or 24, or another batch_size."
     )
     with pytest.raises(PlanError, match=re.escape(message)):
         check(plan_with("halve", ONE), make_graph(Update(mini_batches=5)), MODELS, num_devices=1)
@@ -187,18 +242,21 @@ def test_json_round_trip():
 GOOD = {"devices": [0], "strategy": {"data": 1}}
 
 
-@pytest.mark.parametrize(("entry", "why"), [
-    ({"devices": [0]}, "'strategy'"),
-    ({"strategy": {}}, "'devices'"),
-    ({"devices": 0, "strategy": {}}, "not iterable"),
-    ({"devices": ["0"], "strategy": {}}, "cannot be interpreted as an integer"),
-    ({"devices": [0], "strategy": {"datas": 1}}, "unexpected keyword argument 'datas'"),
-    ({"devices": [0], "strategy": {"data": 0}}, "data: must be at least 1. Got 0."),
-    ({"devices": [0], "strategy": {"remat": "all"}}, "remat: must be none, dots or layer. Got 'all'."),
-    (GOOD | {"offload": True}, "unknown: offload"),
-    ("everywhere", ""),
-    (None, ""),
-])
+@pytest.mark.parametrize(
+    ("entry", "why"),
+    [
+        ({"devices": [0]}, "'strategy'"),
+        ({"strategy": {}}, "'devices'"),
+        ({"devices": 0, "strategy": {}}, "not iterable"),
+        ({"devices": ["0"], "strategy": {}}, "cannot be interpreted as an integer"),
+        ({"devices": [0], "strategy": {"datas": 1}}, "unexpected keyword argument 'datas'"),
+        ({"devices": [0], "strategy": {"data": 0}}, "data: must be at least 1. Got 0."),
+        ({"devices": [0], "strategy": {"remat": "all"}}, "remat: must be none, dots or layer. Got 'all'."),
+        (GOOD | {"offload": True}, "unknown: offload"),
+        ("everywhere", ""),
+        (None, ""),
+    ],
+)
 def test_json_that_is_no_plan(entry, why):
     message = f"plan: halve: a placement is {{devices: [...], strategy: {{data: ..., ...}}}}. Got {entry!r} ("
     with pytest.raises(PlanError, match=re.escape(message)) as raised:
@@ -206,29 +264,42 @@ def test_json_that_is_no_plan(entry, why):
     assert why in str(raised.value)
 
 
-@pytest.mark.parametrize(("placement", "words"), [
-    (ONE, "one device on 0"),
-    (Placement((4, 5, 6, 7), Strategy(data=2, tensor=2)), "data 2 x tensor 2 on 4-7"),
-    (Placement((6, 4), Strategy(fsdp=2)), "fsdp 2 on 6,4"),
-])
+@pytest.mark.parametrize(
+    ("placement", "words"),
+    [
+        (ONE, "one device on 0"),
+        (Placement((4, 5, 6, 7), Strategy(data=2, tensor=2)), "data 2 x tensor 2 on 4-7"),
+        (Placement((6, 4), Strategy(fsdp=2)), "fsdp 2 on 6,4"),
+    ],
+)
 def test_a_placement_in_words(placement, words):
     assert str(placement) == words
 
 
 def test_rows_of_the_plan():
-    plan = Plan({
-        "actor.generate": over(4, data=4, micro_batches=2), "actor.generate#2": ONE, "halve": over(2, data=2),
-        "actor.train": over(4, data=2, fsdp=2, micro_batches=3), "count_up": ONE,
-    })
-    assert plan_rows(plan, GRAPH) == [
-        {"call": "actor.generate", "kind": "generate", "needs": "-", "placement": "data 4 on 0-3", "rows": 24, "rows/device": 6,
-         "micro-batch": 12, "tokens": 72},
-        {"call": "actor.generate#2", "kind": "generate", "needs": "-", "placement": "one device on 0", "rows": 24, "rows/device": 24,
-         "tokens": 72},
-        {"call": "judge.scores", "kind": "host", "needs": "actor.generate", "placement": "host", "rows": 24, "tokens": 168},
-        {"call": "halve", "kind": "compute", "needs": "actor.generate", "placement": "data 2 on 0-1", "rows": 24, "rows/device": 12},
-        {"call": "actor.train", "kind": "train", "needs": "actor.generate, actor.generate#2, halve",
-         "placement": "data 2 x fsdp 2 on 0-3", "rows": 24, "rows/device": 6, "updates": "3 x 2", "mini-batch": 12, "micro-batch": 4,
-         "micro-batch/device": 1, "tokens": 168},
-        {"call": "count_up", "kind": "compute", "needs": "-", "placement": "one device on 0", "rows": 0, "rows/device": 0},
+    plan = Plan(
+        {
+            "actor.generate": over(4, data=4, micro_batches=2),
+            "actor.generate#2": ONE,
+            "halve": over(2, data=2),
+            "actor.train": over(4, data=2, fsdp=2, micro_batches=3),
+            "count_up": ONE,
+        }
+    )
+    expected = [
+        ("actor.generate", "-", "data 4 on 0-3", 24, 72, "2 micro-batches of 12, 3 a device"),
+        ("actor.generate#2", "-", "one device on 0", 24, 72, "24 a device"),
+        ("judge.scores", "actor.generate", "host", 24, 168, "-"),
+        ("halve", "actor.generate", "data 2 on 0-1", 24, None, "12 a device"),
+        (
+            "actor.train",
+            "actor.generate, actor.generate#2, halve",
+            "data 2 x fsdp 2 on 0-3",
+            24,
+            168,
+            "3 epochs of 2 updates of 12 rows in 3 micro-batches of 4, 1 a device",
+        ),
+        ("count_up", "-", "one device on 0", 0, None, "-"),
     ]
+    columns = ("call", "needs", "placement", "rows", "tokens", "cut into")
+    assert plan_rows(plan, GRAPH) == [dict(zip(columns, row, strict=True)) for row in expected]

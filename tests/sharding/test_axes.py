@@ -6,18 +6,25 @@ from jax.sharding import PartitionSpec
 from jaxrlhf.sharding.axes import ACTIVATIONS, MESH_AXES, WEIGHTS_AT_REST, WEIGHTS_AT_USE, partition_spec
 
 
-@pytest.mark.parametrize(("axes", "rules", "spec"), [
-    (("embed", "heads"), WEIGHTS_AT_REST, PartitionSpec("fsdp", "tensor")),
-    (("embed", "heads"), WEIGHTS_AT_USE, PartitionSpec(None, "tensor")),
-    (("layers", "mlp", "embed"), WEIGHTS_AT_REST, PartitionSpec(None, "tensor", "fsdp")),
-    (("vocab", "embed"), WEIGHTS_AT_REST, PartitionSpec("tensor", "fsdp")),
-    (("norm",), WEIGHTS_AT_REST, PartitionSpec(None)),
-    (("batch", "length", "embed"), ACTIVATIONS, PartitionSpec(("data", "fsdp"), None, None)),
-    (("batch", "kv_heads", "length", "head_dim"), ACTIVATIONS, PartitionSpec(("data", "fsdp"), "tensor", None, None)),
-    (("batch", "choices"), ACTIVATIONS, PartitionSpec(("data", "fsdp"), None)),
-    ((None, "vocab"), ACTIVATIONS, PartitionSpec(None, "tensor")),
-    ((), ACTIVATIONS, PartitionSpec()),
-])
+@pytest.mark.parametrize(
+    ("axes", "rules", "spec"),
+    [
+        (("embed", "heads"), WEIGHTS_AT_REST, PartitionSpec("fsdp", "tensor")),
+        (("embed", "heads"), WEIGHTS_AT_USE, PartitionSpec(None, "tensor")),
+        (("layers", "mlp", "embed"), WEIGHTS_AT_REST, PartitionSpec(None, "tensor", "fsdp")),
+        (("vocab", "embed"), WEIGHTS_AT_REST, PartitionSpec("tensor", "fsdp")),
+        (("norm",), WEIGHTS_AT_REST, PartitionSpec(None)),
+        (("batch", "length", "embed"), ACTIVATIONS, PartitionSpec(("data", "fsdp"), None, None)),
+        (
+            ("batch", "kv_heads", "length", "head_dim"),
+            ACTIVATIONS,
+            PartitionSpec(("data", "fsdp"), "tensor", None, None),
+        ),
+        (("batch", "choices"), ACTIVATIONS, PartitionSpec(("data", "fsdp"), None)),
+        ((None, "vocab"), ACTIVATIONS, PartitionSpec(None, "tensor")),
+        ((), ACTIVATIONS, PartitionSpec()),
+    ],
+)
 def test_rules(axes, rules, spec):
     assert partition_spec(axes, rules) == spec
 
@@ -33,10 +40,13 @@ def test_only_fsdp_differs_between_rest_and_use():
     assert "fsdp" not in WEIGHTS_AT_USE.values()
 
 
-@pytest.mark.parametrize(("axes", "entries"), [
-    (("heads", "mlp"), "['tensor', 'tensor']"),
-    (("batch", "batch"), "[('data', 'fsdp'), ('data', 'fsdp')]"),
-])
+@pytest.mark.parametrize(
+    ("axes", "entries"),
+    [
+        (("heads", "mlp"), "['tensor', 'tensor']"),
+        (("batch", "batch"), "[('data', 'fsdp'), ('data', 'fsdp')]"),
+    ],
+)
 def test_two_dims_on_one_mesh_axis(axes, entries):
     message = f"Logical axes {axes}: two dims of one array must not be split over one mesh axis. Got {entries}."
     with pytest.raises(ValueError, match=re.escape(message)):
@@ -50,8 +60,8 @@ def test_one_mesh_axis_in_a_pair_counts_too():
 
 def test_unknown_axis():
     message = (
-        "Unknown logical axis 'head' in ('embed', 'head'). Known: layers, embed, heads, kv_heads, head_dim, mlp, vocab, norm, value. "
-        "Did you mean 'heads'?"
+        "Unknown logical axis 'head' in ('embed', 'head'). Known: layers, embed, heads, kv_heads, head_dim, mlp, "
+        "vocab, norm, value. Did you mean 'heads'?"
     )
     with pytest.raises(ValueError, match=re.escape(message)):
         partition_spec(("embed", "head"), WEIGHTS_AT_REST)

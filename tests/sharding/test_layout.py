@@ -77,8 +77,10 @@ def test_constraints():
 
     at_use, activation, rows, row = constrained(x)
     for array, expected in [
-        (at_use, spec(None, "tensor")), (activation, spec(("data", "fsdp"), "tensor")),
-        (rows, spec(("data", "fsdp"))), (row, spec(("data", "fsdp"))),
+        (at_use, spec(None, "tensor")),
+        (activation, spec(("data", "fsdp"), "tensor")),
+        (rows, spec(("data", "fsdp"))),
+        (row, spec(("data", "fsdp"))),
     ]:
         assert array.sharding.is_equivalent_to(NamedSharding(LAYOUT.mesh, expected), array.ndim)
 

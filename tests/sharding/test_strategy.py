@@ -12,12 +12,15 @@ def test_counts():
     assert Strategy().num_devices == Strategy().num_row_shards == 1
 
 
-@pytest.mark.parametrize(("strategy", "words"), [
-    (Strategy(), "one device"),
-    (Strategy(micro_batches=4), "one device"),
-    (Strategy(fsdp=4), "fsdp 4"),
-    (Strategy(data=2, fsdp=2, tensor=8), "data 2 x fsdp 2 x tensor 8"),
-])
+@pytest.mark.parametrize(
+    ("strategy", "words"),
+    [
+        (Strategy(), "one device"),
+        (Strategy(micro_batches=4), "one device"),
+        (Strategy(fsdp=4), "fsdp 4"),
+        (Strategy(data=2, fsdp=2, tensor=8), "data 2 x fsdp 2 x tensor 8"),
+    ],
+)
 def test_in_words(strategy, words):
     assert str(strategy) == words
 

@@ -1,0 +1,251 @@
+"""The command line, from a config file to a run folder, on a tiny model and few steps."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from jaxrlhf.runtime.metrics import read_metrics
+from jaxrlhf.train import main
+
+TINY = {
+    "vocab_size": 264,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+}
+OPTIMIZER = {"learning_rate": 1e-3}
+
+
+@pytest.fixture
+def train(tmp_path, monkeypatch, capsys):
+    """Runs the command on a small version of ppo_arithmetic; returns exit status, standard output and error."""
+    monkeypatch.chdir(tmp_path)
+    config = {
+        "base": "ppo_arithmetic",
+        "name": "tiny",
+        "steps": 3,
+        "batch_size": 16,
+        "roles": {
+            "actor": {"model": TINY, "optimizer": OPTIMIZER},
+            "critic": {"optimizer": OPTIMIZER},
+        },
+        "warm_start": {"steps": 4, "batch_size": 16, "updates_per_step": 2},
+        "settings": {"actor_update": {"mini_batches": 2}, "critic_update": {"mini_batches": 2}},
+        "plan": {"actor.train": {"data": 1}, "critic.train": {"data": 1}},
+        "evaluation": {"every": 2, "num_prompts": 16},
+        "output": {"samples_every": 1, "num_samples": 2, "checkpoint_every": 2},
+        "compilation_cache": "",
+    }
+    Path("tiny.yaml").write_text(yaml.safe_dump(config))
+
+    def run(*arguments: str, config: str = "tiny.yaml") -> tuple[int, str, str]:
+        status = main(["--config", config, *arguments])
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return run
+
+
+def results(folder: str | Path = "runs/latest") -> list[dict]:
+    """The metrics of every step, without what a clock says."""
+    clocks = ("time", "timing_s/", "perf/")
+    steps = [m for m in read_metrics(Path(folder) / "metrics.jsonl") if "actor/pg_loss" in m]
+    return [{name: value for name, value in m.items() if not name.startswith(clocks)} for m in steps]
+
+
+def test_a_run_leaves_everything_behind(train):
+    status, out, err = train()
+    assert (status, err) == (0, "")
+    folder = Path("runs/latest")
+    for shown in ("Plan of the step", "data 8 on 0-7", "fsdp 2 x tensor 2", "2 updates of 8 rows, 4 a device",
+                  "Samples", "step 3/3", "evaluation after 3 steps", "Written to", "attention", "xla"):  # fmt: skip
+        assert shown in " ".join(out.split()), shown
+
+    metrics = read_metrics(folder / "metrics.jsonl")
+    warm = [m for m in metrics if "warm_start/actor/loss" in m]
+    steps = [m for m in metrics if "actor/pg_loss" in m]
+    evaluations = [m for m in metrics if "eval/exact_match" in m]
+    assert [m["step"] for m in warm] == [2, 4]
+    assert [m["step"] for m in steps] == [0, 1, 2]
+    assert [m["step"] for m in evaluations] == [0, 2, 3]
+    assert all(np.isfinite(list(m.values())).all() for m in metrics)
+    assert steps[0]["kl/mean"] == pytest.approx(0, abs=1e-5)
+    assert steps[2]["kl/mean"] != pytest.approx(0, abs=1e-5)
+    assert steps[0]["rollout/logprob_gap_max"] < 1e-4
+    for name in ("timing_s/actor.generate", "timing_s/reward.scores", "timing_s/critic.train", "critic/vf_loss"):
+        assert name in steps[1]
+
+    graph = json.loads((folder / "graph.json").read_text())
+    assert [c["name"] for c in graph["step"]] == [
+        "actor.generate", "reference.logprobs", "critic.values", "reward.scores", "ppo_batch", "actor.train",
+        "critic.train",
+    ]  # fmt: skip
+    plan = json.loads((folder / "plan.json").read_text())
+    assert (
+        plan["step"]["actor.train"]["strategy"]["fsdp"] == 2 and plan["step"]["actor.generate"]["strategy"]["data"] == 8
+    )
+    assert json.loads((folder / "versions.json").read_text())["jax"]
+    samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    assert {s["split"] for s in samples} == {"train", "held-out"}
+    trace = json.loads((folder / "timeline.json").read_text())["traceEvents"]
+    assert {"actor.generate", "critic.train", "reward.scores"} <= {e["name"] for e in trace}
+
+    # the resolved config is complete: it gives the same run again, bitwise
+    first = results()
+    status, _, _ = train(config=str((folder / "config.yaml").resolve()))
+    assert status == 0
+    assert results() == first
+
+
+def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(train):
+    assert train("--set", "steps=4")[0] == 0
+    whole = results()
+    assert train("--set", "steps=2")[0] == 0
+    status, out, _ = train("--set", "steps=4", "--set", "resume=runs/latest")
+    assert status == 0 and "after 2 steps" in out
+    assert results() == whole[2:]
+    assert whole[2]["kl/coef"] != whole[0]["kl/coef"], "the adaptive coefficient came along"
+
+    # on another layout the same, up to rounding
+    assert train("--set", "steps=2")[0] == 0
+    plan = "plan={default: {data: 2, tensor: 2}, actor.train: {fsdp: 4}, critic.train: {fsdp: 2, devices: '6-7'}}"
+    assert train("--set", "steps=4", "--set", "resume=runs/latest", "--set", plan)[0] == 0
+    for got, want in zip(results(), whole[2:], strict=True):
+        for name in ("actor/pg_loss", "critic/vf_loss", "reward/score_mean", "kl/mean", "actor/grad_norm"):
+            assert got[name] == pytest.approx(want[name], rel=1e-4, abs=1e-5), name
+
+
+def test_a_dry_run_writes_nothing(train):
+    status, out, _ = train("--dry-run")
+    assert status == 0 and "Plan of the step" in out
+    assert sorted(p.name for p in Path().iterdir()) == ["tiny.yaml"]
+
+
+def test_bfloat16_with_scanned_and_recomputed_layers(train):
+    status, _, err = train(
+        "--set", "roles.actor.model.dtype=bfloat16", "--set", "roles.actor.model.scan_layers=true",
+        "--set", "plan.actor.train.remat=layer", "--set", "plan.actor.train.micro_batches=2",
+        "--set", "roles.actor.model.tie_embeddings=true", "--set", "settings.kl.placement=loss",
+        "--set", "settings.kl.estimator=k3",
+    )  # fmt: skip
+    assert (status, err) == (0, "")
+    steps = results()
+    assert all(0 < m["rollout/logprob_gap_max"] < 0.2 for m in steps), (
+        "bfloat16 decodes and trains a little differently"
+    )
+    assert all(np.isfinite(list(m.values())).all() for m in steps)
+    assert "actor/kl_loss" in steps[0]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("stepz=3", r"unknown key 'stepz'.*Did you mean 'steps'"),
+        ("steps=many", r"steps: expected an integer. Got 'many'"),
+        ("algorithm=pppo", r"algorithm: must be one of ppo, sft. Got 'pppo'. Did you mean 'ppo'"),
+        ("settings.kl.coeff=1", r"settings.kl: unknown key 'coeff'.*Did you mean 'coef'"),
+        ("settings.sampling.top_p=0", r"settings.sampling.top_p: must lie in \(0, 1\]. Got 0"),
+        ("roles.actor.model={preset: tinny}", r"roles.actor.model.preset: must be one of .*Did you mean 'tiny'"),
+        ("roles.actor.model.num_kv_heads=3", r"num_kv_heads: must divide num_heads=4"),
+        ("roles.actor.model.vocab_size=100", r"vocab_size: must hold the tokenizer's vocabulary, 258"),
+        (
+            "roles.actor.model.max_position_embeddings=12",
+            r"max_position_embeddings: must hold prompt and response, 6 \+ 10",
+        ),
+        ("roles.critic.init=actr", r"roles.critic.init: .* Got 'actr'.*Did you mean 'actor'"),
+        ("roles.actor.init=critic", r"must not start from each other in a circle"),
+        ("roles.reward.function=exact_anser", r"exact_anser.*Did you mean 'exact_answer'"),
+        ("roles.reward.options.partial=1", r"options must be arguments.*partial"),
+        ("roles={actor: {model: tiny}}", r"roles: ppo needs a role 'critic'"),
+        ("roles.actor.optimizer=null", r"role 'actor' has no method 'train'.*It has no optimizer"),
+        ("plan.actor.trian.data=2", r"plan.actor.trian: no call of this run has that name.*Did you mean 'actor.train'"),
+        ("plan.reward.scores.data=2", r"plan.reward.scores: is plain Python on the host"),
+        ("plan.actor.train={data: 16}", r"plan.actor.train.devices: must be among the 8 devices"),
+        (
+            "plan.actor.generate={tensor: 4}",
+            r"plan.actor.generate.tensor: 4 does not divide num_kv_heads=2. Use 1 or 2",
+        ),
+        ("plan.actor.generate={fsdp: 3}", r"plan.actor.generate.fsdp: 3 does not divide hidden_size=32"),
+        ("plan.actor.generate={devices: 0..3}", r"plan.actor.generate.devices: must be positions of devices"),
+        (
+            "plan.actor.train.micro_batches=3",
+            r"plan.actor.train: micro_batches x data x fsdp must divide a mini-batch of 8",
+        ),
+        ("batch_size=20", r"must divide 20 rows"),
+        ("devices=gpu", r"devices: must be auto or cpu:<number>"),
+        ("data.task=arithmetics", r"data.task: must be a built-in task.*Did you mean 'arithmetic'"),
+        ("data.max_prompt_tokens=3", r"a prompt must fit into data.max_prompt_tokens=3"),
+        ("settings.sampling.max_new_tokens=5", r"a completion with its end of text must fit into max_new_tokens=5"),
+        ("warm_start.updates_per_step=3", r"steps a multiple of updates_per_step"),
+        ("evaluation.scorers=[exact]", r"evaluation.scorers: must be roles of the run. Got 'exact'"),
+        ("evaluation.num_prompts=100000", r"Evaluation: must ask for at most"),
+        ("roles.actor.model.attention=cudnn", r"attention: cudnn needs an NVIDIA GPU"),
+        ("resume=nowhere", r"resume: must be the folder of a run"),
+    ],
+)
+def test_what_a_user_gets_wrong_is_said_before_anything_is_written(train, override, message):
+    status, _, err = train("--set", override)
+    assert status == 1
+    assert re.search(message, " ".join(err.split())), err
+    assert "Traceback" not in err
+    assert not Path("runs").exists()
+
+
+def test_a_reward_that_raises_ends_the_run_and_says_so(train):
+    Path("broken.py").write_text("def reward(completions):\n    raise KeyError('oops')\n")
+    status, _, err = train("--set", "roles.reward={function: 'broken.py:reward'}")
+    assert status == 1
+    assert "Reward 'reward': must not raise. Got KeyError: 'oops'" in err
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_and_names_the_step(train):
+    status, _, err = train(
+        "--set", "roles.critic.optimizer.learning_rate=1.0e+30", "--set", "roles.critic.optimizer.max_grad_norm=0"
+    )
+    assert status == 1
+    assert re.search(r"Step [012]: losses and gradient norms must be finite. Got critic/", err)
+
+
+QUESTIONS = [
+    {"question": f"Ann has {a} pens and buys {b}. How many has she?", "answer": f"{a} + {b} = {a + b}.\n#### {a + b}"}
+    for a in range(2, 12)
+    for b in range(2, 8)
+]
+SMALL_GSM8K = ("batch_size=8", "steps=2", "tokenizer.vocab_size=320", "data.eval_rows=8", "evaluation.num_prompts=8",
+               "warm_start.steps=2", "warm_start.updates_per_step=2", "warm_start.batch_size=8",
+               "settings.sampling.max_new_tokens=24", "plan={default: {data: 2}, actor.train: {fsdp: 2}}",
+               "compilation_cache=''", "data.path=questions.jsonl")  # fmt: skip
+
+
+@pytest.mark.parametrize("config", ["ppo_gsm8k", "ppo_gsm8k_reward_model"])
+def test_word_problems_from_a_file(train, config):
+    Path("questions.jsonl").write_text("\n".join(map(json.dumps, QUESTIONS)))
+    model = {**TINY, "vocab_size": 320}
+    overrides = [*SMALL_GSM8K, f"roles.actor.model={json.dumps(model)}"]
+    if config == "ppo_gsm8k":
+        overrides.append(f"roles.reward.function={Path(__file__).parents[2]}/examples/gsm8k_reward.py:gsm8k_reward")
+    status, out, err = train(*(x for o in overrides for x in ("--set", o)), config=config)
+    assert (status, err) == (0, "")
+    steps = results()
+    assert len(steps) == 2 and all(np.isfinite(list(m.values())).all() for m in steps)
+    assert "completions do not fit" not in out
+    if config == "ppo_gsm8k_reward_model":
+        assert "model, scalar head" in " ".join(out.split())
+
+
+def test_the_command_itself(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxrlhf.train", "--config", "ppo_aritmetic"],
+        cwd=tmp_path, capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 1 and "Did you mean 'ppo_arithmetic'" in done.stderr and "Traceback" not in done.stderr

@@ -1,0 +1,392 @@
+import dataclasses
+import functools
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrlhf.experience import LENGTH, RUNNING, STOP, Prompts, Rollout, Sampling
+from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.models.generate import DecodeState, Until, finish, generate, prepare, run, start
+from jaxrlhf.models.heads import policy_outputs
+from jaxrlhf.models.kv_cache import KVCache, cache_prefill
+from jaxrlhf.models.params import abstract_params, with_layers
+from jaxrlhf.models.transformer import hidden_states
+from jaxrlhf.sharding.layout import Layout
+from jaxrlhf.sharding.strategy import Strategy
+
+LAYOUT = Layout.over((0,), Strategy())
+B, P, R, V = 6, 5, 8, 97
+T = P + R
+CONFIG = ModelConfig(
+    vocab_size=V,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    attention_bias=True,
+    qk_norm=True,
+)
+STOPS = tuple(range(0, V, 5))
+SAMPLING = Sampling(max_new_tokens=R, min_new_tokens=2, stop_ids=STOPS)
+"""Some sequences stop and some reach the limit."""
+NOISE = (16, 2, 3)
+GREEDY, RANDOM = 0.0, 0.8
+START, RUN = (jax.jit(function, static_argnames=("sampling", "config", "layout")) for function in (start, run))
+
+
+@functools.cache
+def params() -> Any:
+    """Random weights, and a head that makes some tokens likely."""
+    rng = np.random.default_rng(0)
+
+    def random(path: Any, x: jax.ShapeDtypeStruct) -> jax.Array:
+        if len(x.shape) > 1:
+            return jnp.asarray(rng.normal(0, x.shape[0] ** -0.5, x.shape), x.dtype)
+        return jnp.asarray(rng.normal(0 if "bias" in path[-1].key else 1, 0.3, x.shape), x.dtype)
+
+    given = jax.tree_util.tree_map_with_path(random, abstract_params(CONFIG))
+    return given | {"lm_head": 2 * given["lm_head"]}
+
+
+@functools.cache
+def prepared() -> Any:
+    return jax.jit(prepare, static_argnums=(1, 2))(params(), CONFIG, LAYOUT)
+
+
+def make_prompts(columns: int = P) -> Prompts:
+    """Prompts of 1 to 5 tokens, padded on the left with noise."""
+    rng = np.random.default_rng(0)
+    lengths_B = np.array([5, 3, 1, 4, 2, 5])
+    words = [rng.integers(0, V, n) for n in lengths_B]
+    tokens_BP = np.random.default_rng(columns).integers(0, V, (B, columns)).astype(np.int32)
+    for row_P, word in zip(tokens_BP, words, strict=True):
+        row_P[columns - len(word) :] = word
+    return Prompts(
+        tokens=jnp.asarray(tokens_BP),
+        mask=jnp.asarray(np.arange(columns)[None] >= columns - lengths_B[:, None]),
+        row=jnp.arange(10, 10 + B, dtype=jnp.int32),
+        id=jnp.arange(100, 100 + B, dtype=jnp.uint32),
+    )
+
+
+PROMPTS = make_prompts()
+
+
+def noise_of(numbers: tuple[int, int, int]) -> jax.Array:
+    return jnp.array(numbers, jnp.uint32)
+
+
+fast_generate = jax.jit(generate, static_argnames=("sampling", "config", "layout"))
+
+
+def respond(
+    prompts: Prompts = PROMPTS,
+    noise: tuple[int, int, int] = NOISE,
+    temperature: float = RANDOM,
+    sampling: Sampling = SAMPLING,
+) -> Rollout:
+    """Through `generate`, as numpy arrays."""
+    given = fast_generate(params(), prompts, noise_of(noise), jnp.float32(temperature), sampling, CONFIG, LAYOUT)
+    return jax.device_get(given)
+
+
+def take(tree: Any, rows: Any) -> Any:
+    return jax.tree.map(lambda x: x[rows], tree)
+
+
+def assert_same(a: Rollout, b: Rollout) -> None:
+    """Tokens, masks and finish reasons equal, log-probabilities near."""
+    P_a, P_b = (x.tokens.shape[1] - x.response.shape[1] for x in (a, b))
+    for x, y in [
+        (a.response, b.response),
+        (a.finish, b.finish),
+        (a.row, b.row),
+        (a.id, b.id),
+        (a.tokens[:, P_a:], b.tokens[:, P_b:]),
+        (a.mask[:, P_a:], b.mask[:, P_b:]),
+    ]:
+        np.testing.assert_array_equal(x, y)
+    np.testing.assert_allclose(a.logprobs, b.logprobs, atol=2e-5)
+    np.testing.assert_allclose(a.sampled_logprobs, b.sampled_logprobs, atol=2e-5)
+
+
+# What a rollout holds
+
+
+def test_a_rollout():
+    rollout = respond()
+    length_B = rollout.response.sum(axis=1)
+    assert len(set(length_B.tolist())) > 2 and set(rollout.finish.tolist()) == {STOP, LENGTH}
+    np.testing.assert_array_equal(rollout.tokens[:, :P], PROMPTS.tokens)
+    np.testing.assert_array_equal(rollout.mask, np.concatenate([PROMPTS.mask, rollout.response], axis=1))
+    np.testing.assert_array_equal(rollout.response, np.arange(R)[None] < length_B[:, None])
+    np.testing.assert_array_equal(rollout.row, PROMPTS.row)
+    np.testing.assert_array_equal(rollout.id, PROMPTS.id)
+    for tokens_R, length, reason in zip(rollout.tokens[:, P:], length_B, rollout.finish, strict=True):
+        assert length >= SAMPLING.min_new_tokens
+        assert not np.isin(tokens_R[: length - 1], STOPS).any()
+        assert (tokens_R[length - 1] in STOPS) == (reason == STOP)  # the stop token is part of the response
+        assert reason == STOP or length == R
+        assert (tokens_R[length:] == 0).all()
+    assert (rollout.logprobs[rollout.response] < 0).all()
+    for recorded_BR in (rollout.logprobs, rollout.sampled_logprobs):
+        np.testing.assert_array_equal(recorded_BR[~rollout.response], 0)
+
+
+def test_several_stop_tokens_are_used():
+    rollouts = [respond(noise=(16, step, 3)) for step in range(4)]
+    last = [r.tokens[b, P + r.response[b].sum() - 1] for r in rollouts for b in range(B) if r.finish[b] == STOP]
+    assert len(set(last)) > 2
+
+
+@pytest.mark.parametrize("temperature", [GREEDY, RANDOM])
+def test_recorded_logprobs_are_those_of_the_training_forward(temperature):
+    rollout = respond(temperature=temperature)
+    outputs = fast_policy_outputs(params(), rollout, CONFIG, LAYOUT)
+    np.testing.assert_allclose(rollout.logprobs, outputs.logprobs, atol=1e-4)
+    assert np.abs(rollout.logprobs[rollout.response]).min() > 0
+
+
+fast_policy_outputs = jax.jit(policy_outputs, static_argnums=(2, 3))
+
+
+# Against a loop that computes everything anew for every token
+
+
+@jax.jit
+def next_logits(weights: Any, tokens_BT: jax.Array, mask_BT: jax.Array) -> jax.Array:
+    return hidden_states(weights, tokens_BT, mask_BT, CONFIG, LAYOUT) @ weights["lm_head"]
+
+
+def naive_loop(uniforms_BR: np.ndarray, temperature: float) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens [B, R] and how many of them are drawn, by cumulative sums in float64."""
+    tokens_BT, mask_BT = np.zeros((B, T), np.int32), np.zeros((B, T), bool)
+    tokens_BT[:, :P], mask_BT[:, :P] = PROMPTS.tokens, PROMPTS.mask
+    running_B = np.ones(B, bool)
+    for t in range(R):
+        logits_BV = np.asarray(next_logits(params(), tokens_BT, mask_BT), np.float64)[:, P + t - 1]
+        if t < SAMPLING.min_new_tokens:
+            logits_BV[:, list(STOPS)] = -np.inf
+        for b in np.flatnonzero(running_B):
+            if temperature:
+                mass_V = np.exp((logits_BV[b] - logits_BV[b].max()) / temperature)
+                token = np.searchsorted(np.cumsum(mass_V), uniforms_BR[b, t] * mass_V.sum(), side="right")
+            else:
+                token = logits_BV[b].argmax()
+            tokens_BT[b, P + t], mask_BT[b, P + t] = token, True
+            running_B[b] = token not in STOPS
+    return tokens_BT[:, P:], mask_BT[:, P:].sum(axis=1)
+
+
+@pytest.mark.parametrize("temperature", [GREEDY, RANDOM])
+def test_tokens_of_a_naive_loop(temperature):
+    rollout = respond(temperature=temperature)
+    tokens_BR, length_B = naive_loop(np.asarray(begin(PROMPTS).uniforms), temperature)
+    np.testing.assert_array_equal(rollout.tokens[:, P:], tokens_BR)
+    np.testing.assert_array_equal(rollout.response.sum(axis=1), length_B)
+
+
+# A sequence draws the same tokens wherever it is decoded
+
+
+def test_in_another_order():
+    order = np.array([3, 5, 0, 1, 4, 2])
+    assert_same(respond(take(PROMPTS, order)), take(respond(), order))
+
+
+@pytest.mark.parametrize("row", [1, 2])
+def test_alone_and_under_another_padding(row):
+    only = slice(row, row + 1)
+    assert_same(respond(take(make_prompts(columns=P + 3), only)), take(respond(), only))
+
+
+def test_noise_depends_on_seed_step_call_and_id():
+    base = respond()
+    for noise in [(0, 2, 3), (16, 0, 3), (16, 2, 0)]:
+        assert (respond(noise=noise).tokens != base.tokens).any(axis=1).all()
+    other_ids = respond(PROMPTS.replace(id=PROMPTS.id + jnp.uint32(1)))
+    assert (other_ids.tokens != base.tokens).any(axis=1).all()
+    assert_same(respond(PROMPTS.replace(row=PROMPTS.row)), base)
+    greedy = respond(temperature=GREEDY)
+    assert_same(respond(noise=(0, 0, 0), temperature=GREEDY), greedy)
+
+
+def test_the_same_prompt_under_two_ids_gets_two_responses():
+    same = PROMPTS.replace(tokens=jnp.tile(PROMPTS.tokens[:1], (B, 1)), mask=jnp.tile(PROMPTS.mask[:1], (B, 1)))
+    assert len({tuple(tokens) for tokens in respond(same).tokens.tolist()}) == B
+    assert len({tuple(tokens) for tokens in respond(same, temperature=GREEDY).tokens.tolist()}) == 1
+
+
+def test_uniforms_lie_in_the_unit_interval_and_are_all_different():
+    uniforms_BR = np.asarray(begin(PROMPTS).uniforms)
+    assert (uniforms_BR >= 0).all() and (uniforms_BR < 1).all()
+    assert len(np.unique(uniforms_BR)) == B * R
+
+
+# Interrupted, parted and joined
+
+
+def begin(prompts: Prompts) -> DecodeState:
+    return START(prepared(), prompts, noise_of(NOISE), jnp.float32(RANDOM), SAMPLING, CONFIG, LAYOUT)
+
+
+def go_on(state: DecodeState, *, num_steps: int = 1000, num_finished: int = 1000) -> DecodeState:
+    until = Until(num_finished=jnp.int32(num_finished), num_steps=jnp.int32(num_steps))
+    return RUN(prepared(), state, until, jnp.float32(RANDOM), SAMPLING, CONFIG, LAYOUT)
+
+
+def end(prompts: Prompts, state: DecodeState) -> Rollout:
+    return jax.device_get(finish(prompts, state, LAYOUT))
+
+
+def take_rows(state: DecodeState, rows: Any) -> DecodeState:
+    """The state of some of the sequences."""
+    return state.replace(
+        **{name: take(getattr(state, name), rows) for name in state.__dataclass_fields__ if name != "cache"},
+        cache=state.cache.replace(
+            keys=take(state.cache.keys, rows), values=take(state.cache.values, rows), length=state.cache.length[rows]
+        ),
+    )
+
+
+def turn_ring(state: DecodeState, newest: int) -> DecodeState:
+    """The same state with its last token at another slot."""
+
+    def turn(x):
+        return jnp.roll(x, newest - state.cache.newest, axis=2)
+
+    keys, values = (tuple(map(turn, x)) for x in (state.cache.keys, state.cache.values))
+    return state.replace(cache=state.cache.replace(keys=keys, values=values, newest=jnp.int32(newest)))
+
+
+def join(a: DecodeState, b: DecodeState) -> DecodeState:
+    b = turn_ring(b, int(a.cache.newest))
+    joined = jax.tree.map(lambda x, y: jnp.concatenate([x, y]) if x.ndim else x, a, b)
+    assert joined.cache.newest == a.cache.newest
+    return joined
+
+
+def test_two_steps_at_a_time():
+    state, rounds = begin(PROMPTS), 0
+    while (np.asarray(state.finish) == RUNNING).any():
+        before = np.asarray(state.num_new)
+        state, rounds = go_on(state, num_steps=2), rounds + 1
+        assert (np.asarray(state.num_new) - before <= 2).all()
+    assert rounds == R // 2  # the first token is drawn by `start`
+    assert_same(end(PROMPTS, state), respond())
+
+
+def test_no_steps_at_all():
+    state = begin(PROMPTS)
+    jax.tree.map(np.testing.assert_array_equal, go_on(state, num_steps=0), state)
+
+
+@pytest.mark.parametrize("num_finished", [1, 3])
+def test_until_some_have_finished(num_finished):
+    state = go_on(begin(PROMPTS), num_finished=num_finished)
+    finished_B = np.asarray(state.finish) != RUNNING
+    assert num_finished <= finished_B.sum() < B
+    just_before = np.asarray(state.num_new)[~finished_B][0] - 1
+    whole = respond()
+    assert ((whole.response.sum(axis=1) <= just_before) & (whole.finish == STOP)).sum() < num_finished  # and not later
+    assert_same(end(PROMPTS, go_on(state)), whole)
+
+
+def test_parts_of_a_state_go_on_alike():
+    state = go_on(begin(PROMPTS), num_steps=3)
+    for rows in (np.array([0, 2, 4]), np.array([1, 3, 5])):
+        part = go_on(take_rows(state, rows))
+        assert_same(end(take(PROMPTS, rows), part), take(respond(), rows))
+
+
+def test_states_at_different_slots_go_on_together():
+    early, late = np.array([0, 2, 4]), np.array([1, 3, 5])
+    ahead = go_on(begin(take(PROMPTS, early)), num_steps=4)
+    behind = go_on(begin(take(PROMPTS, late)), num_steps=1)
+    assert ahead.cache.newest != behind.cache.newest
+    order = np.concatenate([early, late])
+    for state, rows in ((join(ahead, behind), order), (join(behind, ahead), np.concatenate([late, early]))):
+        assert_same(end(take(PROMPTS, rows), go_on(state)), take(respond(), rows))
+
+
+def test_a_ring_may_be_turned_anywhere():
+    state = turn_ring(go_on(begin(PROMPTS), num_steps=2), newest=T - 2)  # wraps around on the way
+    assert_same(end(PROMPTS, go_on(state)), respond())
+
+
+# The cache
+
+
+def test_the_ring_keeps_the_latest_tokens():
+    num_slots, num_columns, num_steps = 4, 3, 7
+    rng = np.random.default_rng(0)
+    k, v = (jnp.asarray(rng.normal(size=(2, num_columns, 1, 2)), jnp.float32) for _ in range(2))
+    length_B = [2, 3]  # padded on the left
+    cache = cache_prefill([(k, v)], jnp.array(length_B, jnp.int32), num_slots, LAYOUT)
+    seen = [[np.asarray(k[b, num_columns - n + i, 0]) for i in range(n)] for b, n in enumerate(length_B)]
+
+    def check(cache: KVCache) -> None:
+        occupied_BT = np.asarray(cache.occupied())
+        for b in range(2):
+            latest = seen[b][-num_slots:]
+            assert int(cache.length[b]) == occupied_BT[b].sum() == len(latest)
+            for age, expected in enumerate(reversed(latest)):
+                slot = (int(cache.newest) - age) % num_slots
+                assert occupied_BT[b, slot]
+                np.testing.assert_array_equal(cache.keys[0][b, 0, slot], expected)
+
+    check(cache)
+    for _ in range(num_steps):
+        new = jnp.asarray(rng.normal(size=(2, 1, 2)), jnp.float32)
+        cache = cache.advance().write(0, new, -new, LAYOUT)
+        for b in range(2):
+            seen[b].append(np.asarray(new[b, 0]))
+        check(cache)
+        np.testing.assert_array_equal(cache.values[0][:, 0, cache.newest], -new[:, 0])
+    assert cache.num_slots == num_slots
+
+
+def test_a_donated_state_is_updated_in_place():
+    state = jax.eval_shape(lambda: begin(PROMPTS))
+    donating = jax.jit(run, static_argnames=("sampling", "config", "layout"), donate_argnames="state")
+    compiled = donating.lower(
+        prepared(), state, Until.all_finished(), jnp.float32(RANDOM), SAMPLING, CONFIG, LAYOUT
+    ).compile()
+    text, memory = compiled.as_text(), compiled.memory_analysis()
+    assert text is not None and memory is not None
+    cache_bytes = sum(x.size * x.dtype.itemsize for x in (*state.cache.keys, *state.cache.values))
+    assert memory.alias_size_in_bytes >= cache_bytes
+    shape = ",".join(map(str, state.cache.keys[0].shape))
+    layers = CONFIG.num_layers
+    aliases = re.search(r"input_output_alias=\{(.*?)\}, entry", text)
+    assert aliases and aliases[1].count("may-alias") + aliases[1].count("must-alias") >= 2 * layers
+    assert not re.search(rf"= f32\[{shape}\]\S* copy\(", text)  # neither inside the loop nor on its way in or out
+
+
+# Settings
+
+
+@pytest.mark.parametrize("stop_ids", [(), STOPS])
+def test_one_new_token(stop_ids):
+    sampling = Sampling(max_new_tokens=1, stop_ids=stop_ids)
+    state = START(prepared(), PROMPTS, noise_of(NOISE), jnp.float32(RANDOM), sampling, CONFIG, LAYOUT)
+    rollout = end(PROMPTS, state)
+    assert rollout.response.all() and rollout.response.shape == (B, 1)
+    np.testing.assert_array_equal(rollout.finish, np.where(np.isin(rollout.tokens[:, -1], stop_ids), STOP, LENGTH))
+    assert STOP in rollout.finish or not stop_ids
+
+
+def test_prepare_gives_layers_as_a_list_in_the_compute_precision():
+    config = dataclasses.replace(CONFIG, dtype="bfloat16")
+    fast_prepare = jax.jit(prepare, static_argnums=(1, 2))
+    from_list, from_stack = (
+        fast_prepare(with_layers(params(), stacked=stacked), config, LAYOUT) for stacked in (False, True)
+    )
+    assert isinstance(from_stack["layers"], list) and len(from_stack["layers"]) == CONFIG.num_layers
+    assert {x.dtype for x in jax.tree.leaves(from_stack)} == {jnp.dtype(jnp.bfloat16)}
+    jax.tree.map(np.testing.assert_array_equal, from_stack, from_list)

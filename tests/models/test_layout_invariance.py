@@ -1,0 +1,83 @@
+"""The same tokens and log-probabilities on any layout."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrlhf.experience import LENGTH, STOP, PolicyOutputs, Prompts, Rollout, Sampling
+from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.models.generate import generate
+from jaxrlhf.models.heads import policy_outputs
+from jaxrlhf.models.params import abstract_params, param_shardings
+from jaxrlhf.sharding.layout import Layout
+from jaxrlhf.sharding.strategy import Strategy
+
+B, P, R, V = 8, 4, 6, 96
+CONFIG = ModelConfig(
+    vocab_size=V,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    logits_chunk_tokens=16,
+)
+SAMPLING = Sampling(max_new_tokens=R, min_new_tokens=1, top_p=0.95, stop_ids=tuple(range(0, V, 8)))
+
+
+@functools.cache
+def params() -> Any:
+    rng = np.random.default_rng(0)
+
+    def random(x: jax.ShapeDtypeStruct) -> np.ndarray:
+        return rng.normal(1 if len(x.shape) == 1 else 0, x.shape[0] ** -0.5, x.shape).astype(np.float32)
+
+    return jax.tree.map(random, abstract_params(CONFIG))
+
+
+def make_prompts() -> Prompts:
+    rng = np.random.default_rng(1)
+    mask_BP = np.arange(P)[None] >= rng.integers(0, P, (B, 1))
+    tokens_BP = rng.integers(0, V, (B, P)).astype(np.int32)
+    return Prompts(*map(jnp.asarray, (tokens_BP, mask_BP, np.arange(B, dtype=np.int32), np.arange(B, dtype=np.uint32))))
+
+
+def over(strategy: Strategy) -> Layout:
+    return Layout.over(tuple(range(strategy.num_devices)), strategy)
+
+
+@functools.cache
+def on(strategy: Strategy) -> tuple[Rollout, PolicyOutputs]:
+    """What is sampled on a layout, and what the one device's rollout is given there."""
+    layout = over(strategy)
+    weights = jax.device_put(params(), param_shardings(CONFIG, layout))
+    noise, temperature = jnp.array([1, 2, 3], jnp.uint32), jnp.float32(1.0)
+    fast_generate = jax.jit(generate, static_argnums=(4, 5, 6), out_shardings=layout.rows)
+    fast_outputs = jax.jit(policy_outputs, static_argnums=(2, 3), out_shardings=layout.rows)
+    prompts = jax.device_put(make_prompts(), layout.rows)
+    rollout = fast_generate(weights, prompts, noise, temperature, SAMPLING, CONFIG, layout)
+    one_device = rollout if strategy == Strategy() else on(Strategy())[0]
+    outputs = fast_outputs(weights, jax.device_put(one_device, layout.rows), CONFIG, layout)
+    return jax.device_get((rollout, outputs))
+
+
+def test_the_rollout_is_worth_comparing():
+    rollout, outputs = on(Strategy())
+    assert set(rollout.finish.tolist()) == {STOP, LENGTH}
+    assert len(np.unique(rollout.tokens[:, P:][rollout.response])) > 20
+    np.testing.assert_allclose(rollout.logprobs, outputs.logprobs, atol=1e-4)
+
+
+@pytest.mark.parametrize("strategy", [Strategy(data=8), Strategy(fsdp=4), Strategy(data=2, fsdp=2, tensor=2)], ids=str)
+def test_layouts_give_what_one_device_gives(strategy):
+    (rollout, outputs), (expected, expected_outputs) = on(strategy), on(Strategy())
+    for name in ("tokens", "mask", "response", "finish", "row", "id"):
+        np.testing.assert_array_equal(getattr(rollout, name), getattr(expected, name))
+    for name in ("logprobs", "sampled_logprobs"):
+        np.testing.assert_allclose(getattr(rollout, name), getattr(expected, name), atol=1e-5)
+    np.testing.assert_allclose(outputs.logprobs, expected_outputs.logprobs, atol=1e-5)
+    np.testing.assert_allclose(outputs.entropy, expected_outputs.entropy, atol=1e-5)

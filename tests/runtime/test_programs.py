@@ -1,0 +1,144 @@
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrlhf.call_graph import split_args
+from jaxrlhf.config.schema import OptimizerConfig
+from jaxrlhf.experience import Max, Rollout, Sequences
+from jaxrlhf.models import heads
+from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.models.params import init_params, param_shardings
+from jaxrlhf.runtime.optimizer import apply_gradient, init_optimizer
+from jaxrlhf.runtime.programs import infer_program, train_program
+from jaxrlhf.runtime.roles import GAP_METRIC, ModelRole
+from jaxrlhf.sharding.layout import Layout
+from jaxrlhf.sharding.strategy import Strategy
+
+MODEL = ModelConfig(vocab_size=32, hidden_size=16, intermediate_size=32, num_heads=2, num_kv_heads=2)
+OPTIMIZER = OptimizerConfig(learning_rate=1e-2, eps=1e-5)
+ROLE = ModelRole(MODEL, OPTIMIZER, num_updates=10)
+B, P, R = 8, 3, 4
+NOISE = np.array([1, 2, 3], np.uint32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Update:
+    mini_batches: int = 1
+    epochs: int = 1
+
+
+def weighted_loss(outputs, batch, update):
+    """A loss whose tokens count differently, so that wrong averaging shows."""
+    weight_BR = batch["weight"][:, None] * batch["sequences"].response
+    loss = -(outputs.logprobs * weight_BR).sum()
+    return loss, weight_BR.sum(), {"nll": loss, "largest": Max(weight_BR.max())}
+
+
+def make_batch(seed: int = 0) -> dict:
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, R + 1, B)
+    response_BR = np.arange(R)[None] < lengths[:, None]
+    prompt_BP = np.arange(P)[None] >= rng.integers(0, P, B)[:, None]
+    rollout = Rollout(
+        tokens=jnp.asarray(rng.integers(0, 32, (B, P + R)), jnp.int32),
+        mask=jnp.asarray(np.concatenate([prompt_BP, response_BR], 1)),
+        response=jnp.asarray(response_BR),
+        logprobs=jnp.zeros((B, R)),
+        sampled_logprobs=jnp.zeros((B, R)),
+        finish=jnp.ones(B, jnp.int32),
+        row=jnp.arange(B),
+        id=jnp.arange(B, dtype=jnp.uint32),
+    )
+    return {"sequences": rollout, "weight": jnp.asarray(rng.uniform(0.5, 2.0, B), jnp.float32)}
+
+
+def train(batch, update, strategy=Strategy()):  # noqa: B008
+    """One train call from the same first weights."""
+    layout = Layout.over(tuple(range(strategy.num_devices)), strategy)
+    arrays, _, rebuild = split_args((weighted_loss, batch, update))
+    program = train_program(ROLE, rebuild, [True] * len(arrays), layout)
+    params = jax.device_put(init_params(MODEL, jax.random.key(0)), param_shardings(MODEL, layout))
+    return program(params, jax.jit(lambda p: init_optimizer(OPTIMIZER, p))(params), NOISE, arrays)
+
+
+def one_update_by_hand(params, state, batch):
+    """The gradient of the mean over all weights, computed on the whole mini-batch at once."""
+    layout = Layout.over((0,), Strategy())
+
+    def mean(params):
+        loss, weight, _ = weighted_loss(heads.policy_outputs(params, batch["sequences"], MODEL, layout), batch, None)
+        return loss / weight
+
+    value, gradient = jax.value_and_grad(mean)(params)
+    return *apply_gradient(OPTIMIZER, 10, params, state, gradient), value
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [Strategy(), Strategy(micro_batches=4), Strategy(data=2, micro_batches=2)],
+    ids=lambda s: f"{s}, {s.micro_batches} micro-batches",
+)
+def test_an_update_is_that_of_the_whole_mini_batch(strategy):
+    batch = make_batch()
+    params, state, metrics = train(batch, Update(), strategy)
+    first = init_params(MODEL, jax.random.key(0))
+    expected, _, expected_metrics, value = one_update_by_hand(first, init_optimizer(OPTIMIZER, first), batch)
+    np.testing.assert_allclose(metrics["loss"], value, rtol=1e-5)
+    np.testing.assert_allclose(metrics["nll"], value, rtol=1e-5)
+    np.testing.assert_allclose(metrics["largest"], batch["weight"].max(), rtol=1e-6)
+    np.testing.assert_allclose(metrics["grad_norm"], expected_metrics["grad_norm"], rtol=1e-5)
+    assert metrics["num_updates"] == state.num_updates == 1
+    for got, want, was in zip(*map(jax.tree.leaves, (params, expected, first)), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+        assert np.abs(np.asarray(want) - np.asarray(was)).max() > 1e-3
+
+
+def test_every_row_is_trained_on_once_an_epoch_in_shuffled_mini_batches():
+    batch = make_batch()
+    _, state, metrics = train(batch, Update(mini_batches=4, epochs=2))
+    assert state.num_updates == 8
+    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(1), 2), 3)
+    params = init_params(MODEL, jax.random.key(0))
+    expected_state, losses = init_optimizer(OPTIMIZER, params), []
+    for epoch in range(2):
+        order = np.asarray(jax.random.permutation(jax.random.fold_in(key, epoch), B))
+        assert sorted(order) == list(range(B)) and list(order) != list(range(B))
+        for chosen in order.reshape(4, 2):
+            mini_batch = jax.tree.map(lambda x: x[chosen], batch)  # noqa: B023
+            params, expected_state, _, value = one_update_by_hand(params, expected_state, mini_batch)
+            losses.append(value)
+    np.testing.assert_allclose(metrics["loss"], np.mean(losses), rtol=1e-4)
+
+
+def test_gap_between_recorded_and_recomputed_logprobs_is_that_before_the_first_update():
+    batch = make_batch()
+    layout = Layout.over((0,), Strategy())
+    logprobs = heads.policy_outputs(init_params(MODEL, jax.random.key(0)), batch["sequences"], MODEL, layout).logprobs
+    off = jnp.zeros((B, R)).at[2, 0].set(0.25)  # response token 0 of every row is real
+    batch["sequences"] = batch["sequences"].replace(logprobs=logprobs + off)
+    _, _, metrics = train(batch, Update(epochs=3))
+    np.testing.assert_allclose(metrics[GAP_METRIC], 0.25, atol=1e-5)
+
+
+def test_demonstrations_have_no_gap():
+    batch = make_batch()
+    rollout = batch["sequences"]
+    batch["sequences"] = Sequences(tokens=rollout.tokens, mask=rollout.mask, response=rollout.response)
+    assert GAP_METRIC not in train(batch, Update())[2]
+
+
+def test_inference_in_micro_batches_keeps_the_order_of_rows():
+    rollout = make_batch()["sequences"]
+    params = init_params(MODEL, jax.random.key(0))
+    outputs = []
+    for strategy in (Strategy(), Strategy(micro_batches=4), Strategy(data=2, micro_batches=2)):
+        layout = Layout.over(tuple(range(strategy.num_devices)), strategy)
+        arrays, _, rebuild = split_args((rollout,))
+        placed = jax.device_put(params, param_shardings(MODEL, layout))
+        outputs.append(np.asarray(infer_program(ROLE, "logprobs", rebuild, layout)(placed, arrays)[0]))
+    np.testing.assert_allclose(outputs[1], outputs[0], atol=1e-5)
+    np.testing.assert_allclose(outputs[2], outputs[0], atol=1e-5)
+    assert np.abs(outputs[0][0] - outputs[0][1]).max() > 1e-2
