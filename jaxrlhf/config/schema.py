@@ -243,6 +243,7 @@ def _join_plan_names(tree: dict[str, Any]) -> None:
         entries = {f"{name}.{method}": placement for method, placement in entry.items()} if is_role else {name: entry}
         for call, placement in entries.items():
             before = joined.get(call)
-            both = isinstance(before, dict) and isinstance(placement, dict)
-            joined[call] = {**before, **placement} if both else placement
+            if isinstance(before, dict) and isinstance(placement, dict):
+                placement = {**before, **placement}
+            joined[call] = placement
     tree["plan"] = joined

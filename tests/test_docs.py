@@ -1,0 +1,179 @@
+"""The documentation says what the code says: every key of a config, every metric, and links that lead somewhere."""
+
+import dataclasses
+import json
+import re
+import sys
+import types
+import typing
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from jaxrlhf.algorithms import ALGORITHMS
+from jaxrlhf.algorithms.kl import KLPenalty
+from jaxrlhf.algorithms.ppo import PolicyUpdate, PPOConfig, ValueUpdate
+from jaxrlhf.algorithms.sft import SFTConfig, SupervisedUpdate
+from jaxrlhf.config.reading import to_tree
+from jaxrlhf.config.schema import (
+    EvaluationRunConfig,
+    OptimizerConfig,
+    OutputConfig,
+    PlacementConfig,
+    RoleConfig,
+    RunConfig,
+    WarmStartConfig,
+    load_run,
+)
+from jaxrlhf.data.arithmetic import ArithmeticConfig
+from jaxrlhf.data.prompts import DataConfig
+from jaxrlhf.data.tokenizer import TokenizerConfig
+from jaxrlhf.experience import Sampling
+from jaxrlhf.models.config import PRESETS, ModelConfig, RopeScaling
+from jaxrlhf.rewards.verifiers import VERIFIERS
+from jaxrlhf.runtime.assembly import assemble
+from jaxrlhf.runtime.metrics import flatten
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+CONFIGURATION = ROOT / "docs" / "configuration.md"
+METRICS = ROOT / "docs" / "metrics.md"
+
+SECTIONS: dict[str, type[Any]] = {
+    "A run": RunConfig,
+    "`data`": DataConfig,
+    "`data.arithmetic`": ArithmeticConfig,
+    "`tokenizer`": TokenizerConfig,
+    "`roles.<role>`": RoleConfig,
+    "`roles.<role>.model`": ModelConfig,
+    "`roles.<role>.model.rope_scaling`": RopeScaling,
+    "`roles.<role>.optimizer`": OptimizerConfig,
+    "`settings` of `ppo`": PPOConfig,
+    "`settings.sampling`": Sampling,
+    "`settings.kl`": KLPenalty,
+    "`settings.actor_update`": PolicyUpdate,
+    "`settings.critic_update`": ValueUpdate,
+    "`settings` of `sft`": SFTConfig,
+    "`settings.update`": SupervisedUpdate,
+    "`plan.<call>`": PlacementConfig,
+    "`warm_start`": WarmStartConfig,
+    "`evaluation`": EvaluationRunConfig,
+    "`output`": OutputConfig,
+}
+"""Heading in docs/configuration.md -> the dataclass that it describes."""
+
+
+def section(page: Path, heading: str) -> str:
+    """What stands under a heading, up to the next one."""
+    parts = re.split(r"^#+ (.*)$", page.read_text(), flags=re.MULTILINE)
+    found = dict(zip(parts[1::2], parts[2::2], strict=True))
+    assert heading in found, f"{page.name} has no section {heading!r}: {list(found)}"
+    return found[heading]
+
+
+def table_rows(text: str) -> list[list[str]]:
+    """The cells of tables' rows that begin with a name in backticks."""
+    return [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in text.splitlines() if line[:3] == "| `"]
+
+
+def shown_default(field: dataclasses.Field[Any]) -> str:
+    """A field's default as the documentation writes it."""
+    if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+        return "required"
+    default = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+    return "its own" if dataclasses.is_dataclass(default) else f"`{json.dumps(to_tree(default))}`"
+
+
+def contained(hint: Any) -> set[type[Any]]:
+    """The dataclasses that a type mentions, and those that they contain."""
+    found = {hint} if dataclasses.is_dataclass(hint) and isinstance(hint, type) else set()
+    inner = typing.get_type_hints(hint).values() if found else typing.get_args(hint)
+    return found.union(*(contained(each) for each in inner))
+
+
+def test_every_dataclass_of_a_run_has_a_section():
+    reachable = contained(RunConfig).union(*(contained(algorithm.config) for algorithm in ALGORITHMS.values()))
+    assert set(SECTIONS.values()) == reachable
+
+
+@pytest.mark.parametrize(("heading", "cls"), SECTIONS.items(), ids=lambda x: x if isinstance(x, str) else "")
+def test_every_key_is_documented_with_its_default(heading, cls):
+    rows = table_rows(section(CONFIGURATION, heading))
+    fields = [field for field in dataclasses.fields(cls) if field.init]
+    assert [(row[0], row[2]) for row in rows] == [(f"`{field.name}`", shown_default(field)) for field in fields]
+    hints = typing.get_type_hints(cls)
+    for row, field in zip(rows, fields, strict=True):
+        if typing.get_origin(hints[field.name]) is typing.Literal:
+            assert row[1] == ", ".join(f"`{option}`" for option in typing.get_args(hints[field.name]))
+
+
+@pytest.mark.parametrize("names", [ALGORITHMS, PRESETS, VERIFIERS], ids=["algorithms", "presets", "rewards"])
+def test_everything_that_has_a_name_is_documented(names):
+    text = CONFIGURATION.read_text()
+    assert [name for name in names if f"`{name}`" not in text] == []
+
+
+def test_every_metric_is_documented_and_no_other():
+    names: set[str] = set()
+    for overrides in ([], ["settings.kl.placement=loss"]):
+        run = assemble(load_run("ppo_arithmetic", overrides), num_devices=8)
+        assert run.warm_start is not None
+        for phase, above in ((run.train, None), (run.warm_start, "warm_start")):
+            results = jax.tree.map(lambda _: 0.0, phase.graph.results[0])
+            names |= set(flatten({above: results} if above else results))
+    trainer = (ROOT / "jaxrlhf" / "runtime" / "trainer.py").read_text()
+    names |= set(re.findall(r'"((?:perf|data|eval)/\w+)"', trainer))
+    documented = [row[0].strip("`") for row in table_rows(METRICS.read_text())]
+    assert len(set(documented)) == len(documented)
+    assert {name for name in documented if "<" not in name} == names
+
+
+def code_blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def test_the_algorithm_of_the_docs_can_be_traced_and_planned(monkeypatch, tmp_path):
+    page = ROOT / "docs" / "algorithms.md"
+    (algorithm,) = (block for block in code_blocks(page, "python") if "ALGORITHMS[" in block)
+    (config,) = code_blocks(page, "yaml")
+    (tmp_path / "remax.yaml").write_text(config)
+    module = types.ModuleType("remax")
+    monkeypatch.setitem(sys.modules, "remax", module)
+    monkeypatch.setitem(ALGORITHMS, "remax", ALGORITHMS["ppo"])  # taken out again after the test
+    exec(algorithm, module.__dict__)
+    run = assemble(load_run(tmp_path / "remax.yaml"), num_devices=4)
+    assert [call.name for call in run.train.graph.calls] == [
+        "actor.generate",
+        "actor.generate#2",
+        "reward.scores",
+        "reward.scores#2",
+        "remax_batch",
+        "actor.train",
+    ]
+
+
+def test_every_module_is_in_the_picture_of_the_architecture():
+    picture = section(ROOT / "docs" / "architecture.md", "Rooms and layers")
+    modules = [path.name for path in (ROOT / "jaxrlhf").rglob("*.py") if path.name != "__init__.py"]
+    drawn = re.findall(r"^ +(\w+\.py) ", picture, flags=re.MULTILINE)
+    assert sorted(drawn) == sorted(modules)
+
+
+def anchors(page: Path) -> set[str]:
+    """The fragments by which GitHub finds a page's headings."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    links = [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if not re.match(r"https?:", link)]
+    for link in links:
+        path, _, fragment = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{page.name} links to {link}"
+        assert target.is_relative_to(ROOT), f"{page.name} links to {link}"
+        assert not fragment or fragment in anchors(target), f"{page.name} links to {link}"
