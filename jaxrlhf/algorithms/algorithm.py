@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,3 +17,5 @@ class Algorithm:
     """`config -> state`: what the first step is given, and every later one hands on."""
     roles: tuple[str, ...]
     """Roles that a run must have."""
+    data: Literal["prompts", "demonstrations"] = "prompts"
+    """What a step is given: prompts, or prompts with the rows' completions (its settings then say `max_new_tokens`)."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxrlhf.algorithms.losses import Loss
 from jaxrlhf.algorithms.masked import masked_count, masked_sum
-from jaxrlhf.algorithms.settings import require_passes
+from jaxrlhf.algorithms.settings import require, require_passes
 from jaxrlhf.experience import PolicyOutputs, Sequences
 
 
@@ -29,7 +29,12 @@ class SupervisedUpdate:
 class SFTConfig:
     """Settings of supervised fine-tuning."""
 
+    max_new_tokens: int = 128
+    """Columns of a response. A longer completion is an error."""
     update: SupervisedUpdate = SupervisedUpdate()
+
+    def __post_init__(self) -> None:
+        require(self.max_new_tokens >= 1, "max_new_tokens", "must be at least 1", self.max_new_tokens)
 
 
 def sft_state(config: SFTConfig) -> tuple[()]:

@@ -57,8 +57,10 @@ class RoleConfig:
     """A role: a model, trained if it has an optimizer, or a Python function of completions."""
 
     model: ModelConfig | None = None
-    """Left out with `init: <role>`: that role's model, with this role's `head`."""
-    head: Head = "lm"
+    """Left out: that of the role or the checkpoint which `init` names."""
+    head: Head | None = None
+    """None: the head of that model. A scalar head that the weights do not hold starts at zero where it is trained, and
+    at random where it never is."""
     init: str = "random"
     """Where its weights come from: `random`, the name of another role, or a folder in Hugging Face's format."""
     optimizer: OptimizerConfig | None = None
@@ -128,6 +130,8 @@ class OutputConfig:
     timeline: bool = True
     checkpoint_every: int = 0
     """Steps between checkpoints. 0: after the last step only."""
+    export: tuple[str, ...] = ()
+    """Roles whose last weights are written in Hugging Face's format, to the folder of that name in the run's."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -29,7 +29,7 @@ class RopeScaling:
 class ModelConfig:
     """A decoder-only transformer: RMSNorm, rotary positions, grouped-query attention, gated MLP."""
 
-    vocab_size: int = 256
+    vocab_size: int = 264
     hidden_size: int = 128
     intermediate_size: int = 256
     num_layers: int = 2
@@ -80,11 +80,11 @@ class ModelConfig:
             raise ValueError(
                 f"num_heads: must divide hidden_size={self.hidden_size} unless head_dim is given. Got {self.num_heads}."
             )
-        if self.head_dim_ % 2:
-            raise ValueError(f"head_dim: must be even, since rotary positions turn pairs. Got {self.head_dim_}.")
+        if self.head_size % 2:
+            raise ValueError(f"head_dim: must be even, since rotary positions turn pairs. Got {self.head_size}.")
 
     @property
-    def head_dim_(self) -> int:
+    def head_size(self) -> int:
         """The size of a head, derived where the config leaves it at 0."""
         return self.head_dim or self.hidden_size // self.num_heads
 

@@ -361,7 +361,7 @@ def _config_fields(config: ModelConfig, dtype: str, end_id: int | None, pad_id: 
         "torch_dtype": dtype,
         **{theirs: getattr(config, ours) for ours, theirs in _SIZES.items()},
         "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim_,
+        "head_dim": config.head_size,
         "hidden_act": "silu",
         "rms_norm_eps": config.norm_eps,
         # the spelling of transformers 4, which 5 reads too

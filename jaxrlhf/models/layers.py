@@ -33,7 +33,7 @@ def attention_implementation(config: ModelConfig, layout: Layout) -> str:
     if config.attention == "auto":
         return (
             "cudnn"
-            if on_gpu and config.dtype == "bfloat16" and config.head_dim_ % 8 == 0 and config.head_dim_ <= 128
+            if on_gpu and config.dtype == "bfloat16" and config.head_size % 8 == 0 and config.head_size <= 128
             else "xla"
         )
     return config.attention
@@ -57,7 +57,7 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
 
 def rotary(position: Int[Array, "*B"], config: ModelConfig) -> Rotation:
     """Cosines and sines of rotary position embeddings (Su et al. 2021, arXiv:2104.09864), scaled as Llama 3 does."""
-    h = config.head_dim_
+    h = config.head_size
     frequency = config.rope_theta ** (-jnp.arange(0, h, 2, dtype=jnp.float32) / h)
     if config.rope_scaling is not None:
         frequency = _scale_frequencies(frequency, config.rope_scaling)
@@ -84,7 +84,7 @@ def rotate(x: Float[Array, "*B heads h"], rotation: Rotation) -> Float[Array, "*
 def queries(weights: dict[str, Any], x: jax.Array, rotation: Rotation, config: ModelConfig) -> jax.Array:
     """[..., D] -> rotated queries [..., H, h]."""
     q = linear(x, weights["query"], weights.get("query_bias")).reshape(
-        *x.shape[:-1], config.num_heads, config.head_dim_
+        *x.shape[:-1], config.num_heads, config.head_size
     )
     if config.qk_norm:
         q = rms_norm(q, weights["query_norm"], config.norm_eps)
@@ -95,7 +95,7 @@ def keys_values(
     weights: dict[str, Any], x: jax.Array, rotation: Rotation, config: ModelConfig
 ) -> tuple[jax.Array, jax.Array]:
     """[..., D] -> rotated keys and values, [..., K, h] each."""
-    shape = (*x.shape[:-1], config.num_kv_heads, config.head_dim_)
+    shape = (*x.shape[:-1], config.num_kv_heads, config.head_size)
     k = linear(x, weights["key"], weights.get("key_bias")).reshape(shape)
     v = linear(x, weights["value"], weights.get("value_bias")).reshape(shape)
     if config.qk_norm:
@@ -113,7 +113,28 @@ def full_attention(
 ) -> Float[Array, "B S H h"]:
     """Grouped-query attention of whole sequences."""
     assert implementation in ("xla", "cudnn")
-    return jax.nn.dot_product_attention(q_BSHh, k_BTKh, v_BTKh, mask=allowed_B1ST, implementation=implementation)  # pyright: ignore[reportArgumentType]
+    S = q_BSHh.shape[1]
+    if implementation == "cudnn":  # its backward pass with a mask takes even lengths only
+        q_BSHh, k_BTKh, v_BTKh, allowed_B1ST = pad_to_even(q_BSHh, k_BTKh, v_BTKh, allowed_B1ST)
+    attended = jax.nn.dot_product_attention(q_BSHh, k_BTKh, v_BTKh, mask=allowed_B1ST, implementation=implementation)  # pyright: ignore[reportArgumentType]
+    return attended[:, :S]
+
+
+def pad_to_even(
+    q_BSHh: Float[Array, "B S H h"],
+    k_BTKh: Float[Array, "B T K h"],
+    v_BTKh: Float[Array, "B T K h"],
+    allowed_B1ST: Bool[Array, "B 1 S T"],
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """An even number of queries and of keys: one more key is seen by none, one more query sees the rest."""
+    more_q, more_k = q_BSHh.shape[1] % 2, k_BTKh.shape[1] % 2
+
+    def pad(x: jax.Array, more: int) -> jax.Array:
+        return jnp.pad(x, ((0, 0), (0, more), (0, 0), (0, 0)))
+
+    allowed = jnp.pad(allowed_B1ST, ((0, 0), (0, 0), (0, more_q), (0, 0)), constant_values=True)
+    allowed = jnp.pad(allowed, ((0, 0), (0, 0), (0, 0), (0, more_k)), constant_values=False)
+    return pad(q_BSHh, more_q), pad(k_BTKh, more_k), pad(v_BTKh, more_k), allowed
 
 
 def cached_attention(

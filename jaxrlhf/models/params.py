@@ -59,7 +59,7 @@ def declare(config: ModelConfig, *, stacked: bool = False) -> Any:
 
 
 def _declare_layer(config: ModelConfig) -> dict[str, Weight]:
-    D, F, hd = config.hidden_size, config.intermediate_size, config.head_dim_
+    D, F, hd = config.hidden_size, config.intermediate_size, config.head_size
     H, K = config.num_heads * hd, config.num_kv_heads * hd
     into_residual = 1 / math.sqrt(2 * config.num_layers)  # keeps the residual stream's scale however deep the model
     layer = {
@@ -97,8 +97,11 @@ def param_shardings(config: ModelConfig, layout: Layout, *, stacked: bool = Fals
     return _map_weights(sharding, declare(config, stacked=stacked))
 
 
-def init_params(config: ModelConfig, key: jax.Array) -> Params:
-    """Random float32 weights, layers as a list. Each weight's noise depends on the key and on its own path alone."""
+def init_params(config: ModelConfig, key: jax.Array, *, random_value_head: bool = False) -> Params:
+    """Random float32 weights, layers as a list. Each weight's noise depends on the key and on its own path alone.
+
+    A scalar head starts at zero, so that a critic's first values say nothing, unless it is to be random.
+    """
 
     def initial(path: Any, weight: Weight) -> jax.Array:
         if weight.initializer == "ones":
@@ -108,7 +111,11 @@ def init_params(config: ModelConfig, key: jax.Array) -> Params:
         own_key = jax.random.fold_in(key, zlib.crc32(jax.tree_util.keystr(path).encode()))
         return weight.stddev * jax.random.normal(own_key, weight.shape, jnp.float32)
 
-    return jax.tree_util.tree_map_with_path(initial, declare(config), is_leaf=_is_weight)
+    declared = declare(config)
+    if random_value_head and config.head == "scalar":
+        random_head = dataclasses.replace(declared["value_head"], initializer="normal", stddev=config.hidden_size**-0.5)
+        declared["value_head"] = random_head
+    return jax.tree_util.tree_map_with_path(initial, declared, is_leaf=_is_weight)
 
 
 def with_layers(params: Params, *, stacked: bool) -> Params:

@@ -29,7 +29,7 @@ def hidden_states(
     first: int = 0,
     remat: Remat = "none",
 ) -> Float[Array, "B S D"]:
-    """The last layer's outputs, normalised, for columns `first` and later.
+    """The last layer's outputs, normalized, for columns `first` and later.
 
     Positions count real tokens, so padding on either side changes nothing. Where layers are not scanned, the last one
     computes queries, attention output and MLP only for the columns that are wanted.
@@ -89,7 +89,7 @@ def _run_layers(
     def layer(weights: Any, x: jax.Array, first: int) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         return _layer(use(weights, declared_layer, layout, dtype), x, rotation, allowed_BTT, config, layout, first)
 
-    layer = _rematerialised(layer, remat)
+    layer = _rematerialized(layer, remat)
     if stacked:
         x_BTD, (k, v) = jax.lax.scan(lambda x, weights: layer(weights, x, 0), x_BTD, params["layers"])
         keys_values = list(zip(k, v, strict=True))
@@ -143,7 +143,7 @@ def _allowed(mask_BT: jax.Array) -> jax.Array:
     return (causal_TT[None] & mask_BT[:, None, :]) | jnp.eye(T, dtype=bool)[None]
 
 
-def _rematerialised(layer: Any, remat: Remat) -> Any:
+def _rematerialized(layer: Any, remat: Remat) -> Any:
     if remat == "none":
         return layer
     policies = {

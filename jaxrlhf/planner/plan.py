@@ -8,9 +8,7 @@ import operator
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import jax
-
-from jaxrlhf.call_graph import Call, CallGraph, Ref
+from jaxrlhf.call_graph import Call, CallGraph
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.sharding.strategy import Strategy
 from jaxrlhf.suggest import did_you_mean
@@ -25,7 +23,7 @@ class PlanError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Where one call runs and how it is parallelised."""
+    """Where one call runs and how it is parallelized."""
 
     devices: tuple[int, ...]
     """Positions in `jax.devices()`."""
@@ -102,7 +100,7 @@ def resolve(written: Mapping[str, Placement], graph: CallGraph) -> Plan:
     """A placement for every call of a graph from a plan written by hand.
 
     A call takes the placement under its own name (`actor.generate#2`), else under its name without the ordinal, else
-    the default. A function of arrays (`compute`) runs where the default says, and work on the host has no placement.
+    the default. Work on the host has no placement.
     """
     placements = {}
     for call in graph.calls:
@@ -219,7 +217,7 @@ def plan_rows(plan: Plan, graph: CallGraph) -> list[dict[str, Any]]:
     """The graph and its plan as a table, with every batch size that follows from them."""
     table = []
     for call in graph.calls:
-        refs = [ref for ref in jax.tree.leaves(call.args) if isinstance(ref, Ref) and ref.has_rows and ref.ndim == 2]
+        refs = [ref for ref in (*call.refs, *call.output_refs) if ref.has_rows and ref.ndim == 2]
         row: dict[str, Any] = {
             "call": call.name,
             "needs": ", ".join(graph.dependencies(call)) or "-",

@@ -17,7 +17,7 @@ from jaxrlhf.config.reading import ConfigError
 from jaxrlhf.config.schema import EvaluationRunConfig, PlacementConfig, RoleConfig, RunConfig, load_algorithm
 from jaxrlhf.data.loader import PromptLoader
 from jaxrlhf.data.prompts import PromptTable, load_prompts
-from jaxrlhf.experience import STOP, Prompts, Rollout, Sampling
+from jaxrlhf.experience import STOP, Prompts, Rollout, Sampling, Sequences
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.huggingface import check_params
 from jaxrlhf.models.huggingface import read_config as read_huggingface_config
@@ -49,6 +49,8 @@ class Assembly:
     table: PromptTable
     loader: PromptLoader
     train: Phase
+    train_rows: Callable[[int], Prompts | Sequences]
+    """Step -> the rows that it is given."""
     warm_start: Phase | None
     evaluation: Phase | None
     eval_batches: tuple[Prompts, ...]
@@ -100,8 +102,7 @@ def assemble(config: RunConfig, num_devices: int) -> Assembly:
 
     Raises:
         ConfigError, PlanError, GraphError or ValueError: Something in config, data or plan does not fit. Each says
-        where,
-            which rule, what it got and what to do.
+            where, which rule, what it got and what to do.
     """
     algorithm = load_algorithm(config.algorithm)
     table = load_prompts(config.data, config.tokenizer)
@@ -124,7 +125,15 @@ def assemble(config: RunConfig, num_devices: int) -> Assembly:
         name: functions[name] if role.function else ModelRole(models[name], role.optimizer)
         for name, role in config.roles.items()
     }
-    train = phase(algorithm.step, roles, algorithm.init_state(settings), loader.batch(0), settings)
+    if algorithm.data == "demonstrations":
+        table.check_demonstrations(max_new_tokens=settings.max_new_tokens)
+
+    def train_rows(step: int) -> Prompts | Sequences:
+        if algorithm.data == "prompts":
+            return loader.batch(step)
+        return loader.demonstrations(step, config.batch_size, settings.max_new_tokens)
+
+    train = phase(algorithm.step, roles, algorithm.init_state(settings), train_rows(0), settings)
     train = dataclasses.replace(train, roles=_count_updates(train, config.steps))
     _check_length(models, table, [call.args for call in train.graph.calls])
 
@@ -152,10 +161,13 @@ def assemble(config: RunConfig, num_devices: int) -> Assembly:
         eval_batches = tuple(PromptLoader(table, eval_size, config.seed).eval_batches(config.evaluation.num_prompts))
         evaluation = phase(evaluation_step, train.roles, (), eval_batches[0], eval_config)
 
-    made = Assembly(config, table, loader, train, warm_start, evaluation, eval_batches, tuple(warnings))
+    made = Assembly(config, table, loader, train, train_rows, warm_start, evaluation, eval_batches, tuple(warnings))
     check_names(config.plan, [p.graph for p in made.phases.values()])
     for name, model in models.items():
         made.attention(name, model)
+    for name in config.output.export:
+        if name not in models:
+            raise ConfigError(f"output.export: must be roles with a model. Got {name!r}. Known: {', '.join(models)}.")
     return made
 
 
@@ -201,17 +213,25 @@ def _models(config: RunConfig) -> dict[str, ModelConfig]:
         role = config.roles[name]
         where = f"roles.{name}"
         if role.model is not None:
-            return dataclasses.replace(role.model, head=role.head)
-        if role.init in config.roles:
-            return dataclasses.replace(model_of(role.init), head=role.head)
-        if role.init != "random" and Path(role.init).is_dir():
-            return read_huggingface_config(Path(role.init), head=role.head)
-        if role.init != "random":
+            model = role.model
+            if role.head is not None and model.head not in ("lm", role.head):
+                raise ConfigError(
+                    f"{where}.head: must be that of its model, {model.head}. Got {role.head}. Say it once."
+                )
+        elif role.init in config.roles:
+            model = model_of(role.init)
+        elif role.init == "random":
+            raise ConfigError(
+                f"{where}: a role needs a model, a function, or an init to take its model from. Got none."
+            )
+        elif Path(role.init).is_dir():
+            return read_huggingface_config(Path(role.init), head=role.head or "lm")
+        else:
             raise ConfigError(
                 f"{where}.init: must be random, another role or a folder with a checkpoint. Got {role.init!r}. Roles: "
                 f"{', '.join(config.roles)}.{did_you_mean(role.init, config.roles)}"
             )
-        raise ConfigError(f"{where}: a role needs a model, a function, or an init to take its model from. Got none.")
+        return model if role.head is None else dataclasses.replace(model, head=role.head)
 
     models = {name: model_of(name) for name, role in config.roles.items() if not role.function}
     for name, model in models.items():

@@ -6,9 +6,8 @@ from pathlib import Path
 import jax
 
 from jaxrlhf.config.schema import RunConfig
-from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.huggingface import load_params
-from jaxrlhf.models.params import Params, declare, param_shardings, with_layers
+from jaxrlhf.models.params import Params, declare, init_params, param_shardings, with_layers
 from jaxrlhf.reshard.reallocate import reallocate
 from jaxrlhf.runtime.assembly import Phase
 from jaxrlhf.runtime.executor import Executor
@@ -66,20 +65,21 @@ def _adopt(executor: Executor, phase: Phase, config: RunConfig, name: str, layou
     """A role's own copy of weights, brought to its home."""
     role, home = phase.roles[name], home_layout(phase, name)
     assert isinstance(role, ModelRole)
-    own = _with_own_head(params, role.model, layout, _key(config, name))
+    own = _with_own_head(params, role, layout, _key(config, name))
     shardings = param_shardings(role.model, home, stacked=role.model.scan_layers)
     executor.weights.load(name, home, reallocate(own, shardings))
 
 
-def _with_own_head(params: Params, model: ModelConfig, layout: Layout, key: jax.Array) -> Params:
-    """Copies of weights under the head that `model` declares; one that was not there starts at its initial values."""
+def _with_own_head(params: Params, role: ModelRole, layout: Layout, key: jax.Array) -> Params:
+    """Copies of weights, under a new head where the role's model declares one that they do not have."""
+    model = role.model
     wanted = declare(model)
-    missing = sorted(wanted.keys() - params.keys())
 
     def copy(params: Params) -> Params:
         own = {name: jax.tree.map(lambda x: x.copy(), value) for name, value in params.items() if name in wanted}
-        for name in missing:
-            own[name] = jax.random.normal(key, wanted[name].shape) * wanted[name].stddev
+        if wanted.keys() - own.keys():
+            new = init_params(model, key, random_value_head=role.optimizer is None)
+            own |= {name: new[name] for name in wanted.keys() - own.keys()}
         return with_layers(own, stacked=model.scan_layers)
 
     return jax.jit(copy, out_shardings=param_shardings(model, layout, stacked=model.scan_layers))(params)

@@ -13,6 +13,7 @@ import numpy as np
 from jaxrlhf.checkpoint.store import CheckpointStore, checkpoints_of
 from jaxrlhf.config.schema import RunConfig
 from jaxrlhf.experience import LENGTH, STOP, Rollout
+from jaxrlhf.models.huggingface import save_params
 from jaxrlhf.runtime.assembly import Assembly, decode_responses
 from jaxrlhf.runtime.console import Console, Progress
 from jaxrlhf.runtime.executor import Executor, StepResult
@@ -74,6 +75,7 @@ class Trainer:
                 self._evaluate(0)
             self._train(first_step, state)
             self._executor.wait()
+            self._export()
         finally:
             if self._config.output.timeline:
                 self._timeline.write_chrome_trace(self._folder.timeline)
@@ -103,7 +105,7 @@ class Trainer:
                 metrics = flatten({"warm_start": result.fetch()})
                 done = (i + 1) * config.updates_per_step
                 check_finite(metrics, step=done)
-                self._metrics.write(done, metrics)
+                self._metrics.write(0, metrics)
                 progress.update(done, {"loss": metrics["warm_start/actor/loss"]})
         weights = executor.weights.snapshot("actor")
         executor.close()
@@ -118,9 +120,8 @@ class Trainer:
         self._reported = time.perf_counter()
         with self._console.progress(config.steps, start=first_step) as progress:
             for step in range(first_step, config.steps):
-                result = self._executor.run(
-                    phase.graph, phase.plan, state, self._assembly.loader.batch(step), step=step
-                )
+                rows = self._assembly.train_rows(step)
+                result = self._executor.run(phase.graph, phase.plan, state, rows, step=step)
                 state = result.state
                 unread.append((step, result))
                 done = step + 1
@@ -132,30 +133,35 @@ class Trainer:
                     self._evaluate(done)
                 if self._checkpoint_is_due(done):
                     self._save(done, state)
+                if pauses:
+                    self._reported = time.perf_counter()
 
     def _report(self, step: int, result: StepResult, progress: Progress) -> None:
         """Read a step's metrics, check them, write them, show them."""
+        done = step + 1
         metrics = flatten(result.fetch())
         self._executor.wait(step)
         now = time.perf_counter()
         seconds, self._reported = now - self._reported, now
         metrics |= self._timeline.summary(step)
-        metrics |= {"perf/step_seconds": seconds, "data/epoch": self._assembly.loader.epoch(step + 1)}
+        metrics |= {"perf/step_seconds": seconds, "data/epoch": self._assembly.loader.epoch(done)}
         if "response_length/mean" in metrics:
             tokens = metrics["response_length/mean"] * self._config.batch_size
             metrics["perf/response_tokens_per_second"] = tokens / seconds
-        check_finite(metrics, step=step)
-        self._metrics.write(step, metrics)
+        check_finite(metrics, step=done)
+        self._metrics.write(done, metrics)
         self._last = metrics
         if "reward/score_mean" in metrics:
             self._rewards.append(metrics["reward/score_mean"])
         every = self._config.output.samples_every
-        if every and (step % every == 0 or step == self._config.steps - 1):
-            self._write_samples(step, "train", *self._step_samples(result))
-        self._show(progress, step + 1, metrics)
+        if every and (done == 1 or done % every == 0 or done == self._config.steps):
+            self._write_step_samples(done, result)
+        self._show(progress, done, metrics)
 
     def _show(self, progress: Progress, done: int, metrics: Mapping[str, float]) -> None:
         names = {"reward": "reward/score_mean", "KL": "kl/mean", "length": "response_length/mean"}
+        if names["reward"] not in metrics:
+            names = {"loss": "actor/loss"}
         shown = {short: metrics[name] for short, name in names.items() if name in metrics}
         calls = {
             name.removeprefix("timing_s/"): value for name, value in metrics.items() if name.startswith("timing_s/")
@@ -189,6 +195,17 @@ class Trainer:
         self._console.line(f"Resumed from {folder} after {done} steps")
         return done, restored["algorithm"]
 
+    def _export(self) -> None:
+        """Write roles' last weights in Hugging Face's format."""
+        for name in self._config.output.export:
+            role = self._assembly.train.roles[name]
+            assert isinstance(role, ModelRole)
+            tokenizer = self._assembly.table.tokenizer
+            save_params(
+                self._executor.weights.snapshot(name)[1], role.model, self._folder.path / name, dtype=role.model.dtype,
+                end_id=tokenizer.end_id, pad_id=tokenizer.pad_id,
+            )  # fmt: skip
+
     # -- evaluation and samples ----------------------------------------------------------------------------------------
 
     def _evaluation_is_due(self, done: int) -> bool:
@@ -220,11 +237,16 @@ class Trainer:
         shown = ", ".join(f"{name} {value:.3f}" for name, value in metrics.items() if name != "eval/seconds")
         self._console.line(f"evaluation after {done} steps on {sum(map(len, lengths))} held-out prompts: {shown}")
 
-    def _step_samples(self, result: StepResult) -> tuple[Rollout, dict[str, np.ndarray]]:
+    def _write_step_samples(self, done: int, result: StepResult) -> None:
         """The first rollout of a step, with everything that scored it."""
-        (generate, *_) = (c for c in result.graph.calls if c.kind == "generate")
-        scores = {c.role or "": result.outputs(c.name) for c in result.graph.calls if c.method == "scores"}
-        return result.outputs(generate.name), scores
+        generate = next((c for c in result.graph.calls if c.kind == "generate"), None)
+        if generate is None:
+            return
+        scorers = [
+            c for c in result.graph.calls if c.method == "scores" and any(ref.call == generate.name for ref in c.refs)
+        ]
+        scores = {call.role or call.name: result.outputs(call.name) for call in scorers}
+        self._write_samples(done, "train", result.outputs(generate.name), scores)
 
     def _write_samples(self, step: int, split: str, rollout: Rollout, scores: Mapping[str, np.ndarray]) -> None:
         few = jax.tree.map(lambda x: x[: self._config.output.num_samples], rollout)

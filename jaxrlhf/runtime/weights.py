@@ -47,10 +47,12 @@ class WeightStore:
         """Random weights, made in place: the whole model is never on one device."""
         model = self._roles[role].model
         shardings = param_shardings(model, layout, stacked=model.scan_layers)
-        make = jax.jit(
-            lambda key: with_layers(init_params(model, key), stacked=model.scan_layers), out_shardings=shardings
-        )
-        self.load(role, layout, make(key))
+        never_trained = self._roles[role].optimizer is None
+
+        def make(key: jax.Array) -> Params:
+            return with_layers(init_params(model, key, random_value_head=never_trained), stacked=model.scan_layers)
+
+        self.load(role, layout, jax.jit(make, out_shardings=shardings)(key))
 
     def load(
         self, role: str, layout: Layout, params: Params, *, optimizer: OptimizerState | None = None, version: int = 0

@@ -44,7 +44,7 @@ class Layout:
 
     def at_use(self, weight: jax.Array, axes: Axes) -> jax.Array:
         """A weight gathered for use: constraining weights here, rather than activations alone, is what keeps XLA from
-        rematerialising activations on every device."""
+        rematerializing activations on every device."""
         return self._constrain(weight, partition_spec(axes, WEIGHTS_AT_USE))
 
     def activation(self, array: jax.Array, axes: Axes) -> jax.Array:

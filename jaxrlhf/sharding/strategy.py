@@ -1,4 +1,4 @@
-"""How one call is parallelised: its degrees over the mesh axes, its micro-batches and what it recomputes."""
+"""How one call is parallelized: its degrees over the mesh axes, its micro-batches and what it recomputes."""
 
 import dataclasses
 from typing import Literal, get_args

@@ -21,7 +21,7 @@ def test_loss_is_the_negative_log_likelihood_of_response_tokens():
 
 
 def test_step_trains_the_actor_on_the_demonstrations():
-    config = SFTConfig(SupervisedUpdate(mini_batches=2, epochs=3))
+    config = SFTConfig(update=SupervisedUpdate(mini_batches=2, epochs=3))
     roles = SimpleNamespace(actor=SimpleNamespace(train=lambda *args: args))
     results, state = sft_step(roles, sft_state(config), DEMONSTRATIONS, config)
     loss, batch, update = results["actor"]

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from safetensors.numpy import load_file
 
 from jaxrlhf.runtime.metrics import read_metrics
 from jaxrlhf.train import main
@@ -40,7 +41,6 @@ def train(tmp_path, monkeypatch, capsys):
         },
         "warm_start": {"steps": 4, "batch_size": 16, "updates_per_step": 2},
         "settings": {"actor_update": {"mini_batches": 2}, "critic_update": {"mini_batches": 2}},
-        "plan": {"actor.train": {"data": 1}, "critic.train": {"data": 1}},
         "evaluation": {"every": 2, "num_prompts": 16},
         "output": {"samples_every": 1, "num_samples": 2, "checkpoint_every": 2},
         "compilation_cache": "",
@@ -66,7 +66,7 @@ def test_a_run_leaves_everything_behind(train):
     status, out, err = train()
     assert (status, err) == (0, "")
     folder = Path("runs/latest")
-    for shown in ("Plan of the step", "data 8 on 0-7", "fsdp 2 x tensor 2", "2 updates of 8 rows, 4 a device",
+    for shown in ("Plan of the step", "data 8 on 0-7", "fsdp 2 x tensor 2 on 0-3", "2 updates of 8 rows, 4 a device",
                   "Samples", "step 3/3", "evaluation after 3 steps", "Written to", "attention", "xla"):  # fmt: skip
         assert shown in " ".join(out.split()), shown
 
@@ -74,8 +74,8 @@ def test_a_run_leaves_everything_behind(train):
     warm = [m for m in metrics if "warm_start/actor/loss" in m]
     steps = [m for m in metrics if "actor/pg_loss" in m]
     evaluations = [m for m in metrics if "eval/exact_match" in m]
-    assert [m["step"] for m in warm] == [2, 4]
-    assert [m["step"] for m in steps] == [0, 1, 2]
+    assert [m["warm_start/actor/num_updates"] for m in warm] == [2, 4]
+    assert [m["step"] for m in steps] == [1, 2, 3]
     assert [m["step"] for m in evaluations] == [0, 2, 3]
     assert all(np.isfinite(list(m.values())).all() for m in metrics)
     assert steps[0]["kl/mean"] == pytest.approx(0, abs=1e-5)
@@ -161,6 +161,9 @@ def test_bfloat16_with_scanned_and_recomputed_layers(train):
             "roles.actor.model.max_position_embeddings=12",
             r"max_position_embeddings: must hold prompt and response, 6 \+ 10",
         ),
+        ("roles.critic.model={head: scalar}", r"roles.critic.model: must be that of 'actor' but for its head"),
+        ("roles.reference={model: {preset: tiny, head: scalar}, head: lm}", r"roles.reference.head: must be that of"),
+        ("output.export=[reward]", r"output.export: must be roles with a model. Got 'reward'"),
         ("roles.critic.init=actr", r"roles.critic.init: .* Got 'actr'.*Did you mean 'actor'"),
         ("roles.actor.init=critic", r"must not start from each other in a circle"),
         ("roles.reward.function=exact_anser", r"exact_anser.*Did you mean 'exact_answer'"),
@@ -212,7 +215,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_names_the_step(train):
         "--set", "roles.critic.optimizer.learning_rate=1.0e+30", "--set", "roles.critic.optimizer.max_grad_norm=0"
     )
     assert status == 1
-    assert re.search(r"Step [012]: losses and gradient norms must be finite. Got critic/", err)
+    assert re.search(r"Step [123]: losses and gradient norms must be finite. Got critic/", err)
 
 
 QUESTIONS = [
@@ -240,6 +243,35 @@ def test_word_problems_from_a_file(train, config):
     assert "completions do not fit" not in out
     if config == "ppo_gsm8k_reward_model":
         assert "model, scalar head" in " ".join(out.split())
+        assert steps[0]["reward/score_std"] > 1e-3, "the random head of a model that is never trained says something"
+
+
+def test_supervised_training_then_an_export_then_ppo_from_it(train):
+    Path("sft.yaml").write_text(
+        yaml.safe_dump(
+            {
+                "name": "sft", "algorithm": "sft", "steps": 3, "batch_size": 16, "devices": "cpu:8",
+                "data": {"task": "arithmetic"}, "roles": {"actor": {"model": TINY, "optimizer": OPTIMIZER}},
+                "settings": {"max_new_tokens": 10, "update": {"mini_batches": 2}},
+                "plan": {"default": {"data": 2, "fsdp": 2}}, "output": {"export": ["actor"]}, "compilation_cache": "",
+            }
+        )
+    )  # fmt: skip
+    status, out, err = train(config="sft.yaml")
+    assert (status, err) == (0, "")
+    losses = [m["actor/loss"] for m in read_metrics(Path("runs/latest/metrics.jsonl"))]
+    assert len(losses) == 3 and losses[2] < losses[0]
+
+    exported = Path("runs/latest/actor").resolve()
+    status, out, err = train(
+        "--set", f"roles.actor.init={exported}", "--set", "roles.actor.model=null", "--set", "warm_start=null",
+        "--set", "roles.actor.optimizer.learning_rate=1e-20", "--set", "output.export=[actor]", "--set", "steps=1",
+    )  # fmt: skip
+    assert (status, err) == (0, ""), out
+    first, last = (load_file(folder / "model.safetensors") for folder in (exported, Path("runs/latest/actor")))
+    assert first.keys() == last.keys()
+    for name, weight in first.items():
+        np.testing.assert_array_equal(weight, last[name])
 
 
 def test_the_command_itself(tmp_path):

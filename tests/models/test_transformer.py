@@ -311,8 +311,8 @@ def test_models_that_cannot_be(fields, message):
 
 
 def test_head_dim_is_derived_or_given():
-    assert ModelConfig(hidden_size=128, num_heads=4).head_dim_ == 32
-    assert ModelConfig(hidden_size=130, num_heads=4, head_dim=24).head_dim_ == 24
+    assert ModelConfig(hidden_size=128, num_heads=4).head_size == 32
+    assert ModelConfig(hidden_size=130, num_heads=4, head_dim=24).head_size == 24
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -326,3 +326,19 @@ def test_cudnn_needs_a_gpu():
     with pytest.raises(ValueError, match=re.escape(message)):
         layers.attention_implementation(config, LAYOUT)
     assert layers.attention_implementation(ModelConfig(dtype="bfloat16"), LAYOUT) == "xla"
+
+
+@pytest.mark.parametrize(("S", "T"), [(3, 5), (4, 5), (3, 6), (4, 6)])
+def test_padding_attention_to_even_lengths_changes_nothing(S, T):
+    keys = jax.random.split(jax.random.key(0), 4)
+    q, k, v = (
+        jax.random.normal(key, (2, n, heads, 8)) for key, n, heads in zip(keys, (S, T, T), (4, 2, 2), strict=False)
+    )
+    allowed = jax.random.bernoulli(keys[3], 0.5, (2, 1, S, T)).at[..., 0].set(True)
+    padded = layers.pad_to_even(q, k, v, allowed)
+    assert all(x.shape[1] % 2 == 0 for x in padded[:3]) and padded[3].shape[2:] == (
+        padded[0].shape[1],
+        padded[1].shape[1],
+    )
+    expected = layers.full_attention(q, k, v, allowed, implementation="xla")
+    np.testing.assert_allclose(layers.full_attention(*padded, implementation="xla")[:, :S], expected, atol=1e-6)
