@@ -24,7 +24,8 @@ from jaxrlhf.models.huggingface import read_config as read_huggingface_config
 from jaxrlhf.models.layers import attention_implementation
 from jaxrlhf.models.params import num_parameters
 from jaxrlhf.planner.plan import DEFAULT, Placement, Plan, check, check_names, resolve
-from jaxrlhf.rewards.functions import call_reward, check_reward, load_reward
+from jaxrlhf.rewards.functions import RewardError, call_reward, check_reward, load_reward
+from jaxrlhf.rewards.verifiers import VERIFIERS
 from jaxrlhf.runtime.roles import FunctionRole, ModelRole, Role
 from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.strategy import Strategy
@@ -293,6 +294,13 @@ def _function_role(name: str, role: RoleConfig, table: PromptTable) -> FunctionR
     """A Python function as a role: what it gets is text, and the columns of each row."""
     function = load_reward(role.function, role.options)
     check_reward(function, [*table.other, "finished"], name=name)
+    if role.function in VERIFIERS:  # they read columns by options, so only a call tells whether every row has them
+        rows = np.arange(len(table.prompts))
+        columns = {**table.columns(rows), "finished": [True] * len(rows)}
+        try:
+            call_reward(function, list(table.prompts), [""] * len(rows), columns, name=name)
+        except RewardError as error:
+            raise ConfigError(f"roles.{name}: {error}") from error
 
     def score(rollout: Rollout) -> np.ndarray:
         rows = np.asarray(rollout.row)

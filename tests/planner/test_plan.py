@@ -287,8 +287,8 @@ def test_rows_of_the_plan():
         }
     )
     expected = [
-        ("actor.generate", "-", "data 4 on 0-3", 24, 72, "2 micro-batches of 12, 3 a device"),
-        ("actor.generate#2", "-", "one device on 0", 24, 72, "24 a device"),
+        ("actor.generate", "-", "data 4 on 0-3", 24, 168, "2 micro-batches of 12, 3 a device"),
+        ("actor.generate#2", "-", "one device on 0", 24, 168, "24 a device"),
         ("judge.scores", "actor.generate", "host", 24, 168, "-"),
         ("halve", "actor.generate", "data 2 on 0-1", 24, None, "12 a device"),
         (
