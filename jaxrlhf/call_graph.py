@@ -184,7 +184,7 @@ class CallGraph:
                 "num_rows": call.num_rows,
                 "needs": list(self.dependencies(call)),
                 "inputs": [str(ref) for ref in call.refs],
-                "settings": [repr(x) for x in jax.tree.leaves(call.args) if not isinstance(x, Ref)],
+                "settings": [_described(x) for x in jax.tree.leaves(call.args) if not isinstance(x, Ref)],
                 "outputs": [f"{ref.dtype}{list(ref.shape)}" for ref in call.output_refs],
                 "weights": call.weights,
                 "reads": call.reads,
@@ -417,6 +417,13 @@ def abstract_call(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """Shapes that `function(*args)` gives, where arrays in `args` are shapes and all else is passed as it is."""
     arrays, _, rebuild = split_args(args)
     return jax.eval_shape(lambda *arrays: function(*rebuild(list(arrays))), *arrays)
+
+
+def _described(setting: Any) -> str:
+    """A setting as text that is the same in every run."""
+    if callable(setting) and hasattr(setting, "__qualname__"):
+        return f"{setting.__module__}:{setting.__qualname__}"
+    return repr(setting)
 
 
 def _avals(args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -12,15 +12,16 @@ from pathlib import Path
 
 import jax
 
-from jaxrlhf.checkpoint.store import CheckpointError, checkpoints_of
-from jaxrlhf.config.reading import ConfigError, dump_yaml
+from jaxrlhf.checkpoint.store import CheckpointError, check_resume
+from jaxrlhf.config.reading import dump_yaml
 from jaxrlhf.config.schema import RunConfig, load_run
+from jaxrlhf.data.tokenizer import JSONTokenizer
 from jaxrlhf.planner.plan import plan_rows
 from jaxrlhf.rewards.functions import RewardError
 from jaxrlhf.runtime.assembly import Assembly, assemble
 from jaxrlhf.runtime.console import Console
 from jaxrlhf.runtime.metrics import TrainingError
-from jaxrlhf.runtime.run_folder import RunFolder, collect_versions
+from jaxrlhf.runtime.run_folder import RunFolder, check_run_folder, collect_versions
 from jaxrlhf.runtime.trainer import Outcome, Trainer
 from jaxrlhf.sharding import mesh
 
@@ -40,18 +41,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     console = Console()
     try:
-        assembly = prepare(load_run(options.config, options.set), console)
+        assembly = prepare(read(options.config, options.set), console)
         if options.dry_run:
             return 0
         execute(assembly, console)
-    except (ConfigError, InputError, RewardError, TrainingError, CheckpointError) as error:
+    except (InputError, RewardError, TrainingError, CheckpointError) as error:
         console.error(str(error))
         return 1
+    except KeyboardInterrupt:
+        console.error("Interrupted.")
+        return 130
     return 0
 
 
 class InputError(ValueError):
     """Config, data and plan do not fit together."""
+
+
+def read(name_or_path: str, overrides: Sequence[str]) -> RunConfig:
+    """The run that a config describes.
+
+    Raises:
+        InputError: The config has something wrong.
+    """
+    try:
+        return load_run(name_or_path, overrides)
+    except ValueError as error:
+        raise InputError(str(error)) from error
 
 
 def prepare(config: RunConfig, console: Console) -> Assembly:
@@ -63,7 +79,8 @@ def prepare(config: RunConfig, console: Console) -> Assembly:
     try:
         _start_jax(config)
         if config.resume != "never":
-            checkpoints_of(Path(config.resume))
+            check_resume(Path(config.resume), steps=config.steps, seed=config.seed)
+        check_run_folder(Path(config.output.folder), config.name)
         assembly = assemble(config, mesh.num_devices())
     except ValueError as error:
         raise InputError(str(error)) from error
@@ -83,8 +100,12 @@ def execute(assembly: Assembly, console: Console) -> Outcome:
         config = dataclasses.replace(config, resume=str(Path(config.resume).resolve()))
         assembly = dataclasses.replace(assembly, config=config)
     folder = RunFolder.create(Path(config.output.folder), config.name)
-    _write_assembly(assembly, folder)
-    outcome = Trainer(assembly, folder, console).run()
+    try:
+        _write_assembly(assembly, folder)
+        outcome = Trainer(assembly, folder, console).run()
+    except BaseException:
+        console.line(f"The run stopped. What it wrote until then is in {folder.path}")
+        raise
     _print_outcome(outcome, folder, console, time.perf_counter() - started)
     return outcome
 
@@ -112,6 +133,8 @@ def _write_assembly(assembly: Assembly, folder: RunFolder) -> None:
     folder.write_json("graph.json", {name: phase.graph.to_rows() for name, phase in assembly.phases.items()})
     folder.write_json("plan.json", {name: phase.plan.to_json() for name, phase in assembly.phases.items()})
     folder.write_json("versions.json", collect_versions())
+    if isinstance(assembly.table.tokenizer, JSONTokenizer):
+        assembly.table.tokenizer.save(folder.path / "tokenizer.json")
 
 
 def _print_outcome(outcome: Outcome, folder: RunFolder, console: Console, seconds: float) -> None:

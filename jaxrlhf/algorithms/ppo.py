@@ -85,17 +85,17 @@ class PPOConfig:
     critic_update: ValueUpdate = ValueUpdate()
 
     def __post_init__(self) -> None:
-        require_fraction(self.discount, "ppo.discount")
-        require_fraction(self.gae_lambda, "ppo.gae_lambda")
+        require_fraction(self.discount, "discount")
+        require_fraction(self.gae_lambda, "gae_lambda")
         if self.score_clip is not None:
-            require_positive(self.score_clip, "ppo.score_clip")
+            require_positive(self.score_clip, "score_clip")
         require(
             self.score_normalization in ("none", "batch", "running"),
-            "ppo.score_normalization",
+            "score_normalization",
             "must be none, batch or running",
             self.score_normalization,
         )
-        require_not_negative(self.missing_stop_penalty, "ppo.missing_stop_penalty")
+        require_not_negative(self.missing_stop_penalty, "missing_stop_penalty")
 
 
 class PPOState(struct.PyTreeNode):

@@ -26,6 +26,27 @@ def checkpoints_of(run_folder: Path) -> Path:
     return folder
 
 
+def check_resume(run_folder: Path, *, steps: int, seed: int) -> None:
+    """A run of so many steps can go on from the newest checkpoint of another.
+
+    Raises:
+        CheckpointError: There is none, it has a different seed, or nothing is left to do.
+    """
+    with CheckpointStore(checkpoints_of(run_folder)) as store:
+        done = store.latest()
+        assert done is not None
+        meta = store.meta(done)
+    if done >= steps:
+        raise CheckpointError(
+            f"resume: {run_folder} has done {done} steps, so steps must be more. Got {steps}. Raise it."
+        )
+    if meta["seed"] != seed:
+        raise CheckpointError(
+            f"resume: must go on with the seed of {run_folder}, {meta['seed']}, which decides data and noise. Got "
+            f"{seed}."
+        )
+
+
 class CheckpointStore:
     """The checkpoints in a folder, numbered by the steps that were done. Saving goes on beside the run."""
 
@@ -51,6 +72,10 @@ class CheckpointStore:
             steps_done, args=ocp.args.Composite(arrays=ocp.args.PyTreeSave(arrays), meta=ocp.args.JsonSave(meta))
         )
 
+    def meta(self, steps_done: int) -> dict[str, Any]:
+        """The plain data of a checkpoint."""
+        return self._manager.restore(steps_done, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
+
     def restore(self, steps_done: int, like: Any) -> tuple[Any, dict[str, Any]]:
         """The arrays, laid out as `like` says (`jax.ShapeDtypeStruct` with shardings), and the plain data.
 
@@ -62,7 +87,7 @@ class CheckpointStore:
                 f"{self._folder}: has no complete checkpoint of {steps_done} steps. Got "
                 f"{sorted(self._manager.all_steps()) or 'none'}."
             )
-        meta = self._manager.restore(steps_done, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
+        meta = self.meta(steps_done)
         self._check(steps_done, like)
         how = ocp.args.PyTreeRestore(like, restore_args=ocp.checkpoint_utils.construct_restore_args(like))
         restored = self._manager.restore(steps_done, args=ocp.args.Composite(arrays=how))
@@ -86,19 +111,25 @@ class CheckpointStore:
     def _check(self, steps_done: int, like: Any) -> None:
         """Every array that is wanted is there, as it is wanted, and no other."""
         saved = self._manager.item_metadata(steps_done)["arrays"]
-        tree = saved.tree if hasattr(saved, "tree") else saved
-        there = {
-            jax.tree_util.keystr(path): (tuple(x.shape), str(x.dtype))
-            for path, x in jax.tree_util.tree_leaves_with_path(tree)
-        }
-        wanted = {
-            jax.tree_util.keystr(path): (tuple(x.shape), str(x.dtype))
-            for path, x in jax.tree_util.tree_leaves_with_path(jax.tree.map(lambda x: x, like))
-        }
-        if len(there) != len(wanted) or sorted(there.values()) != sorted(wanted.values()):
-            differing = sorted(set(there.values()) ^ set(wanted.values()))[:3]
-            raise CheckpointError(
-                f"{self._folder}, {steps_done} steps: must hold the arrays of this run's roles and algorithm. Got "
-                f"{len(there)} for {len(wanted)}; among those that differ: {differing}. Resume with the config that "
-                "it was saved with."
-            )
+        there, wanted = _shapes(saved.tree if hasattr(saved, "tree") else saved), _shapes(like)
+        if there == wanted:
+            return
+        differing = sorted({name for name, _ in there.items() ^ wanted.items()})
+        name = differing[0]
+        raise CheckpointError(
+            f"{self._folder}, {steps_done} steps: must hold the arrays of this run's roles and algorithm. "
+            f"{len(differing)} differ, first {name}: Got {there.get(name, 'none')} for {wanted.get(name, 'none')}. "
+            "Resume with the config that it was saved with."
+        )
+
+
+def _shapes(tree: Any) -> dict[str, str]:
+    """Path -> dtype and shape, the same for any kind of container."""
+    return {
+        "/".join(str(_key_name(key)) for key in path): f"{x.dtype}{list(x.shape)}"
+        for path, x in jax.tree_util.tree_leaves_with_path(tree)
+    }
+
+
+def _key_name(key: Any) -> Any:
+    return getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))

@@ -47,9 +47,11 @@ class OptimizerConfig:
         require(0 <= self.final_fraction <= 1, "final_fraction", "must lie in [0, 1]")
         require(0 <= self.beta1 < 1, "beta1", "must lie in [0, 1)")
         require(0 <= self.beta2 < 1, "beta2", "must lie in [0, 1)")
-        require(self.eps > 0, "eps", "must be positive")
-        require(self.weight_decay >= 0, "weight_decay", "must not be negative")
-        require(self.max_grad_norm >= 0, "max_grad_norm", "must not be negative")
+        require(math.isfinite(self.eps) and self.eps > 0, "eps", "must be finite and positive")
+        for name in ("weight_decay", "max_grad_norm"):
+            require(
+                math.isfinite(getattr(self, name)) and getattr(self, name) >= 0, name, "must be finite, not negative"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,6 +119,10 @@ class EvaluationRunConfig:
     scorers: tuple[str, ...] = ("reward",)
     """Roles whose mean scores are reported, as eval/<role>."""
 
+    def __post_init__(self) -> None:
+        _require_at_least(self, 0, "every", "batch_size")
+        _require_at_least(self, 1, "num_prompts")
+
 
 @dataclasses.dataclass(frozen=True)
 class OutputConfig:
@@ -132,6 +138,9 @@ class OutputConfig:
     """Steps between checkpoints. 0: after the last step only."""
     export: tuple[str, ...] = ()
     """Roles whose last weights are written in Hugging Face's format, to the folder of that name in the run's."""
+
+    def __post_init__(self) -> None:
+        _require_at_least(self, 0, "samples_every", "num_samples", "checkpoint_every")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,6 +191,12 @@ class RunConfig:
         return int(count) if platform == "cpu" and count.isdigit() and int(count) > 0 else None
 
 
+def _require_at_least(config: Any, least: int, *names: str) -> None:
+    for name in names:
+        if getattr(config, name) < least:
+            raise ValueError(f"{name}: must be at least {least}. Got {getattr(config, name)}.")
+
+
 def load_run(name_or_path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """The run that a config file, or a shipped config, describes.
 
@@ -192,7 +207,7 @@ def load_run(name_or_path: str | Path, overrides: Sequence[str] = ()) -> RunConf
     tree = apply_overrides(tree, overrides)
     if overrides:
         where = f"{where} with --set"
-    settings = tree.pop("settings", {})
+    settings = tree.pop("settings", None) or {}
     _fill_presets(tree, where)
     _join_plan_names(tree)
     run = build(RunConfig, tree, where=where)

@@ -1,6 +1,7 @@
 """What a model is: its sizes, its variants, the precision that it computes in; and the ready-made ones."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -23,6 +24,13 @@ class RopeScaling:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(
+                f"high_freq_factor: must exceed low_freq_factor={self.low_freq_factor}. Got {self.high_freq_factor}."
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +79,9 @@ class ModelConfig:
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: must be at least 1. Got {getattr(self, name)}.")
+        _require_positive(self, "rope_theta", "norm_eps")
+        if self.head_dim < 0:
+            raise ValueError(f"head_dim: must be positive, or 0 for hidden_size / num_heads. Got {self.head_dim}.")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_kv_heads: must divide num_heads={self.num_heads}, since each key-value head serves a group of "
@@ -91,6 +102,13 @@ class ModelConfig:
     @property
     def compute_dtype(self) -> jax.typing.DTypeLike:
         return jnp.dtype(self.dtype)
+
+
+def _require_positive(config: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if not (math.isfinite(value) and value > 0):
+            raise ValueError(f"{name}: must be finite and positive. Got {value}.")
 
 
 def _llama3(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int) -> dict[str, Any]:

@@ -7,9 +7,8 @@ Letters: B sequences, P prompt columns, R the most new tokens.
     rollout = finish(prompts, state)
 
 `run` takes a state and gives one, so the sequences of a state may be parted, joined or moved to other devices between
-two
-runs. A sequence draws the same tokens in any of these cases: its noise depends on the seed, the step, the call, its id
-and the position alone.
+two runs. A sequence draws the same tokens in any of these cases: its noise depends on the seed, the step, the call, its
+id and the position alone.
 """
 
 import jax

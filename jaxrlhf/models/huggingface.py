@@ -130,6 +130,12 @@ def check_params(folder: Path, config: ModelConfig) -> None:
         _check_weights(folder, _open_weights(folder, stack), config)
 
 
+def holds_value_head(folder: Path) -> bool:
+    """Whether a checkpoint has a scalar head."""
+    with contextlib.ExitStack() as stack:
+        return _NAMES["value_head"] in _open_weights(folder, stack)
+
+
 def load_params(folder: Path, config: ModelConfig, layout: Layout | None = None) -> Params:
     """The weights of a checkpoint in float32, layers as a list.
 

@@ -237,7 +237,8 @@ def _cut(call: Call, strategy: Strategy) -> str:
         return "-"
     if call.kind == "train":
         sizes = train_sizes(call, strategy)
-        updates = f"{sizes.mini_batches} updates of {sizes.mini_batch_rows} rows"
+        plural = "s" if sizes.mini_batches > 1 else ""
+        updates = f"{sizes.mini_batches} update{plural} of {sizes.mini_batch_rows} rows"
         words.append(f"{sizes.epochs} epochs of {updates}" if sizes.epochs > 1 else updates)
         rows = sizes.mini_batch_rows
     if call.kind != "compute" and micro_batches > 1:

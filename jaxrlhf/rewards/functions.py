@@ -10,6 +10,7 @@ import importlib.util
 import inspect
 import pathlib
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
@@ -67,6 +68,13 @@ def check_reward(function: RewardFunction, columns: Iterable[str], *, name: str)
     """
     columns = list(columns)
     parameters = inspect.signature(function).parameters
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    variadic = any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters.values())
+    if not (_by_keyword(function) or variadic or sum(p.kind in positional for p in parameters.values()) >= 2):
+        raise ValueError(
+            f"Reward {name!r}: must take prompts and completions, or completions by that name. Got "
+            f"({', '.join(parameters)})."
+        )
     given = {*columns, *(ROW_ARGUMENTS if _by_keyword(function) else list(parameters)[:2])}
     for key, parameter in parameters.items():
         needed = parameter.default is inspect.Parameter.empty and parameter.kind not in (
@@ -99,8 +107,10 @@ def call_reward(
     arguments, keywords = _arguments(function, prompts, completions, columns)
     try:
         rewards = function(*arguments, **keywords)
-    except Exception as error:
-        raise RewardError(f"Reward {name!r}: must not raise. Got {type(error).__name__}: {error}") from error
+    except (Exception, SystemExit) as error:
+        raise RewardError(
+            f"Reward {name!r}: must not raise. Got {type(error).__name__}: {error}, at {_last_line(error)}."
+        ) from error
     is_list = isinstance(rewards, Sequence) and not isinstance(rewards, str | bytes)
     if not is_list and not (hasattr(rewards, "__array__") and np.ndim(rewards) > 0):
         raise RewardError(
@@ -150,8 +160,10 @@ def _import(name: str, place: str) -> ModuleType:
         raise ValueError(f"Reward {name!r}: must be in an existing file. Got {place!r}.")
     try:
         return _import_file(pathlib.Path(place)) if place.endswith(".py") else importlib.import_module(place)
-    except Exception as error:
-        raise ValueError(f"Reward {name!r}: its module must import. Got {type(error).__name__}: {error}.") from error
+    except (Exception, SystemExit) as error:
+        raise ValueError(
+            f"Reward {name!r}: its module must import. Got {type(error).__name__}: {error}, at {_last_line(error)}."
+        ) from error
 
 
 def _import_file(path: pathlib.Path) -> ModuleType:
@@ -201,6 +213,12 @@ def _finite(reward: Any) -> np.float32 | None:
     except (TypeError, ValueError, OverflowError):
         return None
     return value if np.isfinite(value) else None
+
+
+def _last_line(error: BaseException) -> str:
+    """Where an error was raised, as file:line."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{frames[-1].filename}:{frames[-1].lineno}"
 
 
 def _shorten(value: Any, limit: int = 120) -> str:

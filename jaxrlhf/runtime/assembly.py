@@ -69,7 +69,8 @@ class Assembly:
         for name, role in self.train.roles.items():
             config = self.config.roles[name]
             if isinstance(role, FunctionRole):
-                rows.append({"role": name, "what": f"function {config.function}"})
+                options = "".join(f", {key}={value}" for key, value in config.options.items())
+                rows.append({"role": name, "what": f"function {config.function}{options}"})
                 continue
             model = role.model
             rows.append(
@@ -108,6 +109,8 @@ def assemble(config: RunConfig, num_devices: int) -> Assembly:
     algorithm = load_algorithm(config.algorithm)
     table = load_prompts(config.data, config.tokenizer)
     settings = _with_stop_ids(config.settings, table.tokenizer.end_id)
+    for sampling in _samplings((settings, config.evaluation)):
+        _check_stop_ids(sampling, table)
     models = _models(config)
     _check_roles(config, algorithm.roles, models)
     _check_vocabulary(models, table)
@@ -190,7 +193,10 @@ def parse_devices(text: str, where: str) -> tuple[int, ...]:
 def _written_plan(plan: Mapping[str, PlacementConfig], num_devices: int) -> dict[str, Placement]:
     written = {DEFAULT: Placement(tuple(range(num_devices)), Strategy(data=num_devices))}
     for name, entry in plan.items():
-        strategy = Strategy(entry.data, entry.fsdp, entry.tensor, entry.micro_batches, entry.remat)
+        try:
+            strategy = Strategy(entry.data, entry.fsdp, entry.tensor, entry.micro_batches, entry.remat)
+        except ValueError as error:
+            raise ConfigError(f"plan.{name}.{error}") from error
         devices = tuple(range(strategy.num_devices))
         if entry.devices:
             devices = parse_devices(entry.devices, f"plan.{name}.devices")
@@ -343,9 +349,20 @@ def _with_stop_ids(settings: Any, end_id: int) -> Any:
     return dataclasses.replace(settings, **changed)
 
 
+def _check_stop_ids(sampling: Sampling, table: PromptTable) -> None:
+    for token in sampling.stop_ids:
+        if not 0 <= token < table.tokenizer.vocab_size:
+            raise ConfigError(
+                f"sampling.stop_ids: must be tokens of the vocabulary ({table.tokenizer.name}), 0 to "
+                f"{table.tokenizer.vocab_size - 1}. Got {token}."
+            )
+
+
 def _samplings(settings: Any) -> list[Sampling]:
     if isinstance(settings, Sampling):
         return [settings]
+    if isinstance(settings, tuple):
+        return [sampling for each in settings for sampling in _samplings(each)]
     if not dataclasses.is_dataclass(settings):
         return []
     return [s for f in dataclasses.fields(settings) for s in _samplings(getattr(settings, f.name))]

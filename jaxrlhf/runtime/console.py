@@ -58,14 +58,6 @@ class Console:
         """One line, never wrapped, so that it can be copied and searched."""
         self._out.print(self._text(text), soft_wrap=True)
 
-    def graph_table(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """The calls of a call graph, one row each; the keys are the columns."""
-        self.table("Call graph", rows)
-
-    def plan_table(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """The placements of a plan, one row per call; the keys are the columns."""
-        self.table("Plan", rows)
-
     def table(self, title: str, rows: Sequence[Mapping[str, Any]], columns: Sequence[str] | None = None) -> None:
         """A table of plain data. Without `columns`, every key is one, in order of first appearance.
 
@@ -202,7 +194,6 @@ class Progress:
         now = self._clock()
         self._recent_seconds.append((now - self._updated) / max(1, step - self._step))
         if not self._compiled and len(self._recent_seconds) > 1:
-            # The first step compiled: it says nothing of those to come.
             self._recent_seconds.popleft()
             self._compiled = True
         self._updated, self._step = now, step
@@ -212,7 +203,8 @@ class Progress:
                 f"step {step:>{len(str(self._total))}}/{self._total}",
                 *(f"{name} {_number(value, digits=3)}" for name, value in shown.items()),
                 f"{_number(seconds, digits=3)} s/step",
-                f"ETA {_duration((self._total - step) * seconds)}",
+                # the first step compiles: it says nothing of those to come
+                *([f"ETA {_duration((self._total - step) * seconds)}"] if self._compiled else []),
             ]
         )
         slowest = _breakdown(calls) if calls else ""

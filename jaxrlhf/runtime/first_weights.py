@@ -6,7 +6,7 @@ from pathlib import Path
 import jax
 
 from jaxrlhf.config.schema import RunConfig
-from jaxrlhf.models.huggingface import load_params
+from jaxrlhf.models.huggingface import holds_value_head, load_params
 from jaxrlhf.models.params import Params, declare, init_params, param_shardings, with_layers
 from jaxrlhf.reshard.reallocate import reallocate
 from jaxrlhf.runtime.assembly import Phase
@@ -57,8 +57,12 @@ def _make(executor: Executor, phase: Phase, config: RunConfig, name: str) -> Non
     source = config.roles[name].init
     if source == "random":
         executor.weights.initialize(name, layout, _key(config, name))
-    else:
-        executor.weights.load(name, layout, load_params(Path(source), role.model, layout))
+        return
+    params = load_params(Path(source), role.model, layout)
+    if role.model.head == "scalar" and not holds_value_head(Path(source)):
+        del params["value_head"]
+        params = _with_own_head(params, role, layout, _key(config, name))
+    executor.weights.load(name, layout, params)
 
 
 def _adopt(executor: Executor, phase: Phase, config: RunConfig, name: str, layout: Layout, params: Params) -> None:

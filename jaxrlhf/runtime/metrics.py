@@ -75,8 +75,8 @@ def check_finite(metrics: Mapping[str, float], *names: str, step: int) -> None:
 class MetricsWriter:
     """Writes one JSON line per step: `{"step": 3, "time": 1700000000.0, "actor/loss": 0.1, ...}`.
 
-    A value that is not finite is written as null, and its name is listed under "non_finite". Lines are appended, so
-    a resumed run goes on in the same file; steps that it repeats stand there twice.
+    A value that is not finite is written as null, and its name is listed under "non_finite". Lines are
+    appended.
     """
 
     def __init__(self, path: Path) -> None:

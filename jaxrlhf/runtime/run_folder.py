@@ -32,17 +32,8 @@ class RunFolder:
         Raises:
             ValueError: `name` is no plain file name, or `root/latest` is something other than a symlink.
         """
-        if not name or name.startswith((".", "-")) or not name.isprintable() or set(name) & set('/\\:*?"<>|'):
-            raise ValueError(
-                f"Name of the run: must be a plain file name, such as 'ppo_math'. Got {name!r}. Leave out slashes, "
-                "control characters and a leading dot or dash."
-            )
+        check_run_folder(root, name)
         latest = root / "latest"
-        if latest.exists() and not latest.is_symlink():
-            raise ValueError(
-                f"{latest}: this name is kept for a symlink to the newest run. Got a file or folder of that name. "
-                "Rename it, or choose another root."
-            )
         stem = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
         path = root / stem
         ordinal = 1
@@ -99,6 +90,30 @@ class RunFolder:
     def write_json(self, name: str, data: Any) -> None:
         """Writes plain data as strict JSON, whole or not at all."""
         self.write_text(name, json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def check_run_folder(root: Path, name: str) -> None:
+    """A run of this name can have its folder in `root`.
+
+    Raises:
+        ValueError: `name` is no plain file name, `root` cannot be a folder, or `root/latest` is no symlink.
+    """
+    if not name or name.startswith((".", "-")) or not name.isprintable() or set(name) & set('/\\:*?"<>|'):
+        raise ValueError(
+            f"Name of the run: must be a plain file name, such as 'ppo_math'. Got {name!r}. Leave out slashes, "
+            "control characters and a leading dot or dash."
+        )
+    latest = root / "latest"
+    if latest.exists() and not latest.is_symlink():
+        raise ValueError(
+            f"{latest}: this name is kept for a symlink to the newest run. Got a file or folder of that name. "
+            "Rename it, or choose another root."
+        )
+    existing = next(path for path in (root, *root.absolute().parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise ValueError(
+            f"output.folder: must be a folder that can be written to, or made. Got {str(root)!r}; {existing} is none."
+        )
 
 
 def write_atomically(path: Path, text: str) -> None:

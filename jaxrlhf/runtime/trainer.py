@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxrlhf.checkpoint.store import CheckpointStore, checkpoints_of
 from jaxrlhf.config.schema import RunConfig
+from jaxrlhf.data.tokenizer import JSONTokenizer
 from jaxrlhf.experience import LENGTH, STOP, Rollout
 from jaxrlhf.models.huggingface import save_params
 from jaxrlhf.runtime.assembly import Assembly, decode_responses
@@ -205,6 +206,8 @@ class Trainer:
                 self._executor.weights.snapshot(name)[1], role.model, self._folder.path / name, dtype=role.model.dtype,
                 end_id=tokenizer.end_id, pad_id=tokenizer.pad_id,
             )  # fmt: skip
+            if isinstance(tokenizer, JSONTokenizer):
+                tokenizer.save(self._folder.path / name / "tokenizer.json")
 
     # -- evaluation and samples ----------------------------------------------------------------------------------------
 

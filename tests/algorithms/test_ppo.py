@@ -326,13 +326,13 @@ def test_state_and_entry():
         (ValueUpdate, {"epochs": 0}, "critic_update.epochs: must be at least 1. Got 0."),
         (ValueUpdate, {"value_clip": 0.0}, "critic_update.value_clip: must be finite and positive. Got 0.0."),
         (ValueUpdate, {"coef": 0.0}, "critic_update.coef: must be finite and positive. Got 0.0."),
-        (PPOConfig, {"discount": 1.1}, "ppo.discount: must lie in [0, 1]. Got 1.1."),
-        (PPOConfig, {"gae_lambda": -0.1}, "ppo.gae_lambda: must lie in [0, 1]. Got -0.1."),
-        (PPOConfig, {"score_clip": -5.0}, "ppo.score_clip: must be finite and positive. Got -5.0."),
+        (PPOConfig, {"discount": 1.1}, "discount: must lie in [0, 1]. Got 1.1."),
+        (PPOConfig, {"gae_lambda": -0.1}, "gae_lambda: must lie in [0, 1]. Got -0.1."),
+        (PPOConfig, {"score_clip": -5.0}, "score_clip: must be finite and positive. Got -5.0."),
         (
             PPOConfig,
             {"missing_stop_penalty": -1.0},
-            "ppo.missing_stop_penalty: must be finite and not negative. Got -1.0.",
+            "missing_stop_penalty: must be finite and not negative. Got -1.0.",
         ),
     ],
 )
@@ -344,6 +344,6 @@ def test_refuses(make, settings, message):
 def test_refuses_another_normalization():
     config = PPOConfig()
     object.__setattr__(config, "score_normalization", "all")  # under test, types are checked before __post_init__
-    message = "ppo.score_normalization: must be none, batch or running. Got 'all'."
+    message = "score_normalization: must be none, batch or running. Got 'all'."
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         config.__post_init__()

@@ -115,6 +115,15 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(train):
     assert results() == whole[2:]
     assert whole[2]["kl/coef"] != whole[0]["kl/coef"], "the adaptive coefficient came along"
 
+    again = Path("runs/latest").resolve()
+    for override, message in {"steps=4": "has done 4 steps", "seed=5": "must go on with the seed of"}.items():
+        more = ("--set", "steps=9") if override.startswith("seed") else ()
+        status, _, err = train("--set", f"resume={again}", *more, "--set", override)
+        assert status == 1 and message in err
+    assert Path("runs/latest").resolve() == again, "a refused run leaves nothing"
+    status, _, err = train("--set", f"resume={again}", "--set", "steps=9", "--set", "roles.actor.model.hidden_size=64")
+    assert status == 1 and "differ, first roles/" in err
+
     # on another layout the same, up to rounding
     assert train("--set", "steps=2")[0] == 0
     plan = "plan={default: {data: 2, tensor: 2}, actor.train: {fsdp: 4}, critic.train: {fsdp: 2, devices: '6-7'}}"
@@ -163,6 +172,18 @@ def test_bfloat16_with_scanned_and_recomputed_layers(train):
         ),
         ("roles.critic.model={head: scalar}", r"roles.critic.model: must be that of 'actor' but for its head"),
         ("roles.reference={model: {preset: tiny, head: scalar}, head: lm}", r"roles.reference.head: must be that of"),
+        ("plan.default.data=0", r"plan.default.data: must be at least 1. Got 0"),
+        ("evaluation.num_prompts=0", r"evaluation.num_prompts: must be at least 1"),
+        ("settings.gae_lambda=2", r"settings.gae_lambda: must lie in \[0, 1\]. Got 2"),
+        ("name=a/b", r"Name of the run: must be a plain file name"),
+        ("output.folder=tiny.yaml", r"output.folder: must be a folder that can be written to"),
+        ("output.checkpoint_every=-3", r"output.checkpoint_every: must be at least 0. Got -3"),
+        ("roles.actor.model.head_dim=-2", r"roles.actor.model.head_dim: must be positive"),
+        ("roles.actor.model.rope_theta=-1", r"roles.actor.model.rope_theta: must be finite and positive"),
+        ("roles.actor.model.rope_scaling.factor=0", r"rope_scaling.factor: must be finite and positive"),
+        ("settings.sampling.stop_ids=[999]", r"sampling.stop_ids: must be tokens of the vocabulary .*Got 999"),
+        ("roles.reward={function: 'gc:collect'}", r"must take prompts and completions"),
+        ("roles.reward={function: 'leaves.py:reward'}", r"its module must import. Got SystemExit: 2, at .*leaves.py:2"),
         ("output.export=[reward]", r"output.export: must be roles with a model. Got 'reward'"),
         ("roles.critic.init=actr", r"roles.critic.init: .* Got 'actr'.*Did you mean 'actor'"),
         ("roles.actor.init=critic", r"must not start from each other in a circle"),
@@ -197,6 +218,7 @@ def test_bfloat16_with_scanned_and_recomputed_layers(train):
     ],
 )
 def test_what_a_user_gets_wrong_is_said_before_anything_is_written(train, override, message):
+    Path("leaves.py").write_text("import sys\nsys.exit(2)\n")
     status, _, err = train("--set", override)
     assert status == 1
     assert re.search(message, " ".join(err.split())), err
@@ -208,7 +230,16 @@ def test_a_reward_that_raises_ends_the_run_and_says_so(train):
     Path("broken.py").write_text("def reward(completions):\n    raise KeyError('oops')\n")
     status, _, err = train("--set", "roles.reward={function: 'broken.py:reward'}")
     assert status == 1
-    assert "Reward 'reward': must not raise. Got KeyError: 'oops'" in err
+    assert "Reward 'reward': must not raise. Got KeyError: 'oops', at " in err and "broken.py:2" in err
+
+
+def test_an_interrupt_is_no_traceback(train, monkeypatch):
+    def interrupted(self):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("jaxrlhf.runtime.trainer.Trainer._warm_start", interrupted)
+    status, out, err = train()
+    assert status == 130 and err == "Error: Interrupted.\n" and "is in runs/tiny-" in out
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_and_names_the_step(train):
@@ -242,6 +273,7 @@ def test_word_problems_from_a_file(train, config):
     steps = results()
     assert len(steps) == 2 and all(np.isfinite(list(m.values())).all() for m in steps)
     assert "completions do not fit" not in out
+    assert Path("runs/latest/tokenizer.json").exists()
     if config == "ppo_gsm8k_reward_model":
         assert "model, scalar head" in " ".join(out.split())
         assert steps[0]["reward/score_std"] > 1e-3, "the random head of a model that is never trained says something"
@@ -273,6 +305,11 @@ def test_supervised_training_then_an_export_then_ppo_from_it(train):
     assert first.keys() == last.keys()
     for name, weight in first.items():
         np.testing.assert_array_equal(weight, last[name])
+
+    # a reward model from a checkpoint without a scalar head is given a random one
+    reward = f"roles.reward={{init: '{exported}', head: scalar}}"
+    assert train("--set", reward, "--set", "steps=1")[0] == 0
+    assert results()[0]["reward/score_std"] > 1e-3
 
 
 def test_the_command_itself(tmp_path):

@@ -173,7 +173,9 @@ def test_load_errors(source, name, options, message):
 
 def test_a_file_that_fails_to_import_says_why(tmp_path):
     (tmp_path / "bad.py").write_text("raise KeyError('broken')")
-    with pytest.raises(ValueError, match=r"its module must import\. Got KeyError: 'broken'\.") as caught:
+    with pytest.raises(
+        ValueError, match=r"its module must import\. Got KeyError: 'broken', at .*bad\.py:1\."
+    ) as caught:
         load_reward(f"{tmp_path}/bad.py:f", {})
     assert isinstance(caught.value.__cause__, KeyError)
 
