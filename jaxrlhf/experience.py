@@ -54,6 +54,11 @@ class Rollout(struct.PyTreeNode):
     row: Int[Array, " B"]
     id: UInt[Array, " B"]
 
+    @property
+    def lengths(self) -> Int[Array, " B"]:
+        """Tokens of each response, the stop token included."""
+        return self.response.sum(axis=1)
+
 
 class PolicyOutputs(struct.PyTreeNode):
     """What a language-model head says about response tokens. Zero outside `response`."""

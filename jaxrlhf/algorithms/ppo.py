@@ -185,7 +185,7 @@ def ppo_batch(
             kl_coef, observed_kl, target=config.kl.target, horizon=config.kl.horizon, num_sequences=num_sequences
         )
 
-    lengths_B = jnp.sum(mask_BR, axis=1, dtype=jnp.float32)
+    lengths_B = rollout.lengths.astype(jnp.float32)
     metrics = {
         "reward/score_mean": jnp.mean(scores_B),
         "reward/score_std": jnp.std(scores_B),

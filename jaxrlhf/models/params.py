@@ -1,4 +1,4 @@
-"""The weights of a model. One declaration for each gives its shape, its logical axes and how it starts.
+"""The weights of a model. One declaration for each gives its shape, dtype, logical axes and how it starts.
 
 Abstract trees, shardings and arrays all follow from `declare`. The tree is
 
@@ -32,6 +32,8 @@ class Weight:
     """Logical axes, one a dim."""
     initializer: Literal["normal", "ones", "zeros"] = "normal"
     stddev: float = 0.0
+    dtype: jax.typing.DTypeLike = jnp.float32
+    """Of the master weight, which is trained; calls that do not train hold copies in the compute precision."""
 
     @property
     def size(self) -> int:
@@ -83,9 +85,9 @@ def _declare_layer(config: ModelConfig) -> dict[str, Weight]:
     return layer
 
 
-def abstract_params(config: ModelConfig, dtype: jax.typing.DTypeLike = jnp.float32, *, stacked: bool = False) -> Any:
-    """Shapes and dtypes of the weights."""
-    return _map_weights(lambda w: jax.ShapeDtypeStruct(w.shape, dtype), declare(config, stacked=stacked))
+def abstract_params(config: ModelConfig, dtype: jax.typing.DTypeLike | None = None, *, stacked: bool = False) -> Any:
+    """Shapes and dtypes of the weights: of the master weights, or of copies in another dtype."""
+    return _map_weights(lambda w: jax.ShapeDtypeStruct(w.shape, dtype or w.dtype), declare(config, stacked=stacked))
 
 
 def param_shardings(config: ModelConfig, layout: Layout, *, stacked: bool = False) -> Any:
@@ -105,11 +107,11 @@ def init_params(config: ModelConfig, key: jax.Array, *, random_value_head: bool 
 
     def initial(path: Any, weight: Weight) -> jax.Array:
         if weight.initializer == "ones":
-            return jnp.ones(weight.shape, jnp.float32)
+            return jnp.ones(weight.shape, weight.dtype)
         if weight.initializer == "zeros":
-            return jnp.zeros(weight.shape, jnp.float32)
+            return jnp.zeros(weight.shape, weight.dtype)
         own_key = jax.random.fold_in(key, zlib.crc32(jax.tree_util.keystr(path).encode()))
-        return weight.stddev * jax.random.normal(own_key, weight.shape, jnp.float32)
+        return (weight.stddev * jax.random.normal(own_key, weight.shape)).astype(weight.dtype)
 
     declared = declare(config)
     if random_value_head and config.head == "scalar":

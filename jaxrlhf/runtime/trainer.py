@@ -230,7 +230,7 @@ class Trainer:
             fetched = result.fetch()
             for name, value in fetched["scores"].items():
                 scores[name].append(value)
-            lengths.append(fetched["rollout"].response.sum(axis=1))
+            lengths.append(fetched["rollout"].lengths)
             self._write_samples(done, "held-out", fetched["rollout"], fetched["scores"])
         metrics = {f"eval/{name}": float(np.concatenate(values).mean()) for name, values in scores.items()}
         metrics["eval/response_length"] = float(np.concatenate(lengths).mean())
