@@ -139,7 +139,6 @@ def assemble(config: RunConfig, num_devices: int) -> Assembly:
 
     train = phase(algorithm.step, roles, algorithm.init_state(settings), train_rows(0), settings)
     train = dataclasses.replace(train, roles=_count_updates(train, config.steps))
-    _check_length(models, table, [call.args for call in train.graph.calls])
 
     warm_start, warnings = None, _warnings(config, table)
     if config.warm_start is not None:
@@ -167,6 +166,7 @@ def assemble(config: RunConfig, num_devices: int) -> Assembly:
 
     made = Assembly(config, table, loader, train, train_rows, warm_start, evaluation, eval_batches, tuple(warnings))
     check_names(config.plan, [p.graph for p in made.phases.values()])
+    _check_length(made, models)
     for name, model in models.items():
         made.attention(name, model)
     for name in config.output.export:
@@ -284,15 +284,18 @@ def _check_vocabulary(models: Mapping[str, ModelConfig], table: PromptTable) -> 
             )
 
 
-def _check_length(models: Mapping[str, ModelConfig], table: PromptTable, args: list[Any]) -> None:
-    new_tokens = max((arg.max_new_tokens for call in args for arg in call if isinstance(arg, Sampling)), default=0)
-    longest = table.prompt_length + new_tokens
-    for name, model in models.items():
+def _check_length(made: Assembly, models: Mapping[str, ModelConfig]) -> None:
+    """No call of any phase sees longer sequences than its model holds."""
+    calls = [call for phase in made.phases.values() for call in phase.graph.calls if call.role in models]
+    for call in calls:
+        model = models[call.role or ""]
+        columns = [ref.shape[1] for ref in (*call.refs, *call.output_refs) if ref.has_rows and ref.ndim == 2]
+        longest, prompt = max(columns, default=0), made.table.prompt_length
         if longest > model.max_position_embeddings:
             raise ConfigError(
-                f"roles.{name}.model.max_position_embeddings: must hold prompt and response, {table.prompt_length} + "
-                f"{new_tokens} tokens. Got {model.max_position_embeddings}. Lower data.max_prompt_tokens or "
-                "max_new_tokens."
+                f"roles.{call.role}.model.max_position_embeddings: must hold prompt and response, {prompt} + "
+                f"{longest - prompt} tokens in {call.name}. Got {model.max_position_embeddings}. Lower "
+                "data.max_prompt_tokens or max_new_tokens."
             )
 
 
