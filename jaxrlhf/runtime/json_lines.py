@@ -2,10 +2,11 @@
 
 import json
 import math
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TextIO
 
 
 class JsonLinesWriter:
@@ -15,17 +16,34 @@ class JsonLinesWriter:
     """
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         _mend_last_line(path)
-        # A lone surrogate, as a tokenizer may give for half a character, is written as its JSON escape.
-        self._file = path.open("a", encoding="utf-8", errors="backslashreplace", newline="\n")
+        self._file = self._open()
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Writes one line. NaN and infinity are not JSON and raise a ValueError: see `split_non_finite`."""
         self._file.write(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
         self._file.flush()
 
+    def sync(self) -> None:
+        """Returns when every line is on the disk, so that not even a machine that stops loses one."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def truncate(self, keep: Callable[[dict[str, Any]], bool]) -> int:
+        """Drops records from the file, as the function `truncate` does, and goes on writing after those that stay."""
+        self._file.close()
+        try:
+            return truncate(self._path, keep)
+        finally:
+            self._file = self._open()
+
     def close(self) -> None:
         self._file.close()
+
+    def _open(self) -> TextIO:
+        # A lone surrogate, as a tokenizer may give for half a character, is written as its JSON escape.
+        return self._path.open("a", encoding="utf-8", errors="backslashreplace", newline="\n")
 
     def __enter__(self) -> Self:
         return self
@@ -42,10 +60,50 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     Raises:
         ValueError: A line is not a JSON object.
     """
+    return [record for _, record in _lines_and_records(path)]
+
+
+def truncate(path: Path, keep: Callable[[dict[str, Any]], bool]) -> int:
+    """Drops the records for which `keep` is False, and a half-written last line. Kept lines stay as they are.
+
+    The file is replaced in one move: whoever reads it, or finds it after a kill, sees it as it was or as it becomes. No
+    writer may have it open; see `JsonLinesWriter.truncate`.
+
+    Returns:
+        How many records were dropped, the half line not counted. 0 where there is no file.
+
+    Raises:
+        ValueError: A line other than the last is not a JSON object.
+    """
+    if not path.exists():
+        return 0
+    lines = _lines_and_records(path)
+    kept = [line for line, record in lines if keep(record)]
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.writelines(line + b"\n" for line in kept)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    return len(lines) - len(kept)
+
+
+def split_non_finite(values: Mapping[str, float]) -> tuple[dict[str, float | None], list[str]]:
+    """The values with null for NaN and infinity, which JSON cannot say, and the names of those."""
+    non_finite = [name for name, value in values.items() if not math.isfinite(value)]
+    return {name: float(value) if math.isfinite(value) else None for name, value in values.items()}, non_finite
+
+
+def _lines_and_records(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
+    """All lines with what they say, without a last one that is only half there."""
     *lines, last = path.read_bytes().split(b"\n")
     if _parses(last):
         lines.append(last)
-    records = []
+    found = []
     for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
@@ -53,14 +111,8 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
             raise ValueError(f"{path}, line {number}: not JSON ({error}). Got {line[:80]!r}.") from error
         if not isinstance(record, dict):
             raise ValueError(f"{path}, line {number}: every line must be a JSON object. Got {line[:80]!r}.")
-        records.append(record)
-    return records
-
-
-def split_non_finite(values: Mapping[str, float]) -> tuple[dict[str, float | None], list[str]]:
-    """The values with null for NaN and infinity, which JSON cannot say, and the names of those."""
-    non_finite = [name for name, value in values.items() if not math.isfinite(value)]
-    return {name: float(value) if math.isfinite(value) else None for name, value in values.items()}, non_finite
+        found.append((line, record))
+    return found
 
 
 def _mend_last_line(path: Path) -> None:

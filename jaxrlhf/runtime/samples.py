@@ -1,6 +1,6 @@
 """Writes what the policy said: prompts, completions and their scores, one JSON line each."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -39,6 +39,18 @@ class SamplesWriter:
         if non_finite:
             record["non_finite"] = non_finite
         self._lines.write(record)
+
+    def sync(self) -> None:
+        """Returns when every line is on the disk. To be called before a checkpoint that counts on them."""
+        self._lines.sync()
+
+    def truncate(self, keep: Callable[[dict[str, Any]], bool]) -> int:
+        """Drops the records for which `keep` is False, such as those after the checkpoint that a run goes on from.
+
+        Returns:
+            How many.
+        """
+        return self._lines.truncate(keep)
 
     def close(self) -> None:
         self._lines.close()

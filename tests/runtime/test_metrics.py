@@ -117,3 +117,14 @@ def test_the_records_own_names_are_refused(tmp_path: Path, name: str) -> None:
         pytest.raises(ValueError, match=f"Metric '{name}': this name is the record's own"),
     ):
         writer.write(0, {name: 1.0})
+
+
+def test_what_came_after_a_checkpoint_is_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with MetricsWriter(path) as writer:
+        for step in range(4):
+            writer.write(step, {"x": math.nan})
+        writer.sync()
+        assert writer.truncate(lambda record: record["step"] <= 1) == 2
+        writer.write(2, {"x": 1.0})
+    assert [record["step"] for record in read_metrics(path)] == [0, 1, 2]
