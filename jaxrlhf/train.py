@@ -143,7 +143,7 @@ def _print_outcome(outcome: Outcome, folder: RunFolder, console: Console, second
     console.curve("reward", outcome.rewards)
     if outcome.evaluations:
         first, last = outcome.evaluations[0][1], outcome.evaluations[-1][1]
-        for name in (name for name in first if name != "eval/seconds"):
+        for name in (name for name in first if name != "timing_s/testing"):
             console.line(f"{name}: {first[name]:.3f} before, {last[name]:.3f} after")
     written = {"metrics": folder.metrics, "samples": folder.samples, "checkpoints": folder.checkpoints}
     if folder.timeline.exists():

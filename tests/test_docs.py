@@ -35,6 +35,8 @@ from jaxrlhf.models.config import PRESETS, ModelConfig, RopeScaling
 from jaxrlhf.rewards.verifiers import VERIFIERS
 from jaxrlhf.runtime.assembly import assemble
 from jaxrlhf.runtime.metrics import flatten
+from jaxrlhf.runtime.stages import timing_metrics
+from jaxrlhf.runtime.throughput import TokenCounts, throughput_metrics
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -115,6 +117,12 @@ def test_everything_that_has_a_name_is_documented(names):
     assert [name for name in names if f"`{name}`" not in text] == []
 
 
+def documented_metrics() -> list[str]:
+    """The names in docs/metrics.md, without the table that compares them with verl's."""
+    described, _, _ = METRICS.read_text().partition("\n## Names\n")
+    return [row[0].strip("`") for row in table_rows(described)]
+
+
 def test_every_metric_is_documented_and_no_other():
     names: set[str] = set()
     for overrides in ([], ["settings.kl.placement=loss"]):
@@ -123,11 +131,20 @@ def test_every_metric_is_documented_and_no_other():
         for phase, above in ((run.train, None), (run.warm_start, "warm_start")):
             results = jax.tree.map(lambda _: 0.0, phase.graph.results[0])
             names |= set(flatten({above: results} if above else results))
-    trainer = (ROOT / "jaxrlhf" / "runtime" / "trainer.py").read_text()
-    names |= set(re.findall(r'"((?:perf|data|eval)/\w+)"', trainer))
-    documented = [row[0].strip("`") for row in table_rows(METRICS.read_text())]
+        calls = [(call.name, call.kind) for call in run.train.graph.calls]
+        timings = timing_metrics({call: [(0.0, 1.0)] for call in [*calls, ("actor.logprobs", "infer")]})
+        names |= {*timings, *throughput_metrics(TokenCounts(1, 1), timings, seconds=1.0, num_devices=1)}
+    for module in ("trainer", "throughput"):
+        source = (ROOT / "jaxrlhf" / "runtime" / f"{module}.py").read_text()
+        names |= set(re.findall(r'"((?:perf|training|eval|timing_s|warm_start)/\w+)"', source))
+    documented = documented_metrics()
     assert len(set(documented)) == len(documented)
     assert {name for name in documented if "<" not in name} == names
+
+
+def test_the_names_that_differ_from_verl_s_are_names_of_ours():
+    differing = {name for row in table_rows(section(METRICS, "Names")) for name in row[0].strip("`").split("`, `")}
+    assert "kl/mean" in differing and differing <= set(documented_metrics())
 
 
 def code_blocks(page: Path, language: str) -> list[str]:

@@ -99,7 +99,7 @@ def clipped_value_loss(
         loss    = coef * max((value - return)^2, (clipped - return)^2)
 
     Metrics: `vf_loss`, with the coefficient; `vf_clipfrac`, tokens where the clipped term is the larger one, which have
-    no gradient; `values_mean`; `returns_mean`.
+    no gradient; `vpred_mean`, the mean of `values_BR`.
 
     Reference:
         Schulman et al. 2017, arXiv:1707.06347, eq. 9; the clipping, openai/baselines, ppo2/model.py.
@@ -118,7 +118,6 @@ def clipped_value_loss(
     metrics: Metrics = {
         "vf_loss": loss,
         "vf_clipfrac": masked_count(mask_BR & (clipped_BR > plain_BR)),
-        "values_mean": masked_sum(values_BR, mask_BR),
-        "returns_mean": masked_sum(returns_BR, mask_BR),
+        "vpred_mean": masked_sum(values_BR, mask_BR),
     }
     return loss, masked_count(mask_BR), metrics

@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float
 from jaxrlhf.algorithms.kl import ESTIMATORS, KLPenalty, KLTerm, adapt_kl_coef, k1
 from jaxrlhf.algorithms.losses import Loss, clipped_policy_loss, clipped_value_loss, entropy_bonus, kl_loss
 from jaxrlhf.algorithms.masked import masked_count, masked_mean, masked_sum, masked_variance, whiten
+from jaxrlhf.algorithms.reported import masked_summary, rollout_metrics, summary
 from jaxrlhf.algorithms.returns import gae
 from jaxrlhf.algorithms.rewards import Moments, no_moments, shape_scores, token_rewards
 from jaxrlhf.algorithms.settings import (
@@ -24,7 +25,7 @@ from jaxrlhf.algorithms.settings import (
     require_positive,
 )
 from jaxrlhf.call_graph import compute
-from jaxrlhf.experience import STOP, PolicyOutputs, Prompts, Rollout, Sampling
+from jaxrlhf.experience import PolicyOutputs, Prompts, Rollout, Sampling
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,9 +167,13 @@ def ppo_batch(
         rewards_BR, values_BR, mask_BR, discount=config.discount, gae_lambda=config.gae_lambda
     )
 
+    raw_advantages_BR = advantages_BR
+    if config.whiten_advantages:
+        advantages_BR = whiten(advantages_BR, mask_BR)
+
     batch: dict[str, Any] = {
         "sequences": rollout,
-        "advantages": whiten(advantages_BR, mask_BR) if config.whiten_advantages else advantages_BR,
+        "advantages": advantages_BR,
         "returns": returns_BR,
         "values": values_BR,
     }
@@ -185,25 +190,20 @@ def ppo_batch(
             kl_coef, observed_kl, target=config.kl.target, horizon=config.kl.horizon, num_sequences=num_sequences
         )
 
-    lengths_B = rollout.lengths.astype(jnp.float32)
     metrics = {
-        "reward/score_mean": jnp.mean(scores_B),
-        "reward/score_std": jnp.std(scores_B),
-        "reward/score_max": jnp.max(scores_B),
-        "reward/score_min": jnp.min(scores_B),
-        "reward/total_mean": jnp.sum(rewards_BR) / num_sequences,
+        **summary("critic/score", scores_B),
+        "critic/score/std": jnp.std(scores_B),
+        **summary("critic/rewards", jnp.sum(rewards_BR, axis=1)),
+        **masked_summary("critic/advantages", advantages_BR, mask_BR),
+        "critic/advantages/raw_mean": masked_mean(raw_advantages_BR, mask_BR),
+        "critic/advantages/raw_std": jnp.sqrt(masked_variance(raw_advantages_BR, mask_BR)),
+        **masked_summary("critic/returns", returns_BR, mask_BR),
+        **masked_summary("critic/values", values_BR, mask_BR),
+        "critic/vf_explained_var": explained_variance(values_BR, returns_BR, mask_BR),
         "kl/mean": observed_kl,
         "kl/per_token": masked_mean(log_ratio_BR, mask_BR),
         "kl/coef": state.kl_coef,
-        "response_length/mean": jnp.mean(lengths_B),
-        "response_length/max": jnp.max(lengths_B),
-        "response_length/empty": jnp.sum(lengths_B == 0, dtype=jnp.float32),
-        "finish/stop_fraction": jnp.mean(rollout.finish == STOP, dtype=jnp.float32),
-        "advantages/mean": masked_mean(advantages_BR, mask_BR),
-        "advantages/std": jnp.sqrt(masked_variance(advantages_BR, mask_BR)),
-        "values/mean": masked_mean(values_BR, mask_BR),
-        "values/explained_variance": explained_variance(values_BR, returns_BR, mask_BR),
-        "returns/mean": masked_mean(returns_BR, mask_BR),
+        **rollout_metrics(rollout),
     }
     return batch, PPOState(kl_coef=kl_coef, scores=moments), metrics
 

@@ -22,7 +22,7 @@ from jaxrlhf.planner.plan import Plan
 from jaxrlhf.reshard.reallocate import reallocate
 from jaxrlhf.runtime.programs import compute_program, generate_program, infer_program, train_program
 from jaxrlhf.runtime.roles import FunctionRole, ModelRole, Role
-from jaxrlhf.runtime.timeline import Timeline, Watcher
+from jaxrlhf.runtime.timeline import STEP, Timeline, Watcher
 from jaxrlhf.runtime.weights import WeightStore
 from jaxrlhf.sharding.layout import Layout
 
@@ -43,14 +43,15 @@ class StepResult:
 
     def fetch(self) -> Any:
         """What the step function returned beside its state, as numpy arrays. Waits for it."""
-        return self._fetch(self.graph.results[0])
+        return self.read(self.graph.results[0])
 
     def outputs(self, call_name: str) -> Any:
         """A call's outputs as numpy arrays. Waits for them."""
         (call,) = (c for c in self.graph.calls if c.name == call_name)
-        return self._fetch(call.outputs)
+        return self.read(call.outputs)
 
-    def _fetch(self, tree: Any) -> Any:
+    def read(self, tree: Any) -> Any:
+        """A tree with the arrays in place of the graph's references to them, as numpy arrays. Waits for them."""
         refs = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, Ref)]
         arrays = iter(jax.device_get([_lookup(self._values, ref) for ref in refs]))
         return jax.tree.map(lambda x: next(arrays) if isinstance(x, Ref) else x, tree)
@@ -66,32 +67,47 @@ class Executor:
         self._watcher = Watcher(self._timeline)
         self._programs: dict[Any, Callable[..., Any]] = {}
         self._in_flight: collections.deque[Leaves] = collections.deque()
+        self._at = (STEP, 0)
+        """Phase and number of the step that is being dispatched, as the timeline is to know it."""
         self._threads = concurrent.futures.ThreadPoolExecutor(max_workers=4, thread_name_prefix="function-role")
         self.weights = WeightStore({name: role for name, role in roles.items() if isinstance(role, ModelRole)})
 
-    def run(self, graph: CallGraph, plan: Plan, state: Any, data: Any, *, step: int) -> StepResult:
+    def run(
+        self,
+        graph: CallGraph,
+        plan: Plan,
+        state: Any,
+        data: Any,
+        *,
+        step: int,
+        phase: str = STEP,
+        number: int | None = None,
+    ) -> StepResult:
         """One step, dispatched.
 
         Args:
             graph: The step's calls, of one iteration.
             state: The state that the step before gave, or the first.
             data: The rows of this step.
-            step: Its number: decides, with the seed, all its noise.
+            step: Decides, with the seed, all its noise.
+            phase: The part of the run that it belongs to, for the timeline.
+            number: The step's number in the timeline, as metrics count. None: `step + 1`.
 
         Raises:
             RewardError: A function role failed, in this step.
         """
+        self._at = (phase, step + 1 if number is None else number)
         values: dict[str, Any] = {"state": jax.tree.leaves(state), "data": jax.tree.leaves(data)}
         for call in graph.calls:
             if call.kind == "host":
-                values[call.name] = self._call_host(call, values, step)
+                values[call.name] = self._call_host(call, values)
             else:
                 values[call.name] = self._call_device(call, plan, values, step)
         new_state = jax.tree.map(lambda ref: _lookup(values, ref), graph.state)
         return StepResult(graph, new_state, values)
 
     def wait(self, step: int | None = None) -> None:
-        """Until everything dispatched (of one step) is done; raises what went wrong."""
+        """Until everything dispatched (of one step, by its number) is done; raises what went wrong."""
         self._watcher.drain(step)
 
     def close(self) -> None:
@@ -99,16 +115,17 @@ class Executor:
         self._threads.shutdown(wait=True, cancel_futures=True)
         self._watcher.close()
 
-    def _call_host(self, call: Call, values: dict[str, Any], step: int) -> "concurrent.futures.Future[Leaves]":
+    def _call_host(self, call: Call, values: dict[str, Any]) -> "concurrent.futures.Future[Leaves]":
         assert call.role is not None
         role = self._roles[call.role]
         assert isinstance(role, FunctionRole)
         arrays, _, rebuild = split_args(call.args)
         inputs = [_lookup(values, ref) for ref in arrays]
+        phase, number = self._at
 
         def work() -> Leaves:
             on_host = rebuild(jax.device_get(inputs))
-            with self._timeline.host(call.plan_name, kind=call.kind, step=step):
+            with self._timeline.host(call.plan_name, kind=call.kind, step=number, phase=phase):
                 return [role.score(*on_host)]
 
         return self._threads.submit(work)
@@ -132,10 +149,10 @@ class Executor:
             program = self._program(key, lambda: compute_program(function, rebuild, rows_out, layout))
             outputs = program(arrays)
         elif call.kind == "train":
-            outputs = self._train(call, key, rebuild, has_rows, layout, noise, arrays, step)
+            outputs = self._train(call, key, rebuild, has_rows, layout, noise, arrays)
         else:
             role = self._model_role(call)
-            params = self._weights_for(call, role, layout, step)
+            params = self._weights_for(call, role, layout)
             if call.kind == "generate":
                 key, temperature = _without_temperature(call, key)
                 program = self._program(key, lambda: generate_program(role, rebuild, layout))
@@ -143,7 +160,7 @@ class Executor:
             else:
                 program = self._program(key, lambda: infer_program(role, call.method, rebuild, layout))
                 outputs = program(params, arrays)
-        self._watch(outputs, call.plan_name, call.kind, layout, step, dispatched)
+        self._watch(outputs, call.plan_name, call.kind, layout, dispatched)
         self._bound_in_flight(outputs)
         return outputs
 
@@ -156,7 +173,6 @@ class Executor:
         layout: Layout,
         noise: np.ndarray,
         arrays: Leaves,
-        step: int,
     ) -> Leaves:
         assert call.role is not None
         role = self._model_role(call)
@@ -164,19 +180,19 @@ class Executor:
         started = time.perf_counter()
         params, optimizer, moved = self.weights.take_for_training(call.role, layout)
         if moved:
-            self._watch(optimizer.num_updates + 0, f"{call.role}.reallocate", "reallocate", layout, step, started)
+            self._watch(optimizer.num_updates + 0, f"{call.role}.reallocate", "reallocate", layout, started)
         params, optimizer, metrics = program(params, optimizer, noise, arrays)
         self.weights.trained(call.role, layout, params, optimizer)
         return jax.tree.leaves(metrics)
 
-    def _weights_for(self, call: Call, role: ModelRole, layout: Layout, step: int) -> Any:
+    def _weights_for(self, call: Call, role: ModelRole, layout: Layout) -> Any:
         assert call.role is not None
         started = time.perf_counter()
         stacked = role.model.scan_layers and call.kind != "generate"
         params, moved = self.weights.for_inference(call.role, layout, stacked=stacked)
         if moved:
             # a sum, since the weights themselves may be donated to a train call before the watcher has seen them
-            self._watch(params["final_norm"] + 0, f"{call.role}.reallocate", "reallocate", layout, step, started)
+            self._watch(params["final_norm"] + 0, f"{call.role}.reallocate", "reallocate", layout, started)
         return params
 
     def _model_role(self, call: Call) -> ModelRole:
@@ -190,9 +206,12 @@ class Executor:
             self._programs[key] = build()
         return self._programs[key]
 
-    def _watch(self, arrays: Any, name: str, kind: str, layout: Layout, step: int, dispatched: float) -> None:
+    def _watch(self, arrays: Any, name: str, kind: str, layout: Layout, dispatched: float) -> None:
         first = jax.tree.leaves(arrays)[:1]
-        self._watcher.watch(first, name=name, kind=kind, devices=layout.device_ids, step=step, dispatched=dispatched)
+        phase, number = self._at
+        self._watcher.watch(
+            first, name=name, kind=kind, devices=layout.device_ids, step=number, dispatched=dispatched, phase=phase
+        )
 
     def _bound_in_flight(self, outputs: Leaves) -> None:
         self._in_flight.append(outputs)

@@ -28,8 +28,8 @@ def flatten(tree: Mapping[str, Any]) -> dict[str, float]:
 
     A key that itself contains a '/' is a complete name: whatever lies above it is dropped.
 
-    >>> flatten({"rollout": {"reward/score_mean": 0.5, "length": 31}})
-    {'reward/score_mean': 0.5, 'rollout/length': 31.0}
+    >>> flatten({"rollout": {"critic/score/mean": 0.5, "length": 31}})
+    {'critic/score/mean': 0.5, 'rollout/length': 31.0}
 
     Waits for the arrays among the leaves, and fetches them all in one transfer.
 

@@ -19,6 +19,10 @@ from typing import Any, Self
 import jax
 
 from jaxrlhf.runtime.run_folder import write_atomically
+from jaxrlhf.runtime.stages import Spans, timing_metrics
+
+STEP = "step"
+"""The phase of the steps of training, beside those of the warm start and of evaluations."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,8 +34,11 @@ class Event:
     devices: tuple[int, ...]
     """Ids of the devices that it occupied; none for work on the host."""
     step: int
+    """As metrics count: 1 is the first step."""
     start: float
     end: float
+    phase: str = STEP
+    """The part of the run that it belongs to."""
 
 
 class Timeline:
@@ -49,19 +56,20 @@ class Timeline:
         """Adds an event; past `max_events`, the oldest one is dropped."""
         with self._lock:
             if len(self._events) == self._events.maxlen:
-                dropped = self._events[0].step
+                dropped = self._events[0]
                 self._num_dropped += 1
-                self._last_dropped_step = max(dropped, self._last_dropped_step or dropped)
+                if dropped.phase == STEP:
+                    self._last_dropped_step = max(dropped.step, self._last_dropped_step or dropped.step)
             self._events.append(event)
 
     @contextlib.contextmanager
-    def host(self, name: str, *, kind: str, step: int) -> Iterator[None]:
+    def host(self, name: str, *, kind: str, step: int, phase: str = STEP) -> Iterator[None]:
         """Records what runs inside as work on the host, also where it raises."""
         start = time.perf_counter()
         try:
             yield
         finally:
-            self.record(Event(name, kind, (), step, start, time.perf_counter()))
+            self.record(Event(name, kind, (), step, start, time.perf_counter(), phase))
 
     def events(self) -> list[Event]:
         """The events that are still kept, in the order of recording."""
@@ -69,9 +77,7 @@ class Timeline:
             return list(self._events)
 
     def summary(self, step: int) -> dict[str, float]:
-        """Seconds per call of one step, as metrics named `timing_s/<call>`.
-
-        Where a call ran in pieces, the time during which at least one of them ran counts.
+        """Seconds of every stage of one step of training, as `stages.timing_metrics` names them.
 
         Raises:
             ValueError: Events as late as this step's have been dropped.
@@ -81,11 +87,11 @@ class Timeline:
                 f"Timeline of step {step}: events up to step {self._last_dropped_step} are no longer all kept. "
                 f"Got max_events={self._events.maxlen}. Raise it, or ask for the summary when the step is done."
             )
-        spans: dict[str, list[tuple[float, float]]] = {}
+        spans: dict[tuple[str, str], Spans] = {}
         for event in self.events():
-            if event.step == step:
-                spans.setdefault(event.name, []).append((event.start, event.end))
-        return {f"timing_s/{name}": _covered_seconds(spans[name]) for name in spans}
+            if event.step == step and event.phase == STEP:
+                spans.setdefault((event.name, event.kind), []).append((event.start, event.end))
+        return timing_metrics(spans)
 
     def write_chrome_trace(self, path: Path) -> None:
         """Writes a Chrome trace, which opens in ui.perfetto.dev: a row per device, and rows for the host.
@@ -116,7 +122,7 @@ class Timeline:
                     "tid": thread,
                     "ts": 1e6 * (event.start - self._origin),
                     "dur": 1e6 * (event.end - event.start),
-                    "args": {"step": event.step, "kind": event.kind},
+                    "args": {"phase": event.phase, "step": event.step, "kind": event.kind},
                 }
                 for event in row
             ]
@@ -132,6 +138,7 @@ class _Watched:
     kind: str
     devices: tuple[int, ...]
     step: int
+    phase: str
     dispatched: float
     arrays: list[Any]
     predecessors: list["_Watched"]
@@ -153,13 +160,21 @@ class Watcher:
         self._lanes: dict[tuple[int, ...], queue.SimpleQueue[_Watched | None]] = {}
         self._threads: list[threading.Thread] = []
         self._latest_on: dict[int, _Watched] = {}
-        self._num_pending: collections.Counter[int] = collections.Counter()
+        self._num_pending: collections.Counter[tuple[str, int]] = collections.Counter()
         self._error: Exception | None = None
         self._closed = False
         self._changed = threading.Condition()
 
     def watch(
-        self, arrays: Any, *, name: str, kind: str, devices: tuple[int, ...], step: int, dispatched: float
+        self,
+        arrays: Any,
+        *,
+        name: str,
+        kind: str,
+        devices: tuple[int, ...],
+        step: int,
+        dispatched: float,
+        phase: str = STEP,
     ) -> None:
         """Takes note of a call that was just dispatched. Returns at once.
 
@@ -173,9 +188,10 @@ class Watcher:
         with self._changed:
             assert not self._closed, "The watcher is closed."
             predecessors = {id(call): call for device in devices if (call := self._latest_on.get(device))}
-            call = _Watched(name, kind, devices, step, dispatched, jax.tree.leaves(arrays), list(predecessors.values()))
+            leaves = jax.tree.leaves(arrays)
+            call = _Watched(name, kind, devices, step, phase, dispatched, leaves, list(predecessors.values()))
             self._latest_on.update(dict.fromkeys(devices, call))
-            self._num_pending[step] += 1
+            self._num_pending[phase, step] += 1
             if devices not in self._lanes:
                 self._lanes[devices] = queue.SimpleQueue()
                 lane = (self._lanes[devices],)
@@ -184,9 +200,10 @@ class Watcher:
             self._lanes[devices].put(call)
 
     def drain(self, step: int | None = None) -> None:
-        """Waits until the calls of a step (of all steps) dispatched so far are in the timeline, then checks."""
+        """Waits until what was dispatched so far (of a step of training) is in the timeline, then checks."""
+        pending = self._num_pending
         with self._changed:
-            self._changed.wait_for(lambda: not (self._num_pending.total() if step is None else self._num_pending[step]))
+            self._changed.wait_for(lambda: not (pending.total() if step is None else pending[STEP, step]))
         self.check()
 
     def check(self) -> None:
@@ -230,31 +247,22 @@ class Watcher:
         try:
             jax.block_until_ready(call.arrays)
         except Exception as error:
-            error.add_note(f"This came up in call {call.name!r} of step {call.step}.")
+            error.add_note(f"This came up in call {call.name!r} of {call.phase} {call.step}.")
             failure = error
         call.end = time.perf_counter()
         if failure is None:
             start = max(call.dispatched, *(predecessor.end for predecessor in call.predecessors), 0.0)
-            self._timeline.record(Event(call.name, call.kind, call.devices, call.step, start, call.end))
+            self._timeline.record(Event(call.name, call.kind, call.devices, call.step, start, call.end, call.phase))
         # Nothing may keep the arrays alive now, nor chain every call to all those before it.
         call.arrays = []
         call.predecessors = []
         call.stamped.set()
         with self._changed:
             self._error = self._error or failure
-            self._num_pending[call.step] -= 1
-            if not self._num_pending[call.step]:
-                del self._num_pending[call.step]
+            self._num_pending[call.phase, call.step] -= 1
+            if not self._num_pending[call.phase, call.step]:
+                del self._num_pending[call.phase, call.step]
             self._changed.notify_all()
-
-
-def _covered_seconds(spans: list[tuple[float, float]]) -> float:
-    """The length of the union of intervals."""
-    covered, reached = 0.0, float("-inf")
-    for start, end in sorted(spans):
-        covered += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    return covered
 
 
 def _host_rows(events: list[Event]) -> list[list[Event]]:

@@ -23,7 +23,10 @@ from jaxrlhf.runtime.metrics import MetricsWriter, check_finite, flatten
 from jaxrlhf.runtime.roles import ModelRole
 from jaxrlhf.runtime.run_folder import RunFolder
 from jaxrlhf.runtime.samples import SamplesWriter
+from jaxrlhf.runtime.stages import stage_seconds
+from jaxrlhf.runtime.throughput import count_tokens, throughput_metrics
 from jaxrlhf.runtime.timeline import Timeline
+from jaxrlhf.sharding import mesh
 
 FINISH_NAMES = {STOP: "stop", LENGTH: "length"}
 EVALUATION_STEP = 2**32 - 1
@@ -101,10 +104,12 @@ class Trainer:
             state = phase.first_state
             for i in range(num_calls):
                 rows = self._assembly.loader.demonstrations(i, config.batch_size * config.updates_per_step, new_tokens)
-                result = executor.run(phase.graph, phase.plan, state, rows, step=WARM_START_STEP + i)
-                state = result.state
-                metrics = flatten({"warm_start": result.fetch()})
                 done = (i + 1) * config.updates_per_step
+                result = executor.run(
+                    phase.graph, phase.plan, state, rows, step=WARM_START_STEP + i, phase="warm start", number=done
+                )
+                state = result.state
+                metrics = flatten({"warm_start": result.fetch()}) | {"warm_start/step": done}
                 check_finite(metrics, step=done)
                 self._metrics.write(0, metrics)
                 progress.update(done, {"loss": metrics["warm_start/actor/loss"]})
@@ -141,33 +146,29 @@ class Trainer:
         """Read a step's metrics, check them, write them, show them."""
         done = step + 1
         metrics = flatten(result.fetch())
-        self._executor.wait(step)
+        self._executor.wait(done)
         now = time.perf_counter()
         seconds, self._reported = now - self._reported, now
-        metrics |= self._timeline.summary(step)
-        metrics |= {"perf/step_seconds": seconds, "data/epoch": self._assembly.loader.epoch(done)}
-        if "response_length/mean" in metrics:
-            tokens = metrics["response_length/mean"] * self._config.batch_size
-            metrics["perf/response_tokens_per_second"] = tokens / seconds
+        timings = self._timeline.summary(done)
+        metrics |= timings
+        metrics |= throughput_metrics(count_tokens(result), timings, seconds=seconds, num_devices=mesh.num_devices())
+        metrics |= {"training/global_step": done, "training/epoch": self._assembly.loader.epoch(done)}
         check_finite(metrics, step=done)
         self._metrics.write(done, metrics)
         self._last = metrics
-        if "reward/score_mean" in metrics:
-            self._rewards.append(metrics["reward/score_mean"])
+        if "critic/score/mean" in metrics:
+            self._rewards.append(metrics["critic/score/mean"])
         every = self._config.output.samples_every
         if every and (done == 1 or done % every == 0 or done == self._config.steps):
             self._write_step_samples(done, result)
         self._show(progress, done, metrics)
 
     def _show(self, progress: Progress, done: int, metrics: Mapping[str, float]) -> None:
-        names = {"reward": "reward/score_mean", "KL": "kl/mean", "length": "response_length/mean"}
+        names = {"reward": "critic/score/mean", "KL": "kl/mean", "length": "response_length/mean"}
         if names["reward"] not in metrics:
             names = {"loss": "actor/loss"}
         shown = {short: metrics[name] for short, name in names.items() if name in metrics}
-        calls = {
-            name.removeprefix("timing_s/"): value for name, value in metrics.items() if name.startswith("timing_s/")
-        }
-        progress.update(done, shown, calls)
+        progress.update(done, shown, stage_seconds(metrics))
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
@@ -226,7 +227,9 @@ class Trainer:
         scores: dict[str, list[np.ndarray]] = collections.defaultdict(list)
         lengths: list[np.ndarray] = []
         for batch in self._assembly.eval_batches:
-            result = self._executor.run(phase.graph, phase.plan, phase.first_state, batch, step=EVALUATION_STEP)
+            result = self._executor.run(
+                phase.graph, phase.plan, phase.first_state, batch, step=EVALUATION_STEP, phase="evaluation", number=done
+            )
             fetched = result.fetch()
             for name, value in fetched["scores"].items():
                 scores[name].append(value)
@@ -234,10 +237,10 @@ class Trainer:
             self._write_samples(done, "held-out", fetched["rollout"], fetched["scores"])
         metrics = {f"eval/{name}": float(np.concatenate(values).mean()) for name, values in scores.items()}
         metrics["eval/response_length"] = float(np.concatenate(lengths).mean())
-        metrics["eval/seconds"] = time.perf_counter() - started
+        metrics["timing_s/testing"] = time.perf_counter() - started
         self._metrics.write(done, metrics)
         self._evaluations.append((done, metrics))
-        shown = ", ".join(f"{name} {value:.3f}" for name, value in metrics.items() if name != "eval/seconds")
+        shown = ", ".join(f"{name} {value:.3f}" for name, value in metrics.items() if name != "timing_s/testing")
         self._console.line(f"evaluation after {done} steps on {sum(map(len, lengths))} held-out prompts: {shown}")
 
     def _write_step_samples(self, done: int, result: StepResult) -> None:

@@ -116,8 +116,7 @@ def test_value_loss_against_a_loop(value_clip):
     np.testing.assert_allclose(loss, total, rtol=1e-5)
     np.testing.assert_allclose(metrics["vf_loss"], total, rtol=1e-5)
     assert metrics["vf_clipfrac"] == clipped
-    np.testing.assert_allclose(metrics["values_mean"], values_BR[mask_BR].sum(), rtol=1e-4)
-    np.testing.assert_allclose(metrics["returns_mean"], returns_BR[mask_BR].sum(), rtol=1e-4)
+    np.testing.assert_allclose(metrics["vpred_mean"], values_BR[mask_BR].sum(), rtol=1e-4)
 
 
 def test_value_gradient_is_zero_exactly_where_clipped():

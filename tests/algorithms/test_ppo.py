@@ -96,24 +96,30 @@ def test_batch_against_a_loop():
     log_ratio_BR = np.where(mask_BR, inputs["rollout"].logprobs - inputs["reference_BR"], 0.0)
     kept = advantages_BR[mask_BR]
     want = {
-        "reward/score_mean": 1.5,
-        "reward/score_std": np.sqrt(21 / 4),
-        "reward/score_max": 4.0,
-        "reward/score_min": -2.0,
-        "reward/total_mean": total_B.mean(),
+        "critic/score/mean": 1.5,
+        "critic/score/std": np.sqrt(21 / 4),
+        "critic/score/max": 4.0,
+        "critic/score/min": -2.0,
+        **{f"critic/rewards/{name}": getattr(total_B, name)() for name in ("mean", "max", "min")},
         "kl/mean": log_ratio_BR.sum() / 4,
         "kl/per_token": log_ratio_BR.sum() / 11,
         "kl/coef": 0.5,
         "response_length/mean": 11 / 4,
         "response_length/max": 5.0,
-        "response_length/empty": 1.0,
-        "finish/stop_fraction": 0.75,
-        "advantages/mean": kept.mean(),
-        "advantages/std": kept.std(),
-        "values/mean": values_BR[mask_BR].mean(),
-        "values/explained_variance": 1 - kept.var() / (kept + values_BR[mask_BR]).var(),
-        "returns/mean": (kept + values_BR[mask_BR]).mean(),
+        "response_length/min": 0.0,
+        "response_length/clip_ratio": 0.25,
+        "response/aborted_ratio": 0.25,
+        "prompt_length/mean": 2.0,
+        "prompt_length/max": 2.0,
+        "prompt_length/min": 2.0,
+        "critic/advantages/raw_mean": kept.mean(),
+        "critic/advantages/raw_std": kept.std(),
+        "critic/vf_explained_var": 1 - kept.var() / (kept + values_BR[mask_BR]).var(),
     }
+    tokens_of = {"advantages": kept, "values": values_BR[mask_BR], "returns": kept + values_BR[mask_BR]}
+    for quantity, x in tokens_of.items():
+        want |= {f"critic/{quantity}/mean": x.mean(), f"critic/{quantity}/max": x.max()}
+        want |= {f"critic/{quantity}/min": x.min()}
     assert set(metrics) == set(want)
     for name, value in metrics.items():
         assert value.shape == () and value.dtype == jnp.float32, name
@@ -126,7 +132,9 @@ def test_advantages_are_whitened_over_the_batch_and_returns_are_not():
     want_BR = whiten(plain["advantages"], plain["sequences"].response)
     np.testing.assert_allclose(white["advantages"], want_BR, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(white["returns"], plain["returns"], rtol=1e-6)
-    assert abs(float(metrics["advantages/std"]) - 1.0) > 0.1  # measured before whitening
+    assert abs(float(metrics["critic/advantages/raw_std"]) - 1.0) > 0.1  # measured before whitening
+    np.testing.assert_allclose(metrics["critic/advantages/mean"], 0.0, atol=1e-6)  # the others after it
+    np.testing.assert_allclose(metrics["critic/advantages/max"], np.max(want_BR), rtol=1e-5)
 
 
 def test_the_coefficient_is_the_state_s():
@@ -155,14 +163,14 @@ def test_rewards_are_penalized_by_the_chosen_estimator_and_k1_is_reported():
     log_ratio_BR = np.where(inputs["rollout"].response, inputs["rollout"].logprobs - inputs["reference_BR"], 0.0)
     difference = 0.5 * np.sum(log_ratio_BR - 0.5 * np.square(log_ratio_BR)) / B
     assert abs(difference) > 0.01
-    np.testing.assert_allclose(by_k2["reward/total_mean"] - by_k1["reward/total_mean"], difference, rtol=1e-4)
+    np.testing.assert_allclose(by_k2["critic/rewards/mean"] - by_k1["critic/rewards/mean"], difference, rtol=1e-4)
     assert by_k2["kl/mean"] == by_k1["kl/mean"]
 
 
 def test_scores_are_clipped():
     (plain, _, _), (clipped, _, metrics) = run(PLAIN), run(dataclasses.replace(PLAIN, score_clip=3.0))
     np.testing.assert_allclose((clipped["advantages"] - plain["advantages"])[2, 3], -1.0, rtol=1e-5)
-    assert metrics["reward/score_max"] == 4.0  # as the reward gave it
+    assert metrics["critic/score/max"] == 4.0  # as the reward gave it
 
 
 @pytest.mark.parametrize("placement", ["reward", "loss"])
@@ -180,7 +188,7 @@ def test_running_moments_are_carried():
     np.testing.assert_allclose(state.scores.mean, 1.5)
     _, state, _ = run(config, state)
     assert state.scores.count == 8
-    assert metrics["reward/score_mean"] == 1.5  # as the reward gave it
+    assert metrics["critic/score/mean"] == 1.5  # as the reward gave it
 
 
 def test_missing_stop_penalty_falls_on_cut_off_responses():

@@ -76,9 +76,9 @@ def test_run_is_worth_comparing(expected):
     assert metrics[0]["kl/mean"] == pytest.approx(0.0, abs=1e-4)
     assert abs(metrics[-1]["kl/mean"]) > 1e-3, "the actor's weights moved"
     assert metrics[-1]["kl/coef"] != metrics[0]["kl/coef"]
-    assert metrics[-1]["critic/values_mean"] != metrics[0]["critic/values_mean"]
-    assert 0.1 < metrics[0]["finish/stop_fraction"] < 1.0, "responses of different lengths"
-    assert metrics[0]["reward/score_std"] > 0
+    assert metrics[-1]["critic/vpred_mean"] != metrics[0]["critic/vpred_mean"]
+    assert 0.0 < metrics[0]["response_length/clip_ratio"] < 0.9, "responses of different lengths"
+    assert metrics[0]["critic/score/std"] > 0
     assert all(m["rollout/logprob_gap_max"] < 1e-4 for m in metrics)
 
 
@@ -89,7 +89,7 @@ def test_plan_does_not_change_the_result(plan, expected, tmp_path):
     assert [s["completion"] for s in samples] == [s["completion"] for s in expected_samples]
     for got, want in zip(metrics, expected_metrics, strict=True):
         compared = [
-            n for n in want if not n.startswith(("time", "timing_s/", "perf/")) and n != "rollout/logprob_gap_max"
+            n for n in want if not n.startswith(("time", "timing_", "perf/")) and n != "rollout/logprob_gap_max"
         ]
         assert "actor/grad_norm" in compared and "critic/vf_loss" in compared and "kl/mean" in compared
         for name in compared:

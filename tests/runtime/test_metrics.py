@@ -15,14 +15,14 @@ from jaxrlhf.runtime.metrics import MetricsWriter, TrainingError, check_finite, 
 
 def test_flatten_joins_keys_and_keeps_complete_names() -> None:
     tree = {
-        "rollout": {"reward/score_mean": jnp.float32(0.5), "length": jnp.int32(31), "deep": {"er": np.float64(2)}},
+        "rollout": {"critic/score/mean": jnp.float32(0.5), "length": jnp.int32(31), "deep": {"er": np.float64(2)}},
         "actor": {"loss": 1.5, "reward/kl": {"max": 3, "other/name": True}},
         "critic": {},
         "seconds": jnp.bfloat16(0.25),
     }
     flat = flatten(tree)
     assert flat == {
-        "reward/score_mean": 0.5,
+        "critic/score/mean": 0.5,
         "rollout/length": 31.0,
         "rollout/deep/er": 2.0,
         "actor/loss": 1.5,
@@ -30,7 +30,7 @@ def test_flatten_joins_keys_and_keeps_complete_names() -> None:
         "other/name": 1.0,
         "seconds": 0.25,
     }
-    assert list(flat)[:3] == ["reward/score_mean", "rollout/length", "rollout/deep/er"]
+    assert list(flat)[:3] == ["critic/score/mean", "rollout/length", "rollout/deep/er"]
     assert {type(value) for value in flat.values()} == {float}
 
 

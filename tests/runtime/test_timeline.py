@@ -228,22 +228,44 @@ def test_a_deleted_output_is_an_error_not_a_silent_gap() -> None:
         watch(watcher, array, "a", (0,), 0.0)
 
 
-def test_summary_is_seconds_per_call_of_one_step() -> None:
+def test_summary_is_seconds_per_stage_of_one_step() -> None:
     timeline = Timeline()
     for event in (
-        Event("generate", "generate", (0,), 1, 10.0, 12.0),
-        Event("train", "train", (0,), 1, 12.0, 12.5),
-        # Three pieces: two that overlap, one apart.
-        Event("infer", "infer", (0,), 1, 20.0, 22.0),
-        Event("infer", "infer", (1,), 1, 21.0, 24.0),
-        Event("infer", "infer", (2,), 1, 21.5, 21.75),
-        Event("infer", "infer", (0,), 1, 30.0, 31.0),
-        Event("train", "train", (0,), 2, 40.0, 41.0),
+        Event("actor.generate", "generate", (0,), 1, 10.0, 12.0),
+        Event("actor.train", "train", (0,), 1, 12.0, 12.5),
+        Event("actor.generate", "generate", (0,), 1, 14.0, 19.0, "evaluation"),
+        # Four pieces: two that overlap, one within another, one apart.
+        Event("critic.values", "infer", (0,), 1, 20.0, 22.0),
+        Event("critic.values", "infer", (1,), 1, 21.0, 24.0),
+        Event("critic.values", "infer", (2,), 1, 21.5, 21.75),
+        Event("critic.values", "infer", (0,), 1, 30.0, 31.0),
+        Event("actor.train", "train", (0,), 2, 40.0, 41.0),
     ):
         timeline.record(event)
-    assert timeline.summary(1) == {"timing_s/generate": 2.0, "timing_s/train": 0.5, "timing_s/infer": 5.0}
-    assert timeline.summary(2) == {"timing_s/train": 1.0}
+    assert timeline.summary(1) == {"timing_s/gen": 2.0, "timing_s/update_actor": 0.5, "timing_s/values": 5.0}
+    assert timeline.summary(2) == {"timing_s/update_actor": 1.0}
     assert timeline.summary(3) == {}
+
+
+def test_a_step_waits_for_its_own_calls_and_not_for_those_of_an_evaluation_of_that_number() -> None:
+    timeline = Timeline()
+    trained, evaluated = Result(), Result()
+    with Watcher(timeline) as watcher:
+        watch(watcher, trained, "a.values", (0,), 0.0, step=3)
+        watcher.watch([evaluated], name="a", kind="infer", devices=(1,), step=3, dispatched=0.0, phase="evaluation")
+        trained.complete()
+        watcher.drain(3)
+        assert list(timeline.summary(3)) == ["timing_s/values"]
+        evaluated.complete()
+        watcher.drain()
+    assert [event.phase for event in timeline.events()] == ["step", "evaluation"]
+
+
+def test_dropped_evaluations_do_not_count_as_dropped_steps() -> None:
+    timeline = Timeline(max_events=1)
+    timeline.record(Event("a", "infer", (0,), 9, 0.0, 1.0, "evaluation"))
+    timeline.record(Event("a", "infer", (0,), 1, 1.0, 2.0))
+    assert timeline.summary(1) == {"timing_s/a": 1.0}
 
 
 def test_host_work_is_recorded_with_its_own_times(clock: Clock) -> None:
@@ -287,7 +309,7 @@ def test_chrome_trace_has_a_row_per_device_and_rows_for_the_host(tmp_path: Path,
     assert sorted(name_of[span["tid"]] for span in trained) == ["device 0", "device 3"]
     for span in trained:
         assert (span["ts"], span["dur"]) == (500_000.0, 500_000.0)
-        assert span["args"] == {"step": 7, "kind": "train"}
+        assert span["args"] == {"phase": "step", "step": 7, "kind": "train"}
     # Spans of one row must not overlap, or viewers misdraw them.
     rewarded = {span["ts"]: span["tid"] for span in spans if span["name"] == "reward"}
     assert rewarded[1e6] == rewarded[3e6] != rewarded[2e6]

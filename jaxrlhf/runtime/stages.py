@@ -1,0 +1,100 @@
+"""The stages of a step: which calls make one up, under the names that verl gives them, and how long each took.
+
+A stage is all calls of one purpose: generation, the reference's log-probabilities, the updates of a role. Their names
+are the same for every algorithm, so that runs can be laid beside one another, also beside verl's.
+"""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+TIMING = "timing_s/"
+
+Spans = list[tuple[float, float]]
+"""Beginnings and ends, in seconds."""
+
+
+def stage_of(name: str, kind: str) -> str:
+    """The stage that a call belongs to.
+
+    >>> [stage_of(name, kind) for name, kind in (("actor.generate#2", "generate"), ("critic.train", "train"))]
+    ['gen', 'update_critic']
+
+    Args:
+        name: As a plan speaks of it: 'actor.generate', or the function's name of a `compute` call.
+        kind: That of the call, or 'reallocate'.
+    """
+    role, _, method = name.partition("#")[0].partition(".")
+    if kind == "generate":
+        return "gen"
+    if kind == "compute":
+        return "adv"
+    if kind == "train":
+        return f"update_{role}"
+    if kind == "reallocate":
+        return f"reallocate_{role}"
+    if method == "scores":
+        return "reward"
+    if method in ("logprobs", "policy"):
+        return {"reference": "ref", "actor": "old_log_prob"}.get(role, f"log_prob_{role}")
+    return method or role
+
+
+def timing_metrics(spans_of: Mapping[tuple[str, str], Spans]) -> dict[str, float]:
+    """Seconds of every stage, as `timing_s/<stage>`: the time during which at least one of its calls ran.
+
+    Where several calls make up a stage, each is there by itself too, as `timing_s/<stage>/<call>`.
+
+    Args:
+        spans_of: (name, kind) of a call -> when it ran, in as many pieces as it was cut into.
+    """
+    stages: dict[str, dict[str, Spans]] = {}
+    for (name, kind), spans in spans_of.items():
+        stages.setdefault(stage_of(name, kind), {})[name] = spans
+    metrics = {}
+    for stage, calls in stages.items():
+        metrics[f"{TIMING}{stage}"] = _covered_seconds([span for spans in calls.values() for span in spans])
+        if len(calls) > 1:
+            metrics |= {f"{TIMING}{stage}/{name}": _covered_seconds(spans) for name, spans in calls.items()}
+    return metrics
+
+
+def stage_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Stage -> seconds, from a step's metrics. Without the step as a whole, and without single calls of a stage."""
+    named = {name.removeprefix(TIMING): value for name, value in metrics.items() if name.startswith(TIMING)}
+    return {stage: seconds for stage, seconds in named.items() if stage != "step" and "/" not in stage}
+
+
+def time_rows(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Where the time of a run went, the longest stage first: rows for a table, from the records of its metrics.
+
+    Medians, so that the steps that compiled do not weigh. Stages that overlap add up to more than the step.
+    """
+    steps = [record for record in records if f"{TIMING}step" in record]
+    if not steps:
+        return []
+    whole = statistics.median(record[f"{TIMING}step"] for record in steps)
+    seconds_of: dict[str, list[tuple[float, int]]] = {}
+    for record in steps:
+        for stage, seconds in stage_seconds(record).items():
+            seconds_of.setdefault(stage, []).append((seconds, record["step"]))
+    rows = []
+    for stage, timed in seconds_of.items():
+        median = statistics.median(seconds for seconds, _ in timed)
+        longest, at = max(timed)
+        share = f"{100 * median / whole:.0f} %" if whole > 0 and math.isfinite(median) else ""
+        rows.append(
+            {"stage": stage, "seconds": median, "of the step": share, "longest": longest, "at step": at}
+            | ({"steps": len(timed)} if len(timed) < len(steps) else {"steps": "all"})
+        )
+    return sorted(rows, key=lambda row: -row["seconds"])
+
+
+def _covered_seconds(spans: Spans) -> float:
+    """The length of the union of intervals."""
+    covered, reached = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        covered += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return covered

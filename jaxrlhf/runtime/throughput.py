@@ -1,0 +1,61 @@
+"""How many tokens a step worked on, and how fast."""
+
+import dataclasses
+from collections.abc import Mapping
+
+import numpy as np
+
+from jaxrlhf.runtime.executor import StepResult
+from jaxrlhf.runtime.stages import stage_seconds
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenCounts:
+    """Tokens of a step's sequences, padding not counted."""
+
+    prompt: int
+    response: int
+
+    @property
+    def total(self) -> int:
+        return self.prompt + self.response
+
+
+def count_tokens(result: StepResult) -> TokenCounts:
+    """The tokens of every rollout of a step; of its data, where it generates none. Waits for them.
+
+    A graph of another kind, whose data are no sequences, has no tokens.
+    """
+    rollouts = [call.outputs for call in result.graph.calls if call.kind == "generate"]
+    sequences = rollouts or [result.graph.inputs["data"]]
+    masks = [(x.mask, x.response) for x in sequences if hasattr(x, "mask") and hasattr(x, "response")]
+    counted = [(int(np.sum(mask)), int(np.sum(response))) for mask, response in result.read(masks)]
+    response = sum(response for _, response in counted)
+    return TokenCounts(prompt=sum(both for both, _ in counted) - response, response=response)
+
+
+def throughput_metrics(
+    tokens: TokenCounts, timings: Mapping[str, float], *, seconds: float, num_devices: int
+) -> dict[str, float]:
+    """How fast a step was.
+
+    Args:
+        timings: The step's metrics `timing_s/<stage>`.
+        seconds: Wall time of the whole step.
+        num_devices: Devices of the run, idle ones too.
+
+    Returns:
+        `perf/...`, `timing_s/step` and `timing_per_token_ms/<stage>`: generation over response tokens, everything else
+        that works on whole sequences over all tokens.
+    """
+    metrics = {
+        "timing_s/step": seconds,
+        "perf/time_per_step": seconds,
+        "perf/total_num_tokens": float(tokens.total),
+        "perf/throughput": tokens.total / (seconds * num_devices),
+    }
+    for stage, stage_time in stage_seconds(timings).items():
+        num_tokens = tokens.response if stage == "gen" else tokens.total
+        if num_tokens and stage != "reward" and not stage.startswith("reallocate_"):
+            metrics[f"timing_per_token_ms/{stage}"] = 1e3 * stage_time / num_tokens
+    return metrics
