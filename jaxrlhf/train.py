@@ -5,6 +5,9 @@ python -m jaxrlhf.train --config NAME_OR_PATH [--set a.b=c ...] [--dry-run]
 
 import argparse
 import dataclasses
+import itertools
+import json
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -12,42 +15,55 @@ from pathlib import Path
 
 import jax
 
-from jaxrlhf.checkpoint.store import CheckpointError, check_resume
+from jaxrlhf.checkpoint.store import CheckpointError
 from jaxrlhf.config.reading import dump_yaml
 from jaxrlhf.config.schema import RunConfig, load_run
 from jaxrlhf.data.tokenizer import JSONTokenizer
 from jaxrlhf.planner.plan import plan_rows
 from jaxrlhf.rewards.functions import RewardError
 from jaxrlhf.runtime.assembly import Assembly, assemble
+from jaxrlhf.runtime.checkpoints import check_checkpoint
 from jaxrlhf.runtime.console import Console
+from jaxrlhf.runtime.interruption import RunStopped, StopRequest
 from jaxrlhf.runtime.metrics import TrainingError
-from jaxrlhf.runtime.run_folder import RunFolder, check_run_folder, collect_versions
+from jaxrlhf.runtime.recovery import ResumePoint, find_resume_point
+from jaxrlhf.runtime.run_folder import RunFolder, RunFolderError, check_run_folder, collect_versions
 from jaxrlhf.runtime.trainer import Outcome, Trainer
 from jaxrlhf.sharding import mesh
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line. Returns the exit status: 0, or 1 after an error that the user can mend."""
+    """The command line.
+
+    Returns:
+        The exit status: 0; 1 after an error that the user can mend; 143 or 130 where SIGTERM or Ctrl-C asked the run to
+        stop, and it has saved. Started again with `--resume auto`, it goes on.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m jaxrlhf.train", description="Train a language model from feedback."
     )
-    parser.add_argument(
-        "--config", required=True, metavar="NAME_OR_PATH", help="a shipped config's name, or a YAML file"
-    )
+    parser.add_argument("--config", metavar="NAME_OR_PATH", help="a shipped config's name, or a YAML file")
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="override a value, as in steps=20"
+    )
+    parser.add_argument(
+        "--resume",
+        metavar="auto|PATH",
+        help="go on with a run: the same as --set resume=...; a run's folder has its config",
     )
     parser.add_argument("--dry-run", action="store_true", help="check everything, print graph and plan, and stop")
     options = parser.parse_args(arguments)
     console = Console()
     try:
-        assembly = prepare(read(options.config, options.set), console)
-        if options.dry_run:
-            return 0
-        execute(assembly, console)
+        run = prepare(_read_options(options), console)
+        if not options.dry_run:
+            execute(run, console)
     except (InputError, RewardError, TrainingError, CheckpointError) as error:
         console.error(str(error))
         return 1
+    except RunStopped as stopped:
+        console.line(f"{stopped} Start it again with --resume auto to go on.")
+        return stopped.exit_status
     except KeyboardInterrupt:
         console.error("Interrupted.")
         return 130
@@ -70,44 +86,78 @@ def read(name_or_path: str, overrides: Sequence[str]) -> RunConfig:
         raise InputError(str(error)) from error
 
 
-def prepare(config: RunConfig, console: Console) -> Assembly:
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A run that is checked and ready to start."""
+
+    assembly: Assembly
+    resume: ResumePoint | None
+    """Where it goes on. None: it is a new run."""
+
+
+def prepare(config: RunConfig, console: Console) -> Run:
     """Check a run and print what it is going to do. Compiles and writes nothing.
 
     Raises:
-        InputError: Something in config, data or plan does not fit.
+        InputError: Something in config, data, plan or the checkpoint to go on from does not fit.
     """
     try:
         _start_jax(config)
-        if config.resume != "never":
-            check_resume(Path(config.resume), steps=config.steps, seed=config.seed)
         check_run_folder(Path(config.output.folder), config.name)
+        resume = find_resume_point(config)
         assembly = assemble(config, mesh.num_devices())
+        if resume is not None and resume.position is not None:
+            check_checkpoint(resume, assembly)
     except ValueError as error:
         raise InputError(str(error)) from error
     _print_assembly(assembly, console)
-    return assembly
+    for note in resume.notes if resume is not None else ():
+        console.line(f"Note: {note}")
+    return Run(assembly, resume)
 
 
-def execute(assembly: Assembly, console: Console) -> Outcome:
-    """Run what was prepared, in a folder of its own.
+def execute(run: Run, console: Console) -> Outcome:
+    """Run what was prepared, in a folder of its own or in that of the run which it goes on with.
 
     Raises:
         RewardError, TrainingError, CheckpointError: The run could not go on.
+        RunStopped: It was asked to stop, and has saved.
     """
     started = time.perf_counter()
-    config = assembly.config
-    if config.resume != "never":  # before `latest` comes to mean the new run
-        config = dataclasses.replace(config, resume=str(Path(config.resume).resolve()))
-        assembly = dataclasses.replace(assembly, config=config)
-    folder = RunFolder.create(Path(config.output.folder), config.name)
+    config, resume = run.assembly.config, run.resume
+    if resume is None or resume.is_branch:
+        folder = RunFolder.create(Path(config.output.folder), config.name)
+    else:
+        folder = resume.folder
     try:
-        _write_assembly(assembly, folder)
-        outcome = Trainer(assembly, folder, console).run()
+        with folder.locked(), StopRequest() as stop:
+            folder.become_latest()
+            _write_assembly(run, folder)
+            outcome = Trainer(run.assembly, folder, console, resume=resume, stop=stop).run()
+            folder.write_json("outcome.json", outcome.to_json())
+    except RunFolderError as error:
+        raise InputError(str(error)) from error
     except BaseException:
         console.line(f"The run stopped. What it wrote until then is in {folder.path}")
         raise
     _print_outcome(outcome, folder, console, time.perf_counter() - started)
     return outcome
+
+
+def _read_options(options: argparse.Namespace) -> RunConfig:
+    """The config that the command line names, with what it sets.
+
+    Raises:
+        InputError: There is none, or something in it is wrong.
+    """
+    overrides = [*options.set, *([f"resume={json.dumps(options.resume)}"] if options.resume else [])]
+    if options.config is not None:
+        return read(options.config, overrides)
+    folder = Path(options.resume or "")
+    for path in (folder, *folder.parents[:3]):  # a run's folder, or a checkpoint in it
+        if options.resume and (path / "config.yaml").is_file():
+            return read(str(path / "config.yaml"), overrides)
+    raise InputError("--config: required, unless --resume names the folder of a run. Got neither.")
 
 
 def _start_jax(config: RunConfig) -> None:
@@ -128,13 +178,21 @@ def _print_assembly(assembly: Assembly, console: Console) -> None:
         console.line(f"Note: {warning}")
 
 
-def _write_assembly(assembly: Assembly, folder: RunFolder) -> None:
-    folder.write_text("config.yaml", dump_yaml(assembly.config))
+def _write_assembly(run: Run, folder: RunFolder) -> None:
+    """What a run is, in its folder. A config that is no longer true is kept beside the new one."""
+    assembly = run.assembly
+    # started from this file, a run is a new one, unless the user's own config says otherwise
+    resume = "auto" if assembly.config.resume == "auto" else "never"
+    text = dump_yaml(dataclasses.replace(assembly.config, resume=resume))
+    if folder.config.exists() and folder.config.read_text(encoding="utf-8") != text:
+        kept = next(name for i in itertools.count(1) if not (name := folder.path / f"config.{i}.yaml").exists())
+        shutil.copyfile(folder.config, kept)
     folder.write_json("graph.json", {name: phase.graph.to_rows() for name, phase in assembly.phases.items()})
     folder.write_json("plan.json", {name: phase.plan.to_json() for name, phase in assembly.phases.items()})
     folder.write_json("versions.json", collect_versions())
     if isinstance(assembly.table.tokenizer, JSONTokenizer):
         assembly.table.tokenizer.save(folder.path / "tokenizer.json")
+    folder.write_text("config.yaml", text)  # last: with it, the folder is that of a run
 
 
 def _print_outcome(outcome: Outcome, folder: RunFolder, console: Console, seconds: float) -> None:
@@ -143,8 +201,10 @@ def _print_outcome(outcome: Outcome, folder: RunFolder, console: Console, second
     console.curve("reward", outcome.rewards)
     if outcome.evaluations:
         first, last = outcome.evaluations[0][1], outcome.evaluations[-1][1]
-        for name in (name for name in first if name != "timing_s/testing"):
+        for name in (name for name in first if name.startswith("eval/")):
             console.line(f"{name}: {first[name]:.3f} before, {last[name]:.3f} after")
+    if outcome.best is not None and outcome.best[0] < outcome.steps:
+        console.line(f"best after {outcome.best[0]} steps: {outcome.best[1]:.3f}")
     written = {"metrics": folder.metrics, "samples": folder.samples, "checkpoints": folder.checkpoints}
     if folder.timeline.exists():
         written["timeline"] = folder.timeline

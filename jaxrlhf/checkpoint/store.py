@@ -1,58 +1,39 @@
-"""Checkpoints of a run: arrays in whatever layout they are, and a little plain data, saved by Orbax as one whole."""
+"""Checkpoints in a folder: arrays in whatever layout they are, and a little plain data, saved by Orbax as one whole.
 
+A checkpoint appears under its number in one move when all of it is on disk. What a kill leaves half written lies under
+another name, is never read, and is removed by the next writer.
+"""
+
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
 import jax
 import orbax.checkpoint as ocp
+from orbax.checkpoint import checkpoint_managers
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that is not there, or not of this run."""
-
-
-def checkpoints_of(run_folder: Path) -> Path:
-    """Where the checkpoints of another run are.
-
-    Raises:
-        CheckpointError: The folder is not that of a run, or the run left no complete checkpoint.
-    """
-    folder = run_folder / "checkpoints"
-    if not folder.is_dir():
-        raise CheckpointError(f"resume: must be the folder of a run, with checkpoints in it. Got {str(run_folder)!r}.")
-    with CheckpointStore(folder) as store:
-        if store.latest() is None:
-            raise CheckpointError(f"resume: {folder} has no complete checkpoint. Start with resume=never.")
-    return folder
-
-
-def check_resume(run_folder: Path, *, steps: int, seed: int) -> None:
-    """A run of so many steps can go on from the newest checkpoint of another.
-
-    Raises:
-        CheckpointError: There is none, it has a different seed, or nothing is left to do.
-    """
-    with CheckpointStore(checkpoints_of(run_folder)) as store:
-        done = store.latest()
-        assert done is not None
-        meta = store.meta(done)
-    if done >= steps:
-        raise CheckpointError(
-            f"resume: {run_folder} has done {done} steps, so steps must be more. Got {steps}. Raise it."
-        )
-    if meta["seed"] != seed:
-        raise CheckpointError(
-            f"resume: must go on with the seed of {run_folder}, {meta['seed']}, which decides data and noise. Got "
-            f"{seed}."
-        )
+    """A checkpoint that is not there, not of this run, or cannot be written."""
 
 
 class CheckpointStore:
-    """The checkpoints in a folder, numbered by the steps that were done. Saving goes on beside the run."""
+    """The checkpoints in a folder, numbered by what was done. Saving goes on beside the run.
 
-    def __init__(self, folder: Path, *, keep: int = 2) -> None:
+    Args:
+        keep: How many of the newest checkpoints stay; one of the best value stays beside them.
+        read_only: Nothing is changed in the folder, which another process may be writing to.
+    """
+
+    def __init__(self, folder: Path, *, keep: int = 2, read_only: bool = False) -> None:
         self._folder = folder.absolute()
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True)
+        newest = checkpoint_managers.LatestN(n=keep)
+        best = checkpoint_managers.BestN(get_metric_fn=_rank, n=1, keep_checkpoints_without_metrics=False)
+        options = ocp.CheckpointManagerOptions(
+            create=not read_only,
+            cleanup_tmp_directories=not read_only,
+            preservation_policy=checkpoint_managers.AnyPreservationPolicy([newest, best]),
+        )
         # by default each replica writes a slice, and a slicing program is compiled for every shape and device
         whole_shards = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
         registry = ocp.type_handlers.create_type_handler_registry((jax.Array, whole_shards))
@@ -63,44 +44,84 @@ class CheckpointStore:
         self._manager = ocp.CheckpointManager(self._folder, options=options, item_handlers=handlers)
 
     def latest(self) -> int | None:
-        """Steps done at the newest complete checkpoint."""
+        """The number of the newest complete checkpoint."""
         return self._manager.latest_step()
 
-    def save(self, steps_done: int, arrays: Any, meta: dict[str, Any]) -> None:
-        """Save a pytree of arrays and plain JSON data. The arrays may be donated as soon as this returns."""
-        self._manager.save(
-            steps_done, args=ocp.args.Composite(arrays=ocp.args.PyTreeSave(arrays), meta=ocp.args.JsonSave(meta))
-        )
+    def path(self, number: int) -> Path:
+        """Where a checkpoint lies."""
+        return self._folder / str(number)
 
-    def meta(self, steps_done: int) -> dict[str, Any]:
+    def save(self, number: int, arrays: Any, meta: Mapping[str, Any], *, value: float | None = None) -> None:
+        """Save a pytree of arrays and plain JSON data. The arrays may be donated as soon as this returns.
+
+        Args:
+            value: How good it is: the checkpoint with the highest value is kept; of equals, the first.
+
+        Raises:
+            CheckpointError: This one or the one before, whose writing went on in the background, cannot be written.
+        """
+        metrics = None if value is None else {"value": value, "number": number}
+        whole = ocp.args.Composite(arrays=ocp.args.PyTreeSave(arrays), meta=ocp.args.JsonSave(dict(meta)))
+        try:
+            self._manager.save(number, args=whole, metrics=metrics, force=True)
+        except (OSError, ValueError, RuntimeError) as error:
+            raise self._unwritten(error) from error
+
+    def meta(self, number: int) -> dict[str, Any]:
         """The plain data of a checkpoint."""
-        return self._manager.restore(steps_done, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
+        return self._manager.restore(number, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
 
-    def restore(self, steps_done: int, like: Any) -> tuple[Any, dict[str, Any]]:
+    def restore(self, number: int, like: Any) -> tuple[Any, dict[str, Any]]:
         """The arrays, laid out as `like` says (`jax.ShapeDtypeStruct` with shardings), and the plain data.
 
         Raises:
             CheckpointError: There is no such checkpoint, or its arrays have another structure, shape or dtype.
         """
-        if steps_done not in self._manager.all_steps():
+        if number not in self._manager.all_steps():
             raise CheckpointError(
-                f"{self._folder}: has no complete checkpoint of {steps_done} steps. Got "
-                f"{sorted(self._manager.all_steps()) or 'none'}."
+                f"{self._folder}: has no complete checkpoint {number}. Got "
+                f"{', '.join(map(str, sorted(self._manager.all_steps()))) or 'none'}."
             )
-        meta = self.meta(steps_done)
-        self._check(steps_done, like)
+        self.check(number, like)
         how = ocp.args.PyTreeRestore(like, restore_args=ocp.checkpoint_utils.construct_restore_args(like))
-        restored = self._manager.restore(steps_done, args=ocp.args.Composite(arrays=how))
-        return restored["arrays"], meta
+        restored = self._manager.restore(number, args=ocp.args.Composite(arrays=how))
+        return restored["arrays"], self.meta(number)
+
+    def check(self, number: int, like: Any) -> None:
+        """Asks that every array that is wanted is there, as it is wanted, and no other. Reads none of them.
+
+        Raises:
+            CheckpointError: One is not.
+        """
+        saved = self._manager.item_metadata(number)["arrays"]
+        there, wanted = _shapes(saved.tree if hasattr(saved, "tree") else saved), _shapes(like)
+        if there == wanted:
+            return
+        differing = sorted({name for name, _ in there.items() ^ wanted.items()})
+        name = differing[0]
+        raise CheckpointError(
+            f"{self._folder / str(number)}: must hold the arrays of this run's roles and algorithm. "
+            f"{len(differing)} differ, first {name}: Got {there.get(name, 'none')} for {wanted.get(name, 'none')}. "
+            "Resume with the config that it was saved with."
+        )
 
     def wait(self) -> None:
-        """Until everything is on disk."""
-        self._manager.wait_until_finished()
+        """Until everything is on disk.
+
+        Raises:
+            CheckpointError: It cannot be written.
+        """
+        try:
+            self._manager.wait_until_finished()
+        except (OSError, ValueError, RuntimeError) as error:
+            raise self._unwritten(error) from error
 
     def close(self) -> None:
         """Waits, and ends Orbax's threads."""
-        self._manager.wait_until_finished()
-        self._manager.close()
+        try:
+            self.wait()
+        finally:
+            self._manager.close()
 
     def __enter__(self) -> Self:
         return self
@@ -108,19 +129,24 @@ class CheckpointStore:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _check(self, steps_done: int, like: Any) -> None:
-        """Every array that is wanted is there, as it is wanted, and no other."""
-        saved = self._manager.item_metadata(steps_done)["arrays"]
-        there, wanted = _shapes(saved.tree if hasattr(saved, "tree") else saved), _shapes(like)
-        if there == wanted:
-            return
-        differing = sorted({name for name, _ in there.items() ^ wanted.items()})
-        name = differing[0]
-        raise CheckpointError(
-            f"{self._folder}, {steps_done} steps: must hold the arrays of this run's roles and algorithm. "
-            f"{len(differing)} differ, first {name}: Got {there.get(name, 'none')} for {wanted.get(name, 'none')}. "
-            "Resume with the config that it was saved with."
+    def _unwritten(self, error: Exception) -> CheckpointError:
+        return CheckpointError(
+            f"{self._folder}: a checkpoint must be writable. Got {type(error).__name__}: {error}. Make room or mend "
+            "the file system, and resume from the newest complete one."
         )
+
+
+def checkpoint_numbers(folder: Path) -> list[int]:
+    """The numbers of the complete checkpoints in a folder, ascending, without touching anything."""
+    if not folder.is_dir():
+        return []
+    # Orbax moves a checkpoint to its number when it is complete
+    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal() and path.is_dir())
+
+
+def _rank(metrics: Any) -> Any:
+    """The higher, the better."""
+    return metrics["value"], -metrics["number"]
 
 
 def _shapes(tree: Any) -> dict[str, str]:

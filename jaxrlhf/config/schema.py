@@ -118,10 +118,19 @@ class EvaluationRunConfig:
     """None: as the algorithm samples, but greedily."""
     scorers: tuple[str, ...] = ("reward",)
     """Roles whose mean scores are reported, as eval/<role>."""
+    best_by: str = ""
+    """The scorer by whose mean the best checkpoint is chosen. Empty: the first one."""
 
     def __post_init__(self) -> None:
         _require_at_least(self, 0, "every", "batch_size")
         _require_at_least(self, 1, "num_prompts")
+        if not self.scorers:
+            raise ValueError("scorers: must name at least one role. Got none. Leave evaluation out to have none.")
+        if self.best_by and self.best_by not in self.scorers:
+            raise ValueError(
+                f"best_by: must be one of the scorers, {', '.join(self.scorers)}. Got {self.best_by!r}."
+                f"{did_you_mean(self.best_by, self.scorers)}"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,12 +144,21 @@ class OutputConfig:
     num_samples: int = 8
     timeline: bool = True
     checkpoint_every: int = 0
-    """Steps between checkpoints. 0: after the last step only."""
+    """Steps between checkpoints. 0: by the clock and after the last step only."""
+    checkpoint_minutes: float = 15.0
+    """Minutes after which a checkpoint is saved, whatever the step. 0: never by the clock."""
+    keep_checkpoints: int = 2
+    """How many of the newest checkpoints stay."""
+    keep_best: bool = True
+    """After each evaluation that is better than all before, save a checkpoint, which stays beside the newest ones."""
     export: tuple[str, ...] = ()
     """Roles whose last weights are written in Hugging Face's format, to the folder of that name in the run's."""
 
     def __post_init__(self) -> None:
-        _require_at_least(self, 0, "samples_every", "num_samples", "checkpoint_every")
+        _require_at_least(self, 0, "samples_every", "num_samples", "checkpoint_every", "checkpoint_minutes")
+        _require_at_least(self, 1, "keep_checkpoints")
+        if not math.isfinite(self.checkpoint_minutes):
+            raise ValueError(f"checkpoint_minutes: must be finite. Got {self.checkpoint_minutes}.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,7 +183,8 @@ class RunConfig:
     warm_start: WarmStartConfig | None = None
     evaluation: EvaluationRunConfig | None = None
     resume: str = "never"
-    """`never`, or the folder of a run to go on from its newest checkpoint."""
+    """`never`; `auto`, the newest run of this config, if there is one; the folder of a run, to go on in it from its
+    newest checkpoint; or a checkpoint in one, to branch off from."""
     output: OutputConfig = dataclasses.field(default_factory=OutputConfig)
     compilation_cache: str = "~/.cache/jaxrlhf/xla"
     """Folder of compiled programs, kept between runs. Empty: none."""

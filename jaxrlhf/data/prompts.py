@@ -4,6 +4,7 @@ Letters: B rows, P prompt columns, R response columns, T = P + R columns.
 """
 
 import dataclasses
+import hashlib
 import json
 import pathlib
 import string
@@ -104,6 +105,13 @@ class PromptTable:
     other: Mapping[str, Sequence[Any]]
     sources: Sequence[str]
     """Where each row was read, for error messages."""
+
+    def digest(self) -> str:
+        """What tells these rows, tokenized and in this order, from any others."""
+        digest = hashlib.sha256()
+        for tokens in self.tokens:
+            digest.update(len(tokens).to_bytes(4, "little") + tokens.astype("<i4").tobytes())
+        return digest.hexdigest()
 
     def prompt(self, row: int) -> str:
         """The text of a row's prompt."""

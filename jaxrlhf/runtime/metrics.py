@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from jaxrlhf.runtime.json_lines import JsonLinesWriter, read_json_lines, split_non_finite
 
+_OF_THE_CLOCK = ("time", "timing_s/", "timing_per_token_ms/", "perf/")
 _RECORD_KEYS = ("step", "time", "non_finite")
 
 
@@ -120,6 +121,11 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The records of a metrics file, in the order of writing; a value that was not finite comes back as NaN."""
     records = read_json_lines(path)
     return [{**record, **dict.fromkeys(record.get("non_finite", ()), math.nan)} for record in records]
+
+
+def without_times(record: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a record does not come from a clock: the same, bit for bit, whenever and however often a run is run."""
+    return {name: value for name, value in record.items() if not name.startswith(_OF_THE_CLOCK)}
 
 
 def _walk(tree: Mapping[str, Any], above: tuple[str, ...], prefix: str) -> Iterator[tuple[tuple[str, ...], str, Any]]:

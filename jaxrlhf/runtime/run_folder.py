@@ -1,6 +1,8 @@
 """The folder of one run: which file lies where, whole-file writes, and what the run was started from."""
 
+import contextlib
 import dataclasses
+import fcntl
 import importlib.metadata
 import json
 import os
@@ -9,12 +11,17 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from jaxrlhf import __version__
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+
+
+class RunFolderError(ValueError):
+    """A run's folder that is in use."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +40,6 @@ class RunFolder:
             ValueError: `name` is no plain file name, or `root/latest` is something other than a symlink.
         """
         check_run_folder(root, name)
-        latest = root / "latest"
         stem = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
         path = root / stem
         ordinal = 1
@@ -46,10 +52,32 @@ class RunFolder:
                 path = root / f"{stem}-{ordinal}"
         folder = cls(path)
         folder.checkpoints.mkdir()
-        link = _temporary(latest)
-        link.symlink_to(path.name, target_is_directory=True)
-        os.replace(link, latest)
+        folder.become_latest()
         return folder
+
+    def become_latest(self) -> None:
+        """Points the symlink `latest`, beside this folder, at it."""
+        latest = self.path.parent / "latest"
+        link = _temporary(latest)
+        link.symlink_to(self.path.name, target_is_directory=True)
+        os.replace(link, latest)
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keeps every other process from running this run. The lock goes when the process does, however it ends.
+
+        Raises:
+            RunFolderError: Another process is running it.
+        """
+        with (self.path / ".lock").open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise RunFolderError(
+                    f"{self.path}: one process at a time can run a run. Got another one that is running it. Wait until "
+                    "it has ended, or end it."
+                ) from error
+            yield
 
     @property
     def config(self) -> Path:
@@ -78,6 +106,10 @@ class RunFolder:
     @property
     def timeline(self) -> Path:
         return self.path / "timeline.json"
+
+    @property
+    def outcome(self) -> Path:
+        return self.path / "outcome.json"
 
     @property
     def checkpoints(self) -> Path:

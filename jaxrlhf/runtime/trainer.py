@@ -1,121 +1,142 @@
-"""The loop of a run: first weights, warm start, steps, evaluations, and what is said of them on the way."""
+"""The loop of a run: first or saved weights, warm start, steps, evaluations, checkpoints."""
 
 import collections
 import dataclasses
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-import jax
-import numpy as np
-
-from jaxrlhf.checkpoint.store import CheckpointStore, checkpoints_of
 from jaxrlhf.config.schema import RunConfig
 from jaxrlhf.data.tokenizer import JSONTokenizer
-from jaxrlhf.experience import LENGTH, STOP, Rollout
 from jaxrlhf.models.huggingface import save_params
-from jaxrlhf.runtime.assembly import Assembly, decode_responses
+from jaxrlhf.runtime.assembly import Assembly
+from jaxrlhf.runtime.checkpoints import Checkpoints, restore, trained_roles
 from jaxrlhf.runtime.console import Console, Progress
+from jaxrlhf.runtime.evaluation import Evaluator
 from jaxrlhf.runtime.executor import Executor, StepResult
-from jaxrlhf.runtime.first_weights import Placed, load_first_weights
-from jaxrlhf.runtime.metrics import MetricsWriter, check_finite, flatten
+from jaxrlhf.runtime.first_weights import load_first_weights
+from jaxrlhf.runtime.interruption import RunStopped, StopRequest
+from jaxrlhf.runtime.json_lines import split_non_finite
+from jaxrlhf.runtime.metrics import TrainingError, check_finite, flatten, without_times
+from jaxrlhf.runtime.records import Records
+from jaxrlhf.runtime.recovery import ResumePoint, newest_position
 from jaxrlhf.runtime.roles import ModelRole
 from jaxrlhf.runtime.run_folder import RunFolder
-from jaxrlhf.runtime.samples import SamplesWriter
 from jaxrlhf.runtime.stages import stage_seconds
 from jaxrlhf.runtime.throughput import count_tokens, throughput_metrics
 from jaxrlhf.runtime.timeline import Timeline
+from jaxrlhf.runtime.warm_start import warm_start
 from jaxrlhf.sharding import mesh
-
-FINISH_NAMES = {STOP: "stop", LENGTH: "length"}
-EVALUATION_STEP = 2**32 - 1
-"""The step number that decides an evaluation's noise: the same in every evaluation, and that of no training step."""
-WARM_START_STEP = 2**31
-"""The first step number of a warm start, apart from those of training."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a run came to."""
+    """What a run came to, from its first step on, whenever it was resumed."""
 
+    steps: int
     evaluations: tuple[tuple[int, dict[str, float]], ...]
     """(steps done, metrics), in order."""
+    best: tuple[int, float] | None
+    """Steps done and value of the best evaluation: the checkpoint of that number is kept."""
     rewards: tuple[float, ...]
     """The mean score of every step."""
     samples: tuple[dict[str, Any], ...]
-    """The latest sampled prompts and completions, with their scores."""
+    """The latest sampled prompts and completions, with their scores. Not kept over a resume."""
     last_metrics: dict[str, float]
+
+    def to_json(self) -> dict[str, Any]:
+        """How the run went, as plain data."""
+        evaluations = [
+            {"step": done, **split_non_finite(without_times(metrics))[0]} for done, metrics in self.evaluations
+        ]
+        best = None if self.best is None else {"step": self.best[0], "value": self.best[1]}
+        return {"steps": self.steps, "best": best, "evaluations": evaluations, "rewards": list(self.rewards)}
 
 
 class Trainer:
-    """Runs an assembled run. Holds the executor, the writers and what has been seen so far."""
+    """Runs an assembled run. Holds the executor, the writers and what has been seen so far.
 
-    def __init__(self, assembly: Assembly, folder: RunFolder, console: Console) -> None:
+    Args:
+        folder: Where the run writes.
+        resume: Where it goes on. None: from the start.
+        stop: Where it looks, between two steps, whether it is to stop.
+    """
+
+    def __init__(
+        self,
+        assembly: Assembly,
+        folder: RunFolder,
+        console: Console,
+        *,
+        resume: ResumePoint | None = None,
+        stop: StopRequest | None = None,
+    ) -> None:
         self._assembly, self._folder, self._console = assembly, folder, console
         self._config: RunConfig = assembly.config
+        self._resume, self._stop = resume, stop or StopRequest()
         self._timeline = Timeline()
         self._executor = Executor(assembly.train.roles, seed=self._config.seed, timeline=self._timeline)
-        self._metrics = MetricsWriter(folder.metrics)
-        self._samples = SamplesWriter(folder.samples)
-        self._evaluations: list[tuple[int, dict[str, float]]] = []
-        self._rewards: list[float] = []
-        self._latest_samples: list[dict[str, Any]] = []
-        self._last: dict[str, float] = {}
+        self._records = Records(
+            folder,
+            assembly.table,
+            num_samples=self._config.output.num_samples,
+            position=resume.position if resume else None,
+            source=resume.folder if resume and resume.is_branch else None,
+        )
+        self._checkpoints = Checkpoints(assembly, folder)
+        self._evaluator = Evaluator(assembly, self._records.history)
+        steps = [record for record in self._records.history if "critic/score/mean" in record]
+        self._rewards: list[float] = [record["critic/score/mean"] for record in steps]
+        self._last: dict[str, float] = steps[-1] if steps else {}
         self._reported = 0.0
-        self._model_roles = [name for name, role in assembly.train.roles.items() if isinstance(role, ModelRole)]
-        self._checkpoints = CheckpointStore(folder.checkpoints)
+        at = resume.position if resume and not resume.is_branch else None
+        self._saved = at.done if at and at.phase == "steps" else None
+        """Steps done at the newest checkpoint of this folder."""
 
     def run(self) -> Outcome:
-        """The whole run. Raises what goes wrong in it, after closing what it had open."""
+        """The whole run. Raises what goes wrong in it, after closing what it had open.
+
+        Raises:
+            RunStopped: It was asked to stop, and has saved.
+        """
         try:
-            resumed = self._config.resume != "never"
-            started_from = {"actor": self._warm_start()} if self._assembly.warm_start and not resumed else {}
-            load_first_weights(self._executor, self._assembly.train, self._config, started_from)
-            first_step, state = (
-                self._resume(Path(self._config.resume)) if resumed else (0, self._assembly.train.first_state)
-            )
-            if not resumed:
-                self._evaluate(0)
+            first_step, state = self._start()
             self._train(first_step, state)
             self._executor.wait()
             self._export()
         finally:
             if self._config.output.timeline:
                 self._timeline.write_chrome_trace(self._folder.timeline)
-            self._metrics.close()
-            self._samples.close()
-            self._checkpoints.close()
+            self._records.close()
             self._executor.close()
-        return Outcome(tuple(self._evaluations), tuple(self._rewards), tuple(self._latest_samples), self._last)
+            self._checkpoints.close()
+        return Outcome(
+            steps=self._config.steps,
+            evaluations=tuple(self._evaluator.results),
+            best=self._evaluator.best(),
+            rewards=tuple(self._rewards),
+            samples=tuple(self._records.latest_samples),
+            last_metrics=self._last,
+        )
 
-    # -- warm start ---------------------------------------------------------------------------------------------------
-
-    def _warm_start(self) -> Placed:
-        """The actor's weights after supervised training."""
-        phase, config = self._assembly.warm_start, self._config.warm_start
-        assert phase is not None and config is not None
-        executor = Executor(phase.roles, seed=self._config.seed, timeline=self._timeline)
-        load_first_weights(executor, phase, self._config, {})
-        num_calls = config.steps // config.updates_per_step
-        new_tokens = phase.graph.calls[0].args[1]["sequences"].response.shape[1]
-        self._console.header(f"Warm start: {config.steps} supervised updates of {config.batch_size} rows")
-        with self._console.progress(config.steps) as progress:
-            state = phase.first_state
-            for i in range(num_calls):
-                rows = self._assembly.loader.demonstrations(i, config.batch_size * config.updates_per_step, new_tokens)
-                done = (i + 1) * config.updates_per_step
-                result = executor.run(
-                    phase.graph, phase.plan, state, rows, step=WARM_START_STEP + i, phase="warm start", number=done
-                )
-                state = result.state
-                metrics = flatten({"warm_start": result.fetch()}) | {"warm_start/step": done}
-                check_finite(metrics, step=done)
-                self._metrics.write(0, metrics)
-                progress.update(done, {"loss": metrics["warm_start/actor/loss"]})
-        weights = executor.weights.snapshot("actor")
-        executor.close()
-        return weights
+    def _start(self) -> tuple[int, Any]:
+        """Brings all weights in. Returns the steps done and the algorithm's state after them."""
+        phase, resume = self._assembly.train, self._resume
+        if resume is not None and resume.position is not None:
+            self._console.line(f"Going on from {resume.checkpoint}, after {resume.position}")
+            if resume.position.phase == "steps":
+                return resume.position.done, restore(resume, phase, self._executor)
+        first = {}
+        if self._assembly.warm_start is not None:
+            first["actor"] = warm_start(
+                self._assembly, self._records, self._checkpoints, self._console, self._timeline, self._stop, resume
+            )
+        load_first_weights(self._executor, phase, self._config, first)
+        self._evaluate(0)
+        if first:  # work that a kill should not undo
+            self._save(0, phase.first_state)
+            self._checkpoints.drop_warm_start()
+        return 0, phase.first_state
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
@@ -126,24 +147,34 @@ class Trainer:
         self._reported = time.perf_counter()
         with self._console.progress(config.steps, start=first_step) as progress:
             for step in range(first_step, config.steps):
-                rows = self._assembly.train_rows(step)
-                result = self._executor.run(phase.graph, phase.plan, state, rows, step=step)
-                state = result.state
+                if self._stop.made and step == first_step:  # it was asked to while its weights were made
+                    self._save(step, state)
+                    raise self._stopped(step)
+                rows, versions = self._assembly.train_rows(step), self._versions()
+                try:
+                    result = self._executor.run(phase.graph, phase.plan, state, rows, step=step)
+                except Exception:
+                    if step > first_step and self._versions() == versions:
+                        self._rescue(step, state, unread, progress)
+                    raise
+                state, done = result.state, step + 1
                 unread.append((step, result))
-                done = step + 1
-                pauses = self._evaluation_is_due(done) or self._checkpoint_is_due(done)
+                evaluates, stops = self._evaluator.is_due(done), self._stop.made and done < config.steps
+                saves = self._checkpoints.is_due(done) or stops
                 # metrics are read a step late, so that the devices do not wait for Python
-                while len(unread) > (0 if pauses else 1):
+                while len(unread) > (0 if evaluates or saves else 1):
                     self._report(*unread.popleft(), progress)
-                if self._evaluation_is_due(done):
-                    self._evaluate(done)
-                if self._checkpoint_is_due(done):
+                if evaluates and self._evaluate(done) and config.output.keep_best:
+                    saves = True
+                if saves:
                     self._save(done, state)
-                if pauses:
+                if evaluates or saves:
                     self._reported = time.perf_counter()
+                if stops:
+                    raise self._stopped(done)
 
     def _report(self, step: int, result: StepResult, progress: Progress) -> None:
-        """Read a step's metrics, check them, write them, show them."""
+        """Read a step's metrics, write them, check them, show them."""
         done = step + 1
         metrics = flatten(result.fetch())
         self._executor.wait(done)
@@ -153,8 +184,11 @@ class Trainer:
         metrics |= timings
         metrics |= throughput_metrics(count_tokens(result), timings, seconds=seconds, num_devices=mesh.num_devices())
         metrics |= {"training/global_step": done, "training/epoch": self._assembly.loader.epoch(done)}
-        check_finite(metrics, step=done)
-        self._metrics.write(done, metrics)
+        self._records.write_metrics(done, metrics)
+        try:
+            check_finite(metrics, step=done)
+        except TrainingError as error:
+            raise TrainingError(f"{error} {self._last_good()}") from error
         self._last = metrics
         if "critic/score/mean" in metrics:
             self._rewards.append(metrics["critic/score/mean"])
@@ -170,32 +204,65 @@ class Trainer:
         shown = {short: metrics[name] for short, name in names.items() if name in metrics}
         progress.update(done, shown, stage_seconds(metrics))
 
+    def _write_step_samples(self, done: int, result: StepResult) -> None:
+        """The first rollout of a step, with everything that scored it."""
+        generate = next((c for c in result.graph.calls if c.kind == "generate"), None)
+        if generate is None:
+            return
+        scorers = [
+            c for c in result.graph.calls if c.method == "scores" and any(ref.call == generate.name for ref in c.refs)
+        ]
+        scores = {call.role or call.name: result.outputs(call.name) for call in scorers}
+        self._records.write_samples(done, "train", result.outputs(generate.name), scores)
+
+    def _evaluate(self, done: int) -> bool:
+        """Evaluates, and tells whether the policy is better than it was after any step before."""
+        if self._assembly.evaluation is None:
+            return False
+        before = self._evaluator.best()
+        metrics = self._evaluator.run(done, self._executor, self._records)
+        shown = ", ".join(f"{name} {value:.3f}" for name, value in metrics.items() if name.startswith("eval/"))
+        num_prompts = sum(len(batch.row) for batch in self._assembly.eval_batches)
+        self._console.line(f"evaluation after {done} steps on {num_prompts} held-out prompts: {shown}")
+        return self._evaluator.best() != before
+
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
-    def _checkpoint_is_due(self, done: int) -> bool:
-        every = self._config.output.checkpoint_every
-        return done == self._config.steps or bool(every and done % every == 0)
-
-    def _checkpointed(self, state: Any) -> dict[str, Any]:
-        """All arrays that the next step depends on."""
-        roles = {name: self._executor.weights.state(name) for name in self._model_roles}
-        return {"roles": roles, "algorithm": state}
-
     def _save(self, done: int, state: Any) -> None:
-        versions = {name: self._executor.weights.version(name) for name in self._model_roles}
-        self._checkpoints.save(done, self._checkpointed(state), {"versions": versions, "seed": self._config.seed})
+        """Saves what the next step depends on. Every step before has been reported, so all of it is finite."""
+        if self._saved == done:
+            return
+        self._records.sync()
+        value = self._evaluator.value(done) if self._config.output.keep_best else None
+        self._checkpoints.save_steps(done, self._executor, state, value=value)
+        self._saved = done
 
-    def _resume(self, folder: Path) -> tuple[int, Any]:
-        """The steps done and the algorithm's state at the newest checkpoint of another run; weights are taken over."""
-        with CheckpointStore(checkpoints_of(folder)) as store:
-            done = store.latest()
-            assert done is not None
-            like = jax.tree.map(_restorable, self._checkpointed(self._assembly.train.first_state))
-            restored, meta = store.restore(done, like)
-        for name in self._model_roles:
-            self._executor.weights.restore(name, restored["roles"][name], meta["versions"][name])
-        self._console.line(f"Resumed from {folder} after {done} steps")
-        return done, restored["algorithm"]
+    def _stopped(self, done: int) -> RunStopped:
+        """What to raise when the run has saved because it was asked to stop."""
+        self._checkpoints.wait()
+        return self._stop.stopped(f"Saved after {done} of {self._config.steps} steps.")
+
+    def _rescue(
+        self, done: int, state: Any, unread: collections.deque[tuple[int, StepResult]], progress: Progress
+    ) -> None:
+        """Saves the steps that are whole, when the next one failed before it changed any weights."""
+        while unread:
+            self._report(*unread.popleft(), progress)
+        self._save(done, state)
+        self._checkpoints.wait()
+        self._console.line(f"Saved after {done} steps, before the one that failed.")
+
+    def _last_good(self) -> str:
+        """Which checkpoint is left when a step went wrong."""
+        self._checkpoints.wait()
+        position = newest_position(self._folder)
+        if position is None:
+            return "No checkpoint was saved before it: set output.checkpoint_every or output.checkpoint_minutes."
+        return f"The last good checkpoint is {ResumePoint(self._folder, position).checkpoint}."
+
+    def _versions(self) -> dict[str, int]:
+        """How often each role has been trained."""
+        return {name: self._executor.weights.version(name) for name in trained_roles(self._assembly.train)}
 
     def _export(self) -> None:
         """Write roles' last weights in Hugging Face's format."""
@@ -209,68 +276,3 @@ class Trainer:
             )  # fmt: skip
             if isinstance(tokenizer, JSONTokenizer):
                 tokenizer.save(self._folder.path / name / "tokenizer.json")
-
-    # -- evaluation and samples ----------------------------------------------------------------------------------------
-
-    def _evaluation_is_due(self, done: int) -> bool:
-        evaluation = self._config.evaluation
-        if evaluation is None or done == 0:
-            return False
-        return done == self._config.steps or bool(evaluation.every and done % evaluation.every == 0)
-
-    def _evaluate(self, done: int) -> None:
-        """Mean scores of responses to the held-out prompts."""
-        phase = self._assembly.evaluation
-        if phase is None:
-            return
-        started = time.perf_counter()
-        scores: dict[str, list[np.ndarray]] = collections.defaultdict(list)
-        lengths: list[np.ndarray] = []
-        for batch in self._assembly.eval_batches:
-            result = self._executor.run(
-                phase.graph, phase.plan, phase.first_state, batch, step=EVALUATION_STEP, phase="evaluation", number=done
-            )
-            fetched = result.fetch()
-            for name, value in fetched["scores"].items():
-                scores[name].append(value)
-            lengths.append(fetched["rollout"].lengths)
-            self._write_samples(done, "held-out", fetched["rollout"], fetched["scores"])
-        metrics = {f"eval/{name}": float(np.concatenate(values).mean()) for name, values in scores.items()}
-        metrics["eval/response_length"] = float(np.concatenate(lengths).mean())
-        metrics["timing_s/testing"] = time.perf_counter() - started
-        self._metrics.write(done, metrics)
-        self._evaluations.append((done, metrics))
-        shown = ", ".join(f"{name} {value:.3f}" for name, value in metrics.items() if name != "timing_s/testing")
-        self._console.line(f"evaluation after {done} steps on {sum(map(len, lengths))} held-out prompts: {shown}")
-
-    def _write_step_samples(self, done: int, result: StepResult) -> None:
-        """The first rollout of a step, with everything that scored it."""
-        generate = next((c for c in result.graph.calls if c.kind == "generate"), None)
-        if generate is None:
-            return
-        scorers = [
-            c for c in result.graph.calls if c.method == "scores" and any(ref.call == generate.name for ref in c.refs)
-        ]
-        scores = {call.role or call.name: result.outputs(call.name) for call in scorers}
-        self._write_samples(done, "train", result.outputs(generate.name), scores)
-
-    def _write_samples(self, step: int, split: str, rollout: Rollout, scores: Mapping[str, np.ndarray]) -> None:
-        few = jax.tree.map(lambda x: x[: self._config.output.num_samples], rollout)
-        self._latest_samples = [
-            {
-                "prompt": self._assembly.table.prompt(int(few.row[i])),
-                "completion": completion,
-                "scores": {name: float(values[i]) for name, values in scores.items()},
-                "finish": FINISH_NAMES[int(few.finish[i])],
-            }
-            for i, completion in enumerate(decode_responses(few, self._assembly.table))
-        ]
-        for sample in self._latest_samples:
-            self._samples.write(step=step, split=split, **sample)
-
-
-def _restorable(x: Any) -> Any:
-    """What Orbax is to restore in place of an array."""
-    if isinstance(x, jax.Array):
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
-    return np.asarray(x)

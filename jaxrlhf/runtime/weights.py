@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxrlhf.models.params import Params, init_params, param_shardings, with_layers
+from jaxrlhf.models.params import Params, abstract_params, init_params, param_shardings, with_layers
 from jaxrlhf.reshard.reallocate import reallocate
 from jaxrlhf.runtime.optimizer import OptimizerState, init_optimizer, optimizer_shardings
 from jaxrlhf.runtime.roles import ModelRole
@@ -84,15 +84,28 @@ class WeightStore:
             return {"params": next(iter(held.copies.values()))}
         return {"params": held.master, "optimizer": held.optimizer}
 
-    def restore(self, role: str, state: dict[str, Any], version: int) -> None:
-        """Take back what `state` gave, in the layout where the role's weights are now."""
-        held = self._held[role]
-        if held.master is None:
-            self._held[role] = dataclasses.replace(
-                held, version=version, copies={next(iter(held.copies)): state["params"]}
-            )
+    def abstract_state(self, role: str, layout: Layout) -> dict[str, Any]:
+        """Shapes, dtypes and shardings of what `state` gives where the role's weights rest in `layout`."""
+        model, config = self._roles[role].model, self._roles[role].optimizer
+        shardings = param_shardings(model, layout, stacked=model.scan_layers)
+        if config is None:
+            return {
+                "params": _placed(abstract_params(model, model.compute_dtype, stacked=model.scan_layers), shardings)
+            }
+        params = abstract_params(model, stacked=model.scan_layers)
+        optimizer = jax.eval_shape(lambda p: init_optimizer(config, p), params)
+        return {
+            "params": _placed(params, shardings),
+            "optimizer": _placed(optimizer, optimizer_shardings(config, model, layout)),
+        }
+
+    def restore(self, role: str, layout: Layout, state: dict[str, Any], version: int) -> None:
+        """Take over what `state` gave, resting in `layout` as `abstract_state` says."""
+        if self._roles[role].optimizer is None:
+            copies = {(layout, self._roles[role].model.scan_layers): state["params"]}
+            self._held[role] = _Held(version, layout, None, None, copies)
         else:
-            self._held[role] = _Held(version, held.home, state["params"], state["optimizer"], {})
+            self._held[role] = _Held(version, layout, state["params"], state["optimizer"], {})
 
     def for_inference(self, role: str, layout: Layout, *, stacked: bool) -> tuple[Params, bool]:
         """Present weights in the compute precision in a layout, and whether they had to be moved there."""
@@ -128,6 +141,13 @@ class WeightStore:
     def trained(self, role: str, layout: Layout, params: Params, optimizer: OptimizerState) -> None:
         """A train call's new version."""
         self._held[role] = _Held(self._held[role].version + 1, layout, params, optimizer, {})
+
+
+def _placed(abstract: Any, shardings: Any) -> Any:
+    """Shapes and dtypes with the shardings of the arrays."""
+    return jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), abstract, shardings
+    )
 
 
 def _stack_if(params: Params, stacked: bool) -> Params:

@@ -13,56 +13,9 @@ import yaml
 from safetensors.numpy import load_file
 
 from jaxrlhf.runtime.metrics import read_metrics
-from jaxrlhf.train import main
-
-TINY = {
-    "vocab_size": 264,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_layers": 2,
-    "num_heads": 4,
-    "num_kv_heads": 2,
-}
-OPTIMIZER = {"learning_rate": 1e-3, "eps": 1e-5}  # eps: see tests/invariance/test_plans.py
 
 
-@pytest.fixture
-def train(tmp_path, monkeypatch, capsys):
-    """Runs the command on a small version of ppo_arithmetic; returns exit status, standard output and error."""
-    monkeypatch.chdir(tmp_path)
-    config = {
-        "base": "ppo_arithmetic",
-        "name": "tiny",
-        "steps": 3,
-        "batch_size": 16,
-        "roles": {
-            "actor": {"model": TINY, "optimizer": OPTIMIZER},
-            "critic": {"optimizer": OPTIMIZER},
-        },
-        "warm_start": {"steps": 4, "batch_size": 16, "updates_per_step": 2},
-        "settings": {"actor_update": {"mini_batches": 2}, "critic_update": {"mini_batches": 2}},
-        "evaluation": {"every": 2, "num_prompts": 16},
-        "output": {"samples_every": 1, "num_samples": 2, "checkpoint_every": 2},
-        "compilation_cache": "",
-    }
-    Path("tiny.yaml").write_text(yaml.safe_dump(config))
-
-    def run(*arguments: str, config: str = "tiny.yaml") -> tuple[int, str, str]:
-        status = main(["--config", config, *arguments])
-        captured = capsys.readouterr()
-        return status, captured.out, captured.err
-
-    return run
-
-
-def results(folder: str | Path = "runs/latest") -> list[dict]:
-    """The metrics of every step, without what a clock says."""
-    clocks = ("time", "timing_", "perf/")
-    steps = [m for m in read_metrics(Path(folder) / "metrics.jsonl") if "actor/pg_loss" in m]
-    return [{name: value for name, value in m.items() if not name.startswith(clocks)} for m in steps]
-
-
-def test_a_run_leaves_everything_behind(train):
+def test_a_run_leaves_everything_behind(train, results):
     status, out, err = train()
     assert (status, err) == (0, "")
     folder = Path("runs/latest")
@@ -109,40 +62,13 @@ def test_a_run_leaves_everything_behind(train):
     assert results() == first
 
 
-def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(train):
-    assert train("--set", "steps=4")[0] == 0
-    whole = results()
-    assert train("--set", "steps=2")[0] == 0
-    status, out, _ = train("--set", "steps=4", "--set", "resume=runs/latest")
-    assert status == 0 and "after 2 steps" in out
-    assert results() == whole[2:]
-    assert whole[2]["kl/coef"] != whole[0]["kl/coef"], "the adaptive coefficient came along"
-
-    again = Path("runs/latest").resolve()
-    for override, message in {"steps=4": "has done 4 steps", "seed=5": "must go on with the seed of"}.items():
-        more = ("--set", "steps=9") if override.startswith("seed") else ()
-        status, _, err = train("--set", f"resume={again}", *more, "--set", override)
-        assert status == 1 and message in err
-    assert Path("runs/latest").resolve() == again, "a refused run leaves nothing"
-    status, _, err = train("--set", f"resume={again}", "--set", "steps=9", "--set", "roles.actor.model.hidden_size=64")
-    assert status == 1 and "differ, first roles/" in err
-
-    # on another layout the same, up to rounding
-    assert train("--set", "steps=2")[0] == 0
-    plan = "plan={default: {data: 2, tensor: 2}, actor.train: {fsdp: 4}, critic.train: {fsdp: 2, devices: '6-7'}}"
-    assert train("--set", "steps=4", "--set", "resume=runs/latest", "--set", plan)[0] == 0
-    for got, want in zip(results(), whole[2:], strict=True):
-        for name in ("actor/pg_loss", "critic/vf_loss", "critic/score/mean", "kl/mean", "actor/grad_norm"):
-            assert got[name] == pytest.approx(want[name], rel=1e-5, abs=1e-6), name
-
-
 def test_a_dry_run_writes_nothing(train):
     status, out, _ = train("--dry-run")
     assert status == 0 and "Plan of the step" in out
     assert sorted(p.name for p in Path().iterdir()) == ["tiny.yaml"]
 
 
-def test_bfloat16_with_scanned_and_recomputed_layers(train):
+def test_bfloat16_with_scanned_and_recomputed_layers(train, results):
     status, _, err = train(
         "--set", "roles.actor.model.dtype=bfloat16", "--set", "roles.actor.model.scan_layers=true",
         "--set", "plan.actor.train.remat=layer", "--set", "plan.actor.train.micro_batches=2",
@@ -218,7 +144,6 @@ def test_bfloat16_with_scanned_and_recomputed_layers(train):
         ("evaluation.scorers=[exact]", r"evaluation.scorers: must be roles of the run. Got 'exact'"),
         ("evaluation.num_prompts=100000", r"Evaluation: must ask for at most"),
         ("roles.actor.model.attention=cudnn", r"attention: cudnn needs an NVIDIA GPU"),
-        ("resume=nowhere", r"resume: must be the folder of a run"),
     ],
 )
 def test_what_a_user_gets_wrong_is_said_before_anything_is_written(train, override, message):
@@ -246,7 +171,7 @@ def test_an_interrupt_is_no_traceback(train, monkeypatch):
     assert status == 130 and err == "Error: Interrupted.\n" and "is in runs/tiny-" in out
 
 
-def test_a_loss_that_is_not_finite_ends_the_run_and_names_the_step(train):
+def test_a_loss_that_is_not_finite_ends_the_run_and_names_the_step(train, optimizer):
     status, _, err = train(
         "--set", "roles.critic.optimizer.learning_rate=1.0e+30", "--set", "roles.critic.optimizer.max_grad_norm=0"
     )
@@ -266,9 +191,9 @@ SMALL_GSM8K = ("batch_size=8", "steps=2", "tokenizer.vocab_size=320", "data.eval
 
 
 @pytest.mark.parametrize("config", ["ppo_gsm8k", "ppo_gsm8k_reward_model"])
-def test_word_problems_from_a_file(train, config):
+def test_word_problems_from_a_file(train, config, results, tiny_model):
     Path("questions.jsonl").write_text("\n".join(map(json.dumps, QUESTIONS)))
-    model = {**TINY, "vocab_size": 320}
+    model = {**tiny_model, "vocab_size": 320}
     overrides = [*SMALL_GSM8K, f"roles.actor.model={json.dumps(model)}"]
     if config == "ppo_gsm8k":
         overrides.append(f"roles.reward.function={Path(__file__).parents[2]}/examples/gsm8k_reward.py:gsm8k_reward")
@@ -283,12 +208,12 @@ def test_word_problems_from_a_file(train, config):
         assert steps[0]["critic/score/std"] > 1e-3, "the random head of a model that is never trained says something"
 
 
-def test_supervised_training_then_an_export_then_ppo_from_it(train):
+def test_supervised_training_then_an_export_then_ppo_from_it(train, results, tiny_model, optimizer):
     Path("sft.yaml").write_text(
         yaml.safe_dump(
             {
                 "name": "sft", "algorithm": "sft", "steps": 3, "batch_size": 16, "devices": "cpu:8",
-                "data": {"task": "arithmetic"}, "roles": {"actor": {"model": TINY, "optimizer": OPTIMIZER}},
+                "data": {"task": "arithmetic"}, "roles": {"actor": {"model": tiny_model, "optimizer": optimizer}},
                 "settings": {"max_new_tokens": 10, "update": {"mini_batches": 2}},
                 "plan": {"default": {"data": 2, "fsdp": 2}}, "output": {"export": ["actor"]}, "compilation_cache": "",
             }

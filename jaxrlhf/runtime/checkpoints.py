@@ -1,0 +1,174 @@
+"""What the checkpoints of a run hold, and when one is due.
+
+    checkpoints/warm_start/<updates>   the actor in its warm start
+    checkpoints/frozen/0               roles that are never trained, once
+    checkpoints/steps/<steps>          roles that are trained, with their optimizers, and the algorithm's state
+
+The data position and all noise follow from the seed and the number of steps, so they need no arrays.
+"""
+
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxrlhf.checkpoint.store import CheckpointError, CheckpointStore
+from jaxrlhf.runtime.assembly import Assembly, Phase
+from jaxrlhf.runtime.executor import Executor
+from jaxrlhf.runtime.first_weights import home_layout
+from jaxrlhf.runtime.recovery import ResumePoint, checkpoint_folder
+from jaxrlhf.runtime.roles import ModelRole
+from jaxrlhf.runtime.run_folder import RunFolder
+from jaxrlhf.runtime.weights import WeightStore
+
+FROZEN = "frozen"
+
+
+class Checkpoints:
+    """Saves a run to its folder. A folder for each part of the run is made when it is first needed."""
+
+    def __init__(self, assembly: Assembly, folder: RunFolder, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._assembly, self._folder, self._clock = assembly, folder, clock
+        self._output = assembly.config.output
+        self._stores: dict[str, CheckpointStore] = {}
+        self._saved_at = clock()
+
+    def is_due(self, done: int) -> bool:
+        """Whether a checkpoint is to be saved after so many steps."""
+        every = self._output.checkpoint_every
+        return done == self._assembly.config.steps or bool(every and done % every == 0) or self.minutes_are_over()
+
+    def minutes_are_over(self) -> bool:
+        """Whether the last checkpoint, or the start, is long ago."""
+        minutes = self._output.checkpoint_minutes
+        return bool(minutes) and self._clock() - self._saved_at >= 60 * minutes
+
+    def save_steps(self, done: int, executor: Executor, state: Any, *, value: float | None = None) -> None:
+        """After so many steps. `value` tells how good the policy is: the best checkpoint is kept."""
+        phase = self._assembly.train
+        frozen = frozen_roles(phase)
+        if frozen and FROZEN not in self._stores:
+            store = self._store(FROZEN)
+            if store.latest() is None:
+                store.save(0, _arrays(executor, frozen, ()), {})
+                store.wait()  # what a checkpoint needs is there before it
+        self._save("steps", done, executor, trained_roles(phase), state, value)
+
+    def save_warm_start(self, done: int, executor: Executor, state: Any) -> None:
+        """In the warm start, after so many updates."""
+        self._save("warm_start", done, executor, ["actor"], state, None)
+
+    def drop_warm_start(self) -> None:
+        """Removes the checkpoints of the warm start, once there is one after it."""
+        self.wait()
+        if "warm_start" in self._stores:
+            self._stores.pop("warm_start").close()
+        shutil.rmtree(checkpoint_folder(self._folder, "warm_start"), ignore_errors=True)
+
+    def wait(self) -> None:
+        """Until everything is on disk."""
+        for store in self._stores.values():
+            store.wait()
+
+    def close(self) -> None:
+        for store in self._stores.values():
+            store.close()
+
+    def _save(
+        self, part: str, done: int, executor: Executor, roles: list[str], state: Any, value: float | None
+    ) -> None:
+        versions = {name: executor.weights.version(name) for name in roles}
+        meta = {"seed": self._assembly.config.seed, "data": self._assembly.table.digest(), "versions": versions}
+        self._store(part).save(done, _arrays(executor, roles, state), meta, value=value)
+        self._saved_at = self._clock()
+
+    def _store(self, part: str) -> CheckpointStore:
+        if part not in self._stores:
+            keep = self._output.keep_checkpoints
+            self._stores[part] = CheckpointStore(checkpoint_folder(self._folder, part), keep=keep)
+        return self._stores[part]
+
+
+def trained_roles(phase: Phase) -> list[str]:
+    """The roles whose weights change."""
+    return [name for name, role in phase.roles.items() if isinstance(role, ModelRole) and role.optimizer is not None]
+
+
+def frozen_roles(phase: Phase) -> list[str]:
+    """The roles whose weights stay."""
+    return [name for name, role in phase.roles.items() if isinstance(role, ModelRole) and role.optimizer is None]
+
+
+def restore(point: ResumePoint, phase: Phase, executor: Executor) -> Any:
+    """Gives all roles of a phase the weights of a checkpoint. Returns the algorithm's state there.
+
+    Raises:
+        CheckpointError: It holds other arrays.
+    """
+    if frozen := frozen_roles(phase):
+        held, _ = _read(_frozen_beside(point.checkpoint), _abstract(phase, executor.weights, frozen, ()))
+        for name in frozen:
+            executor.weights.restore(name, home_layout(phase, name), held["roles"][name], 0)
+    trained = trained_roles(phase)
+    held, meta = _read(point.checkpoint, _abstract(phase, executor.weights, trained, phase.first_state))
+    for name in trained:
+        executor.weights.restore(name, home_layout(phase, name), held["roles"][name], meta["versions"][name])
+    return held["algorithm"]
+
+
+def check_checkpoint(point: ResumePoint, assembly: Assembly) -> None:
+    """Asks that a checkpoint fits this run: its data and the arrays of its roles. Reads no array.
+
+    Raises:
+        CheckpointError: It does not.
+    """
+    assert point.position is not None
+    phase = assembly.train if point.position.phase == "steps" else assembly.warm_start
+    if phase is None:
+        raise CheckpointError(
+            f"resume: {point.checkpoint} is of a warm start, so the config must have one. Got none. Add warm_start."
+        )
+    models = {name: role for name, role in phase.roles.items() if isinstance(role, ModelRole)}
+    weights = WeightStore(models)
+    with CheckpointStore(point.checkpoint.parent, read_only=True) as store:
+        meta = store.meta(point.position.done)
+        if meta["data"] != assembly.table.digest():
+            raise CheckpointError(
+                f"resume: must go on with the data and tokenizer of {point.folder.path}: its rows, in their order. Got "
+                "other rows. Give it the same files, or start a new run with resume=never."
+            )
+        store.check(point.position.done, _abstract(phase, weights, trained_roles(phase), phase.first_state))
+    if frozen := frozen_roles(phase):
+        with CheckpointStore(_frozen_beside(point.checkpoint).parent, read_only=True) as store:
+            store.check(0, _abstract(phase, weights, frozen, ()))
+
+
+def _frozen_beside(checkpoint: Path) -> Path:
+    return checkpoint.parents[1] / FROZEN / "0"
+
+
+def _read(checkpoint: Path, like: Any) -> tuple[Any, dict[str, Any]]:
+    with CheckpointStore(checkpoint.parent, read_only=True) as store:
+        return store.restore(int(checkpoint.name), like)
+
+
+def _arrays(executor: Executor, roles: list[str], state: Any) -> dict[str, Any]:
+    return {
+        "roles": {name: executor.weights.state(name) for name in roles},
+        "algorithm": jax.tree.map(jnp.asarray, state),
+    }
+
+
+def _abstract(phase: Phase, weights: WeightStore, roles: list[str], state: Any) -> dict[str, Any]:
+    """What `_arrays` gives, as shapes, dtypes and shardings."""
+    anywhere = home_layout(phase, roles[0]).replicated
+    return {
+        "roles": {name: weights.abstract_state(name, home_layout(phase, name)) for name in roles},
+        "algorithm": jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.asarray(x).dtype, sharding=anywhere), state
+        ),
+    }

@@ -1,0 +1,176 @@
+"""Where a run goes on: finding the run that `resume` means, and asking whether it may go on from there.
+
+    resume: never          a new run
+    resume: auto           the newest run of this config in output.folder, from its newest checkpoint; none: a new run
+    resume: runs/x         that run, in the same folder, from its newest checkpoint
+    resume: runs/x/checkpoints/steps/40
+                           a new run, from that checkpoint
+
+A run that goes on in its folder writes what the undisturbed run would have written: records of what came after the
+checkpoint are dropped first, and are made again.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from jaxrlhf.checkpoint.store import CheckpointError, checkpoint_numbers
+from jaxrlhf.config.reading import ConfigError, to_tree
+from jaxrlhf.config.schema import RunConfig, load_run
+from jaxrlhf.runtime.run_folder import RunFolder
+
+CheckpointPhase = Literal["warm_start", "steps"]
+PHASES: tuple[CheckpointPhase, ...] = ("warm_start", "steps")
+"""The parts of a run that have checkpoints, in order."""
+
+_OF_NO_CONSEQUENCE = ("resume", "output", "compilation_cache", "devices", "plan", "evaluation", "steps")
+"""Keys that do not change what the steps of a run give."""
+_DECISIVE = ("seed", "algorithm", "batch_size")
+"""Keys that decide which rows and which noise a step gets. They must stay when a run goes on."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Position:
+    """How far a run has come."""
+
+    phase: CheckpointPhase
+    done: int
+    """Updates of the warm start, or steps."""
+
+    def covers(self, record: Mapping[str, Any]) -> bool:
+        """Whether a record of metrics or samples had been written when the run was here."""
+        if "warm_start/step" in record:
+            return self.phase == "steps" or record["warm_start/step"] <= self.done
+        return self.phase == "steps" and record["step"] <= self.done
+
+    def __str__(self) -> str:
+        return f"{self.done} steps" if self.phase == "steps" else f"{self.done} updates of the warm start"
+
+
+@dataclasses.dataclass(frozen=True)
+class ResumePoint:
+    """A run to go on with."""
+
+    folder: RunFolder
+    position: Position | None
+    """None: it has no checkpoint yet, and starts over."""
+    is_branch: bool = False
+    """A new run is to start from here, in a folder of its own."""
+    notes: tuple[str, ...] = ()
+    """What differs between the config of the run and the one that is given now."""
+
+    @property
+    def checkpoint(self) -> Path:
+        """Where the checkpoint lies."""
+        assert self.position is not None
+        return checkpoint_folder(self.folder, self.position.phase) / str(self.position.done)
+
+
+def checkpoint_folder(folder: RunFolder, phase: str) -> Path:
+    """Where the checkpoints of a phase are."""
+    return folder.checkpoints / phase
+
+
+def newest_position(folder: RunFolder) -> Position | None:
+    """The newest complete checkpoint of a run."""
+    for phase in reversed(PHASES):
+        numbers = checkpoint_numbers(checkpoint_folder(folder, phase))
+        if numbers:
+            return Position(phase, numbers[-1])
+    return None
+
+
+def find_resume_point(config: RunConfig) -> ResumePoint | None:
+    """The run that `resume` means; None where a new one is to start.
+
+    Raises:
+        CheckpointError: There is no such run or checkpoint, or it cannot be gone on with under this config.
+    """
+    if config.resume == "never":
+        return None
+    if config.resume == "auto":
+        return _find_newest(config)
+    path = Path(config.resume)
+    if path.parent.name in PHASES and path.parent.parent.name == "checkpoints":
+        return _named_checkpoint(config, path)
+    folder = RunFolder(path.resolve())
+    there = _config_of(folder)
+    point = ResumePoint(folder, newest_position(folder), notes=_differences(there, config))
+    _check(point, there, config)
+    if point.position is not None and point.position.phase == "steps" and point.position.done > config.steps:
+        raise CheckpointError(
+            f"resume: {path} has done {point.position.done} steps, so steps must be at least that. Got {config.steps}. "
+            "Raise it, or name an earlier checkpoint of it."
+        )
+    return point
+
+
+def _named_checkpoint(config: RunConfig, path: Path) -> ResumePoint:
+    folder = RunFolder(path.resolve().parents[2])
+    there = _config_of(folder)
+    phase: CheckpointPhase = "steps" if path.parent.name == "steps" else "warm_start"
+    numbers = checkpoint_numbers(path.parent)
+    if not path.name.isdecimal() or int(path.name) not in numbers:
+        there_are = ", ".join(map(str, numbers)) or "none"
+        raise CheckpointError(f"resume: must be a complete checkpoint. Got {str(path)!r}. There: {there_are}.")
+    point = ResumePoint(folder, Position(phase, int(path.name)), True, _differences(there, config))
+    _check(point, there, config)
+    if phase == "steps" and int(path.name) > config.steps:
+        raise CheckpointError(f"resume: {path} has done more than steps={config.steps}. Raise it.")
+    return point
+
+
+def _find_newest(config: RunConfig) -> ResumePoint | None:
+    """The run of this config that was started last, if there is one."""
+    root = Path(config.output.folder)
+    started = root.iterdir() if root.is_dir() else ()
+    folders = [path for path in started if path.name.startswith(f"{config.name}-") and (path / "config.yaml").is_file()]
+    for path in sorted(folders, key=lambda path: (path / "config.yaml").stat().st_mtime_ns, reverse=True):
+        folder = RunFolder(path.resolve())
+        try:
+            there = _config_of(folder)
+        except CheckpointError:  # written by another version: not a run of this config
+            continue
+        if not _differences(there, config, leave_out=_OF_NO_CONSEQUENCE):
+            return ResumePoint(folder, newest_position(folder), notes=_differences(there, config))
+    return None
+
+
+def _check(point: ResumePoint, there: RunConfig, config: RunConfig) -> None:
+    for key in _DECISIVE:
+        before, now = getattr(there, key), getattr(config, key)
+        if before != now:
+            raise CheckpointError(
+                f"resume: must go on with the {key} of {point.folder.path}, {before}, which decides data and noise. "
+                f"Got {now}."
+            )
+
+
+def _config_of(folder: RunFolder) -> RunConfig:
+    """The config of a run."""
+    if not folder.config.is_file():
+        raise CheckpointError(
+            f"resume: must be never, auto, the folder of a run or a checkpoint in one. Got {str(folder.path)!r}."
+        )
+    try:
+        return load_run(folder.config)
+    except ConfigError as error:
+        raise CheckpointError(f"resume: the config of the run must still be valid. Got {error}") from error
+
+
+def _differences(there: RunConfig, config: RunConfig, *, leave_out: tuple[str, ...] = ("resume",)) -> tuple[str, ...]:
+    """What has another value now, as 'key: value there, value now'."""
+    before, now = (_leaves({k: v for k, v in to_tree(c).items() if k not in leave_out}) for c in (there, config))
+    return tuple(
+        f"{key}: {before.get(key, 'not set')} in the run, {now.get(key, 'not set')} now"
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key) != now.get(key)
+    )
+
+
+def _leaves(tree: Any, path: str = "") -> dict[str, Any]:
+    """Dotted keys -> values that are no mappings."""
+    if not isinstance(tree, Mapping):
+        return {path: tree}
+    return {k: v for key, item in tree.items() for k, v in _leaves(item, f"{path}.{key}" if path else key).items()}

@@ -1,0 +1,68 @@
+"""The warm start of a run: supervised training of the actor, before the algorithm's first step."""
+
+from jaxrlhf.runtime.assembly import Assembly
+from jaxrlhf.runtime.checkpoints import Checkpoints, restore
+from jaxrlhf.runtime.console import Console
+from jaxrlhf.runtime.executor import Executor
+from jaxrlhf.runtime.first_weights import Placed, load_first_weights
+from jaxrlhf.runtime.interruption import StopRequest
+from jaxrlhf.runtime.metrics import check_finite, flatten
+from jaxrlhf.runtime.records import Records
+from jaxrlhf.runtime.recovery import ResumePoint
+from jaxrlhf.runtime.timeline import Timeline
+
+WARM_START_STEP = 2**31
+"""The first step number of a warm start, apart from those of training."""
+
+
+def warm_start(
+    assembly: Assembly,
+    records: Records,
+    checkpoints: Checkpoints,
+    console: Console,
+    timeline: Timeline,
+    stop: StopRequest,
+    resume: ResumePoint | None,
+) -> Placed:
+    """The actor's weights after supervised training.
+
+    Args:
+        resume: A checkpoint in the warm start to go on from.
+
+    Raises:
+        RunStopped: It was asked to stop, and has saved.
+        TrainingError: A loss is not finite.
+    """
+    phase, config = assembly.warm_start, assembly.config.warm_start
+    assert phase is not None and config is not None
+    executor = Executor(phase.roles, seed=assembly.config.seed, timeline=timeline)
+    try:
+        if resume is None or resume.position is None:
+            load_first_weights(executor, phase, assembly.config, {})
+            first, state = 0, phase.first_state
+        else:
+            first, state = resume.position.done, restore(resume, phase, executor)
+        new_tokens = phase.graph.calls[0].args[1]["sequences"].response.shape[1]
+        rows_a_call = config.batch_size * config.updates_per_step
+        console.header(f"Warm start: {config.steps} supervised updates of {config.batch_size} rows")
+        with console.progress(config.steps, start=first) as progress:
+            for done in range(first + config.updates_per_step, config.steps + 1, config.updates_per_step):
+                call = done // config.updates_per_step - 1
+                rows = assembly.loader.demonstrations(call, rows_a_call, new_tokens)
+                result = executor.run(
+                    phase.graph, phase.plan, state, rows, step=WARM_START_STEP + call, phase="warm start", number=done
+                )
+                state = result.state
+                metrics = flatten({"warm_start": result.fetch()}) | {"warm_start/step": float(done)}
+                records.write_metrics(0, metrics)
+                check_finite(metrics, step=done)
+                progress.update(done, {"loss": metrics["warm_start/actor/loss"]})
+                if stop.made or checkpoints.minutes_are_over():
+                    records.sync()
+                    checkpoints.save_warm_start(done, executor, state)
+                if stop.made:
+                    checkpoints.wait()
+                    raise stop.stopped(f"Saved after {done} of {config.steps} updates of the warm start.")
+        return executor.weights.snapshot("actor")
+    finally:
+        executor.close()

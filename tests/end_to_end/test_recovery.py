@@ -1,0 +1,202 @@
+"""A run that ends before its time comes back exactly, and refuses what it cannot go on with."""
+
+import importlib.util
+import json
+import os
+import signal
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrlhf.checkpoint.store import checkpoint_numbers
+from jaxrlhf.runtime.evaluation import Evaluator
+from jaxrlhf.runtime.metrics import read_metrics, without_times
+from jaxrlhf.runtime.run_folder import RunFolder
+from jaxrlhf.runtime.trainer import Trainer
+
+CHECK_RECOVERY = Path(__file__).parents[2] / "scripts" / "check_recovery.py"
+
+
+def records(folder: str | Path) -> list[dict]:
+    return [without_times(record) for record in read_metrics(Path(folder) / "metrics.jsonl")]
+
+
+def saved(folder: str | Path = "runs/latest") -> list[int]:
+    return checkpoint_numbers(Path(folder) / "checkpoints" / "steps")
+
+
+def test_a_run_that_is_killed_again_and_again_ends_as_if_nothing_had_happened(tmp_path):
+    spec = importlib.util.spec_from_file_location("check_recovery", CHECK_RECOVERY)
+    assert spec is not None and spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    report = script.sweep(tmp_path, kills=2, terminations=1, seed=1, cache=jax.config.jax_compilation_cache_dir)
+    assert sum(report["signals"].values()) == 3 and report["differences"] == []
+
+
+def test_a_run_goes_on_in_its_folder_from_its_newest_checkpoint(train, results):
+    assert train("--set", "steps=4")[0] == 0
+    whole = Path("runs/latest").resolve()
+    assert train("--set", "steps=2")[0] == 0
+    half = Path("runs/latest").resolve()
+    status, out, _ = train("--set", "steps=4", "--resume", "runs/latest")
+    assert status == 0 and "after 2 steps" in out and "Note: steps: 2 in the run, 4 now" in out
+    assert Path("runs/latest").resolve() == half
+    # but for the evaluation after the last step of the first part, which the whole run did too
+    assert records(half) == records(whole)
+    assert results()[2]["kl/coef"] != results()[0]["kl/coef"], "the adaptive coefficient came along"
+    assert json.loads((half / "outcome.json").read_text()) == json.loads((whole / "outcome.json").read_text())
+    assert (half / "config.1.yaml").exists(), "the config of the first part is kept"
+
+    # once more: there is nothing left to do
+    status, out, _ = train("--set", "steps=4", "--resume", "auto")
+    assert status == 0 and Path("runs/latest").resolve() == half, "the run of this config that was started last"
+    assert records(half) == records(whole)
+
+
+def test_what_a_run_cannot_go_on_with_is_said_before_anything_changes(train):
+    assert train("--set", "steps=2")[0] == 0
+    run = Path("runs/latest").resolve()
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    Path("other.jsonl").write_text("\n".join(json.dumps({"prompt": f"{i}+1=", "answer": "1"}) for i in range(600)))
+    for override, message in {
+        "steps=1": "has done 2 steps, so steps must be at least that. Got 1",
+        "seed=5": "must go on with the seed of",
+        "batch_size=32": "must go on with the batch_size of",
+        "roles.actor.model.hidden_size=64": "differ, first roles/",
+        "data={path: other.jsonl, max_prompt_tokens: 8}": "must go on with the data and tokenizer of",
+    }.items():
+        status, _, err = train("--set", "warm_start=null", "--set", override, "--resume", str(run))
+        assert status == 1 and message in err, err
+    for path, message in {
+        "nowhere": "must be never, auto, the folder of a run or a checkpoint in one. Got '",
+        f"{run}/checkpoints/steps/7": "must be a complete checkpoint. Got",
+    }.items():
+        status, _, err = train("--resume", path)
+        assert status == 1 and message in err, err
+    with RunFolder(run).locked():
+        status, _, err = train("--set", "steps=4", "--resume", str(run))
+        assert status == 1 and "one process at a time can run a run" in err
+    assert {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.name != ".lock"} == {
+        path: time for path, time in before.items() if path.name != ".lock"
+    }
+
+
+def test_a_checkpoint_is_a_branching_point_for_a_new_run(train):
+    assert train("--set", "steps=4")[0] == 0
+    whole = Path("runs/latest").resolve()
+    status, _, err = train("--resume", f"{whole}/checkpoints/steps/2", "--set", "steps=4", config="")
+    assert (status, err) == (0, "")
+    branch = Path("runs/latest").resolve()
+    assert branch != whole
+    assert [r for r in records(branch) if "actor/pg_loss" in r] == [r for r in records(whole) if "actor/pg_loss" in r]
+    assert saved(branch)[-1] == 4
+
+
+def test_on_another_layout_a_run_goes_on_to_rounding(train, results):
+    assert train("--set", "steps=4")[0] == 0
+    whole = results()
+    assert train("--set", "steps=2")[0] == 0
+    plan = "plan={default: {data: 2, tensor: 2}, actor.train: {fsdp: 4}, critic.train: {fsdp: 2, devices: '6-7'}}"
+    assert train("--set", "steps=4", "--resume", "runs/latest", "--set", plan)[0] == 0
+    for got, want in zip(results()[2:], whole[2:], strict=True):
+        for name in ("actor/pg_loss", "critic/vf_loss", "critic/score/mean", "kl/mean", "actor/grad_norm"):
+            assert got[name] == pytest.approx(want[name], rel=1e-5, abs=1e-6), name
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_run_that_is_asked_to_stop_saves_and_leaves(train, results, monkeypatch, number):
+    assert train("--set", "steps=4", "--set", "output.checkpoint_every=0")[0] == 0
+    whole = results()
+    report = Trainer._report
+
+    def report_and_ask(self, step, *rest):
+        report(self, step, *rest)
+        if step == 0:
+            os.kill(os.getpid(), number)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_report", report_and_ask)
+        status, out, err = train("--set", "steps=4", "--set", "output.checkpoint_every=0", "--set", "name=asked")
+    assert (status, err) == (128 + number, "")
+    assert "of 4 steps. Start it again with --resume auto to go on." in out
+    assert saved()[-1] < 4 and len(results()) == saved()[-1]
+    status, out, _ = train(
+        "--set", "steps=4", "--set", "output.checkpoint_every=0", "--set", "name=asked", "--resume", "auto"
+    )
+    assert status == 0 and results() == whole
+
+
+def test_a_stop_in_the_warm_start_is_saved_too(train, results, monkeypatch):
+    assert train()[0] == 0
+    whole = records("runs/latest")
+    import jaxrlhf.runtime.warm_start as module
+
+    flatten = module.flatten
+
+    def flatten_and_ask(tree):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return flatten(tree)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "flatten", flatten_and_ask)
+        status, out, _ = train("--set", "name=asked")
+    assert status == 143 and "Saved after 2 of 4 updates of the warm start." in out
+    status, out, _ = train("--set", "name=asked", "--resume", "auto")
+    assert status == 0 and "after 2 updates of the warm start" in out
+    assert records("runs/latest") == whole
+    assert not Path("runs/latest/checkpoints/warm_start").exists()
+
+
+def test_a_failing_reward_loses_no_step_that_was_done(train, results):
+    Path("fails.py").write_text(
+        "import pathlib\n"
+        "def reward(completions):\n"
+        "    calls = pathlib.Path('calls')\n"
+        "    n = int(calls.read_text()) + 1 if calls.exists() else 1\n"
+        "    calls.write_text(str(n))\n"
+        "    if n == 3:\n"
+        "        raise ConnectionError('the verifier is down')\n"
+        "    return [len(c) / 10 for c in completions]\n"
+    )
+    rewards = ("--set", "roles.reward={function: 'fails.py:reward'}", "--set", "output.checkpoint_every=0")
+    status, out, err = train(*rewards, "--set", "steps=4", "--set", "evaluation=null")
+    assert status == 1 and "must not raise. Got ConnectionError: the verifier is down" in err
+    assert "Saved after 2 steps, before the one that failed." in out and saved()[-1] == 2
+    assert train(*rewards, "--set", "steps=4", "--set", "evaluation=null", "--resume", "auto")[0] == 0
+    assert [record["step"] for record in results()] == [1, 2, 3, 4]
+
+
+def test_the_best_checkpoint_is_kept_beside_the_newest(train, monkeypatch):
+    values = iter([0.5, 0.2, 0.7, 0.1, 0.3, 0.4])
+    run = Evaluator.run
+
+    def scored(self, done, executor, records):
+        metrics = run(self, done, executor, records)
+        metrics["eval/exact_match"] = next(values)
+        return metrics
+
+    monkeypatch.setattr(Evaluator, "run", scored)
+    status, out, _ = train(
+        "--set", "steps=5", "--set", "evaluation.every=1", "--set", "output.checkpoint_every=1",
+        "--set", "output.keep_checkpoints=1",
+    )  # fmt: skip
+    assert status == 0 and saved() == [2, 5]
+    assert json.loads(Path("runs/latest/outcome.json").read_text())["best"] == {"step": 2, "value": 0.7}
+    assert "best after 2 steps: 0.700" in out
+
+
+def test_a_loss_that_is_not_finite_names_the_step_and_keeps_the_last_good_checkpoint(train):
+    status, _, err = train(
+        "--set", "roles.critic.optimizer.learning_rate=1.0e+30", "--set", "roles.critic.optimizer.max_grad_norm=0"
+    )
+    assert status == 1
+    assert "losses and gradient norms must be finite. Got critic/" in err and "Step " in err
+    assert (
+        f"The last good checkpoint is runs/{Path('runs/latest').resolve().name}/checkpoints/steps/{saved()[-1]}." in err
+    )
+    broken = read_metrics(Path("runs/latest/metrics.jsonl"))[-1]
+    assert not np.isfinite(broken["critic/grad_norm"]), "the step that went wrong is on record"
+    assert saved()[-1] < broken["step"]
