@@ -24,6 +24,7 @@ from jaxrlhf.config.schema import (
     PlacementConfig,
     RoleConfig,
     RunConfig,
+    WandbConfig,
     WarmStartConfig,
     load_run,
 )
@@ -63,6 +64,7 @@ SECTIONS: dict[str, type[Any]] = {
     "`warm_start`": WarmStartConfig,
     "`evaluation`": EvaluationRunConfig,
     "`output`": OutputConfig,
+    "`output.wandb`": WandbConfig,
 }
 """Heading in docs/configuration.md -> the dataclass that it describes."""
 
