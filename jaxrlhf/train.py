@@ -20,8 +20,9 @@ from jaxrlhf.planner.plan import plan_rows
 from jaxrlhf.rewards.functions import RewardError
 from jaxrlhf.runtime.assembly import Assembly, assemble
 from jaxrlhf.runtime.console import Console
-from jaxrlhf.runtime.metrics import TrainingError
+from jaxrlhf.runtime.metrics import TrainingError, read_metrics
 from jaxrlhf.runtime.run_folder import RunFolder, check_run_folder, collect_versions
+from jaxrlhf.runtime.stages import time_rows
 from jaxrlhf.runtime.trainer import Outcome, Trainer
 from jaxrlhf.sharding import mesh
 
@@ -145,6 +146,7 @@ def _print_outcome(outcome: Outcome, folder: RunFolder, console: Console, second
         first, last = outcome.evaluations[0][1], outcome.evaluations[-1][1]
         for name in (name for name in first if name != "timing_s/testing"):
             console.line(f"{name}: {first[name]:.3f} before, {last[name]:.3f} after")
+    console.table("Where the time went", time_rows(read_metrics(folder.metrics)))
     written = {"metrics": folder.metrics, "samples": folder.samples, "checkpoints": folder.checkpoints}
     if folder.timeline.exists():
         written["timeline"] = folder.timeline

@@ -190,11 +190,12 @@ class WeightsAndBiases:
                 settings=self._wandb.Settings(console="off", silent=True),
             )
         except Exception as error:
+            got = f"{type(error).__name__}: {str(error).rstrip('.')}"
             raise TrainingError(
-                f"output.wandb: Weights & Biases must take the run. Got {type(error).__name__}: {error}. Log in with "
-                "`wandb login`, or set output.wandb.mode=offline and send it later with `wandb sync`."
+                f"output.wandb: Weights & Biases must take the run. Got {got}. Log in with `wandb login`, or set "
+                "output.wandb.mode=offline and send it later with `wandb sync`."
             ) from error
-        self.address: str = self._run.url or str(folder / "wandb")
+        self.address: str = self._run.url if wandb_config.mode == "online" else str(folder / "wandb")
         # Its own step only ever grows, and a resumed run repeats some: the axes are metrics instead.
         self._run.define_metric("*", step_metric=GLOBAL_STEP)
         self._run.define_metric("warm_start/*", step_metric=WARM_START_STEP)

@@ -139,6 +139,7 @@ class Trainer:
                     self._evaluate(done)
                 if self._checkpoint_is_due(done):
                     self._save(done, state)
+                    progress.saved(done)
                 if pauses:
                     self._reported = time.perf_counter()
 
@@ -168,7 +169,8 @@ class Trainer:
         if names["reward"] not in metrics:
             names = {"loss": "actor/loss"}
         shown = {short: metrics[name] for short, name in names.items() if name in metrics}
-        progress.update(done, shown, stage_seconds(metrics))
+        rate = metrics["perf/total_num_tokens"] / metrics["perf/time_per_step"]
+        progress.update(done, shown, stage_seconds(metrics), tokens_per_second=rate or None)
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
@@ -240,8 +242,7 @@ class Trainer:
         metrics["timing_s/testing"] = time.perf_counter() - started
         self._metrics.write(done, metrics)
         self._evaluations.append((done, metrics))
-        shown = ", ".join(f"{name} {value:.3f}" for name, value in metrics.items() if name != "timing_s/testing")
-        self._console.line(f"evaluation after {done} steps on {sum(map(len, lengths))} held-out prompts: {shown}")
+        self._console.evaluation(self._evaluations, num_prompts=sum(map(len, lengths)))
 
     def _write_step_samples(self, done: int, result: StepResult) -> None:
         """The first rollout of a step, with everything that scored it."""
