@@ -25,9 +25,11 @@ from jaxrlhf.runtime.assembly import Assembly, assemble
 from jaxrlhf.runtime.checkpoints import check_checkpoint
 from jaxrlhf.runtime.console import Console
 from jaxrlhf.runtime.interruption import RunStopped, StopRequest
-from jaxrlhf.runtime.metrics import TrainingError
+from jaxrlhf.runtime.metrics import TrainingError, read_metrics
 from jaxrlhf.runtime.recovery import ResumePoint, find_resume_point
 from jaxrlhf.runtime.run_folder import RunFolder, RunFolderError, check_run_folder, collect_versions
+from jaxrlhf.runtime.stages import time_rows
+from jaxrlhf.runtime.trackers import check_trackers
 from jaxrlhf.runtime.trainer import Outcome, Trainer
 from jaxrlhf.sharding import mesh
 
@@ -104,6 +106,7 @@ def prepare(config: RunConfig, console: Console) -> Run:
     try:
         _start_jax(config)
         check_run_folder(Path(config.output.folder), config.name)
+        check_trackers(config.output)
         resume = find_resume_point(config)
         assembly = assemble(config, mesh.num_devices())
         if resume is not None and resume.position is not None:
@@ -205,10 +208,11 @@ def _print_outcome(outcome: Outcome, folder: RunFolder, console: Console, second
             console.line(f"{name}: {first[name]:.3f} before, {last[name]:.3f} after")
     if outcome.best is not None and outcome.best[0] < outcome.steps:
         console.line(f"best after {outcome.best[0]} steps: {outcome.best[1]:.3f}")
+    console.table("Where the time went", time_rows(read_metrics(folder.metrics)))
     written = {"metrics": folder.metrics, "samples": folder.samples, "checkpoints": folder.checkpoints}
     if folder.timeline.exists():
         written["timeline"] = folder.timeline
-    console.where(written | {"all": folder.path})
+    console.where(written | outcome.shown_at | {"all": folder.path})
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from jaxrlhf.config.schema import (
     PlacementConfig,
     RoleConfig,
     RunConfig,
+    WandbConfig,
     WarmStartConfig,
     load_run,
 )
@@ -63,6 +64,7 @@ SECTIONS: dict[str, type[Any]] = {
     "`warm_start`": WarmStartConfig,
     "`evaluation`": EvaluationRunConfig,
     "`output`": OutputConfig,
+    "`output.wandb`": WandbConfig,
 }
 """Heading in docs/configuration.md -> the dataclass that it describes."""
 
@@ -134,7 +136,7 @@ def test_every_metric_is_documented_and_no_other():
         calls = [(call.name, call.kind) for call in run.train.graph.calls]
         timings = timing_metrics({call: [(0.0, 1.0)] for call in [*calls, ("actor.logprobs", "infer")]})
         names |= {*timings, *throughput_metrics(TokenCounts(1, 1), timings, seconds=1.0, num_devices=1)}
-    for module in ("trainer", "throughput"):
+    for module in ("trainer", "warm_start", "evaluation", "throughput"):
         source = (ROOT / "jaxrlhf" / "runtime" / f"{module}.py").read_text()
         names |= set(re.findall(r'"((?:perf|training|eval|timing_s|warm_start)/\w+)"', source))
     documented = documented_metrics()

@@ -134,6 +134,19 @@ class EvaluationRunConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class WandbConfig:
+    """A run on Weights & Biases."""
+
+    project: str = "jaxrlhf"
+    entity: str = ""
+    """User or team. Empty: that of the login."""
+    mode: Literal["online", "offline"] = "online"
+    """`offline` needs no network: `wandb sync` sends the run later."""
+    group: str = ""
+    tags: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
 class OutputConfig:
     """What a run leaves behind, and where."""
 
@@ -143,6 +156,10 @@ class OutputConfig:
     """Steps between sampled completions written to samples.jsonl. 0: never."""
     num_samples: int = 8
     timeline: bool = True
+    tensorboard: bool = True
+    """Metrics and samples for TensorBoard, in the folder's tensorboard/."""
+    wandb: WandbConfig | None = None
+    """Metrics, samples and the config on Weights & Biases; needs `pip install 'jaxrlhf[wandb]'`."""
     checkpoint_every: int = 0
     """Steps between checkpoints. 0: by the clock and after the last step only."""
     checkpoint_minutes: float = 15.0

@@ -21,6 +21,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from jaxrlhf.runtime.metrics import best_evaluation
+
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _MAX_CELL = 34
 """Characters that a table's cell may take before its text wraps."""
@@ -117,10 +119,26 @@ class Console:
         """
         live = self._out.is_terminal and not self._out.is_dumb_terminal and not self._out.quiet
         with contextlib.ExitStack() as stack:
-            display = None
+            progress = Progress(self, total, start=start, every=every, clock=self._clock)
             if live:
-                display = stack.enter_context(Live(console=self._out, refresh_per_second=4, transient=True))
-            yield Progress(self, total, start=start, every=every, display=display, clock=self._clock)
+                stack.enter_context(
+                    Live(get_renderable=progress.picture, console=self._out, refresh_per_second=4, transient=True)
+                )
+            yield progress
+
+    def evaluation(self, evaluations: Sequence[tuple[int, Mapping[str, float]]], num_prompts: int) -> None:
+        """One line on the last of a run's evaluations, (steps done, metrics), and how it stands to the best so far."""
+        done, metrics = evaluations[-1]
+        shown = []
+        for name, value in metrics.items():
+            if not name.startswith("eval/"):
+                continue
+            standing = ""
+            if len(evaluations) > 1 and name != "eval/response_length":
+                step, best = best_evaluation(evaluations, name)
+                standing = " (best so far)" if step == done else f" (best {best:.3f} after {step})"
+            shown.append(f"{name} {value:.3f}{standing}")
+        self.line(f"evaluation after {done} steps on {num_prompts} held-out prompts: {', '.join(shown)}")
 
     def curve(self, name: str, values: Sequence[float]) -> None:
         """How a metric went, as a sparkline between its first and last value."""
@@ -170,26 +188,37 @@ class Console:
 class Progress:
     """Steps going by. `Console.progress` makes it."""
 
-    def __init__(
-        self, console: Console, total: int, *, start: int, every: int, display: Live | None, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, console: Console, total: int, *, start: int, every: int, clock: Callable[[], float]) -> None:
         self._console = console
         self._total = total
         self._every = every
-        self._display = display
         self._clock = clock
         self._step = start
         self._updated = self._began = clock()
         self._printed: float | None = None
         self._recent_seconds: collections.deque[float] = collections.deque(maxlen=20)
         self._compiled = False
+        self._saved: int | None = None
+        self._line, self._slowest = "the first step compiles", ""
 
-    def update(self, step: int, shown: Mapping[str, float], calls: Mapping[str, float] | None = None) -> None:
+    def saved(self, step: int) -> None:
+        """Takes note of a checkpoint after so many steps: where the run would go on, if it were killed now."""
+        self._saved = step
+
+    def update(
+        self,
+        step: int,
+        shown: Mapping[str, float],
+        calls: Mapping[str, float] | None = None,
+        *,
+        tokens_per_second: float | None = None,
+    ) -> None:
         """Takes note that `step` steps are done.
 
         Args:
             shown: What to show of the last step, as in `{"reward": 0.3, "KL": 0.01, "length": 40}`.
-            calls: Seconds of each of its calls.
+            calls: Seconds of each of its calls, or stages.
+            tokens_per_second: Of all devices together.
         """
         now = self._clock()
         self._recent_seconds.append((now - self._updated) / max(1, step - self._step))
@@ -203,18 +232,28 @@ class Progress:
                 f"step {step:>{len(str(self._total))}}/{self._total}",
                 *(f"{name} {_number(value, digits=3)}" for name, value in shown.items()),
                 f"{_number(seconds, digits=3)} s/step",
+                *([] if tokens_per_second is None else [f"{_number(tokens_per_second, digits=3)} tokens/s"]),
                 # the first step compiles: it says nothing of those to come
-                *([f"ETA {_duration((self._total - step) * seconds)}"] if self._compiled else []),
+                *(
+                    [f"ETA {_duration((self._total - step) * seconds)}"]
+                    if self._compiled and step < self._total
+                    else []
+                ),
+                *([] if self._saved is None else [f"saved {self._saved}"]),
             ]
         )
         slowest = _breakdown(calls) if calls else ""
-        if self._display is not None:
-            bar = Table.grid(padding=(0, 1))
-            bar.add_row(ProgressBar(total=self._total, completed=step, width=40), _duration(now - self._began))
-            self._display.update(Group(bar, Text(_printable(line)), Text(_printable(slowest), "dim")))
+        self._line, self._slowest = line, slowest
         if self._printed is None or step % self._every == 0 or step >= self._total or now - self._printed >= 10:
             self._printed = now
             self._console.line(f"{line}  {slowest}".rstrip())
+
+    def picture(self) -> Group:
+        """What a terminal shows of it while the run goes on."""
+        bar = Table.grid(padding=(0, 1))
+        elapsed = _duration(self._clock() - self._began)
+        bar.add_row(ProgressBar(total=self._total, completed=self._step, width=40), elapsed)
+        return Group(bar, Text(_printable(self._line)), Text(_printable(self._slowest), "dim"))
 
 
 def sparkline(values: Sequence[float], width: int = 60) -> str:

@@ -1,6 +1,7 @@
 """Evaluation of a run: mean scores of responses to held-out prompts, and which of them was the best."""
 
 import collections
+import math
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -9,6 +10,7 @@ import numpy as np
 
 from jaxrlhf.runtime.assembly import Assembly
 from jaxrlhf.runtime.executor import Executor
+from jaxrlhf.runtime.metrics import best_evaluation, evaluations_in
 from jaxrlhf.runtime.records import Records
 
 EVALUATION_STEP = 2**32 - 1
@@ -27,11 +29,7 @@ class Evaluator:
         self._config, self._steps = assembly.config.evaluation, assembly.config.steps
         by = (self._config.best_by or self._config.scorers[0]) if self._config is not None else ""
         self._metric = f"eval/{by}"  # by which the best is chosen
-        self.results: list[tuple[int, dict[str, float]]] = [
-            (record["step"], {name: value for name, value in record.items() if name.startswith("eval/")})
-            for record in history
-            if any(name.startswith("eval/") for name in record)
-        ]
+        self.results = evaluations_in(history)
         """(steps done, metrics), in order."""
 
     def is_due(self, done: int) -> bool:
@@ -42,12 +40,13 @@ class Evaluator:
 
     def best(self) -> tuple[int, float] | None:
         """Steps done and value of the best evaluation after a step; of equals, the first."""
-        later = [(done, metrics[self._metric]) for done, metrics in self.results if done > 0]
-        return max(later, key=lambda result: result[1], default=None)
+        later = [(done, metrics) for done, metrics in self.results if done > 0]
+        return best_evaluation(later, self._metric) if later else None
 
     def value(self, done: int) -> float | None:
-        """How good the policy was after so many steps; None where it was not evaluated."""
-        return next((metrics[self._metric] for at, metrics in self.results if at == done), None)
+        """How good the policy was after so many steps; None where it was not evaluated, or the score is no number."""
+        value = next((metrics[self._metric] for at, metrics in self.results if at == done), math.nan)
+        return value if math.isfinite(value) else None
 
     def run(self, done: int, executor: Executor, records: Records) -> dict[str, float]:
         """Metrics of the policy as it is. They are written to the records, with samples."""

@@ -6,7 +6,7 @@ A metric's name is `group/name`, such as 'actor/loss'. Values are global: one nu
 import math
 import reprlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -121,6 +121,22 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The records of a metrics file, in the order of writing; a value that was not finite comes back as NaN."""
     records = read_json_lines(path)
     return [{**record, **dict.fromkeys(record.get("non_finite", ()), math.nan)} for record in records]
+
+
+def evaluations_in(records: Sequence[Mapping[str, Any]]) -> list[tuple[int, dict[str, float]]]:
+    """The evaluations among a run's records, as (steps done, metrics)."""
+    found = []
+    for record in records:
+        metrics = {name: value for name, value in record.items() if name not in _RECORD_KEYS}
+        if any(name.startswith("eval/") for name in metrics):
+            found.append((record["step"], metrics))
+    return found
+
+
+def best_evaluation(evaluations: Sequence[tuple[int, Mapping[str, float]]], name: str) -> tuple[int, float]:
+    """The steps done and the value where a metric of evaluations was greatest, for the first time."""
+    values = [(step, metrics[name]) for step, metrics in evaluations if math.isfinite(metrics.get(name, math.nan))]
+    return max(values, key=lambda found: found[1]) if values else (evaluations[-1][0], math.nan)
 
 
 def without_times(record: Mapping[str, Any]) -> dict[str, Any]:

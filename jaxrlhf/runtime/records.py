@@ -1,56 +1,68 @@
 """What a run writes down as it goes: metrics and samples, each step once however often the run was killed."""
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
+from jaxrlhf.config.schema import RunConfig
 from jaxrlhf.data.prompts import PromptTable
 from jaxrlhf.experience import LENGTH, STOP, Rollout
 from jaxrlhf.runtime.assembly import decode_responses
 from jaxrlhf.runtime.json_lines import truncate
 from jaxrlhf.runtime.metrics import MetricsWriter, read_metrics
-from jaxrlhf.runtime.recovery import Position
+from jaxrlhf.runtime.recovery import ResumePoint
 from jaxrlhf.runtime.run_folder import RunFolder
 from jaxrlhf.runtime.samples import SamplesWriter
+from jaxrlhf.runtime.trackers import Trackers
 
 FINISH_NAMES = {STOP: "stop", LENGTH: "length"}
 
 
 class Records:
-    """The files of a run that grow with it.
+    """The files of a run that grow with it, and the trackers that show the same elsewhere.
 
     Args:
-        num_samples: Completions written of one rollout.
-        position: Where the run goes on. Records of what came after it are dropped; None drops all.
-        source: The run that this one branches off from: its records up to `position` are copied.
+        resume: Where the run goes on: records of what came after are dropped. In a branch, those of the run that it
+            branches off from are copied first.
+        warn: Says a line to the user.
     """
 
     def __init__(
         self,
         folder: RunFolder,
+        config: RunConfig,
         table: PromptTable,
         *,
-        num_samples: int,
-        position: Position | None = None,
-        source: RunFolder | None = None,
+        resume: ResumePoint | None,
+        warn: Callable[[str], None],
     ) -> None:
-        self._table, self._num_samples = table, num_samples
+        self._table, self._num_samples = table, config.output.num_samples
+        position = resume.position if resume is not None else None
         for path in (folder.metrics, folder.samples):
-            if source is not None and (source.path / path.name).exists():
-                shutil.copyfile(source.path / path.name, path)
+            if resume is not None and resume.is_branch and (resume.folder.path / path.name).exists():
+                shutil.copyfile(resume.folder.path / path.name, path)
             truncate(path, lambda record: position is not None and position.covers(record))
         self.history: list[dict[str, Any]] = read_metrics(folder.metrics) if folder.metrics.exists() else []
         """Records of metrics from before this start."""
         self.latest_samples: list[dict[str, Any]] = []
         self._metrics = MetricsWriter(folder.metrics)
         self._samples = SamplesWriter(folder.samples)
+        shown = (0, 0) if resume is not None else (None, None)
+        if position is not None:
+            shown = (position.done, None) if position.phase == "steps" else (0, position.done)
+        self._trackers = Trackers.open(
+            folder.path, config, resumed_at=shown[0], warm_start_resumed_at=shown[1], warn=warn
+        )
+        self.shown_at = {name: Path(where) for name, where in self._trackers.shown_at.items()}
 
     def write_metrics(self, done: int, metrics: Mapping[str, float]) -> None:
         """One record, after so many steps."""
         self._metrics.write(done, metrics)
+        self._trackers.metrics(done, metrics)
 
     def write_samples(self, done: int, split: str, rollout: Rollout, scores: Mapping[str, np.ndarray]) -> None:
         """The first few responses of a rollout of numpy arrays, with what each scorer gave them."""
@@ -66,12 +78,15 @@ class Records:
         ]
         for sample in self.latest_samples:
             self._samples.write(step=done, split=split, **sample)
+        self._trackers.samples(done, split, self.latest_samples)
 
     def sync(self) -> None:
         """Returns when all records are on the disk: before the checkpoint that goes with them."""
         self._metrics.sync()
         self._samples.sync()
 
-    def close(self) -> None:
+    def close(self, *, failed: bool) -> None:
+        """Closes all files. `failed`: the run ended by an error."""
         self._metrics.close()
         self._samples.close()
+        self._trackers.close(failed=failed)

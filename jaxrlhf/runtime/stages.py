@@ -4,7 +4,6 @@ A stage is all calls of one purpose: generation, the reference's log-probabiliti
 are the same for every algorithm, so that runs can be laid beside one another, also beside verl's.
 """
 
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -69,24 +68,28 @@ def stage_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
 def time_rows(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Where the time of a run went, the longest stage first: rows for a table, from the records of its metrics.
 
-    Medians, so that the steps that compiled do not weigh. Stages that overlap add up to more than the step.
+    The total has in it what compiling took; the median is that of a step in the middle of the run. Stages that overlap
+    add up to more than all of the time.
     """
     steps = [record for record in records if f"{TIMING}step" in record]
-    if not steps:
-        return []
-    whole = statistics.median(record[f"{TIMING}step"] for record in steps)
-    seconds_of: dict[str, list[tuple[float, int]]] = {}
+    whole = sum(record[f"{TIMING}step"] for record in steps)
+    timed: dict[str, list[tuple[float, int]]] = {}
     for record in steps:
         for stage, seconds in stage_seconds(record).items():
-            seconds_of.setdefault(stage, []).append((seconds, record["step"]))
+            timed.setdefault(stage, []).append((seconds, record["step"]))
     rows = []
-    for stage, timed in seconds_of.items():
-        median = statistics.median(seconds for seconds, _ in timed)
-        longest, at = max(timed)
-        share = f"{100 * median / whole:.0f} %" if whole > 0 and math.isfinite(median) else ""
+    for stage, times in timed.items():
+        total = sum(seconds for seconds, _ in times)
+        longest, at = max(times)
         rows.append(
-            {"stage": stage, "seconds": median, "of the step": share, "longest": longest, "at step": at}
-            | ({"steps": len(timed)} if len(timed) < len(steps) else {"steps": "all"})
+            {
+                "stage": stage,
+                "seconds": round(total, 3),
+                "share": f"{100 * total / whole:.0f} %",
+                "median": round(statistics.median(seconds for seconds, _ in times), 3),
+                "longest": round(longest, 3),
+                "at step": at,
+            }
         )
     return sorted(rows, key=lambda row: -row["seconds"])
 

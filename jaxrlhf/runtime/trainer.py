@@ -2,8 +2,10 @@
 
 import collections
 import dataclasses
+import sys
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from jaxrlhf.config.schema import RunConfig
@@ -43,6 +45,8 @@ class Outcome:
     samples: tuple[dict[str, Any], ...]
     """The latest sampled prompts and completions, with their scores. Not kept over a resume."""
     last_metrics: dict[str, float]
+    shown_at: dict[str, Path]
+    """Where trackers show the run, by their name."""
 
     def to_json(self) -> dict[str, Any]:
         """How the run went, as plain data."""
@@ -76,13 +80,7 @@ class Trainer:
         self._resume, self._stop = resume, stop or StopRequest()
         self._timeline = Timeline()
         self._executor = Executor(assembly.train.roles, seed=self._config.seed, timeline=self._timeline)
-        self._records = Records(
-            folder,
-            assembly.table,
-            num_samples=self._config.output.num_samples,
-            position=resume.position if resume else None,
-            source=resume.folder if resume and resume.is_branch else None,
-        )
+        self._records = Records(folder, assembly.config, assembly.table, resume=resume, warn=console.line)
         self._checkpoints = Checkpoints(assembly, folder)
         self._evaluator = Evaluator(assembly, self._records.history)
         steps = [record for record in self._records.history if "critic/score/mean" in record]
@@ -107,7 +105,7 @@ class Trainer:
         finally:
             if self._config.output.timeline:
                 self._timeline.write_chrome_trace(self._folder.timeline)
-            self._records.close()
+            self._records.close(failed=sys.exception() is not None)
             self._executor.close()
             self._checkpoints.close()
         return Outcome(
@@ -117,6 +115,7 @@ class Trainer:
             rewards=tuple(self._rewards),
             samples=tuple(self._records.latest_samples),
             last_metrics=self._last,
+            shown_at=self._records.shown_at,
         )
 
     def _start(self) -> tuple[int, Any]:
@@ -146,6 +145,8 @@ class Trainer:
         unread: collections.deque[tuple[int, StepResult]] = collections.deque()
         self._reported = time.perf_counter()
         with self._console.progress(config.steps, start=first_step) as progress:
+            if self._saved is not None:
+                progress.saved(self._saved)
             for step in range(first_step, config.steps):
                 if self._stop.made and step == first_step:  # it was asked to while its weights were made
                     self._save(step, state)
@@ -168,6 +169,7 @@ class Trainer:
                     saves = True
                 if saves:
                     self._save(done, state)
+                    progress.saved(done)
                 if evaluates or saves:
                     self._reported = time.perf_counter()
                 if stops:
@@ -202,7 +204,8 @@ class Trainer:
         if names["reward"] not in metrics:
             names = {"loss": "actor/loss"}
         shown = {short: metrics[name] for short, name in names.items() if name in metrics}
-        progress.update(done, shown, stage_seconds(metrics))
+        rate = metrics["perf/total_num_tokens"] / metrics["perf/time_per_step"]
+        progress.update(done, shown, stage_seconds(metrics), tokens_per_second=rate or None)
 
     def _write_step_samples(self, done: int, result: StepResult) -> None:
         """The first rollout of a step, with everything that scored it."""
@@ -220,10 +223,9 @@ class Trainer:
         if self._assembly.evaluation is None:
             return False
         before = self._evaluator.best()
-        metrics = self._evaluator.run(done, self._executor, self._records)
-        shown = ", ".join(f"{name} {value:.3f}" for name, value in metrics.items() if name.startswith("eval/"))
+        self._evaluator.run(done, self._executor, self._records)
         num_prompts = sum(len(batch.row) for batch in self._assembly.eval_batches)
-        self._console.line(f"evaluation after {done} steps on {num_prompts} held-out prompts: {shown}")
+        self._console.evaluation(self._evaluator.results, num_prompts)
         return self._evaluator.best() != before
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------

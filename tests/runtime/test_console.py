@@ -243,6 +243,39 @@ def test_progress_of_a_resumed_run_counts_from_where_it_starts() -> None:
     assert shown.lines() == ["step  91/100  5 s/step", "step  93/100  2 s/step  ETA 14s"]
 
 
+def test_progress_tells_the_rate_and_the_last_checkpoint() -> None:
+    shown = Shown()
+    with shown.console.progress(4, every=1) as progress:
+        progress.saved(0)
+        for step in (1, 2):
+            shown.clock.now += 2.0
+            progress.update(step, {"reward": 0.5}, {"gen": 1.0}, tokens_per_second=81_234.5)
+        progress.saved(2)
+        shown.clock.now += 2.0
+        progress.update(3, {})
+    assert shown.lines() == [
+        "step 1/4  reward 0.5  2 s/step  81234 tokens/s  saved 0  (gen 1.00)",
+        "step 2/4  reward 0.5  2 s/step  81234 tokens/s  ETA 4s  saved 0  (gen 1.00)",
+        "step 3/4  2 s/step  ETA 2s  saved 2",
+    ]
+
+
+def test_an_evaluation_stands_beside_the_best_so_far() -> None:
+    shown = Shown()
+    evaluations: list[tuple[int, dict[str, float]]] = []
+    for step, exact, length in ((0, 0.25, 9.0), (20, 0.75, 9.5), (40, 0.5, 9.75), (60, 0.75, 9.75)):
+        evaluations.append((step, {"eval/exact": exact, "eval/response_length": length, "timing_s/testing": 3.0}))
+        shown.console.evaluation(evaluations, num_prompts=64)
+    assert shown.lines() == [
+        "evaluation after 0 steps on 64 held-out prompts: eval/exact 0.250, eval/response_length 9.000",
+        "evaluation after 20 steps on 64 held-out prompts: eval/exact 0.750 (best so far), eval/response_length 9.500",
+        "evaluation after 40 steps on 64 held-out prompts: eval/exact 0.500 (best 0.750 after 20), "
+        "eval/response_length 9.750",
+        "evaluation after 60 steps on 64 held-out prompts: eval/exact 0.750 (best 0.750 after 20), "
+        "eval/response_length 9.750",
+    ]
+
+
 def test_where_curve_and_error_do_not_wrap() -> None:
     shown = Shown(width=40)
     long = Path("runs") / ("x" * 100)
@@ -335,3 +368,4 @@ def test_a_terminal_gets_color_and_a_live_bar() -> None:
     assert "━" in text and text.index("\x1b[?25l") < text.index("\x1b[?25h")
     for step in (1, 2, 3):
         assert f"step {step}/3" in text
+    assert text.index("the first step compiles") < text.index("step 1/3")

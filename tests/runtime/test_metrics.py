@@ -10,7 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrlhf.runtime.metrics import MetricsWriter, TrainingError, check_finite, flatten, read_metrics
+from jaxrlhf.runtime.metrics import (
+    MetricsWriter,
+    TrainingError,
+    best_evaluation,
+    check_finite,
+    evaluations_in,
+    flatten,
+    read_metrics,
+)
 
 
 def test_flatten_joins_keys_and_keeps_complete_names() -> None:
@@ -117,6 +125,21 @@ def test_the_records_own_names_are_refused(tmp_path: Path, name: str) -> None:
         pytest.raises(ValueError, match=f"Metric '{name}': this name is the record's own"),
     ):
         writer.write(0, {name: 1.0})
+
+
+def test_evaluations_are_found_again_with_the_best_of_them(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with MetricsWriter(path) as writer:
+        writer.write(0, {"eval/x": 0.5, "timing_s/testing": 1.0})
+        writer.write(1, {"actor/loss": 1.0})
+        writer.write(2, {"eval/x": math.nan})
+        writer.write(4, {"eval/x": 0.75})
+        writer.write(6, {"eval/x": 0.75})
+    evaluations = evaluations_in(read_metrics(path))
+    assert [step for step, _ in evaluations] == [0, 2, 4, 6]
+    assert evaluations[0] == (0, {"eval/x": 0.5, "timing_s/testing": 1.0})
+    assert best_evaluation(evaluations, "eval/x") == (4, 0.75)
+    assert math.isnan(best_evaluation(evaluations[1:2], "eval/x")[1])
 
 
 def test_what_came_after_a_checkpoint_is_dropped(tmp_path: Path) -> None:

@@ -82,7 +82,16 @@ def test_state_and_restore(store):
     state = jax.tree.map(jnp.copy, store.state("actor"))
     params, optimizer, _ = store.take_for_training("actor", TRAIN)
     store.trained("actor", TRAIN, jax.tree.map(lambda x: x * 0, params), optimizer)
-    store.restore("actor", state, version=7)
+    store.restore("actor", TRAIN, state, version=7)
     assert store.version("actor") == 7
     jax.tree.map(np.testing.assert_array_equal, store.state("actor"), state)
     assert set(store.state("reference")) == {"params"}
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_the_abstract_state_is_that_of_the_arrays(store, role):
+    def same(abstract, array):
+        assert (abstract.shape, abstract.dtype) == (array.shape, array.dtype)
+        assert abstract.sharding.is_equivalent_to(array.sharding, array.ndim)
+
+    jax.tree.map(same, store.abstract_state(role, TRAIN), store.state(role))
