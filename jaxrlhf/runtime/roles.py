@@ -1,17 +1,17 @@
-"""What a role can do: a model's methods with the shapes that they give, or a Python function of completions.
+"""What a role can do: a model's methods with the shapes that they give, a Python function of completions, or a sum.
 
 Letters: B sequences, P prompt columns, R response columns, T = P + R.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrlhf.call_graph import GraphError, Method, RoleMethods, abstract_call
+from jaxrlhf.call_graph import GraphError, Method, RoleMethods, abstract_call, compute
 from jaxrlhf.config.schema import OptimizerConfig
 from jaxrlhf.experience import Max, PolicyOutputs, Prompts, Rollout, Sampling
 from jaxrlhf.models import heads
@@ -99,7 +99,28 @@ class FunctionRole:
         return RoleMethods({"scores": Method("host", _scores_aval)})
 
 
-Role = ModelRole | FunctionRole
+@dataclasses.dataclass(frozen=True)
+class WeightedSumRole:
+    """A role whose scores are those of other roles, weighted and added up. Each of them is a call of its own."""
+
+    weights: Mapping[str, float]
+
+    def methods(self, name: str) -> RoleMethods:
+        """The role as a step function sees it."""
+
+        def scores(roles: Any, rollout: Any) -> Any:
+            parts = {part: getattr(roles, part).scores(rollout) for part in self.weights}
+            return compute(weighted_sum, parts, dict(self.weights), name=f"{name}.{weighted_sum.__name__}")
+
+        return RoleMethods({}, composed={"scores": scores})
+
+
+def weighted_sum(scores: dict[str, jax.Array], weights: dict[str, float]) -> jax.Array:
+    """sum_i weights[i] * scores[i], for each sequence."""
+    return sum((weights[part] * scores_B for part, scores_B in scores.items()), jnp.zeros((), jnp.float32))
+
+
+Role = ModelRole | FunctionRole | WeightedSumRole
 
 Infer = Callable[[Params, Any, ModelConfig, Layout, Remat], Any]
 
