@@ -108,6 +108,8 @@ class RoleMethods:
     """Whose weights its calls read and train. None: the role has no weights."""
     composed: Mapping[str, Callable[..., Any]] = dataclasses.field(default_factory=dict)
     """Methods that are made of other calls: `(roles, *args) -> outputs`, traced as a step function is."""
+    missing: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Methods that it could have -> what to do to get them, for error messages."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -327,7 +329,7 @@ class RoleHandle:
             raise GraphError(
                 f"{self._recorder.step_name}: role '{self._name}' has no method '{method}'. It has: "
                 f"{', '.join(sorted(known)) or 'none'}.{did_you_mean(method, known)}"
-                + (" It has no optimizer: give it one in the config to train it." if method == "train" else "")
+                + (f" {self._role.missing[method]}" if method in self._role.missing else "")
             )
         return lambda *args: self._recorder.call_role(self._name, method, known[method], self._role.weights, args)
 

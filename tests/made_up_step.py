@@ -44,7 +44,7 @@ TRAIN = Method("train", trained, row_wise=False)
 ROLES = {
     "actor": RoleMethods({"generate": GENERATE, "train": TRAIN}, weights="actor"),
     "critic": RoleMethods({"values": INFER, "train": TRAIN}, weights="critic"),
-    "reward": RoleMethods({"scores": HOST}),
+    "reward": RoleMethods({"scores": HOST}, missing={"train": "Give it weights."}),
 }
 STATE = {"coef": np.float32(0.1)}
 PROMPTS = shape(B, 3, dtype=jnp.int32)

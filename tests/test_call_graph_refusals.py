@@ -169,10 +169,7 @@ def test_training_without_an_optimizer():
     def step(roles, state, prompts, settings):
         return roles.reward.train(a_loss, prompts, settings), state
 
-    assert error_of(step) == (
-        "step: role 'reward' has no method 'train'. It has: scores. It has no optimizer: give it one in the config to "
-        "train it."
-    )
+    assert error_of(step) == ("step: role 'reward' has no method 'train'. It has: scores. Give it weights.")
 
 
 def test_a_step_returns_results_and_state():

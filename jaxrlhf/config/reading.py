@@ -220,6 +220,8 @@ def _build_list(origin: type, options: tuple[Any, ...], value: Any, where: str, 
 def _build_scalar(hint: type, value: Any, where: str, path: str) -> Any:
     if hint is float and type(value) is int and abs(value) <= sys.float_info.max:
         value = float(value)
+    if hint is int and type(value) is int and abs(value) >= 2**63:
+        raise _error(where, path, "expected an integer of 64 bits", value, "")
     if type(value) is hint and value == value:  # NaN is no number
         return value
     rule, remedy = _SCALARS[hint]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +18,9 @@ from jaxrlhf.experience import Sampling
 from jaxrlhf.models.config import PRESETS, Head, ModelConfig
 from jaxrlhf.sharding.strategy import Remat
 from jaxrlhf.suggest import did_you_mean
+
+MAX_VIRTUAL_DEVICES = 1024
+"""As many as a processor can appear as in reasonable time."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,14 +198,15 @@ class RunConfig:
         require(
             self.num_virtual_devices is not None or self.devices == "auto",
             "devices",
-            "must be auto or cpu:<number>, such as cpu:8",
+            f"must be auto or cpu:<number>, such as cpu:8, with at most {MAX_VIRTUAL_DEVICES}",
         )
 
     @property
     def num_virtual_devices(self) -> int | None:
         """How many devices the processor is to appear as; None: the real ones are used."""
         platform, _, count = self.devices.partition(":")
-        return int(count) if platform == "cpu" and count.isdigit() and int(count) > 0 else None
+        number = int(count) if platform == "cpu" and re.fullmatch("[0-9]{1,4}", count) else 0
+        return number if 0 < number <= MAX_VIRTUAL_DEVICES else None
 
 
 def _require_at_least(config: Any, least: int, *names: str) -> None:

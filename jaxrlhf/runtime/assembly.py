@@ -4,6 +4,7 @@ A run has up to three graphs over the same roles: the warm start, the algorithm'
 """
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,10 @@ from jaxrlhf.runtime.roles import FunctionRole, ModelRole, Role, WeightedSumRole
 from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.strategy import Strategy
 from jaxrlhf.suggest import did_you_mean
+
+MAX_PARAMETERS = 10**14
+MAX_BATCH_TOKENS = 2**28
+"""What no run of any size reaches."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,6 +123,7 @@ def assemble(config: RunConfig, num_devices: int) -> Assembly:
     models = _models(config)
     _check_roles(config, algorithm.roles, models)
     _check_vocabulary(models, table)
+    _check_batches(config, settings, table)
     loader = PromptLoader(table, config.batch_size, config.seed)
     written = _written_plan(config.plan, num_devices)
 
@@ -176,17 +182,18 @@ def assemble(config: RunConfig, num_devices: int) -> Assembly:
 
 
 def parse_devices(text: str, where: str) -> tuple[int, ...]:
-    """Positions of devices: '0-3', '0,2,4', '0-1,4-5'.
+    """Positions of devices: '0-3', '0,2,4', '0-1,4-5'. At most four digits each.
 
     Raises:
         ConfigError: Anything else.
     """
     devices: list[int] = []
     for part in text.split(","):
-        first, dash, last = part.strip().partition("-")
-        if not first.isdigit() or (dash and not last.isdigit()) or (dash and int(last) < int(first)):
+        span = re.fullmatch(r"\s*([0-9]{1,4})(?:-([0-9]{1,4}))?\s*", part)
+        first, last = (int(span[1]), int(span[2] or span[1])) if span else (1, 0)
+        if last < first:
             raise ConfigError(f"{where}: must be positions of devices, such as '0-3' or '0,2,4'. Got {text!r}.")
-        devices.extend(range(int(first), int(last or first) + 1))
+        devices.extend(range(first, last + 1))
     return tuple(devices)
 
 
@@ -197,7 +204,7 @@ def _written_plan(plan: Mapping[str, PlacementConfig], num_devices: int) -> dict
             strategy = Strategy(entry.data, entry.fsdp, entry.tensor, entry.micro_batches, entry.remat)
         except ValueError as error:
             raise ConfigError(f"plan.{name}.{error}") from error
-        devices = tuple(range(strategy.num_devices))
+        devices = tuple(range(min(strategy.num_devices, num_devices + 1)))  # one too many is refused below
         if entry.devices:
             devices = parse_devices(entry.devices, f"plan.{name}.devices")
         written[name] = Placement(devices, strategy)
@@ -247,6 +254,8 @@ def _models(config: RunConfig) -> dict[str, ModelConfig]:
 
     models = {name: model_of(name) for name, role in config.roles.items() if _has_model(role)}
     for name, model in models.items():
+        _check_size(f"roles.{name}.model", model)
+    for name, model in models.items():
         if config.roles[name].init not in ("random", *config.roles):
             check_params(Path(config.roles[name].init), model)
     for name, model in models.items():
@@ -257,6 +266,36 @@ def _models(config: RunConfig) -> dict[str, ModelConfig]:
                 f"there. Got {model} and {models[source]}. Leave `model` out."
             )
     return models
+
+
+def _check_size(where: str, model: ModelConfig) -> None:
+    """Sizes that some machine could hold, so that nobody waits for shapes which none can."""
+    for field, most in {"num_layers": 10_000, "vocab_size": 2**31 - 1, "hidden_size": 2**31 - 1}.items():
+        if getattr(model, field) > most:
+            raise ConfigError(f"{where}.{field}: must be at most {most:,}. Got {getattr(model, field)}.")
+    if num_parameters(model) > MAX_PARAMETERS:
+        raise ConfigError(
+            f"{where}: must have at most {MAX_PARAMETERS:,} parameters. Got {num_parameters(model):,}. Lower its sizes."
+        )
+
+
+def _check_batches(config: RunConfig, settings: Any, table: PromptTable) -> None:
+    """Batches that the host could hold, before the first one is made."""
+    rows = {"batch_size": config.batch_size}
+    if config.warm_start is not None:
+        rows["warm_start.batch_size"] = config.warm_start.batch_size * config.warm_start.updates_per_step
+    if config.evaluation is not None:
+        rows["evaluation.num_prompts"] = config.evaluation.num_prompts
+    samplings = _samplings((settings, config.evaluation))
+    new_tokens = max(
+        _max_new_tokens(settings), getattr(settings, "max_new_tokens", 0), *(s.max_new_tokens for s in samplings)
+    )
+    for where, num_rows in rows.items():
+        if num_rows * (table.prompt_length + new_tokens) > MAX_BATCH_TOKENS:
+            raise ConfigError(
+                f"{where}: rows x (prompt + response) must be at most {MAX_BATCH_TOKENS:,} tokens. Got {num_rows} x "
+                f"({table.prompt_length} + {new_tokens}). Lower it, data.max_prompt_tokens or max_new_tokens."
+            )
 
 
 def _has_model(role: RoleConfig) -> bool:
@@ -339,8 +378,11 @@ def _role(name: str, role: RoleConfig, models: Mapping[str, ModelConfig], table:
 
 def _function_role(name: str, role: RoleConfig, table: PromptTable) -> FunctionRole:
     """A Python function as a role: what it gets is text, and the columns of each row."""
-    function = load_reward(role.function, role.options)
-    check_reward(function, [*table.other, "finished", "num_tokens"], name=name)
+    try:
+        function = load_reward(role.function, role.options)
+        check_reward(function, [*table.other, "finished", "num_tokens"], name=name)
+    except ValueError as error:
+        raise ConfigError(f"roles.{name}: {error}") from error
     if role.function in VERIFIERS:  # they read columns by options, so only a call tells whether every row has them
         rows = np.arange(len(table.prompts))
         columns = {**table.columns(rows), "finished": [True] * len(rows), "num_tokens": [1] * len(rows)}

@@ -37,14 +37,17 @@ class ModelRole:
 
     def methods(self, name: str) -> RoleMethods:
         """The role as a step function sees it."""
-        if self.model.head == "lm":
-            methods = {"generate": Method("generate", _rollout_aval)}
-            methods |= {infer: Method("infer", abstract) for infer, abstract in _LM_AVALS.items()}
-        else:
-            methods = {infer: Method("infer", abstract) for infer, abstract in _SCALAR_AVALS.items()}
+        is_lm = self.model.head == "lm"
+        other_head = f"It has {self.model.head!r} for a head: set roles.{name}.head to {'scalar' if is_lm else 'lm'!r}."
+        missing = dict.fromkeys(_SCALAR_AVALS if is_lm else ["generate", *_LM_AVALS], other_head)
+        methods = {"generate": Method("generate", _rollout_aval)} if is_lm else {}
+        avals = _LM_AVALS if is_lm else _SCALAR_AVALS
+        methods |= {infer: Method("infer", abstract) for infer, abstract in avals.items()}
         if self.optimizer is not None:
             methods["train"] = Method("train", self._train_aval, row_wise=False)
-        return RoleMethods(methods, weights=name)
+        else:
+            missing["train"] = f"It has no optimizer: set roles.{name}.optimizer to train it."
+        return RoleMethods(methods, weights=name, missing=missing)
 
     def _train_aval(self, loss: Any, batch: Any, update: Any) -> dict[str, jax.ShapeDtypeStruct]:
         """Metrics of a train call, from the loss itself."""
@@ -95,8 +98,7 @@ class FunctionRole:
     """A rollout of numpy arrays -> float32 scores [B]."""
 
     def methods(self, name: str) -> RoleMethods:
-        del name
-        return RoleMethods({"scores": Method("host", _scores_aval)})
+        return RoleMethods({"scores": Method("host", _scores_aval)}, missing=_needs_a_model(name, "function"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +114,13 @@ class WeightedSumRole:
             parts = {part: getattr(roles, part).scores(rollout) for part in self.weights}
             return compute(weighted_sum, parts, dict(self.weights), name=f"{name}.{weighted_sum.__name__}")
 
-        return RoleMethods({}, composed={"scores": scores})
+        return RoleMethods({}, composed={"scores": scores}, missing=_needs_a_model(name, "weighted_sum"))
+
+
+def _needs_a_model(name: str, kind: str) -> dict[str, str]:
+    """What to do about methods that only models have."""
+    methods = ("generate", "train", *_LM_AVALS, *(_SCALAR_AVALS.keys() - {"scores"}))
+    return dict.fromkeys(methods, f"roles.{name} is a {kind}: give it a model instead.")
 
 
 def weighted_sum(scores: dict[str, jax.Array], weights: dict[str, float]) -> jax.Array:
