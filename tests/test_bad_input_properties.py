@@ -26,6 +26,8 @@ from tests.small_run import CONFIG, ROWS, write_run
 OPTIONS = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs",
            "jax_persistent_cache_min_entry_size_bytes")  # fmt: skip
 
+SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
+
 VALUES: list[Any] = [
     None, True, False, 0, -1, 1, 3, 7, 2**31, 2**63, 10**30, -(10**30), 0.5, -0.0, 1e-300, 1e300, float("inf"),
     float("-inf"), float("nan"), "", " ", "\0", "é", "\U0001f600", "a" * 5000, "²", "٣", "1e400", [], [1], [None], {},
@@ -127,7 +129,7 @@ def sections() -> set[str]:
     }
 
 
-@settings(max_examples=120, suppress_health_check=list(HealthCheck))
+@settings(max_examples=120, suppress_health_check=SLOW)
 @given(st.data())
 def test_any_tree_is_run_or_refused(data):
     written = yaml.safe_load(CONFIG)
@@ -136,7 +138,7 @@ def test_any_tree_is_run_or_refused(data):
     check(*sections())
 
 
-@settings(max_examples=100, suppress_health_check=list(HealthCheck))
+@settings(max_examples=100, suppress_health_check=SLOW)
 @given(st.data())
 def test_any_text_is_run_or_refused(data):
     text = scrambled(CONFIG, data).encode(errors="surrogatepass")
@@ -170,7 +172,7 @@ def write_config(kind: str, suffix: str) -> list[Any]:
     return rows
 
 
-@settings(max_examples=80, suppress_health_check=list(HealthCheck))
+@settings(max_examples=80, suppress_health_check=SLOW)
 @given(st.data())
 def test_any_lines_are_run_or_refused(data):
     rows = write_config(data.draw(st.sampled_from(list(KINDS))), "jsonl")
@@ -208,7 +210,7 @@ COLUMNS: list[pyarrow.Array] = [
 """Columns to put in place of others."""
 
 
-@settings(max_examples=60, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, suppress_health_check=SLOW)
 @given(st.data())
 def test_any_table_is_run_or_refused(data):
     rows = write_config(data.draw(st.sampled_from(list(KINDS))), "parquet")
@@ -229,7 +231,7 @@ def test_any_table_is_run_or_refused(data):
     check("rows.parquet", "data.", "data:", "roles.")
 
 
-@settings(max_examples=60, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, suppress_health_check=SLOW)
 @given(st.data())
 def test_any_bytes_of_parquet_are_run_or_refused(data):
     sink = io.BytesIO()
