@@ -12,6 +12,9 @@ Rows. Data comes in rows, one a sequence, always along the first axis, and state
 known, never guessed from a size: a role's method says so, and a `compute` function is evaluated abstractly at two
 numbers of rows, so that an axis that follows the rows is seen to follow them.
 
+Order. The calls stand in the order in which the step makes them, but what waits for work on the host comes after what
+does not. A call of `infer` or `host` kind that was made before, on the same inputs and weights, is not made again.
+
 Weights. A train call gives its role a new version of its weights, and every later call of the role reads that version.
 In a graph of several iterations those versions, with the state, are all that ties one iteration to the next.
 """
@@ -19,6 +22,7 @@ In a graph of several iterations those versions, with the state, are all that ti
 import collections
 import contextvars
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Literal, NoReturn
@@ -102,6 +106,10 @@ class RoleMethods:
     methods: Mapping[str, Method]
     weights: str | None = None
     """Whose weights its calls read and train. None: the role has no weights."""
+    composed: Mapping[str, Callable[..., Any]] = dataclasses.field(default_factory=dict)
+    """Methods that are made of other calls: `(roles, *args) -> outputs`, traced as a step function is."""
+    missing: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Methods that it could have -> what to do to get them, for error messages."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -204,22 +212,26 @@ class Recorder:
         self.iteration = 0
         self._versions: collections.Counter[str] = collections.Counter()
         self._ordinals: collections.Counter[tuple[int, str]] = collections.Counter()
+        self._outputs: dict[Hashable, Any] = {}
 
     def input(self, name: str, avals: Any, *, has_rows: bool) -> Any:
         leaves, structure = jax.tree.flatten(avals)
         return structure.unflatten([Ref(name, i, x, has_rows=has_rows, recorder=self) for i, x in enumerate(leaves)])
 
     def call_role(self, role: str, name: str, method: Method, weights: str | None, args: tuple[Any, ...]) -> Any:
+        self._check_args(f"{role}.{name}", args)
+        reads = self._versions[weights] if weights else 0
+        asked = (self.iteration, role, name, reads, _identity(args))
+        if method.kind in ("infer", "host") and asked in self._outputs:
+            return self._outputs[asked]
         full_name = self._next_name(f"{role}.{name}")
-        self._check_args(full_name, args)
         avals = method.abstract(*_avals(args))
         has_rows = [method.row_wise] * len(jax.tree.leaves(avals))
-        reads = self._versions[weights] if weights else 0
         writes = None
         if method.kind == "train":
             assert weights is not None
             self._versions[weights] = writes = reads + 1
-        return self._append(
+        self._outputs[asked] = self._append(
             Call(
                 full_name,
                 role,
@@ -237,8 +249,9 @@ class Recorder:
             avals,
             has_rows,
         )
+        return self._outputs[asked]
 
-    def compute(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    def compute(self, function: Callable[..., Any], args: tuple[Any, ...], call_name: str | None) -> Any:
         name = getattr(function, "__name__", "")
         if not name or name == "<lambda>" or "<locals>" in getattr(function, "__qualname__", ""):
             raise GraphError(
@@ -251,7 +264,7 @@ class Recorder:
                 f"{self.step_name}: a compute function must not be named like an input of the graph. Got '{name}'. "
                 "Give it another name."
             )
-        full_name = self._next_name(name)
+        full_name = self._next_name(call_name or name)
         self._check_args(full_name, args)
         avals = abstract_call(function, _avals(args))
         has_rows = _follow_rows(full_name, function, args, avals)
@@ -302,18 +315,21 @@ class Recorder:
 class RoleHandle:
     """A role inside a step function: its methods record calls."""
 
-    def __init__(self, name: str, role: RoleMethods, recorder: Recorder) -> None:
-        self._name, self._role, self._recorder = name, role, recorder
+    def __init__(self, name: str, role: RoleMethods, roles: "Roles", recorder: Recorder) -> None:
+        self._name, self._role, self._roles, self._recorder = name, role, roles, recorder
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
         if method.startswith("__"):
             raise AttributeError(method)
         known = self._role.methods
+        if method in self._role.composed:
+            return functools.partial(self._role.composed[method], self._roles)
         if method not in known:
+            known = [*known, *self._role.composed]
             raise GraphError(
                 f"{self._recorder.step_name}: role '{self._name}' has no method '{method}'. It has: "
                 f"{', '.join(sorted(known)) or 'none'}.{did_you_mean(method, known)}"
-                + (" It has no optimizer: give it one in the config to train it." if method == "train" else "")
+                + (f" {self._role.missing[method]}" if method in self._role.missing else "")
             )
         return lambda *args: self._recorder.call_role(self._name, method, known[method], self._role.weights, args)
 
@@ -322,7 +338,7 @@ class Roles:
     """The first argument of a step function: one handle per role, as attributes."""
 
     def __init__(self, roles: Mapping[str, RoleMethods], recorder: Recorder) -> None:
-        self._handles = {name: RoleHandle(name, role, recorder) for name, role in roles.items()}
+        self._handles = {name: RoleHandle(name, role, self, recorder) for name, role in roles.items()}
         self._recorder = recorder
 
     def __getattr__(self, name: str) -> RoleHandle:
@@ -339,14 +355,14 @@ class Roles:
 _recorder: contextvars.ContextVar[Recorder | None] = contextvars.ContextVar("recorder", default=None)
 
 
-def compute(function: Callable[..., Any], *args: Any) -> Any:
+def compute(function: Callable[..., Any], *args: Any, name: str | None = None) -> Any:
     """A call without weights: a pure function of arrays, over the whole batch, on devices.
 
     Inside a step function it records the call and returns references to its outputs. Outside of one it simply calls
-    the function, so that a step can be tried on real arrays.
+    the function, so that a step can be tried on real arrays. The call is called `name`, or else as the function is.
     """
     recorder = _recorder.get()
-    return function(*args) if recorder is None else recorder.compute(function, args)
+    return function(*args) if recorder is None else recorder.compute(function, args, name)
 
 
 def trace(
@@ -391,7 +407,7 @@ def trace(
             carry = new_state
     finally:
         _recorder.reset(token)
-    return CallGraph(tuple(recorder.calls), inputs, tuple(results), carry)
+    return _waiting_last(CallGraph(tuple(recorder.calls), inputs, tuple(results), carry))
 
 
 def split_args(args: Any) -> tuple[list[Any], Hashable, Callable[[list[Any]], Any]]:
@@ -417,6 +433,26 @@ def abstract_call(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """Shapes that `function(*args)` gives, where arrays in `args` are shapes and all else is passed as it is."""
     arrays, _, rebuild = split_args(args)
     return jax.eval_shape(lambda *arrays: function(*rebuild(list(arrays))), *arrays)
+
+
+def _waiting_last(graph: CallGraph) -> CallGraph:
+    """The same graph, of each iteration first the calls that need nothing which waits for work on the host.
+
+    An executor takes the calls in order, and the first one that needs a result of the host holds up all after it.
+    """
+    waiting: set[str] = set()
+    on_host = {call.name for call in graph.calls if call.kind == "host"}
+    for call in graph.calls:
+        if not (waiting | on_host).isdisjoint(graph.dependencies(call)):
+            waiting.add(call.name)
+    calls = sorted(graph.calls, key=lambda call: (call.iteration, call.name in waiting))
+    return dataclasses.replace(graph, calls=tuple(calls))
+
+
+def _identity(args: tuple[Any, ...]) -> Hashable:
+    """Equal for the same references and equal settings in the same places."""
+    leaves, structure = jax.tree.flatten(args)
+    return structure, tuple((x.call, x.leaf) if isinstance(x, Ref) else (type(x), x) for x in leaves)
 
 
 def _described(setting: Any) -> str:

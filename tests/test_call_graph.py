@@ -1,103 +1,32 @@
-"""Tracing, on a made-up step over roles with made-up methods: no model, no mesh."""
+"""Tracing: the calls that are written down, their edges and rows, and the keys of their programs."""
 
-import dataclasses
 import json
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrlhf.call_graph import Call, CallGraph, GraphError, Method, Ref, RoleMethods, compute, split_args, trace
-
-B, T = 6, 5
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    length: int = T
-
-
-@dataclasses.dataclass
-class Unhashable:
-    length: int = T
-
-
-def shape(*dims: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(dims, dtype)
-
-
-def sampled(prompts, settings):
-    return {"tokens": shape(prompts.shape[0], settings.length, dtype=jnp.int32)}
-
-
-def scored(rollout):
-    return shape(rollout["tokens"].shape[0])
-
-
-def trained(loss, batch, update):
-    return {"loss": shape()}
-
-
-GENERATE, INFER, HOST = Method("generate", sampled), Method("infer", scored), Method("host", scored)
-TRAIN = Method("train", trained, row_wise=False)
-ROLES = {
-    "actor": RoleMethods({"generate": GENERATE, "train": TRAIN}, weights="actor"),
-    "critic": RoleMethods({"values": INFER, "train": TRAIN}, weights="critic"),
-    "reward": RoleMethods({"scores": HOST}),
-}
-STATE = {"coef": np.float32(0.1)}
-PROMPTS = shape(B, 3, dtype=jnp.int32)
-
-
-def make_batch(rollout, values, scores, state):
-    advantages = scores - values * state["coef"]
-    return {"rollout": rollout, "advantages": advantages}, {"coef": state["coef"] * 2}, advantages.mean()
-
-
-def a_loss():
-    raise AssertionError("tracing must not run a loss")
-
-
-def actor_critic(roles, state, prompts, settings):
-    rollout = roles.actor.generate(prompts, settings)
-    values = roles.critic.values(rollout)
-    scores = roles.reward.scores(rollout)
-    batch, state, metric = compute(make_batch, rollout, values, scores, state)
-    results = {
-        "actor": roles.actor.train(a_loss, batch, settings),
-        "critic": roles.critic.train(a_loss, batch, settings),
-        "metric": metric,
-    }
-    return results, state
-
-
-def trace_step(
-    step, *, state: Any = STATE, data: Any = PROMPTS, config: Any = Settings(), iterations: int = 1
-) -> CallGraph:
-    return trace(step, ROLES, state, data, config, iterations=iterations)
-
-
-def error_of(step, **changes: Any) -> str:
-    with pytest.raises(GraphError) as raised:
-        trace_step(step, **changes)
-    return str(raised.value)
-
-
-def call_named(graph: CallGraph, name: str) -> Call:
-    return next(call for call in graph.calls if call.name == name)
-
-
-def needs(graph: CallGraph) -> dict[str, tuple[str, ...]]:
-    return {call.name: graph.dependencies(call) for call in graph.calls}
-
-
-def must_wait_for(graph: CallGraph, name: str) -> set[str]:
-    """Everything that comes before a call, directly or not."""
-    before = set(needs(graph)[name])
-    return before.union(*(must_wait_for(graph, earlier) for earlier in before))
-
+from jaxrlhf.call_graph import GraphError, Ref, RoleMethods, compute, split_args, trace
+from tests.made_up_step import (
+    INFER,
+    PROMPTS,
+    ROLES,
+    STATE,
+    B,
+    Settings,
+    T,
+    a_loss,
+    actor_critic,
+    call_named,
+    error_of,
+    follow,
+    make_batch,
+    must_wait_for,
+    needs,
+    shape,
+    trace_step,
+)
 
 # What a trace writes down
 
@@ -221,18 +150,6 @@ def test_rows_of_plain_data():
 # Which outputs of a compute function have rows
 
 
-def follow(prompts, state):
-    total = prompts.sum()
-    return {
-        "each": prompts[:, 0],
-        "wider": jnp.concatenate([prompts, prompts], axis=1),
-        "twice": jnp.tile(prompts, (2, 1)),
-        "total": total,
-        "pair": jnp.stack([total, total]),
-        "state": state["coef"],
-    }
-
-
 @pytest.mark.parametrize("num_rows", [1, 2, 6])
 def test_rows_are_followed_whatever_the_sizes(num_rows):
     def step(roles, state, prompts, settings):
@@ -316,222 +233,89 @@ def test_a_function_must_give_one_structure_for_any_number_of_rows():
     )
 
 
-# What a step function may not do
+# Roles made of other roles
 
 
-@pytest.mark.parametrize(
-    "operation",
-    [
-        lambda x: x + 1,
-        lambda x: 1 - x,
-        lambda x: x * x,
-        lambda x: 2 / x,
-        lambda x: 2 // x,
-        lambda x: x**2,
-        lambda x: -x,
-        lambda x: x @ x,
-        lambda x: x % 2,
-        lambda x: 2 % x,
-        lambda x: +x,
-        lambda x: divmod(x, 2),
-        lambda x: True | x,
-        lambda x: 1 if x else 0,
-        lambda x: x == 1,
-        lambda x: x != 1,
-        lambda x: x < 1,
-        lambda x: x & True,
-        lambda x: ~x,
-        lambda x: abs(x),
-        lambda x: x[0],
-        lambda x: list(x),
-        lambda x: len(x),
-        lambda x: 1 in x,
-        lambda x: float(x),
-        lambda x: int(x),
-        lambda x: round(x),
-        lambda x: x.sum(),
-        lambda x: x.T,
-        lambda x: jnp.sum(x),
-        lambda x: jnp.asarray(x),
-        lambda x: np.asarray(x),
-        lambda x: np.ones(B) * x,
-        lambda x: jnp.ones(B) * x,
-        lambda x: jnp.where(x, 1, 0),
-        lambda x: range(3)[x],
-    ],
-)
-def test_no_operations_on_outputs(operation):
-    def step(roles, state, prompts, settings):
-        operation(roles.critic.values(roles.actor.generate(prompts, settings)))
-
-    assert error_of(step) == (
-        "critic.values: its output is known only when the step runs, so a step function cannot calculate with it, "
-        "branch on it or look inside it. Got an operation on critic.values[0]: float32[6]. Put the operation into a "
-        "function of arrays and call it with compute(function, ...)."
-    )
+def added(parts, weights):
+    return sum(weights[name] * scores for name, scores in parts.items())
 
 
-def test_what_is_known_of_an_output_may_be_asked():
-    def step(roles, state, prompts, settings):
-        assert (prompts.shape, prompts.ndim, prompts.dtype) == ((B, 3), 2, jnp.int32)
-        assert not hasattr(prompts, "__dunder__")
-        return None, state
+def scores_of(*parts):
+    """A role whose scores are made of those of other roles."""
 
-    assert trace_step(step).calls == ()
-
-
-def test_settings_are_hashable():
-    def step(roles, state, prompts, settings):
-        return roles.actor.generate(prompts, settings), state
-
-    assert error_of(step, config=Unhashable()) == (
-        "actor.generate: argument 2: a setting must be hashable, since it is part of the compiled program. Got "
-        "Unhashable(length=5). Use a frozen dataclass or a tuple."
-    )
-
-    def step_with_a_tuple_of_it(roles, state, prompts, settings):
-        return compute(follow, prompts, (1, {"x": settings})), state
-
-    assert "follow: argument 2[1]['x']: a setting must be hashable" in error_of(
-        step_with_a_tuple_of_it, config=Unhashable()
-    )
-
-
-@pytest.mark.parametrize(
-    ("constant", "kind"), [(np.zeros(B, np.float32), "float32[6]"), (jnp.zeros((2, 3)), "float32[2, 3]")]
-)
-def test_arrays_are_no_constants(constant, kind):
-    def step(roles, state, prompts, settings):
-        return compute(follow, prompts, {"coef": constant}), state
-
-    assert error_of(step) == (
-        "follow: argument 2['coef']: must be an output of a call, part of the data or state, or a hashable setting. "
-        f"Got an array {kind}. Put it into the state, or make it inside a compute function."
-    )
-
-
-def test_references_of_another_trace():
-    other = trace_step(actor_critic)
-
-    def step(roles, state, prompts, settings):
-        return compute(follow, prompts, other.state), state
-
-    assert error_of(step) == (
-        "follow: argument 2['coef']: must come from this step. Got make_batch[2]: float32[] of another trace. Return "
-        "it in the state to carry it over."
-    )
-
-
-class Doubler:
-    def __call__(self, prompts):
-        return prompts
-
-
-def test_compute_needs_a_function_of_a_module():
-    def local_function(prompts):
-        return prompts
-
-    for function in (local_function, lambda prompts: prompts, Doubler()):
-
-        def step(roles, state, prompts, settings, function=function):
-            return compute(function, prompts), state
-
-        assert error_of(step) == (
-            "step: compute needs a function defined at the top level of a module, so that the compiled program is "
-            f"found again in the next step. Got {function!r}. Move it there and pass it by name."
+    def scores(roles, rollout):
+        return compute(
+            added,
+            {part: getattr(roles, part).scores(rollout) for part in parts},
+            dict.fromkeys(parts, 0.5),
+            name="sum.added",
         )
 
-
-def data(prompts):
-    return prompts
+    return RoleMethods({}, composed={"scores": scores})
 
 
-def state(prompts):
-    return prompts
+SUM_ROLES = {**ROLES, "judge": RoleMethods({"scores": INFER}, weights="judge"), "sum": scores_of("reward", "judge")}
 
 
-@pytest.mark.parametrize("function", [data, state])
-def test_no_function_is_named_like_an_input(function):
+def test_a_composed_method_makes_the_calls_of_others():
     def step(roles, state, prompts, settings):
-        return compute(function, prompts), state
+        return roles.sum.scores(roles.actor.generate(prompts, settings)), state
 
-    assert error_of(step) == (
-        f"step: a compute function must not be named like an input of the graph. Got '{function.__name__}'. Give it "
-        "another name."
-    )
+    graph = trace(step, SUM_ROLES, STATE, PROMPTS, Settings())
+    assert needs(graph) == {
+        "actor.generate": (),
+        "reward.scores": ("actor.generate",),
+        "judge.scores": ("actor.generate",),
+        "sum.added": ("reward.scores", "judge.scores"),
+    }
+    total = call_named(graph, "sum.added")
+    assert (total.role, total.kind, total.function, total.num_rows) == (None, "compute", added, B)
+    assert graph.results[0].call == "sum.added" and graph.results[0].has_rows
 
 
-def test_unknown_role():
-    assert error_of(lambda roles, *_: roles.acter) == (
-        "<lambda>: the run has no role 'acter'. It has: actor, critic, reward. Did you mean 'actor'? Add it under "
-        "`roles` in the config."
-    )
+def test_an_unknown_method_of_a_composed_role():
+    with pytest.raises(
+        GraphError, match=r"role 'sum' has no method 'score'\. It has: scores\. Did you mean 'scores'\?"
+    ):
+        trace(lambda roles, *_: roles.sum.score, SUM_ROLES, STATE, PROMPTS, Settings())
 
 
-def test_unknown_method():
+def test_what_was_asked_already_is_not_asked_again():
     def step(roles, state, prompts, settings):
-        return roles.critic.value(prompts), state
+        rollout, other = (roles.actor.generate(prompts, settings) for _ in range(2))
+        asked = [roles.reward.scores(rollout), roles.sum.scores(rollout), roles.reward.scores(other)]
+        before = roles.critic.values(rollout)
+        roles.critic.train(a_loss, rollout, settings)
+        after = roles.critic.values(rollout)
+        assert before is not after and roles.critic.values(rollout) is after
+        return asked, state
 
-    assert error_of(step) == "step: role 'critic' has no method 'value'. It has: train, values. Did you mean 'values'?"
+    names = [call.name for call in trace(step, SUM_ROLES, STATE, PROMPTS, Settings(), iterations=2).calls]
+    one = ["actor.generate", "actor.generate#2", "reward.scores", "judge.scores", "reward.scores#2", "critic.values",
+           "critic.train", "critic.values#2", "sum.added"]  # fmt: skip
+    assert names[:9] == one and sorted(names[9:]) == sorted(f"1:{name}" for name in one)
 
 
-def test_training_without_an_optimizer():
+def test_what_waits_for_the_host_comes_last():
     def step(roles, state, prompts, settings):
-        return roles.reward.train(a_loss, prompts, settings), state
+        rollout = roles.actor.generate(prompts, settings)
+        scores = roles.sum.scores(rollout)
+        values = roles.critic.values(rollout)
+        metrics = roles.actor.train(a_loss, rollout, settings)
+        batch, state, _ = compute(make_batch, rollout, values, scores, state)
+        return (metrics, roles.critic.train(a_loss, batch, settings)), state
 
-    assert error_of(step) == (
-        "step: role 'reward' has no method 'train'. It has: scores. It has no optimizer: give it one in the config to "
-        "train it."
-    )
-
-
-def test_a_step_returns_results_and_state():
-    def step(roles, state, prompts, settings):
-        return {"state": state}
-
-    assert error_of(step) == "step: must return (results, state). Got dict."
-
-
-RULE = "step: the state that it returns must have the structure, shapes and dtypes of the one that it got"
-
-
-def other_states(state):
-    coef = state["coef"]
-    return {"structure": (coef,), "shape": {"coef": coef[None]}, "dtype": {"coef": coef.astype(jnp.bfloat16)}}
-
-
-@pytest.mark.parametrize(
-    ("kind", "got"),
-    [
-        ("structure", "Got PyTreeDef((*,)) for PyTreeDef({'coef': *})."),
-        ("shape", "Got float32[1] for float32[] at state['coef']."),
-        ("dtype", "Got bfloat16[] for float32[] at state['coef']."),
-    ],
-)
-def test_a_state_of_another_form(kind, got):
-    def step(roles, state, prompts, settings):
-        return None, compute(other_states, state)[kind]
-
-    assert error_of(step) == f"{RULE}. {got}"
-
-
-def test_a_state_that_no_call_made():
-    def step(roles, state, prompts, settings):
-        return None, {"coef": 0.5}
-
-    assert error_of(step) == f"{RULE}, made by compute. Got 0.5 at state['coef']."
-
-
-def sums_and_rows(prompts):
-    return {"coef": prompts["tokens"].astype(jnp.float32)[:, 0]}
-
-
-def test_a_state_has_no_rows():
-    def step(roles, state, prompts, settings):
-        return None, compute(sums_and_rows, prompts)
-
-    with pytest.raises(GraphError, match=r"and no rows. Got an array of rows at state\['coef'\]"):
-        trace(step, {}, {"coef": jnp.zeros(4)}, {"tokens": jax.ShapeDtypeStruct((4, 3), jnp.int32)}, None)
+    graph = trace(step, SUM_ROLES, STATE, PROMPTS, Settings())
+    assert [call.name for call in graph.calls] == [
+        "actor.generate",
+        "reward.scores",
+        "judge.scores",
+        "critic.values",
+        "actor.train",
+        "sum.added",
+        "make_batch",
+        "critic.train",
+    ]
 
 
 # Outside a trace

@@ -29,7 +29,7 @@ from jaxrlhf.config.schema import (
     load_run,
 )
 from jaxrlhf.data.arithmetic import ArithmeticConfig
-from jaxrlhf.data.prompts import DataConfig
+from jaxrlhf.data.config import DataConfig
 from jaxrlhf.data.tokenizer import TokenizerConfig
 from jaxrlhf.experience import Sampling
 from jaxrlhf.models.config import PRESETS, ModelConfig, RopeScaling

@@ -196,13 +196,13 @@ def _build_dataclass(cls: Any, value: Any, where: str, path: str) -> Any:
 def _located(message: str, path: str, fields: Collection[str]) -> str:
     """A dataclass's own complaint with its place in the tree.
 
-    Such a message may begin with a field, `top_k: must ...`, or with the section too, `sampling.top_k: must ...`, in
-    which `path` ends already.
+    Such a message may begin with a field, `top_k: must ...` or `weighted_sum.short: must ...`, or with the section too,
+    `sampling.top_k: must ...`, in which `path` ends already.
     """
     section = path.rpartition(".")[2]
     if section and message.startswith((f"{section}.", f"{section}:")):
         return path + message.removeprefix(section)
-    if message.partition(":")[0] in fields:
+    if message.partition(":")[0].partition(".")[0] in fields:
         return _join(path, message)
     return f"{path}: {message}" if path else message
 
@@ -220,6 +220,8 @@ def _build_list(origin: type, options: tuple[Any, ...], value: Any, where: str, 
 def _build_scalar(hint: type, value: Any, where: str, path: str) -> Any:
     if hint is float and type(value) is int and abs(value) <= sys.float_info.max:
         value = float(value)
+    if hint is int and type(value) is int and abs(value) >= 2**63:
+        raise _error(where, path, "expected an integer of 64 bits", value, "")
     if type(value) is hint and value == value:  # NaN is no number
         return value
     rule, remedy = _SCALARS[hint]

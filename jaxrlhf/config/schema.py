@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -11,12 +12,15 @@ from flax.core import FrozenDict
 from jaxrlhf.algorithms import ALGORITHMS
 from jaxrlhf.algorithms.algorithm import Algorithm
 from jaxrlhf.config.reading import ConfigError, apply_overrides, build, read_config
-from jaxrlhf.data.prompts import DataConfig
+from jaxrlhf.data.config import DataConfig
 from jaxrlhf.data.tokenizer import TokenizerConfig
 from jaxrlhf.experience import Sampling
 from jaxrlhf.models.config import PRESETS, Head, ModelConfig
 from jaxrlhf.sharding.strategy import Remat
 from jaxrlhf.suggest import did_you_mean
+
+MAX_VIRTUAL_DEVICES = 1024
+"""As many as a processor can appear as in reasonable time."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +60,7 @@ class OptimizerConfig:
 
 @dataclasses.dataclass(frozen=True)
 class RoleConfig:
-    """A role: a model, trained if it has an optimizer, or a Python function of completions."""
+    """A role: a model, trained if it has an optimizer; a Python function of completions; or a sum of other roles."""
 
     model: ModelConfig | None = None
     """Left out: that of the role or the checkpoint which `init` names."""
@@ -70,6 +74,19 @@ class RoleConfig:
     """A built-in reward, `module:function` or `path/to/file.py:function`; instead of a model."""
     options: Mapping[str, Any] = dataclasses.field(default_factory=FrozenDict)
     """Keyword arguments of the function."""
+    timeout_seconds: float = 600.0
+    """How long the function may take for a batch. 0: as long as it likes."""
+    weighted_sum: Mapping[str, float] | None = None
+    """Role -> weight: its scores are those of these roles, weighted and added up; instead of a model."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.timeout_seconds <= 1e9:
+            raise ValueError(f"timeout_seconds: must lie between 0 and 1e9. Got {self.timeout_seconds}.")
+        if self.weighted_sum is not None and not self.weighted_sum:
+            raise ValueError("weighted_sum: must have at least one part, as in {correct: 1.0}. Got {}.")
+        for part, weight in (self.weighted_sum or {}).items():
+            if not math.isfinite(weight):
+                raise ValueError(f"weighted_sum.{part}: must be finite. Got {weight}.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,14 +234,15 @@ class RunConfig:
         require(
             self.num_virtual_devices is not None or self.devices == "auto",
             "devices",
-            "must be auto or cpu:<number>, such as cpu:8",
+            f"must be auto or cpu:<number>, such as cpu:8, with at most {MAX_VIRTUAL_DEVICES}",
         )
 
     @property
     def num_virtual_devices(self) -> int | None:
         """How many devices the processor is to appear as; None: the real ones are used."""
         platform, _, count = self.devices.partition(":")
-        return int(count) if platform == "cpu" and count.isdigit() and int(count) > 0 else None
+        number = int(count) if platform == "cpu" and re.fullmatch("[0-9]{1,4}", count) else 0
+        return number if 0 < number <= MAX_VIRTUAL_DEVICES else None
 
 
 def _require_at_least(config: Any, least: int, *names: str) -> None:

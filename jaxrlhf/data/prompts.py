@@ -1,90 +1,24 @@
-"""The rows of a run, training and held out, read and tokenized once and kept in host memory.
+"""The rows of a run, training and held out, tokenized once and kept in host memory.
 
 Letters: B rows, P prompt columns, R response columns, T = P + R columns.
 """
 
 import dataclasses
 import hashlib
-import json
-import pathlib
-import string
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from jaxrlhf.data.arithmetic import ArithmeticConfig, arithmetic_rows
+from jaxrlhf.data.config import TASKS, DataConfig, template_fields
+from jaxrlhf.data.examples import learnable_texts, prompt_texts, read_example
+from jaxrlhf.data.files import Row, read_rows
 from jaxrlhf.data.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
 from jaxrlhf.experience import Prompts, Sequences
 from jaxrlhf.suggest import did_you_mean
 
-RESERVED_COLUMNS = ("prompts", "completions", "finished")
+RESERVED_COLUMNS = ("prompts", "completions", "finished", "num_tokens")
 """What a reward function is given beside the columns of the rows."""
-
-
-@dataclasses.dataclass(frozen=True)
-class DataConfig:
-    """Where the prompts come from: a built-in task or a JSONL file, exactly one of them."""
-
-    task: str = ""
-    """The name of a built-in task."""
-    arithmetic: ArithmeticConfig = ArithmeticConfig()
-    """The options of task `arithmetic`."""
-    path: str = ""
-    """JSONL for training: one object per line."""
-    eval_path: str = ""
-    """JSONL held out. Empty: `eval_rows` rows of `path`."""
-    eval_rows: int = 512
-    """How many rows of `path` are held out where `eval_path` is empty: the last ones of a fixed shuffle."""
-    prompt_column: str = "prompt"
-    completion_column: str = "completion"
-    """The responses that a warm start learns from. Rows may lack it."""
-    template: str = ""
-    """A Python format string over the columns, "{question}\\nAnswer: ". Empty: the prompt column as it is."""
-    max_prompt_tokens: int = 0
-    """Columns of a prompt batch. 0: as many as the longest prompt has tokens."""
-    overlong: Literal["error", "drop"] = "error"
-    """What is done about a longer prompt. Dropped rows are counted."""
-
-    def __post_init__(self) -> None:
-        if bool(self.task) == bool(self.path):
-            raise ValueError(
-                f"data: exactly one of task and path must be set. Got task={self.task!r} and path={self.path!r}. Set "
-                f"data.task to a built-in task ({', '.join(TASKS)}) or data.path to a JSONL file."
-            )
-        if self.task and self.task not in TASKS:
-            raise ValueError(
-                f"data.task: must be a built-in task. Got {self.task!r}. Known: {', '.join(TASKS)}."
-                f"{did_you_mean(self.task, TASKS)}"
-            )
-        if self.task and self.eval_path:
-            raise ValueError(
-                f"data.eval_path: a built-in task holds out its own rows. Got {self.eval_path!r} with "
-                f"task={self.task!r}. Leave it out."
-            )
-        if self.eval_rows < 0:
-            raise ValueError(f"data.eval_rows: must not be negative. Got {self.eval_rows}.")
-        if self.max_prompt_tokens < 0:
-            raise ValueError(
-                f"data.max_prompt_tokens: must be positive, or 0 for the longest prompt. Got {self.max_prompt_tokens}."
-            )
-        if self.overlong not in ("error", "drop"):
-            raise ValueError(f"data.overlong: must be 'error' or 'drop'. Got {self.overlong!r}.")
-        try:
-            fields = _template_fields(self.template)
-        except ValueError as error:
-            raise ValueError(
-                f"data.template: must be a Python format string. Got {self.template!r}: {error}. Write a brace that "
-                "is meant as such twice."
-            ) from error
-        if not all(fields) or any(field.isdigit() for field in fields) or (self.template and not fields):
-            raise ValueError(f"data.template: must name columns, as in '{{question}}'. Got {self.template!r}.")
-
-
-TASKS: dict[str, Callable[[DataConfig], tuple[list[dict[str, str]], list[dict[str, str]]]]] = {
-    "arithmetic": lambda config: arithmetic_rows(config.arithmetic),
-}
-"""The built-in tasks: name -> (training rows, held-out rows)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,10 +41,13 @@ class PromptTable:
     """Where each row was read, for error messages."""
 
     def digest(self) -> str:
-        """What tells these rows, tokenized and in this order, from any others."""
-        digest = hashlib.sha256()
-        for tokens in self.tokens:
-            digest.update(len(tokens).to_bytes(4, "little") + tokens.astype("<i4").tobytes())
+        """A checksum of everything that a run sees of its rows, in their order: a resumed run needs the same one."""
+        digest = hashlib.sha256(f"{self.num_train} {self.num_eval} {self.prompt_length}".encode())
+        for tokens, completion in zip(self.tokens, self.completions, strict=True):
+            for part in (tokens, completion):
+                digest.update(b"none" if part is None else len(part).to_bytes(8, "little") + part.tobytes())
+        for name, values in self.other.items():
+            digest.update(repr((name, values)).encode(errors="backslashreplace"))
         return digest.hexdigest()
 
     def prompt(self, row: int) -> str:
@@ -192,29 +129,21 @@ class PromptTable:
         return tokens_BP, mask_BP
 
 
-@dataclasses.dataclass(frozen=True)
-class _Row:
-    """A row as it was read."""
-
-    source: str
-    columns: dict[str, Any]
-
-
 def load_prompts(config: DataConfig, tokenizer_config: TokenizerConfig) -> PromptTable:
     """Reads the rows, makes or reads the tokenizer, and tokenizes every row.
 
     A tokenizer of kind `train` learns from the training rows alone: prompts, completions and all columns of text.
 
     Raises:
-        ValueError: A file, a row, the template or a length is not as it must be; the message says where.
+        ValueError: A file, a row, a template or a length is not as it must be; the message says where.
     """
-    train, held_out = _read_rows(config)
+    train, held_out = _read_splits(config)
     rows = train + held_out
     names = list(dict.fromkeys(name for row in rows for name in row.columns))
     _check_columns(config, names)
-    prompts = [_prompt(row, config) for row in rows]
-    completions = [_completion(row, config.completion_column) for row in rows]
-    tokenizer = load_tokenizer(tokenizer_config, _texts(train, prompts))
+    examples = [read_example(row, config) for row in rows]
+    tokenizer = load_tokenizer(tokenizer_config, learnable_texts(examples[: len(train)]))
+    prompts = prompt_texts(examples, config, tokenizer)
     tokens = [np.asarray(tokenizer.encode(prompt), np.int32) for prompt in prompts]
     kept, prompt_length = _fitting(tokens, [row.source for row in rows], config)
     num_train = sum(index < len(train) for index in kept)
@@ -223,7 +152,8 @@ def load_prompts(config: DataConfig, tokenizer_config: TokenizerConfig) -> Promp
             f"data.max_prompt_tokens: must leave rows for training. Got {config.max_prompt_tokens}, which "
             f"drops all {len(train)}. Raise it to at least {min(map(len, tokens[: len(train)]))}."
         )
-    other = [name for name in names if config.template or name != config.prompt_column]
+    is_prompt = config.chat == "none" and not config.template
+    other = [name for name in names if name != config.prompt_column or not is_prompt]
     return PromptTable(
         tokenizer=tokenizer,
         num_train=num_train,
@@ -232,23 +162,23 @@ def load_prompts(config: DataConfig, tokenizer_config: TokenizerConfig) -> Promp
         prompt_length=prompt_length,
         prompts=[prompts[i] for i in kept],
         tokens=[tokens[i] for i in kept],
-        completions=[_response(completions[i], tokenizer) for i in kept],
+        completions=[_response(examples[i].completion, tokenizer) for i in kept],
         other={name: [rows[i].columns.get(name) for i in kept] for name in other},
         sources=[rows[i].source for i in kept],
     )
 
 
-def _read_rows(config: DataConfig) -> tuple[list[_Row], list[_Row]]:
+def _read_splits(config: DataConfig) -> tuple[list[Row], list[Row]]:
     """Training and held-out rows. Which rows are held out depends on the file alone, not on the run's seed."""
     if config.task:
         train, held_out = (
-            [_Row(f"task {config.task!r}, row {columns['prompt']!r}", dict(columns)) for columns in rows]
+            [Row(f"task {config.task!r}, row {columns['prompt']!r}", dict(columns)) for columns in rows]
             for rows in TASKS[config.task](config)
         )
         return train, held_out
-    rows = _read_jsonl("data.path", config.path)
+    rows = read_rows("data.path", config.path)
     if config.eval_path:
-        return rows, _read_jsonl("data.eval_path", config.eval_path)
+        return rows, read_rows("data.eval_path", config.eval_path)
     if config.eval_rows >= len(rows):
         raise ValueError(
             f"data.eval_rows: must leave rows for training out of the {len(rows)} of {config.path}. Got "
@@ -259,29 +189,9 @@ def _read_rows(config: DataConfig) -> tuple[list[_Row], list[_Row]]:
     return [rows[i] for i in sorted(order[:num_train])], [rows[i] for i in order[num_train:]]
 
 
-def _read_jsonl(field: str, path: str) -> list[_Row]:
-    """The objects of a file, one per line. Blank lines are skipped."""
-    if not pathlib.Path(path).is_file():
-        raise ValueError(f"{field}: must be an existing file. Got {path!r}.")
-    rows = []
-    for number, line in enumerate(pathlib.Path(path).read_bytes().split(b"\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            columns = json.loads(line.decode())
-        except ValueError as error:  # JSONDecodeError and UnicodeDecodeError
-            raise ValueError(f"{path}:{number}: must be JSON in UTF-8. Got {_start(line)}: {error}.") from error
-        if not isinstance(columns, dict):
-            raise ValueError(f'{path}:{number}: must be a JSON object. Got {_start(line)}. Write {{"prompt": ...}}.')
-        rows.append(_Row(f"{path}:{number}", columns))
-    if not rows:
-        raise ValueError(f"{field}: must hold at least one row. Got the empty file {path!r}.")
-    return rows
-
-
 def _check_columns(config: DataConfig, names: list[str]) -> None:
     """Asks that the template names columns which some row has, and that no column bears the name of something else."""
-    for field in _template_fields(config.template):
+    for field in template_fields(config.template):
         if field not in names:
             raise ValueError(
                 f"data.template: must name columns of the rows. Got {field!r} in {config.template!r}. Known: "
@@ -293,50 +203,6 @@ def _check_columns(config: DataConfig, names: list[str]) -> None:
                 f"data: no column may be called {', '.join(RESERVED_COLUMNS)}, which reward functions get "
                 f"anyway. Got a column {name!r}. Rename it."
             )
-
-
-def _prompt(row: _Row, config: DataConfig) -> str:
-    """The text of a row's prompt."""
-    for name in _template_fields(config.template) if config.template else [config.prompt_column]:
-        if row.columns.get(name) is None:
-            known = ", ".join(row.columns) or "nothing"
-            remedy = "" if config.template else " Set data.prompt_column or data.template."
-            raise ValueError(
-                f"{row.source}: must have the column {name!r}. Got "
-                f"{known}.{did_you_mean(name, (key for key in row.columns if key != name))}{remedy}"
-            )
-    if not config.template:
-        return _text(row, config.prompt_column, row.columns[config.prompt_column])
-    try:
-        text = config.template.format_map(row.columns)
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{row.source}: the template must fit every row. Got {config.template!r}: {error}.") from error
-    return _text(row, "the filled template", text)
-
-
-def _completion(row: _Row, column: str) -> str | None:
-    value = row.columns.get(column)
-    return None if value is None else _text(row, column, value, may_be_empty=True)
-
-
-def _text(row: _Row, column: str, value: Any, *, may_be_empty: bool = False) -> str:
-    """`value`, if it is text that can be tokenized."""
-    if not isinstance(value, str):
-        raise ValueError(f"{row.source}: {column} must be a string. Got {value!r}. Write it in quotes.")
-    if not value and not may_be_empty:
-        raise ValueError(f"{row.source}: {column} must not be empty. Got ''. Remove the row or fill it in.")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{row.source}: {column} must be valid Unicode. Got {value[:60]!r}: {error}.") from error
-    return value
-
-
-def _texts(train: list[_Row], prompts: list[str]) -> Iterator[str]:
-    """What a tokenizer learns from: of each training row the prompt and all columns of text, completions among them."""
-    for row, prompt in zip(train, prompts, strict=False):  # `prompts` goes on with the held-out rows
-        texts = (text for text in row.columns.values() if isinstance(text, str))
-        yield from dict.fromkeys([prompt, *texts])
 
 
 def _fitting(tokens: list[np.ndarray], sources: list[str], config: DataConfig) -> tuple[list[int], int]:
@@ -358,14 +224,8 @@ def _fitting(tokens: list[np.ndarray], sources: list[str], config: DataConfig) -
 
 
 def _response(completion: str | None, tokenizer: Tokenizer) -> np.ndarray | None:
-    return None if completion is None else np.asarray([*tokenizer.encode(completion), tokenizer.end_id], np.int32)
-
-
-def _start(line: bytes) -> str:
-    """The start of a line, for error messages."""
-    return repr(line[:60].decode(errors="replace"))
-
-
-def _template_fields(template: str) -> list[str]:
-    """The columns that a format string names. ValueError where it is malformed."""
-    return [field for _, field, _, _ in string.Formatter().parse(template) if field is not None]
+    """The tokens of a completion, which end by the end of text, once."""
+    if completion is None:
+        return None
+    tokens = tokenizer.encode(completion)
+    return np.asarray(tokens if tokens[-1:] == [tokenizer.end_id] else [*tokens, tokenizer.end_id], np.int32)

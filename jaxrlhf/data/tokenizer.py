@@ -1,9 +1,11 @@
 """Text to token ids and back: raw bytes, a tokenizer.json, or a byte-pair encoding trained on a run's own texts."""
 
 import dataclasses
+import json
 import os
-from collections.abc import Iterable
-from typing import Literal, Protocol, get_args
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal, Protocol, get_args
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -33,6 +35,16 @@ class Tokenizer(Protocol):
         ...
 
     @property
+    def special_tokens(self) -> Mapping[str, str]:
+        """The texts of special tokens, as chat templates call them: bos_token, eos_token ..."""
+        ...
+
+    @property
+    def chat_templates(self) -> Mapping[str, str]:
+        """Jinja texts by name. An only one is called default."""
+        ...
+
+    @property
     def pad_id(self) -> int: ...
 
     @property
@@ -56,13 +68,15 @@ class TokenizerConfig:
     kind: Kind = "bytes"
     """`bytes`: one token per byte of UTF-8. `file`: a tokenizer.json. `train`: learned from the training rows."""
     path: str = ""
-    """Kind `file`: the tokenizer.json."""
+    """Kind `file`: the tokenizer.json, or its folder. tokenizer_config.json and chat_template.jinja beside it count."""
     vocab_size: int = 2048
     """Kind `train`: how many tokens to learn, bytes and special tokens included. Few texts may give fewer."""
     end_token: str = ""
-    """Kind `file`: the name of the end-of-text token. Empty: the first of the common names that the file has."""
+    """Kind `file`: the name of the end-of-text token. Empty: tokenizer_config.json's, else the first of the common
+    names that the vocabulary has."""
     pad_token: str = ""
-    """Kind `file`: the name of the padding token. Empty: a common name, else the end-of-text token."""
+    """Kind `file`: the name of the padding token. Empty: tokenizer_config.json's, else a common name, else the
+    end-of-text token."""
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
@@ -92,6 +106,8 @@ class ByteTokenizer:
     vocab_size = 258
     pad_id = 256
     end_id = 257
+    special_tokens: Mapping[str, str] = {}
+    chat_templates: Mapping[str, str] = {}
 
     def encode(self, text: str) -> list[int]:
         """The ids of `text` alone."""
@@ -112,11 +128,22 @@ class JSONTokenizer:
     """A tokenizer of the `tokenizers` library, as a tokenizer.json holds it.
 
     The special tokens that its post-processor would add are not added: a template writes them out where a model wants
-    them ("<|begin_of_text|>{question}").
+    them ("<|begin_of_text|>{question}"), and chat templates do so by themselves.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, *, name: str, end_token: str = "", pad_token: str = "") -> None:
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        name: str,
+        end_token: str = "",
+        pad_token: str = "",
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
         """Wraps `backend`.
+
+        Args:
+            settings: What its tokenizer_config.json holds: names of special tokens and chat templates.
 
         Raises:
             ValueError: A token is not in the vocabulary, or none of the common names of an end of text is.
@@ -126,24 +153,30 @@ class JSONTokenizer:
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         self._backend = backend
         self._known = frozenset(vocabulary.values())
-        end = _find_token(vocabulary, end_token, END_TOKENS, "end_token", name)
+        self._settings = dict(settings or {})
+        special = _special_tokens(self._settings)
+        end = _find_token(vocabulary, end_token, special.get("eos_token", ""), END_TOKENS, "end_token", name)
         if end is None:
             raise ValueError(
                 f"tokenizer.end_token: {name} has no token of a common name ({', '.join(END_TOKENS)}). Got ''. Set "
                 "tokenizer.end_token to the name of the token that ends a text."
             )
-        pad = _find_token(vocabulary, pad_token, PAD_TOKENS, "pad_token", name)
-        self.end_id = end
-        self.pad_id = end if pad is None else pad
+        pad = _find_token(vocabulary, pad_token, special.get("pad_token", ""), PAD_TOKENS, "pad_token", name)
+        self.end_id = vocabulary[end]
+        self.pad_id = self.end_id if pad is None else vocabulary[pad]
+        self.special_tokens: Mapping[str, str] = {**special, "eos_token": end, **({"pad_token": pad} if pad else {})}
+        self.chat_templates: Mapping[str, str] = _chat_templates(self._settings, name)
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str], *, end_token: str = "", pad_token: str = "") -> "JSONTokenizer":
-        """Reads a tokenizer.json. Truncation and padding that it asks for are switched off.
+        """Reads a tokenizer.json and what lies beside it. Truncation and padding that it asks for are switched off.
 
         Raises:
-            ValueError: The file is missing or no tokenizer.json, or a token is not in its vocabulary.
+            ValueError: A file is missing or not what it must be, or a token is not in the vocabulary.
         """
         name = os.fspath(path)
+        if os.path.isdir(name):
+            name = os.path.join(name, "tokenizer.json")
         if not os.path.isfile(name):
             raise ValueError(f"tokenizer.path: must be an existing file. Got {name!r}. Name a tokenizer.json.")
         try:
@@ -155,7 +188,9 @@ class JSONTokenizer:
             ) from error
         backend.no_truncation()
         backend.no_padding()
-        return cls(backend, name=name, end_token=end_token, pad_token=pad_token)
+        return cls(
+            backend, name=name, end_token=end_token, pad_token=pad_token, settings=_read_settings(Path(name).parent)
+        )
 
     def encode(self, text: str) -> list[int]:
         """The ids of `text` alone. Names of special tokens in it become those tokens."""
@@ -174,8 +209,11 @@ class JSONTokenizer:
         return REPLACEMENT.join(self._backend.decode(run, skip_special_tokens=False) for run in runs)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes a tokenizer.json that `from_file` reads back."""
+        """Writes a tokenizer.json that `from_file` reads back, and tokenizer_config.json beside it."""
         self._backend.save(os.fspath(path))
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", **self._settings, **self.special_tokens}
+        text = json.dumps(settings, indent=2, ensure_ascii=False)
+        (Path(path).parent / "tokenizer_config.json").write_text(text, encoding="utf-8")
 
 
 def train_bpe(texts: Iterable[str], *, vocab_size: int) -> JSONTokenizer:
@@ -215,10 +253,70 @@ def load_tokenizer(config: TokenizerConfig, texts: Iterable[str]) -> Tokenizer:
             return train_bpe(texts, vocab_size=config.vocab_size)
 
 
-def _find_token(vocabulary: dict[str, int], token: str, common: tuple[str, ...], field: str, name: str) -> int | None:
-    """The id of `token`, or of the first common name that the vocabulary has where `token` is empty."""
+def _find_token(
+    vocabulary: Mapping[str, int], wanted: str, settled: str, common: tuple[str, ...], field: str, name: str
+) -> str | None:
+    """`wanted` by the config, else `settled` by tokenizer_config.json, else the first common name in the vocabulary."""
+    token = wanted or settled
     if token and token not in vocabulary:
+        named = "" if wanted else f" It stands in the tokenizer_config.json beside it: set tokenizer.{field}."
         raise ValueError(
             f"tokenizer.{field}: must be in the vocabulary of {name}. Got {token!r}.{did_you_mean(token, vocabulary)}"
+            f"{named}"
         )
-    return next((vocabulary[word] for word in ((token,) if token else common) if word in vocabulary), None)
+    return token or next((word for word in common if word in vocabulary), None)
+
+
+def _read_settings(folder: Path) -> dict[str, Any]:
+    """What lies beside a tokenizer.json: tokenizer_config.json over special_tokens_map.json; chat_template.jinja."""
+    settings: dict[str, Any] = {}
+    for file in (folder / "special_tokens_map.json", folder / "tokenizer_config.json"):
+        if not file.is_file():
+            continue
+        try:
+            read = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise ValueError(f"{file}: must be JSON in UTF-8. Got {error}. Mend it or take it away.") from error
+        if not isinstance(read, dict):
+            raise ValueError(f"{file}: must be a JSON object. Got {type(read).__name__}. Mend it or take it away.")
+        settings |= {key: value for key, value in read.items() if value is not None}
+    template = folder / "chat_template.jinja"
+    if template.is_file():
+        try:
+            text = template.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"{template}: must be text in UTF-8. Got {error}. Mend it or take it away.") from error
+        named = settings.get("chat_template")
+        others = [entry for entry in named if _name(entry) != "default"] if isinstance(named, list) else []
+        settings["chat_template"] = [{"name": "default", "template": text}, *others] if others else text
+    return settings
+
+
+def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+    """The names of special tokens; a tokenizer_config.json gives each as text or as an object with its `content`."""
+    tokens = {}
+    for key, value in settings.items():
+        text = value.get("content") if isinstance(value, dict) else value
+        if key.endswith("_token") and isinstance(text, str) and text:
+            tokens[key] = text
+    return tokens
+
+
+def _chat_templates(settings: Mapping[str, Any], name: str) -> dict[str, str]:
+    """The chat templates of a tokenizer_config.json: one text, or a list of {name, template}."""
+    found = settings.get("chat_template", {})
+    entries = [{"name": "default", "template": found}] if isinstance(found, str) else found or []
+    if not isinstance(entries, list) or not all(
+        _name(entry) and isinstance(entry.get("template"), str) for entry in entries
+    ):
+        raise ValueError(
+            f"tokenizer_config.json beside {name}: chat_template must be text or a list of {{name, template}}. Got "
+            f"{repr(found)[:100]}."
+        )
+    return {entry["name"]: entry["template"] for entry in entries}
+
+
+def _name(entry: Any) -> str | None:
+    """The name of an entry in a list of chat templates; None where it is no such entry."""
+    name = entry.get("name") if isinstance(entry, dict) else None
+    return name if isinstance(name, str) else None

@@ -3,6 +3,7 @@
 Letters: B completions.
 """
 
+import concurrent.futures
 import functools
 import hashlib
 import importlib
@@ -10,6 +11,7 @@ import importlib.util
 import inspect
 import pathlib
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import ModuleType
@@ -43,7 +45,9 @@ def load_reward(name: str, options: Mapping[str, Any]) -> RewardFunction:
                 f"Reward: must be built in, module:function or path/to/file.py:function. Got {name!r}. Built in: "
                 f"{', '.join(VERIFIERS)}.{did_you_mean(name, VERIFIERS)}"
             )
-        _check_options(name, inspect.signature(VERIFIERS[name]), options, all_required=True)
+        signature = inspect.signature(VERIFIERS[name])
+        _check_options(name, signature, options, all_required=True)
+        _check_types(name, signature, options)
         return VERIFIERS[name](**options)
     place, _, attribute = name.rpartition(":")
     module = _import(name, place)
@@ -89,24 +93,38 @@ def check_reward(function: RewardFunction, columns: Iterable[str], *, name: str)
 
 
 def call_reward(
-    function: RewardFunction, prompts: list[str], completions: list[str], columns: Mapping[str, list[Any]], *, name: str
+    function: RewardFunction,
+    prompts: list[str],
+    completions: list[str],
+    columns: Mapping[str, list[Any]],
+    *,
+    name: str,
+    timeout_seconds: float = 0.0,
 ) -> np.ndarray:
     """Scores completions, giving the function those columns that it takes.
 
     A function that names `completions` among its arguments is called by keywords, and need not take `prompts`; any
     other one gets prompts and completions as its first two.
 
+    Args:
+        timeout_seconds: How long it may take. 0: as long as it likes.
+
     Returns:
         rewards_B, float32, all finite.
 
     Raises:
         ValueError: The function needs an argument that is no column.
-        RewardError: It raised, or did not return a finite number for each completion.
+        RewardError: It raised, took too long, or did not return a finite number for each completion.
     """
     check_reward(function, columns, name=name)
     arguments, keywords = _arguments(function, prompts, completions, columns)
     try:
-        rewards = function(*arguments, **keywords)
+        rewards = _within(timeout_seconds, lambda: function(*arguments, **keywords))
+    except _TookTooLong:
+        raise RewardError(
+            f"Reward {name!r}: must return within {timeout_seconds:g} seconds for {len(completions)} completions. Got "
+            f"nothing by then. Raise roles.{name}.timeout_seconds, or set it to 0 to wait for ever."
+        ) from None
     except (Exception, SystemExit) as error:
         raise RewardError(
             f"Reward {name!r}: must not raise. Got {type(error).__name__}: {error}, at {_last_line(error)}."
@@ -121,7 +139,7 @@ def call_reward(
             f"Reward {name!r}: must return one number for each of {len(completions)} completions. Got {len(rewards)}."
         )
     rewards_B = np.zeros(len(completions), np.float32)
-    for index, reward in enumerate(rewards):
+    for index, reward in enumerate(np.asarray(rewards) if hasattr(rewards, "__array__") else rewards):
         value = _finite(reward)
         if value is None:
             raise RewardError(
@@ -130,6 +148,32 @@ def call_reward(
             )
         rewards_B[index] = value
     return rewards_B
+
+
+class _TookTooLong(Exception):
+    """A function did not return in time."""
+
+
+def _within(seconds: float, function: Callable[[], Any]) -> Any:
+    """What the function returns. Where there is a limit it runs in a thread that nobody waits for beyond it.
+
+    Python cannot end a thread: what hangs goes on hanging, and ends with the process.
+    """
+    if not seconds:
+        return function()
+    outcome: concurrent.futures.Future[Any] = concurrent.futures.Future()
+
+    def work() -> None:
+        try:
+            outcome.set_result(function())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=work, name="reward", daemon=True).start()
+    done, _ = concurrent.futures.wait([outcome], timeout=seconds)
+    if not done:
+        raise _TookTooLong
+    return outcome.result()
 
 
 def _arguments(
@@ -197,6 +241,15 @@ def _check_options(name: str, signature: inspect.Signature, options: Mapping[str
     for key in known:
         if all_required and key not in options and parameters[key].default is inspect.Parameter.empty:
             raise ValueError(f"Reward {name!r}: needs the option {key!r}. Got {', '.join(options) or 'none'}.")
+
+
+def _check_types(name: str, signature: inspect.Signature, options: Mapping[str, Any]) -> None:
+    """Asks that the options of a built-in reward are of the types that it declares."""
+    for option, value in options.items():
+        expected = signature.parameters[option].annotation
+        fits = isinstance(value, (int, float) if expected is float else expected)
+        if not fits or (isinstance(value, bool) and expected is not bool):
+            raise ValueError(f"Reward {name!r}: {option} must be of type {expected.__name__}. Got {_shorten(value)}.")
 
 
 def _takes_any(parameters: Iterable[inspect.Parameter]) -> bool:

@@ -1,14 +1,17 @@
 """The built-in reward functions: answers that a program can check.
 
 Each factory takes options and returns a function `f(prompts, completions, *, finished, **columns) -> list[float]`. The
-other columns of the rows arrive as keyword lists, `finished` says which completions ended by a stop token.
+other columns of the rows arrive as keyword lists, `finished` says which completions ended by a stop token, and
+`num_tokens` how long they are.
 """
 
 import math
 import re
-from collections.abc import Callable, Sequence
-from decimal import Decimal
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+
+from jaxrlhf.rewards.numbers import FINDERS, any_number
+from jaxrlhf.suggest import did_you_mean
 
 RewardFunction = Callable[..., Sequence[float]]
 """`f(prompts, completions, **columns) -> list[float]`, one number for each completion."""
@@ -45,27 +48,32 @@ def exact_answer(partial_credit: float = 0.0, answer_column: str = "answer", sep
     return reward
 
 
-def final_number(answer_column: str = "answer", marker: str = "####", partial_credit: float = 0.0) -> RewardFunction:
-    """Is the number after the last marker the one of the answer, as in GSM8K?
+def final_number(
+    answer_column: str = "answer", marker: str = "####", partial_credit: float = 0.0, where: str = "marker"
+) -> RewardFunction:
+    """Is the completion's answer the number of the answer column, as in GSM8K?
 
-    Commas, dollar signs and a trailing period do not count, and 72 equals 72.0. A wrong number earns `partial_credit`,
-    a completion without marker and number nothing. The answer column may also hold the bare number.
+    The number is read where `where` says: after the last `marker`; in the last `\\boxed{}`; simply the last one;
+    or `any`, the first of these three that the completion has. 1,072, $1072 and 1072.0 are equal, and so are 3/4 and
+    0.75; a percent sign does not count. A wrong number earns `partial_credit`, a completion without one nothing. The
+    answer column may hold the bare number, or a text that is read as with `any`.
     """
     _require(0 <= partial_credit <= 1, "final_number", "partial_credit", "must lie in [0, 1]", partial_credit)
     _require(marker != "", "final_number", "marker", "must not be empty", marker)
+    _require_choice("final_number", "where", where, FINDERS)
 
     def reward(prompts: list[str], completions: list[str], **columns: list[Any]) -> list[float]:
         scores = []
         for index, (completion, answer) in enumerate(
             zip(completions, _column("final_number", columns, answer_column), strict=True)
         ):
-            expected = _number(str(answer).rpartition(marker)[2])
+            expected = any_number(str(answer), marker)
             if expected is None:
                 raise ValueError(
-                    f"final_number: column {answer_column!r} must hold a number after {marker!r}. Got {answer!r} at "
-                    f"index {index}. Correct the row, or set answer_column or marker."
+                    f"final_number: column {answer_column!r} must hold a number, bare or after {marker!r}. Got "
+                    f"{answer!r} at index {index}. Correct the row, or set answer_column or marker."
                 )
-            given = _number(completion.rpartition(marker)[2]) if marker in completion else None
+            given = FINDERS[where](completion, marker)
             scores.append(0.0 if given is None else 1.0 if given == expected else partial_credit)
         return scores
 
@@ -100,13 +108,24 @@ def regex_format(pattern: str) -> RewardFunction:
     return reward
 
 
-def length_penalty(target: int, scale: float) -> RewardFunction:
-    """`-scale` for each character of a completion beyond `target`."""
+def length_penalty(target: int, scale: float, unit: str = "characters", both_sides: bool = False) -> RewardFunction:
+    """`-scale` for each unit of a completion beyond `target`, and, with `both_sides`, for each that is missing.
+
+    A unit is one of `characters`, `words` (parted by white space) and `tokens` (the one that ends it included).
+    """
     _require(target >= 0, "length_penalty", "target", "must not be negative", target)
     _require(scale >= 0 and math.isfinite(scale), "length_penalty", "scale", "must be finite and not negative", scale)
+    _require_choice("length_penalty", "unit", unit, ("characters", "words", "tokens"))
 
-    def reward(prompts: list[str], completions: list[str], **columns: list[Any]) -> list[float]:
-        return [-scale * max(0, len(completion) - target) for completion in completions]
+    def reward(
+        prompts: list[str], completions: list[str], *, num_tokens: list[int], **columns: list[Any]
+    ) -> list[float]:
+        measured = {
+            "characters": map(len, completions),
+            "words": (len(completion.split()) for completion in completions),
+            "tokens": num_tokens,
+        }[unit]
+        return [-scale * (abs(length - target) if both_sides else max(0, length - target)) for length in measured]
 
     return reward
 
@@ -125,6 +144,14 @@ def _require(holds: bool, name: str, option: str, rule: str, value: object) -> N
         raise ValueError(f"Reward {name!r}: {option} {rule}. Got {value!r}.")
 
 
+def _require_choice(name: str, option: str, value: object, known: Iterable[str]) -> None:
+    if value not in (known := list(known)):
+        raise ValueError(
+            f"Reward {name!r}: {option} must be one of {', '.join(known)}. Got {value!r}."
+            f"{did_you_mean(str(value), known)}"
+        )
+
+
 def _column(name: str, columns: dict[str, list[Any]], column: str) -> list[Any]:
     """A column that every row of a batch must have."""
     values = columns.get(column)
@@ -134,10 +161,3 @@ def _column(name: str, columns: dict[str, list[Any]], column: str) -> list[Any]:
             "Set answer_column."
         )
     return values
-
-
-def _number(text: str) -> Decimal | None:
-    """The number that `text` starts with, to the next white space; None if that is not a number."""
-    words = text.split(maxsplit=1)
-    word = words[0].replace(",", "").replace("$", "").removesuffix(".") if words else ""
-    return Decimal(word) if re.fullmatch(r"[+-]?([0-9]+(\.[0-9]+)?|\.[0-9]+)", word) else None

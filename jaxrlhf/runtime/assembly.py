@@ -4,6 +4,7 @@ A run has up to three graphs over the same roles: the warm start, the algorithm'
 """
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,10 +27,14 @@ from jaxrlhf.models.params import num_parameters
 from jaxrlhf.planner.plan import DEFAULT, Placement, Plan, check, check_names, resolve
 from jaxrlhf.rewards.functions import RewardError, call_reward, check_reward, load_reward
 from jaxrlhf.rewards.verifiers import VERIFIERS
-from jaxrlhf.runtime.roles import FunctionRole, ModelRole, Role
+from jaxrlhf.runtime.roles import FunctionRole, ModelRole, Role, WeightedSumRole
 from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.strategy import Strategy
 from jaxrlhf.suggest import did_you_mean
+
+MAX_PARAMETERS = 10**14
+MAX_BATCH_TOKENS = 2**28
+"""What no run of any size reaches."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +73,10 @@ class Assembly:
         rows = []
         for name, role in self.train.roles.items():
             config = self.config.roles[name]
+            if isinstance(role, WeightedSumRole):
+                sum_of = " + ".join(f"{weight:g} x {part}" for part, weight in role.weights.items())
+                rows.append({"role": name, "what": sum_of})
+                continue
             if isinstance(role, FunctionRole):
                 options = "".join(f", {key}={value}" for key, value in config.options.items())
                 rows.append({"role": name, "what": f"function {config.function}{options}"})
@@ -114,9 +123,9 @@ def assemble(config: RunConfig, num_devices: int) -> Assembly:
     models = _models(config)
     _check_roles(config, algorithm.roles, models)
     _check_vocabulary(models, table)
+    _check_batches(config, settings, table)
     loader = PromptLoader(table, config.batch_size, config.seed)
     written = _written_plan(config.plan, num_devices)
-    functions = {name: _function_role(name, role, table) for name, role in config.roles.items() if role.function}
 
     def phase(step: Callable[..., Any], roles: Mapping[str, Role], state: Any, data: Any, phase_settings: Any) -> Phase:
         methods = {name: role.methods(name) for name, role in roles.items()}
@@ -125,10 +134,7 @@ def assemble(config: RunConfig, num_devices: int) -> Assembly:
         check(plan, graph, models, num_devices)
         return Phase(roles, graph, plan, state)
 
-    roles: dict[str, Role] = {
-        name: functions[name] if role.function else ModelRole(models[name], role.optimizer)
-        for name, role in config.roles.items()
-    }
+    roles: dict[str, Role] = {name: _role(name, role, models, table) for name, role in config.roles.items()}
     if algorithm.data == "demonstrations":
         table.check_demonstrations(max_new_tokens=settings.max_new_tokens)
 
@@ -176,17 +182,18 @@ def assemble(config: RunConfig, num_devices: int) -> Assembly:
 
 
 def parse_devices(text: str, where: str) -> tuple[int, ...]:
-    """Positions of devices: '0-3', '0,2,4', '0-1,4-5'.
+    """Positions of devices: '0-3', '0,2,4', '0-1,4-5'. At most four digits each.
 
     Raises:
         ConfigError: Anything else.
     """
     devices: list[int] = []
     for part in text.split(","):
-        first, dash, last = part.strip().partition("-")
-        if not first.isdigit() or (dash and not last.isdigit()) or (dash and int(last) < int(first)):
+        span = re.fullmatch(r"\s*([0-9]{1,4})(?:-([0-9]{1,4}))?\s*", part)
+        first, last = (int(span[1]), int(span[2] or span[1])) if span else (1, 0)
+        if last < first:
             raise ConfigError(f"{where}: must be positions of devices, such as '0-3' or '0,2,4'. Got {text!r}.")
-        devices.extend(range(int(first), int(last or first) + 1))
+        devices.extend(range(first, last + 1))
     return tuple(devices)
 
 
@@ -197,7 +204,7 @@ def _written_plan(plan: Mapping[str, PlacementConfig], num_devices: int) -> dict
             strategy = Strategy(entry.data, entry.fsdp, entry.tensor, entry.micro_batches, entry.remat)
         except ValueError as error:
             raise ConfigError(f"plan.{name}.{error}") from error
-        devices = tuple(range(strategy.num_devices))
+        devices = tuple(range(min(strategy.num_devices, num_devices + 1)))  # one too many is refused below
         if entry.devices:
             devices = parse_devices(entry.devices, f"plan.{name}.devices")
         written[name] = Placement(devices, strategy)
@@ -219,6 +226,10 @@ def _models(config: RunConfig) -> dict[str, ModelConfig]:
     def model_of(name: str) -> ModelConfig:
         role = config.roles[name]
         where = f"roles.{name}"
+        source = config.roles.get(role.init)
+        if source is not None and not _has_model(source):
+            what = "function" if source.function else "weighted_sum"
+            raise ConfigError(f"{where}.init: '{role.init}' is a {what} and has no weights to start from.")
         if role.model is not None:
             model = role.model
             if role.head is not None and model.head not in ("lm", role.head):
@@ -229,7 +240,8 @@ def _models(config: RunConfig) -> dict[str, ModelConfig]:
             model = model_of(role.init)
         elif role.init == "random":
             raise ConfigError(
-                f"{where}: a role needs a model, a function, or an init to take its model from. Got none."
+                f"{where}: a role needs a model, a function, a weighted_sum, or an init to take its model from. Got "
+                "none."
             )
         elif Path(role.init).is_dir():
             return read_huggingface_config(Path(role.init), head=role.head or "lm")
@@ -240,7 +252,9 @@ def _models(config: RunConfig) -> dict[str, ModelConfig]:
             )
         return model if role.head is None else dataclasses.replace(model, head=role.head)
 
-    models = {name: model_of(name) for name, role in config.roles.items() if not role.function}
+    models = {name: model_of(name) for name, role in config.roles.items() if _has_model(role)}
+    for name, model in models.items():
+        _check_size(f"roles.{name}.model", model)
     for name, model in models.items():
         if config.roles[name].init not in ("random", *config.roles):
             check_params(Path(config.roles[name].init), model)
@@ -254,6 +268,40 @@ def _models(config: RunConfig) -> dict[str, ModelConfig]:
     return models
 
 
+def _check_size(where: str, model: ModelConfig) -> None:
+    """Sizes that some machine could hold, so that nobody waits for shapes which none can."""
+    for field, most in {"num_layers": 10_000, "vocab_size": 2**31 - 1, "hidden_size": 2**31 - 1}.items():
+        if getattr(model, field) > most:
+            raise ConfigError(f"{where}.{field}: must be at most {most:,}. Got {getattr(model, field)}.")
+    if num_parameters(model) > MAX_PARAMETERS:
+        raise ConfigError(
+            f"{where}: must have at most {MAX_PARAMETERS:,} parameters. Got {num_parameters(model):,}. Lower its sizes."
+        )
+
+
+def _check_batches(config: RunConfig, settings: Any, table: PromptTable) -> None:
+    """Batches that the host could hold, before the first one is made."""
+    rows = {"batch_size": config.batch_size}
+    if config.warm_start is not None:
+        rows["warm_start.batch_size"] = config.warm_start.batch_size * config.warm_start.updates_per_step
+    if config.evaluation is not None:
+        rows["evaluation.num_prompts"] = config.evaluation.num_prompts
+    samplings = _samplings((settings, config.evaluation))
+    new_tokens = max(
+        _max_new_tokens(settings), getattr(settings, "max_new_tokens", 0), *(s.max_new_tokens for s in samplings)
+    )
+    for where, num_rows in rows.items():
+        if num_rows * (table.prompt_length + new_tokens) > MAX_BATCH_TOKENS:
+            raise ConfigError(
+                f"{where}: rows x (prompt + response) must be at most {MAX_BATCH_TOKENS:,} tokens. Got {num_rows} x "
+                f"({table.prompt_length} + {new_tokens}). Lower it, data.max_prompt_tokens or max_new_tokens."
+            )
+
+
+def _has_model(role: RoleConfig) -> bool:
+    return not role.function and role.weighted_sum is None
+
+
 def _check_roles(config: RunConfig, needed: tuple[str, ...], models: Mapping[str, ModelConfig]) -> None:
     for name in needed:
         if name not in config.roles:
@@ -262,17 +310,38 @@ def _check_roles(config: RunConfig, needed: tuple[str, ...], models: Mapping[str
                 f"{did_you_mean(name, config.roles)}"
             )
     for name, role in config.roles.items():
-        if role.function and (role.model is not None or role.optimizer is not None or role.init != "random"):
-            raise ConfigError(
-                f"roles.{name}: a role is a function or a model. Got both. Remove `function`, or the rest."
-            )
-        if role.function and role.init in config.roles:
-            raise ConfigError(f"roles.{name}.init: a function has no weights. Got {role.init!r}.")
-        source = config.roles.get(role.init)
-        if source is not None and source.function:
-            raise ConfigError(f"roles.{name}.init: '{role.init}' is a function and has no weights to start from.")
+        has_model = role.model is not None or role.optimizer is not None or role.init != "random"
+        said = {"function": bool(role.function), "weighted_sum": role.weighted_sum is not None, "a model": has_model}
+        if sum(said.values()) > 1:
+            got = " and ".join(what for what, is_said in said.items() if is_said)
+            raise ConfigError(f"roles.{name}: a role is a function, a weighted_sum or a model. Got {got}. Keep one.")
+        _check_sum(config, name, models)
     if config.warm_start is not None and "actor" not in models:
         raise ConfigError("warm_start: trains the role 'actor'. Got none with a model.")
+
+
+def _check_sum(config: RunConfig, name: str, models: Mapping[str, ModelConfig]) -> None:
+    """The parts of a sum are roles that score, none of them the sum itself."""
+
+    def visit(name: str, above: tuple[str, ...]) -> None:
+        where = f"roles.{name}.weighted_sum"
+        for part in config.roles[name].weighted_sum or {}:
+            if part not in config.roles:
+                raise ConfigError(
+                    f"{where}: must be of roles of the run. Got {part!r}. Roles: {', '.join(config.roles)}."
+                    f"{did_you_mean(part, config.roles)}"
+                )
+            if part in (*above, name):
+                chain = " -> ".join((*above, name, part))
+                raise ConfigError(f"{where}: roles must not add each other up in a circle. Got {chain}.")
+            if part in models and models[part].head != "scalar":
+                raise ConfigError(
+                    f"{where}: must be of roles that score: functions, sums and models with a scalar head. Got "
+                    f"{part!r}, a language model. Set roles.{part}.head to scalar, or leave it out."
+                )
+            visit(part, (*above, name))
+
+    visit(name, ())
 
 
 def _check_vocabulary(models: Mapping[str, ModelConfig], table: PromptTable) -> None:
@@ -299,13 +368,24 @@ def _check_length(made: Assembly, models: Mapping[str, ModelConfig]) -> None:
             )
 
 
+def _role(name: str, role: RoleConfig, models: Mapping[str, ModelConfig], table: PromptTable) -> Role:
+    if role.function:
+        return _function_role(name, role, table)
+    if role.weighted_sum is not None:
+        return WeightedSumRole(role.weighted_sum)
+    return ModelRole(models[name], role.optimizer)
+
+
 def _function_role(name: str, role: RoleConfig, table: PromptTable) -> FunctionRole:
     """A Python function as a role: what it gets is text, and the columns of each row."""
-    function = load_reward(role.function, role.options)
-    check_reward(function, [*table.other, "finished"], name=name)
+    try:
+        function = load_reward(role.function, role.options)
+        check_reward(function, [*table.other, "finished", "num_tokens"], name=name)
+    except ValueError as error:
+        raise ConfigError(f"roles.{name}: {error}") from error
     if role.function in VERIFIERS:  # they read columns by options, so only a call tells whether every row has them
         rows = np.arange(len(table.prompts))
-        columns = {**table.columns(rows), "finished": [True] * len(rows)}
+        columns = {**table.columns(rows), "finished": [True] * len(rows), "num_tokens": [1] * len(rows)}
         try:
             call_reward(function, list(table.prompts), [""] * len(rows), columns, name=name)
         except RewardError as error:
@@ -314,8 +394,12 @@ def _function_role(name: str, role: RoleConfig, table: PromptTable) -> FunctionR
     def score(rollout: Rollout) -> np.ndarray:
         rows = np.asarray(rollout.row)
         completions = decode_responses(rollout, table)
-        columns = {**table.columns(rows), "finished": [bool(x) for x in np.asarray(rollout.finish) == STOP]}
-        return call_reward(function, [table.prompt(int(row)) for row in rows], completions, columns, name=name)
+        columns = table.columns(rows) | {
+            "finished": [bool(x) for x in np.asarray(rollout.finish) == STOP],
+            "num_tokens": [int(x) for x in np.asarray(rollout.lengths)],
+        }
+        prompts = [table.prompt(int(row)) for row in rows]
+        return call_reward(function, prompts, completions, columns, name=name, timeout_seconds=role.timeout_seconds)
 
     return FunctionRole(score)
 

@@ -1,17 +1,17 @@
-"""What a role can do: a model's methods with the shapes that they give, or a Python function of completions.
+"""What a role can do: a model's methods with the shapes that they give, a Python function of completions, or a sum.
 
 Letters: B sequences, P prompt columns, R response columns, T = P + R.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrlhf.call_graph import GraphError, Method, RoleMethods, abstract_call
+from jaxrlhf.call_graph import GraphError, Method, RoleMethods, abstract_call, compute
 from jaxrlhf.config.schema import OptimizerConfig
 from jaxrlhf.experience import Max, PolicyOutputs, Prompts, Rollout, Sampling
 from jaxrlhf.models import heads
@@ -37,14 +37,17 @@ class ModelRole:
 
     def methods(self, name: str) -> RoleMethods:
         """The role as a step function sees it."""
-        if self.model.head == "lm":
-            methods = {"generate": Method("generate", _rollout_aval)}
-            methods |= {infer: Method("infer", abstract) for infer, abstract in _LM_AVALS.items()}
-        else:
-            methods = {infer: Method("infer", abstract) for infer, abstract in _SCALAR_AVALS.items()}
+        is_lm = self.model.head == "lm"
+        other_head = f"It has {self.model.head!r} for a head: set roles.{name}.head to {'scalar' if is_lm else 'lm'!r}."
+        missing = dict.fromkeys(_SCALAR_AVALS if is_lm else ["generate", *_LM_AVALS], other_head)
+        methods = {"generate": Method("generate", _rollout_aval)} if is_lm else {}
+        avals = _LM_AVALS if is_lm else _SCALAR_AVALS
+        methods |= {infer: Method("infer", abstract) for infer, abstract in avals.items()}
         if self.optimizer is not None:
             methods["train"] = Method("train", self._train_aval, row_wise=False)
-        return RoleMethods(methods, weights=name)
+        else:
+            missing["train"] = f"It has no optimizer: set roles.{name}.optimizer to train it."
+        return RoleMethods(methods, weights=name, missing=missing)
 
     def _train_aval(self, loss: Any, batch: Any, update: Any) -> dict[str, jax.ShapeDtypeStruct]:
         """Metrics of a train call, from the loss itself."""
@@ -95,11 +98,37 @@ class FunctionRole:
     """A rollout of numpy arrays -> float32 scores [B]."""
 
     def methods(self, name: str) -> RoleMethods:
-        del name
-        return RoleMethods({"scores": Method("host", _scores_aval)})
+        return RoleMethods({"scores": Method("host", _scores_aval)}, missing=_needs_a_model(name, "function"))
 
 
-Role = ModelRole | FunctionRole
+@dataclasses.dataclass(frozen=True)
+class WeightedSumRole:
+    """A role whose scores are those of other roles, weighted and added up. Each of them is a call of its own."""
+
+    weights: Mapping[str, float]
+
+    def methods(self, name: str) -> RoleMethods:
+        """The role as a step function sees it."""
+
+        def scores(roles: Any, rollout: Any) -> Any:
+            parts = {part: getattr(roles, part).scores(rollout) for part in self.weights}
+            return compute(weighted_sum, parts, dict(self.weights), name=f"{name}.{weighted_sum.__name__}")
+
+        return RoleMethods({}, composed={"scores": scores}, missing=_needs_a_model(name, "weighted_sum"))
+
+
+def _needs_a_model(name: str, kind: str) -> dict[str, str]:
+    """What to do about methods that only models have."""
+    methods = ("generate", "train", *_LM_AVALS, *(_SCALAR_AVALS.keys() - {"scores"}))
+    return dict.fromkeys(methods, f"roles.{name} is a {kind}: give it a model instead.")
+
+
+def weighted_sum(scores: dict[str, jax.Array], weights: dict[str, float]) -> jax.Array:
+    """sum_i weights[i] * scores[i], for each sequence."""
+    return sum((weights[part] * scores_B for part, scores_B in scores.items()), jnp.zeros((), jnp.float32))
+
+
+Role = ModelRole | FunctionRole | WeightedSumRole
 
 Infer = Callable[[Params, Any, ModelConfig, Layout, Remat], Any]
 

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jaxrlhf.config.schema import RunConfig
 from jaxrlhf.data.tokenizer import JSONTokenizer
 from jaxrlhf.models.huggingface import save_params
@@ -22,7 +24,7 @@ from jaxrlhf.runtime.json_lines import split_non_finite
 from jaxrlhf.runtime.metrics import TrainingError, check_finite, flatten, without_times
 from jaxrlhf.runtime.records import Records
 from jaxrlhf.runtime.recovery import ResumePoint, newest_position
-from jaxrlhf.runtime.roles import ModelRole
+from jaxrlhf.runtime.roles import ModelRole, weighted_sum
 from jaxrlhf.runtime.run_folder import RunFolder
 from jaxrlhf.runtime.stages import stage_seconds
 from jaxrlhf.runtime.throughput import count_tokens, throughput_metrics
@@ -185,6 +187,8 @@ class Trainer:
         timings = self._timeline.summary(done)
         metrics |= timings
         metrics |= throughput_metrics(count_tokens(result), timings, seconds=seconds, num_devices=mesh.num_devices())
+        if len(scores := _scores(result)) > 1:
+            metrics |= {f"reward/{name}/mean": float(values.mean()) for name, values in scores.items()}
         metrics |= {"training/global_step": done, "training/epoch": self._assembly.loader.epoch(done)}
         self._records.write_metrics(done, metrics)
         try:
@@ -210,13 +214,9 @@ class Trainer:
     def _write_step_samples(self, done: int, result: StepResult) -> None:
         """The first rollout of a step, with everything that scored it."""
         generate = next((c for c in result.graph.calls if c.kind == "generate"), None)
-        if generate is None:
-            return
-        scorers = [
-            c for c in result.graph.calls if c.method == "scores" and any(ref.call == generate.name for ref in c.refs)
-        ]
-        scores = {call.role or call.name: result.outputs(call.name) for call in scorers}
-        self._records.write_samples(done, "train", result.outputs(generate.name), scores)
+        if generate is not None:
+            scores = _scores(result, of=generate.name)
+            self._records.write_samples(done, "train", result.outputs(generate.name), scores)
 
     def _evaluate(self, done: int) -> bool:
         """Evaluates, and tells whether the policy is better than it was after any step before."""
@@ -278,3 +278,13 @@ class Trainer:
             )  # fmt: skip
             if isinstance(tokenizer, JSONTokenizer):
                 tokenizer.save(self._folder.path / name / "tokenizer.json")
+
+
+def _scores(result: StepResult, *, of: str | None = None) -> dict[str, np.ndarray]:
+    """What each role gave to rollouts, and the weighted sums of that. `of`: to the rollout of this call alone."""
+    chosen: dict[str, str] = {}
+    for call in result.graph.calls:
+        scores = call.method == "scores" and of in (None, *(ref.call for ref in call.refs))
+        if scores or (call.function is weighted_sum and all(ref.call in chosen for ref in call.refs)):
+            chosen[call.name] = call.name.replace(".scores", "").replace(f".{weighted_sum.__name__}", "")
+    return {role: result.outputs(name) for name, role in chosen.items()}

@@ -265,7 +265,8 @@ def test_shipped_configs_are_found_by_name():
 
 
 NAMES = st.text("abc_", min_size=1, max_size=5)
-PLANS = st.builds(Plan, tensor=st.integers().filter(lambda n: n not in (3, 5)), remat=st.sampled_from(["none", "full"]))
+INTEGERS = st.integers(-(2**63) + 1, 2**63 - 1)
+PLANS = st.builds(Plan, tensor=INTEGERS.filter(lambda n: n not in (3, 5)), remat=st.sampled_from(["none", "full"]))
 ROLES = st.builds(
     Role,
     model=st.text().filter(lambda name: name != "bad"),
@@ -278,9 +279,9 @@ ROLES = st.builds(
 RUNS = st.builds(
     Run,
     actor=ROLES,
-    sampling=st.builds(Sampling, temperature=st.floats(0, 2), stop_ids=st.tuples(st.integers())),
+    sampling=st.builds(Sampling, temperature=st.floats(0, 2), stop_ids=st.tuples(INTEGERS)),
     roles=st.builds(FrozenDict, st.dictionaries(st.text(), ROLES, max_size=2)),
-    layers=st.tuples(st.integers(), st.integers()),
+    layers=st.tuples(INTEGERS, INTEGERS),
     names=st.builds(FrozenDict, st.dictionaries(NAMES, st.tuples(NAMES), max_size=2)),
 )
 

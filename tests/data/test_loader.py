@@ -6,8 +6,9 @@ import re
 import numpy as np
 import pytest
 
+from jaxrlhf.data.config import DataConfig
 from jaxrlhf.data.loader import PromptLoader
-from jaxrlhf.data.prompts import DataConfig, load_prompts
+from jaxrlhf.data.prompts import load_prompts
 from jaxrlhf.data.tokenizer import TokenizerConfig
 
 

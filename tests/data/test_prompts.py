@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from jaxrlhf.data.arithmetic import ArithmeticConfig
-from jaxrlhf.data.prompts import DataConfig, load_prompts
+from jaxrlhf.data.config import DataConfig
+from jaxrlhf.data.prompts import load_prompts
 from jaxrlhf.data.tokenizer import TokenizerConfig
 
 BYTES = TokenizerConfig()
@@ -79,6 +80,22 @@ def test_template_and_completion_column(tmp_path):
     assert table.demonstrations(np.array([0]), max_new_tokens=2).tokens[0, -2:].tolist() == [50, 257]
 
 
+def test_the_digest_changes_with_whatever_a_run_sees(tmp_path):
+    rows = [{"prompt": "ab", "completion": "x", "answer": 1}, {"prompt": "c"}]
+    digest = load(tmp_path, *rows).digest()
+    assert digest == load(tmp_path, "", *rows).digest() and len(digest) == 64
+    other_rows = [
+        [{**rows[0], "answer": 2}, rows[1]],
+        [{**rows[0], "completion": "y"}, rows[1]],
+        [{**rows[0], "prompt": "a"}, {"prompt": "bc"}],
+        [rows[1], rows[0]],
+        [*rows, rows[1]],
+    ]
+    others = [load(tmp_path, *other).digest() for other in other_rows]
+    others += [load(tmp_path, *rows, eval_rows=1).digest(), load(tmp_path, *rows, max_prompt_tokens=5).digest()]
+    assert len({digest, *others}) == len(others) + 1
+
+
 def test_arithmetic_task():
     table = load_prompts(DataConfig(task="arithmetic", arithmetic=ArithmeticConfig(digits=1)), BYTES)
     assert table.num_train + table.num_eval == 81 and table.num_eval > 0 and table.prompt_length == 4
@@ -126,7 +143,7 @@ def test_tokenizer_learns_from_training_rows_alone(tmp_path):
         ([], {}, r"data\.path: must hold at least one row\. Got the empty file '.*train\.jsonl'\."),
         (["", "  "], {}, "must hold at least one row"),
         ([{"prompt": "a"}, "{oops"], {}, r"train\.jsonl:2: must be JSON in UTF-8\. Got '\{oops': Expecting"),
-        (["[1]"], {}, r"train\.jsonl:1: must be a JSON object\. Got '\[1\]'\. Write"),
+        (["[1]"], {}, r"train\.jsonl:1: must be a JSON object\. Got \[1\]\. Write"),
         (
             [{"promt": "a", "b": 1}],
             {},
@@ -218,11 +235,20 @@ def test_a_prompt_without_tokens(tmp_path):
         ),
         ({"task": "arithmetic", "eval_path": "x"}, "data.eval_path: a built-in task holds out its own rows. Got 'x'"),
         ({"path": "x", "eval_rows": -1}, "data.eval_rows: must not be negative. Got -1."),
-        ({"path": "x", "max_prompt_tokens": -1}, "data.max_prompt_tokens: must be positive, or 0"),
+        ({"path": "x", "max_prompt_tokens": -1}, "data.max_prompt_tokens: must be positive and below"),
         ({"path": "x", "overlong": "cut"}, "data.overlong: must be 'error' or 'drop'. Got 'cut'."),
         ({"path": "x", "template": "{q"}, "data.template: must be a Python format string. Got '{q': "),
         ({"path": "x", "template": "{}"}, "data.template: must name columns, as in '{question}'. Got '{}'."),
         ({"path": "x", "template": "{0}"}, "data.template: must name columns, as in '{question}'. Got '{0}'."),
+        ({"path": "x", "max_prompt_tokens": 2**40}, "data.max_prompt_tokens: must be positive and below 2^31"),
+        ({"path": "x", "chat": "yes"}, "data.chat: must be 'none', 'user' or 'messages'. Got 'yes'."),
+        (
+            {"path": "x", "chat_template": "y"},
+            "data.chat_template: only chats have one. Got 'y' with data.chat='none'.",
+        ),
+        ({"path": "x", "system_prompt": "y"}, "data.system_prompt: only chats have one. Got 'y'"),
+        ({"path": "x", "chat": "messages", "template": "{q}"}, "data.template: a list of messages has none. Got '{q}'"),
+        ({"path": "x", "chat_date": "today"}, "data.chat_date: must be a date such as '2024-07-26'. Got 'today'."),
         ({"path": "x", "template": "fixed"}, "data.template: must name columns, as in '{question}'. Got 'fixed'."),
     ],
 )

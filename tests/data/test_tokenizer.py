@@ -1,5 +1,6 @@
 """Round trips, ids outside the vocabulary, special tokens, and every error of the tokenizers."""
 
+import json
 import re
 
 import pytest
@@ -98,6 +99,36 @@ def test_given_names_win(tmp_path):
     config = TokenizerConfig(kind="file", path=path, end_token="stop", pad_token="blank")
     tokenizer = load_tokenizer(config, iter(()))
     assert (tokenizer.end_id, tokenizer.pad_id, tokenizer.name) == (2, 3, path)
+
+
+def test_tokens_of_the_files_beside_a_tokenizer(tmp_path):
+    path = word_tokenizer(tmp_path / "tokenizer.json", "<unk>", "</s>", "<pad>", "stop", "blank")
+
+    def tokens(**settings):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+        tokenizer = JSONTokenizer.from_file(path)
+        return tokenizer.end_id, tokenizer.pad_id
+
+    assert tokens() == tokens(eos_token=None, add_eos_token=True) == (1, 2)
+    assert tokens(eos_token="stop", pad_token="blank") == (3, 4)
+    assert tokens(eos_token={"content": "stop"}, pad_token={"content": "blank", "special": True}) == (3, 4)
+    (tmp_path / "special_tokens_map.json").write_text('{"eos_token": "blank", "pad_token": "stop"}')
+    assert tokens(eos_token="stop") == (3, 3) and tokens() == (4, 3)
+    assert JSONTokenizer.from_file(tmp_path, end_token="</s>").end_id == 1
+
+
+def test_errors_of_the_files_beside_a_tokenizer(tmp_path):
+    path = word_tokenizer(tmp_path / "tokenizer.json", "<unk>", "</s>")
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        for content, message in {"{": "must be JSON in UTF-8", "[]": "must be a JSON object. Got list"}.items():
+            (tmp_path / name).write_text(content)
+            with pytest.raises(ValueError, match=f"{re.escape(name)}: {message}"):
+                JSONTokenizer.from_file(path)
+        (tmp_path / name).unlink()
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</S>"}')
+    message = r"tokenizer\.end_token: must be in .* Got '</S>'\..* It stands in the tokenizer_config\.json beside it"
+    with pytest.raises(ValueError, match=message):
+        JSONTokenizer.from_file(path)
 
 
 def test_load_reads_texts_for_training_alone(tmp_path):

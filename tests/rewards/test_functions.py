@@ -2,7 +2,10 @@
 
 import pathlib
 import re
+import sys
+import threading
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -84,7 +87,17 @@ def test_options_win_over_columns_of_the_same_name(source):
     np.testing.assert_array_equal(call(reward, weight=[7, 7]), [3, 6])
 
 
-@pytest.mark.parametrize("rewards", [[1, 0.5], (True, 0.5), np.array([1, 0.5]), [np.float64(1), np.array(0.5)]])
+@pytest.mark.parametrize(
+    "rewards",
+    [
+        [1, 0.5],
+        (True, 0.5),
+        np.array([1, 0.5]),
+        [np.float64(1), np.array(0.5)],
+        jnp.array([1, 0.5], jnp.bfloat16),
+        [jnp.array(1), 0.5],
+    ],
+)
 def test_what_may_be_returned(rewards):
     np.testing.assert_array_equal(call(lambda prompts, completions: rewards), [1, 0.5])
 
@@ -107,6 +120,8 @@ def test_what_may_be_returned(rewards):
         (["1.0", 1], "must return finite numbers. Got '1.0' at index 0"),
         ([[1.0], [2.0, 3.0]], "must return finite numbers. Got [1.0] at index 0"),
         ([1j, 1], "must return finite numbers. Got 1j at index 0"),
+        (np.array(["1", "2"]), "must return finite numbers. Got np.str_('1') at index 0"),
+        (jnp.array([1, jnp.nan]), "must return finite numbers. Got np.float32(nan) at index 1 for prompt 'p1'"),
         (np.ones((2, 1)), "must return finite numbers. Got array([1.]) at index 0"),
     ],
 )
@@ -125,6 +140,33 @@ def test_a_raising_function_is_named_and_chained():
     with pytest.raises(RewardError, match=r"Reward 'mine': must not raise\. Got ZeroDivisionError: divis") as caught:
         call(lambda prompts, completions: [1 / 0], name="mine")
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+def test_a_function_that_takes_too_long_is_named():
+    finished = threading.Event()
+
+    def slow(prompts, completions):
+        finished.wait(60)
+        return [0, 0]
+
+    message = (
+        "Reward 'mine': must return within 0.05 seconds for 2 completions. Got nothing by then. Raise "
+        "roles.mine.timeout_seconds, or set it to 0 to wait for ever."
+    )
+    with pytest.raises(RewardError, match=f"^{re.escape(message)}$"):
+        call_reward(slow, ["p", "q"], ["x", "y"], {}, name="mine", timeout_seconds=0.05)
+    finished.set()
+
+
+def test_within_its_time_a_function_is_what_it_was(source):
+    def timed(function):
+        return call_reward(function, ["p", "q"], ["x", "y"], {}, name="mine", timeout_seconds=60)
+
+    np.testing.assert_array_equal(timed(lambda prompts, completions: [1, 2]), [1, 2])
+    with pytest.raises(RewardError, match=r"must not raise\. Got ZeroDivisionError: .*test_functions\.py:"):
+        timed(lambda prompts, completions: [1 / 0])
+    with pytest.raises(RewardError, match=r"must not raise\. Got SystemExit: 3"):
+        timed(lambda prompts, completions: sys.exit(3))
 
 
 def test_a_missing_column_is_found_before_the_call(source):
@@ -152,6 +194,13 @@ def test_a_missing_column_is_found_before_the_call(source):
             r"Reward 'exact_answer': options must be arguments of it\. Got 'partial'\. "
             r"Known: partial_credit, .*separator\. Did you mean 'partial_credit'\?",
         ),
+        (
+            "exact_answer",
+            {"partial_credit": "x"},
+            r"Reward 'exact_answer': partial_credit must be of type float. Got 'x'",
+        ),
+        ("final_number", {"marker": 5}, r"Reward 'final_number': marker must be of type str\. Got 5\."),
+        ("length_penalty", {"target": True, "scale": 1}, r"'length_penalty': target must be of type int\. Got True\."),
         ("regex_format", {}, r"Reward 'regex_format': needs the option 'pattern'\. Got none\."),
         ("no_such_module_here:f", {}, r"Reward .*: its module must import\. Got ModuleNotFoundError: No module"),
         ("/nowhere/x.py:f", {}, r"Reward .*: must be in an existing file\. Got '/nowhere/x\.py'\."),

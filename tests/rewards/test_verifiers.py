@@ -57,6 +57,32 @@ def test_final_number(completion, answer, expected):
     assert score(final_number(partial_credit=0.25), completion, answer) == expected
 
 
+@pytest.mark.parametrize(
+    ("where", "completion", "expected"),
+    [
+        ("boxed", r"so \boxed{7} or \boxed{72}", 1.0),
+        ("boxed", r"$\boxed{\frac{144}{2}}$ #### 5", 1.0),
+        ("boxed", r"\boxed{72\text{ apples}}", 1.0),
+        ("boxed", r"\boxed{72", 0.0),
+        ("boxed", "72", 0.0),
+        ("last", "Of 100 there are 72 left.", 1.0),
+        ("last", "72 of 100", 0.25),
+        ("last", "no idea", 0.0),
+        ("any", r"72 #### 71 \boxed{72}", 0.25),
+        ("any", r"71 \boxed{72} 73", 1.0),
+        ("any", "It is 72!", 1.0),
+        ("any", "#### none of 72", 0.0),
+    ],
+)
+def test_where_the_final_number_is_read(where, completion, expected):
+    assert score(final_number(partial_credit=0.25, where=where), completion, "#### 72") == expected
+
+
+@pytest.mark.parametrize("answer", ["72", 72, 72.0, "a\n#### 72", r"\boxed{72}", "It is 72."])
+def test_forms_of_the_answer_column(answer):
+    assert score(final_number(), "#### 72", answer) == 1.0
+
+
 def test_exact_match():
     scores = exact_match("truth")(["p"] * 3, [" yes\n", "yess", "7"], finished=[True] * 3, truth=["yes", "yes", 7])
     assert scores == [1, 0, 1]
@@ -67,8 +93,19 @@ def test_regex_format():
     assert reward(["p"] * 3, ["<a>x\ny</a>12", "<a>x</a>12 ", " <a></a>"], finished=[True] * 3) == [1.0, 0.0, 0.0]
 
 
-def test_length_penalty():
-    assert length_penalty(3, 0.5)(["p"] * 3, ["ab", "abc", "abcde"], finished=[True] * 3) == [0.0, 0.0, -1.0]
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, [0, 0, -2]),
+        ({"both_sides": True}, [-0.5, 0, -2]),
+        ({"unit": "words"}, [0, 0, -0.5]),
+        ({"unit": "words", "both_sides": True}, [-1, -1, -0.5]),
+        ({"unit": "tokens"}, [-1, -3.5, 0]),
+    ],
+)
+def test_length_penalty(options, expected):
+    reward = length_penalty(3, 0.5, **options)
+    assert reward(["p"] * 3, ["ab", "abc", "a b c\nd"], num_tokens=[5, 10, 1]) == expected
 
 
 def test_every_verifier_is_listed():
@@ -89,6 +126,15 @@ def test_every_verifier_is_listed():
         (lambda: regex_format("("), "Reward 'regex_format': pattern must be a regular expression. Got '(': "),
         (lambda: length_penalty(-1, 1), "Reward 'length_penalty': target must not be negative. Got -1."),
         (lambda: length_penalty(1, float("inf")), "Reward 'length_penalty': scale must be finite and not"),
+        (
+            lambda: length_penalty(1, 1, unit="token"),
+            "Reward 'length_penalty': unit must be one of characters, words, tokens. Got 'token'. Did you mean "
+            "'tokens'?",
+        ),
+        (
+            lambda: final_number(where="box"),
+            "Reward 'final_number': where must be one of marker, boxed, last, any. Got 'box'. Did you mean 'boxed'?",
+        ),
     ],
 )
 def test_option_errors(make, message):
@@ -101,5 +147,5 @@ def test_data_errors():
         exact_match("truth")(["p"], ["c"], finished=[True], a=[1])
     with pytest.raises(ValueError, match=r"exact_answer: needs a column 'answer' in every row"):
         score(exact_answer(), "c", None)
-    with pytest.raises(ValueError, match=r"final_number: column 'answer' must hold a number .* Got 'many' at index 0"):
+    with pytest.raises(ValueError, match=r"final_number: column 'answer' must hold a number, .* Got 'many' at index 0"):
         score(final_number(), "#### 1", "many")

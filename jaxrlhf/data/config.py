@@ -1,0 +1,113 @@
+"""What a user can say about data, and the built-in tasks."""
+
+import dataclasses
+import datetime
+import string
+from collections.abc import Callable
+from typing import Literal
+
+from jaxrlhf.data.arithmetic import ArithmeticConfig, arithmetic_rows
+from jaxrlhf.suggest import did_you_mean
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """Where the prompts come from: a built-in task or a file, exactly one of them."""
+
+    task: str = ""
+    """The name of a built-in task."""
+    arithmetic: ArithmeticConfig = ArithmeticConfig()
+    """The options of task `arithmetic`."""
+    path: str = ""
+    """Rows for training: .jsonl, one object per line; .json, a list of objects; or .parquet."""
+    eval_path: str = ""
+    """Rows held out. Empty: `eval_rows` rows of `path`."""
+    eval_rows: int = 512
+    """How many rows of `path` are held out where `eval_path` is empty: the last ones of a fixed shuffle."""
+    prompt_column: str = "prompt"
+    completion_column: str = "completion"
+    """The responses that a warm start learns from. Rows may lack it."""
+    template: str = ""
+    """A Python format string over the columns, "{question}\\nAnswer: ". Empty: the prompt column as it is."""
+    chat: Literal["none", "user", "messages"] = "none"
+    """`none`: a prompt is text. `user`: it is text that becomes a user's message. `messages`: the prompt column holds
+    a list of {role, content}; where the last one is the assistant's, it is the row's completion."""
+    chat_template: str = ""
+    """Jinja text, a file of it, or the name of one of the tokenizer's. Empty: the tokenizer's default."""
+    chat_date: str = "2024-07-26"
+    """What chat templates take for today (`strftime_now`), so that a run is the same on every day."""
+    system_prompt: str = ""
+    """A system message before the messages of every row that begins with none."""
+    max_prompt_tokens: int = 0
+    """Columns of a prompt batch. 0: as many as the longest prompt has tokens."""
+    overlong: Literal["error", "drop"] = "error"
+    """What is done about a longer prompt. Dropped rows are counted."""
+
+    def __post_init__(self) -> None:
+        if bool(self.task) == bool(self.path):
+            raise ValueError(
+                f"data: exactly one of task and path must be set. Got task={self.task!r} and path={self.path!r}. Set "
+                f"data.task to a built-in task ({', '.join(TASKS)}) or data.path to a JSONL or parquet file."
+            )
+        if self.task and self.task not in TASKS:
+            raise ValueError(
+                f"data.task: must be a built-in task. Got {self.task!r}. Known: {', '.join(TASKS)}."
+                f"{did_you_mean(self.task, TASKS)}"
+            )
+        if self.task and self.eval_path:
+            raise ValueError(
+                f"data.eval_path: a built-in task holds out its own rows. Got {self.eval_path!r} with "
+                f"task={self.task!r}. Leave it out."
+            )
+        if self.eval_rows < 0:
+            raise ValueError(f"data.eval_rows: must not be negative. Got {self.eval_rows}.")
+        if not 0 <= self.max_prompt_tokens < 2**31:
+            raise ValueError(
+                "data.max_prompt_tokens: must be positive and below 2^31, or 0 for the longest prompt. Got "
+                f"{self.max_prompt_tokens}."
+            )
+        if self.overlong not in ("error", "drop"):
+            raise ValueError(f"data.overlong: must be 'error' or 'drop'. Got {self.overlong!r}.")
+        self._check_template()
+        self._check_chat()
+
+    def _check_template(self) -> None:
+        try:
+            fields = template_fields(self.template)
+        except ValueError as error:
+            raise ValueError(
+                f"data.template: must be a Python format string. Got {self.template!r}: {error}. Write a brace that "
+                "is meant as such twice."
+            ) from error
+        if not all(fields) or any(field.isdigit() for field in fields) or (self.template and not fields):
+            raise ValueError(f"data.template: must name columns, as in '{{question}}'. Got {self.template!r}.")
+
+    def _check_chat(self) -> None:
+        if self.chat not in ("none", "user", "messages"):
+            raise ValueError(f"data.chat: must be 'none', 'user' or 'messages'. Got {self.chat!r}.")
+        for field in ("chat_template", "system_prompt"):
+            if self.chat == "none" and getattr(self, field):
+                raise ValueError(
+                    f"data.{field}: only chats have one. Got {getattr(self, field)!r} with data.chat='none'. Set "
+                    "data.chat to 'user' or 'messages', or leave it out."
+                )
+        if self.chat == "messages" and self.template:
+            raise ValueError(
+                f"data.template: a list of messages has none. Got {self.template!r} with data.chat='messages'. Leave "
+                "it out, or set data.chat to 'user' to make a user's message of the filled template."
+            )
+        try:
+            datetime.date.fromisoformat(self.chat_date)
+        except ValueError as error:
+            raise ValueError(f"data.chat_date: must be a date such as '2024-07-26'. Got {self.chat_date!r}.") from error
+
+
+TASKS: dict[str, Callable[[DataConfig], tuple[list[dict[str, str]], list[dict[str, str]]]]] = {
+    "arithmetic": lambda config: arithmetic_rows(config.arithmetic),
+}
+"""The built-in tasks: name -> (training rows, held-out rows)."""
+
+
+def template_fields(template: str) -> list[str]:
+    """The columns that a format string names. ValueError where it is malformed."""
+    return [field for _, field, _, _ in string.Formatter().parse(template) if field is not None]

@@ -1,0 +1,79 @@
+"""Numbers in text, as answers to problems are written: after a marker, in a box, or simply last.
+
+    1,072.50   -3   .5   $12   3/4   \\frac{3}{4}   50%
+
+They are exact fractions, so 0.75 and 3/4 are equal. Currency and percent signs and units do not count: 50% is 50.
+"""
+
+import re
+from collections.abc import Callable
+from fractions import Fraction
+
+_WHOLE = r"[0-9]{1,400}"  # a model that repeats a digit for ever must not cost the time to read it
+_PLAIN = rf"(?:[0-9]{{1,3}}(?:,[0-9]{{3}})+|{_WHOLE})(?:\.{_WHOLE})?|\.{_WHOLE}"
+_FRACTION = rf"\\[dt]?frac\s*\{{(?P<above>{_WHOLE})\}}\s*\{{(?P<below>{_WHOLE})\}}"
+_NUMBER = re.compile(
+    r"(?P<sign>(?<![\w)])[+-])?\$?(?<![A-Za-z_0-9])"
+    rf"(?:{_FRACTION}|(?P<plain>{_PLAIN})(?:/(?P<over>{_WHOLE}))?)"
+    r"(?![0-9]|[.,/][0-9]|[eE][+-]?[0-9])"
+)
+_BESIDE_A_NUMBER = re.compile(r"\\(?:text|mathrm|mbox)\{[^{}]*\}|\\[!,;:() \[\]]|[*]")
+
+
+def starting_number(text: str) -> Fraction | None:
+    """The number that `text` starts with."""
+    match = _NUMBER.match(_plain_signs(text).lstrip(" \t\r\n("))
+    return _value(match) if match else None
+
+
+def last_number(text: str) -> Fraction | None:
+    """The last number anywhere in `text`."""
+    numbers = [value for match in _NUMBER.finditer(_plain_signs(text)) if (value := _value(match)) is not None]
+    return numbers[-1] if numbers else None
+
+
+def boxed_number(text: str) -> Fraction | None:
+    r"""The number in the last \boxed{}."""
+    _, box, rest = text.rpartition("\\boxed{")
+    depth = 1
+    for end, letter in enumerate(rest if box else ""):
+        depth += (letter == "{") - (letter == "}")
+        if depth == 0:
+            return starting_number(rest[:end])
+    return None
+
+
+def marked_number(text: str, marker: str) -> Fraction | None:
+    """The number right after the last `marker`."""
+    _, found, rest = text.rpartition(marker)
+    return starting_number(rest) if found else None
+
+
+def any_number(text: str, marker: str) -> Fraction | None:
+    """The number after the last marker; where there is none, in the last box; where there is none, the last one."""
+    if marker in text:
+        return marked_number(text, marker)
+    return boxed_number(text) if "\\boxed{" in text else last_number(text)
+
+
+FINDERS: dict[str, Callable[[str, str], Fraction | None]] = {
+    "marker": marked_number,
+    "boxed": lambda text, marker: boxed_number(text),
+    "last": lambda text, marker: last_number(text),
+    "any": any_number,
+}
+"""Where an answer is looked for: name -> function of the text and the marker."""
+
+
+def _plain_signs(text: str) -> str:
+    """Without what typesetting puts around a number."""
+    text = text.replace("\u2212", "-").replace("{,}", ",").replace("\\$", "$").replace("$-", "-$").replace("$ ", "$")
+    return _BESIDE_A_NUMBER.sub("", text)
+
+
+def _value(match: re.Match[str]) -> Fraction | None:
+    parts = match.groupdict()
+    above = Fraction((parts["plain"] or parts["above"]).replace(",", ""))
+    below = Fraction(parts["over"] or parts["below"] or 1)
+    sign = -1 if parts["sign"] == "-" else 1
+    return sign * above / below if below else None

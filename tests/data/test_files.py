@@ -1,0 +1,91 @@
+"""Rows of JSON lines, JSON lists and parquet are the same rows, and every broken file says where it is broken."""
+
+import datetime
+import json
+import re
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from jaxrlhf.data.files import read_rows
+
+ROWS = [
+    {"prompt": "a", "answer": 1, "messages": [{"role": "user", "content": "é"}]},
+    {"prompt": "b", "answer": 2, "messages": []},
+]
+
+
+def write_parquet(path, rows, schema=None):
+    parquet.write_table(pyarrow.Table.from_pylist(rows, schema), path)
+    return str(path)
+
+
+def test_all_kinds_of_files_hold_the_same_rows(tmp_path):
+    (tmp_path / "lines.jsonl").write_text("\n\n".join(map(json.dumps, ROWS)))
+    (tmp_path / "lines.json").write_text("\r\n".join(map(json.dumps, ROWS)))
+    (tmp_path / "list.json").write_text(json.dumps(ROWS, indent=1))
+    write_parquet(tmp_path / "table.PARQUET", ROWS)
+    places = {
+        "lines.jsonl": (":1", ":3"),
+        "lines.json": (":1", ":2"),
+        "list.json": (": row 1", ": row 2"),
+        "table.PARQUET": (": row 1", ": row 2"),
+    }
+    for name, expected in places.items():
+        rows = read_rows("data.path", str(tmp_path / name))
+        assert [row.columns for row in rows] == ROWS
+        assert [row.source for row in rows] == [f"{tmp_path / name}{place}" for place in expected]
+
+
+def test_a_folder_named_like_a_partition_adds_no_column(tmp_path):
+    (tmp_path / "level=3").mkdir()
+    path = write_parquet(tmp_path / "level=3" / "x.parquet", [{"prompt": "a"}])
+    assert read_rows("data.path", path)[0].columns == {"prompt": "a"}
+
+
+def test_types_of_parquet_become_those_of_python(tmp_path):
+    row = {"day": datetime.date(2024, 1, 2), "none": None, "number": 0.5, "tags": ["x", None], "nested": {"a": 1}}
+    assert read_rows("data.path", write_parquet(tmp_path / "x.parquet", [row]))[0].columns == row
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        (
+            "x.csv",
+            b"a,b",
+            r"data\.path: must be a file of a known kind \(\.jsonl, \.json, \.parquet\)\. Got '.*x\.csv'",
+        ),
+        ("x", b"{}", r"must be a file of a known kind"),
+        ("x.jsonl", b"\n \n", r"data\.path: must hold at least one row\. Got the empty file '.*x\.jsonl'"),
+        ("x.json", b"[]", r"must hold at least one row"),
+        ("x.json", b"[{},", r"x\.json: must be JSON in UTF-8\. Got '\[\{\},': Expecting value"),
+        ("x.json", b"[{}, 3]", r"x\.json: row 2: must be a JSON object\. Got 3\."),
+        ("x.jsonl", b"{}\n[", r"x\.jsonl:2: must be JSON in UTF-8\. Got '\[': Expecting value"),
+        ("x.jsonl", b"{}\n" + b"[" * 100_000, r"x\.jsonl:2: must be JSON of fewer levels\. Got '\[\["),
+        ("x.jsonl", b'{"a": ' + b"1" * 5000 + b"}", r"x\.jsonl:1: must be JSON in UTF-8\. .*Exceeds the limit"),
+        ("x.parquet", b"", r"x\.parquet: must be a parquet file\. Got Parquet file size is 0 bytes"),
+        ("x.parquet", b"PAR1" * 9, r"x\.parquet: must be a parquet file\. Got "),
+        ("x.parquet", b'{"prompt": "a"}', r"x\.parquet: must be a parquet file\. Got Parquet magic bytes not found"),
+    ],
+)
+def test_broken_files(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        read_rows("data.path", str(tmp_path / name))
+
+
+def test_broken_tables(tmp_path):
+    with pytest.raises(ValueError, match=re.escape("must hold at least one row. Got the empty file")):
+        read_rows("x", write_parquet(tmp_path / "x.parquet", [], pyarrow.schema([("prompt", pyarrow.string())])))
+    twice = pyarrow.table([["a"], ["b"]], names=["q", "q"])
+    parquet.write_table(twice, tmp_path / "y.parquet")
+    with pytest.raises(ValueError, match=r"y\.parquet: a column may be there once\. Got 'q' 2 times\."):
+        read_rows("x", str(tmp_path / "y.parquet"))
+
+
+@pytest.mark.parametrize("path", ["/nowhere/x.jsonl", "", ".", "a\0b.jsonl", "x" * 5000 + ".jsonl"])
+def test_no_file(path):
+    with pytest.raises(ValueError, match=r"data\.path: must be an existing file\. Got '"):
+        read_rows("data.path", path)
