@@ -4,6 +4,7 @@ A checkpoint appears under its number in one move when all of it is on disk. Wha
 another name, is never read, and is removed by the next writer.
 """
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -32,6 +33,7 @@ class CheckpointStore:
         options = ocp.CheckpointManagerOptions(
             create=not read_only,
             cleanup_tmp_directories=not read_only,
+            best_fn=_rank,  # without it, values are not written
             preservation_policy=checkpoint_managers.AnyPreservationPolicy([newest, best]),
         )
         # by default each replica writes a slice, and a slicing program is compiled for every shape and device
@@ -60,7 +62,7 @@ class CheckpointStore:
         Raises:
             CheckpointError: This one or the one before, whose writing went on in the background, cannot be written.
         """
-        metrics = None if value is None else {"value": value, "number": number}
+        metrics = {"value": value, "number": number}
         whole = ocp.args.Composite(arrays=ocp.args.PyTreeSave(arrays), meta=ocp.args.JsonSave(dict(meta)))
         try:
             self._manager.save(number, args=whole, metrics=metrics, force=True)
@@ -145,7 +147,9 @@ def checkpoint_numbers(folder: Path) -> list[int]:
 
 
 def _rank(metrics: Any) -> Any:
-    """The higher, the better."""
+    """The higher, the better: by value, of equals the first; the newest, which stays anyway, if none has a value."""
+    if metrics["value"] is None:
+        return -math.inf, metrics["number"]
     return metrics["value"], -metrics["number"]
 
 
