@@ -52,6 +52,14 @@ CONFIG = {
             }
         }
     },
+    "devices": "cpu:4",
+    "plan": {
+        "default": {"data": 4},
+        "reference.logprobs": {"data": 2, "devices": "0-1"},
+        "critic.values": {"data": 2, "devices": "2-3"},
+        "actor.train": {"fsdp": 2, "tensor": 1, "devices": "0-1"},
+        "critic.train": {"fsdp": 1, "tensor": 2, "devices": "2-3"},
+    },
     "warm_start": {"steps": 24, "batch_size": 16, "updates_per_step": 1},
     "settings": {"actor_update": {"mini_batches": 2}, "critic_update": {"mini_batches": 2}},
     "evaluation": {"every": 3, "num_prompts": 8},

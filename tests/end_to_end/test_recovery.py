@@ -1,5 +1,6 @@
 """A run that ends before its time comes back exactly, and refuses what it cannot go on with."""
 
+import functools
 import importlib.util
 import json
 import os
@@ -17,6 +18,12 @@ from jaxrlhf.runtime.trainer import Trainer
 
 COMPILED = Path(__file__).parents[2] / ".cache" / "compilations"  # of tests/conftest.py
 CHECK_RECOVERY = Path(__file__).parents[2] / "scripts" / "check_recovery.py"
+
+
+@pytest.fixture
+def train(train):
+    """On one device, which is quicker to trace and to compile."""
+    return functools.partial(train, "--set", "plan={default: {data: 1}}")
 
 
 def records(folder: str | Path) -> list[dict]:
