@@ -26,6 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxrlhf.algorithms.ppo import PolicyUpdate, PPOConfig, ValueUpdate, ppo_state, ppo_step
@@ -131,14 +132,18 @@ def run_suite(*, tiny: bool, rounds: int) -> list[dict[str, Any]]:
     return results
 
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Everything about one setting."""
-    lm = ModelConfig(
+def language_model(options: argparse.Namespace) -> ModelConfig:
+    return ModelConfig(
         vocab_size=options.vocab, hidden_size=options.hidden, intermediate_size=options.ffn,
         num_layers=options.layers, num_heads=options.heads, num_kv_heads=options.kv_heads,
         max_position_embeddings=options.prompt + options.new_tokens, tie_embeddings=options.tied,
         dtype=options.dtype, scan_layers=options.scan_layers,
     )  # fmt: skip
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Everything about one setting."""
+    lm = language_model(options)
     scalar = dataclasses.replace(lm, head="scalar", tie_embeddings=False)
     trained = OptimizerConfig(weight_decay=0.01)
     models = {"actor": lm, "critic": scalar, "reference": lm, "reward": scalar}
@@ -219,7 +224,8 @@ def random_prompts(options: argparse.Namespace) -> Prompts:
     """Full rows of random tokens."""
     tokens_BP = np.random.default_rng(0).integers(0, options.vocab, (options.batch, options.prompt)).astype(np.int32)
     rows_B = np.arange(options.batch)
-    return Prompts(tokens=tokens_BP, mask=np.ones_like(tokens_BP, bool), row=rows_B.astype(np.int32), id=rows_B.astype(np.uint32))  # pyright: ignore[reportArgumentType]  # fmt: skip
+    arrays = (tokens_BP, np.ones_like(tokens_BP, bool), rows_B.astype(np.int32), rows_B.astype(np.uint32))
+    return Prompts(*map(jnp.asarray, arrays))
 
 
 def plan_of(graph: CallGraph, options: argparse.Namespace) -> Plan:
@@ -230,9 +236,7 @@ def plan_of(graph: CallGraph, options: argparse.Namespace) -> Plan:
         micro_batches=options.micro_batches, remat=options.remat,
     )  # fmt: skip
     whole = dataclasses.replace(strategy, micro_batches=1)
-    return resolve(
-        {DEFAULT: Placement(devices, strategy), "actor.generate": Placement(devices, whole)}, graph
-    )
+    return resolve({DEFAULT: Placement(devices, strategy), "actor.generate": Placement(devices, whole)}, graph)
 
 
 @dataclasses.dataclass(frozen=True)
