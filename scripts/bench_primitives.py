@@ -106,7 +106,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--gpu-suite", action="store_true", help="0.5b and 1.5b at batches 32 and 128, a process each")
     parser.add_argument("--tiny", action="store_true", help="the suite with tiny models, on a processor")
     options = parser.parse_args(arguments)
-    defaults = {"batch": 32, "rounds": 5, "tied": False, "dtype": "float32"} | SIZES[options.size]
+    defaults = {"batch": 32, "rounds": 5, "tied": False, "dtype": "float32", **SIZES[options.size]}
     for name, value in defaults.items():
         if getattr(options, name) is None:
             setattr(options, name, value)

@@ -92,7 +92,8 @@ def token_logprobs(
     C = math.ceil(S / num_chunks)
 
     if num_chunks == 1:
-        logprobs_BS, entropy_BS = _chunk_outputs(hidden_BSD, head_DV, target_BS, layout)
+        whole: Any = _chunk_outputs(hidden_BSD, head_DV, target_BS, layout)
+        logprobs_BS, entropy_BS = whole
     else:
         padding = C * num_chunks - S
 

@@ -1,4 +1,5 @@
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,12 +32,12 @@ def inputs(num_queries: int, num_keys: int, num_heads: int, num_kv_heads: int) -
     return q, k, v, jnp.asarray(np.stack([(columns_T >= 2) & (columns_T < num_keys - 1), columns_T != 1]))
 
 
-def seen_by(mask_T: np.ndarray, column: int) -> np.ndarray:
+def seen_by(mask_T: Any, column: int) -> np.ndarray:
     """The columns that a query sees."""
     return np.array([t for t in range(column + 1) if mask_T[t] or t == column])
 
 
-def attention_in_a_loop(q_Hh: np.ndarray, k_TKh: np.ndarray, v_TKh: np.ndarray, seen: np.ndarray) -> np.ndarray:
+def attention_in_a_loop(q_Hh: Any, k_TKh: Any, v_TKh: Any, seen: Any) -> np.ndarray:
     """Of one query position; query head i looks at key-value head i // (H / K)."""
     H = q_Hh.shape[0]
     outputs = np.zeros((H, h))
