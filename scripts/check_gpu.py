@@ -23,9 +23,9 @@ import numpy as np
 
 from jaxrlhf.experience import Prompts, Sampling
 from jaxrlhf.models import heads
+from jaxrlhf.models.attention import attention_implementation
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.generate import generate
-from jaxrlhf.models.layers import attention_implementation
 from jaxrlhf.models.params import init_params
 from jaxrlhf.sharding import mesh
 from jaxrlhf.sharding.layout import Layout

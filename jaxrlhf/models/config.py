@@ -60,11 +60,13 @@ class ModelConfig:
     dtype: Literal["float32", "bfloat16"] = "float32"
     """What matrix products compute in. Master weights and optimizer state are float32 in either case."""
     attention: Literal["auto", "xla", "cudnn"] = "auto"
-    """Which implementation of `jax.nn.dot_product_attention`; `auto` is cuDNN's on GPUs in bfloat16, else XLA's."""
+    """Over whole sequences: `xla` is matrix products over blocks of queries, `cudnn` a fused kernel. `auto` is cuDNN's
+    on GPUs in bfloat16, else XLA's."""
     scan_layers: bool = False
     """Train and infer by a scan over stacked layers: compiles once for all layers, runs somewhat slower."""
     logits_chunk_tokens: int = 4096
-    """Log-probabilities are computed for so many tokens at a time, so that no array of all logits ever exists."""
+    """Log-probabilities are computed for so many tokens at a time, so that no array of all logits ever exists. Where a
+    train call's rows have no more, their logits are kept for the backward pass."""
 
     def __post_init__(self) -> None:
         for name in (

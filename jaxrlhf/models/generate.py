@@ -11,6 +11,8 @@ two runs. A sequence draws the same tokens in any of these cases: its noise depe
 id and the position alone.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -20,10 +22,13 @@ from jaxrlhf.experience import LENGTH, RUNNING, STOP, Prompts, Rollout, Sampling
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.heads import logits
 from jaxrlhf.models.kv_cache import KVCache, cache_prefill
-from jaxrlhf.models.params import Params, declare, use, with_layers
+from jaxrlhf.models.params import Params, declare, use, use_layer, with_layers
 from jaxrlhf.models.sampling import draw_token
 from jaxrlhf.models.transformer import decode_step, prefill
 from jaxrlhf.sharding.layout import Layout
+
+_MIN_GROWTH, _MAX_STAGES = 32, 4
+"""The cache of `generate` grows by so many slots at least, so many times at most: every stage is compiled by itself."""
 
 
 class DecodeState(struct.PyTreeNode):
@@ -56,9 +61,12 @@ class Until(struct.PyTreeNode):
 
 
 def prepare(params: Params, config: ModelConfig, layout: Layout) -> Params:
-    """Weights as decoding uses them: gathered, in the compute precision, one array a layer."""
-    stacked = isinstance(params["layers"], dict)
-    return with_layers(use(params, declare(config, stacked=stacked), layout, config.compute_dtype), stacked=False)
+    """Weights as decoding uses them: gathered, in the compute precision, one dict a layer, joined where possible."""
+    declared = declare(config)
+    others = {name: w for name, w in params.items() if name != "layers"}
+    ready = use(others, {name: declared[name] for name in others}, layout, config.compute_dtype)
+    unstacked = with_layers(params, stacked=False)["layers"]
+    return {**ready, "layers": [use_layer(weights, config, layout) for weights in unstacked]}
 
 
 def start(
@@ -69,18 +77,22 @@ def start(
     sampling: Sampling,
     config: ModelConfig,
     layout: Layout,
+    *,
+    num_slots: int | None = None,
 ) -> DecodeState:
     """Prefill the prompts and draw the first token of each response.
 
     Args:
         params: As `prepare` gives them.
         noise: Seed, step and call: with a sequence's id, all that its noise depends on.
+        num_slots: Of the cache: P columns, and one for each decoding step to come before it grows. None is all.
     """
     B, P = prompts.tokens.shape
     R = sampling.max_new_tokens
+    num_slots = P + R if num_slots is None else num_slots
     with jax.named_scope("prefill"):
         hidden_BD, keys_values = prefill(params, prompts.tokens, prompts.mask, config, layout)
-        cache = cache_prefill(keys_values, prompts.mask.sum(axis=1), P + R, layout)
+        cache = cache_prefill(keys_values, prompts.mask.sum(axis=1), num_slots, layout)
     state = DecodeState(
         cache=cache,
         newest=jnp.zeros(B, jnp.int32),
@@ -146,11 +158,28 @@ def generate(
     config: ModelConfig,
     layout: Layout,
 ) -> Rollout:
-    """Respond to every prompt: start, run until all have finished, finish."""
+    """Respond to every prompt: start, run until all have finished, finish.
+
+    A step reads the whole cache, also the slots that are still empty. So the cache starts small and grows on the way.
+    """
+    P, R = prompts.tokens.shape[1], sampling.max_new_tokens
     params = prepare(params, config, layout)
-    state = start(params, prompts, noise, temperature, sampling, config, layout)
-    state = run(params, state, Until.all_finished(), temperature, sampling, config, layout)
+    stages = _growth(R)
+    state = start(params, prompts, noise, temperature, sampling, config, layout, num_slots=P + stages[0])
+    num_steps = 0  # the last token that is drawn does not enter the cache
+    for num_new_slots in stages:
+        state = state.replace(cache=state.cache.grow(P + num_new_slots, layout))
+        stage_steps = min(num_new_slots, R - 1) - num_steps
+        until = Until.all_finished().replace(num_steps=jnp.int32(stage_steps))
+        state = run(params, state, until, temperature, sampling, config, layout)
+        num_steps += stage_steps
     return finish(prompts, state, layout)
+
+
+def _growth(num_new_tokens: int) -> list[int]:
+    """How many slots beside those of the prompts a cache has, from stage to stage."""
+    size = max(_MIN_GROWTH, math.ceil(num_new_tokens / _MAX_STAGES))
+    return [*range(size, num_new_tokens, size), num_new_tokens]
 
 
 def _draw(

@@ -4,11 +4,12 @@ Letters: B sequences, P prompt columns, R response columns, T = P + R, S any num
 D hidden size, V vocabulary.
 
 The head of response token t is the hidden state of the column before it, so only columns P - 1 to T - 2 are projected.
-No array of all logits exists: log-probabilities are computed for `logits_chunk_tokens` tokens at a time, and their
-logits are computed anew in the backward pass.
+No array of all logits exists: log-probabilities are computed for `logits_chunk_tokens` tokens at a time.
 """
 
+import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +30,7 @@ def policy_outputs(
     response_BR = sequences.response
     P = sequences.tokens.shape[1] - response_BR.shape[1]
     hidden_BRD = hidden_states(
-        params, sequences.tokens[:, :-1], sequences.mask[:, :-1], config, layout, first=P - 1, remat=remat
+        params, sequences.tokens[:, :-1], sequences.mask[:, :-1], config, layout, wanted=P - 1, remat=remat
     )
     return token_logprobs(params, hidden_BRD, sequences.tokens[:, P:], response_BR, config, layout)
 
@@ -40,7 +41,7 @@ def values(
     """The scalar head before each response token: the value of the state in which it was chosen; zero elsewhere."""
     P = sequences.tokens.shape[1] - sequences.response.shape[1]
     hidden_BRD = hidden_states(
-        params, sequences.tokens[:, :-1], sequences.mask[:, :-1], config, layout, first=P - 1, remat=remat
+        params, sequences.tokens[:, :-1], sequences.mask[:, :-1], config, layout, wanted=P - 1, remat=remat
     )
     return jnp.where(sequences.response, _scalars(params, hidden_BRD, config, layout), 0.0)
 
@@ -50,10 +51,9 @@ def scores(
 ) -> Float[Array, " B"]:
     """The scalar head at the last token of each sequence: what a reward model says."""
     P = sequences.tokens.shape[1] - sequences.response.shape[1]
-    hidden_BSD = hidden_states(params, sequences.tokens, sequences.mask, config, layout, first=P - 1, remat=remat)
-    last_B = sequences.response.sum(axis=1)  # column P - 1 + n holds the n-th response token
-    last_hidden_BD = jnp.take_along_axis(hidden_BSD, last_B[:, None, None], axis=1)[:, 0]
-    return _scalars(params, last_hidden_BD, config, layout)
+    last_B = P - 1 + sequences.response.sum(axis=1)
+    hidden_B1D = hidden_states(params, sequences.tokens, sequences.mask, config, layout, wanted=last_B, remat=remat)
+    return _scalars(params, hidden_B1D[:, 0], config, layout)
 
 
 def logits(
@@ -83,31 +83,17 @@ def token_logprobs(
 ) -> PolicyOutputs:
     """log p(target) and the entropy of p for every column, in chunks of columns.
 
-        log p(x) = z_x - log sum exp(z),    H = log sum exp(z) - sum_v p_v z_v
-
-    Chunks cut the columns and leave the rows as they are split over devices.
+    Chunks cut the columns and leave the rows as they are split over devices. The backward pass of a single chunk has
+    its logits from the forward pass; where there are more, it computes them anew.
     """
-    B, S, D = hidden_BSD.shape
+    B, S, _ = hidden_BSD.shape
     head_DV = output_embedding(params, config, layout)
     num_chunks = math.ceil(S / max(1, config.logits_chunk_tokens // B))
     C = math.ceil(S / num_chunks)
 
-    @jax.checkpoint
-    def chunk(hidden_BCD: jax.Array, target_BC: jax.Array) -> tuple[jax.Array, jax.Array]:
-        logits_BCV = jnp.matmul(hidden_BCD.reshape(-1, D), head_DV, preferred_element_type=jnp.float32)
-        logits_BCV = layout.activation(logits_BCV.reshape(B, -1, config.vocab_size), ("batch", "length", "vocab"))
-        highest_BC1 = jax.lax.stop_gradient(logits_BCV.max(axis=-1, keepdims=True))
-        exp_BCV = jnp.exp(logits_BCV - highest_BC1)
-        sum_BC = exp_BCV.sum(axis=-1)
-        log_sum_BC = jnp.log(sum_BC) + highest_BC1[..., 0]
-        # a comparison instead of a gather: it stays local where the vocabulary is split over devices
-        is_target_BCV = jax.lax.broadcasted_iota(jnp.int32, logits_BCV.shape, 2) == target_BC[..., None]
-        chosen_BC = jnp.where(is_target_BCV, logits_BCV, 0.0).sum(axis=-1)
-        mean_logit_BC = (exp_BCV * logits_BCV).sum(axis=-1) / sum_BC
-        return chosen_BC - log_sum_BC, log_sum_BC - mean_logit_BC
-
     if num_chunks == 1:
-        logprobs_BS, entropy_BS = chunk(hidden_BSD, target_BS)
+        whole: Any = _chunk_outputs(hidden_BSD, head_DV, target_BS, layout)
+        logprobs_BS, entropy_BS = whole
     else:
         padding = C * num_chunks - S
 
@@ -115,9 +101,61 @@ def token_logprobs(
             padded = jnp.pad(x, ((0, 0), (0, padding)) + ((0, 0),) * (x.ndim - 2))
             return jnp.moveaxis(padded.reshape(B, num_chunks, C, *x.shape[2:]), 1, 0)
 
+        @jax.checkpoint
+        def chunk(hidden_BCD: jax.Array, target_BC: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return _chunk_outputs(hidden_BCD, head_DV, target_BC, layout)
+
         chunks = jax.lax.map(lambda args: chunk(*args), (to_chunks(hidden_BSD), to_chunks(target_BS)))
         logprobs_BS, entropy_BS = (jnp.moveaxis(x, 0, 1).reshape(B, -1)[:, :S] for x in chunks)
     return PolicyOutputs(logprobs=jnp.where(mask_BS, logprobs_BS, 0.0), entropy=jnp.where(mask_BS, entropy_BS, 0.0))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _chunk_outputs(
+    hidden_BCD: jax.Array, head_DV: jax.Array, target_BC: jax.Array, layout: Layout
+) -> tuple[jax.Array, jax.Array]:
+    """Log-probabilities and entropies of one chunk.
+
+    log p(x) = z_x - log sum exp(z),    H = log sum exp(z) - sum_v p_v z_v
+    d log p(x) / d z_v = [v = x] - p_v,    d H / d z_v = -p_v (log p_v + H)
+    """
+    return _chunk_forward(hidden_BCD, head_DV, target_BC, layout)[0]
+
+
+def _chunk_forward(hidden_BCD: jax.Array, head_DV: jax.Array, target_BC: jax.Array, layout: Layout) -> Any:
+    B, C, D = hidden_BCD.shape
+    logits_BCV = jnp.matmul(hidden_BCD.reshape(-1, D), head_DV, preferred_element_type=jnp.float32)
+    logits_BCV = layout.activation(logits_BCV.reshape(B, C, -1), ("batch", "length", "vocab"))
+    highest_BC1 = logits_BCV.max(axis=-1, keepdims=True)
+    exp_BCV = jnp.exp(logits_BCV - highest_BC1)
+    sum_BC = exp_BCV.sum(axis=-1)
+    log_sum_BC = jnp.log(sum_BC) + highest_BC1[..., 0]
+    if layout.strategy.tensor == 1:
+        chosen_BC = jnp.take_along_axis(logits_BCV, target_BC[..., None], axis=-1)[..., 0]
+    else:  # a comparison instead of a gather: it stays local where the vocabulary is split over devices
+        chosen_BC = jnp.where(_is_target(logits_BCV, target_BC), logits_BCV, 0.0).sum(axis=-1)
+    entropy_BC = log_sum_BC - (exp_BCV * logits_BCV).sum(axis=-1) / sum_BC
+    return (chosen_BC - log_sum_BC, entropy_BC), (hidden_BCD, head_DV, target_BC, logits_BCV, log_sum_BC, entropy_BC)
+
+
+def _chunk_backward(layout: Layout, saved: Any, gradients: tuple[jax.Array, jax.Array]) -> Any:
+    hidden_BCD, head_DV, target_BC, logits_BCV, log_sum_BC, entropy_BC = saved
+    by_logprob_BC1, by_entropy_BC1 = (g[..., None] for g in gradients)
+    logprobs_BCV = logits_BCV - log_sum_BC[..., None]
+    by_mass_BCV = by_logprob_BC1 + by_entropy_BC1 * (logprobs_BCV + entropy_BC[..., None])
+    by_target_BCV = jnp.where(_is_target(logits_BCV, target_BC), by_logprob_BC1, 0.0)
+    by_logits_BCV = (by_target_BCV - jnp.exp(logprobs_BCV) * by_mass_BCV).astype(hidden_BCD.dtype)
+    by_logits_BCV = layout.activation(by_logits_BCV, ("batch", "length", "vocab"))
+    by_logits_NV = by_logits_BCV.reshape(-1, by_logits_BCV.shape[-1])
+    hidden_ND = hidden_BCD.reshape(-1, hidden_BCD.shape[-1])
+    return (by_logits_NV @ head_DV.T).reshape(hidden_BCD.shape), hidden_ND.T @ by_logits_NV, None
+
+
+_chunk_outputs.defvjp(_chunk_forward, _chunk_backward)
+
+
+def _is_target(logits_BCV: jax.Array, target_BC: jax.Array) -> jax.Array:
+    return jax.lax.broadcasted_iota(jnp.int32, logits_BCV.shape, 2) == target_BC[..., None]
 
 
 def _scalars(params: Params, hidden_SD: jax.Array, config: ModelConfig, layout: Layout) -> jax.Array:

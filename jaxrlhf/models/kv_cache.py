@@ -45,6 +45,18 @@ class KVCache(struct.PyTreeNode):
             newest=(self.newest + 1) % self.num_slots, length=jnp.minimum(self.length + 1, self.num_slots)
         )
 
+    def grow(self, num_slots: int, layout: Layout) -> "KVCache":
+        """The same cache with more slots. Must come before the ring has gone round, while its tokens are in order."""
+        assert num_slots >= self.num_slots
+        if num_slots == self.num_slots:
+            return self
+
+        def pad(x_BKTh: jax.Array) -> jax.Array:
+            padding = ((0, 0), (0, 0), (0, num_slots - self.num_slots), (0, 0))
+            return layout.activation(jnp.pad(x_BKTh, padding), _AXES)
+
+        return self.replace(keys=tuple(map(pad, self.keys)), values=tuple(map(pad, self.values)))
+
     def write(self, layer: int, k_BKh: jax.Array, v_BKh: jax.Array, layout: Layout) -> "KVCache":
         """Store a layer's keys and values of the newest token."""
 

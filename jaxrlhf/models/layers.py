@@ -1,7 +1,7 @@
-"""The parts of a transformer layer.
+"""The parts of a transformer layer beside attention.
 
-Letters: B sequences, T columns, S query columns (the last S of T), D hidden size, H query heads, K key-value heads,
-G = H / K queries a group, h head size, F MLP size. Biases and norms of single heads are optional.
+Letters: B sequences, D hidden size, H query heads, K key-value heads, h head size. Biases and norms of single heads are
+optional.
 """
 
 import math
@@ -9,34 +9,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from jaxrlhf.models.config import ModelConfig, RopeScaling
-from jaxrlhf.sharding.layout import Layout
 
 Rotation = tuple[jax.Array, jax.Array]
 """Cosine and sine of every position's angles, [..., h / 2] each."""
-
-
-def attention_implementation(config: ModelConfig, layout: Layout) -> str:
-    """Which implementation of `jax.nn.dot_product_attention` a model uses in a layout: 'xla' or 'cudnn'.
-
-    Raises:
-        ValueError: cuDNN is asked for where there is no NVIDIA GPU, or for float32, which it does not compute.
-    """
-    on_gpu = layout.mesh.devices.flat[0].platform in ("gpu", "cuda")
-    if config.attention == "cudnn" and not (on_gpu and config.dtype == "bfloat16"):
-        raise ValueError(
-            f"attention: cudnn needs an NVIDIA GPU and bfloat16. Got {layout.mesh.devices.flat[0].platform} and "
-            f"{config.dtype}. Use xla or auto."
-        )
-    if config.attention == "auto":
-        return (
-            "cudnn"
-            if on_gpu and config.dtype == "bfloat16" and config.head_size % 8 == 0 and config.head_size <= 128
-            else "xla"
-        )
-    return config.attention
 
 
 def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
@@ -81,79 +59,74 @@ def rotate(x: Float[Array, "*B heads h"], rotation: Rotation) -> Float[Array, "*
     return turned.astype(x.dtype)
 
 
+def join(weights: dict[str, Any]) -> dict[str, Any]:
+    """The weights of a layer with those that multiply the same input side by side, as one matrix each.
+
+    `query`, `key` and `value` become `query_key_value`, `gate` and `up` become `gate_up`, and biases follow. One large
+    product is faster than several small ones. Where columns are split over `tensor` it cannot be had: the joined
+    columns would lie on other devices.
+    """
+    joined = dict(weights)
+    for names in (("query", "key", "value"), ("gate", "up")):
+        joined["_".join(names)] = jnp.concatenate([joined.pop(name) for name in names], axis=1)
+    if "query_bias" in joined:
+        biases = [joined.pop(f"{name}_bias") for name in ("query", "key", "value")]
+        joined["query_key_value_bias"] = jnp.concatenate(biases)
+    return joined
+
+
+def is_joined(weights: dict[str, Any]) -> bool:
+    return "query_key_value" in weights
+
+
+def queries_keys_values(
+    weights: dict[str, Any], x: jax.Array, rotation: Rotation, config: ModelConfig
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """[..., D] -> rotated queries [..., H, h], rotated keys and values, [..., K, h] each."""
+    H, K, h = config.num_heads, config.num_kv_heads, config.head_size
+    if not is_joined(weights):
+        return (queries(weights, x, rotation, config), *keys_values(weights, x, rotation, config))
+    heads = linear(x, weights["query_key_value"], weights.get("query_key_value_bias"))
+    heads = heads.reshape(*x.shape[:-1], H + 2 * K, h)
+    q, k, v = heads[..., :H, :], heads[..., H : H + K, :], heads[..., H + K :, :]
+    q, k = _normalized(weights, "query", q, config), _normalized(weights, "key", k, config)
+    return rotate(q, rotation), rotate(k, rotation), v
+
+
 def queries(weights: dict[str, Any], x: jax.Array, rotation: Rotation, config: ModelConfig) -> jax.Array:
     """[..., D] -> rotated queries [..., H, h]."""
-    q = linear(x, weights["query"], weights.get("query_bias")).reshape(
-        *x.shape[:-1], config.num_heads, config.head_size
-    )
-    if config.qk_norm:
-        q = rms_norm(q, weights["query_norm"], config.norm_eps)
-    return rotate(q, rotation)
+    q = linear(x, *_columns(weights, "query", config)).reshape(*x.shape[:-1], -1, config.head_size)
+    return rotate(_normalized(weights, "query", q, config), rotation)
 
 
 def keys_values(
     weights: dict[str, Any], x: jax.Array, rotation: Rotation, config: ModelConfig
 ) -> tuple[jax.Array, jax.Array]:
     """[..., D] -> rotated keys and values, [..., K, h] each."""
-    shape = (*x.shape[:-1], config.num_kv_heads, config.head_size)
-    k = linear(x, weights["key"], weights.get("key_bias")).reshape(shape)
-    v = linear(x, weights["value"], weights.get("value_bias")).reshape(shape)
-    if config.qk_norm:
-        k = rms_norm(k, weights["key_norm"], config.norm_eps)
-    return rotate(k, rotation), v
+    shape = (*x.shape[:-1], -1, config.head_size)
+    k = linear(x, *_columns(weights, "key", config)).reshape(shape)
+    v = linear(x, *_columns(weights, "value", config)).reshape(shape)
+    return rotate(_normalized(weights, "key", k, config), rotation), v
 
 
-def full_attention(
-    q_BSHh: Float[Array, "B S H h"],
-    k_BTKh: Float[Array, "B T K h"],
-    v_BTKh: Float[Array, "B T K h"],
-    allowed_B1ST: Bool[Array, "B 1 S T"],
-    *,
-    implementation: str,
-) -> Float[Array, "B S H h"]:
-    """Grouped-query attention of whole sequences."""
-    assert implementation in ("xla", "cudnn")
-    S = q_BSHh.shape[1]
-    if implementation == "cudnn":  # its backward pass with a mask takes even lengths only
-        q_BSHh, k_BTKh, v_BTKh, allowed_B1ST = pad_to_even(q_BSHh, k_BTKh, v_BTKh, allowed_B1ST)
-    attended = jax.nn.dot_product_attention(q_BSHh, k_BTKh, v_BTKh, mask=allowed_B1ST, implementation=implementation)  # pyright: ignore[reportArgumentType]
-    return attended[:, :S]
+def _columns(weights: dict[str, Any], name: str, config: ModelConfig) -> tuple[jax.Array, jax.Array | None]:
+    """The weight and the bias of queries, keys or values, cut out where they are joined."""
+    if name in weights:
+        return weights[name], weights.get(f"{name}_bias")
+    H, K, h = config.num_heads, config.num_kv_heads, config.head_size
+    first, end = {"query": (0, H * h), "key": (H * h, (H + K) * h), "value": ((H + K) * h, (H + 2 * K) * h)}[name]
+    bias = weights.get("query_key_value_bias")
+    return weights["query_key_value"][:, first:end], None if bias is None else bias[first:end]
 
 
-def pad_to_even(
-    q_BSHh: Float[Array, "B S H h"],
-    k_BTKh: Float[Array, "B T K h"],
-    v_BTKh: Float[Array, "B T K h"],
-    allowed_B1ST: Bool[Array, "B 1 S T"],
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """An even number of queries and of keys: one more key is seen by none, one more query sees the rest."""
-    more_q, more_k = q_BSHh.shape[1] % 2, k_BTKh.shape[1] % 2
-
-    def pad(x: jax.Array, more: int) -> jax.Array:
-        return jnp.pad(x, ((0, 0), (0, more), (0, 0), (0, 0)))
-
-    allowed = jnp.pad(allowed_B1ST, ((0, 0), (0, 0), (0, more_q), (0, 0)), constant_values=True)
-    allowed = jnp.pad(allowed, ((0, 0), (0, 0), (0, 0), (0, more_k)), constant_values=False)
-    return pad(q_BSHh, more_q), pad(k_BTKh, more_k), pad(v_BTKh, more_k), allowed
-
-
-def cached_attention(
-    q_BHh: Float[Array, "B H h"],
-    k_BKTh: Float[Array, "B K T h"],
-    v_BKTh: Float[Array, "B K T h"],
-    allowed_BT: Bool[Array, "B T"],
-) -> Float[Array, "B H h"]:
-    """Grouped-query attention of one new token a sequence over a cache, the softmax in float32."""
-    B, H, h = q_BHh.shape
-    K = k_BKTh.shape[1]
-    q_BKGh = q_BHh.reshape(B, K, H // K, h)
-    score = jnp.einsum("bkgh,bkth->bkgt", q_BKGh, k_BKTh, preferred_element_type=jnp.float32) * h**-0.5
-    score = jnp.where(allowed_BT[:, None, None, :], score, jnp.finfo(jnp.float32).min)
-    weight = jnp.exp(score - score.max(axis=-1, keepdims=True))
-    weighted = jnp.einsum("bkgt,bkth->bkgh", weight.astype(v_BKTh.dtype), v_BKTh, preferred_element_type=jnp.float32)
-    return (weighted / weight.sum(axis=-1, keepdims=True)).astype(q_BHh.dtype).reshape(B, H, h)
+def _normalized(weights: dict[str, Any], name: str, heads: jax.Array, config: ModelConfig) -> jax.Array:
+    return rms_norm(heads, weights[f"{name}_norm"], config.norm_eps) if config.qk_norm else heads
 
 
 def gated_mlp(weights: dict[str, Any], x: jax.Array) -> jax.Array:
     """down(silu(gate(x)) * up(x)) (Shazeer 2020, arXiv:2002.05202)."""
-    return linear(jax.nn.silu(linear(x, weights["gate"])) * linear(x, weights["up"]), weights["down"])
+    if is_joined(weights):
+        gate, up = jnp.split(linear(x, weights["gate_up"]), 2, axis=-1)
+    else:
+        gate, up = linear(x, weights["gate"]), linear(x, weights["up"])
+    return linear(jax.nn.silu(gate) * up, weights["down"])

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.models.layers import is_joined, join
 from jaxrlhf.sharding.layout import Axes, Layout
 
 Params = dict[str, Any]
@@ -144,6 +145,14 @@ def num_parameters(config: ModelConfig, *, output_embedding: bool = True) -> int
 def use(params: Any, declared: Any, layout: Layout, dtype: jax.typing.DTypeLike) -> Any:
     """Weights made ready for computing: in the compute precision, then gathered over `fsdp` (so that less is moved)."""
     return jax.tree.map(lambda w, d: layout.at_use(w.astype(dtype), d.axes), params, declared)
+
+
+def use_layer(weights: Any, config: ModelConfig, layout: Layout) -> Any:
+    """The weights of one layer made ready for computing, joined where no columns are split. Ready ones stay."""
+    if is_joined(weights):
+        return weights
+    ready = use(weights, _declare_layer(config), layout, config.compute_dtype)
+    return join(ready) if layout.strategy.tensor == 1 else ready
 
 
 def _is_weight(x: Any) -> bool:

@@ -3,6 +3,7 @@
 Letters: B sequences, T columns, S the last columns of T whose outputs are wanted, D hidden size.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -10,13 +11,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxrlhf.models import layers
+from jaxrlhf.models.attention import attention_implementation, cached_attention, column_attention, full_attention
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.kv_cache import KVCache
-from jaxrlhf.models.params import Params, declare, use
+from jaxrlhf.models.params import Params, declare, use, use_layer
 from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.strategy import Remat
 
 KeysValues = list[tuple[jax.Array, jax.Array]]
+
+Wanted = int | Int[Array, " B"]
+"""Which columns get an output: this one and all later ones, or one column of each sequence."""
 
 
 def hidden_states(
@@ -26,15 +31,15 @@ def hidden_states(
     config: ModelConfig,
     layout: Layout,
     *,
-    first: int = 0,
+    wanted: Wanted = 0,
     remat: Remat = "none",
 ) -> Float[Array, "B S D"]:
-    """The last layer's outputs, normalized, for columns `first` and later.
+    """The last layer's outputs, normalized, for the columns that are wanted.
 
     Positions count real tokens, so padding on either side changes nothing. Where layers are not scanned, the last one
     computes queries, attention output and MLP only for the columns that are wanted.
     """
-    hidden_BSD, _ = _run_layers(params, tokens_BT, mask_BT, config, layout, first=first, remat=remat)
+    hidden_BSD, _ = _run_layers(params, tokens_BT, mask_BT, config, layout, wanted=wanted, remat=remat)
     return hidden_BSD
 
 
@@ -42,7 +47,7 @@ def prefill(
     params: Params, tokens_BP: Int[Array, "B P"], mask_BP: Bool[Array, "B P"], config: ModelConfig, layout: Layout
 ) -> tuple[Float[Array, "B D"], KeysValues]:
     """The hidden state of each prompt's last column, and every layer's keys and values [B, P, K, h]."""
-    hidden_B1D, keys_values = _run_layers(params, tokens_BP, mask_BP, config, layout, first=tokens_BP.shape[1] - 1)
+    hidden_B1D, keys_values = _run_layers(params, tokens_BP, mask_BP, config, layout, wanted=tokens_BP.shape[1] - 1)
     return hidden_B1D[:, 0], keys_values
 
 
@@ -56,10 +61,9 @@ def decode_step(
     x_BD = layout.activation(params["embedding"][token_B], ("batch", "embed"))
     for i, weights in enumerate(params["layers"]):
         normed = layers.rms_norm(x_BD, weights["attention_norm"], config.norm_eps)
-        k_BKh, v_BKh = layers.keys_values(weights, normed, rotation, config)
+        q_BHh, k_BKh, v_BKh = layers.queries_keys_values(weights, normed, rotation, config)
         cache = cache.write(i, k_BKh, v_BKh, layout)
-        q_BHh = layers.queries(weights, normed, rotation, config)
-        attended_BHh = layers.cached_attention(q_BHh, cache.keys[i], cache.values[i], occupied_BT)
+        attended_BHh = cached_attention(q_BHh, cache.keys[i], cache.values[i], occupied_BT)
         x_BD = x_BD + layers.linear(attended_BHh.reshape(x_BD.shape[0], -1), weights["output"])
         x_BD = x_BD + layers.gated_mlp(weights, layers.rms_norm(x_BD, weights["mlp_norm"], config.norm_eps))
         x_BD = layout.activation(x_BD, ("batch", "embed"))
@@ -73,32 +77,29 @@ def _run_layers(
     config: ModelConfig,
     layout: Layout,
     *,
-    first: int,
+    wanted: Wanted,
     remat: Remat = "none",
 ) -> tuple[jax.Array, KeysValues]:
     stacked = isinstance(params["layers"], dict)
     declared = declare(config, stacked=stacked)
     dtype = config.compute_dtype
     rotation = layers.rotary(jnp.maximum(jnp.cumsum(mask_BT, axis=1) - 1, 0), config)
-    allowed_BTT = _allowed(mask_BT)
     x_BTD = use(params["embedding"], declared["embedding"], layout, dtype)[tokens_BT]
     x_BTD = layout.activation(x_BTD, ("batch", "length", "embed"))
 
-    declared_layer = declare(config)["layers"][0]
+    def layer(weights: Any, x: jax.Array, wanted: Wanted) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        return _layer(use_layer(weights, config, layout), x, rotation, mask_BT, config, layout, wanted)
 
-    def layer(weights: Any, x: jax.Array, first: int) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        return _layer(use(weights, declared_layer, layout, dtype), x, rotation, allowed_BTT, config, layout, first)
-
-    layer = _rematerialized(layer, remat)
     if stacked:
-        x_BTD, (k, v) = jax.lax.scan(lambda x, weights: layer(weights, x, 0), x_BTD, params["layers"])
+        every = _rematerialized(lambda weights, x: layer(weights, x, 0), remat)
+        x_BTD, (k, v) = jax.lax.scan(lambda x, weights: every(weights, x), x_BTD, params["layers"])
         keys_values = list(zip(k, v, strict=True))
-        x_BTD = x_BTD[:, first:]
+        x_BTD = _select(x_BTD, wanted)
     else:
         keys_values = []
         for i, weights in enumerate(params["layers"]):
-            is_last = i == config.num_layers - 1
-            x_BTD, kv = layer(weights, x_BTD, first if is_last else 0)
+            columns = wanted if i == config.num_layers - 1 else 0
+            x_BTD, kv = _rematerialized(functools.partial(layer, wanted=columns), remat)(weights, x_BTD)
             keys_values.append(kv)
     norm = use(params["final_norm"], declared["final_norm"], layout, dtype)
     return layers.rms_norm(x_BTD, norm, config.norm_eps), keys_values
@@ -108,39 +109,41 @@ def _layer(
     weights: dict[str, jax.Array],
     x_BTD: jax.Array,
     rotation: layers.Rotation,
-    allowed_BTT: jax.Array,
+    mask_BT: jax.Array,
     config: ModelConfig,
     layout: Layout,
-    first: int,
+    wanted: Wanted,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """One layer, its outputs for columns `first` and later; keys and values for all."""
+    """One layer, its outputs for the columns that are wanted; keys and values for all."""
+    everywhere = isinstance(wanted, int) and wanted == 0
     with jax.named_scope("attention"):
         normed_BTD = layers.rms_norm(x_BTD, weights["attention_norm"], config.norm_eps)
-        k_BTKh, v_BTKh = layers.keys_values(weights, normed_BTD, rotation, config)
-        rotation_S = (rotation[0][:, first:], rotation[1][:, first:])
-        q_BSHh = layers.queries(weights, normed_BTD[:, first:], rotation_S, config)
+        if everywhere:
+            q_BSHh, k_BTKh, v_BTKh = layers.queries_keys_values(weights, normed_BTD, rotation, config)
+        else:
+            k_BTKh, v_BTKh = layers.keys_values(weights, normed_BTD, rotation, config)
+            rotation_S = (_select(rotation[0], wanted), _select(rotation[1], wanted))
+            q_BSHh = layers.queries(weights, _select(normed_BTD, wanted), rotation_S, config)
         q_BSHh = layout.activation(q_BSHh, ("batch", "length", "heads", "head_dim"))
         k_BTKh, v_BTKh = (layout.activation(x, ("batch", "length", "kv_heads", "head_dim")) for x in (k_BTKh, v_BTKh))
-        attended_BSHh = layers.full_attention(
-            q_BSHh,
-            k_BTKh,
-            v_BTKh,
-            allowed_BTT[:, None, first:],
-            implementation=layers.attention_implementation(config, layout),
-        )
+        if isinstance(wanted, int):
+            implementation = attention_implementation(config, layout)
+            attended_BSHh = full_attention(q_BSHh, k_BTKh, v_BTKh, mask_BT, implementation=implementation)
+        else:
+            attended_BSHh = column_attention(q_BSHh[:, 0], k_BTKh, v_BTKh, mask_BT, wanted)[:, None]
         attended_BSH = attended_BSHh.reshape(*attended_BSHh.shape[:2], -1)
-        x_BSD = x_BTD[:, first:] + layers.linear(attended_BSH, weights["output"])
+        x_BSD = _select(x_BTD, wanted) + layers.linear(attended_BSH, weights["output"])
         x_BSD = layout.activation(x_BSD, ("batch", "length", "embed"))
     with jax.named_scope("mlp"):
         x_BSD = x_BSD + layers.gated_mlp(weights, layers.rms_norm(x_BSD, weights["mlp_norm"], config.norm_eps))
         return layout.activation(x_BSD, ("batch", "length", "embed")), (k_BTKh, v_BTKh)
 
 
-def _allowed(mask_BT: jax.Array) -> jax.Array:
-    """Which columns a column may look at: real ones that are not later; and itself, so that padding sees something."""
-    T = mask_BT.shape[1]
-    causal_TT = jnp.tril(jnp.ones((T, T), bool))
-    return (causal_TT[None] & mask_BT[:, None, :]) | jnp.eye(T, dtype=bool)[None]
+def _select(x_BTD: jax.Array, wanted: Wanted) -> jax.Array:
+    """The columns that are wanted."""
+    if isinstance(wanted, int):
+        return x_BTD[:, wanted:]
+    return jnp.take_along_axis(x_BTD, wanted[:, None, None], axis=1)
 
 
 def _rematerialized(layer: Any, remat: Remat) -> Any:
@@ -150,4 +153,4 @@ def _rematerialized(layer: Any, remat: Remat) -> Any:
         "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
         "layer": jax.checkpoint_policies.nothing_saveable,
     }
-    return jax.checkpoint(layer, policy=policies[remat], static_argnums=(2,))
+    return jax.checkpoint(layer, policy=policies[remat])

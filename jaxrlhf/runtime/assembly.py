@@ -19,10 +19,10 @@ from jaxrlhf.config.schema import EvaluationRunConfig, PlacementConfig, RoleConf
 from jaxrlhf.data.loader import PromptLoader
 from jaxrlhf.data.prompts import PromptTable, load_prompts
 from jaxrlhf.experience import STOP, Prompts, Rollout, Sampling, Sequences
+from jaxrlhf.models.attention import attention_implementation
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.huggingface import check_params
 from jaxrlhf.models.huggingface import read_config as read_huggingface_config
-from jaxrlhf.models.layers import attention_implementation
 from jaxrlhf.models.params import num_parameters
 from jaxrlhf.planner.plan import DEFAULT, Placement, Plan, check, check_names, resolve
 from jaxrlhf.rewards.functions import RewardError, call_reward, check_reward, load_reward

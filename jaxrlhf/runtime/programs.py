@@ -107,9 +107,10 @@ def train_program(role: ModelRole, rebuild: Rebuild, has_rows: list[bool], layou
         num_rows = next(x.shape[0] for x, rows in zip(arrays, has_rows, strict=True) if rows)
         order = _shuffled(noise, num_rows, update.epochs, update.mini_batches)
 
-        def one_update(carry: tuple[Params, OptimizerState], chosen: jax.Array) -> tuple[Any, dict[str, Any]]:
+        def one_update(carry: tuple[Params, OptimizerState], chosen: jax.Array | None) -> tuple[Any, dict[str, Any]]:
             params, state = carry
-            mini_batch = [x[chosen] if rows else x for x, rows in zip(arrays, has_rows, strict=True)]
+            pairs = zip(arrays, has_rows, strict=True)
+            mini_batch = arrays if chosen is None else [x[chosen] if rows else x for x, rows in pairs]
             grads, weight, metrics = accumulated(params, mini_batch)
             weight = jnp.maximum(weight, 1e-8)
             grads = jax.tree.map(lambda g: g / weight, grads)
@@ -117,7 +118,11 @@ def train_program(role: ModelRole, rebuild: Rebuild, has_rows: list[bool], layou
             params, state, more = apply_gradient(optimizer, role.num_updates, params, state, grads)
             return (params, state), metrics | more
 
-        (params, state), metrics = jax.lax.scan(one_update, (params, state), order)
+        if order.shape[0] == 1:  # nothing to loop over, and no order to put the rows in
+            (params, state), metrics = one_update((params, state), None)
+            metrics = jax.tree.map(lambda x: x[None], metrics)
+        else:
+            (params, state), metrics = jax.lax.scan(one_update, (params, state), order)
         first_gap = {GAP_METRIC: metrics.pop(GAP_METRIC).value[0]} if GAP_METRIC in metrics else {}
         averaged = {name: x.value.max() if _is_max(x) else x.mean() for name, x in metrics.items()}
         return params, state, averaged | first_gap | {"num_updates": state.num_updates.astype(jnp.float32)}

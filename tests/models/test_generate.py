@@ -322,6 +322,16 @@ def test_a_ring_may_be_turned_anywhere():
 # The cache
 
 
+def test_a_growing_cache_changes_nothing():
+    sampling = dataclasses.replace(SAMPLING, max_new_tokens=70, min_new_tokens=60)  # three stages
+    state = START(prepared(), PROMPTS, noise_of(NOISE), jnp.float32(RANDOM), sampling, CONFIG, LAYOUT)
+    assert state.cache.num_slots == P + 70
+    state = RUN(prepared(), state, Until.all_finished(), jnp.float32(RANDOM), sampling, CONFIG, LAYOUT)
+    grown = respond(sampling=sampling)
+    assert_same(grown, end(PROMPTS, state))
+    assert (grown.response.sum(axis=1) >= 60).all() and set(grown.finish.tolist()) == {STOP, LENGTH}
+
+
 def test_the_ring_keeps_the_latest_tokens():
     num_slots, num_columns, num_steps = 4, 3, 7
     rng = np.random.default_rng(0)

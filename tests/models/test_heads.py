@@ -10,7 +10,7 @@ import pytest
 from jaxrlhf.experience import Sequences
 from jaxrlhf.models import heads
 from jaxrlhf.models.config import ModelConfig
-from jaxrlhf.models.params import abstract_params
+from jaxrlhf.models.params import abstract_params, param_shardings
 from jaxrlhf.models.transformer import hidden_states
 from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.strategy import Strategy
@@ -118,6 +118,36 @@ def test_chunks_change_neither_values_nor_gradients(chunk_tokens):
     whole, chunked = (fast_gradient(params, with_chunks(tokens)) for tokens in (UNCHUNKED, chunk_tokens))
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), chunked, whole)
     assert np.abs(chunked["lm_head"]).max() > 0.1
+
+
+def plain_weighted_sum(params: Any, config: ModelConfig) -> jax.Array:
+    """`weighted_sum` by the log-softmax of all logits, differentiated by JAX."""
+    tokens_BT, mask_BT = SEQUENCES.tokens[:, :-1], SEQUENCES.mask[:, :-1]
+    hidden_BRD = hidden_states(params, tokens_BT, mask_BT, config, LAYOUT, wanted=P - 1)
+    logprobs_BRV = jax.nn.log_softmax(hidden_BRD @ params["lm_head"])
+    logprobs_BR = jnp.take_along_axis(logprobs_BRV, SEQUENCES.tokens[:, P:, None], axis=2)[..., 0]
+    entropy_BR = -(jnp.exp(logprobs_BRV) * logprobs_BRV).sum(axis=2)
+    weight_BR = jnp.arange(1.0, B * R + 1).reshape(B, R) / 10
+    return jnp.where(RESPONSE_BR, weight_BR * logprobs_BR + weight_BR[::-1] * entropy_BR, 0.0).sum()
+
+
+@pytest.mark.parametrize("chunk_tokens", [UNCHUNKED, CHUNKED])
+@pytest.mark.parametrize("layout", [LAYOUT, Layout.over((0, 1), Strategy(tensor=2))], ids=str)
+def test_the_gradient_is_that_of_a_log_softmax(chunk_tokens, layout):
+    config = with_chunks(chunk_tokens, vocab_size=98)  # the vocabulary is split in two
+    params = params_of(config)
+
+    def of_chunks(params: Any) -> jax.Array:
+        given = heads.policy_outputs(params, SEQUENCES, config, layout)
+        weight_BR = jnp.arange(1.0, B * R + 1).reshape(B, R) / 10
+        return (weight_BR * given.logprobs + weight_BR[::-1] * given.entropy).sum()
+
+    placed = jax.device_put(params, param_shardings(config, layout))
+    given, expected = (
+        jax.jit(jax.grad(of_chunks))(placed),
+        jax.jit(jax.grad(plain_weighted_sum), static_argnums=1)(params, config),
+    )
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), given, expected)
 
 
 # Which arrays exist

@@ -38,7 +38,7 @@ def params_of(config: ModelConfig) -> Any:
 
 @functools.partial(jax.jit, static_argnames=("config", "first"))
 def forward(params, tokens_BT, mask_BT, config: ModelConfig = FULL, first: int = 0):
-    return hidden_states(params, tokens_BT, mask_BT, config, LAYOUT, first=first)
+    return hidden_states(params, tokens_BT, mask_BT, config, LAYOUT, wanted=first)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "remat"))
@@ -123,6 +123,15 @@ def test_first_is_a_slice():
     np.testing.assert_allclose(forward(stacked, *inputs, first=3), whole_BTD[:, 3:], atol=1e-6)
 
 
+def test_one_column_of_each_sequence():
+    inputs, at_B = (distinct_tokens(), ragged_mask()), np.array([N - 1, 3, 0, 7])
+    whole_BTD = np.asarray(forward(params_of(FULL), *inputs))
+    for weights in (params_of(FULL), with_layers(params_of(FULL), stacked=True)):
+        given_B1D = jax.jit(hidden_states, static_argnums=(3, 4))(weights, *inputs, FULL, LAYOUT, wanted=at_B)
+        assert given_B1D.shape == (B, 1, 32)
+        np.testing.assert_allclose(given_B1D[:, 0], whole_BTD[np.arange(B), at_B], atol=1e-6)
+
+
 def test_scanned_layers_equal_a_list_of_layers():
     inputs = (distinct_tokens(), ragged_mask())
     stacked = with_layers(params_of(FULL), stacked=True)
@@ -154,7 +163,7 @@ def test_what_is_recomputed():
         return count_products(jax.make_jaxpr(functools.partial(gradient, remat=remat))(params_of(FULL), *inputs).jaxpr)
 
     none, dots, layer = num_products("none"), num_products("dots"), num_products("layer")
-    with_weights, in_attention = 7, 2
+    with_weights, in_attention = 4, 2  # queries, keys and values are one product, gate and up another
     assert none == 3 * FULL.num_layers * (with_weights + in_attention)
     assert none < dots <= none + FULL.num_layers * in_attention
     assert dots < layer <= none + FULL.num_layers * (with_weights + in_attention)
@@ -247,31 +256,26 @@ def test_gated_mlp():
     np.testing.assert_allclose(given, expected, rtol=1e-4, atol=1e-4)
 
 
-def attention_in_a_loop(q_Hh: np.ndarray, k_TKh: np.ndarray, v_TKh: np.ndarray, allowed_T: np.ndarray) -> np.ndarray:
-    """Of one query position; query head i looks at key-value head i // (H / K)."""
-    H, h = q_Hh.shape
-    outputs = np.zeros((H, h))
-    for head in range(H):
-        kv_head = head // (H // k_TKh.shape[1])
-        mass = {t: np.exp(q_Hh[head] @ k_TKh[t, kv_head] / np.sqrt(h)) for t in np.flatnonzero(allowed_T)}
-        for t, m in mass.items():
-            outputs[head] += m / sum(mass.values()) * v_TKh[t, kv_head]
-    return outputs
-
-
-@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (6, 2), (4, 1)])
-def test_attention_over_groups_of_heads(num_heads, num_kv_heads):
-    rng = np.random.default_rng(0)
-    S, h = 3, 4
-    q = rng.normal(size=(2, S, num_heads, h)).astype(np.float32)
-    k, v = (rng.normal(size=(2, T, num_kv_heads, h)).astype(np.float32) for _ in range(2))
-    allowed = rng.random((2, S, T)) < 0.6
-    allowed[..., 0] = True
-    expected = np.array([[attention_in_a_loop(q[b, s], k[b], v[b], allowed[b, s]) for s in range(S)] for b in range(2)])
-    full = layers.full_attention(*map(jnp.asarray, (q, k, v, allowed[:, None])), implementation="xla")
-    np.testing.assert_allclose(full, expected, atol=1e-5)
-    cached = layers.cached_attention(*map(jnp.asarray, (q[:, 1], k.swapaxes(1, 2), v.swapaxes(1, 2), allowed[:, 1])))
-    np.testing.assert_allclose(cached, expected[:, 1], atol=1e-5)
+@pytest.mark.parametrize("bias", [False, True])
+def test_joined_weights_give_the_same(bias):
+    config = dataclasses.replace(FULL, attention_bias=bias)
+    separate = params_of(config)["layers"][0]
+    joined = layers.join(separate)
+    assert layers.is_joined(joined) and len(joined) == len(separate) - (5 if bias else 3)
+    x_BTD = jnp.asarray(RANDOM_BTD)
+    rotation = layers.rotary(jnp.broadcast_to(jnp.arange(T), (B, T)), config)
+    expected = [
+        layers.queries(separate, x_BTD, rotation, config),
+        *layers.keys_values(separate, x_BTD, rotation, config),
+    ]
+    for given in (
+        layers.queries_keys_values(separate, x_BTD, rotation, config),
+        layers.queries_keys_values(joined, x_BTD, rotation, config),
+        [layers.queries(joined, x_BTD, rotation, config), *layers.keys_values(joined, x_BTD, rotation, config)],
+    ):
+        assert [x.shape[2] for x in given] == [4, 2, 2]
+        jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), list(given), expected)
+    np.testing.assert_allclose(layers.gated_mlp(joined, x_BTD), layers.gated_mlp(separate, x_BTD), atol=1e-5)
 
 
 # What a model may be
@@ -318,27 +322,3 @@ def test_head_dim_is_derived_or_given():
 @pytest.mark.parametrize("preset", PRESETS)
 def test_presets_are_models(preset):
     assert ModelConfig(**PRESETS[preset]).num_layers >= 2
-
-
-def test_cudnn_needs_a_gpu():
-    message = "attention: cudnn needs an NVIDIA GPU and bfloat16. Got cpu and bfloat16. Use xla or auto."
-    config = ModelConfig(attention="cudnn", dtype="bfloat16")
-    with pytest.raises(ValueError, match=re.escape(message)):
-        layers.attention_implementation(config, LAYOUT)
-    assert layers.attention_implementation(ModelConfig(dtype="bfloat16"), LAYOUT) == "xla"
-
-
-@pytest.mark.parametrize(("S", "T"), [(3, 5), (4, 5), (3, 6), (4, 6)])
-def test_padding_attention_to_even_lengths_changes_nothing(S, T):
-    keys = jax.random.split(jax.random.key(0), 4)
-    q, k, v = (
-        jax.random.normal(key, (2, n, heads, 8)) for key, n, heads in zip(keys, (S, T, T), (4, 2, 2), strict=False)
-    )
-    allowed = jax.random.bernoulli(keys[3], 0.5, (2, 1, S, T)).at[..., 0].set(True)
-    padded = layers.pad_to_even(q, k, v, allowed)
-    assert all(x.shape[1] % 2 == 0 for x in padded[:3]) and padded[3].shape[2:] == (
-        padded[0].shape[1],
-        padded[1].shape[1],
-    )
-    expected = layers.full_attention(q, k, v, allowed, implementation="xla")
-    np.testing.assert_allclose(layers.full_attention(*padded, implementation="xla")[:, :S], expected, atol=1e-6)

@@ -1,0 +1,141 @@
+"""Attention: of whole sequences, of one column of each, and of a new token over a cache.
+
+Letters: B sequences, T columns, S query columns (the last S of T), H query heads, K key-value heads, G = H / K queries
+a group, h head size, C query columns of a block, t the key columns that a block sees.
+
+Keys and values are never repeated: the G queries of a group share a product with the one head that they look at. The
+softmax is in float32, and its division comes after the value product, where there is less to divide.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.sharding.layout import Layout
+
+_MIN_BLOCK, _MAX_BLOCKS = 64, 8
+"""Queries are taken in blocks, each of which multiplies only the keys up to its own end. Smaller blocks would waste
+less, but their products would be too small; more of them would take longer to compile."""
+_LOWEST = float(jnp.finfo(jnp.float32).min)
+
+
+def attention_implementation(config: ModelConfig, layout: Layout) -> str:
+    """How a model computes attention over whole sequences in a layout: 'xla' or 'cudnn'.
+
+    Raises:
+        ValueError: cuDNN is asked for where there is no NVIDIA GPU, or for float32, which it does not compute.
+    """
+    on_gpu = layout.mesh.devices.flat[0].platform in ("gpu", "cuda")
+    if config.attention == "cudnn" and not (on_gpu and config.dtype == "bfloat16"):
+        raise ValueError(
+            f"attention: cudnn needs an NVIDIA GPU and bfloat16. Got {layout.mesh.devices.flat[0].platform} and "
+            f"{config.dtype}. Use xla or auto."
+        )
+    if config.attention == "auto":
+        return (
+            "cudnn"
+            if on_gpu and config.dtype == "bfloat16" and config.head_size % 8 == 0 and config.head_size <= 128
+            else "xla"
+        )
+    return config.attention
+
+
+def full_attention(
+    q_BSHh: Float[Array, "B S H h"],
+    k_BTKh: Float[Array, "B T K h"],
+    v_BTKh: Float[Array, "B T K h"],
+    mask_BT: Bool[Array, "B T"],
+    *,
+    implementation: str,
+) -> Float[Array, "B S H h"]:
+    """Grouped-query attention of whole sequences, for queries in the last S columns.
+
+    A query sees the real columns that are not later, and itself, so that padding sees something.
+    """
+    assert implementation in ("xla", "cudnn")
+    B, S, H, h = q_BSHh.shape
+    T, K = k_BTKh.shape[1:3]
+    first = T - S
+    if implementation == "cudnn":
+        allowed_BST = _allowed(mask_BT, first, S, T)
+        # its backward pass with a mask takes even lengths only
+        padded = pad_to_even(q_BSHh, k_BTKh, v_BTKh, allowed_BST[:, None])
+        return jax.nn.dot_product_attention(*padded[:3], mask=padded[3], implementation="cudnn")[:, :S]
+
+    q_BKGSh = q_BSHh.reshape(B, S, K, H // K, h).transpose(0, 2, 3, 1, 4)
+    k_BKTh, v_BKTh = (x.transpose(0, 2, 1, 3) for x in (k_BTKh, v_BTKh))
+    size = max(_MIN_BLOCK, math.ceil(S / _MAX_BLOCKS))
+    blocks = []
+    for start in range(0, S, size):
+        end = min(start + size, S)
+        C, t = end - start, first + end
+        allowed_BCt = _allowed(mask_BT[:, :t], first + start, C, t)
+        q_BKmh = q_BKGSh[:, :, :, start:end].reshape(B, K, -1, h)
+        attended = _attend(q_BKmh, k_BKTh[:, :, :t], v_BKTh[:, :, :t], allowed_BCt[:, None, None])
+        blocks.append(attended.reshape(B, K, -1, C, h))
+    attended_BKGSh = blocks[0] if len(blocks) == 1 else jnp.concatenate(blocks, axis=3)
+    return attended_BKGSh.transpose(0, 3, 1, 2, 4).reshape(q_BSHh.shape)
+
+
+def column_attention(
+    q_BHh: Float[Array, "B H h"],
+    k_BTKh: Float[Array, "B T K h"],
+    v_BTKh: Float[Array, "B T K h"],
+    mask_BT: Bool[Array, "B T"],
+    at_B: Int[Array, " B"],
+) -> Float[Array, "B H h"]:
+    """Grouped-query attention of the query in column `at_B` of each sequence, which sees as in `full_attention`."""
+    columns_1T, at_B1 = jnp.arange(mask_BT.shape[1])[None, :], at_B[:, None]
+    allowed_BT = ((columns_1T <= at_B1) & mask_BT) | (columns_1T == at_B1)
+    return cached_attention(q_BHh, k_BTKh.swapaxes(1, 2), v_BTKh.swapaxes(1, 2), allowed_BT)
+
+
+def cached_attention(
+    q_BHh: Float[Array, "B H h"],
+    k_BKTh: Float[Array, "B K T h"],
+    v_BKTh: Float[Array, "B K T h"],
+    allowed_BT: Bool[Array, "B T"],
+) -> Float[Array, "B H h"]:
+    """Grouped-query attention of one token a sequence over a cache."""
+    B, H, h = q_BHh.shape
+    q_BKGh = q_BHh.reshape(B, k_BKTh.shape[1], -1, h)
+    return _attend(q_BKGh, k_BKTh, v_BKTh, allowed_BT[:, None, None, None]).reshape(B, H, h)
+
+
+def _attend(q_BKmh: jax.Array, k_BKth: jax.Array, v_BKth: jax.Array, allowed_B11Ct: jax.Array) -> jax.Array:
+    """softmax(q k / sqrt(h)) v for the m = G x C queries of a group."""
+    B, K, m, h = q_BKmh.shape
+    C, t = allowed_B11Ct.shape[3:]
+    score = jnp.einsum("bkmh,bkth->bkmt", q_BKmh, k_BKth, preferred_element_type=jnp.float32) * h**-0.5
+    score = jnp.where(allowed_B11Ct, score.reshape(B, K, m // C, C, t), _LOWEST)
+    mass = jnp.exp(score - jax.lax.stop_gradient(score.max(axis=-1, keepdims=True)))
+    total_BKm1 = mass.sum(axis=-1).reshape(B, K, m, 1)
+    mass_BKmt = mass.reshape(B, K, m, t).astype(v_BKth.dtype)
+    weighted = jnp.einsum("bkmt,bkth->bkmh", mass_BKmt, v_BKth, preferred_element_type=jnp.float32)
+    return (weighted / total_BKm1).astype(q_BKmh.dtype)
+
+
+def _allowed(mask_BT: jax.Array, first: int, num_queries: int, num_keys: int) -> jax.Array:
+    """Which keys the queries in columns `first` and later may look at, [B, queries, keys]."""
+    query, key = jnp.arange(first, first + num_queries)[:, None], jnp.arange(num_keys)[None, :]
+    return ((key <= query)[None] & mask_BT[:, None, :]) | (key == query)[None]
+
+
+def pad_to_even(
+    q_BSHh: Float[Array, "B S H h"],
+    k_BTKh: Float[Array, "B T K h"],
+    v_BTKh: Float[Array, "B T K h"],
+    allowed_B1ST: Bool[Array, "B 1 S T"],
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """An even number of queries and of keys: one more key is seen by none, one more query sees the rest."""
+    more_q, more_k = q_BSHh.shape[1] % 2, k_BTKh.shape[1] % 2
+
+    def pad(x: jax.Array, more: int) -> jax.Array:
+        return jnp.pad(x, ((0, 0), (0, more), (0, 0), (0, 0)))
+
+    allowed = jnp.pad(allowed_B1ST, ((0, 0), (0, 0), (0, more_q), (0, 0)), constant_values=True)
+    allowed = jnp.pad(allowed, ((0, 0), (0, 0), (0, 0), (0, more_k)), constant_values=False)
+    return pad(q_BSHh, more_q), pad(k_BTKh, more_k), pad(v_BTKh, more_k), allowed
