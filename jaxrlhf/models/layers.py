@@ -1,9 +1,13 @@
 """The parts of a transformer layer beside attention.
 
+What is done element by element is computed anew in the backward pass: that is cheaper than keeping it, in memory and
+nearly in time.
+
 Letters: B sequences, D hidden size, H query heads, K key-value heads, h head size. Biases and norms of single heads are
 optional.
 """
 
+import functools
 import math
 from typing import Any
 
@@ -26,6 +30,7 @@ def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> ja
     return y.reshape(*x.shape[:-1], weight.shape[-1])
 
 
+@functools.partial(jax.checkpoint, static_argnums=2)
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     """x / sqrt(mean(x^2) + eps) * weight, over the last dim, in float32 (Zhang & Sennrich 2019, arXiv:1910.07467)."""
     x32 = x.astype(jnp.float32)
@@ -126,7 +131,17 @@ def _normalized(weights: dict[str, Any], name: str, heads: jax.Array, config: Mo
 def gated_mlp(weights: dict[str, Any], x: jax.Array) -> jax.Array:
     """down(silu(gate(x)) * up(x)) (Shazeer 2020, arXiv:2002.05202)."""
     if is_joined(weights):
-        gate, up = jnp.split(linear(x, weights["gate_up"]), 2, axis=-1)
+        gated = _gated_halves(linear(x, weights["gate_up"]))
     else:
-        gate, up = linear(x, weights["gate"]), linear(x, weights["up"])
-    return linear(jax.nn.silu(gate) * up, weights["down"])
+        gated = _gated(linear(x, weights["gate"]), linear(x, weights["up"]))
+    return linear(gated, weights["down"])
+
+
+@jax.checkpoint
+def _gated(gate: jax.Array, up: jax.Array) -> jax.Array:
+    return jax.nn.silu(gate) * up
+
+
+@jax.checkpoint
+def _gated_halves(gate_up: jax.Array) -> jax.Array:
+    return _gated(*jnp.split(gate_up, 2, axis=-1))
