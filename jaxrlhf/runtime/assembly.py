@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxrlhf.algorithms.evaluation import EvaluationConfig, evaluation_step
 from jaxrlhf.algorithms.sft import SFTConfig, SupervisedUpdate, sft_state, sft_step
-from jaxrlhf.call_graph import CallGraph, trace
+from jaxrlhf.call_graph import CallGraph
 from jaxrlhf.config.reading import ConfigError
 from jaxrlhf.config.schema import EvaluationRunConfig, PlacementConfig, RoleConfig, RunConfig, load_algorithm
 from jaxrlhf.data.loader import PromptLoader
@@ -31,6 +31,7 @@ from jaxrlhf.runtime.roles import FunctionRole, ModelRole, Role, WeightedSumRole
 from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.strategy import Strategy
 from jaxrlhf.suggest import did_you_mean
+from jaxrlhf.tracing import trace
 
 MAX_PARAMETERS = 10**14
 MAX_BATCH_TOKENS = 2**28
