@@ -19,7 +19,7 @@ LAYERS = [
     {"models"},
     {"sharding", "tracing"},
     {"call_graph"},
-    {"experience", "suggest"},
+    {"experience", "suggest", "brief"},
 ]
 DEPTH = {room: depth for depth, layer in enumerate(LAYERS) for room in layer}
 ONLY = {"algorithms": {"algorithms", "tracing", "experience"}}

@@ -10,6 +10,7 @@ from typing import Any
 
 from jaxrlhf.algorithms.evaluation import EvaluationConfig, evaluation_step
 from jaxrlhf.algorithms.sft import SFTConfig, SupervisedUpdate, sft_state, sft_step
+from jaxrlhf.brief import brief
 from jaxrlhf.call_graph import CallGraph
 from jaxrlhf.config.reading import ConfigError
 from jaxrlhf.config.schema import EvaluationRunConfig, PlacementConfig, RoleConfig, RunConfig, load_algorithm
@@ -171,7 +172,9 @@ def assemble(config: RunConfig, num_devices: int) -> Assembly:
         made.attention(name, model)
     for name in config.output.export:
         if name not in models:
-            raise ConfigError(f"output.export: must be roles with a model. Got {name!r}. Known: {', '.join(models)}.")
+            raise ConfigError(
+                f"output.export: must be roles with a model. Got {brief(name)}. Known: {', '.join(models)}."
+            )
     return made
 
 
@@ -186,7 +189,7 @@ def parse_devices(text: str, where: str) -> tuple[int, ...]:
         span = re.fullmatch(r"\s*([0-9]{1,4})(?:-([0-9]{1,4}))?\s*", part)
         first, last = (int(span[1]), int(span[2] or span[1])) if span else (1, 0)
         if last < first:
-            raise ConfigError(f"{where}: must be positions of devices, such as '0-3' or '0,2,4'. Got {text!r}.")
+            raise ConfigError(f"{where}: must be positions of devices, such as '0-3' or '0,2,4'. Got {brief(text)}.")
         devices.extend(range(first, last + 1))
     return tuple(devices)
 
@@ -296,7 +299,7 @@ def _evaluation_config(
     for scorer in config.scorers:
         if scorer not in roles:
             raise ConfigError(
-                f"evaluation.scorers: must be roles of the run. Got {scorer!r}. Roles: {', '.join(roles)}."
+                f"evaluation.scorers: must be roles of the run. Got {brief(scorer)}. Roles: {', '.join(roles)}."
                 f"{did_you_mean(scorer, roles)}"
             )
     return EvaluationConfig(_with_stop_ids(sampling, end_id), config.scorers)

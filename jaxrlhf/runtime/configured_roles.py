@@ -4,9 +4,11 @@
 """
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from jaxrlhf.brief import brief
 from jaxrlhf.config.reading import ConfigError
 from jaxrlhf.config.schema import RoleConfig, RunConfig
 from jaxrlhf.data.prompts import PromptTable
@@ -57,12 +59,12 @@ def configured_models(config: RunConfig) -> dict[str, ModelConfig]:
                 f"{where}: a role needs a model, a function, a weighted_sum, or an init to take its model from. Got "
                 "none."
             )
-        elif Path(role.init).is_dir():
+        elif os.path.isdir(role.init):  # a Path would raise where the name is too long for any file
             return read_huggingface_config(Path(role.init), head=role.head or "lm")
         else:
             raise ConfigError(
-                f"{where}.init: must be random, another role or a folder with a checkpoint. Got {role.init!r}. Roles: "
-                f"{', '.join(config.roles)}.{did_you_mean(role.init, config.roles)}"
+                f"{where}.init: must be random, another role or a folder with a checkpoint. Got {brief(role.init)}. "
+                f"Roles: {', '.join(config.roles)}.{did_you_mean(role.init, config.roles)}"
             )
         return model if role.head is None else dataclasses.replace(model, head=role.head)
 
@@ -143,7 +145,7 @@ def _check_sum(config: RunConfig, name: str, models: Mapping[str, ModelConfig]) 
         for part in config.roles[name].weighted_sum or {}:
             if part not in config.roles:
                 raise ConfigError(
-                    f"{where}: must be of roles of the run. Got {part!r}. Roles: {', '.join(config.roles)}."
+                    f"{where}: must be of roles of the run. Got {brief(part)}. Roles: {', '.join(config.roles)}."
                     f"{did_you_mean(part, config.roles)}"
                 )
             if part in (*above, name):
@@ -152,7 +154,7 @@ def _check_sum(config: RunConfig, name: str, models: Mapping[str, ModelConfig]) 
             if part in models and models[part].head != "scalar":
                 raise ConfigError(
                     f"{where}: must be of roles that score: functions, sums and models with a scalar head. Got "
-                    f"{part!r}, a language model. Set roles.{part}.head to scalar, or leave it out."
+                    f"{brief(part)}, a language model. Set roles.{part}.head to scalar, or leave it out."
                 )
             visit(part, (*above, name))
 
