@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrlhf.algorithms.ppo import PolicyUpdate, PPOConfig, ValueUpdate, ppo_state, ppo_step
-from jaxrlhf.call_graph import Call, CallGraph, trace
+from jaxrlhf.call_graph import Call, CallGraph
 from jaxrlhf.config.schema import OptimizerConfig
 from jaxrlhf.experience import Prompts, Sampling
 from jaxrlhf.models.config import ModelConfig
@@ -42,6 +42,7 @@ from jaxrlhf.runtime.roles import ModelRole
 from jaxrlhf.sharding import mesh
 from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.strategy import Strategy
+from jaxrlhf.tracing import trace
 
 SIZES: Mapping[str, Mapping[str, Any]] = {
     "small": dict(layers=4, hidden=256, ffn=688, heads=8, kv_heads=4, vocab=2048, prompt=64, new_tokens=64),

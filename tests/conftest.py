@@ -24,7 +24,7 @@ hypothesis.settings.register_profile("jaxrlhf", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("jaxrlhf")
 
 # Calls into these rooms have the types and shapes of their arguments and results checked. The other rooms are left out:
-# call_graph and runtime put references and shardings where arrays will be, and the planner's inner loops would crawl.
+# tracing and runtime put references and shardings where arrays will be, and the planner's inner loops would crawl.
 CHECKED_ROOMS = ["jaxrlhf.algorithms", "jaxrlhf.models"]
 
 

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrlhf.call_graph import Call, CallGraph, GraphError, Method, RoleMethods, compute, trace
+from jaxrlhf.call_graph import Call, CallGraph, GraphError
+from jaxrlhf.tracing import Method, RoleMethods, compute, trace
 
 B, T = 6, 5
 

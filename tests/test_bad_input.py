@@ -181,6 +181,64 @@ def test_what_is_wrong_is_said(case, folder, capsys):
     assert not (folder / "runs").exists()
 
 
+LONG = "x" * 5000
+KEYS_OF_TEXT = [
+    "steps",
+    "batch_size",
+    "name",
+    "algorithm",
+    "devices",
+    "resume",
+    "data",
+    "data.path",
+    "data.task",
+    "data.chat",
+    "data.prompt_column",
+    "data.overlong",
+    "data.chat_date",
+    "data.eval_path",
+    "tokenizer.kind",
+    "tokenizer.path",
+    "roles",
+    "roles.critic.init",
+    "roles.critic.head",
+    "roles.actor.model",
+    "roles.actor.model.dtype",
+    "roles.exact",
+    "roles.exact.function",
+    "roles.exact.options.answer_column",
+    "roles.short.options.unit",
+    "roles.reward.weighted_sum",
+    "plan.critic.train.devices",
+    "plan.critic.train.remat",
+    "settings.sampling",
+    "evaluation.best_by",
+]
+LONG_VALUES = [
+    *(f"{key}={LONG}" for key in KEYS_OF_TEXT),
+    LONG,
+    f"{LONG}=1",
+    f"roles.actor.{LONG}=1",
+    f"roles.actor.model={{preset: [{LONG}]}}",
+    f"roles.reward.weighted_sum={{{LONG}: 1}}",
+    f"roles.exact.options={{{LONG}: 1}}",
+    f"roles.exact.function={LONG}:f",
+    f"roles.exact.function={LONG}.py:f",
+    f"data.template={{{LONG}}}",
+    f"evaluation.scorers=[{LONG}]",
+    f"output.export=[{LONG}]",
+    f"resume=runs/checkpoints/steps/{LONG}",
+]
+
+
+@pytest.mark.parametrize("override", LONG_VALUES, ids=lambda override: override.replace(LONG, "x"))
+def test_a_long_value_is_not_echoed_whole(override, folder, capsys):
+    assert main(["--config", "run.yaml", "--dry-run", "--set", override]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("Error: ") and len(error) < 1500
+    assert "Traceback" not in error
+
+
 def test_without_anything_wrong_it_passes(folder, capsys):
     assert main(["--config", "run.yaml", "--dry-run"]) == 0
 

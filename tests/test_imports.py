@@ -17,11 +17,12 @@ LAYERS = [
     {"config"},
     {"algorithms", "data", "rewards", "reshard"},
     {"models"},
-    {"sharding", "call_graph"},
-    {"experience", "suggest"},
+    {"sharding", "tracing"},
+    {"call_graph"},
+    {"experience", "suggest", "brief"},
 ]
 DEPTH = {room: depth for depth, layer in enumerate(LAYERS) for room in layer}
-ONLY = {"algorithms": {"algorithms", "call_graph", "experience"}}
+ONLY = {"algorithms": {"algorithms", "tracing", "experience"}}
 """Rooms that may import less than all that lies below them."""
 ASKS_FOR_DEVICES = "jaxrlhf.sharding.mesh"
 VAGUE = {"utils", "util", "common", "helpers", "base", "manager", "misc"}
@@ -108,6 +109,11 @@ def test_architecture(path):
         ),
         ("jaxrlhf.models.heads", "'.'\nfrom ..runtime import roles", "imports jaxrlhf.runtime.roles, which does not"),
         ("jaxrlhf.data.loader", "'.'\nimport jaxrlhf.rewards", "imports jaxrlhf.rewards, which does not lie below"),
+        (
+            "jaxrlhf.call_graph",
+            "'.'\nfrom jaxrlhf.tracing import trace",
+            "imports jaxrlhf.tracing.trace, which does not",
+        ),
         ("jaxrlhf.train", "'.'\nimport jaxrlhf.plan", "imports jaxrlhf.plan, which does not lie below"),
         ("jaxrlhf.algorithms.ppo", "'.'\nfrom jaxrlhf.sharding.mesh import make", "algorithms may import only"),
         ("jaxrlhf", "'.'\nimport jaxrlhf.suggest", "imports jaxrlhf.suggest"),
@@ -135,7 +141,8 @@ def test_a_violation_is_found(module, source, expected):
         ),
         ("jaxrlhf.models.heads", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import jaxrlhf.train"),
         ("jaxrlhf.runtime.run_folder", "from jaxrlhf import __version__\nimport jaxrlhf"),
-        ("jaxrlhf.algorithms.ppo", "from jaxrlhf.call_graph import compute\nfrom jaxrlhf.experience import Rollout"),
+        ("jaxrlhf.algorithms.ppo", "from jaxrlhf.tracing import compute\nfrom jaxrlhf.experience import Rollout"),
+        ("jaxrlhf.tracing", "from jaxrlhf.call_graph import CallGraph"),
         ("jaxrlhf.sharding.mesh", "import jax\njax.devices()"),
         ("jaxrlhf.models.heads", "mesh = 1\nmesh.devices"),
     ],

@@ -10,7 +10,7 @@ class Algorithm:
     """An entry of `ALGORITHMS`."""
 
     step: Callable[[Any, Any, Any, Any], tuple[Any, Any]]
-    """`(roles, state, data, config) -> (results, state)`, written for `jaxrlhf.call_graph.trace`."""
+    """`(roles, state, data, config) -> (results, state)`, written for `jaxrlhf.tracing.trace`."""
     config: type[Any]
     """The frozen dataclass of its settings."""
     init_state: Callable[[Any], Any]

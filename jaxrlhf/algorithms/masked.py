@@ -44,10 +44,10 @@ def masked_max(x_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"], *, floor:
     return jnp.max(jnp.where(mask_BT, x_BT, floor), initial=floor)
 
 
-def whiten(x_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"], *, shift_mean: bool = True) -> Float[Array, "B T"]:
-    """Scales the unmasked values to variance one and, with `shift_mean`, moves them to mean zero.
+def whiten(x_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"]) -> Float[Array, "B T"]:
+    """Moves the unmasked values to mean zero and scales them to variance one.
 
-        y = (x - mean) / sqrt(variance + 1e-8)    [+ mean, unless shift_mean]
+        y = (x - mean) / sqrt(variance + 1e-8)
 
     Returns:
         The whitened values, zero where `mask_BT` is False.
@@ -55,6 +55,4 @@ def whiten(x_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"], *, shift_mean
     mean = masked_mean(x_BT, mask_BT)
     scale = 1.0 / jnp.sqrt(masked_variance(x_BT, mask_BT) + VARIANCE_FLOOR)
     whitened_BT = (jnp.where(mask_BT, x_BT, 0.0) - mean) * scale
-    if not shift_mean:
-        whitened_BT = whitened_BT + mean
     return jnp.where(mask_BT, whitened_BT, 0.0)

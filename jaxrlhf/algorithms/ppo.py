@@ -24,8 +24,8 @@ from jaxrlhf.algorithms.settings import (
     require_passes,
     require_positive,
 )
-from jaxrlhf.call_graph import compute
 from jaxrlhf.experience import PolicyOutputs, Prompts, Rollout, Sampling
+from jaxrlhf.tracing import compute
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,7 @@ import collections.abc
 import copy
 import dataclasses
 import importlib.resources
-import reprlib
+import os
 import sys
 import types
 import typing
@@ -24,15 +24,13 @@ from typing import Any, Literal, TypeVar
 
 from flax.core import FrozenDict
 
+from jaxrlhf.brief import brief, cut
 from jaxrlhf.config import strict_yaml
 from jaxrlhf.config.strict_yaml import ConfigError
 from jaxrlhf.suggest import did_you_mean
 
 T = TypeVar("T")
 Tree = dict[str, Any]
-
-_ABBREVIATED = reprlib.Repr()
-_ABBREVIATED.maxstring = _ABBREVIATED.maxother = _ABBREVIATED.maxlong = 100
 
 _SCALARS: dict[Any, tuple[str, str]] = {
     bool: ("expected true or false", "Write true or false."),
@@ -52,14 +50,16 @@ def find_config(name_or_path: str | Path, *, beside: Path | None = None) -> Path
     path = Path(text)
     if path.suffix in (".yaml", ".yml") or len(path.parts) > 1:
         path = (beside or Path()) / path
-        if not path.is_file():
-            raise ConfigError(f"{_shown(path)}: no such file. Give a path, or one of: {', '.join(sorted(_shipped()))}.")
+        if not os.path.isfile(path):  # a Path would raise where the name is too long for any file
+            raise ConfigError(
+                f"{cut(_shown(path))}: no such file. Give a path, or one of: {', '.join(sorted(_shipped()))}."
+            )
         return path
     shipped = _shipped()
     if text not in shipped:
         known = ", ".join(sorted(shipped)) or "none"
         raise ConfigError(
-            f"Unknown config {text!r}. Known: {known}; or a path ending in .yaml.{did_you_mean(text, shipped)}"
+            f"Unknown config {brief(text)}. Known: {known}; or a path ending in .yaml.{did_you_mean(text, shipped)}"
         )
     return shipped[text]
 
@@ -109,7 +109,7 @@ def apply_overrides(tree: Tree, overrides: Sequence[str]) -> Tree:
         dotted, equals, text = override.partition("=")
         keys = dotted.split(".")
         if not (equals and text.strip() and all(key.strip() == key != "" for key in keys)):
-            raise ConfigError(f"--set: expected key.key=value. Got {override!r}. Write null or '' for no value.")
+            raise ConfigError(f"--set: expected key.key=value. Got {brief(override)}. Write null or '' for no value.")
         value = strict_yaml.parse(text, where=f"--set {dotted}")
         inner = tree
         for depth, key in enumerate(keys[:-1], start=1):
@@ -180,7 +180,7 @@ def _build_dataclass(cls: Any, value: Any, where: str, path: str) -> Any:
     for key in tree:
         if key not in fields:
             raise ConfigError(
-                f"{_place(where, path)}: unknown key {key!r}. Known: {', '.join(fields) or 'none'}."
+                f"{_place(where, path)}: unknown key {brief(key)}. Known: {', '.join(fields) or 'none'}."
                 f"{did_you_mean(key, fields)}"
             )
     for name, field in fields.items():
@@ -276,5 +276,5 @@ def _place(where: str, path: str) -> str:
 
 
 def _error(where: str, path: str, rule: str, got: object, remedy: str) -> ConfigError:
-    shown = "null" if got is None else _ABBREVIATED.repr(got)
+    shown = "null" if got is None else brief(got)
     return ConfigError(f"{_place(where, path)}: {rule}. Got {shown}. {remedy}".rstrip())

@@ -11,6 +11,7 @@ from flax.core import FrozenDict
 
 from jaxrlhf.algorithms import ALGORITHMS
 from jaxrlhf.algorithms.algorithm import Algorithm
+from jaxrlhf.brief import brief
 from jaxrlhf.config.reading import ConfigError, apply_overrides, build, read_config
 from jaxrlhf.data.config import DataConfig
 from jaxrlhf.data.tokenizer import TokenizerConfig
@@ -42,7 +43,7 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         def require(holds: bool, field: str, rule: str) -> None:
             if not holds:
-                raise ValueError(f"{field}: {rule}. Got {getattr(self, field)!r}.")
+                raise ValueError(f"{field}: {rule}. Got {brief(getattr(self, field))}.")
 
         require(
             math.isfinite(self.learning_rate) and self.learning_rate > 0, "learning_rate", "must be finite and positive"
@@ -145,7 +146,7 @@ class EvaluationRunConfig:
             raise ValueError("scorers: must name at least one role. Got none. Leave evaluation out to have none.")
         if self.best_by and self.best_by not in self.scorers:
             raise ValueError(
-                f"best_by: must be one of the scorers, {', '.join(self.scorers)}. Got {self.best_by!r}."
+                f"best_by: must be one of the scorers, {', '.join(self.scorers)}. Got {brief(self.best_by)}."
                 f"{did_you_mean(self.best_by, self.scorers)}"
             )
 
@@ -226,7 +227,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         def require(holds: bool, field: str, rule: str) -> None:
             if not holds:
-                raise ValueError(f"{field}: {rule}. Got {getattr(self, field)!r}.")
+                raise ValueError(f"{field}: {rule}. Got {brief(getattr(self, field))}.")
 
         require(self.steps >= 0, "steps", "must not be negative")
         require(self.batch_size >= 1, "batch_size", "must be at least 1")
@@ -280,7 +281,7 @@ def load_algorithm(name: str) -> Algorithm:
     """
     if name not in ALGORITHMS:
         raise ConfigError(
-            f"algorithm: must be one of {', '.join(ALGORITHMS)}. Got {name!r}.{did_you_mean(name, ALGORITHMS)}"
+            f"algorithm: must be one of {', '.join(ALGORITHMS)}. Got {brief(name)}.{did_you_mean(name, ALGORITHMS)}"
         )
     return ALGORITHMS[name]
 
@@ -294,9 +295,9 @@ def _fill_presets(tree: dict[str, Any], where: str) -> None:
             model = {"preset": model}
         if isinstance(model, dict) and "preset" in model:
             preset = model["preset"]
-            if preset not in PRESETS:
+            if not isinstance(preset, str) or preset not in PRESETS:
                 raise ConfigError(
-                    f"{where}: roles.{name}.model.preset: must be one of {', '.join(PRESETS)}. Got {preset!r}."
+                    f"{where}: roles.{name}.model.preset: must be one of {', '.join(PRESETS)}. Got {brief(preset)}."
                     f"{did_you_mean(str(preset), PRESETS)}"
                 )
             role["model"] = {**PRESETS[preset], **{key: value for key, value in model.items() if key != "preset"}}

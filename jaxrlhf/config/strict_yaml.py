@@ -2,13 +2,19 @@
 
 Plain data only: mappings with text for keys, lists, text, numbers, true, false and null. Numbers are those of YAML 1.2,
 so `1e-3` is a float while `010`, `1:30` and dates are text. A key given twice and an unquoted `yes`, `no`, `on` or
-`off`, which YAML 1.1 takes for true and false, are errors. What `to_text` writes, `parse` reads back the same.
+`off`, which YAML 1.1 takes for true and false, are errors. So are aliases of aliases that stand for millions of values.
+What `to_text` writes, `parse` reads back the same.
 """
 
 import re
 from typing import Any, NoReturn
 
 import yaml
+
+from jaxrlhf.brief import brief, cut
+
+MAX_NODES = 100_000
+"""Keys and values of a text, those behind an alias counted each time that it stands there."""
 
 
 class ConfigError(ValueError):
@@ -48,7 +54,7 @@ def _refuse(node: yaml.Node, problem: str) -> NoReturn:
 def _bool(loader: _Loader, node: yaml.ScalarNode) -> bool:
     text = loader.construct_scalar(node)
     if text.lower() not in ("true", "false"):
-        _refuse(node, f"{text} is ambiguous in YAML. Write true or false, or '{text}' in quotes for text")
+        _refuse(node, f"{cut(text)} is ambiguous in YAML. Write true or false, or '{cut(text)}' in quotes for text")
     return text.lower() == "true"
 
 
@@ -67,9 +73,9 @@ def _mapping(loader: _Loader, node: yaml.Node) -> dict[str, Any]:
     for key_node, value_node in node.value:
         key = loader.construct_object(key_node, deep=True)
         if not isinstance(key, str):
-            _refuse(key_node, f"a key must be text. Got {key!r}. Put it in quotes")
+            _refuse(key_node, f"a key must be text. Got {brief(key)}. Put it in quotes")
         if key in mapping:
-            _refuse(key_node, f"key {key!r} is given twice. Remove one")
+            _refuse(key_node, f"key {brief(key)} is given twice. Remove one")
         mapping[key] = loader.construct_object(value_node, deep=True)
     return mapping
 
@@ -90,15 +96,37 @@ _Loader.add_constructor(None, _Loader.construct_undefined)  # pyright: ignore[re
 def parse(text: str, *, where: str) -> Any:
     """The value of a YAML text. Raises ConfigError, which begins with `where`, its line and its column."""
     try:
-        return yaml.load(text, Loader=_Loader)
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        if (num_nodes := _num_nodes(node, {})) > MAX_NODES:
+            raise ConfigError(
+                f"{where}: must hold at most {MAX_NODES:,} keys and values, aliases written out. Got {num_nodes:,}. "
+                "Leave aliases of aliases out."
+            )
+        return loader.construct_document(node)
+    except ConfigError:
+        raise
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise ConfigError(f"{where}{place}: {error.problem or error.context}.") from error
+        raise ConfigError(f"{where}{place}: {cut(str(error.problem or error.context))}.") from error
     except (yaml.YAMLError, ValueError) as error:  # characters that YAML does not allow; a number of 5000 digits
-        raise ConfigError(f"{where}: not valid YAML: {error}.") from error
+        raise ConfigError(f"{where}: not valid YAML: {cut(str(error))}.") from error
     except RecursionError:
         raise ConfigError(f"{where}: nested too deeply.") from None
+
+
+def _num_nodes(node: yaml.Node, known: dict[int, int]) -> int:
+    """Nodes of a document, this one among them. `known`: those of nodes that were counted before, by id."""
+    if id(node) not in known:
+        known[id(node)] = 0  # inside itself, which is refused later
+        inner = node.value if isinstance(node, yaml.SequenceNode) else []
+        if isinstance(node, yaml.MappingNode):
+            inner = [part for pair in node.value for part in pair]
+        known[id(node)] = 1 + sum(_num_nodes(part, known) for part in inner)
+    return known[id(node)]
 
 
 def to_text(tree: Any) -> str:

@@ -14,6 +14,7 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
+from jaxrlhf.brief import brief
 from jaxrlhf.suggest import did_you_mean
 
 Message = Mapping[str, Any]
@@ -104,12 +105,12 @@ def find_template(wanted: str, known: Mapping[str, str], *, tokenizer: str) -> t
         try:
             return wanted, Path(wanted).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"data.chat_template: must be readable text. Got {wanted!r}: {error}.") from error
+            raise ValueError(f"data.chat_template: must be readable text. Got {brief(wanted)}: {error}.") from error
     if "{" in wanted:
         return "data.chat_template", wanted
     raise ValueError(
         f"data.chat_template: must be Jinja text, an existing file or one of the tokenizer's templates "
-        f"({', '.join(known) or 'it has none'}). Got {wanted!r}.{did_you_mean(wanted, known)}"
+        f"({', '.join(known) or 'it has none'}). Got {brief(wanted)}.{did_you_mean(wanted, known)}"
     )
 
 

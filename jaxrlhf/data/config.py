@@ -6,6 +6,7 @@ import string
 from collections.abc import Callable
 from typing import Literal
 
+from jaxrlhf.brief import brief
 from jaxrlhf.data.arithmetic import ArithmeticConfig, arithmetic_rows
 from jaxrlhf.suggest import did_you_mean
 
@@ -46,18 +47,19 @@ class DataConfig:
     def __post_init__(self) -> None:
         if bool(self.task) == bool(self.path):
             raise ValueError(
-                f"data: exactly one of task and path must be set. Got task={self.task!r} and path={self.path!r}. Set "
+                f"data: exactly one of task and path must be set. Got task={brief(self.task)} and "
+                f"path={brief(self.path)}. Set "
                 f"data.task to a built-in task ({', '.join(TASKS)}) or data.path to a JSONL or parquet file."
             )
         if self.task and self.task not in TASKS:
             raise ValueError(
-                f"data.task: must be a built-in task. Got {self.task!r}. Known: {', '.join(TASKS)}."
+                f"data.task: must be a built-in task. Got {brief(self.task)}. Known: {', '.join(TASKS)}."
                 f"{did_you_mean(self.task, TASKS)}"
             )
         if self.task and self.eval_path:
             raise ValueError(
-                f"data.eval_path: a built-in task holds out its own rows. Got {self.eval_path!r} with "
-                f"task={self.task!r}. Leave it out."
+                f"data.eval_path: a built-in task holds out its own rows. Got {brief(self.eval_path)} with "
+                f"task={brief(self.task)}. Leave it out."
             )
         if self.eval_rows < 0:
             raise ValueError(f"data.eval_rows: must not be negative. Got {self.eval_rows}.")
@@ -67,7 +69,7 @@ class DataConfig:
                 f"{self.max_prompt_tokens}."
             )
         if self.overlong not in ("error", "drop"):
-            raise ValueError(f"data.overlong: must be 'error' or 'drop'. Got {self.overlong!r}.")
+            raise ValueError(f"data.overlong: must be 'error' or 'drop'. Got {brief(self.overlong)}.")
         self._check_template()
         self._check_chat()
 
@@ -76,30 +78,32 @@ class DataConfig:
             fields = template_fields(self.template)
         except ValueError as error:
             raise ValueError(
-                f"data.template: must be a Python format string. Got {self.template!r}: {error}. Write a brace that "
-                "is meant as such twice."
+                f"data.template: must be a Python format string. Got {brief(self.template)}: {error}. Write a brace "
+                "that is meant as such twice."
             ) from error
         if not all(fields) or any(field.isdigit() for field in fields) or (self.template and not fields):
-            raise ValueError(f"data.template: must name columns, as in '{{question}}'. Got {self.template!r}.")
+            raise ValueError(f"data.template: must name columns, as in '{{question}}'. Got {brief(self.template)}.")
 
     def _check_chat(self) -> None:
         if self.chat not in ("none", "user", "messages"):
-            raise ValueError(f"data.chat: must be 'none', 'user' or 'messages'. Got {self.chat!r}.")
+            raise ValueError(f"data.chat: must be 'none', 'user' or 'messages'. Got {brief(self.chat)}.")
         for field in ("chat_template", "system_prompt"):
             if self.chat == "none" and getattr(self, field):
                 raise ValueError(
-                    f"data.{field}: only chats have one. Got {getattr(self, field)!r} with data.chat='none'. Set "
+                    f"data.{field}: only chats have one. Got {brief(getattr(self, field))} with data.chat='none'. Set "
                     "data.chat to 'user' or 'messages', or leave it out."
                 )
         if self.chat == "messages" and self.template:
             raise ValueError(
-                f"data.template: a list of messages has none. Got {self.template!r} with data.chat='messages'. Leave "
-                "it out, or set data.chat to 'user' to make a user's message of the filled template."
+                f"data.template: a list of messages has none. Got {brief(self.template)} with data.chat='messages'. "
+                "Leave it out, or set data.chat to 'user' to make a user's message of the filled template."
             )
         try:
             datetime.date.fromisoformat(self.chat_date)
         except ValueError as error:
-            raise ValueError(f"data.chat_date: must be a date such as '2024-07-26'. Got {self.chat_date!r}.") from error
+            raise ValueError(
+                f"data.chat_date: must be a date such as '2024-07-26'. Got {brief(self.chat_date)}."
+            ) from error
 
 
 TASKS: dict[str, Callable[[DataConfig], tuple[list[dict[str, str]], list[dict[str, str]]]]] = {

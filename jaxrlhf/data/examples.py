@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from jaxrlhf.brief import brief
 from jaxrlhf.data.chat import Message, check_messages, compile_template, find_template, split_completion
 from jaxrlhf.data.config import DataConfig, template_fields
 from jaxrlhf.data.files import Row
@@ -76,7 +77,9 @@ def _prompt(row: Row, config: DataConfig) -> str:
     try:
         text = config.template.format_map(row.columns)
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, MemoryError) as error:
-        raise ValueError(f"{row.source}: the template must fit every row. Got {config.template!r}: {error}.") from error
+        raise ValueError(
+            f"{row.source}: the template must fit every row. Got {brief(config.template)}: {error}."
+        ) from error
     return _text(row, "the filled template", text)
 
 
@@ -84,7 +87,7 @@ def _require_column(row: Row, name: str, remedy: str) -> None:
     if row.columns.get(name) is None:
         has = ", ".join(row.columns) or "nothing"
         near = did_you_mean(name, (key for key in row.columns if key != name))
-        raise ValueError(f"{row.source}: must have the column {name!r}. Got {has}.{near} {remedy}".rstrip())
+        raise ValueError(f"{row.source}: must have the column {brief(name)}. Got {has}.{near} {remedy}".rstrip())
 
 
 def _text(row: Row, column: str, value: Any, *, may_be_empty: bool = False) -> str:

@@ -10,6 +10,8 @@ from typing import Any
 import pyarrow
 from pyarrow import parquet
 
+from jaxrlhf.brief import brief
+
 
 @dataclasses.dataclass(frozen=True)
 class Row:
@@ -27,18 +29,18 @@ def read_rows(field: str, path: str) -> list[Row]:
         ValueError: The file is missing, empty, of an unknown kind or malformed: says the file and the row.
     """
     if not os.path.isfile(path):
-        raise ValueError(f"{field}: must be an existing file. Got {path!r}.")
+        raise ValueError(f"{field}: must be an existing file. Got {brief(path)}.")
     suffix = Path(path).suffix.lower()
     if suffix not in READERS:
         raise ValueError(
-            f"{field}: must be a file of a known kind ({', '.join(READERS)}). Got {path!r}. Unpack or convert it."
+            f"{field}: must be a file of a known kind ({', '.join(READERS)}). Got {brief(path)}. Unpack or convert it."
         )
     try:
         rows = list(READERS[suffix](path))
     except OSError as error:
-        raise ValueError(f"{field}: must be a file that can be read. Got {path!r}: {error}.") from error
+        raise ValueError(f"{field}: must be a file that can be read. Got {brief(path)}: {error}.") from error
     if not rows:
-        raise ValueError(f"{field}: must hold at least one row. Got the empty file {path!r}.")
+        raise ValueError(f"{field}: must hold at least one row. Got the empty file {brief(path)}.")
     return rows
 
 
@@ -68,7 +70,7 @@ def _read_parquet(path: str) -> Iterator[Row]:
         raise ValueError(f"{path}: must be a parquet file. Got {_first_line(error)}.") from error
     names = table.column_names
     if twice := [name for name in names if names.count(name) > 1]:
-        raise ValueError(f"{path}: a column may be there once. Got {twice[0]!r} {names.count(twice[0])} times.")
+        raise ValueError(f"{path}: a column may be there once. Got {brief(twice[0])} {names.count(twice[0])} times.")
     for number in range(table.num_rows):
         columns_here = {name: column[number] for name, column in zip(names, columns, strict=True)}
         yield Row(f"{path}: row {number + 1}", columns_here)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxrlhf.brief import brief
 from jaxrlhf.data.config import TASKS, DataConfig, template_fields
 from jaxrlhf.data.examples import learnable_texts, prompt_texts, read_example
 from jaxrlhf.data.files import Row, read_rows
@@ -194,14 +195,14 @@ def _check_columns(config: DataConfig, names: list[str]) -> None:
     for field in template_fields(config.template):
         if field not in names:
             raise ValueError(
-                f"data.template: must name columns of the rows. Got {field!r} in {config.template!r}. Known: "
+                f"data.template: must name columns of the rows. Got {brief(field)} in {brief(config.template)}. Known: "
                 f"{', '.join(names)}.{did_you_mean(field, names)}"
             )
     for name in names:
         if name in RESERVED_COLUMNS:
             raise ValueError(
                 f"data: no column may be called {', '.join(RESERVED_COLUMNS)}, which reward functions get "
-                f"anyway. Got a column {name!r}. Rename it."
+                f"anyway. Got a column {brief(name)}. Rename it."
             )
 
 

@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol, get_args
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from jaxrlhf.brief import brief
 from jaxrlhf.suggest import did_you_mean
 
 END_TOKENS = ("<|endoftext|>", "</s>", "<|eot_id|>", "<|im_end|>", "<eos>", "<|end_of_text|>")
@@ -81,7 +82,7 @@ class TokenizerConfig:
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
             raise ValueError(
-                f"tokenizer.kind: must be one of {', '.join(get_args(Kind))}. Got {self.kind!r}."
+                f"tokenizer.kind: must be one of {', '.join(get_args(Kind))}. Got {brief(self.kind)}."
                 f"{did_you_mean(str(self.kind), get_args(Kind))}"
             )
         if self.kind == "file" and not self.path:
@@ -89,8 +90,8 @@ class TokenizerConfig:
         for field in ("path", "end_token", "pad_token"):
             if self.kind != "file" and getattr(self, field):
                 raise ValueError(
-                    f"tokenizer.{field}: only kind 'file' has one. Got {getattr(self, field)!r} with kind "
-                    f"{self.kind!r}. Leave it out or set tokenizer.kind to 'file'."
+                    f"tokenizer.{field}: only kind 'file' has one. Got {brief(getattr(self, field))} with kind "
+                    f"{brief(self.kind)}. Leave it out or set tokenizer.kind to 'file'."
                 )
         if self.kind == "train" and self.vocab_size < MIN_BPE_VOCAB_SIZE:
             raise ValueError(
@@ -178,12 +179,12 @@ class JSONTokenizer:
         if os.path.isdir(name):
             name = os.path.join(name, "tokenizer.json")
         if not os.path.isfile(name):
-            raise ValueError(f"tokenizer.path: must be an existing file. Got {name!r}. Name a tokenizer.json.")
+            raise ValueError(f"tokenizer.path: must be an existing file. Got {brief(name)}. Name a tokenizer.json.")
         try:
             backend = tokenizers.Tokenizer.from_file(name)
         except Exception as error:  # the library raises bare Exception
             raise ValueError(
-                f"tokenizer.path: {name!r} is not a readable tokenizer.json. Got: {error}. Write one with "
+                f"tokenizer.path: {brief(name)} is not a readable tokenizer.json. Got: {error}. Write one with "
                 "`tokenizers.Tokenizer.save` or `train_bpe(...).save`."
             ) from error
         backend.no_truncation()
@@ -261,7 +262,8 @@ def _find_token(
     if token and token not in vocabulary:
         named = "" if wanted else f" It stands in the tokenizer_config.json beside it: set tokenizer.{field}."
         raise ValueError(
-            f"tokenizer.{field}: must be in the vocabulary of {name}. Got {token!r}.{did_you_mean(token, vocabulary)}"
+            f"tokenizer.{field}: must be in the vocabulary of {name}. Got "
+            f"{brief(token)}.{did_you_mean(token, vocabulary)}"
             f"{named}"
         )
     return token or next((word for word in common if word in vocabulary), None)

@@ -9,6 +9,7 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import os
 import pathlib
 import sys
 import threading
@@ -19,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxrlhf.brief import brief, cut
 from jaxrlhf.rewards.verifiers import VERIFIERS, RewardFunction
 from jaxrlhf.suggest import did_you_mean
 
@@ -42,7 +44,7 @@ def load_reward(name: str, options: Mapping[str, Any]) -> RewardFunction:
     if ":" not in name:
         if name not in VERIFIERS:
             raise ValueError(
-                f"Reward: must be built in, module:function or path/to/file.py:function. Got {name!r}. Built in: "
+                f"Reward: must be built in, module:function or path/to/file.py:function. Got {brief(name)}. Built in: "
                 f"{', '.join(VERIFIERS)}.{did_you_mean(name, VERIFIERS)}"
             )
         signature = inspect.signature(VERIFIERS[name])
@@ -54,12 +56,14 @@ def load_reward(name: str, options: Mapping[str, Any]) -> RewardFunction:
     if not hasattr(module, attribute):
         known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise ValueError(
-            f"Reward {name!r}: must name a function of {place}. Got {attribute!r}. There: "
+            f"Reward {brief(name)}: must name a function of {place}. Got {brief(attribute)}. There: "
             f"{', '.join(known) or 'none'}.{did_you_mean(attribute, known)}"
         )
     function: Callable[..., Any] = getattr(module, attribute)
     if not callable(function):
-        raise ValueError(f"Reward {name!r}: must name a function. Got {type(function).__name__} {_shorten(function)}.")
+        raise ValueError(
+            f"Reward {brief(name)}: must name a function. Got {type(function).__name__} {brief(function)}."
+        )
     _check_options(name, inspect.signature(function), options, all_required=False)
     return functools.partial(function, **options) if options else function
 
@@ -76,7 +80,7 @@ def check_reward(function: RewardFunction, columns: Iterable[str], *, name: str)
     variadic = any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters.values())
     if not (_by_keyword(function) or variadic or sum(p.kind in positional for p in parameters.values()) >= 2):
         raise ValueError(
-            f"Reward {name!r}: must take prompts and completions, or completions by that name. Got "
+            f"Reward {brief(name)}: must take prompts and completions, or completions by that name. Got "
             f"({', '.join(parameters)})."
         )
     given = {*columns, *(ROW_ARGUMENTS if _by_keyword(function) else list(parameters)[:2])}
@@ -87,8 +91,8 @@ def check_reward(function: RewardFunction, columns: Iterable[str], *, name: str)
         )
         if needed and key not in given:
             raise ValueError(
-                f"Reward {name!r}: its arguments must be columns of the data or options. Got {key!r}. Columns: "
-                f"{', '.join(columns) or 'none'}.{did_you_mean(key, columns)}"
+                f"Reward {brief(name)}: its arguments must be columns of the data or options. Got {brief(key)}. "
+                f"Columns: {', '.join(columns) or 'none'}.{did_you_mean(key, columns)}"
             )
 
 
@@ -122,29 +126,30 @@ def call_reward(
         rewards = _within(timeout_seconds, lambda: function(*arguments, **keywords))
     except _TookTooLong:
         raise RewardError(
-            f"Reward {name!r}: must return within {timeout_seconds:g} seconds for {len(completions)} completions. Got "
-            f"nothing by then. Raise roles.{name}.timeout_seconds, or set it to 0 to wait for ever."
+            f"Reward {brief(name)}: must return within {timeout_seconds:g} seconds for {len(completions)} completions. "
+            f"Got nothing by then. Raise roles.{name}.timeout_seconds, or set it to 0 to wait for ever."
         ) from None
     except (Exception, SystemExit) as error:
         raise RewardError(
-            f"Reward {name!r}: must not raise. Got {type(error).__name__}: {error}, at {_last_line(error)}."
+            f"Reward {brief(name)}: must not raise. Got {type(error).__name__}: {error}, at {_last_line(error)}."
         ) from error
     is_list = isinstance(rewards, Sequence) and not isinstance(rewards, str | bytes)
     if not is_list and not (hasattr(rewards, "__array__") and np.ndim(rewards) > 0):
         raise RewardError(
-            f"Reward {name!r}: must return a list of {len(completions)} numbers. Got {_shorten(rewards)}."
+            f"Reward {brief(name)}: must return a list of {len(completions)} numbers. Got {brief(rewards)}."
         )
     if len(rewards) != len(completions):
         raise RewardError(
-            f"Reward {name!r}: must return one number for each of {len(completions)} completions. Got {len(rewards)}."
+            f"Reward {brief(name)}: must return one number for each of {len(completions)} completions. Got "
+            f"{len(rewards)}."
         )
     rewards_B = np.zeros(len(completions), np.float32)
     for index, reward in enumerate(np.asarray(rewards) if hasattr(rewards, "__array__") else rewards):
         value = _finite(reward)
         if value is None:
             raise RewardError(
-                f"Reward {name!r}: must return finite numbers. Got {_shorten(reward)} at index {index} for prompt "
-                f"{_shorten(prompts[index])}, completion {_shorten(completions[index])}."
+                f"Reward {brief(name)}: must return finite numbers. Got {brief(reward)} at index {index} for prompt "
+                f"{brief(prompts[index])}, completion {brief(completions[index])}."
             )
         rewards_B[index] = value
     return rewards_B
@@ -200,13 +205,14 @@ def _by_keyword(function: RewardFunction) -> bool:
 
 def _import(name: str, place: str) -> ModuleType:
     """A module by its dotted name or by its file."""
-    if place.endswith(".py") and not pathlib.Path(place).is_file():
-        raise ValueError(f"Reward {name!r}: must be in an existing file. Got {place!r}.")
+    if place.endswith(".py") and not os.path.isfile(place):
+        raise ValueError(f"Reward {brief(name)}: must be in an existing file. Got {brief(place)}.")
     try:
         return _import_file(pathlib.Path(place)) if place.endswith(".py") else importlib.import_module(place)
     except (Exception, SystemExit) as error:
         raise ValueError(
-            f"Reward {name!r}: its module must import. Got {type(error).__name__}: {error}, at {_last_line(error)}."
+            f"Reward {brief(name)}: its module must import. Got {type(error).__name__}: {cut(str(error))}, at "
+            f"{_last_line(error)}."
         ) from error
 
 
@@ -235,12 +241,14 @@ def _check_options(name: str, signature: inspect.Signature, options: Mapping[str
     for option in options:
         if option in ROW_ARGUMENTS or (option not in known and not _takes_any(parameters.values())):
             raise ValueError(
-                f"Reward {name!r}: options must be arguments of it. Got {option!r}. Known: "
+                f"Reward {brief(name)}: options must be arguments of it. Got {brief(option)}. Known: "
                 f"{', '.join(known) or 'none'}.{did_you_mean(option, known)}"
             )
     for key in known:
         if all_required and key not in options and parameters[key].default is inspect.Parameter.empty:
-            raise ValueError(f"Reward {name!r}: needs the option {key!r}. Got {', '.join(options) or 'none'}.")
+            raise ValueError(
+                f"Reward {brief(name)}: needs the option {brief(key)}. Got {', '.join(options) or 'none'}."
+            )
 
 
 def _check_types(name: str, signature: inspect.Signature, options: Mapping[str, Any]) -> None:
@@ -249,7 +257,7 @@ def _check_types(name: str, signature: inspect.Signature, options: Mapping[str, 
         expected = signature.parameters[option].annotation
         fits = isinstance(value, (int, float) if expected is float else expected)
         if not fits or (isinstance(value, bool) and expected is not bool):
-            raise ValueError(f"Reward {name!r}: {option} must be of type {expected.__name__}. Got {_shorten(value)}.")
+            raise ValueError(f"Reward {brief(name)}: {option} must be of type {expected.__name__}. Got {brief(value)}.")
 
 
 def _takes_any(parameters: Iterable[inspect.Parameter]) -> bool:
@@ -272,8 +280,3 @@ def _last_line(error: BaseException) -> str:
     """Where an error was raised, as file:line."""
     frames = traceback.extract_tb(error.__traceback__)
     return f"{frames[-1].filename}:{frames[-1].lineno}"
-
-
-def _shorten(value: Any, limit: int = 120) -> str:
-    text = repr(value)
-    return text if len(text) <= limit else f"{text[:limit]}..."

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from jaxrlhf.brief import brief
 from jaxrlhf.rewards.numbers import FINDERS, any_number
 from jaxrlhf.suggest import did_you_mean
 
@@ -70,8 +71,8 @@ def final_number(
             expected = any_number(str(answer), marker)
             if expected is None:
                 raise ValueError(
-                    f"final_number: column {answer_column!r} must hold a number, bare or after {marker!r}. Got "
-                    f"{answer!r} at index {index}. Correct the row, or set answer_column or marker."
+                    f"final_number: column {brief(answer_column)} must hold a number, bare or after {brief(marker)}. "
+                    f"Got {brief(answer)} at index {index}. Correct the row, or set answer_column or marker."
                 )
             given = FINDERS[where](completion, marker)
             scores.append(0.0 if given is None else 1.0 if given == expected else partial_credit)
@@ -99,7 +100,7 @@ def regex_format(pattern: str) -> RewardFunction:
         compiled = re.compile(pattern, re.DOTALL)
     except re.error as error:
         raise ValueError(
-            f"Reward 'regex_format': pattern must be a regular expression. Got {pattern!r}: {error}."
+            f"Reward 'regex_format': pattern must be a regular expression. Got {brief(pattern)}: {error}."
         ) from error
 
     def reward(prompts: list[str], completions: list[str], **columns: list[Any]) -> list[float]:
@@ -141,13 +142,13 @@ VERIFIERS: dict[str, Callable[..., RewardFunction]] = {
 
 def _require(holds: bool, name: str, option: str, rule: str, value: object) -> None:
     if not holds:
-        raise ValueError(f"Reward {name!r}: {option} {rule}. Got {value!r}.")
+        raise ValueError(f"Reward {brief(name)}: {option} {rule}. Got {brief(value)}.")
 
 
 def _require_choice(name: str, option: str, value: object, known: Iterable[str]) -> None:
     if value not in (known := list(known)):
         raise ValueError(
-            f"Reward {name!r}: {option} must be one of {', '.join(known)}. Got {value!r}."
+            f"Reward {brief(name)}: {option} must be one of {', '.join(known)}. Got {brief(value)}."
             f"{did_you_mean(str(value), known)}"
         )
 
@@ -157,7 +158,7 @@ def _column(name: str, columns: dict[str, list[Any]], column: str) -> list[Any]:
     values = columns.get(column)
     if values is None or any(value is None for value in values):
         raise ValueError(
-            f"{name}: needs a column {column!r} in every row. Got columns {', '.join(columns) or 'none'}. "
+            f"{name}: needs a column {brief(column)} in every row. Got columns {', '.join(columns) or 'none'}. "
             "Set answer_column."
         )
     return values

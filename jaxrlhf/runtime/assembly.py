@@ -6,33 +6,28 @@ A run has up to three graphs over the same roles: the warm start, the algorithm'
 import dataclasses
 import re
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from jaxrlhf.algorithms.evaluation import EvaluationConfig, evaluation_step
 from jaxrlhf.algorithms.sft import SFTConfig, SupervisedUpdate, sft_state, sft_step
-from jaxrlhf.call_graph import CallGraph, trace
+from jaxrlhf.brief import brief
+from jaxrlhf.call_graph import CallGraph
 from jaxrlhf.config.reading import ConfigError
 from jaxrlhf.config.schema import EvaluationRunConfig, PlacementConfig, RoleConfig, RunConfig, load_algorithm
 from jaxrlhf.data.loader import PromptLoader
 from jaxrlhf.data.prompts import PromptTable, load_prompts
-from jaxrlhf.experience import STOP, Prompts, Rollout, Sampling, Sequences
+from jaxrlhf.experience import Prompts, Sampling, Sequences
 from jaxrlhf.models.attention import attention_implementation
 from jaxrlhf.models.config import ModelConfig
-from jaxrlhf.models.huggingface import check_params
-from jaxrlhf.models.huggingface import read_config as read_huggingface_config
 from jaxrlhf.models.params import num_parameters
 from jaxrlhf.planner.plan import DEFAULT, Placement, Plan, check, check_names, resolve
-from jaxrlhf.rewards.functions import RewardError, call_reward, check_reward, load_reward
-from jaxrlhf.rewards.verifiers import VERIFIERS
+from jaxrlhf.runtime.configured_roles import check_roles, check_vocabulary, configured_models, make_role
 from jaxrlhf.runtime.roles import FunctionRole, ModelRole, Role, WeightedSumRole
 from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.strategy import Strategy
 from jaxrlhf.suggest import did_you_mean
+from jaxrlhf.tracing import trace
 
-MAX_PARAMETERS = 10**14
 MAX_BATCH_TOKENS = 2**28
 """What no run of any size reaches."""
 
@@ -120,9 +115,9 @@ def assemble(config: RunConfig, num_devices: int) -> Assembly:
     settings = _with_stop_ids(config.settings, table.tokenizer.end_id)
     for sampling in _samplings((settings, config.evaluation)):
         _check_stop_ids(sampling, table)
-    models = _models(config)
-    _check_roles(config, algorithm.roles, models)
-    _check_vocabulary(models, table)
+    models = configured_models(config)
+    check_roles(config, algorithm.roles, models)
+    check_vocabulary(models, table)
     _check_batches(config, settings, table)
     loader = PromptLoader(table, config.batch_size, config.seed)
     written = _written_plan(config.plan, num_devices)
@@ -134,7 +129,7 @@ def assemble(config: RunConfig, num_devices: int) -> Assembly:
         check(plan, graph, models, num_devices)
         return Phase(roles, graph, plan, state)
 
-    roles: dict[str, Role] = {name: _role(name, role, models, table) for name, role in config.roles.items()}
+    roles: dict[str, Role] = {name: make_role(name, role, models, table) for name, role in config.roles.items()}
     if algorithm.data == "demonstrations":
         table.check_demonstrations(max_new_tokens=settings.max_new_tokens)
 
@@ -177,7 +172,9 @@ def assemble(config: RunConfig, num_devices: int) -> Assembly:
         made.attention(name, model)
     for name in config.output.export:
         if name not in models:
-            raise ConfigError(f"output.export: must be roles with a model. Got {name!r}. Known: {', '.join(models)}.")
+            raise ConfigError(
+                f"output.export: must be roles with a model. Got {brief(name)}. Known: {', '.join(models)}."
+            )
     return made
 
 
@@ -192,7 +189,7 @@ def parse_devices(text: str, where: str) -> tuple[int, ...]:
         span = re.fullmatch(r"\s*([0-9]{1,4})(?:-([0-9]{1,4}))?\s*", part)
         first, last = (int(span[1]), int(span[2] or span[1])) if span else (1, 0)
         if last < first:
-            raise ConfigError(f"{where}: must be positions of devices, such as '0-3' or '0,2,4'. Got {text!r}.")
+            raise ConfigError(f"{where}: must be positions of devices, such as '0-3' or '0,2,4'. Got {brief(text)}.")
         devices.extend(range(first, last + 1))
     return tuple(devices)
 
@@ -209,74 +206,6 @@ def _written_plan(plan: Mapping[str, PlacementConfig], num_devices: int) -> dict
             devices = parse_devices(entry.devices, f"plan.{name}.devices")
         written[name] = Placement(devices, strategy)
     return written
-
-
-def _models(config: RunConfig) -> dict[str, ModelConfig]:
-    """Role -> model, with what comes from another role or from a checkpoint filled in."""
-
-    for name in config.roles:
-        chain = [name]
-        while (source := config.roles[chain[-1]].init) in config.roles:
-            chain.append(source)
-            if source in chain[:-1]:
-                raise ConfigError(
-                    f"roles.{name}.init: roles must not start from each other in a circle. Got {' -> '.join(chain)}."
-                )
-
-    def model_of(name: str) -> ModelConfig:
-        role = config.roles[name]
-        where = f"roles.{name}"
-        source = config.roles.get(role.init)
-        if source is not None and not _has_model(source):
-            what = "function" if source.function else "weighted_sum"
-            raise ConfigError(f"{where}.init: '{role.init}' is a {what} and has no weights to start from.")
-        if role.model is not None:
-            model = role.model
-            if role.head is not None and model.head not in ("lm", role.head):
-                raise ConfigError(
-                    f"{where}.head: must be that of its model, {model.head}. Got {role.head}. Say it once."
-                )
-        elif role.init in config.roles:
-            model = model_of(role.init)
-        elif role.init == "random":
-            raise ConfigError(
-                f"{where}: a role needs a model, a function, a weighted_sum, or an init to take its model from. Got "
-                "none."
-            )
-        elif Path(role.init).is_dir():
-            return read_huggingface_config(Path(role.init), head=role.head or "lm")
-        else:
-            raise ConfigError(
-                f"{where}.init: must be random, another role or a folder with a checkpoint. Got {role.init!r}. Roles: "
-                f"{', '.join(config.roles)}.{did_you_mean(role.init, config.roles)}"
-            )
-        return model if role.head is None else dataclasses.replace(model, head=role.head)
-
-    models = {name: model_of(name) for name, role in config.roles.items() if _has_model(role)}
-    for name, model in models.items():
-        _check_size(f"roles.{name}.model", model)
-    for name, model in models.items():
-        if config.roles[name].init not in ("random", *config.roles):
-            check_params(Path(config.roles[name].init), model)
-    for name, model in models.items():
-        source = config.roles[name].init
-        if source in models and dataclasses.replace(models[source], head=model.head) != model:
-            raise ConfigError(
-                f"roles.{name}.model: must be that of '{source}' but for its head, since its weights start from "
-                f"there. Got {model} and {models[source]}. Leave `model` out."
-            )
-    return models
-
-
-def _check_size(where: str, model: ModelConfig) -> None:
-    """Sizes that some machine could hold, so that nobody waits for shapes which none can."""
-    for field, most in {"num_layers": 10_000, "vocab_size": 2**31 - 1, "hidden_size": 2**31 - 1}.items():
-        if getattr(model, field) > most:
-            raise ConfigError(f"{where}.{field}: must be at most {most:,}. Got {getattr(model, field)}.")
-    if num_parameters(model) > MAX_PARAMETERS:
-        raise ConfigError(
-            f"{where}: must have at most {MAX_PARAMETERS:,} parameters. Got {num_parameters(model):,}. Lower its sizes."
-        )
 
 
 def _check_batches(config: RunConfig, settings: Any, table: PromptTable) -> None:
@@ -298,61 +227,6 @@ def _check_batches(config: RunConfig, settings: Any, table: PromptTable) -> None
             )
 
 
-def _has_model(role: RoleConfig) -> bool:
-    return not role.function and role.weighted_sum is None
-
-
-def _check_roles(config: RunConfig, needed: tuple[str, ...], models: Mapping[str, ModelConfig]) -> None:
-    for name in needed:
-        if name not in config.roles:
-            raise ConfigError(
-                f"roles: {config.algorithm} needs a role '{name}'. Got {', '.join(config.roles) or 'none'}."
-                f"{did_you_mean(name, config.roles)}"
-            )
-    for name, role in config.roles.items():
-        has_model = role.model is not None or role.optimizer is not None or role.init != "random"
-        said = {"function": bool(role.function), "weighted_sum": role.weighted_sum is not None, "a model": has_model}
-        if sum(said.values()) > 1:
-            got = " and ".join(what for what, is_said in said.items() if is_said)
-            raise ConfigError(f"roles.{name}: a role is a function, a weighted_sum or a model. Got {got}. Keep one.")
-        _check_sum(config, name, models)
-    if config.warm_start is not None and "actor" not in models:
-        raise ConfigError("warm_start: trains the role 'actor'. Got none with a model.")
-
-
-def _check_sum(config: RunConfig, name: str, models: Mapping[str, ModelConfig]) -> None:
-    """The parts of a sum are roles that score, none of them the sum itself."""
-
-    def visit(name: str, above: tuple[str, ...]) -> None:
-        where = f"roles.{name}.weighted_sum"
-        for part in config.roles[name].weighted_sum or {}:
-            if part not in config.roles:
-                raise ConfigError(
-                    f"{where}: must be of roles of the run. Got {part!r}. Roles: {', '.join(config.roles)}."
-                    f"{did_you_mean(part, config.roles)}"
-                )
-            if part in (*above, name):
-                chain = " -> ".join((*above, name, part))
-                raise ConfigError(f"{where}: roles must not add each other up in a circle. Got {chain}.")
-            if part in models and models[part].head != "scalar":
-                raise ConfigError(
-                    f"{where}: must be of roles that score: functions, sums and models with a scalar head. Got "
-                    f"{part!r}, a language model. Set roles.{part}.head to scalar, or leave it out."
-                )
-            visit(part, (*above, name))
-
-    visit(name, ())
-
-
-def _check_vocabulary(models: Mapping[str, ModelConfig], table: PromptTable) -> None:
-    for name, model in models.items():
-        if table.tokenizer.vocab_size > model.vocab_size:
-            raise ConfigError(
-                f"roles.{name}.model.vocab_size: must hold the tokenizer's vocabulary, {table.tokenizer.vocab_size} "
-                f"({table.tokenizer.name}). Got {model.vocab_size}. Raise it, or use another tokenizer."
-            )
-
-
 def _check_length(made: Assembly, models: Mapping[str, ModelConfig]) -> None:
     """No call of any phase sees longer sequences than its model holds."""
     calls = [call for phase in made.phases.values() for call in phase.graph.calls if call.role in models]
@@ -366,49 +240,6 @@ def _check_length(made: Assembly, models: Mapping[str, ModelConfig]) -> None:
                 f"{longest - prompt} tokens in {call.name}. Got {model.max_position_embeddings}. Lower "
                 "data.max_prompt_tokens or max_new_tokens."
             )
-
-
-def _role(name: str, role: RoleConfig, models: Mapping[str, ModelConfig], table: PromptTable) -> Role:
-    if role.function:
-        return _function_role(name, role, table)
-    if role.weighted_sum is not None:
-        return WeightedSumRole(role.weighted_sum)
-    return ModelRole(models[name], role.optimizer)
-
-
-def _function_role(name: str, role: RoleConfig, table: PromptTable) -> FunctionRole:
-    """A Python function as a role: what it gets is text, and the columns of each row."""
-    try:
-        function = load_reward(role.function, role.options)
-        check_reward(function, [*table.other, "finished", "num_tokens"], name=name)
-    except ValueError as error:
-        raise ConfigError(f"roles.{name}: {error}") from error
-    if role.function in VERIFIERS:  # they read columns by options, so only a call tells whether every row has them
-        rows = np.arange(len(table.prompts))
-        columns = {**table.columns(rows), "finished": [True] * len(rows), "num_tokens": [1] * len(rows)}
-        try:
-            call_reward(function, list(table.prompts), [""] * len(rows), columns, name=name)
-        except RewardError as error:
-            raise ConfigError(f"roles.{name}: {error}") from error
-
-    def score(rollout: Rollout) -> np.ndarray:
-        rows = np.asarray(rollout.row)
-        completions = decode_responses(rollout, table)
-        columns = table.columns(rows) | {
-            "finished": [bool(x) for x in np.asarray(rollout.finish) == STOP],
-            "num_tokens": [int(x) for x in np.asarray(rollout.lengths)],
-        }
-        prompts = [table.prompt(int(row)) for row in rows]
-        return call_reward(function, prompts, completions, columns, name=name, timeout_seconds=role.timeout_seconds)
-
-    return FunctionRole(score)
-
-
-def decode_responses(rollout: Rollout, table: PromptTable) -> list[str]:
-    """The text of every response."""
-    R = rollout.response.shape[1]
-    tokens_BR, response_BR = np.asarray(rollout.tokens)[:, -R:], np.asarray(rollout.response)
-    return [table.tokenizer.decode(tokens[real].tolist()) for tokens, real in zip(tokens_BR, response_BR, strict=True)]
 
 
 def _count_updates(phase: Phase, steps: int) -> dict[str, Role]:
@@ -468,7 +299,7 @@ def _evaluation_config(
     for scorer in config.scorers:
         if scorer not in roles:
             raise ConfigError(
-                f"evaluation.scorers: must be roles of the run. Got {scorer!r}. Roles: {', '.join(roles)}."
+                f"evaluation.scorers: must be roles of the run. Got {brief(scorer)}. Roles: {', '.join(roles)}."
                 f"{did_you_mean(scorer, roles)}"
             )
     return EvaluationConfig(_with_stop_ids(sampling, end_id), config.scorers)

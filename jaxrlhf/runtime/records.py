@@ -11,12 +11,12 @@ import numpy as np
 from jaxrlhf.config.schema import RunConfig
 from jaxrlhf.data.prompts import PromptTable
 from jaxrlhf.experience import LENGTH, STOP, Rollout
-from jaxrlhf.runtime.assembly import decode_responses
 from jaxrlhf.runtime.json_lines import truncate
 from jaxrlhf.runtime.metrics import MetricsWriter, read_metrics
 from jaxrlhf.runtime.recovery import ResumePoint
 from jaxrlhf.runtime.run_folder import RunFolder
 from jaxrlhf.runtime.samples import SamplesWriter
+from jaxrlhf.runtime.scoring import decode_responses
 from jaxrlhf.runtime.trackers import Trackers
 
 FINISH_NAMES = {STOP: "stop", LENGTH: "length"}

@@ -11,10 +11,12 @@ checkpoint are dropped first, and are made again.
 """
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from jaxrlhf.brief import brief
 from jaxrlhf.checkpoint.store import CheckpointError, checkpoint_numbers
 from jaxrlhf.config.reading import ConfigError, to_tree
 from jaxrlhf.config.schema import RunConfig, load_run
@@ -113,7 +115,7 @@ def _named_checkpoint(config: RunConfig, path: Path) -> ResumePoint:
     numbers = checkpoint_numbers(path.parent)
     if not path.name.isdecimal() or int(path.name) not in numbers:
         there_are = ", ".join(map(str, numbers)) or "none"
-        raise CheckpointError(f"resume: must be a complete checkpoint. Got {str(path)!r}. There: {there_are}.")
+        raise CheckpointError(f"resume: must be a complete checkpoint. Got {brief(str(path))}. There: {there_are}.")
     point = ResumePoint(folder, Position(phase, int(path.name)), True, _differences(there, config))
     _check(point, there, config)
     if phase == "steps" and int(path.name) > config.steps:
@@ -149,9 +151,9 @@ def _check(point: ResumePoint, there: RunConfig, config: RunConfig) -> None:
 
 def _config_of(folder: RunFolder) -> RunConfig:
     """The config of a run."""
-    if not folder.config.is_file():
+    if not os.path.isfile(folder.config):  # a Path would raise where the name is too long for any file
         raise CheckpointError(
-            f"resume: must be never, auto, the folder of a run or a checkpoint in one. Got {str(folder.path)!r}."
+            f"resume: must be never, auto, the folder of a run or a checkpoint in one. Got {brief(str(folder.path))}."
         )
     try:
         return load_run(folder.config)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrlhf.call_graph import GraphError, Method, RoleMethods, abstract_call, compute
+from jaxrlhf.call_graph import GraphError
 from jaxrlhf.config.schema import OptimizerConfig
 from jaxrlhf.experience import Max, PolicyOutputs, Prompts, Rollout, Sampling
 from jaxrlhf.models import heads
@@ -19,6 +19,7 @@ from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.params import Params
 from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.strategy import Remat
+from jaxrlhf.tracing import Method, RoleMethods, abstract_call, compute
 
 GAP_METRIC = "rollout/logprob_gap_max"
 """The largest difference between a token's log-probability as sampling recorded it and as the training forward gives

@@ -16,8 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from jaxrlhf import __version__
+from jaxrlhf.brief import brief
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+MAX_NAME_BYTES = 200
+"""Of the name of a run: a file name has 255, and the date comes after it."""
 
 
 class RunFolderError(ValueError):
@@ -130,21 +133,23 @@ def check_run_folder(root: Path, name: str) -> None:
     Raises:
         ValueError: `name` is no plain file name, `root` cannot be a folder, or `root/latest` is no symlink.
     """
-    if not name or name.startswith((".", "-")) or not name.isprintable() or set(name) & set('/\\:*?"<>|'):
+    plain = name.isprintable() and not name.startswith((".", "-")) and not set(name) & set('/\\:*?"<>|')
+    if not plain or not 0 < len(name.encode()) <= MAX_NAME_BYTES:
         raise ValueError(
-            f"Name of the run: must be a plain file name, such as 'ppo_math'. Got {name!r}. Leave out slashes, "
-            "control characters and a leading dot or dash."
+            f"Name of the run: must be a plain file name, such as 'ppo_math'. Got {brief(name)}. Leave out slashes, "
+            f"control characters and a leading dot or dash; keep to {MAX_NAME_BYTES} bytes."
         )
     latest = root / "latest"
-    if latest.exists() and not latest.is_symlink():
+    if os.path.exists(latest) and not latest.is_symlink():
         raise ValueError(
             f"{latest}: this name is kept for a symlink to the newest run. Got a file or folder of that name. "
             "Rename it, or choose another root."
         )
-    existing = next(path for path in (root, *root.absolute().parents) if path.exists())
+    existing = next(path for path in (root, *root.absolute().parents) if os.path.exists(path))
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise ValueError(
-            f"output.folder: must be a folder that can be written to, or made. Got {str(root)!r}; {existing} is none."
+            f"output.folder: must be a folder that can be written to, or made. Got {brief(str(root))}; {existing} is "
+            "none."
         )
 
 

@@ -15,13 +15,14 @@ from jaxrlhf.data.tokenizer import JSONTokenizer
 from jaxrlhf.models.huggingface import save_params
 from jaxrlhf.runtime.assembly import Assembly
 from jaxrlhf.runtime.checkpoints import Checkpoints, restore, trained_roles
-from jaxrlhf.runtime.console import Console, Progress
+from jaxrlhf.runtime.console import Console
 from jaxrlhf.runtime.evaluation import Evaluator
 from jaxrlhf.runtime.executor import Executor, StepResult
 from jaxrlhf.runtime.first_weights import load_first_weights
 from jaxrlhf.runtime.interruption import RunStopped, StopRequest
 from jaxrlhf.runtime.json_lines import split_non_finite
 from jaxrlhf.runtime.metrics import TrainingError, check_finite, flatten, without_times
+from jaxrlhf.runtime.progress import Progress
 from jaxrlhf.runtime.records import Records
 from jaxrlhf.runtime.recovery import ResumePoint, newest_position
 from jaxrlhf.runtime.roles import ModelRole, weighted_sum

@@ -70,6 +70,27 @@ def test_errors(text, message):
         parse(text, where="x.yaml")
 
 
+def test_aliases_stand_for_so_much_and_no_more():
+    rows = [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" if i else "a0: &a0 [1]" for i in range(12)]
+    assert len(parse("\n".join(rows[:5]), where="x.yaml")["a4"]) == 9
+    with pytest.raises(
+        ConfigError, match=r"^x\.yaml: must hold at most 100,000 keys and values, aliases .* Got [\d,]+\."
+    ):
+        parse("\n".join(rows), where="x.yaml")
+    with pytest.raises(ConfigError, match=r"^x\.yaml: must hold at most 100,000 keys"):
+        parse(f"[{'1, ' * 100_000}]", where="x.yaml")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["{word}: 1\n{word}: 2", "[{word}]: 1", "!!bool {word}", "!!int {word}", "!!float {word}", "!{word} 1", "*{word}"],
+)
+def test_what_is_long_is_not_echoed_whole(text):
+    with pytest.raises(ConfigError, match=r"^x\.yaml") as raised:
+        parse(text.format(word="x" * 900), where="x.yaml")
+    assert len(str(raised.value)) < 600
+
+
 TREES = st.recursive(
     st.none()
     | st.booleans()

@@ -13,10 +13,11 @@ from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.generate import DecodeState, Until, finish, generate, prepare, run, start
 from jaxrlhf.models.heads import policy_outputs
 from jaxrlhf.models.kv_cache import KVCache, cache_prefill
-from jaxrlhf.models.params import abstract_params, with_layers
+from jaxrlhf.models.params import with_layers
 from jaxrlhf.models.transformer import hidden_states
 from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.strategy import Strategy
+from tests.random_weights import params_of
 
 LAYOUT = Layout.over((0,), Strategy())
 B, P, R, V = 6, 5, 8, 97
@@ -42,14 +43,7 @@ START, RUN = (jax.jit(function, static_argnames=("sampling", "config", "layout")
 @functools.cache
 def params() -> Any:
     """Random weights, and a head that makes some tokens likely."""
-    rng = np.random.default_rng(0)
-
-    def random(path: Any, x: jax.ShapeDtypeStruct) -> jax.Array:
-        if len(x.shape) > 1:
-            return jnp.asarray(rng.normal(0, x.shape[0] ** -0.5, x.shape), x.dtype)
-        return jnp.asarray(rng.normal(0 if "bias" in path[-1].key else 1, 0.3, x.shape), x.dtype)
-
-    given = jax.tree_util.tree_map_with_path(random, abstract_params(CONFIG))
+    given = params_of(CONFIG)
     return given | {"lm_head": 2 * given["lm_head"]}
 
 

@@ -10,10 +10,11 @@ import pytest
 from jaxrlhf.experience import Sequences
 from jaxrlhf.models import heads
 from jaxrlhf.models.config import ModelConfig
-from jaxrlhf.models.params import abstract_params, param_shardings
+from jaxrlhf.models.params import param_shardings
 from jaxrlhf.models.transformer import hidden_states
 from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.strategy import Strategy
+from tests.random_weights import params_of
 
 LAYOUT = Layout.over((0,), Strategy())
 B, P, R, D, V = 4, 5, 6, 16, 97
@@ -22,18 +23,6 @@ CONFIG = ModelConfig(vocab_size=V, hidden_size=D, intermediate_size=24, num_laye
 SCALAR = dataclasses.replace(CONFIG, head="scalar")
 UNCHUNKED, CHUNKED, TIGHT, ONE_COLUMN = 4096, 9, 7, 1
 """Tokens of a chunk: all 24; two columns of 4 rows; one column, for two are one token too many; less than that."""
-
-
-@functools.cache
-def params_of(config: ModelConfig) -> Any:
-    rng = np.random.default_rng(0)
-
-    def random(path: Any, x: jax.ShapeDtypeStruct) -> jax.Array:
-        if len(x.shape) > 1:
-            return jnp.asarray(rng.normal(0, x.shape[0] ** -0.5, x.shape), x.dtype)
-        return jnp.asarray(rng.normal(0 if "bias" in path[-1].key else 1, 0.3, x.shape), x.dtype)
-
-    return jax.tree_util.tree_map_with_path(random, abstract_params(config))
 
 
 def make_sequences(seed: int = 0) -> Sequences:

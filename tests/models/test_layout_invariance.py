@@ -1,7 +1,6 @@
 """The same tokens and log-probabilities on any layout."""
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +11,10 @@ from jaxrlhf.experience import LENGTH, STOP, PolicyOutputs, Prompts, Rollout, Sa
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.generate import generate
 from jaxrlhf.models.heads import policy_outputs
-from jaxrlhf.models.params import abstract_params, param_shardings
+from jaxrlhf.models.params import param_shardings
 from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.strategy import Strategy
+from tests.random_weights import params_of
 
 B, P, R, V = 8, 4, 6, 96
 CONFIG = ModelConfig(
@@ -27,16 +27,6 @@ CONFIG = ModelConfig(
     logits_chunk_tokens=16,
 )
 SAMPLING = Sampling(max_new_tokens=R, min_new_tokens=1, top_p=0.95, stop_ids=tuple(range(0, V, 8)))
-
-
-@functools.cache
-def params() -> Any:
-    rng = np.random.default_rng(0)
-
-    def random(x: jax.ShapeDtypeStruct) -> np.ndarray:
-        return rng.normal(1 if len(x.shape) == 1 else 0, x.shape[0] ** -0.5, x.shape).astype(np.float32)
-
-    return jax.tree.map(random, abstract_params(CONFIG))
 
 
 def make_prompts() -> Prompts:
@@ -54,7 +44,7 @@ def over(strategy: Strategy) -> Layout:
 def on(strategy: Strategy) -> tuple[Rollout, PolicyOutputs]:
     """What is sampled on a layout, and what the one device's rollout is given there."""
     layout = over(strategy)
-    weights = jax.device_put(params(), param_shardings(CONFIG, layout))
+    weights = jax.device_put(params_of(CONFIG), param_shardings(CONFIG, layout))
     noise, temperature = jnp.array([1, 2, 3], jnp.uint32), jnp.float32(1.0)
     fast_generate = jax.jit(generate, static_argnums=(4, 5, 6), out_shardings=layout.rows)
     fast_outputs = jax.jit(policy_outputs, static_argnums=(2, 3), out_shardings=layout.rows)

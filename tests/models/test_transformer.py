@@ -10,10 +10,11 @@ import pytest
 
 from jaxrlhf.models import layers
 from jaxrlhf.models.config import PRESETS, ModelConfig, RopeScaling
-from jaxrlhf.models.params import abstract_params, with_layers
+from jaxrlhf.models.params import with_layers
 from jaxrlhf.models.transformer import hidden_states
 from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.strategy import Strategy
+from tests.random_weights import params_of
 
 CONFIG = ModelConfig(vocab_size=97, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2)
 FULL = dataclasses.replace(CONFIG, attention_bias=True, qk_norm=True)
@@ -21,19 +22,6 @@ FULL = dataclasses.replace(CONFIG, attention_bias=True, qk_norm=True)
 LAYOUT = Layout.over((0,), Strategy())
 B, T, N = 4, 8, 5
 """N: tokens of a sequence that is shorter than its row."""
-
-
-@functools.cache
-def params_of(config: ModelConfig) -> Any:
-    """Random weights, biases and norms among them."""
-    rng = np.random.default_rng(0)
-
-    def random(path: Any, x: jax.ShapeDtypeStruct) -> jax.Array:
-        if len(x.shape) > 1:
-            return jnp.asarray(rng.normal(0, x.shape[0] ** -0.5, x.shape), x.dtype)
-        return jnp.asarray(rng.normal(0 if "bias" in path[-1].key else 1, 0.3, x.shape), x.dtype)
-
-    return jax.tree_util.tree_map_with_path(random, abstract_params(config))
 
 
 @functools.partial(jax.jit, static_argnames=("config", "first"))

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxrlhf.call_graph import CallGraph, Method, RoleMethods, compute, trace
+from jaxrlhf.call_graph import CallGraph
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.planner.plan import (
     DEFAULT,
@@ -22,6 +22,7 @@ from jaxrlhf.planner.plan import (
     train_sizes,
 )
 from jaxrlhf.sharding.strategy import Strategy
+from jaxrlhf.tracing import Method, RoleMethods, compute, trace
 
 ROWS, COLUMNS = 24, 7
 ONE = Placement((0,), Strategy())

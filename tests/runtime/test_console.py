@@ -1,4 +1,3 @@
-import io
 import math
 import os
 import pty
@@ -10,47 +9,7 @@ from typing import Any
 import pytest
 from rich.cells import cell_len
 
-from jaxrlhf.runtime.console import Console, sparkline
-
-
-@pytest.fixture(autouse=True)
-def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for variable in ("FORCE_COLOR", "NO_COLOR", "COLUMNS", "LINES", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
-        monkeypatch.delenv(variable, raising=False)
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-class Shown:
-    """A console on plain files, with a clock that stands still unless moved."""
-
-    def __init__(self, quiet: bool = False, width: int = 80, encoding: str = "utf-8") -> None:
-        self.out = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
-        self.err = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
-        self.clock = Clock()
-        self.console = Console(quiet, output=self.out, errors=self.err, width=width, clock=self.clock)
-
-    def text(self) -> str:
-        return self._read(self.out)
-
-    def errors(self) -> str:
-        return self._read(self.err)
-
-    def lines(self) -> list[str]:
-        return [line.rstrip() for line in self.text().splitlines() if line.strip()]
-
-    def _read(self, file: io.TextIOWrapper) -> str:
-        file.flush()
-        buffer = file.buffer
-        assert isinstance(buffer, io.BytesIO)
-        return buffer.getvalue().decode(file.encoding)
-
+from tests.shown import Shown
 
 PLAN = [
     {
@@ -186,80 +145,6 @@ def test_a_terminal_that_cannot_show_a_character_gets_its_escape() -> None:
     assert shown.errors() == "Error: \\xe9\n"
 
 
-def test_progress_prints_every_so_many_steps_and_at_least_every_ten_seconds() -> None:
-    shown = Shown()
-    with shown.console.progress(30, every=10) as progress:
-        for step in range(1, 31):
-            shown.clock.now += 1.0 if step < 21 else 6.0
-            progress.update(step, {"reward": step / 10})
-    assert [line.split("/30")[0] for line in shown.lines()] == [
-        "step  1",
-        "step 10",
-        "step 20",
-        "step 22",
-        "step 24",
-        "step 26",
-        "step 28",
-        "step 30",
-    ]
-
-
-def test_progress_prints_the_last_step_always() -> None:
-    shown = Shown()
-    with shown.console.progress(13, every=10) as progress:
-        for step in range(1, 14):
-            progress.update(step, {})
-    assert [line.split("/13")[0] for line in shown.lines()] == ["step  1", "step 10", "step 13"]
-
-
-def test_a_progress_line_tells_rate_breakdown_and_time_to_go() -> None:
-    shown = Shown(width=40)
-    calls = {"actor.generate": 1.25, "reference.logprobs": 0.05, "critic.values": 0.1, "actor.train": 0.5, "x": 0.01}
-    with shown.console.progress(1000, every=1) as progress:
-        # The first step compiles; what is to come is judged without it.
-        shown.clock.now = 60.0
-        progress.update(1, {"reward": 0.12345, "KL": 0.01, "length": 31.25}, calls)
-        shown.clock.now = 62.0
-        progress.update(2, {"reward": 0.5}, {"actor.train": 0.5})
-        shown.clock.now = 66.0
-        progress.update(3, {"reward": 1234.5})
-    first, second, third = shown.lines()
-    assert first == (
-        "step    1/1000  reward 0.123  KL 0.01  length 31.2  60 s/step  "
-        "(actor.generate 1.25, actor.train 0.50, critic.values 0.10, 2 others 0.06)"
-    )
-    assert second == "step    2/1000  reward 0.5  2 s/step  ETA 33m16s  (actor.train 0.50)"
-    assert third == "step    3/1000  reward 1234  3 s/step  ETA 49m51s"
-
-
-def test_progress_of_a_resumed_run_counts_from_where_it_starts() -> None:
-    shown = Shown()
-    with shown.console.progress(100, start=90, every=1) as progress:
-        shown.clock.now = 5.0
-        progress.update(91, {})
-        # Two steps in one update.
-        shown.clock.now = 9.0
-        progress.update(93, {})
-    assert shown.lines() == ["step  91/100  5 s/step", "step  93/100  2 s/step  ETA 14s"]
-
-
-def test_progress_tells_the_rate_and_the_last_checkpoint() -> None:
-    shown = Shown()
-    with shown.console.progress(4, every=1) as progress:
-        progress.saved(0)
-        for step in (1, 2):
-            shown.clock.now += 2.0
-            progress.update(step, {"reward": 0.5}, {"gen": 1.0}, tokens_per_second=81_234.5)
-        progress.saved(2)
-        shown.clock.now += 2.0
-        progress.update(3, {})
-    assert shown.lines() == [
-        "step 1/4  reward 0.5  2 s/step  81234 tokens/s  saved 0  (gen 1.00)",
-        "step 2/4  reward 0.5  2 s/step  81234 tokens/s  ETA 4s  saved 0  (gen 1.00)",
-        "step 3/4  2 s/step  ETA 2s  saved 2",
-    ]
-
-
 def test_an_evaluation_stands_beside_the_best_so_far() -> None:
     shown = Shown()
     evaluations: list[tuple[int, dict[str, float]]] = []
@@ -305,23 +190,6 @@ def test_quiet_leaves_the_errors_only() -> None:
     shown.console.where({"a": Path("b")})
     shown.console.error("bad")
     assert (shown.text(), shown.errors()) == ("", "Error: bad\n")
-
-
-@pytest.mark.parametrize(
-    ("values", "width", "expected"),
-    [
-        ([], 10, ""),
-        ([0, 1, 2, 3, 4, 5, 6, 7], 60, "▁▂▃▄▅▆▇█"),
-        ([-5.0, 5.0], 60, "▁█"),
-        ([2.0, 2.0, 2.0], 60, "▄▄▄"),
-        ([0.0, math.nan, 7.0, math.inf], 60, "▁ █ "),
-        ([math.nan], 60, " "),
-        # Groups of two, three and three.
-        ([0, 0, 3, 4, 5, 8, 8, 8], 3, "▁▅█"),
-    ],
-)
-def test_sparkline(values: list[float], width: int, expected: str) -> None:
-    assert sparkline(values, width) == expected
 
 
 SCRIPT = """

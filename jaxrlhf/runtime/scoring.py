@@ -1,0 +1,46 @@
+"""Python functions as roles: what they get is the text of responses, and the columns of their rows."""
+
+import numpy as np
+
+from jaxrlhf.config.reading import ConfigError
+from jaxrlhf.config.schema import RoleConfig
+from jaxrlhf.data.prompts import PromptTable
+from jaxrlhf.experience import STOP, Rollout
+from jaxrlhf.rewards.functions import RewardError, call_reward, check_reward, load_reward
+from jaxrlhf.rewards.verifiers import VERIFIERS
+from jaxrlhf.runtime.roles import FunctionRole
+
+
+def function_role(name: str, role: RoleConfig, table: PromptTable) -> FunctionRole:
+    """The role that a config asks for, its function loaded and its arguments checked."""
+    try:
+        function = load_reward(role.function, role.options)
+        check_reward(function, [*table.other, "finished", "num_tokens"], name=name)
+    except ValueError as error:
+        raise ConfigError(f"roles.{name}: {error}") from error
+    if role.function in VERIFIERS:  # they read columns by options, so only a call tells whether every row has them
+        rows = np.arange(len(table.prompts))
+        columns = {**table.columns(rows), "finished": [True] * len(rows), "num_tokens": [1] * len(rows)}
+        try:
+            call_reward(function, list(table.prompts), [""] * len(rows), columns, name=name)
+        except RewardError as error:
+            raise ConfigError(f"roles.{name}: {error}") from error
+
+    def score(rollout: Rollout) -> np.ndarray:
+        rows = np.asarray(rollout.row)
+        completions = decode_responses(rollout, table)
+        columns = table.columns(rows) | {
+            "finished": [bool(x) for x in np.asarray(rollout.finish) == STOP],
+            "num_tokens": [int(x) for x in np.asarray(rollout.lengths)],
+        }
+        prompts = [table.prompt(int(row)) for row in rows]
+        return call_reward(function, prompts, completions, columns, name=name, timeout_seconds=role.timeout_seconds)
+
+    return FunctionRole(score)
+
+
+def decode_responses(rollout: Rollout, table: PromptTable) -> list[str]:
+    """The text of every response."""
+    R = rollout.response.shape[1]
+    tokens_BR, response_BR = np.asarray(rollout.tokens)[:, -R:], np.asarray(rollout.response)
+    return [table.tokenizer.decode(tokens[real].tolist()) for tokens, real in zip(tokens_BR, response_BR, strict=True)]

@@ -1,0 +1,356 @@
+"""Tracing: from a step function to its call graph.
+
+A step function is ordinary Python over role handles. `trace` runs it once on references instead of arrays and writes
+down every call that it makes: a call of a handle (`roles.actor.generate(...)`) or of `compute`. Nothing here knows a
+model, a mesh or a device; a role brings its methods, each with a function that gives the shapes of its outputs.
+
+    graph = trace(ppo_step, roles, state, prompts, config)
+
+Rows. Data comes in rows, one a sequence, always along the first axis, and state does not. Which outputs have rows is
+known, never guessed from a size: a role's method says so, and a `compute` function is evaluated abstractly at two
+numbers of rows, so that an axis that follows the rows is seen to follow them.
+
+A call of `infer` or `host` kind that was made before, on the same inputs and weights, is not made again.
+"""
+
+import collections
+import contextvars
+import dataclasses
+import functools
+import re
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxrlhf.call_graph import Call, CallGraph, GraphError, Kind, Ref, split_args
+from jaxrlhf.suggest import did_you_mean
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """What a role can be asked to do."""
+
+    kind: Kind
+    abstract: Callable[..., Any]
+    """Arguments, with `jax.ShapeDtypeStruct` for arrays -> a pytree of `jax.ShapeDtypeStruct`: the shapes it gives."""
+    row_wise: bool = True
+    """Every output has rows, and what it says of a sequence depends on that sequence alone."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RoleMethods:
+    """A role as a step function sees it."""
+
+    methods: Mapping[str, Method]
+    weights: str | None = None
+    """Whose weights its calls read and train. None: the role has no weights."""
+    composed: Mapping[str, Callable[..., Any]] = dataclasses.field(default_factory=dict)
+    """Methods that are made of other calls: `(roles, *args) -> outputs`, traced as a step function is."""
+    missing: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Methods that it could have -> what to do to get them, for error messages."""
+
+
+class Recorder:
+    """Writes down the calls of the step that is being traced."""
+
+    def __init__(self, step_name: str) -> None:
+        self.step_name = step_name
+        self.calls: list[Call] = []
+        self.iteration = 0
+        self._versions: collections.Counter[str] = collections.Counter()
+        self._ordinals: collections.Counter[tuple[int, str]] = collections.Counter()
+        self._outputs: dict[Hashable, Any] = {}
+
+    def input(self, name: str, avals: Any, *, has_rows: bool) -> Any:
+        leaves, structure = jax.tree.flatten(avals)
+        return structure.unflatten([Ref(name, i, x, has_rows=has_rows, recorder=self) for i, x in enumerate(leaves)])
+
+    def call_role(self, role: str, name: str, method: Method, weights: str | None, args: tuple[Any, ...]) -> Any:
+        self._check_args(f"{role}.{name}", args)
+        reads = self._versions[weights] if weights else 0
+        asked = (self.iteration, role, name, reads, _identity(args))
+        if method.kind in ("infer", "host") and asked in self._outputs:
+            return self._outputs[asked]
+        full_name = self._next_name(f"{role}.{name}")
+        avals = method.abstract(*_avals(args))
+        has_rows = [method.row_wise] * len(jax.tree.leaves(avals))
+        writes = None
+        if method.kind == "train":
+            assert weights is not None
+            self._versions[weights] = writes = reads + 1
+        self._outputs[asked] = self._append(
+            Call(
+                full_name,
+                role,
+                name,
+                method.kind,
+                method.row_wise,
+                None,
+                args,
+                None,
+                weights,
+                reads,
+                writes,
+                self.iteration,
+            ),
+            avals,
+            has_rows,
+        )
+        return self._outputs[asked]
+
+    def compute(self, function: Callable[..., Any], args: tuple[Any, ...], call_name: str | None) -> Any:
+        name = getattr(function, "__name__", "")
+        if not name or name == "<lambda>" or "<locals>" in getattr(function, "__qualname__", ""):
+            raise GraphError(
+                f"{self.step_name}: compute needs a function defined at the top level of a module, so that the "
+                f"compiled program is found again in the next step. Got {function!r}. Move it there and pass it by "
+                "name."
+            )
+        if re.fullmatch(r"state|data\d*", name):
+            raise GraphError(
+                f"{self.step_name}: a compute function must not be named like an input of the graph. Got '{name}'. "
+                "Give it another name."
+            )
+        full_name = self._next_name(call_name or name)
+        self._check_args(full_name, args)
+        avals = abstract_call(function, _avals(args))
+        has_rows = _follow_rows(full_name, function, args, avals)
+        return self._append(
+            Call(full_name, None, "", "compute", False, function, args, None, None, 0, None, self.iteration),
+            avals,
+            has_rows,
+        )
+
+    def _next_name(self, name: str) -> str:
+        self._ordinals[self.iteration, name] += 1
+        ordinal = self._ordinals[self.iteration, name]
+        return (f"{self.iteration}:" if self.iteration else "") + name + (f"#{ordinal}" if ordinal > 1 else "")
+
+    def _check_args(self, name: str, args: tuple[Any, ...]) -> None:
+        for i, arg in enumerate(args):
+            for path, leaf in jax.tree_util.tree_leaves_with_path(arg):
+                where = f"{name}: argument {i + 1}{jax.tree_util.keystr(path)}"
+                if isinstance(leaf, Ref):
+                    if leaf.recorder is not self:
+                        raise GraphError(
+                            f"{where}: must come from this step. Got {leaf!r} of another trace. Return it in the "
+                            "state to carry it over."
+                        )
+                elif isinstance(leaf, jax.Array | np.ndarray):
+                    raise GraphError(
+                        f"{where}: must be an output of a call, part of the data or state, or a hashable setting. Got "
+                        f"an array {leaf.dtype}{list(leaf.shape)}. Put it into the state, or make it inside a compute "
+                        "function."
+                    )
+                elif not isinstance(leaf, Hashable) or not _hashes(leaf):
+                    raise GraphError(
+                        f"{where}: a setting must be hashable, since it is part of the compiled program. Got "
+                        f"{leaf!r}. Use a frozen dataclass or a tuple."
+                    )
+
+    def _append(self, call: Call, avals: Any, has_rows: list[bool]) -> Any:
+        leaves, structure = jax.tree.flatten(avals)
+        refs = [
+            Ref(call.name, i, x, has_rows=r, recorder=self)
+            for i, (x, r) in enumerate(zip(leaves, has_rows, strict=True))
+        ]
+        outputs = structure.unflatten(refs)
+        self.calls.append(dataclasses.replace(call, outputs=outputs))
+        return outputs
+
+
+class RoleHandle:
+    """A role inside a step function: its methods record calls."""
+
+    def __init__(self, name: str, role: RoleMethods, roles: "Roles", recorder: Recorder) -> None:
+        self._name, self._role, self._roles, self._recorder = name, role, roles, recorder
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        if method.startswith("__"):
+            raise AttributeError(method)
+        known = self._role.methods
+        if method in self._role.composed:
+            return functools.partial(self._role.composed[method], self._roles)
+        if method not in known:
+            known = [*known, *self._role.composed]
+            raise GraphError(
+                f"{self._recorder.step_name}: role '{self._name}' has no method '{method}'. It has: "
+                f"{', '.join(sorted(known)) or 'none'}.{did_you_mean(method, known)}"
+                + (f" {self._role.missing[method]}" if method in self._role.missing else "")
+            )
+        return lambda *args: self._recorder.call_role(self._name, method, known[method], self._role.weights, args)
+
+
+class Roles:
+    """The first argument of a step function: one handle per role, as attributes."""
+
+    def __init__(self, roles: Mapping[str, RoleMethods], recorder: Recorder) -> None:
+        self._handles = {name: RoleHandle(name, role, self, recorder) for name, role in roles.items()}
+        self._recorder = recorder
+
+    def __getattr__(self, name: str) -> RoleHandle:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name not in self._handles:
+            raise GraphError(
+                f"{self._recorder.step_name}: the run has no role '{name}'. It has: {', '.join(sorted(self._handles))}."
+                f"{did_you_mean(name, self._handles)} Add it under `roles` in the config."
+            )
+        return self._handles[name]
+
+
+_recorder: contextvars.ContextVar[Recorder | None] = contextvars.ContextVar("recorder", default=None)
+
+
+def compute(function: Callable[..., Any], *args: Any, name: str | None = None) -> Any:
+    """A call without weights: a pure function of arrays, over the whole batch, on devices.
+
+    Inside a step function it records the call and returns references to its outputs. Outside of one it simply calls
+    the function, so that a step can be tried on real arrays. The call is called `name`, or else as the function is.
+    """
+    recorder = _recorder.get()
+    return function(*args) if recorder is None else recorder.compute(function, args, name)
+
+
+def trace(
+    step: Callable[..., tuple[Any, Any]],
+    roles: Mapping[str, RoleMethods],
+    state: Any,
+    data: Any,
+    config: Any,
+    *,
+    iterations: int = 1,
+) -> CallGraph:
+    """Run a step function on references and write down its calls.
+
+    Args:
+        step: `(roles, state, data, config) -> (results, state)`.
+        roles: What each role can do.
+        state: Pytree of arrays or shapes that each iteration hands to the next.
+        data: Pytree of arrays or shapes, all with rows first.
+        config: Hashable settings, given to the step as they are.
+        iterations: How many iterations to unroll, to see which calls of neighbours may overlap.
+
+    Raises:
+        GraphError: The step uses a role or method that is not there, calculates with an output, hands an unhashable
+            setting to a call, or returns a state that differs in structure, shape or dtype from the one it got.
+    """
+    recorder = Recorder(getattr(step, "__name__", "step"))
+    handles = Roles(roles, recorder)
+    state_aval, data_aval = _to_avals(state), _to_avals(data)
+    first_state = carry = recorder.input("state", state_aval, has_rows=False)
+    inputs, results = {"state": first_state}, []
+    token = _recorder.set(recorder)
+    try:
+        for recorder.iteration in range(iterations):
+            name = f"data{recorder.iteration or ''}"
+            inputs[name] = recorder.input(name, data_aval, has_rows=True)
+            returned = step(handles, carry, inputs[name], config)
+            if not isinstance(returned, tuple) or len(returned) != 2:
+                raise GraphError(f"{recorder.step_name}: must return (results, state). Got {type(returned).__name__}.")
+            result, new_state = returned
+            _check_state(recorder.step_name, state_aval, new_state)
+            results.append(result)
+            carry = new_state
+    finally:
+        _recorder.reset(token)
+    return _waiting_last(CallGraph(tuple(recorder.calls), inputs, tuple(results), carry))
+
+
+def abstract_call(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Shapes that `function(*args)` gives, where arrays in `args` are shapes and all else is passed as it is."""
+    arrays, _, rebuild = split_args(args)
+    return jax.eval_shape(lambda *arrays: function(*rebuild(list(arrays))), *arrays)
+
+
+def _waiting_last(graph: CallGraph) -> CallGraph:
+    """The same graph, of each iteration first the calls that need nothing which waits for work on the host.
+
+    An executor takes the calls in order, and the first one that needs a result of the host holds up all after it.
+    """
+    waiting: set[str] = set()
+    on_host = {call.name for call in graph.calls if call.kind == "host"}
+    for call in graph.calls:
+        if not (waiting | on_host).isdisjoint(graph.dependencies(call)):
+            waiting.add(call.name)
+    calls = sorted(graph.calls, key=lambda call: (call.iteration, call.name in waiting))
+    return dataclasses.replace(graph, calls=tuple(calls))
+
+
+def _identity(args: tuple[Any, ...]) -> Hashable:
+    """Equal for the same references and equal settings in the same places."""
+    leaves, structure = jax.tree.flatten(args)
+    return structure, tuple((x.call, x.leaf) if isinstance(x, Ref) else (type(x), x) for x in leaves)
+
+
+def _avals(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return jax.tree.map(lambda x: x.aval if isinstance(x, Ref) else x, args)
+
+
+def _to_avals(tree: Any) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), tree)
+
+
+def _hashes(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
+
+
+def _follow_rows(name: str, function: Callable[..., Any], args: tuple[Any, ...], avals: Any) -> list[bool]:
+    """Which outputs of a compute function have rows: those whose first axis doubles when the rows of the inputs do."""
+    if not any(leaf.has_rows for leaf in jax.tree.leaves(args) if isinstance(leaf, Ref)):
+        return [False] * len(jax.tree.leaves(avals))
+
+    def doubled_input(x: Any) -> Any:
+        if not isinstance(x, Ref):
+            return x
+        return jax.ShapeDtypeStruct((2 * x.shape[0], *x.shape[1:]), x.dtype) if x.has_rows else x.aval
+
+    try:
+        doubled = abstract_call(function, jax.tree.map(doubled_input, args))
+    except Exception as error:
+        raise GraphError(
+            f"{name}: a compute function must work for any number of rows. It fails when every input has twice its "
+            f"rows: {error}. Take sizes from the arrays that it gets."
+        ) from error
+    structure, structure_doubled = jax.tree.structure(avals), jax.tree.structure(doubled)
+    if structure != structure_doubled:
+        raise GraphError(
+            f"{name}: the structure of its outputs must not depend on the number of rows. Got {structure}, and "
+            f"{structure_doubled} for twice the rows. Return arrays with the rows first."
+        )
+    has_rows = []
+    for (path, one), two in zip(jax.tree_util.tree_leaves_with_path(avals), jax.tree.leaves(doubled), strict=True):
+        if one.shape and (2 * one.shape[0], *one.shape[1:]) == two.shape:
+            has_rows.append(True)
+        elif one.shape == two.shape:
+            has_rows.append(False)
+        else:
+            raise GraphError(
+                f"{name}: an output follows the rows in its first axis or not at all. Got "
+                f"output{jax.tree_util.keystr(path)} of shape {list(one.shape)}, and {list(two.shape)} for twice the "
+                "rows. Put the rows first."
+            )
+    return has_rows
+
+
+def _check_state(step_name: str, before: Any, after: Any) -> None:
+    rule = f"{step_name}: the state that it returns must have the structure, shapes and dtypes of the one that it got"
+    old, new = jax.tree.structure(before), jax.tree.structure(after)
+    if old != new:
+        raise GraphError(f"{rule}. Got {new} for {old}.")
+    for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(before), jax.tree.leaves(after), strict=True):
+        if not isinstance(y, Ref):
+            raise GraphError(f"{rule}, made by compute. Got {y!r} at state{jax.tree_util.keystr(path)}.")
+        if (tuple(x.shape), x.dtype) != (y.shape, y.dtype):
+            raise GraphError(
+                f"{rule}. Got {y.dtype}{list(y.shape)} for {x.dtype}{list(x.shape)} at "
+                f"state{jax.tree_util.keystr(path)}."
+            )
+        if y.has_rows:
+            raise GraphError(f"{rule}, and no rows. Got an array of rows at state{jax.tree_util.keystr(path)}.")
