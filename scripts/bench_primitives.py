@@ -78,8 +78,9 @@ PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     if options.gpu_suite:
-        print(json.dumps(run_suite(tiny=options.tiny, rounds=options.rounds), indent=2))
-        return 0
+        results = run_suite(tiny=options.tiny, rounds=options.rounds)
+        print(json.dumps(results, indent=2))
+        return 1 if any("failed" in result for result in results) else 0
     if options.platform == "cpu":
         mesh.use_virtual_cpu_devices(options.devices)
     print(json.dumps(measure(options), indent=2))

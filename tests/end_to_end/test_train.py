@@ -179,20 +179,12 @@ def test_rewards_that_add_up_are_each_there(train, results):
 
 
 def test_an_interrupt_is_no_traceback(train, monkeypatch):
-    def interrupted(self):
+    def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("jaxrlhf.runtime.trainer.Trainer._warm_start", interrupted)
+    monkeypatch.setattr("jaxrlhf.runtime.trainer.warm_start", interrupted)
     status, out, err = train()
     assert status == 130 and err == "Error: Interrupted.\n" and "is in runs/tiny-" in out
-
-
-def test_a_loss_that_is_not_finite_ends_the_run_and_names_the_step(train, optimizer):
-    status, _, err = train(
-        "--set", "roles.critic.optimizer.learning_rate=1.0e+30", "--set", "roles.critic.optimizer.max_grad_norm=0"
-    )
-    assert status == 1
-    assert re.search(r"Step [123]: losses and gradient norms must be finite. Got critic/", err)
 
 
 QUESTIONS = [

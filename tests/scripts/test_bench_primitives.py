@@ -12,9 +12,10 @@ def test_the_suite_for_gpus_runs_with_tiny_models(capsys, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "")  # one processor, not eight
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", jax.config.values["jax_compilation_cache_dir"])
     monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+    monkeypatch.setattr(bench_primitives, "GPU_SUITE", bench_primitives.GPU_SUITE[:1])  # compiling takes long
     assert bench_primitives.main(["--gpu-suite", "--tiny"]) == 0
     results = json.loads(capsys.readouterr().out)
-    assert [result["options"]["batch"] for result in results] == [2, 8, 2, 8]
+    assert [result["options"]["batch"] for result in results] == [2]
     for result in results:
         calls = result["calls"]
         assert list(calls) == [
@@ -37,6 +38,13 @@ def test_the_suite_for_gpus_runs_with_tiny_models(capsys, monkeypatch):
             "decode_tokens_per_s_bound",
             "decode_fraction_of_bound",
         }
+
+
+def test_a_setting_that_fails_is_named(capsys, monkeypatch):
+    monkeypatch.setattr(bench_primitives, "GPU_SUITE", [{"size": "0.5b", "batch": 32, "micro_batches": "many"}])
+    assert bench_primitives.main(["--gpu-suite"]) == 1
+    (failed,) = json.loads(capsys.readouterr().out)
+    assert failed == {"failed": ["--size", "0.5b", "--batch", "32", "--micro-batches", "many", "--rounds", "5"]}
 
 
 def test_bounds_of_a_named_device():
