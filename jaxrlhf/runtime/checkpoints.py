@@ -7,6 +7,7 @@
 The data position and all noise follow from the seed and the number of steps, so they need no arrays.
 """
 
+import functools
 import shutil
 import time
 from collections.abc import Callable
@@ -82,9 +83,13 @@ class Checkpoints:
         self, part: str, done: int, executor: Executor, roles: list[str], state: Any, value: float | None
     ) -> None:
         versions = {name: executor.weights.version(name) for name in roles}
-        meta = {"seed": self._assembly.config.seed, "data": self._assembly.table.digest(), "versions": versions}
+        meta = {"seed": self._assembly.config.seed, "data": self._data, "versions": versions}
         self._store(part).save(done, _arrays(executor, roles, state), meta, value=value)
         self._saved_at = self._clock()
+
+    @functools.cached_property
+    def _data(self) -> str:
+        return self._assembly.table.digest()
 
     def _store(self, part: str) -> CheckpointStore:
         if part not in self._stores:
