@@ -26,7 +26,7 @@ from jaxrlhf.runtime.checkpoints import check_checkpoint
 from jaxrlhf.runtime.console import Console
 from jaxrlhf.runtime.interruption import RunStopped, StopRequest
 from jaxrlhf.runtime.metrics import TrainingError, read_metrics
-from jaxrlhf.runtime.recovery import ResumePoint, find_resume_point
+from jaxrlhf.runtime.recovery import ResumePoint, find_resume_point, newest_position
 from jaxrlhf.runtime.run_folder import RunFolder, RunFolderError, check_run_folder, collect_versions
 from jaxrlhf.runtime.stages import time_rows
 from jaxrlhf.runtime.trackers import check_trackers
@@ -134,6 +134,12 @@ def execute(run: Run, console: Console) -> Outcome:
         folder = resume.folder
     try:
         with folder.locked(), StopRequest() as stop:
+            if resume is not None and not resume.is_branch and newest_position(folder) != resume.position:
+                raise RunFolderError(
+                    f"{folder.path}: must stand where it did when it was looked at, "
+                    f"{resume.position or 'at its start'}. "
+                    f"Got {newest_position(folder)}: another process went on with it. Start again."
+                )
             folder.become_latest()
             _write_assembly(run, folder)
             outcome = Trainer(run.assembly, folder, console, resume=resume, stop=stop).run()
@@ -160,7 +166,10 @@ def _read_options(options: argparse.Namespace) -> RunConfig:
     for path in (folder, *folder.parents[:3]):  # a run's folder, or a checkpoint in it
         if options.resume and (path / "config.yaml").is_file():
             return read(str(path / "config.yaml"), overrides)
-    raise InputError("--config: required, unless --resume names the folder of a run. Got neither.")
+    raise InputError(
+        "--config: required, unless --resume names the folder of a run or a checkpoint in one. Got "
+        f"{f'--resume {options.resume}' if options.resume else 'neither'}."
+    )
 
 
 def _start_jax(config: RunConfig) -> None:
@@ -204,7 +213,7 @@ def _print_outcome(outcome: Outcome, folder: RunFolder, console: Console, second
     console.curve("reward", outcome.rewards)
     if outcome.evaluations:
         first, last = outcome.evaluations[0][1], outcome.evaluations[-1][1]
-        for name in (name for name in first if name.startswith("eval/")):
+        for name in (name for name in first if name.startswith("eval/") and name in last):
             console.line(f"{name}: {first[name]:.3f} before, {last[name]:.3f} after")
     if outcome.best is not None and outcome.best[0] < outcome.steps:
         console.line(f"best after {outcome.best[0]} steps: {outcome.best[1]:.3f}")

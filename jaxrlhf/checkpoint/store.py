@@ -4,8 +4,9 @@ A checkpoint appears under its number in one move when all of it is on disk. Wha
 another name, is never read, and is removed by the next writer.
 """
 
+import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -71,7 +72,8 @@ class CheckpointStore:
 
     def meta(self, number: int) -> dict[str, Any]:
         """The plain data of a checkpoint."""
-        return self._manager.restore(number, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
+        with self._reading(number):
+            return self._manager.restore(number, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
 
     def restore(self, number: int, like: Any) -> tuple[Any, dict[str, Any]]:
         """The arrays, laid out as `like` says (`jax.ShapeDtypeStruct` with shardings), and the plain data.
@@ -86,7 +88,8 @@ class CheckpointStore:
             )
         self.check(number, like)
         how = ocp.args.PyTreeRestore(like, restore_args=ocp.checkpoint_utils.construct_restore_args(like))
-        restored = self._manager.restore(number, args=ocp.args.Composite(arrays=how))
+        with self._reading(number):
+            restored = self._manager.restore(number, args=ocp.args.Composite(arrays=how))
         return restored["arrays"], self.meta(number)
 
     def check(self, number: int, like: Any) -> None:
@@ -95,7 +98,8 @@ class CheckpointStore:
         Raises:
             CheckpointError: One is not.
         """
-        saved = self._manager.item_metadata(number)["arrays"]
+        with self._reading(number):
+            saved = self._manager.item_metadata(number)["arrays"]
         there, wanted = _shapes(saved.tree if hasattr(saved, "tree") else saved), _shapes(like)
         if there == wanted:
             return
@@ -130,6 +134,18 @@ class CheckpointStore:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @contextlib.contextmanager
+    def _reading(self, number: int) -> Iterator[None]:
+        """What Orbax says of a checkpoint that is damaged, in one line."""
+        try:
+            yield
+        except Exception as error:
+            what = str(error).strip().partition("\n")[0][:200]
+            raise CheckpointError(
+                f"{self._folder / str(number)}: must be a whole checkpoint. Got {type(error).__name__} on reading it: "
+                f"{what}. Resume from another one: --resume {self._folder}/<number>."
+            ) from error
 
     def _unwritten(self, error: Exception) -> CheckpointError:
         return CheckpointError(

@@ -63,6 +63,10 @@ class Checkpoints:
         """In the warm start, after so many updates."""
         self._save("warm_start", done, executor, ["actor"], state, None)
 
+    def start_over(self) -> None:
+        """Removes the roles that are never trained, where a run that has no step yet makes its weights anew."""
+        shutil.rmtree(checkpoint_folder(self._folder, FROZEN), ignore_errors=True)
+
     def drop_warm_start(self) -> None:
         """Removes the checkpoints of the warm start, once there is one after it."""
         self.wait()

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxrlhf.runtime.assembly import Assembly
 from jaxrlhf.runtime.executor import Executor
-from jaxrlhf.runtime.metrics import best_evaluation, evaluations_in
+from jaxrlhf.runtime.metrics import evaluations_in
 from jaxrlhf.runtime.records import Records
 
 EVALUATION_STEP = 2**32 - 1
@@ -22,9 +22,11 @@ class Evaluator:
 
     Args:
         history: Records of the run from before this start.
+        since: Evaluations after so many steps and fewer are never the best: their checkpoints are not this run's.
     """
 
-    def __init__(self, assembly: Assembly, history: Sequence[dict[str, Any]]) -> None:
+    def __init__(self, assembly: Assembly, history: Sequence[dict[str, Any]], *, since: int = 0) -> None:
+        self._since = since
         self._phase, self._batches = assembly.evaluation, assembly.eval_batches
         self._config, self._steps = assembly.config.evaluation, assembly.config.steps
         by = (self._config.best_by or self._config.scorers[0]) if self._config is not None else ""
@@ -38,15 +40,21 @@ class Evaluator:
             return False
         return done == self._steps or bool(self._config.every and done % self._config.every == 0)
 
+    def is_missing(self, done: int) -> bool:
+        """Whether an evaluation after so many steps was due and is not there: it failed, and the run was saved."""
+        due = self._config is not None and (done == 0 or self.is_due(done))
+        return due and all(at != done for at, _ in self.results)
+
     def best(self) -> tuple[int, float] | None:
         """Steps done and value of the best evaluation after a step; of equals, the first."""
-        later = [(done, metrics) for done, metrics in self.results if done > 0]
-        return best_evaluation(later, self._metric) if later else None
+        values = [(done, self.value(done)) for done, _ in self.results]
+        there = [(done, value) for done, value in values if value is not None]
+        return max(there, key=lambda result: result[1], default=None)
 
     def value(self, done: int) -> float | None:
-        """How good the policy was after so many steps; None where it was not evaluated, or the score is no number."""
-        value = next((metrics[self._metric] for at, metrics in self.results if at == done), math.nan)
-        return value if math.isfinite(value) else None
+        """How good the policy was after so many steps; None where that was not found out, or cannot be the best."""
+        value = next((metrics.get(self._metric, math.nan) for at, metrics in self.results if at == done), math.nan)
+        return value if done > self._since and math.isfinite(value) else None
 
     def run(self, done: int, executor: Executor, records: Records) -> dict[str, float]:
         """Metrics of the policy as it is. They are written to the records, with samples."""

@@ -14,7 +14,7 @@ from jaxrlhf.experience import LENGTH, STOP, Rollout
 from jaxrlhf.runtime.json_lines import truncate
 from jaxrlhf.runtime.metrics import MetricsWriter, read_metrics
 from jaxrlhf.runtime.recovery import ResumePoint
-from jaxrlhf.runtime.run_folder import RunFolder
+from jaxrlhf.runtime.run_folder import RunFolder, RunFolderError
 from jaxrlhf.runtime.samples import SamplesWriter
 from jaxrlhf.runtime.scoring import decode_responses
 from jaxrlhf.runtime.trackers import Trackers
@@ -45,7 +45,10 @@ class Records:
         for path in (folder.metrics, folder.samples):
             if resume is not None and resume.is_branch and (resume.folder.path / path.name).exists():
                 shutil.copyfile(resume.folder.path / path.name, path)
-            truncate(path, lambda record: position is not None and position.covers(record))
+            try:
+                truncate(path, lambda record: position is not None and position.covers(record))
+            except (ValueError, KeyError) as error:
+                raise RunFolderError(f"{error} Mend or remove the line, and resume again.") from error
         self.history: list[dict[str, Any]] = read_metrics(folder.metrics) if folder.metrics.exists() else []
         """Records of metrics from before this start."""
         self.latest_samples: list[dict[str, Any]] = []

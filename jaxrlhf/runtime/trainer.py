@@ -85,7 +85,9 @@ class Trainer:
         self._executor = Executor(assembly.train.roles, seed=self._config.seed, timeline=self._timeline)
         self._records = Records(folder, assembly.config, assembly.table, resume=resume, warn=console.line)
         self._checkpoints = Checkpoints(assembly, folder)
-        self._evaluator = Evaluator(assembly, self._records.history)
+        branches_at = resume.position if resume is not None and resume.is_branch else None
+        since = branches_at.done if branches_at is not None and branches_at.phase == "steps" else 0
+        self._evaluator = Evaluator(assembly, self._records.history, since=since)
         steps = [record for record in self._records.history if "critic/score/mean" in record]
         self._rewards: list[float] = [record["critic/score/mean"] for record in steps]
         self._last: dict[str, float] = steps[-1] if steps else {}
@@ -127,14 +129,18 @@ class Trainer:
         if resume is not None and resume.position is not None:
             self._console.line(f"Going on from {resume.checkpoint}, after {resume.position}")
             if resume.position.phase == "steps":
-                return resume.position.done, restore(resume, phase, self._executor)
+                done, state = resume.position.done, restore(resume, phase, self._executor)
+                if self._evaluator.is_missing(done):
+                    self._evaluate(done, state)
+                return done, state
+        self._checkpoints.start_over()
         first = {}
         if self._assembly.warm_start is not None:
             first["actor"] = warm_start(
                 self._assembly, self._records, self._checkpoints, self._console, self._timeline, self._stop, resume
             )
         load_first_weights(self._executor, phase, self._config, first)
-        self._evaluate(0)
+        self._evaluate(0, phase.first_state)
         if first:  # work that a kill should not undo
             self._save(0, phase.first_state)
             self._checkpoints.drop_warm_start()
@@ -168,7 +174,7 @@ class Trainer:
                 # metrics are read a step late, so that the devices do not wait for Python
                 while len(unread) > (0 if evaluates or saves else 1):
                     self._report(*unread.popleft(), progress)
-                if evaluates and self._evaluate(done) and config.output.keep_best:
+                if evaluates and self._evaluate(done, state) and config.output.keep_best:
                     saves = True
                 if saves:
                     self._save(done, state)
@@ -219,12 +225,18 @@ class Trainer:
             scores = _scores(result, of=generate.name)
             self._records.write_samples(done, "train", result.outputs(generate.name), scores)
 
-    def _evaluate(self, done: int) -> bool:
+    def _evaluate(self, done: int, state: Any) -> bool:
         """Evaluates, and tells whether the policy is better than it was after any step before."""
         if self._assembly.evaluation is None:
             return False
         before = self._evaluator.best()
-        self._evaluator.run(done, self._executor, self._records)
+        try:
+            self._evaluator.run(done, self._executor, self._records)
+        except Exception:
+            self._save(done, state)
+            self._checkpoints.wait()
+            self._console.line(f"Saved after {done} steps, before the evaluation that failed.")
+            raise
         num_prompts = sum(len(batch.row) for batch in self._assembly.eval_batches)
         self._console.evaluation(self._evaluator.results, num_prompts)
         return self._evaluator.best() != before
@@ -232,7 +244,7 @@ class Trainer:
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def _save(self, done: int, state: Any) -> None:
-        """Saves what the next step depends on. Every step before has been reported, so all of it is finite."""
+        """Saves what the next step depends on. Every step before has been reported, with losses that are finite."""
         if self._saved == done:
             return
         self._records.sync()
@@ -261,7 +273,8 @@ class Trainer:
         position = newest_position(self._folder)
         if position is None:
             return "No checkpoint was saved before it: set output.checkpoint_every or output.checkpoint_minutes."
-        return f"The last good checkpoint is {ResumePoint(self._folder, position).checkpoint}."
+        newest = ResumePoint(self._folder, position).checkpoint
+        return f"The last good checkpoint is {newest}; if the same comes of it, name one before."
 
     def _versions(self) -> dict[str, int]:
         """How often each role has been trained."""

@@ -93,3 +93,17 @@ def test_what_cannot_be_written_is_an_error_that_says_so(tmp_path: Path, monkeyp
             CheckpointError, match=r"must be writable. Got OSError: .*No space left on device.* Make room"
         ):
             store.save(1, {"x": jnp.ones(3)}, {})
+
+
+def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
+    arrays = random_arrays()
+    with CheckpointStore(tmp_path) as store:
+        store.save(1, arrays, {})
+    for path in tmp_path.rglob("manifest.ocdbt"):
+        path.write_bytes(path.read_bytes()[:10])
+    with (
+        CheckpointStore(tmp_path, read_only=True) as store,
+        pytest.raises(CheckpointError, match=r"/1: must be a whole checkpoint. Got .* Resume from another one"),
+    ):
+        store.check(1, abstract(arrays))
+        store.restore(1, abstract(arrays))

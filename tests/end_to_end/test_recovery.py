@@ -11,10 +11,14 @@ import numpy as np
 import pytest
 
 from jaxrlhf.checkpoint.store import checkpoint_numbers
+from jaxrlhf.config.schema import load_run
+from jaxrlhf.rewards.functions import RewardError
+from jaxrlhf.runtime.console import Console
 from jaxrlhf.runtime.evaluation import Evaluator
 from jaxrlhf.runtime.metrics import read_metrics, without_times
 from jaxrlhf.runtime.run_folder import RunFolder
 from jaxrlhf.runtime.trainer import Trainer
+from jaxrlhf.train import InputError, execute, prepare
 
 COMPILED = Path(__file__).parents[2] / ".cache" / "compilations"  # of tests/conftest.py
 CHECK_RECOVERY = Path(__file__).parents[2] / "scripts" / "check_recovery.py"
@@ -176,6 +180,35 @@ def test_a_failing_reward_loses_no_step_that_was_done(train, results):
     assert [record["step"] for record in results()] == [1, 2, 3, 4]
 
 
+def test_a_failing_evaluation_loses_no_step_and_is_made_up_for(train, monkeypatch):
+    assert train("--set", "output.checkpoint_every=0", "--set", "output.keep_best=false")[0] == 0
+    whole = records("runs/latest")
+    run = Evaluator.run
+
+    def fails_after_two_steps(self, done, executor, records):
+        if done == 2:
+            raise RewardError("the judge is down")
+        return run(self, done, executor, records)
+
+    name = ("--set", "name=judged", "--set", "output.checkpoint_every=0", "--set", "output.keep_best=false")
+    with monkeypatch.context() as patch:
+        patch.setattr(Evaluator, "run", fails_after_two_steps)
+        status, out, err = train(*name)
+    assert status == 1 and "the judge is down" in err
+    assert "Saved after 2 steps, before the evaluation that failed." in out
+    assert train(*name, "--resume", "auto")[0] == 0
+    assert records("runs/latest") == whole
+
+
+def test_a_run_that_another_process_went_on_with_is_left_alone(train):
+    assert train("--set", "steps=2")[0] == 0
+    config = load_run("tiny.yaml", ["steps=3", "resume=runs/latest", "plan={default: {data: 1}}"])
+    prepared = prepare(config, Console(quiet=True))
+    assert train("--resume", "runs/latest")[0] == 0
+    with pytest.raises(InputError, match=r"must stand where it did when it was looked at, 2 steps. Got 3 steps"):
+        execute(prepared, Console(quiet=True))
+
+
 def test_the_best_checkpoint_is_kept_beside_the_newest(train, monkeypatch):
     values = iter([0.5, 0.2, 0.7, 0.1, 0.3, 0.4])
     run = Evaluator.run
@@ -201,9 +234,8 @@ def test_a_loss_that_is_not_finite_names_the_step_and_keeps_the_last_good_checkp
     )
     assert status == 1
     assert "losses and gradient norms must be finite. Got critic/" in err and "Step " in err
-    assert (
-        f"The last good checkpoint is runs/{Path('runs/latest').resolve().name}/checkpoints/steps/{saved()[-1]}." in err
-    )
+    newest = f"runs/{Path('runs/latest').resolve().name}/checkpoints/steps/{saved()[-1]}"
+    assert f"The last good checkpoint is {newest}; if the same" in err
     broken = read_metrics(Path("runs/latest/metrics.jsonl"))[-1]
     assert not np.isfinite(broken["critic/grad_norm"]), "the step that went wrong is on record"
     assert saved()[-1] < broken["step"]
