@@ -68,7 +68,9 @@ class Checkpoints:
         shutil.rmtree(checkpoint_folder(self._folder, FROZEN), ignore_errors=True)
 
     def drop_warm_start(self) -> None:
-        """Removes the checkpoints of the warm start, once there is one after it."""
+        """Removes the checkpoints of the warm start, if there are any, once there is one after it."""
+        if not checkpoint_folder(self._folder, "warm_start").exists():
+            return
         self.wait()
         if "warm_start" in self._stores:
             self._stores.pop("warm_start").close()
