@@ -63,6 +63,7 @@ class Evaluator:
         started = time.perf_counter()
         scores: dict[str, list[np.ndarray]] = collections.defaultdict(list)
         lengths: list[np.ndarray] = []
+        rollouts: list[dict[str, Any]] = []
         for batch in self._batches:
             result = executor.run(
                 phase.graph, phase.plan, phase.first_state, batch, step=EVALUATION_STEP, phase="evaluation", number=done
@@ -71,6 +72,8 @@ class Evaluator:
             for name, value in fetched["scores"].items():
                 scores[name].append(value)
             lengths.append(fetched["rollout"].lengths)
+            rollouts.append(fetched)
+        for fetched in rollouts:  # only now: an evaluation that fails, and is made up for, leaves nothing behind
             records.write_samples(done, "held-out", fetched["rollout"], fetched["scores"])
         metrics = {f"eval/{name}": float(np.concatenate(values).mean()) for name, values in scores.items()}
         metrics["eval/response_length"] = float(np.concatenate(lengths).mean())

@@ -12,7 +12,6 @@ import pytest
 
 from jaxrlhf.checkpoint.store import checkpoint_numbers
 from jaxrlhf.config.schema import load_run
-from jaxrlhf.rewards.functions import RewardError
 from jaxrlhf.runtime.console import Console
 from jaxrlhf.runtime.evaluation import Evaluator
 from jaxrlhf.runtime.metrics import read_metrics, without_times
@@ -180,24 +179,25 @@ def test_a_failing_reward_loses_no_step_that_was_done(train, results):
     assert [record["step"] for record in results()] == [1, 2, 3, 4]
 
 
-def test_a_failing_evaluation_loses_no_step_and_is_made_up_for(train, monkeypatch):
-    assert train("--set", "output.checkpoint_every=0", "--set", "output.keep_best=false")[0] == 0
-    whole = records("runs/latest")
-    run = Evaluator.run
+def test_a_failing_evaluation_loses_no_step_and_is_made_up_for(train):
+    settings = ("--set", "output.checkpoint_every=0", "--set", "output.keep_best=false",
+                "--set", "evaluation.batch_size=8", "--set", "evaluation.scorers=[judge]")  # fmt: skip
+    scorer = "def scores(completions):\n{fails}    return [len(c) for c in completions]\n"
+    Path("judge.py").write_text(scorer.format(fails=""))
+    judge = ("--set", "roles.judge={function: 'judge.py:scores'}")
+    assert train(*settings, *judge)[0] == 0
+    whole = Path("runs/latest").resolve()
 
-    def fails_after_two_steps(self, done, executor, records):
-        if done == 2:
-            raise RewardError("the judge is down")
-        return run(self, done, executor, records)
-
-    name = ("--set", "name=judged", "--set", "output.checkpoint_every=0", "--set", "output.keep_best=false")
-    with monkeypatch.context() as patch:
-        patch.setattr(Evaluator, "run", fails_after_two_steps)
-        status, out, err = train(*name)
+    # the second batch of the second evaluation
+    fails = "    global n\n    n = globals().get('n', 0) + 1\n    assert n != 4, 'the judge is down'\n"
+    Path("judge.py").write_text(scorer.format(fails=fails))
+    status, out, err = train(*settings, *judge, "--set", "name=judged")
     assert status == 1 and "the judge is down" in err
     assert "Saved after 2 steps, before the evaluation that failed." in out
-    assert train(*name, "--resume", "auto")[0] == 0
-    assert records("runs/latest") == whole
+    Path("judge.py").write_text(scorer.format(fails=""))
+    assert train(*settings, *judge, "--set", "name=judged", "--resume", "auto")[0] == 0
+    assert records("runs/latest") == records(whole)
+    assert Path("runs/latest/samples.jsonl").read_text() == (whole / "samples.jsonl").read_text()
 
 
 def test_a_run_that_another_process_went_on_with_is_left_alone(train):
