@@ -4,9 +4,11 @@ python -m jaxrlhf.train --config NAME_OR_PATH [--set a.b=c ...] [--dry-run]
 """
 
 import argparse
+import contextlib
 import dataclasses
 import itertools
 import json
+import os
 import shutil
 import sys
 import time
@@ -18,10 +20,12 @@ import jax
 from jaxrlhf.checkpoint.store import CheckpointError
 from jaxrlhf.config.reading import dump_yaml
 from jaxrlhf.config.schema import RunConfig, load_run
+from jaxrlhf.data.prompts import PromptTable, load_prompts
 from jaxrlhf.data.tokenizer import JSONTokenizer
 from jaxrlhf.planner.plan import plan_rows
 from jaxrlhf.rewards.functions import RewardError
 from jaxrlhf.runtime.assembly import Assembly, assemble
+from jaxrlhf.runtime.channel import Channel
 from jaxrlhf.runtime.checkpoints import check_checkpoint
 from jaxrlhf.runtime.console import Console
 from jaxrlhf.runtime.interruption import RunStopped, StopRequest
@@ -31,7 +35,9 @@ from jaxrlhf.runtime.run_folder import RunFolder, RunFolderError, check_run_fold
 from jaxrlhf.runtime.stages import time_rows
 from jaxrlhf.runtime.trackers import check_trackers
 from jaxrlhf.runtime.trainer import Outcome, Trainer
+from jaxrlhf.runtime.utilization import utilization_line
 from jaxrlhf.sharding import mesh
+from jaxrlhf.sharding.processes import cluster_of, join
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -54,22 +60,53 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="go on with a run: the same as --set resume=...; a run's folder has its config",
     )
     parser.add_argument("--dry-run", action="store_true", help="check everything, print graph and plan, and stop")
+    parser.add_argument(
+        "--processes",
+        choices=("auto",),
+        help="join the processes that SLURM, Open MPI or Kubernetes started, one a node, as JAX detects them; where "
+        "JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID are set, this is not needed",
+    )
     options = parser.parse_args(arguments)
-    console = Console()
+    console, channel = Console(), Channel()
     try:
-        run = prepare(_read_options(options), console)
+        config = _read_options(options)
+        channel = start(config, detect=options.processes == "auto")
+        console = Console(quiet=not channel.is_first)
+        run = prepare(config, console, channel)
         if not options.dry_run:
             execute(run, console)
+        channel.close()
     except (InputError, RewardError, TrainingError, CheckpointError) as error:
-        console.error(str(error))
-        return 1
+        if channel.count == 1 or (channel.is_first and _is_in_all(error, channel)):
+            console.error(str(error))
+        return _end_after(error, channel, 1)
     except RunStopped as stopped:
         console.line(f"{stopped} Start it again with --resume auto to go on.")
+        channel.close()
         return stopped.exit_status
-    except KeyboardInterrupt:
-        console.error("Interrupted.")
-        return 130
+    except KeyboardInterrupt as error:
+        if channel.count == 1:
+            console.error("Interrupted.")
+        return _end_after(error, channel, 130)
+    except BaseException as error:
+        _end_after(error, channel, 1)
+        raise
     return 0
+
+
+def _is_in_all(error: BaseException, channel: Channel) -> bool:
+    """Whether every process of the run has this error: it was shared, or comes of metrics, which all of them have."""
+    return channel.is_shared(error) or isinstance(error, TrainingError)
+
+
+def _end_after(error: BaseException, channel: Channel, status: int) -> int:
+    """Leaves after an error. One that the other processes do not have ends them too."""
+    if channel.count == 1 or _is_in_all(error, channel):
+        channel.close()
+        return status
+    known = isinstance(error, InputError | RewardError | CheckpointError | KeyboardInterrupt)
+    channel.abort(error, status=status, message=(str(error) or "Interrupted.") if known else None)
+    return status
 
 
 class InputError(ValueError):
@@ -95,28 +132,71 @@ class Run:
     assembly: Assembly
     resume: ResumePoint | None
     """Where it goes on. None: it is a new run."""
+    channel: Channel = dataclasses.field(default_factory=Channel)
+    """To the other processes of the run."""
 
 
-def prepare(config: RunConfig, console: Console) -> Run:
+def start(config: RunConfig, *, detect: bool = False) -> Channel:
+    """Start JAX with the devices that a config asks for, and join the other processes of the run, if there are any.
+
+    Args:
+        detect: Join the processes that a launcher started, as JAX finds out about them.
+
+    Raises:
+        InputError: There are no such devices, or the other processes cannot be reached.
+    """
+    try:
+        cluster = cluster_of(os.environ, detect=detect)
+        count = (cluster.count or 1) if cluster is not None else 1
+        if config.num_virtual_devices is not None:
+            if config.num_virtual_devices % count:
+                raise ValueError(
+                    f"devices: the processes of a run share its virtual devices evenly. Got {config.devices} for "
+                    f"{count} processes. Use a multiple."
+                )
+            mesh.use_virtual_cpu_devices(config.num_virtual_devices // count)
+        if config.compilation_cache:
+            jax.config.update("jax_compilation_cache_dir", str(Path(config.compilation_cache).expanduser()))
+            jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+            jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+        if cluster is not None:
+            join(cluster)
+    except ValueError as error:
+        raise InputError(str(error)) from error
+    return Channel.open()
+
+
+def prepare(config: RunConfig, console: Console, channel: Channel | None = None) -> Run:
     """Check a run and print what it is going to do. Compiles and writes nothing.
+
+    Args:
+        channel: What `start` gave. None: it is started here, in this process alone.
 
     Raises:
         InputError: Something in config, data, plan or the checkpoint to go on from does not fit.
     """
-    try:
-        _start_jax(config)
+    channel = channel or start(config)
+
+    def find() -> tuple[ResumePoint | None, PromptTable]:
         check_run_folder(Path(config.output.folder), config.name)
         check_trackers(config.output)
-        resume = find_resume_point(config)
-        assembly = assemble(config, mesh.num_devices())
+        return find_resume_point(config), load_prompts(config.data, config.tokenizer)
+
+    def check() -> Assembly:
+        assembly = assemble(config, mesh.num_devices(), mesh.devices_per_process(), table=table)
         if resume is not None and resume.position is not None:
             check_checkpoint(resume, assembly)
+        return assembly
+
+    try:
+        resume, table = channel.share(find)  # rows are read once, and sent to the other processes
+        assembly = channel.together(check)
     except ValueError as error:
         raise InputError(str(error)) from error
     _print_assembly(assembly, console)
     for note in resume.notes if resume is not None else ():
         console.line(f"Note: {note}")
-    return Run(assembly, resume)
+    return Run(assembly, resume, channel)
 
 
 def execute(run: Run, console: Console) -> Outcome:
@@ -127,30 +207,42 @@ def execute(run: Run, console: Console) -> Outcome:
         RunStopped: It was asked to stop, and has saved.
     """
     started = time.perf_counter()
-    config, resume = run.assembly.config, run.resume
-    if resume is None or resume.is_branch:
-        folder = RunFolder.create(Path(config.output.folder), config.name)
-    else:
-        folder = resume.folder
+    resume, channel = run.resume, run.channel
+    folder = channel.share(lambda: _folder_of(run))
     try:
-        with folder.locked(), StopRequest() as stop:
-            if resume is not None and not resume.is_branch and newest_position(folder) != resume.position:
-                raise RunFolderError(
-                    f"{folder.path}: must stand where it did when it was looked at, "
-                    f"{resume.position or 'at its start'}. "
-                    f"Got {newest_position(folder)}: another process went on with it. Start again."
-                )
-            folder.become_latest()
-            _write_assembly(run, folder)
-            outcome = Trainer(run.assembly, folder, console, resume=resume, stop=stop).run()
-            folder.write_json("outcome.json", outcome.to_json())
+        with contextlib.ExitStack() as held, StopRequest() as stop:
+            channel.share(lambda: _take_over(run, folder, held))
+            outcome = Trainer(run.assembly, folder, console, resume=resume, stop=stop, channel=channel).run()
+            if channel.is_first:
+                folder.write_json("outcome.json", outcome.to_json())
     except RunFolderError as error:
         raise InputError(str(error)) from error
     except BaseException:
         console.line(f"The run stopped. What it wrote until then is in {folder.path}")
         raise
-    _print_outcome(outcome, folder, console, time.perf_counter() - started)
+    if channel.is_first:
+        _print_outcome(outcome, folder, console, time.perf_counter() - started)
     return outcome
+
+
+def _folder_of(run: Run) -> RunFolder:
+    """Where a run writes: a folder of its own, or that of the run which it goes on with."""
+    if run.resume is None or run.resume.is_branch:
+        return RunFolder.create(Path(run.assembly.config.output.folder), run.assembly.config.name)
+    return run.resume.folder
+
+
+def _take_over(run: Run, folder: RunFolder, held: contextlib.ExitStack) -> None:
+    """Keeps everybody else from a run's folder as long as `held` is open, and writes there what the run is."""
+    held.enter_context(folder.locked())
+    resume = run.resume
+    if resume is not None and not resume.is_branch and newest_position(folder) != resume.position:
+        raise RunFolderError(
+            f"{folder.path}: must stand where it did when it was looked at, {resume.position or 'at its start'}. Got "
+            f"{newest_position(folder)}: another process went on with it. Start again."
+        )
+    folder.become_latest()
+    _write_assembly(run, folder)
 
 
 def _read_options(options: argparse.Namespace) -> RunConfig:
@@ -170,15 +262,6 @@ def _read_options(options: argparse.Namespace) -> RunConfig:
         "--config: required, unless --resume names the folder of a run or a checkpoint in one. Got "
         f"{f'--resume {options.resume}' if options.resume else 'neither'}."
     )
-
-
-def _start_jax(config: RunConfig) -> None:
-    if config.num_virtual_devices is not None:
-        mesh.use_virtual_cpu_devices(config.num_virtual_devices)
-    if config.compilation_cache:
-        jax.config.update("jax_compilation_cache_dir", str(Path(config.compilation_cache).expanduser()))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
-        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 def _print_assembly(assembly: Assembly, console: Console) -> None:
@@ -217,7 +300,10 @@ def _print_outcome(outcome: Outcome, folder: RunFolder, console: Console, second
             console.line(f"{name}: {first[name]:.3f} before, {last[name]:.3f} after")
     if outcome.best is not None and outcome.best[0] < outcome.steps:
         console.line(f"best after {outcome.best[0]} steps: {outcome.best[1]:.3f}")
-    console.table("Where the time went", time_rows(read_metrics(folder.metrics)))
+    records = read_metrics(folder.metrics)
+    console.table("Where the time went", time_rows(records))
+    if busy := utilization_line(records):
+        console.line(busy)
     written = {"metrics": folder.metrics, "samples": folder.samples, "checkpoints": folder.checkpoints}
     if folder.timeline.exists():
         written["timeline"] = folder.timeline

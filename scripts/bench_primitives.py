@@ -287,8 +287,8 @@ class MeasuringExecutor(Executor):
             self.clocks.setdefault(self._calling, []).append(Clocks.now() - started)
         return outputs
 
-    def _program(self, key: Any, build: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
-        return super()._program(key, lambda: self._compiled_when_called(build(), self._calling))
+    def _program(self, key: Any, layout: Layout, build: Callable[[], Callable[..., Any]]) -> Callable[..., Any] | None:
+        return super()._program(key, layout, lambda: self._compiled_when_called(build(), self._calling))
 
     def _compiled_when_called(self, jitted: Any, name: str) -> Callable[..., Any]:
         compiled: Any = None

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"  # many tiny programs: compiling is what takes the time
 
 import beartype
 import hypothesis

@@ -35,9 +35,11 @@ from jaxrlhf.experience import Sampling
 from jaxrlhf.models.config import PRESETS, ModelConfig, RopeScaling
 from jaxrlhf.rewards.verifiers import VERIFIERS
 from jaxrlhf.runtime.assembly import assemble
+from jaxrlhf.runtime.events import Event
 from jaxrlhf.runtime.metrics import flatten
 from jaxrlhf.runtime.stages import timing_metrics
 from jaxrlhf.runtime.throughput import TokenCounts, throughput_metrics
+from jaxrlhf.runtime.utilization import utilization_metrics
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -134,9 +136,11 @@ def test_every_metric_is_documented_and_no_other():
             results = jax.tree.map(lambda _: 0.0, phase.graph.results[0])
             names |= set(flatten({above: results} if above else results))
         calls = [(call.name, call.kind) for call in run.train.graph.calls]
-        timings = timing_metrics({call: [(0.0, 1.0)] for call in [*calls, ("actor.logprobs", "infer")]})
+        others = [("actor.logprobs", "infer"), ("results", "wait")]
+        timings = timing_metrics({call: [(0.0, 1.0)] for call in [*calls, *others]})
+        names |= set(utilization_metrics([Event("actor.train", "train", (0,), 1, 0.0, 1.0)], 1, [0]))
         names |= {*timings, *throughput_metrics(TokenCounts(1, 1), timings, seconds=1.0, num_devices=1)}
-    for module in ("trainer", "warm_start", "evaluation", "throughput"):
+    for module in ("trainer", "warm_start", "evaluation", "throughput", "balance_metrics"):
         source = (ROOT / "jaxrlhf" / "runtime" / f"{module}.py").read_text()
         names |= set(re.findall(r'"((?:perf|training|eval|timing_s|warm_start)/\w+)"', source))
     documented = documented_metrics()

@@ -12,7 +12,12 @@ from typing import Any, Self
 
 import jax
 import orbax.checkpoint as ocp
+from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint import checkpoint_managers
+
+from jaxrlhf.reshard.reallocate import reallocate
+from jaxrlhf.sharding.mesh import everywhere
+from jaxrlhf.sharding.processes import process_count
 
 
 class CheckpointError(ValueError):
@@ -64,6 +69,7 @@ class CheckpointStore:
             CheckpointError: This one or the one before, whose writing went on in the background, cannot be written.
         """
         metrics = {"value": value, "number": number}
+        arrays = reallocate(arrays, _spread(arrays)) if process_count() > 1 else arrays
         whole = ocp.args.Composite(arrays=ocp.args.PyTreeSave(arrays), meta=ocp.args.JsonSave(dict(meta)))
         try:
             self._manager.save(number, args=whole, metrics=metrics, force=True)
@@ -87,10 +93,14 @@ class CheckpointStore:
                 f"{', '.join(map(str, sorted(self._manager.all_steps()))) or 'none'}."
             )
         self.check(number, like)
-        how = ocp.args.PyTreeRestore(like, restore_args=ocp.checkpoint_utils.construct_restore_args(like))
+        several = process_count() > 1
+        wanted = jax.tree.map(_laid_out, like, _spread(like)) if several else like
+        how = ocp.args.PyTreeRestore(wanted, restore_args=ocp.checkpoint_utils.construct_restore_args(wanted))
         with self._reading(number):
-            restored = self._manager.restore(number, args=ocp.args.Composite(arrays=how))
-        return restored["arrays"], self.meta(number)
+            restored = self._manager.restore(number, args=ocp.args.Composite(arrays=how))["arrays"]
+        if several:
+            restored = reallocate(restored, jax.tree.map(lambda x: x.sharding, like))
+        return restored, self.meta(number)
 
     def check(self, number: int, like: Any) -> None:
         """Asks that every array that is wanted is there, as it is wanted, and no other. Reads none of them.
@@ -160,6 +170,23 @@ def checkpoint_numbers(folder: Path) -> list[int]:
         return []
     # Orbax moves a checkpoint to its number when it is complete
     return sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal() and path.is_dir())
+
+
+def _spread(tree: Any) -> Any:
+    """Shardings over all devices of all processes, which Orbax writes together: an array split along the first dim
+    that all of them divide, or whole on every device."""
+    mesh = everywhere()
+
+    def sharding(x: Any) -> NamedSharding:
+        split = next((dim for dim, size in enumerate(x.shape) if size and size % mesh.size == 0), None)
+        axes = () if split is None else (*[None] * split, *mesh.axis_names)
+        return NamedSharding(mesh, PartitionSpec(*axes))
+
+    return jax.tree.map(sharding, tree)
+
+
+def _laid_out(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
 def _rank(metrics: Any) -> Any:

@@ -165,6 +165,8 @@ def _build(hint: Any, value: Any, where: str, path: str) -> Any:
     if origin in (typing.Union, types.UnionType) and len(options) == 2 and type(None) in options:
         (given,) = (option for option in options if option is not type(None))
         return None if value is None else _build(given, value, where, path)
+    if origin in (typing.Union, types.UnionType) and len(options) == 2 and typing.get_origin(options[1]) is tuple:
+        return _build(options[isinstance(value, list | tuple)], value, where, path)
     if origin in (list, tuple):
         return _build_list(origin, options, value, where, path)
     if origin in (dict, collections.abc.Mapping) and options[0] is str:

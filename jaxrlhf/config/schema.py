@@ -12,14 +12,17 @@ from flax.core import FrozenDict
 from jaxrlhf.algorithms import ALGORITHMS
 from jaxrlhf.algorithms.algorithm import Algorithm
 from jaxrlhf.brief import brief
-from jaxrlhf.config.reading import ConfigError, apply_overrides, build, read_config
+from jaxrlhf.config.reading import ConfigError, apply_overrides, build, read_config, to_tree
 from jaxrlhf.data.config import DataConfig
 from jaxrlhf.data.tokenizer import TokenizerConfig
 from jaxrlhf.experience import Sampling
 from jaxrlhf.models.config import PRESETS, Head, ModelConfig
+from jaxrlhf.reshard.protocols import AUTO
 from jaxrlhf.sharding.strategy import Remat
 from jaxrlhf.suggest import did_you_mean
 
+OFFLOAD = "offload"
+"""The key of a plan that names roles, not a call."""
 MAX_VIRTUAL_DEVICES = 1024
 """As many as a processor can appear as in reasonable time."""
 
@@ -95,12 +98,15 @@ class PlacementConfig:
     """Devices and strategy of a call."""
 
     devices: str = ""
-    """Positions of devices: '0-3', '0,2,4'. Empty: the first data x fsdp x tensor ones."""
+    """Positions of devices: '0-3', '3,2,1,0'. Empty: the first data x fsdp x tensor ones."""
     data: int = 1
     fsdp: int = 1
     tensor: int = 1
+    pipeline: int = 1
     micro_batches: int = 1
     remat: Remat = "none"
+    balance: bool = False
+    protocol: str = AUTO
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,8 +219,9 @@ class RunConfig:
     devices: str = "auto"
     """`auto` is all that JAX sees; `cpu:8` makes the processor appear as 8 devices."""
     tokenizer: TokenizerConfig = dataclasses.field(default_factory=TokenizerConfig)
-    plan: Mapping[str, PlacementConfig] = dataclasses.field(default_factory=FrozenDict)
-    """Call -> placement; `default` for all the others. Without a default: every row on its own share of all devices."""
+    plan: Mapping[str, PlacementConfig | tuple[str, ...]] = dataclasses.field(default_factory=FrozenDict)
+    """Call -> placement; `default` for all the others. Without a default: every row on its own share of all devices.
+    `offload`: roles whose weights rest in host memory where no call needs them."""
     warm_start: WarmStartConfig | None = None
     evaluation: EvaluationRunConfig | None = None
     resume: str = "never"
@@ -237,6 +244,23 @@ class RunConfig:
             "devices",
             f"must be auto or cpu:<number>, such as cpu:8, with at most {MAX_VIRTUAL_DEVICES}",
         )
+
+        for name, entry in self.plan.items():
+            if isinstance(entry, tuple) != (name == OFFLOAD):
+                written = "a list of roles" if name == OFFLOAD else "a placement, {data: 2, ...}"
+                raise ValueError(f"plan.{name}: must be {written}. Got {brief(to_tree(entry))}.")
+
+    @property
+    def placements(self) -> dict[str, PlacementConfig]:
+        """The plan's placements, by call."""
+        return {name: entry for name, entry in self.plan.items() if isinstance(entry, PlacementConfig)}
+
+    @property
+    def offload(self) -> tuple[str, ...]:
+        """Roles whose weights rest in host memory where no call needs them."""
+        roles = self.plan.get(OFFLOAD, ())
+        assert isinstance(roles, tuple)
+        return roles
 
     @property
     def num_virtual_devices(self) -> int | None:

@@ -386,9 +386,9 @@ def _config_fields(config: ModelConfig, dtype: str, end_id: int | None, pad_id: 
     return fields
 
 
-def _exported(path: Any, weight: jax.Array, dtype: str) -> np.ndarray:
+def _exported(path: Any, weight: jax.Array | np.ndarray, dtype: str) -> np.ndarray:
     # turned and cast where it lies: an array keeps a host copy of itself once it was asked for one
-    return np.asarray((weight.T if _is_transposed(path) else weight).astype(dtype))
+    return np.ascontiguousarray((weight.T if _is_transposed(path) else weight).astype(dtype))  # as it is written
 
 
 def _tensor_name(path: Any) -> str:

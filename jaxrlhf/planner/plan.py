@@ -9,7 +9,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jaxrlhf.call_graph import Call, CallGraph
+from jaxrlhf.config.schema import OFFLOAD
 from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.reshard.protocols import AUTO, Grid, find
 from jaxrlhf.sharding.strategy import Strategy
 from jaxrlhf.suggest import did_you_mean
 
@@ -26,8 +28,10 @@ class Placement:
     """Where one call runs and how it is parallelized."""
 
     devices: tuple[int, ...]
-    """Positions in `jax.devices()`."""
+    """Positions in `jax.devices()`: consecutive ones of one node, or whole nodes; in any order, which is the mesh's."""
     strategy: Strategy
+    protocol: str = AUTO
+    """How rows reach the devices: the name of a protocol of `reshard.protocols`, or `auto`."""
 
     def __str__(self) -> str:
         first, last = self.devices[0], self.devices[-1]
@@ -42,12 +46,15 @@ class Plan:
     """Call, by its name in the graph -> placement."""
 
     placements: Mapping[str, Placement]
+    offload: tuple[str, ...] = ()
+    """Roles whose weights rest in host memory where no call needs them."""
 
     def __getitem__(self, call: Call) -> Placement:
         return self.placements[call.plan_name]
 
     def to_json(self) -> dict[str, Any]:
-        return {name: dataclasses.asdict(placement) for name, placement in self.placements.items()}
+        placements = {name: dataclasses.asdict(placement) for name, placement in self.placements.items()}
+        return placements | ({OFFLOAD: list(self.offload)} if self.offload else {})
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Plan":
@@ -56,20 +63,27 @@ class Plan:
         Raises:
             PlanError: Something is missing, unknown or not as it should be.
         """
+        offload = data.get(OFFLOAD, ())
+        if not isinstance(offload, list | tuple) or not all(isinstance(role, str) for role in offload):
+            raise PlanError(f"plan: {OFFLOAD}: must be a list of roles. Got {offload!r}. Write [reference], say.")
         placements = {}
         for name, entry in data.items():
+            if name == OFFLOAD:
+                continue
             try:
-                if unknown := set(entry) - {"devices", "strategy"}:
+                if unknown := set(entry) - {"devices", "strategy", "protocol"}:
                     raise TypeError(f"unknown: {', '.join(sorted(unknown))}")
                 placements[name] = Placement(
-                    tuple(map(operator.index, entry["devices"])), Strategy(**entry["strategy"])
+                    tuple(map(operator.index, entry["devices"])),
+                    Strategy(**entry["strategy"]),
+                    entry.get("protocol", AUTO),
                 )
             except (KeyError, TypeError, ValueError) as error:
                 raise PlanError(
                     f"plan: {name}: a placement is {{devices: [...], strategy: {{data: ..., ...}}}}. Got {entry!r} "
                     f"({error})."
                 ) from error
-        return cls(placements)
+        return cls(placements, tuple(offload))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +110,7 @@ def train_sizes(call: Call, strategy: Strategy) -> TrainSizes:
     return TrainSizes(call.num_rows, update.mini_batches, update.epochs, strategy.micro_batches)
 
 
-def resolve(written: Mapping[str, Placement], graph: CallGraph) -> Plan:
+def resolve(written: Mapping[str, Placement], graph: CallGraph, offload: Iterable[str] = ()) -> Plan:
     """A placement for every call of a graph from a plan written by hand.
 
     A call takes the placement under its own name (`actor.generate#2`), else under its name without the ordinal, else
@@ -108,7 +122,30 @@ def resolve(written: Mapping[str, Placement], graph: CallGraph) -> Plan:
             continue
         name = call.plan_name
         placements[name] = written.get(name) or written.get(name.split("#")[0]) or written[DEFAULT]
-    return Plan(placements)
+    return Plan(placements, tuple(offload))
+
+
+def check_offload(offload: Iterable[str], roles: Iterable[str], models: Iterable[str]) -> None:
+    """Every role that is to rest in host memory is there once, and has a model.
+
+    Raises:
+        PlanError: A role is not, or does not.
+    """
+    roles, models, seen = tuple(roles), tuple(models), set[str]()
+    for role in offload:
+        if role not in roles:
+            raise PlanError(
+                f"plan.{OFFLOAD}: must be roles of the run. Got '{role}'. Roles: {', '.join(roles)}."
+                f"{did_you_mean(role, roles)}"
+            )
+        if role not in models:
+            raise PlanError(
+                f"plan.{OFFLOAD}: '{role}' has no model, and so no weights to offload. Roles with a model: "
+                f"{', '.join(models)}. Remove it."
+            )
+        if role in seen:
+            raise PlanError(f"plan.{OFFLOAD}: a role may stand there once. Got '{role}' again. Remove it.")
+        seen.add(role)
 
 
 def check_names(written: Iterable[str], graphs: Iterable[CallGraph]) -> None:
@@ -129,14 +166,21 @@ def check_names(written: Iterable[str], graphs: Iterable[CallGraph]) -> None:
             )
 
 
-def check(plan: Plan, graph: CallGraph, models: Mapping[str, ModelConfig], num_devices: int) -> None:
+def check(
+    plan: Plan,
+    graph: CallGraph,
+    models: Mapping[str, ModelConfig],
+    num_devices: int,
+    devices_per_node: int | None = None,
+) -> None:
     """A plan fits its graph, its models and the devices.
 
     Args:
         models: Role -> model, for roles that have one.
+        devices_per_node: How many of the devices each node has. None: all are in one.
 
     Raises:
-        PlanError: Devices that are not there, or degrees that divide neither the model nor the rows.
+        PlanError: Devices that are not there or lie scattered, or degrees that divide neither the model nor the rows.
     """
     for call in graph.calls:
         if call.kind == "host":
@@ -144,13 +188,14 @@ def check(plan: Plan, graph: CallGraph, models: Mapping[str, ModelConfig], num_d
         if call.plan_name not in plan.placements:
             raise PlanError(f"plan: needs a placement for every call. Got none for '{call.plan_name}'.")
         where, placement = f"plan.{call.plan_name}", plan[call]
-        _check_devices(where, placement, num_devices)
+        _check_devices(where, placement, num_devices, devices_per_node or num_devices)
         if call.role is not None:
             _check_model(where, placement.strategy, models[call.role])
         _check_rows(where, call, placement.strategy)
+        _check_protocol(where, call, placement)
 
 
-def _check_devices(where: str, placement: Placement, num_devices: int) -> None:
+def _check_devices(where: str, placement: Placement, num_devices: int, devices_per_node: int) -> None:
     devices, strategy = placement.devices, placement.strategy
     if len(set(devices)) != len(devices):
         raise PlanError(f"{where}.devices: a device may stand there once. Got {list(devices)}.")
@@ -165,6 +210,29 @@ def _check_devices(where: str, placement: Placement, num_devices: int) -> None:
             f"{where}: data x fsdp x tensor must be the number of devices, {len(devices)}. Got {strategy.data} x "
             f"{strategy.fsdp} x {strategy.tensor} = {strategy.num_devices}. Change a degree or `devices`."
         )
+    _check_node_parts(where, devices, devices_per_node)
+
+
+def _check_node_parts(where: str, devices: tuple[int, ...], devices_per_node: int) -> None:
+    """Devices are a consecutive part of one node, or whole nodes.
+
+    Meshes of other shapes would leave devices between them that no other call can use well.
+
+    Reference:
+        Mei et al. 2024 (ReaL), arXiv:2406.14088, section 4.
+    """
+    count, nodes = len(devices), sorted({device // devices_per_node for device in devices})
+    if count == len(nodes) * devices_per_node or (len(nodes) == 1 and max(devices) - min(devices) + 1 == count):
+        return
+    rule, first = "must be a consecutive part of one node, in any order", min(devices)
+    if len(nodes) == 1 or count < devices_per_node:
+        first = min(first, (nodes[0] + 1) * devices_per_node - count)  # what fits into the first node
+    else:
+        rule, first, count = "must be whole nodes", nodes[0] * devices_per_node, len(nodes) * devices_per_node
+    use = str(first) if count == 1 else f"{first}-{first + count - 1}"
+    if len(nodes) > 1:
+        rule += f" (a node has {devices_per_node} devices)"
+    raise PlanError(f"{where}.devices: {rule}. Got {list(devices)}. Use {use}, say.")
 
 
 def _check_model(where: str, strategy: Strategy, model: ModelConfig) -> None:
@@ -206,6 +274,19 @@ def _check_rows(where: str, call: Call, strategy: Strategy) -> None:
             f"{where}: micro_batches x data x fsdp must divide {what}. Got {micro} x {strategy.data} x "
             f"{strategy.fsdp} = {micro * shards}. Lower a degree, or use another batch_size."
         )
+
+
+def _check_protocol(where: str, call: Call, placement: Placement) -> None:
+    if placement.protocol == AUTO:  # whatever is chosen splits rows as the strategy does
+        return
+    strategy = placement.strategy
+    grid = Grid(data=strategy.num_row_shards, tensor=strategy.tensor)
+    try:
+        protocol = find(placement.protocol)
+        for num_rows in {ref.shape[0] for ref in call.refs if ref.has_rows}:
+            protocol.distribute(grid, num_rows)
+    except ValueError as error:
+        raise PlanError(f"{where}.{error}") from error
 
 
 def _divisors(size: int) -> str:

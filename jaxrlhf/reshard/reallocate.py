@@ -1,18 +1,356 @@
 """Reallocation: bringing a pytree of arrays from the layout it is in to another."""
 
-from typing import Any
+import collections
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Literal
 
 import jax
-from jax.sharding import NamedSharding
+import numpy as np
+from jax.sharding import NamedSharding, Sharding
+
+from jaxrlhf.brief import brief
+from jaxrlhf.reshard.exchange import Lot, exchange
+from jaxrlhf.reshard.host_copy import copy_on_host
+from jaxrlhf.reshard.transfer import Moves
+from jaxrlhf.reshard.tree_plan import Device, Signature, boxes_of, mesh_devices, on_device, tree_plan
+from jaxrlhf.sharding.processes import meet_first
+
+BUCKET_BYTES = 256 * 2**20
+"""Arrays that are moved at once hold at most this much, all of an array counted, however it is split."""
+BUCKETS_IN_FLIGHT = 2
+"""Buckets that are under way at a time: one is moved while the next is dispatched. It also keeps far below the number
+of un-awaited programs at which JAX on a processor can deadlock, about 16."""
+
+Way = Literal["memory", "host", "shards", "jit", "exchange"]
+"""How arrays are moved: `memory` between a device and host memory; `host` piece by piece in the host's memory, where
+that is the devices' too; `shards` as whole shards from device to device; `jit` by a program of XLA's own making;
+`exchange` piece by piece by one program over all devices."""
 
 
-def reallocate(tree: Any, shardings: NamedSharding | Any) -> Any:
-    """The same arrays under other shardings, over the same, overlapping or other devices of this process.
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Where it begins and where it ends in each dim."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Bucket:
+    """Arrays of a tree that are moved at once, by their number in the tree."""
+
+    way: Way
+    members: tuple[int, ...]
+    devices: tuple[Device, ...]
+    """Of both layouts."""
+    lots: tuple[Lot, ...] = ()
+    """What an exchange moves, in the order of `members`."""
+
+
+def reallocate(
+    tree: Any, shardings: NamedSharding | Any, *, donate: bool = False, bucket_bytes: int = BUCKET_BYTES
+) -> Any:
+    """The same arrays under other shardings: over the same, some, more, overlapping or other devices.
 
     Args:
-        tree: Pytree of arrays.
+        tree: Pytree of arrays. What has no place yet (NumPy's arrays, numbers, arrays that JAX has not committed; in
+            several processes also arrays without a mesh) is taken as it is here, and must be the same in every process.
         shardings: One sharding for all, or a pytree of them with the structure of `tree`.
+        donate: The sources are given up: those of a bucket are deleted when it has arrived.
+        bucket_bytes: How much is moved at once. A larger array is a bucket of its own.
 
-    Arrays that are already laid out so are returned as they are, without a copy.
+    Arrays that are already laid out so are returned as they are, without a copy, and are not deleted either.
+
+    In several processes each must call it, in the same order and with the same shapes and shardings. A process that
+    owns no device of a layout gives and gets arrays without local shards.
+
+    Beside sources and results, a device holds for at most `BUCKETS_IN_FLIGHT` buckets: zeros in place of the shards
+    that it does not own, what leaves a target's shards unused, and the pieces on their way; each at most a shard of
+    every array of the bucket. With `donate` the sources of all buckets but these are gone. It returns before the last
+    buckets have arrived, but with `donate` after.
+
+    Raises:
+        ValueError: A dim does not divide evenly over the mesh axes that split it.
     """
-    return jax.device_put(tree, shardings)
+    paths, arrays, targets, rebuild = flatten(tree, shardings)
+    for path, array, target in zip(paths, arrays, targets, strict=True):
+        check_even(np.shape(array), target, path)
+    results: list[Any] = [
+        None if is_placed(array) else _place(array, target) for array, target in zip(arrays, targets, strict=True)
+    ]
+    jobs = dict.fromkeys((id(a), t) for a, t, r in zip(arrays, targets, results, strict=True) if r is None)
+    by_id = {id(array): array for array in arrays}
+    signatures = tuple(signature_of(by_id[i], target) for i, target in jobs)
+    moved = _move([by_id[i] for i, _ in jobs], signatures, donate=donate, bucket_bytes=bucket_bytes)
+    done = dict(zip(jobs, moved, strict=True))
+    return rebuild(done[id(a), t] if r is None else r for a, t, r in zip(arrays, targets, results, strict=True))
+
+
+def signature_of(array: jax.Array, target: Sharding) -> Signature:
+    return Signature(array.shape, np.dtype(array.dtype), array.sharding, target)
+
+
+@functools.lru_cache(maxsize=4096)
+def check_even(shape: tuple[int, ...], sharding: Sharding, where: str) -> None:
+    """Whether an array can be split so.
+
+    Raises:
+        ValueError: It has too few dims, or one that does not divide evenly.
+    """
+    if not isinstance(sharding, NamedSharding):
+        return
+    if len(sharding.spec) > len(shape):
+        raise ValueError(f"{where}: {sharding.spec} must not name more dims than the array has. Got shape {shape}.")
+    for dim, (size, entry) in enumerate(zip(shape, sharding.spec, strict=False)):
+        axes = (entry,) if isinstance(entry, str) else tuple(entry or ())
+        degree = math.prod(sharding.mesh.shape[axis] for axis in axes)
+        if size % degree:
+            raise ValueError(
+                f"{where}: dim {dim} must be a multiple of {degree}, the degree of {' x '.join(axes)}, over which it "
+                f"is split. Got {size} in shape {shape}. Use a degree that divides it, or pad it."
+            )
+
+
+def flatten(tree: Any, shardings: Any) -> tuple[list[str], list[Any], list[Sharding], Callable[[Iterable[Any]], Any]]:
+    """Paths, arrays, their targets, and how results become a tree again."""
+    leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
+    if isinstance(shardings, Sharding):
+        targets = [shardings] * len(leaves)
+    else:
+        targets = structure.flatten_up_to(shardings)
+    paths = [jax.tree_util.keystr(path, simple=True, separator=".") or "array" for path, _ in leaves]
+    for path, target in zip(paths, targets, strict=True):
+        if not isinstance(target, Sharding):
+            raise ValueError(f"{path}: needs a sharding to go to. Got {brief(target)}.")
+    return paths, [leaf for _, leaf in leaves], targets, structure.unflatten
+
+
+def is_placed(array: Any) -> bool:
+    """Whether an array has a place that all processes agree on: what has no mesh is each process' own."""
+    if not isinstance(array, jax.Array) or not array.size or not array.committed:
+        return False
+    return jax.process_count() == 1 or isinstance(array.sharding, NamedSharding)
+
+
+def _place(array: Any, sharding: Sharding) -> jax.Array:
+    """What every process has by itself, laid out. An array without elements is made anew."""
+    if jax.process_count() == 1:
+        return jax.device_put(array, sharding)
+    dtype = jax.dtypes.canonicalize_dtype(np.result_type(array))
+    whole = np.zeros(np.shape(array), dtype) if 0 in np.shape(array) else np.asarray(array, dtype)
+    if not sharding.addressable_devices:
+        return jax.make_array_from_single_device_arrays(whole.shape, sharding, [], dtype=whole.dtype)
+    return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
+
+
+def _move(
+    arrays: list[jax.Array], signatures: tuple[Signature, ...], *, donate: bool, bucket_bytes: int
+) -> list[jax.Array]:
+    results = list(arrays)
+    buckets = schedule(signatures, bucket_bytes)
+    uses = collections.Counter(id(arrays[i]) for bucket in buckets for i in bucket.members)
+    kept = {id(arrays[i]) for i in set(range(len(arrays))).difference(*(bucket.members for bucket in buckets))}
+    under_way: collections.deque[Bucket] = collections.deque()
+
+    def arrive(bucket: Bucket) -> None:
+        jax.block_until_ready([results[i] for i in bucket.members])
+        for i in bucket.members:
+            uses[id(arrays[i])] -= 1
+            if donate and not uses[id(arrays[i])] and id(arrays[i]) not in kept:
+                arrays[i].delete()
+
+    for bucket in buckets:
+        if len(under_way) == BUCKETS_IN_FLIGHT:
+            arrive(under_way.popleft())
+        moved = _carry_out([arrays[i] for i in bucket.members], [signatures[i] for i in bucket.members], bucket)
+        for i, array in zip(bucket.members, moved, strict=True):
+            results[i] = array
+        under_way.append(bucket)
+    while donate and under_way:
+        arrive(under_way.popleft())
+    return results
+
+
+@functools.lru_cache(maxsize=64)
+def schedule(signatures: tuple[Signature, ...], bucket_bytes: int) -> tuple[Bucket, ...]:
+    """The arrays that have to be moved, in buckets; the same in every process."""
+    groups: dict[Any, list[int]] = {}
+    for i, signature in enumerate(signatures):
+        way = way_of(signature)
+        if way is not None:
+            groups.setdefault((way, device_order(signature.source), device_order(signature.target)), []).append(i)
+    buckets = []
+    for (way, *_), members in groups.items():
+        devices = union(signatures[members[0]])
+        lots: dict[int, Lot] = {}
+        if way in ("host", "shards", "exchange"):
+            plan = tree_plan(signatures)
+            lots = {i: _lot(signatures[i], plan.devices, plan.moves[i], devices) for i in members}
+        # Like arrays side by side: they travel together, and buckets of a large model share their programs.
+        like = {i: lots.get(i, signatures[i]) for i in members}
+        turn = {each: n for n, each in enumerate(dict.fromkeys(like.values()))}
+        members = sorted(members, key=lambda i: (turn[like[i]], i))
+        for some in _fill(members, signatures, bucket_bytes):
+            counts = collections.Counter(lots[i] for i in some) if lots else {}
+            counted = tuple(dataclasses.replace(lot, count=count) for lot, count in counts.items())
+            buckets.append(Bucket(way, tuple(some), devices, counted))
+    return tuple(buckets)
+
+
+def _lot(signature: Signature, positions: tuple[Device, ...], moves: Moves, devices: tuple[Device, ...]) -> Lot:
+    """One array's moves, which name devices by their place in `positions`, by their place in `devices` instead."""
+    renamed = np.array([devices.index(device) if device in devices else -1 for device in positions], np.int64)
+    own = dataclasses.replace(moves, source_M=renamed[moves.source_M], target_M=renamed[moves.target_M])
+    return Lot(signature, 1, own.key, own)
+
+
+def _fill(members: Sequence[int], signatures: Sequence[Signature], bucket_bytes: int) -> Iterator[list[int]]:
+    """Consecutive members with at most so many bytes, or a single one."""
+    bucket, size = [], 0
+    for i in members:
+        if bucket and size + signatures[i].nbytes > bucket_bytes:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(i)
+        size += signatures[i].nbytes
+    yield bucket
+
+
+@functools.lru_cache(maxsize=4096)
+def way_of(signature: Signature) -> Way | None:
+    """How an array is moved; None where nothing is to be done."""
+    source, target = signature.source, signature.target
+    same_order = device_order(source) == device_order(target)
+    held, wanted = _both_boxes(signature)
+    if same_order and held == wanted:
+        return None if source.memory_kind == target.memory_kind else "memory"
+    devices = union(signature)
+    one_process = len({device.process_index for device in devices}) == 1
+    if same_order and all(map(_lies_in, wanted.values(), held.values())):
+        return "jit"  # every device keeps a part, and nothing moves
+    if one_process and host_memory_is_theirs(devices):
+        return "host"
+    if one_process and set(wanted.values()) <= set(held.values()):
+        return "shards"
+    if same_order and _suits_xla(list(held.values()), list(wanted.values())):
+        return "jit"
+    return "exchange"
+
+
+def _suits_xla(held: list[Box], wanted: list[Box]) -> bool:
+    """Whether devices gather, or all split another dim than before.
+
+    Where boxes cross in other ways XLA copies whole arrays onto every device.
+    """
+    gathers = all(map(_lies_in, held, wanted))
+    split_otherwise = all(len(set(boxes)) == len(boxes) and _num_split_dims(boxes) == 1 for boxes in (held, wanted))
+    return gathers or split_otherwise
+
+
+def _num_split_dims(boxes: list[Box]) -> int:
+    return sum(len(set(starts)) > 1 for starts in zip(*(start for start, _ in boxes), strict=True))
+
+
+def host_memory_is_theirs(devices: tuple[Device, ...]) -> bool:
+    """Whether devices are parts of this processor."""
+    return all(device.platform == "cpu" for device in devices)
+
+
+def _both_boxes(signature: Signature) -> tuple[dict[int, Box], dict[int, Box]]:
+    """What each device holds, and what it is to hold, in the order of the devices."""
+    devices = union(signature)
+    boxes = [boxes_of(sharding, signature.shape, devices) for sharding in (signature.source, signature.target)]
+    held, wanted = (
+        {
+            device: (tuple(start), tuple(stop))
+            for device, start, stop in zip(
+                each.devices_N.tolist(), each.starts_NR.tolist(), each.stops_NR.tolist(), strict=True
+            )
+        }
+        for each in boxes
+    )
+    return held, wanted
+
+
+def _lies_in(inner: Box, outer: Box) -> bool:
+    return all(a <= b for a, b in zip(outer[0], inner[0], strict=True)) and all(
+        b <= a for a, b in zip(outer[1], inner[1], strict=True)
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def device_order(sharding: Sharding) -> tuple[Device, ...]:
+    """The devices of a sharding as its programs number them."""
+    if isinstance(sharding, NamedSharding):
+        return mesh_devices(sharding)
+    return tuple(sharding.devices_indices_map(()))
+
+
+def union(signature: Signature) -> tuple[Device, ...]:
+    """The devices of both layouts, in an order that all processes agree on."""
+    devices = signature.source.device_set | signature.target.device_set
+    return tuple(sorted(devices, key=lambda device: (device.process_index, device.id)))
+
+
+def _by_host(arrays: list[jax.Array], signatures: list[Signature], bucket: Bucket) -> list[jax.Array]:
+    moves = [lot.moves for lot in bucket.lots for _ in range(lot.count)]
+    targets = [on_device(signature.target) for signature in signatures]
+    return copy_on_host(arrays, signatures, moves, targets, bucket.devices)
+
+
+def _by_jit(arrays: list[jax.Array], signatures: list[Signature], bucket: Bucket) -> list[jax.Array]:
+    meet_first(bucket.devices, tuple(signatures))
+    return _identity(tuple(on_device(signature.target) for signature in signatures))(arrays)
+
+
+@functools.lru_cache(maxsize=256)
+def _identity(shardings: tuple[Sharding, ...]) -> Callable[[list[jax.Array]], list[jax.Array]]:
+    return jax.jit(lambda arrays: arrays, out_shardings=list(shardings))
+
+
+def _by_shards(arrays: list[jax.Array], signatures: list[Signature], bucket: Bucket) -> list[jax.Array]:
+    """Every device gets its shard from the device that the plan names, all in one call."""
+    shards, destinations, counts = [], [], []
+    moves = [lot.moves for lot in bucket.lots for _ in range(lot.count)]
+    for array, each in zip(arrays, moves, strict=True):
+        held = {shard.device: shard.data for shard in array.addressable_shards}
+        sources = dict(zip(each.target_M.tolist(), each.source_M.tolist(), strict=True))
+        for target, source in sources.items():
+            shards.append(held[bucket.devices[source]])
+            destinations.append(bucket.devices[target])
+        counts.append(len(sources))
+    # Not even a shard that stays is shared: giving up the source must not take the result away.
+    placed = iter(jax.device_put(shards, destinations, may_alias=False))
+    return [
+        jax.make_array_from_single_device_arrays(
+            signature.shape, on_device(signature.target), [next(placed) for _ in range(count)], dtype=signature.dtype
+        )
+        for signature, count in zip(signatures, counts, strict=True)
+    ]
+
+
+def _by_exchange(arrays: list[jax.Array], signatures: list[Signature], bucket: Bucket) -> list[jax.Array]:
+    return exchange(arrays, bucket.lots, bucket.devices)
+
+
+_WAYS: dict[str, Callable[[list[jax.Array], list[Signature], Bucket], list[jax.Array]]] = {
+    "host": _by_host,
+    "jit": _by_jit,
+    "shards": _by_shards,
+    "exchange": _by_exchange,
+}
+
+
+def _carry_out(arrays: list[jax.Array], signatures: list[Signature], bucket: Bucket) -> list[jax.Array]:
+    """Moves one bucket. Only devices' memory is moved between devices: what rests on a host comes up before."""
+    if not any(device.process_index == jax.process_index() for device in bucket.devices):
+        return [jax.make_array_from_single_device_arrays(s.shape, s.target, [], dtype=s.dtype) for s in signatures]
+    if bucket.way == "memory":
+        return jax.device_put(arrays, [signature.target for signature in signatures])
+    near = [_in_memory(array, on_device(array.sharding)) for array in arrays]
+    moved = _WAYS[bucket.way](near, signatures, bucket)
+    return [_in_memory(array, signature.target) for array, signature in zip(moved, signatures, strict=True)]
+
+
+def _in_memory(array: jax.Array, sharding: Sharding) -> jax.Array:
+    """The same shards in another kind of memory."""
+    return array if array.sharding.memory_kind == sharding.memory_kind else jax.device_put(array, sharding)

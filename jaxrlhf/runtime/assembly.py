@@ -8,6 +8,10 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+
 from jaxrlhf.algorithms.evaluation import EvaluationConfig, evaluation_step
 from jaxrlhf.algorithms.sft import SFTConfig, SupervisedUpdate, sft_state, sft_step
 from jaxrlhf.brief import brief
@@ -20,7 +24,8 @@ from jaxrlhf.experience import Prompts, Sampling, Sequences
 from jaxrlhf.models.attention import attention_implementation
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.params import num_parameters
-from jaxrlhf.planner.plan import DEFAULT, Placement, Plan, check, check_names, resolve
+from jaxrlhf.planner.device_order import reuse_training_shards, training_placements
+from jaxrlhf.planner.plan import DEFAULT, Placement, Plan, check, check_names, check_offload, resolve
 from jaxrlhf.runtime.configured_roles import check_roles, check_vocabulary, configured_models, make_role
 from jaxrlhf.runtime.roles import FunctionRole, ModelRole, Role, WeightedSumRole
 from jaxrlhf.sharding.layout import Layout
@@ -100,18 +105,22 @@ class Assembly:
             raise ConfigError(f"roles.{role}.model.{error}") from error
 
 
-def assemble(config: RunConfig, num_devices: int) -> Assembly:
+def assemble(
+    config: RunConfig, num_devices: int, devices_per_node: int | None = None, *, table: PromptTable | None = None
+) -> Assembly:
     """Everything that a run needs.
 
     Args:
         num_devices: How many devices the plan may use.
+        devices_per_node: How many of them each node has. None: all are in one.
+        table: The rows of its data. None: they are read.
 
     Raises:
         ConfigError, PlanError, GraphError or ValueError: Something in config, data or plan does not fit. Each says
             where, which rule, what it got and what to do.
     """
     algorithm = load_algorithm(config.algorithm)
-    table = load_prompts(config.data, config.tokenizer)
+    table = table or load_prompts(config.data, config.tokenizer)
     settings = _with_stop_ids(config.settings, table.tokenizer.end_id)
     for sampling in _samplings((settings, config.evaluation)):
         _check_stop_ids(sampling, table)
@@ -120,13 +129,24 @@ def assemble(config: RunConfig, num_devices: int) -> Assembly:
     check_vocabulary(models, table)
     _check_batches(config, settings, table)
     loader = PromptLoader(table, config.batch_size, config.seed)
-    written = _written_plan(config.plan, num_devices)
+    written = _written_plan(config.placements, num_devices)
+    check_offload(config.offload, config.roles, models)
 
-    def phase(step: Callable[..., Any], roles: Mapping[str, Role], state: Any, data: Any, phase_settings: Any) -> Phase:
+    def phase(
+        step: Callable[..., Any],
+        roles: Mapping[str, Role],
+        state: Any,
+        data: Any,
+        phase_settings: Any,
+        trained: Mapping[str, Placement] | None = None,
+    ) -> Phase:
         methods = {name: role.methods(name) for name, role in roles.items()}
+        state = jax.tree.map(lambda x: np.asarray(jnp.asarray(x)), state)  # on the host: no device is chosen yet
         graph = trace(step, methods, state, data, phase_settings)
-        plan = resolve(written, graph)
-        check(plan, graph, models, num_devices)
+        plan = resolve(written, graph, config.offload)
+        check(plan, graph, models, num_devices, devices_per_node)
+        where = training_placements(plan, graph) if trained is None else trained
+        plan = reuse_training_shards(plan, graph, where, devices_per_node or num_devices)
         return Phase(roles, graph, plan, state)
 
     roles: dict[str, Role] = {name: make_role(name, role, models, table) for name, role in config.roles.items()}
@@ -163,10 +183,11 @@ def assemble(config: RunConfig, num_devices: int) -> Assembly:
         eval_config = _evaluation_config(config.evaluation, settings, table.tokenizer.end_id, config.roles)
         eval_size = config.evaluation.batch_size or config.evaluation.num_prompts
         eval_batches = tuple(PromptLoader(table, eval_size, config.seed).eval_batches(config.evaluation.num_prompts))
-        evaluation = phase(evaluation_step, train.roles, (), eval_batches[0], eval_config)
+        trained = training_placements(train.plan, train.graph)  # so that it generates where the step does
+        evaluation = phase(evaluation_step, train.roles, (), eval_batches[0], eval_config, trained)
 
     made = Assembly(config, table, loader, train, train_rows, warm_start, evaluation, eval_batches, tuple(warnings))
-    check_names(config.plan, [p.graph for p in made.phases.values()])
+    check_names(config.placements, [p.graph for p in made.phases.values()])
     _check_length(made, models)
     for name, model in models.items():
         made.attention(name, model)
@@ -179,7 +200,7 @@ def assemble(config: RunConfig, num_devices: int) -> Assembly:
 
 
 def parse_devices(text: str, where: str) -> tuple[int, ...]:
-    """Positions of devices: '0-3', '0,2,4', '0-1,4-5'. At most four digits each.
+    """Positions of devices: '0-3', '3,2,1,0', '0-1,4-5'. At most four digits each.
 
     Raises:
         ConfigError: Anything else.
@@ -189,7 +210,7 @@ def parse_devices(text: str, where: str) -> tuple[int, ...]:
         span = re.fullmatch(r"\s*([0-9]{1,4})(?:-([0-9]{1,4}))?\s*", part)
         first, last = (int(span[1]), int(span[2] or span[1])) if span else (1, 0)
         if last < first:
-            raise ConfigError(f"{where}: must be positions of devices, such as '0-3' or '0,2,4'. Got {brief(text)}.")
+            raise ConfigError(f"{where}: must be positions of devices, such as '0-3' or '3,2,1,0'. Got {brief(text)}.")
         devices.extend(range(first, last + 1))
     return tuple(devices)
 
@@ -198,13 +219,16 @@ def _written_plan(plan: Mapping[str, PlacementConfig], num_devices: int) -> dict
     written = {DEFAULT: Placement(tuple(range(num_devices)), Strategy(data=num_devices))}
     for name, entry in plan.items():
         try:
-            strategy = Strategy(entry.data, entry.fsdp, entry.tensor, entry.micro_batches, entry.remat)
+            strategy = Strategy(
+                data=entry.data, fsdp=entry.fsdp, tensor=entry.tensor, pipeline=entry.pipeline,
+                micro_batches=entry.micro_batches, remat=entry.remat, balance=entry.balance,
+            )  # fmt: skip
         except ValueError as error:
             raise ConfigError(f"plan.{name}.{error}") from error
         devices = tuple(range(min(strategy.num_devices, num_devices + 1)))  # one too many is refused below
         if entry.devices:
             devices = parse_devices(entry.devices, f"plan.{name}.devices")
-        written[name] = Placement(devices, strategy)
+        written[name] = Placement(devices, strategy, entry.protocol)
     return written
 
 

@@ -18,7 +18,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxrlhf.checkpoint.store import CheckpointError, CheckpointStore
+from jaxrlhf.reshard.reallocate import reallocate
 from jaxrlhf.runtime.assembly import Assembly, Phase
+from jaxrlhf.runtime.channel import Channel
 from jaxrlhf.runtime.executor import Executor
 from jaxrlhf.runtime.first_weights import home_layout
 from jaxrlhf.runtime.recovery import ResumePoint, checkpoint_folder
@@ -32,16 +34,24 @@ FROZEN = "frozen"
 class Checkpoints:
     """Saves a run to its folder. A folder for each part of the run is made when it is first needed."""
 
-    def __init__(self, assembly: Assembly, folder: RunFolder, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        assembly: Assembly,
+        folder: RunFolder,
+        *,
+        channel: Channel | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._assembly, self._folder, self._clock = assembly, folder, clock
+        self._channel = channel or Channel()
         self._output = assembly.config.output
         self._stores: dict[str, CheckpointStore] = {}
         self._saved_at = clock()
 
     def is_due(self, done: int) -> bool:
-        """Whether a checkpoint is to be saved after so many steps."""
+        """Whether a checkpoint is to be saved after so many steps, whatever the clock says."""
         every = self._output.checkpoint_every
-        return done == self._assembly.config.steps or bool(every and done % every == 0) or self.minutes_are_over()
+        return done == self._assembly.config.steps or bool(every and done % every == 0)
 
     def minutes_are_over(self) -> bool:
         """Whether the last checkpoint, or the start, is long ago."""
@@ -55,26 +65,28 @@ class Checkpoints:
         if frozen and FROZEN not in self._stores:
             store = self._store(FROZEN)
             if store.latest() is None:
-                store.save(0, _arrays(executor, frozen, ()), {})
+                store.save(0, _arrays(phase, executor, frozen, ()), {})
                 store.wait()  # what a checkpoint needs is there before it
-        self._save("steps", done, executor, trained_roles(phase), state, value)
+        self._save("steps", done, phase, executor, trained_roles(phase), state, value)
 
     def save_warm_start(self, done: int, executor: Executor, state: Any) -> None:
         """In the warm start, after so many updates."""
-        self._save("warm_start", done, executor, ["actor"], state, None)
+        assert self._assembly.warm_start is not None
+        self._save("warm_start", done, self._assembly.warm_start, executor, ["actor"], state, None)
 
     def start_over(self) -> None:
         """Removes the roles that are never trained, where a run that has no step yet makes its weights anew."""
-        shutil.rmtree(checkpoint_folder(self._folder, FROZEN), ignore_errors=True)
+        self._channel.share(lambda: shutil.rmtree(checkpoint_folder(self._folder, FROZEN), ignore_errors=True))
 
     def drop_warm_start(self) -> None:
         """Removes the checkpoints of the warm start, if there are any, once there is one after it."""
-        if not checkpoint_folder(self._folder, "warm_start").exists():
+        folder = checkpoint_folder(self._folder, "warm_start")
+        if not self._channel.share(folder.exists):
             return
         self.wait()
         if "warm_start" in self._stores:
             self._stores.pop("warm_start").close()
-        shutil.rmtree(checkpoint_folder(self._folder, "warm_start"), ignore_errors=True)
+        self._channel.share(lambda: shutil.rmtree(folder, ignore_errors=True))
 
     def wait(self) -> None:
         """Until everything is on disk."""
@@ -86,11 +98,18 @@ class Checkpoints:
             store.close()
 
     def _save(
-        self, part: str, done: int, executor: Executor, roles: list[str], state: Any, value: float | None
+        self,
+        part: str,
+        done: int,
+        phase: Phase,
+        executor: Executor,
+        roles: list[str],
+        state: Any,
+        value: float | None,
     ) -> None:
         versions = {name: executor.weights.version(name) for name in roles}
         meta = {"seed": self._assembly.config.seed, "data": self._data, "versions": versions}
-        self._store(part).save(done, _arrays(executor, roles, state), meta, value=value)
+        self._store(part).save(done, _arrays(phase, executor, roles, state), meta, value=value)
         self._saved_at = self._clock()
 
     @functools.cached_property
@@ -167,10 +186,11 @@ def _read(checkpoint: Path, like: Any) -> tuple[Any, dict[str, Any]]:
         return store.restore(int(checkpoint.name), like)
 
 
-def _arrays(executor: Executor, roles: list[str], state: Any) -> dict[str, Any]:
+def _arrays(phase: Phase, executor: Executor, roles: list[str], state: Any) -> dict[str, Any]:
+    anywhere = home_layout(phase, roles[0]).replicated
     return {
         "roles": {name: executor.weights.state(name) for name in roles},
-        "algorithm": jax.tree.map(jnp.asarray, state),
+        "algorithm": reallocate(state, anywhere),
     }
 
 

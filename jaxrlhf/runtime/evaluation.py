@@ -11,7 +11,7 @@ import numpy as np
 from jaxrlhf.runtime.assembly import Assembly
 from jaxrlhf.runtime.executor import Executor
 from jaxrlhf.runtime.metrics import evaluations_in
-from jaxrlhf.runtime.records import Records
+from jaxrlhf.runtime.records import Records, SilentRecords
 
 EVALUATION_STEP = 2**32 - 1
 """The step number that decides an evaluation's noise: the same in every evaluation, and that of no training step."""
@@ -56,7 +56,7 @@ class Evaluator:
         value = next((metrics.get(self._metric, math.nan) for at, metrics in self.results if at == done), math.nan)
         return value if done > self._since and math.isfinite(value) else None
 
-    def run(self, done: int, executor: Executor, records: Records) -> dict[str, float]:
+    def run(self, done: int, executor: Executor, records: Records | SilentRecords) -> dict[str, float]:
         """Metrics of the policy as it is. They are written to the records, with samples."""
         phase = self._phase
         assert phase is not None

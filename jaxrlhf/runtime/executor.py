@@ -7,10 +7,12 @@ in threads beside the devices; the first call that needs their output waits for 
 
 import collections
 import concurrent.futures
+import contextlib
 import dataclasses
+import functools
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,27 +21,43 @@ import numpy as np
 from jaxrlhf.call_graph import Call, CallGraph, Ref, split_args
 from jaxrlhf.experience import Sampling
 from jaxrlhf.planner.plan import Plan
+from jaxrlhf.reshard.offload import rests_on_host
+from jaxrlhf.reshard.protocols import input_shardings
 from jaxrlhf.reshard.reallocate import reallocate
+from jaxrlhf.runtime.channel import Channel
+from jaxrlhf.runtime.host_arrays import gather, to_host
 from jaxrlhf.runtime.programs import compute_program, generate_program, infer_program, train_program
 from jaxrlhf.runtime.roles import FunctionRole, ModelRole, Role
 from jaxrlhf.runtime.timeline import STEP, Timeline, Watcher
 from jaxrlhf.runtime.weights import WeightStore
 from jaxrlhf.sharding.layout import Layout
+from jaxrlhf.sharding.processes import absent, is_here, meet
 
 MAX_IN_FLIGHT = 8
 """Calls dispatched and not awaited. A CPU backend deadlocks with some dozens of programs that communicate."""
 
 Leaves = list[Any]
+Wait = Callable[[str], contextlib.AbstractContextManager[None]]
+"""Given what is waited for: a context to wait in, which the timeline then shows."""
+
+
+def _untold(_: str) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
 
 
 @dataclasses.dataclass
 class StepResult:
-    """What a step gave. Its arrays may still be under way."""
+    """What a step gave. Its arrays may still be under way.
+
+    What reads arrays gives them to every process of the run, and every process must call it, in the same order.
+    """
 
     graph: CallGraph
     state: Any
     """The state for the next step."""
     _values: dict[str, "Leaves | concurrent.futures.Future[Leaves]"]
+    _channel: Channel = dataclasses.field(default_factory=Channel)
+    _wait: Wait = _untold
 
     def fetch(self) -> Any:
         """What the step function returned beside its state, as numpy arrays. Waits for it."""
@@ -53,15 +71,28 @@ class StepResult:
     def read(self, tree: Any) -> Any:
         """A tree with the arrays in place of the graph's references to them, as numpy arrays. Waits for them."""
         refs = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, Ref)]
-        arrays = iter(jax.device_get([_lookup(self._values, ref) for ref in refs]))
+        with self._wait("results"):
+            arrays = iter(to_host([_lookup(self._values, ref) for ref in refs], self._channel))
         return jax.tree.map(lambda x: next(arrays) if isinstance(x, Ref) else x, tree)
 
 
 class Executor:
-    """Runs planned graphs over the weights of a set of roles."""
+    """Runs planned graphs over the weights of a set of roles.
 
-    def __init__(self, roles: Mapping[str, Role], *, seed: int, timeline: Timeline | None = None) -> None:
+    In a run of several processes, each has an executor and runs the same graphs: every call is dispatched in the
+    processes that own its devices, Python functions run in the first one, and the others get what they gave.
+    """
+
+    def __init__(
+        self,
+        roles: Mapping[str, Role],
+        *,
+        seed: int,
+        timeline: Timeline | None = None,
+        channel: Channel | None = None,
+    ) -> None:
         self._roles = roles
+        self._channel = channel or Channel()
         self._seed = seed
         self._timeline = timeline or Timeline()
         self._watcher = Watcher(self._timeline)
@@ -98,17 +129,25 @@ class Executor:
         """
         self._at = (phase, step + 1 if number is None else number)
         values: dict[str, Any] = {"state": jax.tree.leaves(state), "data": jax.tree.leaves(data)}
-        for call in graph.calls:
+        for role in plan.offload:
+            self._offload(role)
+        for i, call in enumerate(graph.calls):
             if call.kind == "host":
                 values[call.name] = self._call_host(call, values)
             else:
+                self._reload(call, plan)  # the first of a step: all others were, with the call before
                 values[call.name] = self._call_device(call, plan, values, step)
-        new_state = jax.tree.map(lambda ref: _lookup(values, ref), graph.state)
-        return StepResult(graph, new_state, values)
+                self._offload_after(call, graph.calls[i + 1 :], plan)
+        new_state = jax.tree.map(lambda ref: _lookup(values, ref, self._wait), graph.state)
+        phase, number = self._at
+        wait = functools.partial(self._timeline.wait, step=number, phase=phase)
+        return StepResult(graph, new_state, values, self._channel, wait)
 
     def wait(self, step: int | None = None) -> None:
         """Until everything dispatched (of one step, by its number) is done; raises what went wrong."""
-        self._watcher.drain(step)
+        phase, number = self._at if step is None else (STEP, step)
+        with self._timeline.wait("calls to end", step=number, phase=phase):
+            self._watcher.drain(step)
 
     def close(self) -> None:
         """Ends the threads."""
@@ -120,25 +159,39 @@ class Executor:
         role = self._roles[call.role]
         assert isinstance(role, FunctionRole)
         arrays, _, rebuild = split_args(call.args)
-        inputs = [_lookup(values, ref) for ref in arrays]
-        phase, number = self._at
+        inputs = [_lookup(values, ref, self._wait) for ref in arrays]
+        phase, step = self._at
+        number = self._channel.number()
 
-        def work() -> Leaves:
-            on_host = rebuild(jax.device_get(inputs))
-            with self._timeline.host(call.plan_name, kind=call.kind, step=number, phase=phase):
-                return [role.score(*on_host)]
+        def work() -> tuple[bool, Any]:
+            try:
+                on_host = gather(inputs, self._channel, number)
+                assert on_host is not None
+                rollout = rebuild(on_host)
+                with self._timeline.host(call.plan_name, kind=call.kind, step=step, phase=phase):
+                    return True, [role.score(*rollout)]
+            except Exception as error:
+                return False, error
 
-        return self._threads.submit(work)
+        def send() -> None:
+            try:
+                gather(inputs, self._channel, number)
+            except Exception as error:
+                self._channel.abort(error)  # the first process waits for this
+
+        if not self._channel.is_first:
+            self._threads.submit(send)
+        return self._channel.later(lambda: self._threads.submit(work))
 
     def _call_device(self, call: Call, plan: Plan, values: dict[str, Any], step: int) -> Leaves:
         placement = plan[call]
         layout = Layout.over(placement.devices, placement.strategy)
         refs, key, rebuild = split_args(call.args)
-        inputs = [_lookup(values, ref) for ref in refs]
+        inputs = [_lookup(values, ref, self._wait) for ref in refs]
         dispatched = time.perf_counter()
-        arrays = reallocate(inputs, [layout.rows if ref.has_rows else layout.replicated for ref in refs])
-        avals = tuple((ref.shape, ref.dtype, ref.has_rows) for ref in refs)
         has_rows = [ref.has_rows for ref in refs]
+        arrays = reallocate(inputs, input_shardings(inputs, has_rows, layout, placement.protocol))
+        avals = tuple((ref.shape, ref.dtype, ref.has_rows) for ref in refs)
         key = (call.role, call.method, call.function, layout, key, avals)
         noise = np.array([self._seed, step, zlib.crc32(call.plan_name.encode())], np.uint32)
 
@@ -146,22 +199,23 @@ class Executor:
             assert call.function is not None
             function = call.function
             rows_out = [ref.has_rows for ref in call.output_refs]
-            program = self._program(key, lambda: compute_program(function, rebuild, rows_out, layout))
-            outputs = program(arrays)
+            program = self._program(key, layout, lambda: compute_program(function, rebuild, rows_out, layout))
+            outputs = program(arrays) if program is not None else _absent_outputs(call, layout)
         elif call.kind == "train":
             outputs = self._train(call, key, rebuild, has_rows, layout, noise, arrays)
         else:
             role = self._model_role(call)
-            params = self._weights_for(call, role, layout)
+            params = self._weights_for(call, layout)
             if call.kind == "generate":
                 key, temperature = _without_temperature(call, key)
-                program = self._program(key, lambda: generate_program(role, rebuild, layout))
-                outputs = program(params, noise, temperature, arrays)
+                program = self._program(key, layout, lambda: generate_program(role, rebuild, layout))
+                arguments = (params, noise, temperature, arrays)
             else:
-                program = self._program(key, lambda: infer_program(role, call.method, rebuild, layout))
-                outputs = program(params, arrays)
+                program = self._program(key, layout, lambda: infer_program(role, call.method, rebuild, layout))
+                arguments = (params, arrays)
+            outputs = program(*arguments) if program is not None else _absent_outputs(call, layout)
         self._watch(outputs, call.plan_name, call.kind, layout, dispatched)
-        self._bound_in_flight(outputs)
+        self._bound_in_flight(outputs, layout)
         return outputs
 
     def _train(
@@ -176,24 +230,61 @@ class Executor:
     ) -> Leaves:
         assert call.role is not None
         role = self._model_role(call)
-        program = self._program(key, lambda: train_program(role, rebuild, has_rows, layout))
+        program = self._program(key, layout, lambda: train_program(role, rebuild, has_rows, layout))
         started = time.perf_counter()
-        params, optimizer, moved = self.weights.take_for_training(call.role, layout)
-        if moved:
-            self._watch(optimizer.num_updates + 0, f"{call.role}.reallocate", "reallocate", layout, started)
-        params, optimizer, metrics = program(params, optimizer, noise, arrays)
+        params, optimizer, received = self.weights.take_for_training(call.role, layout)
+        if received is not None:
+            self._watch_reallocation(call.role, optimizer.num_updates, layout, started, received)
+        if program is not None:
+            params, optimizer, metrics = program(params, optimizer, noise, arrays)
+        else:
+            metrics = _absent_outputs(call, layout)
         self.weights.trained(call.role, layout, params, optimizer)
         return jax.tree.leaves(metrics)
 
-    def _weights_for(self, call: Call, role: ModelRole, layout: Layout) -> Any:
+    def _weights_for(self, call: Call, layout: Layout) -> Any:
         assert call.role is not None
         started = time.perf_counter()
-        stacked = role.model.scan_layers and call.kind != "generate"
-        params, moved = self.weights.for_inference(call.role, layout, stacked=stacked)
-        if moved:
-            # a sum, since the weights themselves may be donated to a train call before the watcher has seen them
-            self._watch(params["final_norm"] + 0, f"{call.role}.reallocate", "reallocate", layout, started)
+        params, received = self.weights.for_inference(call.role, layout, stacked=self._is_stacked(call))
+        if received is not None:
+            self._watch_reallocation(call.role, params["final_norm"], layout, started, received)
         return params
+
+    def _offload_after(self, call: Call, later: Sequence[Call], plan: Plan) -> None:
+        """Lets an offloaded role rest after its last call of a step, and begins to bring the next call's role back.
+
+        One call ahead, while the one just dispatched runs: earlier would fill the devices again.
+        """
+        if call.role in plan.offload and all(other.role != call.role for other in later):
+            self._offload(call.role)
+        following = next((other for other in later if other.kind != "host"), None)
+        if following is not None:
+            self._reload(following, plan)
+
+    def _offload(self, role: str) -> None:
+        started = time.perf_counter()
+        moving = self.weights.offload(role)
+        if moving is not None:
+            self._watch_memory(moving, f"{role}.offload", self.weights.home(role), started)
+
+    def _reload(self, call: Call, plan: Plan) -> None:
+        """Begins to bring a call's role back from host memory, unless it is there."""
+        if call.role not in plan.offload:
+            return
+        placement, started = plan[call], time.perf_counter()
+        layout = Layout.over(placement.devices, placement.strategy)
+        stacked, trains = self._is_stacked(call), call.kind == "train"
+        moving = self.weights.prefetch(call.role, layout, stacked=stacked, for_training=trains)
+        if moving is not None:
+            self._watch_memory(moving, f"{call.role}.reload", layout, started)
+
+    def _watch_memory(self, moving: Any, name: str, layout: Layout, started: float) -> None:
+        size = sum(shard.data.nbytes for x in jax.tree.leaves(moving) for shard in x.addressable_shards)
+        # what comes back may be donated to a train call; what rests never is
+        self._watch(moving, name, "offload", layout, started, copy=not rests_on_host(moving), bytes=size)
+
+    def _is_stacked(self, call: Call) -> bool:
+        return self._model_role(call).model.scan_layers and call.kind != "generate"
 
     def _model_role(self, call: Call) -> ModelRole:
         assert call.role is not None
@@ -201,29 +292,66 @@ class Executor:
         assert isinstance(role, ModelRole)
         return role
 
-    def _program(self, key: Any, build: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
+    def _program(self, key: Any, layout: Layout, build: Callable[[], Callable[..., Any]]) -> Callable[..., Any] | None:
+        """The program of a call; None in a process that owns none of its devices."""
+        if not is_here(layout.mesh):
+            return None
         if key not in self._programs:
             self._programs[key] = build()
+            if layout.own_devices != layout.devices:
+                for outputs in self._in_flight:  # so that no device is late
+                    jax.block_until_ready(outputs)
+                meet(layout.mesh.devices.flat)
         return self._programs[key]
 
-    def _watch(self, arrays: Any, name: str, kind: str, layout: Layout, dispatched: float) -> None:
+    def _wait(self, name: str) -> contextlib.AbstractContextManager[None]:
+        phase, number = self._at
+        return self._timeline.wait(name, step=number, phase=phase)
+
+    def _watch(
+        self,
+        arrays: Any,
+        name: str,
+        kind: str,
+        layout: Layout,
+        dispatched: float,
+        *,
+        bytes: int = 0,
+        copy: bool = False,
+    ) -> None:
+        """Has the timeline know when arrays are there. `copy`: they may be donated before the watcher has seen them."""
+        if not layout.own_devices:
+            return
         first = jax.tree.leaves(arrays)[:1]
         phase, number = self._at
         self._watcher.watch(
-            first, name=name, kind=kind, devices=layout.device_ids, step=number, dispatched=dispatched, phase=phase
-        )
+            [x + 0 for x in first] if copy else first,
+            name=name, kind=kind, devices=layout.own_devices, step=number, dispatched=dispatched, phase=phase,
+            bytes=bytes,
+        )  # fmt: skip
 
-    def _bound_in_flight(self, outputs: Leaves) -> None:
-        self._in_flight.append(outputs)
+    def _watch_reallocation(self, role: str, array: jax.Array, layout: Layout, started: float, received: int) -> None:
+        self._watch(array, f"{role}.reallocate", "reallocate", layout, started, copy=True, bytes=received)
+
+    def _bound_in_flight(self, outputs: Leaves, layout: Layout) -> None:
+        if layout.own_devices:
+            self._in_flight.append(outputs)
         if len(self._in_flight) > MAX_IN_FLIGHT:
-            jax.block_until_ready(self._in_flight.popleft())
+            with self._wait("calls in flight"):
+                jax.block_until_ready(self._in_flight.popleft())
         self._watcher.check()
 
 
-def _lookup(values: dict[str, Any], ref: Ref) -> Any:
+def _absent_outputs(call: Call, layout: Layout) -> Leaves:
+    """What a process holds of a call that runs in others."""
+    return [absent(ref, layout.rows if ref.has_rows else layout.replicated) for ref in call.output_refs]
+
+
+def _lookup(values: dict[str, Any], ref: Ref, wait: Wait = _untold) -> Any:
     leaves = values[ref.call]
     if isinstance(leaves, concurrent.futures.Future):
-        leaves = leaves.result()
+        with wait(ref.call):
+            leaves = leaves.result()
     return leaves[ref.leaf]
 
 

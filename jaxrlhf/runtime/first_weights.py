@@ -12,6 +12,7 @@ from jaxrlhf.reshard.reallocate import reallocate
 from jaxrlhf.runtime.assembly import Phase
 from jaxrlhf.runtime.executor import Executor
 from jaxrlhf.runtime.roles import ModelRole
+from jaxrlhf.runtime.weights import run_at
 from jaxrlhf.sharding.layout import Layout
 
 Placed = tuple[Layout, Params]
@@ -86,7 +87,7 @@ def _with_own_head(params: Params, role: ModelRole, layout: Layout, key: jax.Arr
             own |= {name: new[name] for name in wanted.keys() - own.keys()}
         return with_layers(own, stacked=model.scan_layers)
 
-    return jax.jit(copy, out_shardings=param_shardings(model, layout, stacked=model.scan_layers))(params)
+    return run_at(layout, copy, params, param_shardings(model, layout, stacked=model.scan_layers))
 
 
 def _key(config: RunConfig, name: str) -> jax.Array:

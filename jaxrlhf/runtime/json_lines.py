@@ -30,14 +30,6 @@ class JsonLinesWriter:
         self._file.flush()
         os.fsync(self._file.fileno())
 
-    def truncate(self, keep: Callable[[dict[str, Any]], bool]) -> int:
-        """Drops records from the file, as the function `truncate` does, and goes on writing after those that stay."""
-        self._file.close()
-        try:
-            return truncate(self._path, keep)
-        finally:
-            self._file = self._open()
-
     def close(self) -> None:
         self._file.close()
 

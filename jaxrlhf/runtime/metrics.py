@@ -6,7 +6,7 @@ A metric's name is `group/name`, such as 'actor/loss'. Values are global: one nu
 import math
 import reprlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -96,14 +96,6 @@ class MetricsWriter:
     def sync(self) -> None:
         """Returns when every line is on the disk. To be called before a checkpoint that counts on them."""
         self._lines.sync()
-
-    def truncate(self, keep: Callable[[dict[str, Any]], bool]) -> int:
-        """Drops the records for which `keep` is False, such as those after the checkpoint that a run goes on from.
-
-        Returns:
-            How many.
-        """
-        return self._lines.truncate(keep)
 
     def close(self) -> None:
         self._lines.close()

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxrlhf.experience import Max, Sampling
 from jaxrlhf.models.generate import generate
 from jaxrlhf.models.params import Params, param_shardings
+from jaxrlhf.reshard.balance import balanced_order
 from jaxrlhf.runtime.optimizer import OptimizerState, apply_gradient, optimizer_shardings
 from jaxrlhf.runtime.roles import GAP_METRIC, INFER, ModelRole, logprob_gap, model_outputs, records_gap
 from jaxrlhf.sharding.layout import Layout
@@ -53,7 +54,12 @@ def infer_program(role: ModelRole, method: str, rebuild: Rebuild, layout: Layout
         def infer(some_sequences: Any) -> Any:
             return INFER[method](params, some_sequences, role.model, layout, "none")
 
-        return jax.tree.leaves(_in_micro_batches(infer, sequences, layout))
+        if not layout.strategy.balance:
+            return jax.tree.leaves(_in_micro_batches(infer, sequences, layout))
+        order, inverse = _balanced(sequences, layout)
+        dealt = layout.constrain_rows(jax.tree.map(lambda x: x[order], sequences))
+        outputs = _in_micro_batches(infer, dealt, layout)
+        return jax.tree.leaves(jax.tree.map(lambda x: x[inverse], outputs))
 
     return jax.jit(program, out_shardings=layout.rows)
 
@@ -63,7 +69,8 @@ def train_program(role: ModelRole, rebuild: Rebuild, has_rows: list[bool], layou
 
     Every epoch shuffles the rows anew and cuts them into mini-batches, one update each. A mini-batch is cut into
     micro-batches, whose gradients of the loss's sum are added, and divided by the sum of their weights: the same
-    gradient, however it was cut. Metrics are averaged over updates, or combined as `Max`.
+    gradient, however it was cut. Metrics are averaged over updates, or combined as `Max`. Balancing deals the
+    rows of each mini-batch anew, which changes only in what order they are summed.
     """
     assert role.optimizer is not None
     model, optimizer = role.model, role.optimizer
@@ -111,6 +118,10 @@ def train_program(role: ModelRole, rebuild: Rebuild, has_rows: list[bool], layou
             params, state = carry
             pairs = zip(arrays, has_rows, strict=True)
             mini_batch = arrays if chosen is None else [x[chosen] if rows else x for x, rows in pairs]
+            if layout.strategy.balance:
+                _, batch, _ = rebuild(mini_batch)
+                dealt, _ = _balanced(batch["sequences"], layout)
+                mini_batch = [x[dealt] if rows else x for x, rows in zip(mini_batch, has_rows, strict=True)]
             grads, weight, metrics = accumulated(params, mini_batch)
             weight = jnp.maximum(weight, 1e-8)
             grads = jax.tree.map(lambda g: g / weight, grads)
@@ -139,6 +150,14 @@ def _shuffled(noise: jax.Array, num_rows: int, epochs: int, mini_batches: int) -
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(noise[0]), noise[1]), noise[2])
     orders = [jax.random.permutation(jax.random.fold_in(key, epoch), num_rows) for epoch in range(epochs)]
     return jnp.concatenate(orders).reshape(epochs * mini_batches, num_rows // mini_batches)
+
+
+def _balanced(sequences: Any, layout: Layout) -> tuple[jax.Array, jax.Array]:
+    """The order in which rows are dealt to shards and micro-batches, and its inverse."""
+    strategy = layout.strategy
+    # lengths are few numbers: whole on every device, each of which sorts them for itself
+    tokens_B = jax.lax.with_sharding_constraint(sequences.mask.sum(axis=1), layout.replicated)
+    return balanced_order(tokens_B, num_shards=strategy.num_row_shards, micro_batches=strategy.micro_batches)
 
 
 def _in_micro_batches(function: Callable[[Any], Any], rows: Any, layout: Layout) -> Any:

@@ -40,6 +40,8 @@ class Progress:
         calls: Mapping[str, float] | None = None,
         *,
         tokens_per_second: float | None = None,
+        busy: float | None = None,
+        overlap: float = 0.0,
     ) -> None:
         """Takes note that `step` steps are done.
 
@@ -47,6 +49,8 @@ class Progress:
             shown: What to show of the last step, as in `{"reward": 0.3, "KL": 0.01, "length": 40}`.
             calls: Seconds of each of its calls, or stages.
             tokens_per_second: Of all devices together.
+            busy: The fraction of the step in which a device worked, on average.
+            overlap: The fraction of the working time in which two or more calls ran. Shown where there is any.
         """
         now = self._clock()
         self._recent_seconds.append((now - self._updated) / max(1, step - self._step))
@@ -61,6 +65,8 @@ class Progress:
                 *(f"{name} {number(value, digits=3)}" for name, value in shown.items()),
                 f"{number(seconds, digits=3)} s/step",
                 *([] if tokens_per_second is None else [f"{number(tokens_per_second, digits=3)} tokens/s"]),
+                *([] if busy is None else [f"busy {busy:.0%}"]),
+                *([f"overlap {overlap:.0%}"] if round(100 * overlap) else []),
                 # the first step compiles: it says nothing of those to come
                 *([f"ETA {duration((self._total - step) * seconds)}"] if self._compiled and step < self._total else []),
                 *([] if self._saved is None else [f"saved {self._saved}"]),

@@ -1,5 +1,6 @@
 """What a run writes down as it goes: metrics and samples, each step once however often the run was killed."""
 
+import dataclasses
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 from jaxrlhf.config.schema import RunConfig
 from jaxrlhf.data.prompts import PromptTable
 from jaxrlhf.experience import LENGTH, STOP, Rollout
+from jaxrlhf.runtime.channel import Channel
 from jaxrlhf.runtime.json_lines import truncate
 from jaxrlhf.runtime.metrics import MetricsWriter, read_metrics
 from jaxrlhf.runtime.recovery import ResumePoint
@@ -20,6 +22,47 @@ from jaxrlhf.runtime.scoring import decode_responses
 from jaxrlhf.runtime.trackers import Trackers
 
 FINISH_NAMES = {STOP: "stop", LENGTH: "length"}
+
+
+def open_records(
+    channel: Channel,
+    folder: RunFolder,
+    config: RunConfig,
+    table: PromptTable,
+    *,
+    resume: ResumePoint | None,
+    warn: Callable[[str], None],
+) -> "Records | SilentRecords":
+    """The records of a run: the first process writes them, the others know what was written before this start."""
+    opened: list[Records] = []
+
+    def open_here() -> tuple[list[dict[str, Any]], dict[str, Path]]:
+        opened.append(Records(folder, config, table, resume=resume, warn=warn))
+        return opened[0].history, opened[0].shown_at
+
+    history, shown_at = channel.share(open_here)
+    return opened[0] if opened else SilentRecords(history, shown_at)
+
+
+@dataclasses.dataclass
+class SilentRecords:
+    """`Records` that write nothing, for processes other than the first."""
+
+    history: list[dict[str, Any]]
+    shown_at: dict[str, Path]
+    latest_samples: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+
+    def write_metrics(self, done: int, metrics: Mapping[str, float]) -> None:
+        """Nothing."""
+
+    def write_samples(self, done: int, split: str, rollout: Rollout, scores: Mapping[str, np.ndarray]) -> None:
+        """Nothing."""
+
+    def sync(self) -> None:
+        """Nothing."""
+
+    def close(self, *, failed: bool) -> None:
+        """Nothing."""
 
 
 class Records:

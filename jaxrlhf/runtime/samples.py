@@ -1,6 +1,6 @@
 """Writes what the policy said: prompts, completions and their scores, one JSON line each."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -43,14 +43,6 @@ class SamplesWriter:
     def sync(self) -> None:
         """Returns when every line is on the disk. To be called before a checkpoint that counts on them."""
         self._lines.sync()
-
-    def truncate(self, keep: Callable[[dict[str, Any]], bool]) -> int:
-        """Drops the records for which `keep` is False, such as those after the checkpoint that a run goes on from.
-
-        Returns:
-            How many.
-        """
-        return self._lines.truncate(keep)
 
     def close(self) -> None:
         self._lines.close()

@@ -8,6 +8,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxrlhf.runtime.events import MOVING, WAIT
+
 TIMING = "timing_s/"
 
 Spans = list[tuple[float, float]]
@@ -22,7 +24,7 @@ def stage_of(name: str, kind: str) -> str:
 
     Args:
         name: As a plan speaks of it: 'actor.generate', or the function's name of a `compute` call.
-        kind: That of the call, or 'reallocate'.
+        kind: That of the event.
     """
     role, _, method = name.partition("#")[0].partition(".")
     if kind == "generate":
@@ -31,8 +33,10 @@ def stage_of(name: str, kind: str) -> str:
         return "adv"
     if kind == "train":
         return f"update_{role}"
-    if kind == "reallocate":
-        return f"reallocate_{role}"
+    if kind in MOVING:
+        return f"{kind}_{role}"
+    if kind == WAIT:
+        return WAIT
     if method == "scores":
         return "reward"
     if method in ("logprobs", "policy"):
@@ -53,16 +57,16 @@ def timing_metrics(spans_of: Mapping[tuple[str, str], Spans]) -> dict[str, float
         stages.setdefault(stage_of(name, kind), {})[name] = spans
     metrics = {}
     for stage, calls in stages.items():
-        metrics[f"{TIMING}{stage}"] = _covered_seconds([span for spans in calls.values() for span in spans])
+        metrics[f"{TIMING}{stage}"] = covered_seconds([span for spans in calls.values() for span in spans])
         if len(calls) > 1:
-            metrics |= {f"{TIMING}{stage}/{name}": _covered_seconds(spans) for name, spans in calls.items()}
+            metrics |= {f"{TIMING}{stage}/{name}": covered_seconds(spans) for name, spans in calls.items()}
     return metrics
 
 
 def stage_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Stage -> seconds, from a step's metrics. Without the step as a whole, and without single calls of a stage."""
+    """Stage -> seconds, from a step's metrics. Without the step as a whole, waits, and single calls of a stage."""
     named = {name.removeprefix(TIMING): value for name, value in metrics.items() if name.startswith(TIMING)}
-    return {stage: seconds for stage, seconds in named.items() if stage != "step" and "/" not in stage}
+    return {stage: seconds for stage, seconds in named.items() if stage not in ("step", WAIT) and "/" not in stage}
 
 
 def time_rows(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -94,7 +98,7 @@ def time_rows(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: -row["seconds"])
 
 
-def _covered_seconds(spans: Spans) -> float:
+def covered_seconds(spans: Spans) -> float:
     """The length of the union of intervals."""
     covered, reached = 0.0, float("-inf")
     for start, end in sorted(spans):

@@ -56,6 +56,6 @@ def throughput_metrics(
     }
     for stage, stage_time in stage_seconds(timings).items():
         num_tokens = tokens.response if stage == "gen" else tokens.total
-        if num_tokens and stage != "reward" and not stage.startswith("reallocate_"):
+        if num_tokens and stage != "reward" and not stage.startswith(("reallocate_", "offload_")):
             metrics[f"timing_per_token_ms/{stage}"] = 1e3 * stage_time / num_tokens
     return metrics

@@ -7,45 +7,37 @@ for the results instead, off the main thread, and a `Timeline` keeps what it saw
 import collections
 import contextlib
 import dataclasses
-import json
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import jax
 
-from jaxrlhf.runtime.run_folder import write_atomically
+from jaxrlhf.runtime.chrome_trace import write_chrome_trace
+from jaxrlhf.runtime.events import STEP, WAIT, Event, ProcessEvents, merged
 from jaxrlhf.runtime.stages import Spans, timing_metrics
+from jaxrlhf.runtime.utilization import utilization_metrics
 
-STEP = "step"
-"""The phase of the steps of training, beside those of the warm start and of evaluations."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Event:
-    """One piece of work. Times are seconds of `time.perf_counter`."""
-
-    name: str
-    kind: str
-    devices: tuple[int, ...]
-    """Ids of the devices that it occupied; none for work on the host."""
-    step: int
-    """As metrics count: 1 is the first step."""
-    start: float
-    end: float
-    phase: str = STEP
-    """The part of the run that it belongs to."""
+MIN_WAIT_SECONDS = 1e-4
+"""What takes less is looking whether there is anything to wait for."""
 
 
 class Timeline:
-    """The latest events of a run, recorded from any thread."""
+    """The latest events of a run, recorded from any thread.
 
-    def __init__(self, max_events: int = 20_000) -> None:
+    Args:
+        max_events: How many it keeps.
+        own_devices: The devices of this process, idle ones too. None: every device that an event names.
+    """
+
+    def __init__(self, max_events: int = 20_000, *, own_devices: Sequence[int] | None = None) -> None:
         self._events: collections.deque[Event] = collections.deque(maxlen=max_events)
+        self._running: dict[int, Event] = {}
+        self._own_devices = None if own_devices is None else tuple(own_devices)
         self._num_dropped = 0
         self._last_dropped_step: int | None = None
         self._lock = threading.Lock()
@@ -55,12 +47,18 @@ class Timeline:
     def record(self, event: Event) -> None:
         """Adds an event; past `max_events`, the oldest one is dropped."""
         with self._lock:
-            if len(self._events) == self._events.maxlen:
-                dropped = self._events[0]
-                self._num_dropped += 1
-                if dropped.phase == STEP:
-                    self._last_dropped_step = max(dropped.step, self._last_dropped_step or dropped.step)
-            self._events.append(event)
+            self._add(event)
+
+    @contextlib.contextmanager
+    def running(self, event: Event) -> Iterator[None]:
+        """What runs inside is an event in progress, which `events(running=True)` shows. It is not recorded."""
+        with self._lock:
+            self._running[id(event)] = event
+        try:
+            yield
+        finally:
+            with self._lock:
+                del self._running[id(event)]
 
     @contextlib.contextmanager
     def host(self, name: str, *, kind: str, step: int, phase: str = STEP) -> Iterator[None]:
@@ -71,13 +69,53 @@ class Timeline:
         finally:
             self.record(Event(name, kind, (), step, start, time.perf_counter(), phase))
 
-    def events(self) -> list[Event]:
-        """The events that are still kept, in the order of recording."""
-        with self._lock:
-            return list(self._events)
+    @contextlib.contextmanager
+    def wait(self, name: str, *, step: int, phase: str = STEP) -> Iterator[None]:
+        """Records that the main thread waits inside, for what `name` says, where there is anything to wait for."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            end = time.perf_counter()
+            if end - start >= MIN_WAIT_SECONDS:
+                self.record(Event(name, WAIT, (), step, start, end, phase))
 
-    def summary(self, step: int) -> dict[str, float]:
-        """Seconds of every stage of one step of training, as `stages.timing_metrics` names them.
+    def events(self, *, running: bool = False) -> list[Event]:
+        """The events that are still kept, in the order of recording.
+
+        Args:
+            running: Also those in progress, as if they ended now.
+        """
+        with self._lock:
+            events = list(self._events)
+            if running:
+                now = time.perf_counter()
+                events += [dataclasses.replace(event, end=max(event.start, now)) for event in self._running.values()]
+            return events
+
+    def seen(self, *, steps: Container[int] | None = None) -> ProcessEvents:
+        """What this process saw, to be laid beside what others saw. Times are in seconds since this timeline was made.
+
+        Args:
+            steps: The events of these steps alone, with those in progress. None: all that have ended.
+        """
+        events = self.events(running=steps is not None)
+        chosen = tuple(
+            dataclasses.replace(event, start=event.start - self._origin, end=event.end - self._origin)
+            for event in events
+            if steps is None or event.step in steps
+        )
+        return ProcessEvents(chosen, self._origin_unix, self._own_devices, self._num_dropped)
+
+    def summary(self, step: int, others: Sequence[ProcessEvents] = ()) -> dict[str, float]:
+        """How long the stages of one step of training took, and how busy the devices were.
+
+        Args:
+            others: What other processes saw of it: their `seen(steps=range(step - 1, step + 2))`. Without them it tells
+                of this process' devices alone.
+
+        Returns:
+            The metrics that `stages.timing_metrics` and `utilization.utilization_metrics` name.
 
         Raises:
             ValueError: Events as late as this step's have been dropped.
@@ -87,47 +125,33 @@ class Timeline:
                 f"Timeline of step {step}: events up to step {self._last_dropped_step} are no longer all kept. "
                 f"Got max_events={self._events.maxlen}. Raise it, or ask for the summary when the step is done."
             )
+        # what is older says nothing of this step, and there may be much of it
+        recent = tuple(event for event in self.events(running=True) if event.step >= step - 1)
+        own = ProcessEvents(recent, self._origin_unix - self._origin, self._own_devices)
+        events = merged([own, *others])
+        devices = {device for process in (own, *others) for device in process.own_devices or ()}
+        devices |= {device for event in events for device in event.devices}
         spans: dict[tuple[str, str], Spans] = {}
-        for event in self.events():
+        for event in events:
             if event.step == step and event.phase == STEP:
                 spans.setdefault((event.name, event.kind), []).append((event.start, event.end))
-        return timing_metrics(spans)
+        return timing_metrics(spans) | utilization_metrics(events, step, sorted(devices))
 
-    def write_chrome_trace(self, path: Path) -> None:
-        """Writes a Chrome trace, which opens in ui.perfetto.dev: a row per device, and rows for the host.
+    def write_chrome_trace(self, path: Path, others: Sequence[ProcessEvents] = ()) -> None:
+        """Writes a Chrome trace, which opens in ui.perfetto.dev: `chrome_trace.write_chrome_trace`.
 
-        Its "metadata" holds `dropped_events` and the Unix time of the trace's zero, by which the traces of several
-        processes can be lined up.
+        Args:
+            others: What the other processes saw, in their order, where this is the first of several.
         """
-        events = self.events()
-        device_rows: dict[int, list[Event]] = {}
-        for event in events:
-            for device in event.devices:
-                device_rows.setdefault(device, []).append(event)
-        rows = [(f"device {device}", device_rows[device]) for device in sorted(device_rows)]
-        rows += [("host", row) for row in _host_rows(events)]
-        entries: list[dict[str, Any]] = [_label("process_name", 1, name="jaxrlhf")]
-        # Thread 0 of process 0 is the idle thread to viewers: both count from 1.
-        for thread, (name, row) in enumerate(rows, start=1):
-            entries += [
-                _label("thread_name", thread, name=name),
-                _label("thread_sort_index", thread, sort_index=thread),
-            ]
-            entries += [
-                {
-                    "name": event.name,
-                    "cat": event.kind,
-                    "ph": "X",
-                    "pid": 1,
-                    "tid": thread,
-                    "ts": 1e6 * (event.start - self._origin),
-                    "dur": 1e6 * (event.end - event.start),
-                    "args": {"phase": event.phase, "step": event.step, "kind": event.kind},
-                }
-                for event in row
-            ]
-        metadata = {"dropped_events": self._num_dropped, "origin_unix_seconds": self._origin_unix}
-        write_atomically(path, json.dumps({"traceEvents": entries, "displayTimeUnit": "ms", "metadata": metadata}))
+        write_chrome_trace(path, [self.seen(), *others])
+
+    def _add(self, event: Event) -> None:
+        if len(self._events) == self._events.maxlen:
+            dropped = self._events[0]
+            self._num_dropped += 1
+            if dropped.phase == STEP:
+                self._last_dropped_step = max(dropped.step, self._last_dropped_step or dropped.step)
+        self._events.append(event)
 
 
 @dataclasses.dataclass(eq=False)
@@ -140,6 +164,7 @@ class _Watched:
     step: int
     phase: str
     dispatched: float
+    bytes: int
     arrays: list[Any]
     predecessors: list["_Watched"]
     """The calls dispatched just before this one to each of its devices."""
@@ -175,6 +200,7 @@ class Watcher:
         step: int,
         dispatched: float,
         phase: str = STEP,
+        bytes: int = 0,
     ) -> None:
         """Takes note of a call that was just dispatched. Returns at once.
 
@@ -183,13 +209,14 @@ class Watcher:
                 of a program complete together. It must not be donated or deleted, which would leave nothing to
                 wait for and counts as a failure of the call.
             dispatched: `time.perf_counter()` from just before the dispatch.
+            bytes: What it moves to this process' devices, where moving is what it does.
         """
         assert devices, f"Call {name!r} must name its devices; work on the host goes to Timeline.host."
         with self._changed:
             assert not self._closed, "The watcher is closed."
             predecessors = {id(call): call for device in devices if (call := self._latest_on.get(device))}
             leaves = jax.tree.leaves(arrays)
-            call = _Watched(name, kind, devices, step, phase, dispatched, leaves, list(predecessors.values()))
+            call = _Watched(name, kind, devices, step, phase, dispatched, bytes, leaves, list(predecessors.values()))
             self._latest_on.update(dict.fromkeys(devices, call))
             self._num_pending[phase, step] += 1
             if devices not in self._lanes:
@@ -243,16 +270,18 @@ class Watcher:
         # Predecessors were all dispatched earlier, so these waits cannot form a circle.
         for predecessor in call.predecessors:
             predecessor.stamped.wait()
+        start = max(call.dispatched, *(predecessor.end for predecessor in call.predecessors), 0.0)
+        event = Event(call.name, call.kind, call.devices, call.step, start, start, call.phase, call.bytes)
         failure: Exception | None = None
-        try:
-            jax.block_until_ready(call.arrays)
-        except Exception as error:
-            error.add_note(f"This came up in call {call.name!r} of {call.phase} {call.step}.")
-            failure = error
-        call.end = time.perf_counter()
-        if failure is None:
-            start = max(call.dispatched, *(predecessor.end for predecessor in call.predecessors), 0.0)
-            self._timeline.record(Event(call.name, call.kind, call.devices, call.step, start, call.end, call.phase))
+        with self._timeline.running(event):
+            try:
+                jax.block_until_ready(call.arrays)
+            except Exception as error:
+                error.add_note(f"This came up in call {call.name!r} of {call.phase} {call.step}.")
+                failure = error
+            call.end = time.perf_counter()
+            if failure is None:
+                self._timeline.record(dataclasses.replace(event, end=call.end))
         # Nothing may keep the arrays alive now, nor chain every call to all those before it.
         call.arrays = []
         call.predecessors = []
@@ -263,19 +292,3 @@ class Watcher:
             if not self._num_pending[call.phase, call.step]:
                 del self._num_pending[call.phase, call.step]
             self._changed.notify_all()
-
-
-def _host_rows(events: list[Event]) -> list[list[Event]]:
-    """The events of the host, in as few rows as it takes for no two of a row to overlap."""
-    rows: list[list[Event]] = []
-    for event in sorted((event for event in events if not event.devices), key=lambda event: event.start):
-        row = next((row for row in rows if row[-1].end <= event.start), None)
-        if row is None:
-            rows.append([event])
-        else:
-            row.append(event)
-    return rows
-
-
-def _label(name: str, thread: int, /, **arguments: str | int) -> dict[str, Any]:
-    return {"name": name, "ph": "M", "pid": 1, "tid": thread, "args": arguments}

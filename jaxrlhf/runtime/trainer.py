@@ -8,23 +8,28 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxrlhf.config.schema import RunConfig
 from jaxrlhf.data.tokenizer import JSONTokenizer
 from jaxrlhf.models.huggingface import save_params
 from jaxrlhf.runtime.assembly import Assembly
+from jaxrlhf.runtime.balance_metrics import balance_metrics
+from jaxrlhf.runtime.channel import Channel
 from jaxrlhf.runtime.checkpoints import Checkpoints, restore, trained_roles
 from jaxrlhf.runtime.console import Console
 from jaxrlhf.runtime.evaluation import Evaluator
 from jaxrlhf.runtime.executor import Executor, StepResult
 from jaxrlhf.runtime.first_weights import load_first_weights
+from jaxrlhf.runtime.host_arrays import gather
 from jaxrlhf.runtime.interruption import RunStopped, StopRequest
 from jaxrlhf.runtime.json_lines import split_non_finite
 from jaxrlhf.runtime.metrics import TrainingError, check_finite, flatten, without_times
 from jaxrlhf.runtime.progress import Progress
-from jaxrlhf.runtime.records import Records
+from jaxrlhf.runtime.records import open_records
 from jaxrlhf.runtime.recovery import ResumePoint, newest_position
+from jaxrlhf.runtime.requests import Requests
 from jaxrlhf.runtime.roles import ModelRole, weighted_sum
 from jaxrlhf.runtime.run_folder import RunFolder
 from jaxrlhf.runtime.stages import stage_seconds
@@ -67,6 +72,7 @@ class Trainer:
         folder: Where the run writes.
         resume: Where it goes on. None: from the start.
         stop: Where it looks, between two steps, whether it is to stop.
+        channel: To the other processes of the run, each of which has a trainer.
     """
 
     def __init__(
@@ -77,14 +83,19 @@ class Trainer:
         *,
         resume: ResumePoint | None = None,
         stop: StopRequest | None = None,
+        channel: Channel | None = None,
     ) -> None:
+        self._channel = channel = channel or Channel()
         self._assembly, self._folder, self._console = assembly, folder, console
         self._config: RunConfig = assembly.config
-        self._resume, self._stop = resume, stop or StopRequest()
-        self._timeline = Timeline()
-        self._executor = Executor(assembly.train.roles, seed=self._config.seed, timeline=self._timeline)
-        self._records = Records(folder, assembly.config, assembly.table, resume=resume, warn=console.line)
-        self._checkpoints = Checkpoints(assembly, folder)
+        self._resume = resume
+        self._timeline = Timeline(own_devices=mesh.own_positions())
+        self._executor = Executor(
+            assembly.train.roles, seed=self._config.seed, timeline=self._timeline, channel=channel
+        )
+        self._records = open_records(channel, folder, assembly.config, assembly.table, resume=resume, warn=console.line)
+        self._checkpoints = Checkpoints(assembly, folder, channel=channel)
+        self._requests = Requests(stop or StopRequest(), self._checkpoints, channel)
         branches_at = resume.position if resume is not None and resume.is_branch else None
         since = branches_at.done if branches_at is not None and branches_at.phase == "steps" else 0
         self._evaluator = Evaluator(assembly, self._records.history, since=since)
@@ -107,9 +118,18 @@ class Trainer:
             self._train(first_step, state)
             self._executor.wait()
             self._export()
+        except BaseException as error:
+            if not self._is_in_all(error):
+                self._channel.abort(error)
+            raise
         finally:
             if self._config.output.timeline:
-                self._timeline.write_chrome_trace(self._folder.timeline)
+                # after an error of this process alone, the others are not there to tell what they saw
+                error = sys.exception()
+                together = error is None or self._is_in_all(error)
+                others = self._channel.gather(self._timeline.seen())[1:] if together else []
+                if self._channel.is_first:
+                    self._timeline.write_chrome_trace(self._folder.timeline, others)
             self._records.close(failed=sys.exception() is not None)
             self._executor.close()
             self._checkpoints.close()
@@ -137,8 +157,9 @@ class Trainer:
         first = {}
         if self._assembly.warm_start is not None:
             first["actor"] = warm_start(
-                self._assembly, self._records, self._checkpoints, self._console, self._timeline, self._stop, resume
-            )
+                self._assembly, self._records, self._checkpoints, self._console, self._timeline, self._requests,
+                resume, self._channel,
+            )  # fmt: skip
         load_first_weights(self._executor, phase, self._config, first)
         self._evaluate(0, phase.first_state)
         if first:  # work that a kill should not undo
@@ -156,21 +177,22 @@ class Trainer:
         with self._console.progress(config.steps, start=first_step) as progress:
             if self._saved is not None:
                 progress.saved(self._saved)
+            if first_step < config.steps and self._requests.look().stop:  # it was asked to while its weights were made
+                self._save(first_step, state)
+                raise self._stopped(first_step)
             for step in range(first_step, config.steps):
-                if self._stop.made and step == first_step:  # it was asked to while its weights were made
-                    self._save(step, state)
-                    raise self._stopped(step)
                 rows, versions = self._assembly.train_rows(step), self._versions()
                 try:
                     result = self._executor.run(phase.graph, phase.plan, state, rows, step=step)
-                except Exception:
-                    if step > first_step and self._versions() == versions:
+                except Exception as error:
+                    if step > first_step and self._versions() == versions and self._is_in_all(error):
                         self._rescue(step, state, unread, progress)
                     raise
                 state, done = result.state, step + 1
                 unread.append((step, result))
-                evaluates, stops = self._evaluator.is_due(done), self._stop.made and done < config.steps
-                saves = self._checkpoints.is_due(done) or stops
+                asked = self._requests.look()
+                evaluates, stops = self._evaluator.is_due(done), asked.stop and done < config.steps
+                saves = self._checkpoints.is_due(done) or asked.save or stops
                 # metrics are read a step late, so that the devices do not wait for Python
                 while len(unread) > (0 if evaluates or saves else 1):
                     self._report(*unread.popleft(), progress)
@@ -191,9 +213,11 @@ class Trainer:
         self._executor.wait(done)
         now = time.perf_counter()
         seconds, self._reported = now - self._reported, now
-        timings = self._timeline.summary(done)
+        seen = self._channel.gather(self._timeline.seen(steps=range(done - 1, done + 2)))
+        timings = self._timeline.summary(done, seen[1:])
         metrics |= timings
         metrics |= throughput_metrics(count_tokens(result), timings, seconds=seconds, num_devices=mesh.num_devices())
+        metrics |= balance_metrics(result, self._assembly.train.plan)
         if len(scores := _scores(result)) > 1:
             metrics |= {f"reward/{name}/mean": float(values.mean()) for name, values in scores.items()}
         metrics |= {"training/global_step": done, "training/epoch": self._assembly.loader.epoch(done)}
@@ -216,7 +240,10 @@ class Trainer:
             names = {"loss": "actor/loss"}
         shown = {short: metrics[name] for short, name in names.items() if name in metrics}
         rate = metrics["perf/total_num_tokens"] / metrics["perf/time_per_step"]
-        progress.update(done, shown, stage_seconds(metrics), tokens_per_second=rate or None)
+        progress.update(
+            done, shown, stage_seconds(metrics), tokens_per_second=rate or None,
+            busy=metrics.get("perf/busy_fraction"), overlap=metrics.get("perf/overlap", 0.0),
+        )  # fmt: skip
 
     def _write_step_samples(self, done: int, result: StepResult) -> None:
         """The first rollout of a step, with everything that scored it."""
@@ -232,10 +259,11 @@ class Trainer:
         before = self._evaluator.best()
         try:
             self._evaluator.run(done, self._executor, self._records)
-        except Exception:
-            self._save(done, state)
-            self._checkpoints.wait()
-            self._console.line(f"Saved after {done} steps, before the evaluation that failed.")
+        except Exception as error:
+            if self._is_in_all(error):
+                self._save(done, state)
+                self._checkpoints.wait()
+                self._console.line(f"Saved after {done} steps, before the evaluation that failed.")
             raise
         num_prompts = sum(len(batch.row) for batch in self._assembly.eval_batches)
         self._console.evaluation(self._evaluator.results, num_prompts)
@@ -249,13 +277,14 @@ class Trainer:
             return
         self._records.sync()
         value = self._evaluator.value(done) if self._config.output.keep_best else None
-        self._checkpoints.save_steps(done, self._executor, state, value=value)
+        with self._timeline.wait("checkpoint", step=done, phase="checkpoint"):
+            self._checkpoints.save_steps(done, self._executor, state, value=value)
         self._saved = done
 
     def _stopped(self, done: int) -> RunStopped:
         """What to raise when the run has saved because it was asked to stop."""
         self._checkpoints.wait()
-        return self._stop.stopped(f"Saved after {done} of {self._config.steps} steps.")
+        return self._requests.stopped(f"Saved after {done} of {self._config.steps} steps.")
 
     def _rescue(
         self, done: int, state: Any, unread: collections.deque[tuple[int, StepResult]], progress: Progress
@@ -266,6 +295,11 @@ class Trainer:
         self._save(done, state)
         self._checkpoints.wait()
         self._console.line(f"Saved after {done} steps, before the one that failed.")
+
+    def _is_in_all(self, error: BaseException) -> bool:
+        """Whether every process of the run has this error now, so that they can save and close together."""
+        common = isinstance(error, TrainingError | RunStopped)  # of metrics and requests, which all of them have
+        return self._channel.count == 1 or common or self._channel.is_shared(error)
 
     def _last_good(self) -> str:
         """Which checkpoint is left when a step went wrong."""
@@ -286,8 +320,15 @@ class Trainer:
             role = self._assembly.train.roles[name]
             assert isinstance(role, ModelRole)
             tokenizer = self._assembly.table.tokenizer
+            leaves, structure = jax.tree.flatten(self._executor.weights.snapshot(name)[1])
+            # one weight at a time
+            params = structure.unflatten(
+                [(gather([x], self._channel, self._channel.number()) or [None])[0] for x in leaves]
+            )
+            if not self._channel.is_first:
+                continue
             save_params(
-                self._executor.weights.snapshot(name)[1], role.model, self._folder.path / name, dtype=role.model.dtype,
+                params, role.model, self._folder.path / name, dtype=role.model.dtype,
                 end_id=tokenizer.end_id, pad_id=tokenizer.pad_id,
             )  # fmt: skip
             if isinstance(tokenizer, JSONTokenizer):

@@ -1,14 +1,15 @@
 """The warm start of a run: supervised training of the actor, before the algorithm's first step."""
 
 from jaxrlhf.runtime.assembly import Assembly
+from jaxrlhf.runtime.channel import Channel
 from jaxrlhf.runtime.checkpoints import Checkpoints, restore
 from jaxrlhf.runtime.console import Console
 from jaxrlhf.runtime.executor import Executor
 from jaxrlhf.runtime.first_weights import Placed, load_first_weights
-from jaxrlhf.runtime.interruption import StopRequest
 from jaxrlhf.runtime.metrics import check_finite, flatten
-from jaxrlhf.runtime.records import Records
+from jaxrlhf.runtime.records import Records, SilentRecords
 from jaxrlhf.runtime.recovery import ResumePoint
+from jaxrlhf.runtime.requests import Requests
 from jaxrlhf.runtime.timeline import Timeline
 
 WARM_START_STEP = 2**31
@@ -17,12 +18,13 @@ WARM_START_STEP = 2**31
 
 def warm_start(
     assembly: Assembly,
-    records: Records,
+    records: Records | SilentRecords,
     checkpoints: Checkpoints,
     console: Console,
     timeline: Timeline,
-    stop: StopRequest,
+    requests: Requests,
     resume: ResumePoint | None,
+    channel: Channel,
 ) -> Placed:
     """The actor's weights after supervised training.
 
@@ -35,7 +37,7 @@ def warm_start(
     """
     phase, config = assembly.warm_start, assembly.config.warm_start
     assert phase is not None and config is not None
-    executor = Executor(phase.roles, seed=assembly.config.seed, timeline=timeline)
+    executor = Executor(phase.roles, seed=assembly.config.seed, timeline=timeline, channel=channel)
     try:
         if resume is None or resume.position is None:
             load_first_weights(executor, phase, assembly.config, {})
@@ -57,12 +59,13 @@ def warm_start(
                 records.write_metrics(0, metrics)
                 check_finite(metrics, step=done)
                 progress.update(done, {"loss": metrics["warm_start/actor/loss"]})
-                if stop.made or checkpoints.minutes_are_over():
+                asked = requests.look()
+                if asked.stop or asked.save:
                     records.sync()
                     checkpoints.save_warm_start(done, executor, state)
-                if stop.made:
+                if asked.stop:
                     checkpoints.wait()
-                    raise stop.stopped(f"Saved after {done} of {config.steps} updates of the warm start.")
+                    raise requests.stopped(f"Saved after {done} of {config.steps} updates of the warm start.")
         return executor.weights.snapshot("actor")
     finally:
         executor.close()

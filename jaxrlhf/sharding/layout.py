@@ -7,7 +7,8 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrlhf.sharding.axes import ACTIVATIONS, BATCH_AXES, WEIGHTS_AT_REST, WEIGHTS_AT_USE, partition_spec
-from jaxrlhf.sharding.mesh import build_mesh
+from jaxrlhf.sharding.mesh import build_mesh, mesh_positions
+from jaxrlhf.sharding.processes import process_index
 from jaxrlhf.sharding.strategy import Strategy
 
 Axes = tuple[str | None, ...]
@@ -26,8 +27,14 @@ class Layout:
         return cls(build_mesh(devices, strategy), strategy)
 
     @property
-    def device_ids(self) -> tuple[int, ...]:
-        return tuple(device.id for device in self.mesh.devices.flat)
+    def devices(self) -> tuple[int, ...]:
+        """Positions in `jax.devices()`."""
+        return mesh_positions(self.mesh)
+
+    @property
+    def own_devices(self) -> tuple[int, ...]:
+        """Positions of those that belong to this process."""
+        return mesh_positions(self.mesh, process_index())
 
     @property
     def replicated(self) -> NamedSharding:

@@ -11,7 +11,7 @@ from jaxrlhf.sharding.strategy import Strategy
 
 
 def use_virtual_cpu_devices(count: int) -> None:
-    """Make the host's processor appear as `count` devices. Must come before anything else uses JAX.
+    """Make this host's processor appear as `count` devices. Must come before anything else uses JAX.
 
     Raises:
         ValueError: JAX already runs with other devices.
@@ -49,3 +49,33 @@ def build_mesh(devices: tuple[int, ...], strategy: Strategy) -> Mesh:
     everything = jax.devices()
     grid = np.array([everything[i] for i in devices]).reshape(strategy.data, strategy.fsdp, strategy.tensor)
     return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+
+
+@functools.cache
+def mesh_positions(mesh: Mesh, process: int | None = None) -> tuple[int, ...]:
+    """Positions in `jax.devices()` of a mesh's devices, or of those of them that belong to one process.
+
+    Ids would not do: with several processes, they have gaps.
+    """
+    position = {device: i for i, device in enumerate(jax.devices())}
+    return tuple(position[d] for d in mesh.devices.flat if process is None or d.process_index == process)
+
+
+def own_positions() -> tuple[int, ...]:
+    """Positions in `jax.devices()` of the devices of this process."""
+    return mesh_positions(everywhere(), jax.process_index())
+
+
+def own_ids() -> tuple[int, ...]:
+    """Ids of the devices of this process, by which JAX's shardings know them."""
+    return tuple(device.id for device in jax.local_devices())
+
+
+def everywhere() -> Mesh:
+    """All devices of all processes, along one axis."""
+    return Mesh(np.array(jax.devices()), ("device",), axis_types=(AxisType.Auto,))
+
+
+def devices_per_process() -> int:
+    """How many devices each process has."""
+    return jax.local_device_count()

@@ -1,4 +1,4 @@
-"""How one call is parallelized: its degrees over the mesh axes, its micro-batches and what it recomputes."""
+"""How one call is parallelized: its degrees over the mesh axes, how it deals its rows, and what it recomputes."""
 
 import dataclasses
 from typing import Literal, get_args
@@ -18,16 +18,22 @@ class Strategy:
     """Shards of weights at rest that also split the rows; gathered layer by layer at use."""
     tensor: int = 1
     """Shards of each matrix product: heads, MLP columns and vocabulary."""
+    pipeline: int = 1
+    """Stages of layers. Only 1 so far: no mesh has an axis for them yet."""
     micro_batches: int = 1
     """Parts into which a train call cuts each mini-batch, and an inference call its rows, to bound activation
     memory."""
     remat: Remat = "none"
+    balance: bool = False
+    """Deal the rows of a train or inference call to shards and micro-batches so that each gets as many tokens."""
 
     def __post_init__(self) -> None:
-        for name in ("data", "fsdp", "tensor", "micro_batches"):
+        for name in ("data", "fsdp", "tensor", "pipeline", "micro_batches"):
             value = getattr(self, name)
             if value < 1:
                 raise ValueError(f"{name}: must be at least 1. Got {value}.")
+        if self.pipeline != 1:
+            raise ValueError(f"pipeline: only 1 so far. Got {self.pipeline}. Split over data, fsdp or tensor instead.")
         if self.remat not in get_args(Remat):
             raise ValueError(f"remat: must be none, dots or layer. Got {self.remat!r}.")
 

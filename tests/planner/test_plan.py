@@ -17,6 +17,7 @@ from jaxrlhf.planner.plan import (
     TrainSizes,
     check,
     check_names,
+    check_offload,
     plan_rows,
     resolve,
     train_sizes,
@@ -119,7 +120,7 @@ def plan_with(name: str, placement: Placement) -> Plan:
         over(8, data=4, tensor=2),
         over(8, data=2, fsdp=2, tensor=2),
         over(4, fsdp=4, micro_batches=3),
-        Placement((7, 3), Strategy(tensor=2)),
+        Placement((7, 6), Strategy(tensor=2)),
     ],
 )
 def test_plans_that_fit(placement):
@@ -185,6 +186,47 @@ def test_plans_that_do_not_fit(name, placement, message):
 
 
 @pytest.mark.parametrize(
+    ("devices", "devices_per_node"),
+    [
+        ((2, 3, 4), None),
+        ((4, 2, 3), None),
+        ((5, 6), 4),
+        ((4, 5, 6, 7, 8, 9, 10, 11), 4),
+        ((8, 3, 2, 1, 0, 9, 11, 10), 4),
+        ((0,), 1),
+        ((3, 0), 1),
+    ],
+)
+def test_devices_are_a_part_of_a_node_or_whole_nodes(devices, devices_per_node):
+    placement = Placement(devices, Strategy(data=len(devices)))
+    check(plan_with("halve", placement), GRAPH, MODELS, 12, devices_per_node)
+
+
+@pytest.mark.parametrize(
+    ("devices", "devices_per_node", "message"),
+    [
+        ((0, 2, 4), None, "must be a consecutive part of one node, in any order. Got [0, 2, 4]. Use 0-2, say."),
+        ((11, 9), None, "must be a consecutive part of one node, in any order. Got [11, 9]. Use 9-10, say."),
+        ((8, 11), 4, "must be a consecutive part of one node, in any order. Got [8, 11]. Use 8-9, say."),
+        (
+            (3, 4),
+            4,
+            "must be a consecutive part of one node, in any order (a node has 4 devices). Got [3, 4]. Use 2-3, say.",
+        ),
+        (
+            (4, 5, 6, 7, 8, 9),
+            4,
+            "must be whole nodes (a node has 4 devices). Got [4, 5, 6, 7, 8, 9]. Use 4-11, say.",
+        ),
+    ],
+)
+def test_devices_that_lie_scattered(devices, devices_per_node, message):
+    placement = Placement(devices, Strategy(data=len(devices)))
+    with pytest.raises(PlanError, match=re.escape(f"plan.halve.devices: {message}")):
+        check(plan_with("halve", placement), GRAPH, MODELS, 12, devices_per_node)
+
+
+@pytest.mark.parametrize(
     ("size", "message"),
     [
         (
@@ -236,8 +278,51 @@ def test_train_sizes():
 
 
 def test_json_round_trip():
-    plan = resolve({DEFAULT: Placement((5, 2), Strategy(fsdp=2, micro_batches=3, remat="layer")), "halve": ONE}, GRAPH)
+    plan = resolve(
+        {DEFAULT: Placement((5, 2), Strategy(fsdp=2, micro_batches=3, remat="layer", balance=True)), "halve": ONE},
+        GRAPH,
+    )
     assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+
+
+def test_json_with_offload_and_protocols():
+    plan = Plan({"halve": Placement((0,), Strategy(), protocol="ONE_TO_ALL")}, offload=("reference", "reward"))
+    assert plan.to_json()["offload"] == ["reference", "reward"]
+    assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+    with pytest.raises(PlanError, match=re.escape("plan: offload: must be a list of roles. Got 'reward'. Write [")):
+        Plan.from_json({"offload": "reward"})
+
+
+def test_roles_to_offload():
+    check_offload(["actor"], ["actor", "judge"], ["actor"])
+    assert resolve({DEFAULT: ONE}, GRAPH, ["actor"]).offload == ("actor",)
+    for offload, message in (
+        (["actr"], "plan.offload: must be roles of the run. Got 'actr'. Roles: actor, judge. Did you mean 'actor'?"),
+        (["judge"], "plan.offload: 'judge' has no model, and so no weights to offload. Roles with a model: actor. Rem"),
+        (["actor"] * 2, "plan.offload: a role may stand there once. Got 'actor' again. Remove it."),
+    ):
+        with pytest.raises(PlanError, match=re.escape(message)):
+            check_offload(offload, ["actor", "judge"], ["actor"])
+
+
+@pytest.mark.parametrize(
+    ("placement", "message"),
+    [
+        (
+            Placement((0,), Strategy(), protocol="DP_PROTOCOL"),
+            "plan.halve.protocol: must be auto or one of ONE_TO_ALL, 3D_PROTO, 3D_ALL_MICRO_DP, 3D_PP_ONLY, DP_PROTO, "
+            "ALL_TO_ALL. Got 'DP_PROTOCOL'. Did you mean 'DP_PROTO'?",
+        ),
+        (
+            Placement(tuple(range(16)), Strategy(data=8, tensor=2), protocol="DP_PROTO"),
+            "plan.halve.rows: pipeline x data x micro_data x tensor must divide them. Got 24 rows for 16 parts. Lower",
+        ),
+    ],
+)
+def test_protocols_of_a_plan(placement, message):
+    check(plan_with("halve", Placement((0, 1), Strategy(tensor=2), protocol="DP_PROTO")), GRAPH, MODELS, 16)
+    with pytest.raises(PlanError, match=re.escape(message)):
+        check(plan_with("halve", placement), GRAPH, MODELS, 16)
 
 
 GOOD = {"devices": [0], "strategy": {"data": 1}}

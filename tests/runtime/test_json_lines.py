@@ -109,14 +109,3 @@ def test_a_truncation_that_fails_leaves_everything_as_it_was(tmp_path: Path, con
         truncate(path, lambda record: record["a"] <= 2)
     assert path.read_text() == content
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_an_open_writer_truncates_syncs_and_goes_on(tmp_path: Path) -> None:
-    path = tmp_path / "x.jsonl"
-    with JsonLinesWriter(path) as writer:
-        for a in range(4):
-            writer.write({"a": a})
-        writer.sync()
-        assert writer.truncate(lambda record: record["a"] < 2) == 2
-        writer.write({"a": "again"})
-        assert read_json_lines(path) == [{"a": 0}, {"a": 1}, {"a": "again"}]

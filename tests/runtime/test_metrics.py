@@ -140,14 +140,3 @@ def test_evaluations_are_found_again_with_the_best_of_them(tmp_path: Path) -> No
     assert evaluations[0] == (0, {"eval/x": 0.5, "timing_s/testing": 1.0})
     assert best_evaluation(evaluations, "eval/x") == (4, 0.75)
     assert math.isnan(best_evaluation(evaluations[1:2], "eval/x")[1])
-
-
-def test_what_came_after_a_checkpoint_is_dropped(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    with MetricsWriter(path) as writer:
-        for step in range(4):
-            writer.write(step, {"x": math.nan})
-        writer.sync()
-        assert writer.truncate(lambda record: record["step"] <= 1) == 2
-        writer.write(2, {"x": 1.0})
-    assert [record["step"] for record in read_metrics(path)] == [0, 1, 2]

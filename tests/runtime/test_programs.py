@@ -11,7 +11,8 @@ from jaxrlhf.experience import Max, Rollout, Sequences
 from jaxrlhf.models import heads
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.params import init_params, param_shardings
-from jaxrlhf.runtime.optimizer import apply_gradient, init_optimizer
+from jaxrlhf.runtime import programs
+from jaxrlhf.runtime.optimizer import apply_gradient, init_optimizer, optimizer_shardings
 from jaxrlhf.runtime.programs import infer_program, train_program
 from jaxrlhf.runtime.roles import GAP_METRIC, ModelRole
 from jaxrlhf.sharding.layout import Layout
@@ -61,7 +62,9 @@ def train(batch, update, strategy=Strategy()):  # noqa: B008
     arrays, _, rebuild = split_args((weighted_loss, batch, update))
     program = train_program(ROLE, rebuild, [True] * len(arrays), layout)
     params = jax.device_put(init_params(MODEL, jax.random.key(0)), param_shardings(MODEL, layout))
-    return program(params, jax.jit(lambda p: init_optimizer(OPTIMIZER, p))(params), NOISE, arrays)
+    shardings = optimizer_shardings(OPTIMIZER, MODEL, layout)
+    state = jax.jit(lambda p: init_optimizer(OPTIMIZER, p), out_shardings=shardings)(params)
+    return program(params, state, NOISE, arrays)
 
 
 def one_update_by_hand(params, state, batch):
@@ -78,8 +81,13 @@ def one_update_by_hand(params, state, batch):
 
 @pytest.mark.parametrize(
     "strategy",
-    [Strategy(), Strategy(micro_batches=4), Strategy(data=2, micro_batches=2)],
-    ids=lambda s: f"{s}, {s.micro_batches} micro-batches",
+    [
+        Strategy(),
+        Strategy(micro_batches=4),
+        Strategy(data=2, micro_batches=2),
+        Strategy(data=2, fsdp=2, micro_batches=2, balance=True),
+    ],
+    ids=lambda s: f"{s}, {s.micro_batches} micro-batches, {s.balance=}",
 )
 def test_an_update_is_that_of_the_whole_mini_batch(strategy):
     batch = make_batch()
@@ -142,3 +150,36 @@ def test_inference_in_micro_batches_keeps_the_order_of_rows():
     np.testing.assert_allclose(outputs[1], outputs[0], atol=1e-5)
     np.testing.assert_allclose(outputs[2], outputs[0], atol=1e-5)
     assert np.abs(outputs[0][0] - outputs[0][1]).max() > 1e-2
+
+
+@pytest.mark.parametrize("strategy", [Strategy(data=4), Strategy(data=2, fsdp=2, micro_batches=2)], ids=str)
+def test_balanced_inference_gives_the_same_in_the_same_order(strategy):
+    rollout, params, outputs = make_batch()["sequences"], init_params(MODEL, jax.random.key(0)), []
+    for balance in (False, True):
+        layout = Layout.over((0, 1, 2, 3), dataclasses.replace(strategy, balance=balance))
+        arrays, _, rebuild = split_args((rollout,))
+        placed = jax.device_put(params, param_shardings(MODEL, layout))
+        outputs.append(np.asarray(infer_program(ROLE, "logprobs", rebuild, layout)(placed, arrays)[0]))
+    np.testing.assert_allclose(outputs[1], outputs[0], atol=1e-6)
+    assert np.abs(outputs[0][0] - outputs[0][1]).max() > 1e-2
+
+
+@pytest.mark.parametrize("strategy", [Strategy(data=2, micro_batches=2), Strategy(fsdp=2, tensor=2)], ids=str)
+def test_balanced_training_makes_the_same_updates(strategy):
+    """Mini-batches are those without: only the order of rows within them differs."""
+    update, trained = Update(mini_batches=2, epochs=2), []
+    for balance in (False, True):
+        trained.append(train(make_batch(), update, dataclasses.replace(strategy, balance=balance)))
+    (params, _, metrics), (balanced_params, _, balanced_metrics) = trained
+    for name, value in metrics.items():
+        np.testing.assert_allclose(balanced_metrics[name], value, rtol=1e-5, err_msg=name)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), balanced_params, params)
+
+
+def test_a_balanced_program_deals_its_rows():
+    rollout, layout = make_batch()["sequences"], Layout.over((0, 1), Strategy(data=2, balance=True))
+    order, inverse = jax.jit(lambda x: programs._balanced(x, layout))(rollout)
+    tokens_B = np.asarray(rollout.mask.sum(axis=1))
+    undealt, dealt = (tokens_B.reshape(2, -1).sum(axis=1), tokens_B[np.asarray(order)].reshape(2, -1).sum(axis=1))
+    assert np.ptp(dealt) < np.ptp(undealt)
+    np.testing.assert_array_equal(tokens_B[np.asarray(order)][np.asarray(inverse)], tokens_B)

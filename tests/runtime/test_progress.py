@@ -73,3 +73,16 @@ def test_progress_tells_the_rate_and_the_last_checkpoint() -> None:
         "step 2/4  reward 0.5  2 s/step  81234 tokens/s  ETA 4s  saved 0  (gen 1.00)",
         "step 3/4  2 s/step  ETA 2s  saved 2",
     ]
+
+
+def test_progress_tells_how_busy_the_devices_were() -> None:
+    shown = Shown()
+    with shown.console.progress(3, every=1) as progress:
+        for overlap in (0.0, 0.004, 0.254):
+            shown.clock.now += 2.0
+            progress.update(round(shown.clock.now / 2), {}, busy=0.785, overlap=overlap, tokens_per_second=9.0)
+    assert shown.lines() == [
+        "step 1/3  2 s/step  9 tokens/s  busy 78%",
+        "step 2/3  2 s/step  9 tokens/s  busy 78%  ETA 2s",
+        "step 3/3  2 s/step  9 tokens/s  busy 78%  overlap 25%",
+    ]

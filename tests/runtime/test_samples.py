@@ -46,13 +46,3 @@ def test_a_second_writer_appends(tmp_path: Path) -> None:
         with SamplesWriter(path) as writer:
             writer.write(step=step, split="train", prompt="", completion="", scores={}, finish="stop")
     assert [record["step"] for record in read_json_lines(path)] == [0, 1]
-
-
-def test_what_came_after_a_checkpoint_is_dropped(tmp_path: Path) -> None:
-    path = tmp_path / "samples.jsonl"
-    with SamplesWriter(path) as writer:
-        for step in (1, 2):
-            writer.write(step=step, split="train", prompt="", completion="", scores={}, finish="stop")
-        writer.sync()
-        assert writer.truncate(lambda record: record["step"] <= 1) == 1
-    assert [record["step"] for record in read_json_lines(path)] == [1]

@@ -116,13 +116,16 @@ def two_steps(assembly: Assembly) -> Timeline:
 def test_a_slow_reward_holds_up_nobody_who_does_not_need_it(load):
     slow = ["roles.digits.function=digits.py:slow", "roles.reward={weighted_sum: {digits: 1, taste: 1}}"]
     timeline = two_steps(assemble(load("evaluation=null", *slow), 8))
-    events = {event.name: event for event in timeline.events() if event.step == 1}  # step 0 compiles
+    # step 0 compiles
+    events = {event.name: event for event in timeline.events() if event.step == 1 and event.kind != "wait"}
     scoring = events["digits.scores"]
     assert scoring.end - scoring.start >= 0.5
     for name in ("reference.logprobs", "critic.values", "taste.scores"):
         assert events[name].end < scoring.end, f"{name} ran beside the reward function"
     for name in ("reward.weighted_sum", "ppo_batch", "actor.train"):
         assert events[name].end > scoring.end
+    waits = [event.name for event in timeline.events() if event.kind == "wait" and event.step == 1]
+    assert "digits.scores" in waits
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,9 @@ from jaxrlhf.runtime.stages import stage_of, stage_seconds, time_rows, timing_me
         ("critic.train", "train", "update_critic"),
         ("critic.train#2", "train", "update_critic"),
         ("actor.reallocate", "reallocate", "reallocate_actor"),
+        ("reference.offload", "offload", "offload_reference"),
         ("verifier.check", "host", "check"),
+        ("reward.scores", "wait", "wait"),
     ],
 )
 def test_stages_have_verl_s_names(name: str, kind: str, stage: str) -> None:
@@ -40,7 +42,10 @@ def test_calls_of_one_stage_are_told_together_and_apart() -> None:
         "timing_s/gen/actor.generate#2": 3.0,
         "timing_s/update_actor": 2.0,
     }
-    assert stage_seconds({**metrics, "timing_s/step": 9.0, "actor/loss": 1.0}) == {"gen": 4.0, "update_actor": 2.0}
+    assert stage_seconds({**metrics, "timing_s/step": 9.0, "timing_s/wait": 2.0, "actor/loss": 1.0}) == {
+        "gen": 4.0,
+        "update_actor": 2.0,
+    }
 
 
 def test_where_the_time_went() -> None:

@@ -57,6 +57,11 @@ def watch(watcher: Watcher, result: Any, name: str, devices: tuple[int, ...], di
     watcher.watch([result], name=name, kind="infer", devices=devices, step=step, dispatched=dispatched)
 
 
+def timings(timeline: Timeline, step: int) -> dict[str, float]:
+    """The stages of a step's summary."""
+    return {name: value for name, value in timeline.summary(step).items() if name.startswith("timing_s/")}
+
+
 def await_events(timeline: Timeline, count: int) -> list[Event]:
     deadline = time.monotonic() + 10
     while len(timeline.events()) < count and time.monotonic() < deadline:
@@ -242,8 +247,8 @@ def test_summary_is_seconds_per_stage_of_one_step() -> None:
         Event("actor.train", "train", (0,), 2, 40.0, 41.0),
     ):
         timeline.record(event)
-    assert timeline.summary(1) == {"timing_s/gen": 2.0, "timing_s/update_actor": 0.5, "timing_s/values": 5.0}
-    assert timeline.summary(2) == {"timing_s/update_actor": 1.0}
+    assert timings(timeline, 1) == {"timing_s/gen": 2.0, "timing_s/update_actor": 0.5, "timing_s/values": 5.0}
+    assert timings(timeline, 2) == {"timing_s/update_actor": 1.0}
     assert timeline.summary(3) == {}
 
 
@@ -255,7 +260,7 @@ def test_a_step_waits_for_its_own_calls_and_not_for_those_of_an_evaluation_of_th
         watcher.watch([evaluated], name="a", kind="infer", devices=(1,), step=3, dispatched=0.0, phase="evaluation")
         trained.complete()
         watcher.drain(3)
-        assert list(timeline.summary(3)) == ["timing_s/values"]
+        assert list(timings(timeline, 3)) == ["timing_s/values"]
         evaluated.complete()
         watcher.drain()
     assert [event.phase for event in timeline.events()] == ["step", "evaluation"]
@@ -265,7 +270,7 @@ def test_dropped_evaluations_do_not_count_as_dropped_steps() -> None:
     timeline = Timeline(max_events=1)
     timeline.record(Event("a", "infer", (0,), 9, 0.0, 1.0, "evaluation"))
     timeline.record(Event("a", "infer", (0,), 1, 1.0, 2.0))
-    assert timeline.summary(1) == {"timing_s/a": 1.0}
+    assert timings(timeline, 1) == {"timing_s/a": 1.0}
 
 
 def test_host_work_is_recorded_with_its_own_times(clock: Clock) -> None:
@@ -276,12 +281,66 @@ def test_host_work_is_recorded_with_its_own_times(clock: Clock) -> None:
     assert timeline.events() == [Event("verifier", "reward", (), 2, 100.0, 103.0)]
 
 
+def test_waits_are_recorded_where_there_was_anything_to_wait_for(clock: Clock) -> None:
+    timeline = Timeline()
+    with timeline.wait("nothing", step=2):
+        clock.now += 1e-5
+    with pytest.raises(KeyError), timeline.wait("reward.scores", step=2, phase="evaluation"):
+        clock.now = 103.0
+        raise KeyError
+    (event,) = timeline.events()
+    assert event == Event("reward.scores", "wait", (), 2, 100.0 + 1e-5, 103.0, "evaluation")
+
+
+def test_a_wait_is_no_stage_but_has_its_seconds() -> None:
+    timeline = Timeline()
+    timeline.record(Event("results", "wait", (), 1, 0.0, 2.0))
+    timeline.record(Event("reward.scores", "wait", (), 1, 3.0, 4.0))
+    assert timings(timeline, 1) == {
+        "timing_s/wait": 3.0,
+        "timing_s/wait/results": 2.0,
+        "timing_s/wait/reward.scores": 1.0,
+    }
+
+
+def test_bytes_of_a_call_are_those_of_its_event() -> None:
+    timeline, result = Timeline(), Result()
+    result.complete()
+    with Watcher(timeline) as watcher:
+        watcher.watch([result], name="a", kind="reallocate", devices=(0,), step=1, dispatched=0.0, bytes=1 << 40)
+    assert timeline.events()[0].bytes == 1 << 40
+
+
+def test_a_step_s_summary_counts_the_calls_of_the_next_one_that_already_run(clock: Clock) -> None:
+    timeline = Timeline(own_devices=(0, 1, 2))
+    critic, generation, waiting = Result(), Result(), Result()
+    with Watcher(timeline) as watcher:
+        watch(watcher, critic, "critic.train", (1,), 100.0, step=1)
+        watch(watcher, generation, "actor.generate", (0,), 104.0, step=2)
+        watch(watcher, waiting, "actor.train", (0,), 105.0, step=2)
+        assert generation.awaited.wait(10)
+        clock.now = 110.0
+        critic.complete()
+        watcher.drain(1)
+        clock.now = 120.0
+        summary = timeline.summary(1)
+        # From 100 to 110: the generation ran for six seconds of it, the training behind it has not begun.
+        assert summary["perf/busy_fraction/device_0"] == pytest.approx(0.6)
+        assert summary["perf/busy_fraction/device_1"] == 1.0
+        assert summary["perf/busy_fraction/device_2"] == 0.0
+        assert summary["perf/overlap"] == pytest.approx(0.6)
+        assert [event.name for event in timeline.events()] == ["critic.train"]
+        generation.complete()
+        waiting.complete()
+    assert timeline.events(running=True) == timeline.events()
+
+
 def test_memory_is_bounded_and_what_was_dropped_is_told(tmp_path: Path) -> None:
     timeline = Timeline(max_events=3)
     for step in range(5):
         timeline.record(Event("a", "infer", (0,), step, step, step + 1))
     assert [event.step for event in timeline.events()] == [2, 3, 4]
-    assert timeline.summary(2) == {"timing_s/a": 1.0}
+    assert timings(timeline, 2) == {"timing_s/a": 1.0}
     with pytest.raises(ValueError, match=r"Timeline of step 1: events up to step 1 .* Got max_events=3\. Raise it"):
         timeline.summary(1)
     timeline.write_chrome_trace(tmp_path / "timeline.json")
@@ -309,7 +368,7 @@ def test_chrome_trace_has_a_row_per_device_and_rows_for_the_host(tmp_path: Path,
     assert sorted(name_of[span["tid"]] for span in trained) == ["device 0", "device 3"]
     for span in trained:
         assert (span["ts"], span["dur"]) == (500_000.0, 500_000.0)
-        assert span["args"] == {"phase": "step", "step": 7, "kind": "train"}
+        assert span["args"] == {"phase": "step", "step": 7, "kind": "train", "devices": "0,3", "bytes": 0}
     # Spans of one row must not overlap, or viewers misdraw them.
     rewarded = {span["ts"]: span["tid"] for span in spans if span["name"] == "reward"}
     assert rewarded[1e6] == rewarded[3e6] != rewarded[2e6]

@@ -1,3 +1,5 @@
+import weakref
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -6,6 +8,7 @@ import pytest
 from jaxrlhf.config.schema import OptimizerConfig
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.params import init_params
+from jaxrlhf.reshard.offload import rests_on_host
 from jaxrlhf.runtime.roles import ModelRole
 from jaxrlhf.runtime.weights import WeightStore
 from jaxrlhf.sharding.layout import Layout
@@ -31,7 +34,7 @@ def test_copies_are_in_the_compute_precision_and_in_the_form_that_is_asked_for(s
     expected = init_params(MODEL, jax.random.key(0))
     for role in ROLES:
         params, moved = store.for_inference(role, GENERATE, stacked=False)
-        assert moved
+        assert moved is not None
         assert isinstance(params["layers"], list) and len(params["layers"]) == MODEL.num_layers
         assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype("bfloat16")}
         assert {d.id for x in jax.tree.leaves(params) for d in x.devices()} == {4, 5}
@@ -48,13 +51,13 @@ def test_a_copy_is_made_once_and_dropped_with_its_version(store):
     assert again is first and not moved
 
     params, optimizer, moved = store.take_for_training("actor", TRAIN)
-    assert not moved and {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype("float32")}
+    assert moved is None and {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype("float32")}
     new = jax.tree.map(lambda x: x + 1, params)
     store.trained("actor", TRAIN, new, optimizer)
     assert store.version("actor") == 1 and store.version("reference") == 0
 
     after, moved = store.for_inference("actor", GENERATE, stacked=False)
-    assert moved
+    assert moved is not None
     np.testing.assert_allclose(
         np.asarray(after["final_norm"], np.float32), np.asarray(first["final_norm"], np.float32) + 1
     )
@@ -63,7 +66,7 @@ def test_a_copy_is_made_once_and_dropped_with_its_version(store):
 def test_training_elsewhere_moves_master_weights_and_optimizer(store):
     other = Layout.over((6, 7), Strategy(data=2))
     params, optimizer, moved = store.take_for_training("actor", other)
-    assert moved
+    assert moved is not None
     assert {d.id for x in jax.tree.leaves((params, optimizer)) for d in x.devices()} == {6, 7}
     with pytest.raises(AssertionError, match="already being trained"):
         store.take_for_training("actor", other)
@@ -95,3 +98,55 @@ def test_the_abstract_state_is_that_of_the_arrays(store, role):
         assert abstract.sharding.is_equivalent_to(array.sharding, array.ndim)
 
     jax.tree.map(same, store.abstract_state(role, TRAIN), store.state(role))
+
+
+def on_host(tree):
+    return jax.tree.map(np.asarray, tree)
+
+
+def test_a_role_that_is_never_trained_rests_on_the_host_and_comes_back(store):
+    copies = [store.for_inference("reference", layout, stacked=False)[0] for layout in (TRAIN, GENERATE)]
+    expected, on_device = list(map(on_host, copies)), weakref.ref(copies[1]["final_norm"])
+    moving = store.offload("reference")
+    assert rests_on_host(moving)
+    del copies
+    assert on_device() is None, "nothing of the copy is left on the devices"
+    assert store.offload("reference") is None, "what rests stays where it is"
+    for layout, want in zip((TRAIN, GENERATE), expected, strict=True):
+        coming = store.prefetch("reference", layout, stacked=False, for_training=False)
+        assert coming is not None
+        assert store.prefetch("reference", layout, stacked=False, for_training=False) is None
+        params, moved = store.for_inference("reference", layout, stacked=False)
+        assert params is coming and not moved
+        jax.tree.map(np.testing.assert_array_equal, on_host(params), want)
+    assert store.offload("reference") is None
+    other = Layout.over((6,), Strategy())
+    elsewhere, _ = store.for_inference("reference", other, stacked=False)
+    jax.tree.map(np.testing.assert_array_equal, on_host(elsewhere), expected[0])
+    del params, coming, elsewhere
+
+
+def test_a_trained_role_rests_on_the_host_between_train_calls(store):
+    expected, copy = on_host(store.state("actor")), store.for_inference("actor", GENERATE, stacked=False)[0]
+    assert rests_on_host(store.offload("actor"))
+    assert store.offload("actor") is None
+    again, _ = store.for_inference("actor", GENERATE, stacked=False)
+    assert again is not copy
+    jax.tree.map(np.testing.assert_array_equal, on_host(again), on_host(copy))
+    state = store.state("actor")
+    assert not any(rests_on_host(x) for x in jax.tree.leaves(state)), "a checkpoint reads from devices"
+    jax.tree.map(np.testing.assert_array_equal, on_host(state), expected)
+    jax.tree.map(np.testing.assert_array_equal, on_host(store.snapshot("actor")[1]), expected["params"])
+
+    assert store.prefetch("actor", TRAIN, stacked=True, for_training=True) is not None
+    assert store.prefetch("actor", TRAIN, stacked=True, for_training=True) is None
+    params, optimizer, _ = store.take_for_training("actor", TRAIN)
+    jax.tree.map(np.testing.assert_array_equal, on_host({"params": params, "optimizer": optimizer}), expected)
+    store.trained("actor", TRAIN, params, optimizer)
+    store.offload("actor")
+    params, optimizer, _ = store.take_for_training("actor", TRAIN)  # not prefetched
+    jax.tree.map(np.testing.assert_array_equal, on_host({"params": params, "optimizer": optimizer}), expected)
+
+
+def test_a_role_of_another_part_of_the_run_is_left_alone(store):
+    assert store.offload("critic") is None

@@ -90,7 +90,7 @@ def test_one_device_is_left_alone():
     x = np.zeros((3, 5))
     assert one.activation(x, ("batch", "vocab")) is x  # pyright: ignore[reportArgumentType]
     assert one.at_use(x, ("embed", "mlp")) is x  # pyright: ignore[reportArgumentType]
-    assert one.device_ids == (3,)
+    assert one.devices == one.own_devices == (3,)
 
 
 def test_unknown_names_are_errors_on_one_device_too():

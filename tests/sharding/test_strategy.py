@@ -25,7 +25,7 @@ def test_in_words(strategy, words):
     assert str(strategy) == words
 
 
-@pytest.mark.parametrize("field", ["data", "fsdp", "tensor", "micro_batches"])
+@pytest.mark.parametrize("field", ["data", "fsdp", "tensor", "pipeline", "micro_batches"])
 @pytest.mark.parametrize("value", [0, -2])
 def test_degrees_are_positive(field, value):
     with pytest.raises(ValueError, match=re.escape(f"{field}: must be at least 1. Got {value}.")):
@@ -35,3 +35,9 @@ def test_degrees_are_positive(field, value):
 def test_remat_is_one_of_three():
     with pytest.raises(ValueError, match=re.escape("remat: must be none, dots or layer. Got 'dot'.")):
         Strategy(remat="dot")  # pyright: ignore[reportArgumentType]
+
+
+def test_there_is_no_pipeline_yet():
+    message = "pipeline: only 1 so far. Got 2. Split over data, fsdp or tensor instead."
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Strategy(pipeline=2)

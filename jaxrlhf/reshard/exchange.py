@@ -1,0 +1,212 @@
+"""One program over the devices of two layouts that carries out the moves of some arrays.
+
+Every device of either layout takes part. The moves of an array are put into rounds, in each of which a device sends at
+most one piece and receives at most one, all of the same shape. A round is one `ppermute`, which like arrays share if
+they are small. Works in any number of processes.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jaxrlhf.reshard.transfer import Boxes, Moves
+from jaxrlhf.reshard.tree_plan import Device, Signature, boxes_of, on_device
+from jaxrlhf.sharding.processes import meet_first
+
+AXIS = "device"
+ALONE_BYTES = 2**16
+"""Smaller pieces of like arrays share one collective. Larger ones are not worth the copy that puts them together."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Round:
+    """Pieces of one shape that move at the same time."""
+
+    shape: tuple[int, ...]
+    links: tuple[tuple[int, int], ...]
+    """(from, to) as positions in the program's mesh; empty where pieces stay on their device."""
+    read_UR: np.ndarray
+    """Position -> where in its source shard a device reads."""
+    write_UR: np.ndarray
+    """Position -> where in its target shard a device writes."""
+    writes_U: np.ndarray
+    """Position -> whether it writes in this round."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Lot:
+    """Arrays that are moved alike, between devices that are named by their position in the program's mesh."""
+
+    signature: Signature
+    count: int
+    choice: bytes
+    """The sources that were chosen; with the signature and the devices it determines the moves."""
+    moves: Moves = dataclasses.field(compare=False)
+
+
+def rounds(moves: Moves, source: Boxes, target: Boxes, num_devices: int) -> list[Round]:
+    """The moves of an array in rounds.
+
+    First come those that lead equally far around the ring of devices: so the usual regular patterns fill their rounds.
+    """
+    source_start = dict(zip(source.devices_N.tolist(), source.starts_NR, strict=True))
+    target_start = dict(zip(target.devices_N.tolist(), target.starts_NR, strict=True))
+    starts_MR, stops_MR = moves.starts_MR, moves.stops_MR
+    distance_M = (moves.target_M - moves.source_M) % num_devices
+    made: list[
+        tuple[tuple[int, ...], bool, dict[int, int], dict[int, int]]
+    ] = []  # shape, stays, to -> move, from -> move
+    for move in np.lexsort((moves.source_M, distance_M)).tolist():
+        sender, receiver = int(moves.source_M[move]), int(moves.target_M[move])
+        shape, stays = tuple((stops_MR[move] - starts_MR[move]).tolist()), sender == receiver
+        for other_shape, other_stays, to, came in made:
+            if (other_shape, other_stays) == (shape, stays) and receiver not in to and sender not in came:
+                break
+        else:
+            to, came = {}, {}
+            made.append((shape, stays, to, came))
+        to[receiver] = came[sender] = move
+    result = []
+    for shape, stays, to, came in made:
+        read_UR = np.zeros((num_devices, len(shape)), np.int32)
+        write_UR = np.zeros((num_devices, len(shape)), np.int32)
+        writes_U = np.zeros(num_devices, bool)
+        for sender, move in came.items():
+            read_UR[sender] = starts_MR[move] - source_start[sender]
+        for receiver, move in to.items():
+            write_UR[receiver] = starts_MR[move] - target_start[receiver]
+            writes_U[receiver] = True
+        links = () if stays else tuple((int(moves.source_M[move]), receiver) for receiver, move in to.items())
+        result.append(Round(shape, links, read_UR, write_UR, writes_U))
+    return result
+
+
+def exchange(arrays: Sequence[jax.Array], lots: tuple[Lot, ...], devices: tuple[Device, ...]) -> list[jax.Array]:
+    """Moves arrays, those of a lot one after another, between two layouts that together cover `devices`.
+
+    Every process that owns one of the devices must call it, all in the same order.
+    """
+    here = tuple(device for device in devices if device.process_index == jax.process_index())
+    signatures = [lot.signature for lot in lots for _ in range(lot.count)]
+    entering = _enter(arrays, devices, here)
+    meet_first(devices)
+    leaving = _program(lots, devices)(entering)
+    return [_leave(array, signature) for array, signature in zip(leaving, signatures, strict=True)]
+
+
+@functools.lru_cache(maxsize=256)
+def _program(lots: tuple[Lot, ...], devices: tuple[Device, ...]) -> Callable[[list[jax.Array]], list[jax.Array]]:
+    """The jitted program of some lots."""
+    routes = []
+    for lot in lots:
+        shape, source, target = lot.signature.shape, lot.signature.source, lot.signature.target
+        target_boxes = boxes_of(target, shape, devices)
+        made = rounds(lot.moves, boxes_of(source, shape, devices), target_boxes, len(devices))
+        routes.append((made, target.shard_shape(shape), set(target_boxes.devices_N.tolist())))
+
+    def move(shards: list[jax.Array]) -> list[jax.Array]:
+        position = jax.lax.axis_index(AXIS)
+        moved, first = [], 0
+        for lot, (made, shape, receivers) in zip(lots, routes, strict=True):
+            moved += _move_lot(shards[first : first + lot.count], made, shape, receivers, position)
+            first += lot.count
+        return moved
+
+    specs = [_spec(len(lot.signature.shape)) for lot in lots for _ in range(lot.count)]
+    # What devices outside of a layout hold for it is arbitrary, so nothing here is replicated in earnest.
+    return jax.jit(
+        jax.shard_map(move, mesh=_mesh(devices), in_specs=(specs,), out_specs=specs, check_vma=False),
+    )
+
+
+def _move_lot(
+    shards: list[jax.Array], made: list[Round], shape: tuple[int, ...], receivers: set[int], position: jax.Array
+) -> list[jax.Array]:
+    """On one device: what it holds of some like arrays -> what it is to hold."""
+    outputs: list[jax.Array | None] = [None] * len(shards)
+    for each in made:
+        read = _at(each.read_UR, position)
+        pieces = [jax.lax.dynamic_slice(shard, read, each.shape) for shard in shards]
+        if each.links and pieces[0].nbytes >= ALONE_BYTES:
+            pieces = [jax.lax.ppermute(piece, AXIS, each.links) for piece in pieces]
+        elif each.links:
+            pieces = list(jax.lax.ppermute(jnp.stack(pieces), AXIS, each.links))
+        write = _at(each.write_UR, position)
+        all_write = receivers <= set(np.flatnonzero(each.writes_U).tolist())
+        for i, piece in enumerate(pieces):
+            if all_write and each.shape == shape:
+                outputs[i] = piece
+                continue
+            old = outputs[i]
+            output = jnp.zeros(shape, piece.dtype) if old is None else old
+            if not all_write:
+                there = jax.lax.dynamic_slice(output, write, each.shape)
+                piece = jnp.where(jnp.asarray(each.writes_U)[position], piece, there)
+            outputs[i] = jax.lax.dynamic_update_slice(output, piece, write)
+    return [output for output in outputs if output is not None]
+
+
+def _at(table_UR: np.ndarray, position: jax.Array) -> list[jax.Array]:
+    """The row of a device; numbers that are the same for all devices as constants."""
+    return [
+        jnp.asarray(column[0] if (column == column[0]).all() else jnp.asarray(column)[position])
+        for column in table_UR.T
+    ]
+
+
+def _enter(arrays: Sequence[jax.Array], devices: tuple[Device, ...], here: tuple[Device, ...]) -> list[jax.Array]:
+    """Arrays over all devices of the program, without a copy: those outside of the source hold zeros."""
+    mesh = _mesh(devices)
+    held = [{shard.device: shard.data for shard in array.addressable_shards} for array in arrays]
+    local = [array.sharding.shard_shape(array.shape) for array in arrays]
+    missing = [tuple(device for device in here if device not in shards) for shards in held]
+    zeros: list[jax.Array | None] = [None] * len(arrays)
+    for group in dict.fromkeys(missing):  # arrays of one exchange have the same devices, but let that not matter
+        if group:
+            members = [i for i, each in enumerate(missing) if each == group]
+            made = _zeros(tuple((local[i], arrays[i].dtype) for i in members), group)()
+            for i, array in zip(members, made, strict=True):
+                zeros[i] = array
+    entering = []
+    for array, shards, shape, blank in zip(arrays, held, local, zeros, strict=True):
+        if blank is not None:
+            shards = shards | {shard.device: shard.data for shard in blank.addressable_shards}
+        whole = (len(devices) * shape[0], *shape[1:]) if shape else ()
+        sharding = NamedSharding(mesh, _spec(len(shape)))
+        buffers = [shards[device] for device in here]
+        entering.append(jax.make_array_from_single_device_arrays(whole, sharding, buffers, dtype=array.dtype))
+    return entering
+
+
+def _leave(array: jax.Array, signature: Signature) -> jax.Array:
+    """The shards of the target's devices, as the array that they are."""
+    shards = {shard.device: shard.data for shard in array.addressable_shards}
+    buffers = [shards[device] for device in signature.target.device_set if device in shards]
+    target = on_device(signature.target)
+    return jax.make_array_from_single_device_arrays(signature.shape, target, buffers, dtype=signature.dtype)
+
+
+@functools.lru_cache(maxsize=256)
+def _zeros(
+    shapes: tuple[tuple[tuple[int, ...], np.dtype], ...], devices: tuple[Device, ...]
+) -> Callable[[], list[jax.Array]]:
+    """A program that makes zeros, whole on each of the devices: nothing is sent for them."""
+    return jax.jit(
+        lambda: [jnp.zeros(shape, dtype) for shape, dtype in shapes],
+        out_shardings=NamedSharding(_mesh(devices), PartitionSpec()),
+    )
+
+
+def _spec(rank: int) -> PartitionSpec:
+    """Shards lie one behind another along the first dim; a scalar has none to be split."""
+    return PartitionSpec(AXIS) if rank else PartitionSpec()
+
+
+@functools.lru_cache(maxsize=64)
+def _mesh(devices: tuple[Device, ...]) -> Mesh:
+    return Mesh(np.array(devices), (AXIS,), axis_types=(AxisType.Auto,))

@@ -1,0 +1,140 @@
+"""What a reallocation moves: bytes that devices send and receive, and over which links.
+
+Counted from the plan that `reallocate` carries out, either for arrays and shardings (`traffic_of`), or by arithmetic
+alone for grids of devices that need not exist (`traffic`). A piece counts once for every device that comes to hold it.
+"""
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxrlhf.reshard.reallocate import flatten, is_placed, signature_of
+from jaxrlhf.reshard.transfer import Change, Grid, Moves, plan
+from jaxrlhf.reshard.tree_plan import Signature, tree_plan
+from jaxrlhf.sharding.axes import WEIGHTS_AT_REST, Rules, partition_spec
+from jaxrlhf.sharding.mesh import own_ids
+
+Spec = tuple[str | tuple[str, ...] | None, ...]
+"""Dim -> the mesh axes over which it is split."""
+
+
+class Traffic(NamedTuple):
+    """Bytes that a reallocation moves. All are of pieces that arrive; copies that collectives make are not counted."""
+
+    sent_bytes: Mapping[int, int]
+    """Device -> what it sends to others."""
+    received_bytes: Mapping[int, int]
+    """Device -> what it gets from others."""
+    local_bytes: int
+    """What was on its device before."""
+    within_nodes_bytes: int
+    between_nodes_bytes: int
+
+    @property
+    def moved_bytes(self) -> int:
+        """What goes from one device to another."""
+        return self.within_nodes_bytes + self.between_nodes_bytes
+
+
+class Described(NamedTuple):
+    """An array that goes from one grid of devices to another."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    source: Spec
+    target: Spec
+
+
+def describe(
+    weights: Iterable[tuple[tuple[int, ...], Any, tuple[str | None, ...]]],
+    *,
+    source_rules: Rules = WEIGHTS_AT_REST,
+    target_rules: Rules = WEIGHTS_AT_REST,
+) -> list[Described]:
+    """Weights given by shape, dtype and logical axes, split as two tables of rules say."""
+    return [
+        Described(
+            shape, np.dtype(dtype), tuple(partition_spec(axes, source_rules)), tuple(partition_spec(axes, target_rules))
+        )
+        for shape, dtype, axes in weights
+    ]
+
+
+def traffic(arrays: Sequence[Described], source: Grid, target: Grid, *, node_size: int) -> Traffic:
+    """What moves where the arrays go from one grid to another.
+
+    Args:
+        arrays: In the order of their tree: sources are chosen by what they had to send before.
+        source: Devices are numbers; `node_size` consecutive ones are a node.
+        target: The same.
+
+    Raises:
+        ValueError: A dim does not divide evenly, or an axis is not of the grid.
+    """
+    devices = sorted({*source.devices, *target.devices})
+    nodes = [device // node_size for device in range(devices[-1] + 1)]
+    counts: dict[Described, int] = {}
+    for array in arrays:
+        counts[array] = counts.get(array, 0) + 1
+    source_boxes = functools.cache(source.boxes)
+    target_boxes = functools.cache(target.boxes)
+    changes = [
+        Change(source_boxes(a.shape, a.source), target_boxes(a.shape, a.target), a.dtype.itemsize, count)
+        for a, count in counts.items()
+    ]
+    planned = [
+        (moves, change.itemsize * count)
+        for change, lots in zip(changes, plan(changes, nodes), strict=True)
+        for moves, count in lots
+    ]
+    return _count(planned, nodes, dict.fromkeys(devices, 0), range(len(nodes)))
+
+
+def traffic_of(tree: Any, shardings: Any) -> Traffic:
+    """What `reallocate(tree, shardings)` moves between devices, named by their ids; nodes are processes.
+
+    What comes from or goes to host memory does not count. Cheap from the second time on.
+    """
+    _, arrays, targets, _ = flatten(tree, shardings)
+    return _traffic_of(
+        tuple(signature_of(a, target) for a, target in zip(arrays, targets, strict=True) if is_placed(a))
+    )
+
+
+def bytes_received_here(tree: Any, shardings: Any) -> int:
+    """What the devices of this process receive in `reallocate(tree, shardings)`, in bytes."""
+    received = traffic_of(tree, shardings).received_bytes
+    return sum(received.get(device, 0) for device in own_ids())
+
+
+@functools.lru_cache(maxsize=64)
+def _traffic_of(signatures: tuple[Signature, ...]) -> Traffic:
+    tree = tree_plan(signatures)
+    planned = [(moves, s.dtype.itemsize) for moves, s in zip(tree.moves, signatures, strict=True)]
+    ids = [device.id for device in tree.devices]
+    return _count(planned, tree.nodes, dict.fromkeys(ids, 0), ids)
+
+
+def _count(
+    planned: Sequence[tuple[Moves, int]], nodes: Sequence[int], nothing: Mapping[int, int], names: Sequence[int]
+) -> Traffic:
+    """Adds up moves, each with the bytes of an element of all its arrays."""
+    nodes_D = np.asarray(nodes, np.int64)
+    sent_D, received_D = np.zeros((2, len(nodes_D)), np.int64)
+    local = within = 0
+    for moves, itemsize in planned:
+        bytes_M = moves.sizes_M * itemsize
+        stays_M = moves.source_M == moves.target_M
+        near_M = (nodes_D[moves.source_M] == nodes_D[moves.target_M]) & ~stays_M
+        local += int(bytes_M[stays_M].sum())
+        within += int(bytes_M[near_M].sum())
+        leaving_M = np.where(stays_M, 0, bytes_M)
+        np.add.at(sent_D, moves.source_M, leaving_M)
+        np.add.at(received_D, moves.target_M, leaving_M)
+    sent, received = (
+        {**nothing, **{names[i]: int(by_device[i]) for i in np.flatnonzero(by_device).tolist()}}
+        for by_device in (sent_D, received_D)
+    )
+    return Traffic(sent, received, local, within, int(sent_D.sum()) - within)

@@ -1,0 +1,276 @@
+"""Which piece of an array goes from which device to which: arithmetic on boxes, without devices.
+
+A device holds a box of an array: for each dim, from where to where. A device that is to hold another box gets it in
+pieces, each the part that it shares with one box of the source. Where several devices hold a source box, one of them is
+chosen: the device itself, else one of its node, and among these the one that has least to send so far.
+
+Devices are numbers from 0 on. The same plan is carried out by `reallocate` and counted by `traffic`.
+"""
+
+import dataclasses
+import functools
+import heapq
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+
+LOTS = 4
+"""Arrays that are alike share their plan, at most this many different ones, so that a large model is planned quickly
+and yet all owners of a box take turns."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """Devices in a grid with named axes: a mesh, without the devices themselves."""
+
+    axes: tuple[tuple[str, int], ...]
+    """Name and degree of every axis, outermost first."""
+    devices: tuple[int, ...]
+    """In row-major order."""
+
+    def __post_init__(self) -> None:
+        size = math.prod(degree for _, degree in self.axes)
+        if size != len(self.devices) or len(set(self.devices)) != size:
+            raise ValueError(
+                f"Grid {dict(self.axes)}: needs {size} different devices. Got {len(self.devices)}, of which "
+                f"{len(set(self.devices))} are different."
+            )
+
+    def boxes(self, shape: tuple[int, ...], spec: Sequence[str | tuple[str, ...] | None]) -> "Boxes":
+        """What each device holds of an array whose dims are split over the axes that `spec` names.
+
+        Raises:
+            ValueError: An axis is unknown, or a dim does not divide evenly.
+        """
+        degrees = dict(self.axes)
+        coordinates = dict(
+            zip(degrees, np.unravel_index(np.arange(len(self.devices)), tuple(degrees.values())), strict=True)
+        )
+        starts = np.zeros((len(self.devices), len(shape)), np.int64)
+        sizes = np.array(shape, np.int64)
+        for dim, entry in enumerate(spec):
+            names = (entry,) if isinstance(entry, str) else entry or ()
+            if unknown := [name for name in names if name not in degrees]:
+                raise ValueError(f"Unknown mesh axis {unknown[0]!r} in {tuple(spec)}. Known: {', '.join(degrees)}.")
+            degree = math.prod(degrees[name] for name in names)
+            if degree == 1:
+                continue
+            if shape[dim] % degree:
+                raise ValueError(
+                    f"Shape {shape}: dim {dim} must be a multiple of its degree {degree} (axes {', '.join(names)}). "
+                    f"Got {shape[dim]}."
+                )
+            sizes[dim] = shape[dim] // degree
+            index = np.ravel_multi_index([coordinates[name] for name in names], [degrees[name] for name in names])
+            starts[:, dim] = index * sizes[dim]
+        return Boxes(np.array(self.devices, np.int64), starts, starts + sizes)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Boxes:
+    """The box of each device, one row a device. N devices, R dims."""
+
+    devices_N: Ints
+    starts_NR: Ints
+    stops_NR: Ints
+
+    @functools.cached_property
+    def groups(self) -> "Groups":
+        """Devices with the same box, together."""
+        rows = np.concatenate([self.starts_NR, self.stops_NR], axis=1)
+        if rows.shape[1]:
+            different, box_N = np.unique(rows, axis=0, return_inverse=True)
+            box_N = box_N.reshape(-1)
+        else:
+            different, box_N = rows[:1], np.zeros(len(rows), np.int64)
+        order = np.lexsort((self.devices_N, box_N))
+        counts = np.bincount(box_N, minlength=len(different))
+        rank = self.starts_NR.shape[1]
+        return Groups(different[:, :rank], different[:, rank:], self.devices_N[order], counts, box_N)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Groups:
+    """The G different boxes among N devices."""
+
+    starts_GR: Ints
+    stops_GR: Ints
+    members_N: Ints
+    """The devices, those with the first box first, in ascending order within a box."""
+    counts_G: Ints
+    box_N: Ints
+    """Row of `Boxes` -> its box."""
+
+    @functools.cached_property
+    def firsts_G(self) -> Ints:
+        """Where the devices of each box begin in `members_N`."""
+        return np.cumsum(self.counts_G) - self.counts_G
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Pieces:
+    """The K pieces that two layouts cut an array into, and the M moves that bring each to all who need it.
+
+    A move without a choice has its source here already: the target itself, or the only owner.
+    """
+
+    starts_KR: Ints
+    stops_KR: Ints
+    source_box_K: Ints
+    piece_M: Ints
+    target_M: Ints
+    source_M: Ints
+    """-1 where several devices hold the piece."""
+    size_K: Ints
+    """Elements of each piece."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Moves:
+    """The M moves of one array. Pieces that stay where they are count as moves from a device to itself."""
+
+    source_M: Ints
+    target_M: Ints
+    piece_M: Ints
+    pieces: Pieces
+
+    @property
+    def starts_MR(self) -> Ints:
+        """Where each moved piece begins in the array."""
+        return self.pieces.starts_KR[self.piece_M]
+
+    @property
+    def stops_MR(self) -> Ints:
+        return self.pieces.stops_KR[self.piece_M]
+
+    @property
+    def sizes_M(self) -> Ints:
+        """Elements of each moved piece."""
+        return self.pieces.size_K[self.piece_M]
+
+    @functools.cached_property
+    def key(self) -> bytes:
+        """What tells it from other moves between the same layouts."""
+        return self.source_M.tobytes()
+
+
+def cut(source: Boxes, target: Boxes) -> Pieces:
+    """The pieces in which an array that lies in boxes `source` comes to lie in boxes `target`."""
+    owners, takers = source.groups, target.groups
+    shared_ST = np.ones((len(owners.counts_G), len(takers.counts_G)), bool)
+    for dim in range(source.starts_NR.shape[1]):
+        shared_ST &= owners.starts_GR[:, None, dim] < takers.stops_GR[None, :, dim]
+        shared_ST &= takers.starts_GR[None, :, dim] < owners.stops_GR[:, None, dim]
+    box_K, taker_K = np.nonzero(shared_ST)
+    starts_KR = np.maximum(owners.starts_GR[box_K], takers.starts_GR[taker_K])
+    stops_KR = np.minimum(owners.stops_GR[box_K], takers.stops_GR[taker_K])
+
+    counts_K = takers.counts_G[taker_K]
+    piece_M = np.repeat(np.arange(len(box_K)), counts_K)
+    within_M = np.arange(len(piece_M)) - np.repeat(np.cumsum(counts_K) - counts_K, counts_K)
+    target_M = takers.members_N[takers.firsts_G[taker_K][piece_M] + within_M]
+
+    num_devices = 1 + max(source.devices_N.max(initial=-1), target.devices_N.max(initial=-1))
+    own_box_D = np.full(num_devices, -1, np.int64)
+    own_box_D[source.devices_N] = owners.box_N
+    box_M = box_K[piece_M]
+    only_one_M = owners.counts_G[box_M] == 1
+    source_M = np.where(only_one_M, owners.members_N[owners.firsts_G[box_M]], -1)
+    source_M = np.where(own_box_D[target_M] == box_M, target_M, source_M)
+    return Pieces(starts_KR, stops_KR, box_K, piece_M, target_M, source_M, np.prod(stops_KR - starts_KR, axis=1))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Change:
+    """A number of like arrays that change their layout in the same way."""
+
+    source: Boxes
+    target: Boxes
+    itemsize: int
+    count: int = 1
+
+
+def plan(changes: Sequence[Change], nodes: Sequence[int]) -> list[list[tuple[Moves, int]]]:
+    """The moves of a tree of arrays.
+
+    Args:
+        changes: What is to be moved. What one device has to send counts from one to the next, so the order matters.
+        nodes: Device -> its node.
+
+    Returns:
+        For each change the moves of its arrays: the first so many in this way, the next so many in that.
+    """
+    nodes_D = np.asarray(nodes, np.int64)
+    load_D = np.zeros(len(nodes_D), np.int64)
+    planned = []
+    for change in changes:
+        pieces = cut(change.source, change.target)
+        owners = change.source.groups
+        lots: list[tuple[Moves, int]] = []
+        left = change.count
+        for lots_left in range(min(LOTS, change.count), 0, -1):
+            if not left:
+                break
+            count = -(-left // lots_left)
+            source_M = _choose(pieces, owners, nodes_D, load_D, change.itemsize * count)
+            moves = Moves(source_M, pieces.target_M, pieces.piece_M, pieces)
+            # Where all send equally much, taking turns would change nothing.
+            if _is_even(moves, owners):
+                count = left
+            lots.append((moves, count))
+            load_D += change.itemsize * count * _sent(moves, len(nodes_D))
+            left -= count
+        planned.append(lots)
+    return planned
+
+
+def _is_even(moves: Moves, owners: Groups) -> bool:
+    """Whether all owners of a box have equally much to send."""
+    sent_N = _sent(moves, 1 + int(owners.members_N.max()))[owners.members_N]
+    first_N = np.repeat(sent_N[owners.firsts_G], owners.counts_G)
+    return bool((sent_N == first_N).all())
+
+
+def _sent(moves: Moves, num_devices: int) -> Ints:
+    """Elements that each device sends to others."""
+    sent_D = np.zeros(num_devices, np.int64)
+    np.add.at(sent_D, moves.source_M, np.where(moves.source_M == moves.target_M, 0, moves.sizes_M))
+    return sent_D
+
+
+def _choose(pieces: Pieces, owners: Groups, nodes_D: Ints, load_D: Ints, itemsize: int) -> Ints:
+    """A source for every move: of the target's node if one is there, and the one that has least to send.
+
+    A device holds one box of an array, so within an array its load grows by the moves of this box alone. The heaps of
+    a box, one for each node and one for all, are put in order lazily: a load that has grown since is pushed anew.
+    """
+    source_M = pieces.source_M.copy()
+    load = load_D.tolist()
+    nodes = nodes_D.tolist()
+    size_K = (pieces.size_K * itemsize).tolist()
+    heaps: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    everyone = -1
+    boxes_seen = set()
+    for move in np.flatnonzero(source_M < 0).tolist():
+        piece = int(pieces.piece_M[move])
+        box = int(pieces.source_box_K[piece])
+        if box not in boxes_seen:
+            boxes_seen.add(box)
+            first = owners.firsts_G[box]
+            for device in owners.members_N[first : first + owners.counts_G[box]].tolist():
+                heaps.setdefault((box, nodes[device]), []).append((load[device], device))
+                heaps.setdefault((box, everyone), []).append((load[device], device))
+            for key in [key for key in heaps if key[0] == box]:
+                heapq.heapify(heaps[key])
+        near = heaps.get((box, nodes[pieces.target_M[move]]))
+        heap = heaps[box, everyone] if near is None else near
+        while heap[0][0] != load[heap[0][1]]:
+            heapq.heapreplace(heap, (load[heap[0][1]], heap[0][1]))
+        device = heap[0][1]
+        load[device] += size_K[piece]
+        source_M[move] = device
+    return source_M

@@ -1,0 +1,91 @@
+"""From the shardings of arrays to the moves of a whole tree."""
+
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax.sharding import NamedSharding, Sharding
+
+from jaxrlhf.reshard.transfer import Boxes, Change, Grid, Moves, plan
+
+Device = Any
+"""A `jax.Device`, which type checkers take for a variable."""
+
+
+class Signature(NamedTuple):
+    """One array and where it goes."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    source: Sharding
+    target: Sharding
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TreePlan:
+    """The moves of every array of a tree, between devices that are named by their position."""
+
+    devices: tuple[Device, ...]
+    nodes: tuple[int, ...]
+    """Position -> node, which is a process."""
+    moves: tuple[Moves, ...]
+
+
+@functools.lru_cache(maxsize=64)
+def tree_plan(signatures: tuple[Signature, ...]) -> TreePlan:
+    """What goes where, for the arrays of a tree in their order. The same in every process."""
+    devices = tuple(sorted(set().union(*map(_devices_of, signatures)), key=lambda d: (d.process_index, d.id)))
+    nodes = tuple(device.process_index for device in devices)
+    counts: dict[Signature, int] = {}
+    for signature in signatures:
+        counts[signature] = counts.get(signature, 0) + 1
+    changes = [
+        Change(boxes_of(s.source, s.shape, devices), boxes_of(s.target, s.shape, devices), s.dtype.itemsize, count)
+        for s, count in counts.items()
+    ]
+    turns = {
+        signature: iter([moves for moves, count in lots for _ in range(count)])
+        for signature, lots in zip(counts, plan(changes, nodes), strict=True)
+    }
+    return TreePlan(devices, nodes, tuple(next(turns[signature]) for signature in signatures))
+
+
+@functools.lru_cache(maxsize=4096)
+def boxes_of(sharding: Sharding, shape: tuple[int, ...], devices: tuple[Device, ...]) -> Boxes:
+    """The boxes of a sharding over devices that are named by their position in `devices`."""
+    position = _positions(devices)
+    if isinstance(sharding, NamedSharding):
+        mesh = sharding.mesh
+        grid = Grid(tuple(mesh.shape.items()), tuple(position[device] for device in mesh_devices(sharding)))
+        return grid.boxes(shape, tuple(sharding.spec))
+    indices = sharding.devices_indices_map(shape)
+    limits = [[index.indices(n)[:2] for index, n in zip(box, shape, strict=True)] for box in indices.values()]
+    limits_NR2 = np.array(limits, np.int64).reshape(len(indices), len(shape), 2)
+    return Boxes(np.array([position[device] for device in indices], np.int64), limits_NR2[..., 0], limits_NR2[..., 1])
+
+
+def mesh_devices(sharding: NamedSharding) -> tuple[Device, ...]:
+    """The devices of a mesh as its programs number them."""
+    assert sharding.mesh.devices is not None
+    return tuple(sharding.mesh.devices.flat)
+
+
+def on_device(sharding: Sharding) -> Sharding:
+    """The same layout in the devices' own memory."""
+    kind = next(iter(sharding.device_set)).default_memory().kind
+    return sharding if sharding.memory_kind == kind else sharding.with_memory_kind(kind)
+
+
+def _devices_of(signature: Signature) -> set[Device]:
+    return signature.source.device_set | signature.target.device_set
+
+
+@functools.lru_cache(maxsize=256)
+def _positions(devices: tuple[Device, ...]) -> dict[Device, int]:
+    return {device: i for i, device in enumerate(devices)}

@@ -1,0 +1,151 @@
+"""The processes of a run, one a node: who they are, which devices are whose, and where they wait for one another.
+
+Every process runs the same program over the same arrays, which are global: a process that owns none of an array's
+devices has it too, without data. A program runs in the processes that own devices of its mesh; the others skip it and
+hold its outputs as `absent` arrays.
+"""
+
+import collections
+import dataclasses
+import os
+from collections.abc import Hashable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+from orbax.checkpoint import multihost
+
+MEETING_SECONDS = 1800
+"""How long a process waits for the others before a program that they run together for the first time."""
+_COORDINATOR, _COUNT, _INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
+
+_meetings: collections.Counter[frozenset[int]] = collections.Counter()
+_met: set[tuple[tuple[Any, ...], Hashable]] = set()
+
+
+@dataclasses.dataclass(frozen=True)
+class Cluster:
+    """How the processes of a run find one another. All None: as JAX detects it (SLURM, Open MPI, Kubernetes)."""
+
+    coordinator: str | None = None
+    """host:port of the first process."""
+    count: int | None = None
+    index: int | None = None
+
+
+def cluster_of(environment: Mapping[str, str], *, detect: bool) -> Cluster | None:
+    """The cluster that JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID describe; else that which JAX is
+    to detect, if it is to; else None, for a run in this process alone.
+
+    Raises:
+        ValueError: Some of the three are set and not all, or they make no sense.
+    """
+    there = {name: environment[name] for name in (_COORDINATOR, _COUNT, _INDEX) if environment.get(name)}
+    if not there:
+        return Cluster() if detect else None
+    if detect and there.keys() <= {_COORDINATOR}:
+        return Cluster()
+    if missing := [name for name in (_COORDINATOR, _COUNT, _INDEX) if name not in there]:
+        raise ValueError(
+            f"{', '.join(there)}: the address, count and index of processes go together. Got no {', '.join(missing)}. "
+            "Set all three, or none."
+        )
+    _, colon, port = there[_COORDINATOR].rpartition(":")
+    if not colon or not port.isdecimal():
+        raise ValueError(f"{_COORDINATOR}: must be host:port, as in node0:1234. Got {there[_COORDINATOR]!r}.")
+    if not there[_COUNT].isdecimal() or int(there[_COUNT]) < 1:
+        raise ValueError(f"{_COUNT}: must be a number of processes, at least 1. Got {there[_COUNT]!r}.")
+    if not there[_INDEX].isdecimal() or int(there[_INDEX]) >= int(there[_COUNT]):
+        raise ValueError(
+            f"{_INDEX}: must lie between 0 and {_COUNT} - 1. Got {there[_INDEX]!r} of {there[_COUNT]} processes."
+        )
+    return Cluster(there[_COORDINATOR], int(there[_COUNT]), int(there[_INDEX]))
+
+
+def join(cluster: Cluster) -> None:
+    """Brings the processes of a cluster together. Must come before anything else uses JAX.
+
+    Raises:
+        ValueError: JAX detects no cluster, or the others cannot be reached.
+    """
+    # it would swallow SIGTERM, which a run answers itself
+    jax.config.update("jax_enable_preemption_service", False)
+    try:
+        jax.distributed.initialize(
+            cluster.coordinator,
+            cluster.count,
+            cluster.index,
+            # under SLURM and Open MPI, JAX gives a process one device: ours has all of its node's
+            local_device_ids=_gpus_of_this_node() or None,
+            # a process that ends is noticed at once, by its connection; this is for one that hangs
+            heartbeat_timeout_seconds=100,
+        )
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(
+            f"processes: must be able to join the others. Got {type(error).__name__}: {str(error).splitlines()[0]} Set "
+            f"{_COORDINATOR}, {_COUNT} and {_INDEX}, or start under SLURM, Open MPI or Kubernetes."
+        ) from error
+
+
+def process_count() -> int:
+    return jax.process_count()
+
+
+def process_index() -> int:
+    return jax.process_index()
+
+
+def is_here(where: Mesh | NamedSharding) -> bool:
+    """Whether this process owns a device of a mesh, and so runs its programs."""
+    mesh = where if isinstance(where, Mesh) else where.mesh
+    assert isinstance(mesh, Mesh)
+    index = jax.process_index()
+    return any(device.process_index == index for device in mesh.devices.flat)
+
+
+def absent(avals: Any, shardings: Any) -> Any:
+    """Arrays on devices of other processes: their shapes and dtypes, and no data.
+
+    Args:
+        avals: Pytree of anything with shape and dtype.
+        shardings: One sharding for all, or a pytree of them with the structure of `avals`.
+    """
+
+    def make(aval: Any, sharding: NamedSharding) -> jax.Array:
+        return jax.make_array_from_single_device_arrays(tuple(aval.shape), sharding, [], dtype=aval.dtype)
+
+    if isinstance(shardings, NamedSharding):
+        return jax.tree.map(lambda aval: make(aval, shardings), avals)
+    return jax.tree.map(make, avals, shardings)
+
+
+def meet(devices: Iterable[Any]) -> None:
+    """Waits until every process that owns one of the devices is here.
+
+    For before the first run of a program over several processes, which all of them call in the same order: a CPU
+    backend gives them 30 seconds to find one another, and compiling may take one of them longer than another.
+    """
+    there = frozenset(device.process_index for device in devices)
+    if len(there) == 1 or jax.process_index() not in there:
+        return
+    name = f"jaxrlhf/{'-'.join(map(str, sorted(there)))}/{_meetings[there]}"
+    _meetings[there] += 1
+    multihost.get_barrier_sync_fn(processes=set(there))(key=name, timeout_ms=1000 * MEETING_SECONDS)
+
+
+def meet_first(devices: tuple[Any, ...], key: Hashable = None) -> None:
+    """`meet`, the first time that it is called with these arguments."""
+    if (devices, key) not in _met:
+        _met.add((devices, key))
+        meet(devices)
+
+
+def _gpus_of_this_node() -> list[int]:
+    """The local ids of this node's NVIDIA GPUs, before JAX is up."""
+    if "JAX_LOCAL_DEVICE_IDS" in os.environ:
+        return []  # JAX reads it
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return list(range(len([name for name in visible.split(",") if name.strip()])))
+    return list(range(len(list(Path("/proc/driver/nvidia/gpus").glob("*")))))
