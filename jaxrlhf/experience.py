@@ -9,6 +9,8 @@ its padding at both ends, and the response always starts at column P. `Sequences
 
 import dataclasses
 import math
+from collections.abc import Callable
+from typing import Any
 
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, UInt
@@ -60,11 +62,47 @@ class Rollout(struct.PyTreeNode):
         return self.response.sum(axis=1)
 
 
+class Preferences(struct.PyTreeNode):
+    """Pairs of responses to the same prompts, of which the first was preferred."""
+
+    chosen: Sequences
+    rejected: Sequences
+    margin: Float[Array, " B"]
+    """By how much, on the scale of a reward model's scores; zero where nobody said."""
+
+
 class PolicyOutputs(struct.PyTreeNode):
     """What a language-model head says about response tokens. Zero outside `response`."""
 
     logprobs: Float[Array, "B R"]
     entropy: Float[Array, "B R"]
+
+
+class PolicyAndValues(struct.PyTreeNode):
+    """What a language-model head and a scalar head on one trunk say about response tokens. Zero outside `response`."""
+
+    logprobs: Float[Array, "B R"]
+    entropy: Float[Array, "B R"]
+    values: Float[Array, "B R"]
+    """The scalar head before each response token."""
+
+
+class Term(struct.PyTreeNode):
+    """One of several losses that a train call sums up: its mean over its own batch, times its weight.
+
+        roles.actor.train((Term(ppo_policy_loss, batch), Term(sft_loss, demonstrations, weight=0.5)), update)
+    """
+
+    loss: Callable[..., Any] = struct.field(pytree_node=False)
+    """`(outputs, batch, update) -> (sum, weight, metrics)`."""
+    batch: Any
+    """A dict of arrays with rows first. The model runs on its `sequences`."""
+    weight: Any = 1.0
+    """A number, or an output of a call."""
+    of: str = struct.field(default="", pytree_node=False)
+    """The inference method whose outputs the loss gets. Empty: all that the model's heads say about response tokens."""
+    name: str = struct.field(default="", pytree_node=False)
+    """Put before the names of its metrics, `name/loss`, where those of two terms would be the same."""
 
 
 class Max(struct.PyTreeNode):
@@ -86,6 +124,8 @@ class Sampling:
     """Only the k likeliest tokens; 0 is all."""
     top_p: float = 1.0
     """Only the likeliest tokens that together reach this probability."""
+    num_samples: int = 1
+    """Responses to each prompt. Those to one prompt are neighbours: rows i * num_samples and following."""
     stop_ids: tuple[int, ...] = ()
     """Any of these ends a response. Empty: the tokenizer's end-of-text token."""
 
@@ -105,3 +145,4 @@ class Sampling:
         )
         require(self.top_k >= 0, "top_k", "must be 0 (all tokens) or positive")
         require(0 < self.top_p <= 1, "top_p", "must lie in (0, 1]")
+        require(self.num_samples >= 1, "num_samples", "must be at least 1")
