@@ -170,7 +170,7 @@ def assemble(
         new_tokens = _max_new_tokens(settings)
         left_out = table.num_train - len(table.demonstrable(new_tokens))
         if warm.overlong == "error" or left_out == table.num_train:
-            table.check_demonstrations(max_new_tokens=new_tokens)
+            table.check_demonstrations(max_new_tokens=new_tokens, key="warm_start.overlong")
         elif left_out:
             warnings.append(
                 f"{left_out} of {table.num_train} completions do not fit into {new_tokens} tokens: no warm start on "
