@@ -18,6 +18,7 @@ from jaxrlhf.algorithms.ppo import PolicyUpdate, PPOConfig, ValueUpdate
 from jaxrlhf.algorithms.sft import SFTConfig, SupervisedUpdate
 from jaxrlhf.config.reading import to_tree
 from jaxrlhf.config.schema import (
+    AverageConfig,
     EvaluationRunConfig,
     OptimizerConfig,
     OutputConfig,
@@ -33,6 +34,7 @@ from jaxrlhf.data.config import DataConfig
 from jaxrlhf.data.tokenizer import TokenizerConfig
 from jaxrlhf.experience import Sampling
 from jaxrlhf.models.config import PRESETS, ModelConfig, RopeScaling
+from jaxrlhf.models.lora import LoRAConfig
 from jaxrlhf.rewards.verifiers import VERIFIERS
 from jaxrlhf.runtime.assembly import assemble
 from jaxrlhf.runtime.events import Event
@@ -54,6 +56,8 @@ SECTIONS: dict[str, type[Any]] = {
     "`roles.<role>`": RoleConfig,
     "`roles.<role>.model`": ModelConfig,
     "`roles.<role>.model.rope_scaling`": RopeScaling,
+    "`roles.<role>.lora`": LoRAConfig,
+    "`roles.<role>.average`": AverageConfig,
     "`roles.<role>.optimizer`": OptimizerConfig,
     "`settings` of `ppo`": PPOConfig,
     "`settings.sampling`": Sampling,
