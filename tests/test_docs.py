@@ -14,7 +14,8 @@ import pytest
 
 from jaxrlhf.algorithms import ALGORITHMS
 from jaxrlhf.algorithms.kl import KLPenalty
-from jaxrlhf.algorithms.ppo import PolicyUpdate, PPOConfig, ValueUpdate
+from jaxrlhf.algorithms.policy import PolicyUpdate
+from jaxrlhf.algorithms.ppo import PPOConfig, ValueUpdate
 from jaxrlhf.algorithms.sft import SFTConfig, SupervisedUpdate
 from jaxrlhf.config.reading import to_tree
 from jaxrlhf.config.schema import (
