@@ -46,12 +46,6 @@ class DAPOConfig:
         require_not_negative(self.overlong_penalty, "overlong_penalty")
 
 
-def dapo_state(config: DAPOConfig) -> tuple[()]:
-    """Nothing is carried from step to step."""
-    del config
-    return ()
-
-
 def dapo_step(roles: Any, state: tuple[()], prompts: Prompts, config: DAPOConfig) -> tuple[dict[str, Any], tuple[()]]:
     """One step of DAPO.
 

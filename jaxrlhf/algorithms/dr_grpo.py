@@ -30,12 +30,6 @@ class DrGRPOConfig:
         require_group(self.sampling)
 
 
-def dr_grpo_state(config: DrGRPOConfig) -> tuple[()]:
-    """Nothing is carried from step to step."""
-    del config
-    return ()
-
-
 def dr_grpo_step(
     roles: Any, state: tuple[()], prompts: Prompts, config: DrGRPOConfig
 ) -> tuple[dict[str, Any], tuple[()]]:

@@ -45,7 +45,8 @@ def group_advantages(rewards_B: Float[Array, " B"], *, num_samples: int, normali
         A_i = r_i - mean(r)                       or, with `normalize_std`,
         A_i = (r_i - mean(r)) / (std(r) + 1e-6)
 
-    Mean and standard deviation (divided by n - 1) are those of the responses to one prompt.
+    Mean and standard deviation (divided by n - 1) are those of the responses to one prompt. Where all rewards are equal,
+    advantages are exactly zero: what rounding leaves of the difference is not blown up.
 
     Reference:
         Shao et al. 2024, arXiv:2402.03300, section 4.1.2; without the division, Liu et al. 2025, arXiv:2503.20783.
@@ -54,7 +55,8 @@ def group_advantages(rewards_B: Float[Array, " B"], *, num_samples: int, normali
     if not normalize_std:
         return advantages_B
     std_G = jnp.std(in_groups(rewards_B, num_samples), axis=1, ddof=1)
-    return advantages_B / (jnp.repeat(std_G, num_samples) + STD_FLOOR)
+    scale_G = jnp.where(differing(rewards_B, num_samples=num_samples), 1.0 / (std_G + STD_FLOOR), 0.0)
+    return advantages_B * jnp.repeat(scale_G, num_samples)
 
 
 def leave_one_out(rewards_B: Float[Array, " B"], *, num_samples: int) -> Float[Array, " B"]:

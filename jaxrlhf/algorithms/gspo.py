@@ -54,12 +54,6 @@ class GSPOConfig:
         require_group(self.sampling)
 
 
-def gspo_state(config: GSPOConfig) -> tuple[()]:
-    """Nothing is carried from step to step."""
-    del config
-    return ()
-
-
 def gspo_step(roles: Any, state: tuple[()], prompts: Prompts, config: GSPOConfig) -> tuple[dict[str, Any], tuple[()]]:
     """One step of GSPO, on `batch_size` prompts and `num_samples` responses to each.
 

@@ -40,20 +40,26 @@ class ValueUpdate:
 
 
 @dataclasses.dataclass(frozen=True)
-class PPOConfig(PolicyConfig):
-    """Settings of PPO."""
+class ActorCriticConfig(PolicyConfig):
+    """How rewards and values become advantages."""
 
     discount: float = 1.0
     gae_lambda: float = 0.95
     whiten_advantages: bool = True
     """Over the whole batch, before it is cut into mini-batches."""
-    actor_update: PolicyUpdate = PolicyUpdate()
-    critic_update: ValueUpdate = ValueUpdate()
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_fraction(self.discount, "discount")
         require_fraction(self.gae_lambda, "gae_lambda")
+
+
+@dataclasses.dataclass(frozen=True)
+class PPOConfig(ActorCriticConfig):
+    """Settings of PPO."""
+
+    actor_update: PolicyUpdate = PolicyUpdate()
+    critic_update: ValueUpdate = ValueUpdate()
 
 
 def ppo_step(roles: Any, state: PolicyState, prompts: Prompts, config: PPOConfig) -> tuple[dict[str, Any], PolicyState]:
@@ -81,7 +87,7 @@ def ppo_batch(
     values_BR: Float[Array, "B R"],
     scores_B: Float[Array, " B"],
     state: PolicyState,
-    config: PPOConfig,
+    config: ActorCriticConfig,
 ) -> tuple[dict[str, Any], PolicyState, dict[str, Float[Array, ""]]]:
     """From what the roles said about a rollout to what they train on.
 

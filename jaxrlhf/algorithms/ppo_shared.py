@@ -11,8 +11,8 @@ import dataclasses
 from typing import Any
 
 from jaxrlhf.algorithms.losses import Loss, clipped_value_loss
-from jaxrlhf.algorithms.policy import PolicyConfig, PolicyState, PolicyUpdate, ppo_policy_loss
-from jaxrlhf.algorithms.ppo import ppo_batch
+from jaxrlhf.algorithms.policy import PolicyState, PolicyUpdate, ppo_policy_loss
+from jaxrlhf.algorithms.ppo import ActorCriticConfig, ppo_batch
 from jaxrlhf.algorithms.settings import require_positive
 from jaxrlhf.experience import PolicyAndValues, PolicyOutputs, Prompts
 from jaxrlhf.tracing import compute
@@ -35,13 +35,9 @@ class SharedUpdate(PolicyUpdate):
 
 
 @dataclasses.dataclass(frozen=True)
-class PPOSharedConfig(PolicyConfig):
+class PPOSharedConfig(ActorCriticConfig):
     """Settings of PPO on one trunk."""
 
-    discount: float = 1.0
-    gae_lambda: float = 0.95
-    whiten_advantages: bool = True
-    """Over the whole batch, before it is cut into mini-batches."""
     actor_update: SharedUpdate = SharedUpdate()
 
 
