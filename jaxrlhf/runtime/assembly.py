@@ -274,7 +274,7 @@ def _count_updates(phase: Phase, steps: int) -> dict[str, Role]:
     updates: dict[str, int] = {}
     for call in phase.graph.calls:
         if call.kind == "train" and call.role is not None:
-            settings = call.args[2]
+            settings = call.update
             updates[call.role] = updates.get(call.role, 0) + steps * settings.mini_batches * settings.epochs
     return {
         name: dataclasses.replace(role, num_updates=updates.get(name, 0)) if isinstance(role, ModelRole) else role
