@@ -45,8 +45,8 @@ def group_advantages(rewards_B: Float[Array, " B"], *, num_samples: int, normali
         A_i = r_i - mean(r)                       or, with `normalize_std`,
         A_i = (r_i - mean(r)) / (std(r) + 1e-6)
 
-    Mean and standard deviation (divided by n - 1) are those of the responses to one prompt. Where all rewards are equal,
-    advantages are exactly zero: what rounding leaves of the difference is not blown up.
+    Mean and standard deviation (divided by n - 1) are those of the responses to one prompt. Where all rewards are
+    equal, advantages are exactly zero: what rounding leaves of the differences is not blown up.
 
     Reference:
         Shao et al. 2024, arXiv:2402.03300, section 4.1.2; without the division, Liu et al. 2025, arXiv:2503.20783.

@@ -59,9 +59,7 @@ def test_batch_and_metrics():
 
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "dapo", "gspo", "rloo"])
 def test_a_group_needs_two(name):
-    message = (
-        "sampling.num_samples: must be at least 2, since a response is judged beside others to its prompt. Got 1."
-    )
+    message = "sampling.num_samples: must be at least 2, since a response is judged beside others to its prompt. Got 1."
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         ALGORITHMS[name].config(sampling=Sampling())
     require_group(Sampling(num_samples=2))
