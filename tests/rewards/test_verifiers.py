@@ -137,7 +137,7 @@ def test_length_penalty(options, expected):
 
 
 def test_every_verifier_is_listed():
-    factories = [exact_answer, final_number, exact_match, regex_format, length_penalty]
+    factories = [exact_answer, wrong_answer, final_number, exact_match, regex_format, length_penalty]
     assert {factory.__name__: factory for factory in factories} == VERIFIERS
 
 
