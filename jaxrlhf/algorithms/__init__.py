@@ -1,7 +1,8 @@
 """The algorithms: pure functions of arrays, and the step functions that say which role computes what."""
 
-from jaxrlhf.algorithms.algorithm import Algorithm, demonstrations, no_state
+from jaxrlhf.algorithms.algorithm import Algorithm, demonstrations, no_state, preferences
 from jaxrlhf.algorithms.dapo import DAPOConfig, dapo_step
+from jaxrlhf.algorithms.dpo import DPOConfig, dpo_evaluation, dpo_state, dpo_step
 from jaxrlhf.algorithms.dr_grpo import DrGRPOConfig, dr_grpo_step
 from jaxrlhf.algorithms.grpo import GRPOConfig, grpo_step
 from jaxrlhf.algorithms.gspo import GSPOConfig, gspo_step
@@ -11,9 +12,15 @@ from jaxrlhf.algorithms.ppo_ptx import PPOPtxConfig, ppo_ptx_step, prompts_and_p
 from jaxrlhf.algorithms.ppo_shared import PPOSharedConfig, ppo_shared_step
 from jaxrlhf.algorithms.reinforce_plus_plus import ReinforcePlusPlusConfig, reinforce_plus_plus_step
 from jaxrlhf.algorithms.remax import ReMaxConfig, remax_step
+from jaxrlhf.algorithms.reward_model import (
+    RewardModelConfig,
+    reward_model_evaluation,
+    reward_model_state,
+    reward_model_step,
+)
 from jaxrlhf.algorithms.rloo import RLOOConfig, rloo_step
 from jaxrlhf.algorithms.safe_rlhf import SafeRLHFConfig, safe_rlhf_state, safe_rlhf_step
-from jaxrlhf.algorithms.sft import SFTConfig, sft_state, sft_step
+from jaxrlhf.algorithms.sft import SFTConfig, sft_evaluation, sft_state, sft_step
 
 ACTOR_CRITIC = ("actor", "critic", "reference", "reward")
 
@@ -37,6 +44,17 @@ ALGORITHMS: dict[str, Algorithm] = {
     "dr_grpo": Algorithm(dr_grpo_step, DrGRPOConfig, no_state, roles=("actor", "reward")),
     "dapo": Algorithm(dapo_step, DAPOConfig, no_state, roles=("actor", "reward")),
     "gspo": Algorithm(gspo_step, GSPOConfig, no_state, roles=("actor", "reward")),
-    "sft": Algorithm(sft_step, SFTConfig, sft_state, roles=("actor",), data=demonstrations),
+    "sft": Algorithm(sft_step, SFTConfig, sft_state, ("actor",), data=demonstrations, evaluation=sft_evaluation),
+    "reward_model": Algorithm(
+        reward_model_step,
+        RewardModelConfig,
+        reward_model_state,
+        roles=("reward",),
+        data=preferences,
+        evaluation=reward_model_evaluation,
+    ),
+    "dpo": Algorithm(
+        dpo_step, DPOConfig, dpo_state, ("actor", "reference"), data=preferences, evaluation=dpo_evaluation
+    ),
 }
 """Every algorithm by the name that a config calls it."""

@@ -131,30 +131,25 @@ class WarmStartConfig:
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationRunConfig:
-    """Responses to held-out prompts, scored."""
+    """What is measured on held-out rows: scores of responses to their prompts, and what the algorithm itself tells."""
 
     every: int = 0
     """Steps between evaluations. 0: before the first step and after the last only."""
     num_prompts: int = 128
     batch_size: int = 0
-    """Prompts at a time. 0: all at once."""
+    """Rows at a time. 0: all at once."""
     sampling: Sampling | None = None
     """None: as the algorithm samples, but greedily."""
     scorers: tuple[str, ...] = ("reward",)
-    """Roles whose mean scores are reported, as eval/<role>."""
+    """Roles whose mean scores are reported, as eval/<role>. None: nothing is sampled, and only what the algorithm
+    measures on held-out rows is reported."""
     best_by: str = ""
-    """The scorer by whose mean the best checkpoint is chosen. Empty: the first one."""
+    """What the best checkpoint is chosen by: a scorer, or what the algorithm measures. Of what is called a loss, less
+    is better. Empty: the first scorer; without scorers, the algorithm's loss."""
 
     def __post_init__(self) -> None:
         _require_at_least(self, 0, "every", "batch_size")
         _require_at_least(self, 1, "num_prompts")
-        if not self.scorers:
-            raise ValueError("scorers: must name at least one role. Got none. Leave evaluation out to have none.")
-        if self.best_by and self.best_by not in self.scorers:
-            raise ValueError(
-                f"best_by: must be one of the scorers, {', '.join(self.scorers)}. Got {brief(self.best_by)}."
-                f"{did_you_mean(self.best_by, self.scorers)}"
-            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,6 +207,8 @@ class RunConfig:
     """Prompts in a step."""
     roles: Mapping[str, RoleConfig]
     data: DataConfig
+    datasets: Mapping[str, DataConfig] = dataclasses.field(default_factory=FrozenDict)
+    """Further tables, by the names under which an algorithm asks for rows of them. One tokenizer serves all."""
     algorithm: str = "ppo"
     settings: Any = None
     """Settings of the algorithm, of the type that it declares."""

@@ -114,7 +114,7 @@ class Checkpoints:
 
     @functools.cached_property
     def _data(self) -> str:
-        return self._assembly.table.digest()
+        return self._assembly.tables.digest()
 
     def _store(self, part: str) -> CheckpointStore:
         if part not in self._stores:
@@ -166,7 +166,7 @@ def check_checkpoint(point: ResumePoint, assembly: Assembly) -> None:
     weights = WeightStore(models)
     with CheckpointStore(point.checkpoint.parent, read_only=True) as store:
         meta = store.meta(point.position.done)
-        if meta["data"] != assembly.table.digest():
+        if meta["data"] != assembly.tables.digest():
             raise CheckpointError(
                 f"resume: must go on with the data and tokenizer of {point.folder.path}: its rows, in their order. Got "
                 "other rows. Give it the same files, or start a new run with resume=never."

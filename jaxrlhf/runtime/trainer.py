@@ -220,7 +220,7 @@ class Trainer:
         metrics |= balance_metrics(result, self._assembly.train.plan)
         if len(scores := _scores(result)) > 1:
             metrics |= {f"reward/{name}/mean": float(values.mean()) for name, values in scores.items()}
-        metrics |= {"training/global_step": done, "training/epoch": self._assembly.loader.epoch(done)}
+        metrics |= {"training/global_step": done, "training/epoch": self._assembly.train_rows.epoch(done)}
         self._records.write_metrics(done, metrics)
         try:
             check_finite(metrics, step=done)
@@ -237,7 +237,7 @@ class Trainer:
     def _show(self, progress: Progress, done: int, metrics: Mapping[str, float]) -> None:
         names = {"reward": "critic/score/mean", "KL": "kl/mean", "length": "response_length/mean"}
         if names["reward"] not in metrics:
-            names = {"loss": "actor/loss"}
+            names = {"loss": next((name for name in metrics if name.endswith("/loss")), "")}
         shown = {short: metrics[name] for short, name in names.items() if name in metrics}
         rate = metrics["perf/total_num_tokens"] / metrics["perf/time_per_step"]
         progress.update(
@@ -254,19 +254,19 @@ class Trainer:
 
     def _evaluate(self, done: int, state: Any) -> bool:
         """Evaluates, and tells whether the policy is better than it was after any step before."""
-        if self._assembly.evaluation is None:
+        if self._assembly.evaluation is None and self._assembly.held_out is None:
             return False
         before = self._evaluator.best()
         try:
-            self._evaluator.run(done, self._executor, self._records)
+            self._evaluator.run(done, state, self._executor, self._records)
         except Exception as error:
             if self._is_in_all(error):
                 self._save(done, state)
                 self._checkpoints.wait()
                 self._console.line(f"Saved after {done} steps, before the evaluation that failed.")
             raise
-        num_prompts = sum(len(batch.row) for batch in self._assembly.eval_batches)
-        self._console.evaluation(self._evaluator.results, num_prompts)
+        assert self._config.evaluation is not None
+        self._console.evaluation(self._evaluator.results, self._config.evaluation.num_prompts)
         return self._evaluator.best() != before
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
