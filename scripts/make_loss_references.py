@@ -141,13 +141,24 @@ def make_grpo() -> None:
 
 
 def make_dpo() -> None:
-    """DPO, with label smoothing as in "robust", and IPO, by TRL. The first half of the rows was preferred."""
-    mask_BR = mask_of(7, 3, 5, 1, 6, 4)
+    """DPO, with label smoothing as in "robust", and IPO, by TRL. The first half of the rows was preferred.
+
+    TRL divides what IPO compares by the number of tokens, which the paper does not: for IPO responses have one token.
+    """
+    mask_BR, one_token_BR = mask_of(7, 3, 5, 1, 6, 4), mask_of(1, 1, 1, 1, 1, 1)
     logprobs_BR, reference_BR = draw(9, -2, 1, B, R), draw(10, -2, 1, B, R)
-    chosen_B, rejected_B = (reference_BR * mask_BR).sum(dim=1).chunk(2)
-    arrays = {"mask": mask_BR, "logprobs": logprobs_BR, "reference": reference_BR, "beta": 0.1, "label_smoothing": 0.2}
+    arrays = {
+        "mask": mask_BR,
+        "ipo_mask": one_token_BR,
+        "logprobs": logprobs_BR,
+        "reference": reference_BR,
+        "beta": 0.1,
+        "label_smoothing": 0.2,
+    }
 
     def loss(x: Any, loss_type: str, label_smoothing: float) -> Any:
+        mask_BR = arrays["ipo_mask" if loss_type == "ipo" else "mask"]
+        chosen_B, rejected_B = (reference_BR * mask_BR).sum(dim=1).chunk(2)
         trainer = MagicMock(loss_types=[loss_type], loss_weights=[1.0], beta=0.1, label_smoothing=label_smoothing)
         trainer.accelerator.device, trainer.ld_alpha, trainer.f_divergence_type = "cpu", None, "reverse_kl"
         trainer.aux_loss_enabled = trainer.use_weighting = False

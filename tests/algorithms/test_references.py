@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrlhf.algorithms.dpo import DPOUpdate, dpo_loss
 from jaxrlhf.algorithms.group import group_advantages, leave_one_out, on_tokens
 from jaxrlhf.algorithms.gspo import SequenceUpdate, gspo_policy_loss
 from jaxrlhf.algorithms.kl import KLTerm
@@ -15,7 +16,8 @@ from jaxrlhf.algorithms.masked import whiten
 from jaxrlhf.algorithms.policy import PolicyUpdate, ppo_policy_loss
 from jaxrlhf.algorithms.ppo import ValueUpdate, value_loss
 from jaxrlhf.algorithms.returns import gae
-from jaxrlhf.experience import STOP, PolicyOutputs, Rollout
+from jaxrlhf.algorithms.reward_model import RewardModelUpdate, reward_model_loss
+from jaxrlhf.experience import STOP, PolicyOutputs, Rollout, Sequences
 
 CLOSE: Any = {"rtol": 1e-5, "atol": 1e-5}
 
@@ -123,3 +125,45 @@ def test_advantages_within_groups(name):
         advantages_B = group_advantages(scores_B, num_samples=num_samples, normalize_std=name == "grpo")
     want_BR = jnp.where(arrays["mask"] > 0, arrays[f"{name}_advantages"], 0.0)
     np.testing.assert_allclose(on_tokens(advantages_B, arrays["mask"] > 0), want_BR, **CLOSE)
+
+
+def halves(x: jax.Array) -> dict[str, jax.Array]:
+    """The first half of the rows was preferred."""
+    chosen, rejected = jnp.split(x, 2)
+    return {"chosen": chosen, "rejected": rejected}
+
+
+@pytest.mark.parametrize("case", ["sigmoid", "robust", "ipo"])
+def test_dpo_loss(case):
+    arrays = references("dpo")
+    mask_BR = arrays["ipo_mask" if case == "ipo" else "mask"] > 0
+    sequences = Sequences(tokens=jnp.zeros(mask_BR.shape, jnp.int32), mask=mask_BR, response=mask_BR)
+    chosen, rejected = (jax.tree.map(lambda x, half=half: halves(x)[half], sequences) for half in halves(mask_BR))
+    reference = halves(jnp.where(mask_BR, arrays["reference"], 0.0))
+    batch = {"sequences": {"chosen": chosen, "rejected": rejected}, "reference": reference}
+    smoothing = float(arrays["label_smoothing"]) if case == "robust" else 0.0
+    update = DPOUpdate(loss=case, beta=float(arrays["beta"]), label_smoothing=smoothing)
+
+    def loss(logprobs_BR: jax.Array, batch: dict[str, Any], update: DPOUpdate) -> Any:
+        outputs = {name: policy_outputs(x_BR) for name, x_BR in halves(logprobs_BR).items()}
+        return dpo_loss(outputs, batch, update)
+
+    value, grads_BR = mean_and_gradient(loss, arrays["logprobs"], batch, update)
+    np.testing.assert_allclose(value, arrays[f"{case}_loss"], **CLOSE)
+    np.testing.assert_allclose(grads_BR, arrays[f"{case}_grad"], **CLOSE)
+    assert np.count_nonzero(grads_BR) == mask_BR.sum()
+
+
+@pytest.mark.parametrize("case", ["plain", "margin", "centered"])
+def test_reward_model_loss(case):
+    arrays = references("reward_model")
+    margin_B = jnp.zeros_like(arrays["margin"]) if case == "plain" else arrays["margin"]
+    update = RewardModelUpdate(center_coef=float(arrays["centering"]) if case == "centered" else 0.0)
+
+    def loss(scores: jax.Array, batch: dict[str, Any], update: RewardModelUpdate) -> Any:
+        return reward_model_loss(halves(scores), batch, update)
+
+    value, grads = mean_and_gradient(loss, arrays["scores"], {"margin": margin_B}, update)
+    np.testing.assert_allclose(value, arrays[f"{case}_loss"], **CLOSE)
+    np.testing.assert_allclose(grads, arrays[f"{case}_grad"], **CLOSE)
+    assert np.count_nonzero(grads) == len(grads)
