@@ -38,6 +38,12 @@ class Rows:
         require(self.count >= 0, "Rows.count", "must not be negative", self.count)
 
 
+def no_state(config: Any) -> tuple[()]:
+    """The first state where nothing is carried from step to step."""
+    del config
+    return ()
+
+
 def prompts(config: Any) -> Rows:
     """A batch of prompts."""
     del config
