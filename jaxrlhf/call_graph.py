@@ -20,6 +20,8 @@ from typing import Any, Literal, NoReturn
 import jax
 import numpy as np
 
+from jaxrlhf.experience import Term
+
 Kind = Literal["generate", "infer", "train", "compute", "host"]
 """`generate`, `infer` and `train` run a model on devices; `compute` is a pure function of arrays over the whole batch
 on devices; `host` is plain Python beside the devices."""
@@ -119,6 +121,24 @@ class Call:
         """Rows that it works on: the most that any of its inputs has; 0 without rows."""
         return max((ref.shape[0] for ref in self.refs if ref.has_rows), default=0)
 
+    @property
+    def terms(self) -> tuple[Term, ...]:
+        """The losses of a call of `train` or `loss`; none of any other."""
+        first = self.args[0] if self.args else ()
+        return first if isinstance(first, tuple) and all(isinstance(x, Term) for x in first) else ()
+
+    @property
+    def update(self) -> Any:
+        """The settings of the update of a call of `train` or `loss`."""
+        return self.args[1]
+
+    @property
+    def sequences(self) -> tuple[Any, ...]:
+        """What an inference or train call runs its model on."""
+        if self.terms:
+            return tuple(x for term in self.terms for x in named_sequences(term.batch["sequences"]).values())
+        return self.args[:1] if self.kind == "infer" else ()
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CallGraph:
@@ -157,7 +177,10 @@ class CallGraph:
                 "num_rows": call.num_rows,
                 "needs": list(self.dependencies(call)),
                 "inputs": [str(ref) for ref in call.refs],
-                "settings": [_described(x) for x in jax.tree.leaves(call.args) if not isinstance(x, Ref)],
+                "settings": [
+                    *(_described(term.loss) for term in call.terms),
+                    *(_described(x) for x in jax.tree.leaves(call.args) if not isinstance(x, Ref)),
+                ],
                 "outputs": [f"{ref.dtype}{list(ref.shape)}" for ref in call.output_refs],
                 "weights": call.weights,
                 "reads": call.reads,
@@ -166,6 +189,11 @@ class CallGraph:
             }
             for call in self.calls
         ]
+
+
+def named_sequences(sequences: Any) -> Mapping[str, Any]:
+    """What a batch holds under `sequences`, by name: '' where it is not a dict."""
+    return sequences if isinstance(sequences, Mapping) else {"": sequences}
 
 
 def split_args(args: Any) -> tuple[list[Any], Hashable, Callable[[list[Any]], Any]]:

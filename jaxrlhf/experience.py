@@ -90,7 +90,7 @@ class PolicyAndValues(struct.PyTreeNode):
 class Term(struct.PyTreeNode):
     """One of several losses that a train call sums up: its mean over its own batch, times its weight.
 
-        roles.actor.train((Term(ppo_policy_loss, batch), Term(sft_loss, demonstrations, weight=0.5)), update)
+    roles.actor.train((Term(ppo_policy_loss, batch), Term(sft_loss, demonstrations, weight=0.5)), update)
     """
 
     loss: Callable[..., Any] = struct.field(pytree_node=False)

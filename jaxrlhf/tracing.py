@@ -17,6 +17,7 @@ import collections
 import contextvars
 import dataclasses
 import functools
+import inspect
 import re
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
@@ -24,6 +25,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxrlhf.brief import brief
 from jaxrlhf.call_graph import Call, CallGraph, GraphError, Kind, Ref, split_args
 from jaxrlhf.suggest import did_you_mean
 
@@ -37,6 +39,22 @@ class Method:
     """Arguments, with `jax.ShapeDtypeStruct` for arrays -> a pytree of `jax.ShapeDtypeStruct`: the shapes it gives."""
     row_wise: bool = True
     """Every output has rows, and what it says of a sequence depends on that sequence alone."""
+    bind: Callable[..., tuple[Any, ...]] | None = None
+    """What a step writes in the brackets -> the arguments of the call. None: they are the same."""
+
+    def arguments(self, name: str, args: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[Any, ...]:
+        """The arguments of a call that is written as `name(*args, **named)`."""
+        signature = inspect.signature(self.bind or self.abstract)
+        try:
+            bound = signature.bind(*args, **named)
+        except TypeError as error:
+            usage = ", ".join(
+                p.name + ("=..." if p.default is not p.empty else "") for p in signature.parameters.values()
+            )
+            got = ", ".join([*map(_short, args), *(f"{key}={_short(value)}" for key, value in named.items())])
+            raise GraphError(f"{name}: is called as {name}({usage}). Got {name}({got}): {error}.") from error
+        bound.apply_defaults()
+        return self.bind(*bound.args) if self.bind is not None else bound.args
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,7 +198,12 @@ class RoleHandle:
                 f"{', '.join(sorted(known)) or 'none'}.{did_you_mean(method, known)}"
                 + (f" {self._role.missing[method]}" if method in self._role.missing else "")
             )
-        return lambda *args: self._recorder.call_role(self._name, method, known[method], self._role.weights, args)
+
+        def call(*args: Any, **named: Any) -> Any:
+            arguments = known[method].arguments(f"{self._name}.{method}", args, named)
+            return self._recorder.call_role(self._name, method, known[method], self._role.weights, arguments)
+
+        return call
 
 
 class Roles:
@@ -277,6 +300,15 @@ def _waiting_last(graph: CallGraph) -> CallGraph:
             waiting.add(call.name)
     calls = sorted(graph.calls, key=lambda call: (call.iteration, call.name in waiting))
     return dataclasses.replace(graph, calls=tuple(calls))
+
+
+def _short(value: Any) -> str:
+    """An argument in an error message."""
+    if isinstance(value, Ref):
+        return repr(value)
+    if callable(value) or dataclasses.is_dataclass(value):
+        return getattr(value, "__name__", type(value).__name__)
+    return brief(value)
 
 
 def _identity(args: tuple[Any, ...]) -> Hashable:

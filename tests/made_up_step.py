@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxrlhf.call_graph import Call, CallGraph, GraphError
+from jaxrlhf.experience import Term
 from jaxrlhf.tracing import Method, RoleMethods, compute, trace
 
 B, T = 6, 5
@@ -36,12 +37,16 @@ def scored(rollout):
     return shape(rollout["tokens"].shape[0])
 
 
-def trained(loss, batch, update):
+def trained(terms, update):
     return {"loss": shape()}
 
 
+def one_term(loss, batch, update):
+    return (Term(loss, batch),), update
+
+
 GENERATE, INFER, HOST = Method("generate", sampled), Method("infer", scored), Method("host", scored)
-TRAIN = Method("train", trained, row_wise=False)
+TRAIN = Method("train", trained, row_wise=False, bind=one_term)
 ROLES = {
     "actor": RoleMethods({"generate": GENERATE, "train": TRAIN}, weights="actor"),
     "critic": RoleMethods({"values": INFER, "train": TRAIN}, weights="critic"),

@@ -83,7 +83,7 @@ def test_rows_of_plain_data():
         "num_rows": B,
         "needs": ["actor.generate", "make_batch"],
         "inputs": [f"make_batch[0]: float32[{B}]", f"make_batch[1]: int32[{B}, {T}]"],
-        "settings": [f"{a_loss.__module__}:a_loss", "Settings(length=5)"],
+        "settings": [f"{a_loss.__module__}:a_loss", "1.0", "Settings(length=5)"],
         "outputs": ["float32[]"],
         "weights": "actor",
         "reads": 0,

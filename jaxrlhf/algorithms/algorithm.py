@@ -1,8 +1,53 @@
 """What an algorithm is: a step function, the type of its settings, its first state, the roles that it plays with."""
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, get_args
+
+from jaxrlhf.algorithms.settings import require
+
+RowKind = Literal["prompts", "demonstrations", "preferences"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Rows that a step is given."""
+
+    kind: RowKind = "prompts"
+    """`prompts`: `Prompts`. `demonstrations`: `Sequences`, prompts with the rows' completions. `preferences`:
+    `Preferences`, prompts with two completions each, of which the first was preferred."""
+    max_new_tokens: int = 0
+    """Columns of a completion. None for prompts."""
+    count: int = 0
+    """Rows in a step. 0: the run's `batch_size`."""
+    dataset: str = ""
+    """The name of a table under the run's `datasets`. Empty, or not there: the run's `data`."""
+
+    def __post_init__(self) -> None:
+        require(
+            self.kind in get_args(RowKind), "Rows.kind", f"must be one of {', '.join(get_args(RowKind))}", self.kind
+        )
+        if self.kind == "prompts":
+            require(self.max_new_tokens == 0, "Rows.max_new_tokens", "prompts have no completion", self.max_new_tokens)
+        else:
+            require(self.max_new_tokens >= 1, "Rows.max_new_tokens", "must be at least 1", self.max_new_tokens)
+        require(self.count >= 0, "Rows.count", "must not be negative", self.count)
+
+
+def prompts(config: Any) -> Rows:
+    """A batch of prompts."""
+    del config
+    return Rows("prompts")
+
+
+def demonstrations(config: Any) -> Rows:
+    """A batch of prompts with their completions, of the settings' `max_new_tokens`."""
+    return Rows("demonstrations", config.max_new_tokens)
+
+
+def preferences(config: Any) -> Rows:
+    """A batch of pairs of completions, of the settings' `max_new_tokens`."""
+    return Rows("preferences", config.max_new_tokens)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,5 +62,8 @@ class Algorithm:
     """`config -> state`: what the first step is given, and every later one hands on."""
     roles: tuple[str, ...]
     """Roles that a run must have."""
-    data: Literal["prompts", "demonstrations"] = "prompts"
-    """What a step is given: prompts, or prompts with the rows' completions (its settings then say `max_new_tokens`)."""
+    data: Callable[[Any], Rows | Mapping[str, Rows]] = prompts
+    """`config -> Rows`: what a step is given; of a mapping, a dict with a batch under each of its names."""
+    evaluation: Callable[[Any, Any, Any, Any], tuple[dict[str, Any], Any]] | None = None
+    """`(roles, state, data, config) -> (metrics, state)`, run on held-out rows of the same kinds: numbers that are
+    means over their rows. It trains nothing. None: the run's evaluation samples and scores, and that is all."""

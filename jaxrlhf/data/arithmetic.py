@@ -1,9 +1,10 @@
 """The built-in task: sums of whole numbers, worked digit by digit, made on the spot.
 
-A row is `{"prompt": "47+85=", "completion": "12 13>132", "answer": "132"}`. The steps before `>` go from the lowest
-digit up, two characters each: what is carried, then the digit that stays (7+5=12, then 4+8+1=13). A subtraction borrows
-in the place of carrying ("52-37=" gives "15 01>15": 12-7=5 with 1 borrowed, then 5-3-1=1); a product has one digit on
-the right ("47*8=" gives "56 37>376").
+A row is `{"prompt": "47+85=", "completion": "12 13>132", "answer": "132", "rejected": "12 10>102"}`. The steps before
+`>` go from the lowest digit up, two characters each: what is carried, then the digit that stays (7+5=12, then
+4+8+1=13). A subtraction borrows in the place of carrying ("52-37=" gives "15 01>15": 12-7=5 with 1 borrowed, then
+5-3-1=1); a product has one digit on the right ("47*8=" gives "56 37>376"). What is rejected has one wrong digit in its
+steps, and so a wrong answer.
 """
 
 import dataclasses
@@ -76,8 +77,21 @@ def _row(operation: str, digits: int, index: int) -> dict[str, str]:
         left, right = index // 8, index % 8
     left, right = left + lowest, right + (2 if operation == "*" else lowest)
     answer = {"+": left + right, "-": left - right, "*": left * right}[operation]
-    steps = " ".join(_steps(operation, left, right, digits))
-    return {"prompt": f"{left}{operation}{right}=", "completion": f"{steps}>{answer}", "answer": str(answer)}
+    prompt, steps = f"{left}{operation}{right}=", _steps(operation, left, right, digits)
+    return {
+        "prompt": prompt,
+        "completion": f"{' '.join(steps)}>{answer}",
+        "answer": str(answer),
+        "rejected": _wrong(prompt, steps),
+    }
+
+
+def _wrong(prompt: str, steps: list[str]) -> str:
+    """The working with another digit in one step, by the checksum of the prompt, and the answer that it leads to."""
+    place, off = divmod(zlib.crc32(prompt.encode()) // 8 % (9 * len(steps)), 9)
+    carry, digit = steps[place]
+    steps = [*steps[:place], f"{carry}{(int(digit) + 1 + off) % 10}", *steps[place + 1 :]]
+    return f"{' '.join(steps)}>{int(steps[-1][0] + ''.join(step[1] for step in reversed(steps)))}"
 
 
 def _steps(operation: str, left: int, right: int, digits: int) -> list[str]:

@@ -13,21 +13,33 @@ from jaxrlhf.suggest import did_you_mean
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-    """Where the prompts come from: a built-in task or a file, exactly one of them."""
+    """Where the rows come from: a built-in task or a file, exactly one of them."""
 
     task: str = ""
     """The name of a built-in task."""
     arithmetic: ArithmeticConfig = ArithmeticConfig()
     """The options of task `arithmetic`."""
     path: str = ""
-    """Rows for training: .jsonl, one object per line; .json, a list of objects; or .parquet."""
+    """Rows for training: .jsonl, one object per line, or that as .jsonl.gz; .json, a list of objects; or .parquet."""
     eval_path: str = ""
     """Rows held out. Empty: `eval_rows` rows of `path`."""
     eval_rows: int = 512
     """How many rows of `path` are held out where `eval_path` is empty: the last ones of a fixed shuffle."""
     prompt_column: str = "prompt"
     completion_column: str = "completion"
-    """The responses that a warm start learns from. Rows may lack it."""
+    """The responses that supervised training learns from. Rows may lack it."""
+    chosen_column: str = "chosen"
+    """Of two responses the preferred one. It is the row's completion, too. Rows may lack it: then their completion is
+    the preferred one."""
+    rejected_column: str = "rejected"
+    """The other one. Rows may lack it."""
+    margin_column: str = ""
+    """By how much the first was preferred, on the scale of a reward model's scores. Empty: nobody said."""
+    reply_marker: str = ""
+    """Where it is set, both columns hold whole dialogues, of which the prompt is what goes up to the last marker, with
+    it, and the response what follows: "\\n\\nAssistant:" for HH-RLHF. In chats, they may hold lists of messages."""
+    malformed: Literal["error", "drop"] = "error"
+    """What is done about a pair without two different replies to one prompt. Dropped rows are counted."""
     template: str = ""
     """A Python format string over the columns, "{question}\\nAnswer: ". Empty: the prompt column as it is."""
     chat: Literal["none", "user", "messages"] = "none"
@@ -42,7 +54,8 @@ class DataConfig:
     max_prompt_tokens: int = 0
     """Columns of a prompt batch. 0: as many as the longest prompt has tokens."""
     overlong: Literal["error", "drop"] = "error"
-    """What is done about a longer prompt. Dropped rows are counted."""
+    """What is done about a longer prompt, and about a row without completions that fit, where the algorithm needs
+    them. Dropped rows are counted."""
 
     def __post_init__(self) -> None:
         if bool(self.task) == bool(self.path):
@@ -68,10 +81,31 @@ class DataConfig:
                 "data.max_prompt_tokens: must be positive and below 2^31, or 0 for the longest prompt. Got "
                 f"{self.max_prompt_tokens}."
             )
-        if self.overlong not in ("error", "drop"):
-            raise ValueError(f"data.overlong: must be 'error' or 'drop'. Got {brief(self.overlong)}.")
+        for field in ("overlong", "malformed"):
+            if getattr(self, field) not in ("error", "drop"):
+                raise ValueError(f"data.{field}: must be 'error' or 'drop'. Got {brief(getattr(self, field))}.")
+        self._check_pairs()
         self._check_template()
         self._check_chat()
+
+    def _check_pairs(self) -> None:
+        named = [name for name in (self.completion_column, self.chosen_column, self.rejected_column) if name]
+        if len(set(named)) < len(named):
+            raise ValueError(
+                "data.completion_column, data.chosen_column, data.rejected_column: must be different columns. Got "
+                f"{', '.join(map(brief, named))}. Set the one that there is not to ''."
+            )
+        if not self.reply_marker:
+            return
+        if not self.chosen_column:
+            raise ValueError(
+                "data.chosen_column: must name the column of dialogues that data.reply_marker divides. Got ''."
+            )
+        if self.template or self.chat != "none":
+            raise ValueError(
+                f"data.reply_marker: dialogues that are text have no template. Got {brief(self.reply_marker)} with "
+                f"data.template={brief(self.template)} and data.chat={self.chat!r}. Leave those out."
+            )
 
     def _check_template(self) -> None:
         try:

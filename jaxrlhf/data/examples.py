@@ -2,14 +2,13 @@
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from jaxrlhf.brief import brief
-from jaxrlhf.data.chat import Message, check_messages, compile_template, find_template, split_completion
+from jaxrlhf.data.chat import Message, compile_template, find_template, split_completion
 from jaxrlhf.data.config import DataConfig, template_fields
 from jaxrlhf.data.files import Row
+from jaxrlhf.data.pairs import MalformedPair, Pair, read_messages, read_pair
 from jaxrlhf.data.tokenizer import Tokenizer
-from jaxrlhf.suggest import did_you_mean
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,33 +21,59 @@ class Example:
     messages: Sequence[Message]
     """A conversation up to where the assistant is to speak. Empty where the prompt is text."""
     completion: str | None
+    """The response to learn from; the preferred one, where there are two."""
+    rejected: str | None = None
+    """The other one."""
+    margin: float = 0.0
+    """By how much the first was preferred."""
 
 
 def read_example(row: Row, config: DataConfig) -> Example:
-    """A row's prompt and completion, checked."""
+    """A row's prompt and completions, checked.
+
+    Raises:
+        MalformedPair: It holds no two replies to one prompt.
+        ValueError: Anything else is not as it must be.
+    """
+    pair = read_pair(row, config)
     completion = row.columns.get(config.completion_column)
     if completion is not None:
-        completion = _text(row, config.completion_column, completion, may_be_empty=True)
+        completion = row.text(config.completion_column, completion, may_be_empty=True)
     if config.chat != "messages":
-        prompt = _prompt(row, config)
+        prompt = pair.prompt if isinstance(pair.prompt, str) and pair.prompt else _prompt(row, config)
         messages = _with_system([{"role": "user", "content": prompt}], config) if config.chat == "user" else []
-        return Example(row, prompt, messages, completion)
-    column = config.prompt_column
-    _require_column(row, column, "Set data.prompt_column.")
-    messages = check_messages(row.columns[column], column=column, source=row.source)
-    for index, message in enumerate(messages):
-        _text(row, f"{column}[{index}]", message["content"], may_be_empty=True)
-    messages, answer = split_completion(messages)
-    if not messages:
-        raise ValueError(
-            f"{row.source}: {column} must hold a message before the assistant's. Got only that. Remove the row."
-        )
+        return _example(row, prompt, messages, completion, pair, config)
+    messages, answer = pair.prompt, None
+    if not isinstance(messages, list) or not messages:
+        column = config.prompt_column
+        row.require_column(column, "Set data.prompt_column.")
+        messages, answer = split_completion(read_messages(row, column))
+        if not messages:
+            raise ValueError(
+                f"{row.source}: {column} must hold a message before the assistant's. Got only that. Remove the row."
+            )
     if answer is not None and completion is not None:
         raise ValueError(
             f"{row.source}: a completion is given once. Got an assistant's last message and the column "
             f"{config.completion_column!r}. Remove one, or set data.completion_column to ''."
         )
-    return Example(row, "", _with_system(messages, config), completion if answer is None else answer)
+    completion = completion if answer is None else answer
+    return _example(row, "", _with_system(messages, config), completion, pair, config)
+
+
+def _example(
+    row: Row, prompt: str, messages: Sequence[Message], completion: str | None, pair: Pair, config: DataConfig
+) -> Example:
+    """Joins what the completion column says with the pair."""
+    if pair.chosen is not None and completion is not None:
+        raise ValueError(
+            f"{row.source}: a completion is given once. Got one beside the column {config.chosen_column!r}. Remove "
+            "it, or set data.completion_column or data.chosen_column to ''."
+        )
+    completion = completion if pair.chosen is None else pair.chosen
+    if completion is not None and completion == pair.rejected:
+        raise MalformedPair(row, "a rejected completion must differ from the chosen one", f"{brief(completion)} twice")
+    return Example(row, prompt, messages, completion, pair.rejected, pair.margin)
 
 
 def _with_system(messages: Sequence[Message], config: DataConfig) -> Sequence[Message]:
@@ -64,44 +89,23 @@ def prompt_texts(examples: Sequence[Example], config: DataConfig, tokenizer: Tok
     where, text = find_template(config.chat_template, tokenizer.chat_templates, tokenizer=tokenizer.name)
     template = compile_template(text, where=where, special_tokens=tokenizer.special_tokens, date=config.chat_date)
     texts = (template.render(example.messages, source=example.row.source) for example in examples)
-    return [_text(example.row, "the rendered chat", text) for example, text in zip(examples, texts, strict=True)]
+    return [example.row.text("the rendered chat", text) for example, text in zip(examples, texts, strict=True)]
 
 
 def _prompt(row: Row, config: DataConfig) -> str:
     """The text of a row's prompt, where it is text."""
     remedy = "" if config.template else "Set data.prompt_column or data.template."
     for name in template_fields(config.template) if config.template else [config.prompt_column]:
-        _require_column(row, name, remedy)
+        row.require_column(name, remedy)
     if not config.template:
-        return _text(row, config.prompt_column, row.columns[config.prompt_column])
+        return row.text(config.prompt_column, row.columns[config.prompt_column])
     try:
         text = config.template.format_map(row.columns)
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, MemoryError) as error:
         raise ValueError(
             f"{row.source}: the template must fit every row. Got {brief(config.template)}: {error}."
         ) from error
-    return _text(row, "the filled template", text)
-
-
-def _require_column(row: Row, name: str, remedy: str) -> None:
-    if row.columns.get(name) is None:
-        has = ", ".join(row.columns) or "nothing"
-        near = did_you_mean(name, (key for key in row.columns if key != name))
-        raise ValueError(f"{row.source}: must have the column {brief(name)}. Got {has}.{near} {remedy}".rstrip())
-
-
-def _text(row: Row, column: str, value: Any, *, may_be_empty: bool = False) -> str:
-    """`value`, if it is text that can be tokenized."""
-    if not isinstance(value, str):
-        remedy = "Set data.chat to 'messages'." if isinstance(value, list) else "Write it in quotes."
-        raise ValueError(f"{row.source}: {column} must be a string. Got {repr(value)[:60]}. {remedy}")
-    if not value and not may_be_empty:
-        raise ValueError(f"{row.source}: {column} must not be empty. Got ''. Remove the row or fill it in.")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{row.source}: {column} must be valid Unicode. Got {value[:60]!r}: {error}.") from error
-    return value
+    return row.text("the filled template", text)
 
 
 def learnable_texts(examples: Sequence[Example]) -> Iterator[str]:

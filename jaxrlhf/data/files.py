@@ -1,8 +1,10 @@
 """The rows of files, each with the place where it was read: JSON lines, a JSON list, or parquet."""
 
 import dataclasses
+import gzip
 import json
 import os
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import pyarrow
 from pyarrow import parquet
 
 from jaxrlhf.brief import brief
+from jaxrlhf.suggest import did_you_mean
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,6 +24,26 @@ class Row:
     """Where, for error messages: 'train.jsonl:3', 'train.parquet: row 3'. Counted from 1."""
     columns: dict[str, Any]
 
+    def require_column(self, name: str, remedy: str) -> None:
+        """Raises ValueError, with `remedy` at its end, unless the row has a value under this name."""
+        if self.columns.get(name) is None:
+            has = ", ".join(self.columns) or "nothing"
+            near = did_you_mean(name, (key for key in self.columns if key != name))
+            raise ValueError(f"{self.source}: must have the column {brief(name)}. Got {has}.{near} {remedy}".rstrip())
+
+    def text(self, what: str, value: Any, *, may_be_empty: bool = False) -> str:
+        """`value`, if it is text that can be tokenized. `what` is its name in the ValueError that says it is not."""
+        if not isinstance(value, str):
+            remedy = "Set data.chat to 'messages'." if isinstance(value, list) else "Write it in quotes."
+            raise ValueError(f"{self.source}: {what} must be a string. Got {repr(value)[:60]}. {remedy}")
+        if not value and not may_be_empty:
+            raise ValueError(f"{self.source}: {what} must not be empty. Got ''. Remove the row or fill it in.")
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{self.source}: {what} must be valid Unicode. Got {value[:60]!r}: {error}.") from error
+        return value
+
 
 def read_rows(field: str, path: str) -> list[Row]:
     """The rows of a file, read by its suffix. `field` is the key of the config that names the file.
@@ -30,7 +53,7 @@ def read_rows(field: str, path: str) -> list[Row]:
     """
     if not os.path.isfile(path):
         raise ValueError(f"{field}: must be an existing file. Got {brief(path)}.")
-    suffix = Path(path).suffix.lower()
+    suffix = "".join(Path(path).suffixes[-2:] if path.lower().endswith(".gz") else Path(path).suffixes[-1:]).lower()
     if suffix not in READERS:
         raise ValueError(
             f"{field}: must be a file of a known kind ({', '.join(READERS)}). Got {brief(path)}. Unpack or convert it."
@@ -46,7 +69,20 @@ def read_rows(field: str, path: str) -> list[Row]:
 
 def _read_json_lines(path: str) -> Iterator[Row]:
     """The objects of a file, one per line. Blank lines are skipped."""
-    for number, line in enumerate(Path(path).read_bytes().split(b"\n"), start=1):
+    yield from _json_lines(path, Path(path).read_bytes())
+
+
+def _read_packed_json_lines(path: str) -> Iterator[Row]:
+    """The same, out of a file that gzip packed."""
+    try:
+        text = gzip.decompress(Path(path).read_bytes())
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(f"{path}: must be a file that gzip packed. Got {_first_line(error)}.") from error
+    yield from _json_lines(path, text)
+
+
+def _json_lines(path: str, text: bytes) -> Iterator[Row]:
+    for number, line in enumerate(text.split(b"\n"), start=1):
         if line.strip():
             yield _row(f"{path}:{number}", _parsed(f"{path}:{number}", line))
 
@@ -78,6 +114,7 @@ def _read_parquet(path: str) -> Iterator[Row]:
 
 READERS: dict[str, Callable[[str], Iterator[Row]]] = {
     ".jsonl": _read_json_lines,
+    ".jsonl.gz": _read_packed_json_lines,
     ".json": _read_json,
     ".parquet": _read_parquet,
 }

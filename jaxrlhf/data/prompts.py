@@ -4,6 +4,7 @@ Letters: B rows, P prompt columns, R response columns, T = P + R columns.
 """
 
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,10 +13,11 @@ import numpy as np
 
 from jaxrlhf.brief import brief
 from jaxrlhf.data.config import TASKS, DataConfig, template_fields
-from jaxrlhf.data.examples import learnable_texts, prompt_texts, read_example
+from jaxrlhf.data.examples import Example, learnable_texts, prompt_texts, read_example
 from jaxrlhf.data.files import Row, read_rows
+from jaxrlhf.data.pairs import MalformedPair
 from jaxrlhf.data.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
-from jaxrlhf.experience import Prompts, Sequences
+from jaxrlhf.experience import Preferences, Prompts, Sequences
 from jaxrlhf.suggest import did_you_mean
 
 RESERVED_COLUMNS = ("prompts", "completions", "finished", "num_tokens")
@@ -31,12 +33,18 @@ class PromptTable:
     num_eval: int
     num_dropped: int
     """Rows whose prompt was too long."""
+    num_malformed: int
+    """Rows whose pair was none."""
     prompt_length: int
     """P."""
     prompts: Sequence[str]
     tokens: Sequence[np.ndarray]
     completions: Sequence[np.ndarray | None]
-    """The tokens of each row's completion and its end of text, where it has one."""
+    """The tokens of each row's completion and its end of text, where it has one. Of a pair, the chosen one."""
+    rejected: Sequence[np.ndarray | None]
+    """The same of the rejected ones."""
+    margins: Sequence[float]
+    """By how much each row's completion was preferred."""
     other: Mapping[str, Sequence[Any]]
     sources: Sequence[str]
     """Where each row was read, for error messages."""
@@ -47,6 +55,9 @@ class PromptTable:
         for tokens, completion in zip(self.tokens, self.completions, strict=True):
             for part in (tokens, completion):
                 digest.update(b"none" if part is None else len(part).to_bytes(8, "little") + part.tobytes())
+        for row, (rejected, margin) in enumerate(zip(self.rejected, self.margins, strict=True)):
+            if rejected is not None:
+                digest.update(repr((row, margin, rejected.tolist())).encode())
         for name, values in self.other.items():
             digest.update(repr((name, values)).encode(errors="backslashreplace"))
         return digest.hexdigest()
@@ -80,45 +91,97 @@ class PromptTable:
             ValueError: A row has no completion, or it does not fit.
         """
         self.check_demonstrations(rows, max_new_tokens=max_new_tokens)
+        return self._with_responses(rows, self.completions, max_new_tokens)
+
+    def preferences(self, rows: np.ndarray, *, max_new_tokens: int) -> Preferences:
+        """Prompts with their chosen and with their rejected completions, as numpy arrays.
+
+        Raises:
+            ValueError: A row has no two completions, or one does not fit.
+        """
+        self.check_preferences(rows, max_new_tokens=max_new_tokens)
+        return Preferences(
+            chosen=self._with_responses(rows, self.completions, max_new_tokens),
+            rejected=self._with_responses(rows, self.rejected, max_new_tokens),
+            margin=np.asarray(self.margins, np.float32)[rows],  # pyright: ignore[reportArgumentType]
+        )
+
+    def demonstrable(self, max_new_tokens: int, *, held_out: bool = False) -> np.ndarray:
+        """The training rows, or the held-out ones, that have a completion which fits, end of text included."""
+        return self._fitting(self._completion_lengths, max_new_tokens, held_out=held_out)
+
+    def preferable(self, max_new_tokens: int, *, held_out: bool = False) -> np.ndarray:
+        """The training rows, or the held-out ones, that have two completions which fit."""
+        lengths = np.where(
+            np.minimum(self._completion_lengths, self._rejected_lengths) > 0,
+            np.maximum(self._completion_lengths, self._rejected_lengths),
+            0,
+        )
+        return self._fitting(lengths, max_new_tokens, held_out=held_out)
+
+    def check_demonstrations(
+        self, rows: np.ndarray | None = None, *, max_new_tokens: int, key: str = "data.overlong"
+    ) -> None:
+        """Asks that these rows (all training rows, if not given) have completions of at most `max_new_tokens` tokens.
+
+        Raises:
+            ValueError: One has none, or a longer one. It names `key`, which a user may set to drop such rows.
+        """
+        for row in range(self.num_train) if rows is None else rows:
+            self._check_response(row, "completion", self._completion_lengths[row], max_new_tokens, key)
+
+    def check_preferences(self, rows: np.ndarray | None = None, *, max_new_tokens: int) -> None:
+        """The same for both completions of a pair."""
+        for row in range(self.num_train) if rows is None else rows:
+            self._check_response(row, "chosen completion", self._completion_lengths[row], max_new_tokens)
+            self._check_response(row, "rejected completion", self._rejected_lengths[row], max_new_tokens)
+
+    def _check_response(
+        self, row: int, what: str, length: int, max_new_tokens: int, key: str = "data.overlong"
+    ) -> None:
+        if length == 0:
+            column = f"data.{what.partition(' ')[0]}_column"
+            raise ValueError(
+                f"{self.sources[row]}: supervised training needs a {what} in every row. Got none. Set {column} to the "
+                f"column that holds it, or {key} to 'drop' to leave such rows out."
+            )
+        if length > max_new_tokens:
+            raise ValueError(
+                f"{self.sources[row]}: a {what} with its end of text must fit into max_new_tokens={max_new_tokens}. "
+                f"Got {length} tokens. Raise it, shorten the row, or set {key} to 'drop'."
+            )
+
+    @functools.cached_property
+    def _completion_lengths(self) -> np.ndarray:
+        """Tokens of each row's completion, 0 where it has none."""
+        return _lengths(self.completions)
+
+    @functools.cached_property
+    def _rejected_lengths(self) -> np.ndarray:
+        return _lengths(self.rejected)
+
+    def _fitting(self, lengths: np.ndarray, max_new_tokens: int, *, held_out: bool) -> np.ndarray:
+        fits = np.flatnonzero((lengths > 0) & (lengths <= max_new_tokens))
+        return fits[fits >= self.num_train] if held_out else fits[fits < self.num_train]
+
+    def _with_responses(
+        self, rows: np.ndarray, responses: Sequence[np.ndarray | None], max_new_tokens: int
+    ) -> Sequences:
+        """Prompts padded on the left, with these responses padded on the right."""
         prompts_BP, prompt_mask_BP = self._padded_prompts(rows)
         response_BR = np.zeros((len(rows), max_new_tokens), bool)
-        completions_BR = np.full(response_BR.shape, self.tokenizer.pad_id, np.int32)
+        tokens_BR = np.full(response_BR.shape, self.tokenizer.pad_id, np.int32)
         for index, row in enumerate(rows):
-            completion = self.completions[row]
-            assert completion is not None
-            completions_BR[index, : len(completion)] = completion
-            response_BR[index, : len(completion)] = True
+            tokens = responses[row]
+            assert tokens is not None
+            tokens_BR[index, : len(tokens)] = tokens
+            response_BR[index, : len(tokens)] = True
         arrays: dict[str, Any] = {
-            "tokens": np.concatenate([prompts_BP, completions_BR], axis=1),
+            "tokens": np.concatenate([prompts_BP, tokens_BR], axis=1),
             "mask": np.concatenate([prompt_mask_BP, response_BR], axis=1),
             "response": response_BR,
         }
         return Sequences(**arrays)
-
-    def demonstrable(self, max_new_tokens: int) -> np.ndarray:
-        """The training rows that have a completion which fits, end of text included."""
-        lengths = (0 if tokens is None else len(tokens) for tokens in self.completions[: self.num_train])
-        return np.array([row for row, length in enumerate(lengths) if 0 < length <= max_new_tokens], np.int64)
-
-    def check_demonstrations(self, rows: np.ndarray | None = None, *, max_new_tokens: int) -> None:
-        """Asks that these rows (all training rows, if not given) have completions of at most `max_new_tokens` tokens.
-
-        Raises:
-            ValueError: One has none, or a longer one.
-        """
-        for row in range(self.num_train) if rows is None else rows:
-            completion = self.completions[row]
-            if completion is None:
-                raise ValueError(
-                    f"{self.sources[row]}: a warm start needs a completion in every row. Got none. Set "
-                    "data.completion_column to the column that holds it, or leave the warm start out."
-                )
-            if len(completion) > max_new_tokens:
-                raise ValueError(
-                    f"{self.sources[row]}: a completion with its end of text must fit into max_new_tokens="
-                    f"{max_new_tokens}. Got {len(completion)} tokens. Raise it, shorten the row, or set "
-                    "warm_start.overlong to 'drop'."
-                )
 
     def _padded_prompts(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         tokens_BP = np.full((len(rows), self.prompt_length), self.tokenizer.pad_id, np.int32)
@@ -130,8 +193,12 @@ class PromptTable:
         return tokens_BP, mask_BP
 
 
-def load_prompts(config: DataConfig, tokenizer_config: TokenizerConfig) -> PromptTable:
-    """Reads the rows, makes or reads the tokenizer, and tokenizes every row.
+def _lengths(responses: Sequence[np.ndarray | None]) -> np.ndarray:
+    return np.array([0 if tokens is None else len(tokens) for tokens in responses], np.int64)
+
+
+def load_prompts(config: DataConfig, tokenizer: TokenizerConfig | Tokenizer) -> PromptTable:
+    """Reads the rows, makes or reads the tokenizer if it is not there, and tokenizes every row.
 
     A tokenizer of kind `train` learns from the training rows alone: prompts, completions and all columns of text.
 
@@ -139,11 +206,16 @@ def load_prompts(config: DataConfig, tokenizer_config: TokenizerConfig) -> Promp
         ValueError: A file, a row, a template or a length is not as it must be; the message says where.
     """
     train, held_out = _read_splits(config)
-    rows = train + held_out
-    names = list(dict.fromkeys(name for row in rows for name in row.columns))
+    names = list(dict.fromkeys(name for row in train + held_out for name in row.columns))
     _check_columns(config, names)
-    examples = [read_example(row, config) for row in rows]
-    tokenizer = load_tokenizer(tokenizer_config, learnable_texts(examples[: len(train)]))
+    num_read = len(train) + len(held_out)
+    train, held_out = _read_examples(train, config), _read_examples(held_out, config)
+    if not train:
+        raise ValueError(f"data.malformed: must leave rows for training. Got 'drop', which drops all of {config.path}.")
+    examples = train + held_out
+    rows = [example.row for example in examples]
+    if isinstance(tokenizer, TokenizerConfig):
+        tokenizer = load_tokenizer(tokenizer, learnable_texts(train))
     prompts = prompt_texts(examples, config, tokenizer)
     tokens = [np.asarray(tokenizer.encode(prompt), np.int32) for prompt in prompts]
     kept, prompt_length = _fitting(tokens, [row.source for row in rows], config)
@@ -160,10 +232,13 @@ def load_prompts(config: DataConfig, tokenizer_config: TokenizerConfig) -> Promp
         num_train=num_train,
         num_eval=len(kept) - num_train,
         num_dropped=len(rows) - len(kept),
+        num_malformed=num_read - len(rows),
         prompt_length=prompt_length,
         prompts=[prompts[i] for i in kept],
         tokens=[tokens[i] for i in kept],
         completions=[_response(examples[i].completion, tokenizer) for i in kept],
+        rejected=[_response(examples[i].rejected, tokenizer) for i in kept],
+        margins=[examples[i].margin for i in kept],
         other={name: [rows[i].columns.get(name) for i in kept] for name in other},
         sources=[rows[i].source for i in kept],
     )
@@ -190,6 +265,18 @@ def _read_splits(config: DataConfig) -> tuple[list[Row], list[Row]]:
     return [rows[i] for i in sorted(order[:num_train])], [rows[i] for i in order[num_train:]]
 
 
+def _read_examples(rows: list[Row], config: DataConfig) -> list[Example]:
+    """What the rows hold, without those whose pair is malformed, where they may be dropped."""
+    examples = []
+    for row in rows:
+        try:
+            examples.append(read_example(row, config))
+        except MalformedPair:
+            if config.malformed == "error":
+                raise
+    return examples
+
+
 def _check_columns(config: DataConfig, names: list[str]) -> None:
     """Asks that the template names columns which some row has, and that no column bears the name of something else."""
     for field in template_fields(config.template):
@@ -198,6 +285,11 @@ def _check_columns(config: DataConfig, names: list[str]) -> None:
                 f"data.template: must name columns of the rows. Got {brief(field)} in {brief(config.template)}. Known: "
                 f"{', '.join(names)}.{did_you_mean(field, names)}"
             )
+    if config.margin_column and config.margin_column not in names:
+        raise ValueError(
+            f"data.margin_column: must name a column of the rows. Got {brief(config.margin_column)}. Known: "
+            f"{', '.join(names)}.{did_you_mean(config.margin_column, names)}"
+        )
     for name in names:
         if name in RESERVED_COLUMNS:
             raise ValueError(

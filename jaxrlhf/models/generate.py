@@ -82,6 +82,8 @@ def start(
 ) -> DecodeState:
     """Prefill the prompts and draw the first token of each response.
 
+    A prompt is prefilled once, however many samples of it there are; the state has a row for each sample.
+
     Args:
         params: As `prepare` gives them.
         noise: Seed, step and call: with a sequence's id, all that its noise depends on.
@@ -93,6 +95,13 @@ def start(
     with jax.named_scope("prefill"):
         hidden_BD, keys_values = prefill(params, prompts.tokens, prompts.mask, config, layout)
         cache = cache_prefill(keys_values, prompts.mask.sum(axis=1), num_slots, layout)
+    if sampling.num_samples > 1:
+        hidden_BD, cache = (
+            layout.constrain_rows(_repeated(hidden_BD, sampling)),
+            cache.repeat(sampling.num_samples, layout),
+        )
+        prompts = samples_of(prompts, sampling, layout)
+        B = prompts.tokens.shape[0]
     state = DecodeState(
         cache=cache,
         newest=jnp.zeros(B, jnp.int32),
@@ -132,8 +141,28 @@ def run(
         return jax.lax.while_loop(goes_on, step, (jnp.int32(0), state))[1]
 
 
+def samples_of(prompts: Prompts, sampling: Sampling, layout: Layout) -> Prompts:
+    """A row for each sample: the same prompt `num_samples` times, each time with an id of its own."""
+    if sampling.num_samples == 1:
+        return prompts
+    repeated: Prompts = jax.tree.map(lambda x: _repeated(x, sampling), prompts)
+    number_B = jnp.arange(repeated.id.shape[0]) % sampling.num_samples
+    id_B = repeated.id * jnp.uint32(sampling.num_samples) + number_B.astype(jnp.uint32)
+    return layout.constrain_rows(repeated.replace(id=id_B))
+
+
+def _repeated(x: jax.Array, sampling: Sampling) -> jax.Array:
+    """Each row `num_samples` times in a row, on the device that has it."""
+    n = sampling.num_samples
+    return jnp.broadcast_to(x[:, None], (x.shape[0], n, *x.shape[1:])).reshape(-1, *x.shape[1:])
+
+
 def finish(prompts: Prompts, state: DecodeState, layout: Layout) -> Rollout:
-    """Prompts and responses side by side."""
+    """Prompts and responses side by side.
+
+    Args:
+        prompts: A row for each of the state's, as `samples_of` gives them.
+    """
     R = state.tokens.shape[1]
     response_BR = jnp.arange(R)[None, :] < state.num_new[:, None]
     rollout = Rollout(
@@ -158,7 +187,7 @@ def generate(
     config: ModelConfig,
     layout: Layout,
 ) -> Rollout:
-    """Respond to every prompt: start, run until all have finished, finish.
+    """Respond to every prompt `num_samples` times: start, run until all have finished, finish.
 
     A step reads the whole cache, also the slots that are still empty. So the cache starts small and grows on the way.
     """
@@ -173,7 +202,7 @@ def generate(
         until = Until.all_finished().replace(num_steps=jnp.int32(stage_steps))
         state = run(params, state, until, temperature, sampling, config, layout)
         num_steps += stage_steps
-    return finish(prompts, state, layout)
+    return finish(samples_of(prompts, sampling, layout), state, layout)
 
 
 def _growth(num_new_tokens: int) -> list[int]:

@@ -56,6 +56,15 @@ def scores(
     return _scalars(params, hidden_B1D[:, 0], config, layout)
 
 
+def token_scores(
+    params: Params, sequences: Sequences | Rollout, config: ModelConfig, layout: Layout, *, remat: Remat = "none"
+) -> Float[Array, "B R"]:
+    """The scalar head at each response token: what a reward model that judges token by token says; zero elsewhere."""
+    P = sequences.tokens.shape[1] - sequences.response.shape[1]
+    hidden_BRD = hidden_states(params, sequences.tokens, sequences.mask, config, layout, wanted=P, remat=remat)
+    return jnp.where(sequences.response, _scalars(params, hidden_BRD, config, layout), 0.0)
+
+
 def logits(
     params: Params, hidden_SD: Float[Array, "*S D"], config: ModelConfig, layout: Layout
 ) -> Float[Array, "*S V"]:

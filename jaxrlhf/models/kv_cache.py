@@ -57,6 +57,18 @@ class KVCache(struct.PyTreeNode):
 
         return self.replace(keys=tuple(map(pad, self.keys)), values=tuple(map(pad, self.values)))
 
+    def repeat(self, times: int, layout: Layout) -> "KVCache":
+        """The cache of as many copies of each sequence, side by side."""
+
+        def copies(x: jax.Array) -> jax.Array:
+            return jnp.broadcast_to(x[:, None], (x.shape[0], times, *x.shape[1:])).reshape(-1, *x.shape[1:])
+
+        def repeated(x_BKTh: jax.Array) -> jax.Array:
+            return layout.activation(copies(x_BKTh), _AXES)
+
+        keys, values = tuple(map(repeated, self.keys)), tuple(map(repeated, self.values))
+        return self.replace(keys=keys, values=values, length=copies(self.length))
+
     def write(self, layer: int, k_BKh: jax.Array, v_BKh: jax.Array, layout: Layout) -> "KVCache":
         """Store a layer's keys and values of the newest token."""
 

@@ -8,7 +8,9 @@ import operator
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from jaxrlhf.call_graph import Call, CallGraph
+import jax
+
+from jaxrlhf.call_graph import Call, CallGraph, Ref
 from jaxrlhf.config.schema import OFFLOAD
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.reshard.protocols import AUTO, Grid, find
@@ -104,10 +106,11 @@ class TrainSizes:
         return self.mini_batch_rows // self.micro_batches
 
 
-def train_sizes(call: Call, strategy: Strategy) -> TrainSizes:
-    """The sizes of a train call, from its own settings and the strategy."""
-    _, _, update = call.args
-    return TrainSizes(call.num_rows, update.mini_batches, update.epochs, strategy.micro_batches)
+def train_sizes(call: Call, strategy: Strategy) -> tuple[TrainSizes, ...]:
+    """The sizes of each term of a train call, from its own settings and the strategy."""
+    update = call.update
+    rows = [max(x.shape[0] for x in jax.tree.leaves(term) if isinstance(x, Ref) and x.has_rows) for term in call.terms]
+    return tuple(TrainSizes(n, update.mini_batches, update.epochs, strategy.micro_batches) for n in rows)
 
 
 def resolve(written: Mapping[str, Placement], graph: CallGraph, offload: Iterable[str] = ()) -> Plan:
@@ -250,25 +253,26 @@ def _check_model(where: str, strategy: Strategy, model: ModelConfig) -> None:
 
 
 def _check_rows(where: str, call: Call, strategy: Strategy) -> None:
-    rows = call.num_rows
-    if not rows:
-        return
-    shards, micro = strategy.num_row_shards, strategy.micro_batches
     if call.kind == "train":
-        sizes = train_sizes(call, strategy)
-        if rows % sizes.mini_batches:
-            raise PlanError(
-                f"{where}: mini_batches must divide the rows of the batch. Got {sizes.mini_batches} for {rows} rows. "
-                f"Use {_divisors(rows)}, or another batch_size."
-            )
-        rows, what = (
-            sizes.mini_batch_rows,
-            f"a mini-batch of {sizes.mini_batch_rows} rows ({rows} / {sizes.mini_batches})",
-        )
-    else:
-        what = f"{rows} rows"
-    if call.kind == "compute" and micro > 1:
-        micro = 1  # the default's micro-batches are for models; arrays are computed on whole
+        for sizes in train_sizes(call, strategy):
+            if sizes.rows % sizes.mini_batches:
+                raise PlanError(
+                    f"{where}: mini_batches must divide the rows of the batch. Got {sizes.mini_batches} for "
+                    f"{sizes.rows} rows. Use {_divisors(sizes.rows)}, or another batch_size."
+                )
+            what = f"a mini-batch of {sizes.mini_batch_rows} rows ({sizes.rows} / {sizes.mini_batches})"
+            _check_shards(where, sizes.mini_batch_rows, what, strategy, strategy.micro_batches)
+        return
+    # the default's micro-batches are for models; arrays are computed on whole
+    micro_batches = 1 if call.kind == "compute" else strategy.micro_batches
+    refs = call.refs + (call.output_refs if call.kind == "compute" else ())
+    for rows in sorted({ref.shape[0] for ref in refs if ref.has_rows}, reverse=True):
+        _check_shards(where, rows, f"{rows} rows", strategy, micro_batches)
+
+
+def _check_shards(where: str, rows: int, what: str, strategy: Strategy, micro: int) -> None:
+    """Rows split evenly over micro-batches and shards."""
+    shards = strategy.num_row_shards
     if rows % (micro * shards):
         raise PlanError(
             f"{where}: micro_batches x data x fsdp must divide {what}. Got {micro} x {strategy.data} x "
@@ -317,11 +321,12 @@ def _cut(call: Call, strategy: Strategy) -> str:
     if not rows:
         return "-"
     if call.kind == "train":
-        sizes = train_sizes(call, strategy)
+        every = train_sizes(call, strategy)
+        sizes, rows = every[0], max(sizes.mini_batch_rows for sizes in every)
         plural = "s" if sizes.mini_batches > 1 else ""
-        updates = f"{sizes.mini_batches} update{plural} of {sizes.mini_batch_rows} rows"
+        rows_each = " + ".join(str(sizes.mini_batch_rows) for sizes in every)
+        updates = f"{sizes.mini_batches} update{plural} of {rows_each} rows"
         words.append(f"{sizes.epochs} epochs of {updates}" if sizes.epochs > 1 else updates)
-        rows = sizes.mini_batch_rows
     if call.kind != "compute" and micro_batches > 1:
         rows //= micro_batches
         words.append(f"{micro_batches} micro-batches of {rows}")

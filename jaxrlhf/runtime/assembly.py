@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrlhf.algorithms.algorithm import Rows
 from jaxrlhf.algorithms.evaluation import EvaluationConfig, evaluation_step
 from jaxrlhf.algorithms.sft import SFTConfig, SupervisedUpdate, sft_state, sft_step
 from jaxrlhf.brief import brief
@@ -150,13 +151,15 @@ def assemble(
         return Phase(roles, graph, plan, state)
 
     roles: dict[str, Role] = {name: make_role(name, role, models, table) for name, role in config.roles.items()}
-    if algorithm.data == "demonstrations":
-        table.check_demonstrations(max_new_tokens=settings.max_new_tokens)
+    asked = algorithm.data(settings)
+    assert isinstance(asked, Rows)
+    if asked.kind == "demonstrations":
+        table.check_demonstrations(max_new_tokens=asked.max_new_tokens)
 
     def train_rows(step: int) -> Prompts | Sequences:
-        if algorithm.data == "prompts":
+        if asked.kind == "prompts":
             return loader.batch(step)
-        return loader.demonstrations(step, config.batch_size, settings.max_new_tokens)
+        return loader.demonstrations(step, asked.count or config.batch_size, asked.max_new_tokens)
 
     train = phase(algorithm.step, roles, algorithm.init_state(settings), train_rows(0), settings)
     train = dataclasses.replace(train, roles=_count_updates(train, config.steps))
@@ -167,7 +170,7 @@ def assemble(
         new_tokens = _max_new_tokens(settings)
         left_out = table.num_train - len(table.demonstrable(new_tokens))
         if warm.overlong == "error" or left_out == table.num_train:
-            table.check_demonstrations(max_new_tokens=new_tokens)
+            table.check_demonstrations(max_new_tokens=new_tokens, key="warm_start.overlong")
         elif left_out:
             warnings.append(
                 f"{left_out} of {table.num_train} completions do not fit into {new_tokens} tokens: no warm start on "
@@ -271,7 +274,7 @@ def _count_updates(phase: Phase, steps: int) -> dict[str, Role]:
     updates: dict[str, int] = {}
     for call in phase.graph.calls:
         if call.kind == "train" and call.role is not None:
-            settings = call.args[2]
+            settings = call.update
             updates[call.role] = updates.get(call.role, 0) + steps * settings.mini_batches * settings.epochs
     return {
         name: dataclasses.replace(role, num_updates=updates.get(name, 0)) if isinstance(role, ModelRole) else role

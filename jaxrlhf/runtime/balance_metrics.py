@@ -4,8 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxrlhf.call_graph import Call
-from jaxrlhf.planner.plan import Plan, train_sizes
+from jaxrlhf.call_graph import Call, named_sequences
+from jaxrlhf.planner.plan import Plan
 from jaxrlhf.reshard.balance import token_imbalance
 from jaxrlhf.runtime.executor import StepResult
 
@@ -16,36 +16,46 @@ def balance_metrics(result: StepResult, plan: Plan) -> dict[str, float]:
     Returns:
         `perf/padding_waste`, and for every inference and train call whose rows are split `perf/token_imbalance/<call>`;
         where the plan balances it, `perf/token_imbalance_undealt/<call>` too. A train call with several mini-batches is
-        counted as if its rows came in their order: in which they really came, only the devices know.
+        counted as if its rows came in their order: in which they really came, only the devices know. Of several batches
+        the one that lies least evenly counts.
     """
-    calls = [call for call in result.graph.calls if _sequences(call) is not None]
-    masks = result.read([_sequences(call).mask for call in calls])
-    tokens = [np.asarray(mask).sum(axis=1) for mask in masks]
-    positions = sum(mask.size for mask in masks)
+    calls = [(call, masks) for call in result.graph.calls if (masks := _masks(call))]
+    tokens = [_tokens(masks) for masks in result.read([masks for _, masks in calls])]
+    positions = sum(mask.shape[0] * mask.shape[1] for _, masks in calls for group in masks for mask in group)
     metrics = {}
     if positions:
-        metrics["perf/padding_waste"] = 1 - sum(int(tokens_B.sum()) for tokens_B in tokens) / positions
-    for call, tokens_B in zip(calls, tokens, strict=True):
+        total = sum(int(tokens_B.sum()) for every in tokens for tokens_B in every)
+        metrics["perf/padding_waste"] = 1 - total / positions
+    for (call, _), every in zip(calls, tokens, strict=True):
         strategy = plan[call].strategy
         if strategy.num_row_shards == 1:
             continue
-        undealt, dealt = token_imbalance(
-            tokens_B,
-            num_shards=strategy.num_row_shards,
-            micro_batches=strategy.micro_batches,
-            mini_batches=train_sizes(call, strategy).mini_batches if call.kind == "train" else 1,
-        )
+        mini_batches = call.update.mini_batches if call.kind == "train" else 1
+        undealt, dealt = max(
+            (
+                tuple(
+                    token_imbalance(
+                        tokens_B, num_shards=strategy.num_row_shards, micro_batches=strategy.micro_batches,
+                        mini_batches=mini_batches,
+                    )
+                )
+                for tokens_B in every
+            ),
+            key=lambda pair: pair[0],
+        )  # fmt: skip
         metrics[f"perf/token_imbalance/{call.plan_name}"] = float(dealt if strategy.balance else undealt)
         if strategy.balance:
             metrics[f"perf/token_imbalance_undealt/{call.plan_name}"] = float(undealt)
     return metrics
 
 
-def _sequences(call: Call) -> Any:
-    """What an inference or train call runs its model on."""
-    sequences = None
-    if call.kind == "infer":
-        (sequences,) = call.args
-    elif call.kind == "train":
-        sequences = call.args[1]["sequences"]
-    return sequences if hasattr(sequences, "mask") else None
+def _masks(call: Call) -> list[list[Any]]:
+    """The masks of the sequences that an inference or train call runs its model on, those of one batch together."""
+    batches = [term.batch["sequences"] for term in call.terms] or list(call.sequences)
+    groups = [[x.mask for x in named_sequences(batch).values() if hasattr(x, "mask")] for batch in batches]
+    return [group for group in groups if group]
+
+
+def _tokens(groups: list[list[np.ndarray]]) -> list[np.ndarray]:
+    """The tokens of each row of each batch."""
+    return [np.sum([np.asarray(mask).sum(axis=1) for mask in group], axis=0) for group in groups]

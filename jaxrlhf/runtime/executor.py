@@ -26,7 +26,7 @@ from jaxrlhf.reshard.protocols import input_shardings
 from jaxrlhf.reshard.reallocate import reallocate
 from jaxrlhf.runtime.channel import Channel
 from jaxrlhf.runtime.host_arrays import gather, to_host
-from jaxrlhf.runtime.programs import compute_program, generate_program, infer_program, train_program
+from jaxrlhf.runtime.programs import compute_program, generate_program, infer_program, loss_program, train_program
 from jaxrlhf.runtime.roles import FunctionRole, ModelRole, Role
 from jaxrlhf.runtime.timeline import STEP, Timeline, Watcher
 from jaxrlhf.runtime.weights import WeightStore
@@ -211,7 +211,13 @@ class Executor:
                 program = self._program(key, layout, lambda: generate_program(role, rebuild, layout))
                 arguments = (params, noise, temperature, arrays)
             else:
-                program = self._program(key, layout, lambda: infer_program(role, call.method, rebuild, layout))
+
+                def build() -> Callable[..., Any]:
+                    if call.terms:
+                        return loss_program(role, rebuild, has_rows, layout)
+                    return infer_program(role, call.method, rebuild, layout)
+
+                program = self._program(key, layout, build)
                 arguments = (params, arrays)
             outputs = program(*arguments) if program is not None else _absent_outputs(call, layout)
         self._watch(outputs, call.plan_name, call.kind, layout, dispatched)

@@ -11,14 +11,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrlhf.call_graph import GraphError
+from jaxrlhf.call_graph import GraphError, named_sequences
 from jaxrlhf.config.schema import OptimizerConfig
-from jaxrlhf.experience import Max, PolicyOutputs, Prompts, Rollout, Sampling
+from jaxrlhf.experience import Max, PolicyOutputs, Prompts, Rollout, Sampling, Term
 from jaxrlhf.models import heads
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.params import Params
+from jaxrlhf.runtime.loss_check import check_adds_up
 from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.strategy import Remat
+from jaxrlhf.suggest import did_you_mean
 from jaxrlhf.tracing import Method, RoleMethods, abstract_call, compute
 
 GAP_METRIC = "rollout/logprob_gap_max"
@@ -42,53 +44,109 @@ class ModelRole:
         other_head = f"It has {self.model.head!r} for a head: set roles.{name}.head to {'scalar' if is_lm else 'lm'!r}."
         missing = dict.fromkeys(_SCALAR_AVALS if is_lm else ["generate", *_LM_AVALS], other_head)
         methods = {"generate": Method("generate", _rollout_aval)} if is_lm else {}
-        avals = _LM_AVALS if is_lm else _SCALAR_AVALS
-        methods |= {infer: Method("infer", abstract) for infer, abstract in avals.items()}
+        methods |= {infer: Method("infer", abstract) for infer, abstract in self._avals.items()}
+        methods["loss"] = Method("infer", self._loss_aval, row_wise=False, bind=_loss_arguments)
         if self.optimizer is not None:
-            methods["train"] = Method("train", self._train_aval, row_wise=False)
+            methods["train"] = Method("train", self._train_aval, row_wise=False, bind=_train_arguments)
         else:
             missing["train"] = f"It has no optimizer: set roles.{name}.optimizer to train it."
         return RoleMethods(methods, weights=name, missing=missing)
 
-    def _train_aval(self, loss: Any, batch: Any, update: Any) -> dict[str, jax.ShapeDtypeStruct]:
-        """Metrics of a train call, from the loss itself."""
-        name = getattr(loss, "__name__", repr(loss))
-        if not callable(loss):
-            raise GraphError(
-                "train: the first argument is a loss, (outputs, batch, update) -> (sum, weight, metrics). Got "
-                f"{loss!r}."
-            )
-        if not isinstance(batch, dict) or not hasattr(batch.get("sequences"), "response"):
-            keys = list(batch) if isinstance(batch, dict) else type(batch).__name__
-            raise GraphError(f"train({name}): the batch is a dict whose 'sequences' the model runs on. Got {keys}.")
+    @property
+    def _avals(self) -> Mapping[str, Callable[..., Any]]:
+        """Inference methods -> the shapes that they give."""
+        return _LM_AVALS if self.model.head == "lm" else _SCALAR_AVALS
+
+    def _train_aval(self, terms: tuple[Term, ...], update: Any) -> dict[str, jax.ShapeDtypeStruct]:
+        """Metrics of a train call, from the losses themselves."""
         for count in ("mini_batches", "epochs"):
             if not isinstance(getattr(update, count, None), int):
                 raise GraphError(
-                    f"train({name}): the third argument holds the settings of the update and needs an integer "
-                    f"`{count}`. Got {update!r}."
+                    f"{_called('train', terms)}: the last argument holds the settings of the update and needs an "
+                    f"integer `{count}`. Got {update!r}."
                 )
-        outputs = self.outputs_aval(batch["sequences"])
-        given = abstract_call(loss, (outputs, batch, update))
-        if not (isinstance(given, tuple) and len(given) == 3 and isinstance(given[2], dict)):
-            raise GraphError(
-                f"train({name}): a loss returns (sum, weight, metrics), with a dict of metrics, so that micro-batches "
-                f"add up. Got {given!r}."
-            )
-        wrong = [x for x in jax.tree.leaves(given) if x.shape != ()]
-        if wrong:
-            raise GraphError(
-                f"train({name}): a loss returns sums over the batch, arrays without dims. Got shapes "
-                f"{[x.shape for x in wrong]}."
-            )
-        scalar = jax.ShapeDtypeStruct((), jnp.float32)
-        names = {*given[2], "loss", "grad_norm", "lr", "num_updates"} | (
-            {GAP_METRIC} if records_gap(self, batch) else set()
-        )
-        return dict.fromkeys(sorted(names), scalar)
+        more = {"grad_norm", "lr", "num_updates"} | ({GAP_METRIC} if gap_term(self, terms) is not None else set())
+        return self._loss_aval(terms, update, called="train") | dict.fromkeys(sorted(more), _float())
 
-    def outputs_aval(self, sequences: Any) -> Any:
+    def _loss_aval(self, terms: tuple[Term, ...], update: Any, called: str = "loss") -> dict[str, jax.ShapeDtypeStruct]:
+        """Metrics of losses."""
+        names = ["loss"]
+        for term in terms:
+            names += term_metrics(term, {"loss": None, **self._check_loss(_called(called, (term,)), term, update)})
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise GraphError(
+                f"{_called(called, terms)}: the metrics of its terms must have names of their own. Got "
+                f"{', '.join(twice)} twice. Give a Term a name: Term(loss, batch, name='pretraining')."
+            )
+        return dict.fromkeys(sorted(names), _float())
+
+    def _check_loss(self, where: str, term: Term, update: Any) -> dict[str, Any]:
+        """Asks that a term is what a term should be. Returns the metrics of its loss."""
+        if not callable(term.loss):
+            raise GraphError(
+                f"{where}: the first argument is a loss, (outputs, batch, update) -> (sum, weight, metrics). Got "
+                f"{term.loss!r}."
+            )
+        sequences = term.batch.get("sequences") if isinstance(term.batch, dict) else None
+        if not all(hasattr(x, "response") for x in named_sequences(sequences).values()):
+            keys = list(term.batch) if isinstance(term.batch, dict) else type(term.batch).__name__
+            raise GraphError(
+                f"{where}: the batch is a dict whose 'sequences' the model runs on: a Rollout, Sequences, or a dict "
+                f"of them. Got {keys}."
+            )
+        shapes = {name: (x.tokens.shape, x.response.shape) for name, x in named_sequences(sequences).items()}
+        if len(set(shapes.values())) > 1:
+            raise GraphError(f"{where}: sequences of one batch must have equal shapes. Got {shapes}.")
+        if term.of and term.of not in self._avals:
+            raise GraphError(
+                f"{where}: `of` names an inference method of the role. Got {term.of!r}. It has: "
+                f"{', '.join(self._avals)}.{did_you_mean(term.of, self._avals)}"
+            )
+        if np.shape(term.weight) != ():
+            raise GraphError(f"{where}: the weight of a term is one number. Got the shape {np.shape(term.weight)}.")
+        check_adds_up(where, term.loss, self.outputs_aval(sequences, term.of), term.batch, update)
+        return abstract_call(term.loss, (self.outputs_aval(sequences, term.of), term.batch, update))[2]
+
+    def outputs_aval(self, sequences: Any, of: str = "") -> Any:
         """Shapes of what the model says about sequences, as its losses get it."""
-        return _policy_aval(sequences) if self.model.head == "lm" else _values_aval(sequences)
+        aval = self._avals[of or default_outputs(self.model)]
+        return {n: aval(x) for n, x in sequences.items()} if isinstance(sequences, Mapping) else aval(sequences)
+
+
+def _train_arguments(loss: Any, batch: Any, update: Any = None) -> tuple[tuple[Term, ...], Any]:
+    """`train(loss, batch, update)`, or `train(terms, update)`."""
+    return _terms("train", loss, batch, update)
+
+
+def _loss_arguments(loss: Any, batch: Any, settings: Any = None) -> tuple[tuple[Term, ...], Any]:
+    """`loss(loss, batch, settings)`, or `loss(terms, settings)`."""
+    return _terms("loss", loss, batch, settings)
+
+
+def _terms(called: str, loss: Any, batch: Any, update: Any) -> tuple[tuple[Term, ...], Any]:
+    terms: Any = loss
+    if isinstance(loss, Term):
+        terms = (loss,)
+    if isinstance(terms, tuple | list):
+        if not terms or not all(isinstance(term, Term) for term in terms) or update is not None:
+            raise GraphError(
+                f"{called}: several losses are given as {called}((Term(loss, batch), Term(loss, batch, weight=0.5)), "
+                f"settings). Got {[type(x).__name__ for x in (*terms, batch)]}."
+            )
+        return tuple(terms), batch
+    return (Term(terms, batch),), update
+
+
+def _called(method: str, terms: tuple[Term, ...]) -> str:
+    """A call in an error message, by its losses."""
+    return f"{method}({' + '.join(getattr(term.loss, '__name__', repr(term.loss)) for term in terms)})"
+
+
+def term_metrics(term: Term, metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """The metrics of a term under their full names. The loss of a term without a name is in the sum of all only."""
+    if not term.name:
+        return {name: x for name, x in metrics.items() if name != "loss"}
+    return {f"{term.name}/{name}": x for name, x in metrics.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,18 +208,44 @@ def _scores(params: Params, sequences: Any, config: ModelConfig, layout: Layout,
     return heads.scores(params, sequences, config, layout, remat=remat)
 
 
-INFER: dict[str, Infer] = {"policy": _policy, "logprobs": _logprobs, "values": _values, "scores": _scores}
+def _token_scores(params: Params, sequences: Any, config: ModelConfig, layout: Layout, remat: Remat) -> jax.Array:
+    return heads.token_scores(params, sequences, config, layout, remat=remat)
+
+
+INFER: dict[str, Infer] = {
+    "policy": _policy,
+    "logprobs": _logprobs,
+    "values": _values,
+    "scores": _scores,
+    "token_scores": _token_scores,
+}
 """The functions behind inference methods."""
 
 
-def model_outputs(model: ModelConfig) -> Infer:
-    """What a train call runs, and hands to its loss."""
-    return _policy if model.head == "lm" else _values
+def default_outputs(model: ModelConfig) -> str:
+    """The inference method whose outputs a loss gets that names none."""
+    return "policy" if model.head == "lm" else "values"
 
 
-def records_gap(role: ModelRole, batch: dict[str, Any]) -> bool:
-    """Whether a train call can compare its log-probabilities with those recorded while sampling."""
-    return role.model.head == "lm" and isinstance(batch["sequences"], Rollout)
+def term_outputs(role: ModelRole, term: Term, params: Params, layout: Layout) -> Any:
+    """What the model says about the sequences of a term. Where they are several by name, it runs once on all."""
+    infer = INFER[term.of or default_outputs(role.model)]
+    sequences = term.batch["sequences"]
+    if not isinstance(sequences, Mapping):
+        return infer(params, sequences, role.model, layout, layout.strategy.remat)
+    names = list(sequences)
+    # side by side row by row, so that no row leaves its device
+    joined = jax.tree.map(lambda *x: jnp.stack(x, axis=1).reshape(-1, *x[0].shape[1:]), *sequences.values())
+    outputs = infer(params, layout.constrain_rows(joined), role.model, layout, layout.strategy.remat)
+    apart = jax.tree.map(lambda x: x.reshape(-1, len(names), *x.shape[1:]), outputs)
+    return {name: jax.tree.map(lambda x, i=i: x[:, i], apart) for i, name in enumerate(names)}
+
+
+def gap_term(role: ModelRole, terms: tuple[Term, ...]) -> Term | None:
+    """The first term whose log-probabilities can be compared with those recorded while sampling."""
+    if role.model.head != "lm":
+        return None
+    return next((t for t in terms if not t.of and isinstance(t.batch["sequences"], Rollout)), None)
 
 
 def logprob_gap(outputs: PolicyOutputs, rollout: Rollout) -> Max:
@@ -175,7 +259,7 @@ def _float(*shape: int) -> jax.ShapeDtypeStruct:
 
 def _rollout_aval(prompts: Prompts, sampling: Sampling) -> Rollout:
     B, P = prompts.tokens.shape
-    R = sampling.max_new_tokens
+    B, R = B * sampling.num_samples, sampling.max_new_tokens
 
     def aval(dtype: Any, *shape: int) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype)
@@ -205,4 +289,8 @@ def _scores_aval(sequences: Any) -> jax.ShapeDtypeStruct:
 
 
 _LM_AVALS: dict[str, Callable[..., Any]] = {"logprobs": _values_aval, "policy": _policy_aval}
-_SCALAR_AVALS: dict[str, Callable[..., Any]] = {"values": _values_aval, "scores": _scores_aval}
+_SCALAR_AVALS: dict[str, Callable[..., Any]] = {
+    "values": _values_aval,
+    "scores": _scores_aval,
+    "token_scores": _values_aval,
+}

@@ -37,7 +37,7 @@ def stage_of(name: str, kind: str) -> str:
         return f"{kind}_{role}"
     if kind == WAIT:
         return WAIT
-    if method == "scores":
+    if method in ("scores", "token_scores"):
         return "reward"
     if method in ("logprobs", "policy"):
         return {"reference": "ref", "actor": "old_log_prob"}.get(role, f"log_prob_{role}")

@@ -44,7 +44,7 @@ def warm_start(
             first, state = 0, phase.first_state
         else:
             first, state = resume.position.done, restore(resume, phase, executor)
-        new_tokens = phase.graph.calls[0].args[1]["sequences"].response.shape[1]
+        new_tokens = phase.graph.calls[0].terms[0].batch["sequences"].response.shape[1]
         rows_a_call = config.batch_size * config.updates_per_step
         console.header(f"Warm start: {config.steps} supervised updates of {config.batch_size} rows")
         with console.progress(config.steps, start=first) as progress:

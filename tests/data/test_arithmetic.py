@@ -15,7 +15,8 @@ def by_prompt(**options):
 
 def test_two_digit_sums_by_hand():
     rows = by_prompt()
-    assert rows["47+85="] == {"prompt": "47+85=", "completion": "12 13>132", "answer": "132"}
+    problem = {"prompt": "47+85=", "completion": "12 13>132", "answer": "132", "rejected": "12 10>102"}
+    assert rows["47+85="] == problem
     assert rows["10+10="]["completion"] == "00 02>20"
     assert rows["99+99="]["completion"] == "18 19>198"
 
@@ -27,6 +28,18 @@ def test_all_pairs_once():
     assert [row["prompt"] for row in train[:3]] == [
         prompt for b in range(10, 99) if zlib.crc32((prompt := f"10+{b}=").encode()) % 8
     ][:3]
+
+
+@pytest.mark.parametrize("operation", ["+", "-", "*"])
+def test_what_is_rejected_has_one_wrong_digit_and_the_answer_that_it_leads_to(operation):
+    places = set()
+    for row in by_prompt(operations=(operation,), digits=3, max_rows=500).values():
+        (right, _), (wrong, answer) = row["completion"].split(">"), row["rejected"].split(">")
+        (place,) = [i for i, (a, b) in enumerate(zip(right, wrong, strict=True)) if a != b]
+        places.add(place)
+        steps = wrong.split(" ")
+        assert int(answer) == int(steps[2][0] + steps[2][1] + steps[1][1] + steps[0][1]) != int(row["answer"])
+    assert places == {1, 4, 7}  # the digits that stay
 
 
 def test_held_out_is_one_in_eight_by_checksum_and_shuffled():

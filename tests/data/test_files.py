@@ -55,7 +55,7 @@ def test_types_of_parquet_become_those_of_python(tmp_path):
         (
             "x.csv",
             b"a,b",
-            r"data\.path: must be a file of a known kind \(\.jsonl, \.json, \.parquet\)\. Got '.*x\.csv'",
+            r"data\.path: must be a file of a known kind \(\.jsonl, \.jsonl\.gz, \.json, \.parquet\)\. Got '.*x\.csv'",
         ),
         ("x", b"{}", r"must be a file of a known kind"),
         ("x.jsonl", b"\n \n", r"data\.path: must hold at least one row\. Got the empty file '.*x\.jsonl'"),

@@ -14,10 +14,10 @@ from jaxrlhf.data.tokenizer import TokenizerConfig
 
 @pytest.fixture(scope="module")
 def table(tmp_path_factory):
-    """Seven training rows, "0" to "6", and four held-out ones, "7" to "10"."""
+    """Seven training rows, "0" to "6", and four held-out ones, "7" to "10", whose completions are preferred to "-"."""
     folder = tmp_path_factory.mktemp("rows")
     for name, numbers in {"train": range(7), "eval": range(7, 11)}.items():
-        lines = (json.dumps({"prompt": str(i), "completion": str(i)}) for i in numbers)
+        lines = (json.dumps({"prompt": str(i), "completion": str(i), "rejected": "-"}) for i in numbers)
         (folder / f"{name}.jsonl").write_text("\n".join(lines))
     config = DataConfig(path=str(folder / "train.jsonl"), eval_path=str(folder / "eval.jsonl"))
     return load_prompts(config, TokenizerConfig())
@@ -71,6 +71,27 @@ def test_demonstrations_have_an_order_of_their_own(table):
     assert not np.array_equal(rows, PromptLoader(table, 7, seed=5).batch(0).row)
     np.testing.assert_array_equal(examples.tokens, [[256, ord(str(row)), ord(str(row)), 257, 256] for row in rows])
     np.testing.assert_array_equal(loader.demonstrations(1, 3, 3).tokens, examples.tokens[3:6])
+
+
+def test_preferences_have_an_order_of_their_own(table):
+    loader = PromptLoader(table, 2, seed=5)
+    pairs = loader.preferences(0, 7, 2)
+    rows = np.random.default_rng((5, 0, 0xDB0)).permutation(7)
+    np.testing.assert_array_equal(pairs.chosen.tokens, [[256, ord(str(row)), ord(str(row)), 257] for row in rows])
+    np.testing.assert_array_equal(pairs.rejected.tokens, [[256, ord(str(row)), ord("-"), 257] for row in rows])
+    np.testing.assert_array_equal(loader.preferences(1, 3, 2).chosen.tokens, pairs.chosen.tokens[3:6])
+    np.testing.assert_array_equal(pairs.margin, np.zeros(7, np.float32))
+
+
+def test_held_out_completions_and_pairs_that_fit(table):
+    loader = PromptLoader(table, 1, seed=0)
+    fitting = loader.eval_demonstrations(3, max_new_tokens=2)  # "10" and its end of text take three
+    assert [chr(batch.tokens[0, 1]) for batch in fitting] == ["7", "8", "9"]
+    assert [chr(pairs.rejected.tokens[0, 2]) for pairs in loader.eval_preferences(3, max_new_tokens=2)] == ["-"] * 3
+    assert len(loader.eval_preferences(4, max_new_tokens=3)) == 4
+    for batches in (loader.eval_demonstrations, loader.eval_preferences):
+        with pytest.raises(ValueError, match=r"must ask for at most the 3 held-out rows\. Got 4\."):
+            batches(4, max_new_tokens=2)
 
 
 def test_epoch(table):

@@ -64,7 +64,7 @@ def test_demonstration_errors(tmp_path):
     assert table.demonstrations(np.array([0]), max_new_tokens=4).response.all()
     with pytest.raises(ValueError, match=r"train\.jsonl:1: a completion .* max_new_tokens=3\. Got 4 tokens\. Raise it"):
         table.demonstrations(np.array([0]), max_new_tokens=3)
-    with pytest.raises(ValueError, match=r"train\.jsonl:2: a warm start needs a completion .* Got none\. Set"):
+    with pytest.raises(ValueError, match=r"train\.jsonl:2: supervised training needs a completion .* Got none\. Set"):
         table.check_demonstrations(max_new_tokens=4)
 
 
@@ -100,7 +100,7 @@ def test_arithmetic_task():
     table = load_prompts(DataConfig(task="arithmetic", arithmetic=ArithmeticConfig(digits=1)), BYTES)
     assert table.num_train + table.num_eval == 81 and table.num_eval > 0 and table.prompt_length == 4
     row = next(row for row in range(81) if table.prompt(row) == "7+8=")
-    assert table.columns(np.array([row])) == {"completion": ["15>15"], "answer": ["15"]}
+    assert table.columns(np.array([row])) == {"completion": ["15>15"], "answer": ["15"], "rejected": ["19>19"]}
 
 
 def test_holding_out_rows_of_the_training_file(tmp_path):

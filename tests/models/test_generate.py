@@ -216,6 +216,18 @@ def test_the_same_prompt_under_two_ids_gets_two_responses():
     assert len({tuple(tokens) for tokens in respond(same, temperature=GREEDY).tokens.tolist()}) == 1
 
 
+def test_several_samples_of_a_prompt_are_those_of_as_many_prompts():
+    """Side by side, each under an id of its own, from one prefill."""
+    n = 3
+    prompts = jax.tree.map(lambda x: jnp.repeat(x, n, axis=0), PROMPTS)
+    prompts = prompts.replace(id=PROMPTS.id.repeat(n) * n + jnp.tile(jnp.arange(n, dtype=jnp.uint32), B))
+    samples = respond(PROMPTS, sampling=dataclasses.replace(SAMPLING, num_samples=n))
+    assert_same(samples, respond(prompts))
+    assert samples.tokens.shape == (B * n, T)
+    assert not np.array_equal(samples.tokens[0], samples.tokens[1])
+    np.testing.assert_array_equal(samples.row, np.repeat(np.asarray(PROMPTS.row), n))
+
+
 def test_uniforms_lie_in_the_unit_interval_and_are_all_different():
     uniforms_BR = np.asarray(begin(PROMPTS).uniforms)
     assert (uniforms_BR >= 0).all() and (uniforms_BR < 1).all()

@@ -24,6 +24,7 @@ from jaxrlhf.planner.plan import (
 )
 from jaxrlhf.sharding.strategy import Strategy
 from jaxrlhf.tracing import Method, RoleMethods, compute, trace
+from tests.made_up_step import one_term
 
 ROWS, COLUMNS = 24, 7
 ONE = Placement((0,), Strategy())
@@ -57,7 +58,7 @@ def make_graph(update: Update = Update()) -> CallGraph:
     scalar = jax.ShapeDtypeStruct((), jnp.float32)
     methods = {
         "generate": Method("generate", lambda prompts: tokens),
-        "train": Method("train", lambda loss, batch, update: scalar, row_wise=False),
+        "train": Method("train", lambda terms, update: scalar, row_wise=False, bind=one_term),
     }
     roles = {
         "actor": RoleMethods(methods, weights="actor"),
@@ -272,7 +273,7 @@ def test_every_call_has_a_placement():
 
 
 def test_train_sizes():
-    sizes = train_sizes(GRAPH.calls[4], Strategy(data=2, micro_batches=3))
+    (sizes,) = train_sizes(GRAPH.calls[4], Strategy(data=2, micro_batches=3))
     assert sizes == TrainSizes(rows=24, mini_batches=2, epochs=3, micro_batches=3)
     assert (sizes.mini_batch_rows, sizes.micro_batch_rows) == (12, 4)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxrlhf.call_graph import Call, Kind
-from jaxrlhf.experience import Sequences
+from jaxrlhf.experience import Sequences, Term
 from jaxrlhf.planner.plan import Placement, Plan
 from jaxrlhf.runtime.balance_metrics import balance_metrics
 from jaxrlhf.sharding.strategy import Strategy
@@ -37,7 +37,7 @@ def metrics(strategy: Strategy, *calls: Call) -> dict[str, float]:
 
 
 VALUES = call("critic.values", "infer", SEQUENCES)
-TRAIN = call("critic.train", "train", None, {"sequences": SEQUENCES}, Update())
+TRAIN = call("critic.train", "train", (Term(len, {"sequences": SEQUENCES}),), Update())
 
 
 def test_how_much_of_the_work_is_padding():

@@ -7,13 +7,13 @@ import pytest
 
 from jaxrlhf.call_graph import split_args
 from jaxrlhf.config.schema import OptimizerConfig
-from jaxrlhf.experience import Max, Rollout, Sequences
+from jaxrlhf.experience import Max, PolicyOutputs, Rollout, Sequences, Term
 from jaxrlhf.models import heads
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.params import init_params, param_shardings
 from jaxrlhf.runtime import programs
 from jaxrlhf.runtime.optimizer import apply_gradient, init_optimizer, optimizer_shardings
-from jaxrlhf.runtime.programs import infer_program, train_program
+from jaxrlhf.runtime.programs import infer_program, loss_program, train_program
 from jaxrlhf.runtime.roles import GAP_METRIC, ModelRole
 from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.strategy import Strategy
@@ -58,8 +58,12 @@ def make_batch(seed: int = 0) -> dict:
 
 def train(batch, update, strategy=Strategy()):  # noqa: B008
     """One train call from the same first weights."""
+    return train_terms((Term(weighted_loss, batch),), update, strategy)
+
+
+def train_terms(terms, update, strategy=Strategy()):  # noqa: B008
     layout = Layout.over(tuple(range(strategy.num_devices)), strategy)
-    arrays, _, rebuild = split_args((weighted_loss, batch, update))
+    arrays, _, rebuild = split_args((terms, update))
     program = train_program(ROLE, rebuild, [True] * len(arrays), layout)
     params = jax.device_put(init_params(MODEL, jax.random.key(0)), param_shardings(MODEL, layout))
     shardings = optimizer_shardings(OPTIMIZER, MODEL, layout)
@@ -136,6 +140,79 @@ def test_demonstrations_have_no_gap():
     rollout = batch["sequences"]
     batch["sequences"] = Sequences(tokens=rollout.tokens, mask=rollout.mask, response=rollout.response)
     assert GAP_METRIC not in train(batch, Update())[2]
+
+
+def test_terms_add_up_with_their_weights_each_over_its_own_rows():
+    """Half of the mean of one batch, plus the mean of another with half as many rows."""
+    first, second = make_batch(), jax.tree.map(lambda x: x[: B // 2], make_batch(seed=1))
+    terms = (Term(weighted_loss, first, weight=0.5), Term(weighted_loss, second, name="other"))
+    params = init_params(MODEL, jax.random.key(0))
+
+    def total(params):
+        means = []
+        for batch in (first, second):
+            outputs = heads.policy_outputs(params, batch["sequences"], MODEL, Layout.over((0,), Strategy()))
+            loss, weight, _ = weighted_loss(outputs, batch, None)
+            means.append(loss / weight)
+        return 0.5 * means[0] + means[1], means
+
+    (value, means), gradient = jax.value_and_grad(total, has_aux=True)(params)
+    expected, _, _ = apply_gradient(OPTIMIZER, 10, params, init_optimizer(OPTIMIZER, params), gradient)
+    for strategy in (Strategy(), Strategy(data=2, micro_batches=2)):
+        trained, _, metrics = train_terms(terms, Update(), strategy)
+        np.testing.assert_allclose(metrics["loss"], value, rtol=1e-5)
+        np.testing.assert_allclose([metrics["nll"], metrics["other/nll"]], means, rtol=1e-5)
+        np.testing.assert_allclose(metrics["other/loss"], means[1], rtol=1e-5)
+        for got, want in zip(jax.tree.leaves(trained), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+def pair_loss(outputs: dict[str, PolicyOutputs], batch, update):
+    better, worse = (outputs[name].logprobs.sum(axis=1) for name in ("chosen", "rejected"))
+    loss = (batch["weight"] * jnp.logaddexp(0.0, worse - better)).sum()
+    return loss, batch["weight"].sum(), {"accuracy": (batch["weight"] * (better > worse)).sum()}
+
+
+def test_a_pair_of_sequences_stays_together_and_the_model_runs_on_both():
+    chosen, rejected = make_batch(), make_batch(seed=1)
+    batch = {
+        "sequences": {"chosen": chosen["sequences"], "rejected": rejected["sequences"]},
+        "weight": chosen["weight"],
+    }
+    params, one = init_params(MODEL, jax.random.key(0)), Layout.over((0,), Strategy())
+
+    def mean(params):
+        outputs = {n: heads.policy_outputs(params, x, MODEL, one) for n, x in batch["sequences"].items()}
+        loss, weight, metrics = pair_loss(outputs, batch, None)
+        return loss / weight, metrics["accuracy"] / weight
+
+    (value, accuracy), gradient = jax.value_and_grad(mean, has_aux=True)(params)
+    expected, _, _ = apply_gradient(OPTIMIZER, 10, params, init_optimizer(OPTIMIZER, params), gradient)
+    terms = (Term(pair_loss, batch),)
+    for strategy in (Strategy(micro_batches=2), Strategy(data=2, micro_batches=2, balance=True)):
+        trained, _, metrics = train_terms(terms, Update(), strategy)
+        np.testing.assert_allclose([metrics["loss"], metrics["accuracy"]], [value, accuracy], rtol=1e-5)
+        for got, want in zip(jax.tree.leaves(trained), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+        arrays, _, rebuild = split_args((terms, Update()))
+        layout = Layout.over(tuple(range(strategy.num_devices)), strategy)
+        placed = jax.device_put(params, param_shardings(MODEL, layout))
+        told = loss_program(ROLE, rebuild, [True] * len(arrays), layout)(placed, arrays)
+        np.testing.assert_allclose(told, [accuracy, value], rtol=1e-5)
+
+
+def test_a_loss_of_scores_is_that_of_the_last_tokens():
+    batch, role = make_batch(), ModelRole(dataclasses.replace(MODEL, head="scalar"), OPTIMIZER, num_updates=10)
+    params = init_params(role.model, jax.random.key(0), random_value_head=True)
+    layout = Layout.over((0,), Strategy())
+    arrays, _, rebuild = split_args(((Term(sum_of_scores, batch, of="scores"),), Update()))
+    loss = loss_program(role, rebuild, [True] * len(arrays), layout)(params, arrays)
+    scores = heads.scores(params, batch["sequences"], role.model, layout)
+    np.testing.assert_allclose(loss, [scores.mean()], rtol=1e-5)
+
+
+def sum_of_scores(outputs, batch, update):
+    return outputs.sum(), jnp.float32(outputs.shape[0]), {}
 
 
 def test_inference_in_micro_batches_keeps_the_order_of_rows():
