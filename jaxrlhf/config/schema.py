@@ -1,5 +1,6 @@
 """What a run is, as frozen dataclasses: everything that a user can say about it, and nothing else."""
 
+import copy
 import dataclasses
 import math
 import re
@@ -9,9 +10,8 @@ from typing import Any, Literal
 
 from flax.core import FrozenDict
 
-from jaxrlhf.algorithms import ALGORITHMS
-from jaxrlhf.algorithms.algorithm import Algorithm
 from jaxrlhf.brief import brief
+from jaxrlhf.config.algorithms import load_algorithm
 from jaxrlhf.config.reading import ConfigError, apply_overrides, build, read_config, to_tree
 from jaxrlhf.data.config import DataConfig
 from jaxrlhf.data.tokenizer import TokenizerConfig
@@ -311,6 +311,16 @@ def load_run(name_or_path: str | Path, overrides: Sequence[str] = ()) -> RunConf
     tree = apply_overrides(tree, overrides)
     if overrides:
         where = f"{where} with --set"
+    return build_run(tree, where=where)
+
+
+def build_run(tree: Mapping[str, Any], *, where: str) -> RunConfig:
+    """The run that a config describes, as a tree that came from `where`.
+
+    Raises:
+        ConfigError: As `load_run` does.
+    """
+    tree = copy.deepcopy(dict(tree))
     settings = tree.pop("settings", None) or {}
     _fill_presets(tree, where)
     _join_plan_names(tree)
@@ -320,19 +330,6 @@ def load_run(name_or_path: str | Path, overrides: Sequence[str] = ()) -> RunConf
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
     return dataclasses.replace(run, settings=build(algorithm.config, settings, where=where, path="settings"))
-
-
-def load_algorithm(name: str) -> Algorithm:
-    """The algorithm of that name.
-
-    Raises:
-        ConfigError: There is none.
-    """
-    if name not in ALGORITHMS:
-        raise ConfigError(
-            f"algorithm: must be one of {', '.join(ALGORITHMS)}. Got {brief(name)}.{did_you_mean(name, ALGORITHMS)}"
-        )
-    return ALGORITHMS[name]
 
 
 def _fill_presets(tree: dict[str, Any], where: str) -> None:
