@@ -42,6 +42,14 @@ def platform() -> str:
     return jax.default_backend()
 
 
+def processor() -> jax.Device | None:
+    """The host's processor as a device, beside the accelerators; None where JAX does not have it."""
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError:
+        return None
+
+
 @functools.cache
 def build_mesh(devices: tuple[int, ...], strategy: Strategy) -> Mesh:
     """A mesh over some of JAX's devices, given by their positions in `jax.devices()`."""
