@@ -1,6 +1,7 @@
 """From devices to meshes. The only place that asks JAX which devices there are, or tells it how many to make up."""
 
 import functools
+from typing import Any
 
 import jax
 import numpy as np
@@ -42,7 +43,7 @@ def platform() -> str:
     return jax.default_backend()
 
 
-def processor() -> jax.Device | None:
+def processor() -> Any:
     """The host's processor as a device, beside the accelerators; None where JAX does not have it."""
     try:
         return jax.local_devices(backend="cpu")[0]
