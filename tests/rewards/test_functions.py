@@ -143,10 +143,9 @@ def test_what_may_not_be_returned_for_tokens(wrong):
         f"Reward 'mine': must return, for each completion, a list of as many finite numbers as it has tokens. Got "
         f"{wrong!r} at index 1, of 2 tokens, for prompt 'q', completion 'yy'."
     )
+    function: Any = lambda completions: [[0.5], wrong]  # noqa: E731
     with pytest.raises(RewardError, match=f"^{re.escape(message)}$"):
-        call_token_reward(
-            lambda completions: [[0.5], wrong], ["p", "q"], ["x", "yy"], {"num_tokens": [1, 2]}, name="mine"
-        )
+        call_token_reward(function, ["p", "q"], ["x", "yy"], {"num_tokens": [1, 2]}, name="mine")
 
 
 def test_long_texts_are_shortened():
