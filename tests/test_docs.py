@@ -22,6 +22,7 @@ from jaxrlhf.algorithms.ppo_shared import SharedUpdate
 from jaxrlhf.algorithms.sft import SFTConfig, SupervisedUpdate
 from jaxrlhf.config.reading import to_tree
 from jaxrlhf.config.schema import (
+    AverageConfig,
     EvaluationRunConfig,
     OptimizerConfig,
     OutputConfig,
@@ -37,6 +38,7 @@ from jaxrlhf.data.config import DataConfig
 from jaxrlhf.data.tokenizer import TokenizerConfig
 from jaxrlhf.experience import Sampling
 from jaxrlhf.models.config import PRESETS, ModelConfig, RopeScaling
+from jaxrlhf.models.lora import LoRAConfig
 from jaxrlhf.rewards.verifiers import VERIFIERS
 from jaxrlhf.runtime.assembly import assemble
 from jaxrlhf.runtime.events import Event
@@ -58,6 +60,8 @@ SECTIONS: dict[str, type[Any]] = {
     "`roles.<role>`": RoleConfig,
     "`roles.<role>.model`": ModelConfig,
     "`roles.<role>.model.rope_scaling`": RopeScaling,
+    "`roles.<role>.lora`": LoRAConfig,
+    "`roles.<role>.average`": AverageConfig,
     "`roles.<role>.optimizer`": OptimizerConfig,
     "`settings` of algorithms that sample": PolicyConfig,
     "`settings` of algorithms with a critic": ActorCriticConfig,

@@ -11,7 +11,7 @@ MODULES = sorted((ROOT / "jaxrlhf").rglob("*.py"))
 
 # Top to bottom. A room, the first part of a module's name under jaxrlhf, may import itself and the layers below.
 LAYERS = [
-    {"train", "plan", "timeline"},
+    {"train", "plan", "timeline", "testing"},
     {"runtime"},
     {"checkpoint", "planner"},
     {"config"},
@@ -19,6 +19,7 @@ LAYERS = [
     {"models"},
     {"sharding", "tracing"},
     {"call_graph"},
+    {"importing"},
     {"experience", "suggest", "brief"},
 ]
 DEPTH = {room: depth for depth, layer in enumerate(LAYERS) for room in layer}

@@ -61,17 +61,28 @@ def preferences(config: Any) -> Rows:
 
 
 @dataclasses.dataclass(frozen=True)
+class NoSettings:
+    """The settings of an algorithm that has none."""
+
+
+def no_state(config: Any) -> tuple[()]:
+    """Nothing is carried from step to step."""
+    del config
+    return ()
+
+
+@dataclasses.dataclass(frozen=True)
 class Algorithm:
-    """An entry of `ALGORITHMS`."""
+    """An entry of `ALGORITHMS`, or what `algorithm: module:name` names."""
 
     step: Callable[[Any, Any, Any, Any], tuple[Any, Any]]
     """`(roles, state, data, config) -> (results, state)`, written for `jaxrlhf.tracing.trace`."""
-    config: type[Any]
+    config: type[Any] = NoSettings
     """The frozen dataclass of its settings."""
-    init_state: Callable[[Any], Any]
+    init_state: Callable[[Any], Any] = no_state
     """`config -> state`: what the first step is given, and every later one hands on."""
-    roles: tuple[str, ...]
-    """Roles that a run must have."""
+    roles: tuple[str, ...] = ()
+    """Roles that a run must have. Others that its step calls are asked for when it is traced."""
     data: Callable[[Any], Rows | Mapping[str, Rows]] = prompts
     """`config -> Rows`: what a step is given; of a mapping, a dict with a batch under each of its names."""
     evaluation: Callable[[Any, Any, Any, Any], tuple[dict[str, Any], Any]] | None = None

@@ -1,5 +1,6 @@
 """What a run is, as frozen dataclasses: everything that a user can say about it, and nothing else."""
 
+import copy
 import dataclasses
 import math
 import re
@@ -9,14 +10,14 @@ from typing import Any, Literal
 
 from flax.core import FrozenDict
 
-from jaxrlhf.algorithms import ALGORITHMS
-from jaxrlhf.algorithms.algorithm import Algorithm
 from jaxrlhf.brief import brief
+from jaxrlhf.config.algorithms import load_algorithm
 from jaxrlhf.config.reading import ConfigError, apply_overrides, build, read_config, to_tree
 from jaxrlhf.data.config import DataConfig
 from jaxrlhf.data.tokenizer import TokenizerConfig
 from jaxrlhf.experience import Sampling
 from jaxrlhf.models.config import PRESETS, Head, ModelConfig
+from jaxrlhf.models.lora import LoRAConfig
 from jaxrlhf.reshard.protocols import AUTO
 from jaxrlhf.sharding.strategy import Remat
 from jaxrlhf.suggest import did_you_mean
@@ -63,6 +64,25 @@ class OptimizerConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class AverageConfig:
+    """An exponential moving average of weights: average = decay * average + (1 - decay) * weights.
+
+    With a decay of 0, a copy of them as they were at the last update of the average.
+    """
+
+    of: str
+    """The role whose weights it follows."""
+    decay: float = 0.99
+    every: int = 1
+    """Train calls of that role between two updates of the average."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.decay < 1:
+            raise ValueError(f"decay: must lie in [0, 1). Got {self.decay}.")
+        _require_at_least(self, 1, "every")
+
+
+@dataclasses.dataclass(frozen=True)
 class RoleConfig:
     """A role: a model, trained if it has an optimizer; a Python function of completions; or a sum of other roles."""
 
@@ -74,6 +94,14 @@ class RoleConfig:
     init: str = "random"
     """Where its weights come from: `random`, the name of another role, or a folder in Hugging Face's format."""
     optimizer: OptimizerConfig | None = None
+    lora: LoRAConfig | None = None
+    """Train adapters in place of the weights, which stay as they started. A role without an optimizer that starts from
+    this one then reads those weights as they are, without a copy."""
+    shares: str = ""
+    """The role whose weights it speaks by, with a head of its own beside that role's: a critic on the actor's trunk. It
+    is trained with that role."""
+    average: AverageConfig | None = None
+    """Its weights are a moving average of another role's."""
     function: str = ""
     """A built-in reward, `module:function` or `path/to/file.py:function`; instead of a model."""
     options: Mapping[str, Any] = dataclasses.field(default_factory=FrozenDict)
@@ -283,6 +311,16 @@ def load_run(name_or_path: str | Path, overrides: Sequence[str] = ()) -> RunConf
     tree = apply_overrides(tree, overrides)
     if overrides:
         where = f"{where} with --set"
+    return build_run(tree, where=where)
+
+
+def build_run(tree: Mapping[str, Any], *, where: str) -> RunConfig:
+    """The run that a config describes, as a tree that came from `where`.
+
+    Raises:
+        ConfigError: As `load_run` does.
+    """
+    tree = copy.deepcopy(dict(tree))
     settings = tree.pop("settings", None) or {}
     _fill_presets(tree, where)
     _join_plan_names(tree)
@@ -292,19 +330,6 @@ def load_run(name_or_path: str | Path, overrides: Sequence[str] = ()) -> RunConf
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
     return dataclasses.replace(run, settings=build(algorithm.config, settings, where=where, path="settings"))
-
-
-def load_algorithm(name: str) -> Algorithm:
-    """The algorithm of that name.
-
-    Raises:
-        ConfigError: There is none.
-    """
-    if name not in ALGORITHMS:
-        raise ConfigError(
-            f"algorithm: must be one of {', '.join(ALGORITHMS)}. Got {brief(name)}.{did_you_mean(name, ALGORITHMS)}"
-        )
-    return ALGORITHMS[name]
 
 
 def _fill_presets(tree: dict[str, Any], where: str) -> None:

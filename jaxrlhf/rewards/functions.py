@@ -5,22 +5,15 @@ Letters: B completions.
 
 import concurrent.futures
 import functools
-import hashlib
-import importlib
-import importlib.util
 import inspect
-import os
-import pathlib
-import sys
 import threading
-import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 
-from jaxrlhf.brief import brief, cut
+from jaxrlhf.brief import brief
+from jaxrlhf.importing import find_function, last_line
 from jaxrlhf.rewards.verifiers import VERIFIERS, RewardFunction
 from jaxrlhf.suggest import did_you_mean
 
@@ -51,15 +44,7 @@ def load_reward(name: str, options: Mapping[str, Any]) -> RewardFunction:
         _check_options(name, signature, options, all_required=True)
         _check_types(name, signature, options)
         return VERIFIERS[name](**options)
-    place, _, attribute = name.rpartition(":")
-    module = _import(name, place)
-    if not hasattr(module, attribute):
-        known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise ValueError(
-            f"Reward {brief(name)}: must name a function of {place}. Got {brief(attribute)}. There: "
-            f"{', '.join(known) or 'none'}.{did_you_mean(attribute, known)}"
-        )
-    function: Callable[..., Any] = getattr(module, attribute)
+    function: Callable[..., Any] = find_function(name, what="Reward")
     if not callable(function):
         raise ValueError(
             f"Reward {brief(name)}: must name a function. Got {type(function).__name__} {brief(function)}."
@@ -131,7 +116,7 @@ def call_reward(
         ) from None
     except (Exception, SystemExit) as error:
         raise RewardError(
-            f"Reward {brief(name)}: must not raise. Got {type(error).__name__}: {error}, at {_last_line(error)}."
+            f"Reward {brief(name)}: must not raise. Got {type(error).__name__}: {error}, at {last_line(error)}."
         ) from error
     is_list = isinstance(rewards, Sequence) and not isinstance(rewards, str | bytes)
     if not is_list and not (hasattr(rewards, "__array__") and np.ndim(rewards) > 0):
@@ -203,33 +188,6 @@ def _by_keyword(function: RewardFunction) -> bool:
     return "completions" in inspect.signature(function).parameters
 
 
-def _import(name: str, place: str) -> ModuleType:
-    """A module by its dotted name or by its file."""
-    if place.endswith(".py") and not os.path.isfile(place):
-        raise ValueError(f"Reward {brief(name)}: must be in an existing file. Got {brief(place)}.")
-    try:
-        return _import_file(pathlib.Path(place)) if place.endswith(".py") else importlib.import_module(place)
-    except (Exception, SystemExit) as error:
-        raise ValueError(
-            f"Reward {brief(name)}: its module must import. Got {type(error).__name__}: {cut(str(error))}, at "
-            f"{_last_line(error)}."
-        ) from error
-
-
-def _import_file(path: pathlib.Path) -> ModuleType:
-    digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]
-    spec = importlib.util.spec_from_file_location(f"reward_{path.stem}_{digest}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look themselves up there
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[spec.name]
-        raise
-    return module
-
-
 def _check_options(name: str, signature: inspect.Signature, options: Mapping[str, Any], *, all_required: bool) -> None:
     """Asks that a function takes these options, and, of a factory, that none is missing."""
     parameters = {key: parameter for key, parameter in signature.parameters.items() if key not in ROW_ARGUMENTS}
@@ -274,9 +232,3 @@ def _finite(reward: Any) -> np.float32 | None:
     except (TypeError, ValueError, OverflowError):
         return None
     return value if np.isfinite(value) else None
-
-
-def _last_line(error: BaseException) -> str:
-    """Where an error was raised, as file:line."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return f"{frames[-1].filename}:{frames[-1].lineno}"

@@ -24,10 +24,11 @@ from jaxrlhf.data.prompts import PromptTable
 from jaxrlhf.experience import Prompts, Sampling
 from jaxrlhf.models.attention import attention_implementation
 from jaxrlhf.models.config import ModelConfig
-from jaxrlhf.models.params import num_parameters
+from jaxrlhf.models.lora import declare_adapters
+from jaxrlhf.models.params import Weight, num_parameters
 from jaxrlhf.planner.device_order import reuse_training_shards, training_placements
 from jaxrlhf.planner.plan import DEFAULT, Placement, Plan, check, check_names, check_offload, resolve
-from jaxrlhf.runtime.configured_roles import check_roles, check_vocabulary, configured_models, make_role
+from jaxrlhf.runtime.configured_roles import check_roles, check_vocabulary, configured_models, describe, make_role
 from jaxrlhf.runtime.roles import FunctionRole, ModelRole, Role, WeightedSumRole
 from jaxrlhf.runtime.step_rows import StepRows, Tables, check_rows, load_tables
 from jaxrlhf.sharding.layout import Layout
@@ -104,10 +105,10 @@ class Assembly:
                 {
                     "role": name,
                     "what": f"model, {model.head} head",
-                    "parameters": f"{num_parameters(model):,}",
+                    "parameters": _num_parameters(role),
                     "precision": model.dtype,
                     "attention": ", ".join(sorted(self.attention(name, model))),
-                    "starts from": config.init,
+                    "starts from": describe(role, config.init),
                     "updates": role.num_updates,
                 }
             )
@@ -152,7 +153,8 @@ def assemble(
     _check_batches(config, train_rows, new_tokens)
     loader = PromptLoader(table, config.batch_size, config.seed)
     written = _written_plan(config.placements, num_devices)
-    check_offload(config.offload, config.roles, models)
+    owners = [name for name in models if not config.roles[name].shares]
+    check_offload(config.offload, config.roles, owners)
 
     def phase(
         step: Callable[..., Any],
@@ -171,7 +173,7 @@ def assemble(
         plan = reuse_training_shards(plan, graph, where, devices_per_node or num_devices)
         return Phase(roles, graph, plan, state)
 
-    roles: dict[str, Role] = {name: make_role(name, role, models, table) for name, role in config.roles.items()}
+    roles: dict[str, Role] = {name: make_role(name, config.roles, models, table) for name in config.roles}
     train = phase(algorithm.step, roles, algorithm.init_state(settings), train_rows(0), settings)
     train = dataclasses.replace(train, roles=_count_updates(train, config.steps))
 
@@ -215,11 +217,21 @@ def assemble(
     for name, model in models.items():
         made.attention(name, model)
     for name in config.output.export:
-        if name not in models:
+        if name not in owners:
             raise ConfigError(
-                f"output.export: must be roles with a model. Got {brief(name)}. Known: {', '.join(models)}."
+                f"output.export: must be roles with weights of their own. Got {brief(name)}. Known: "
+                f"{', '.join(owners)}."
             )
     return made
+
+
+def _num_parameters(role: ModelRole) -> str:
+    """How many numbers a role's weights hold, and of those of its adapters how many are trained."""
+    whole = f"{num_parameters(role.model):,}"
+    if role.lora is None:
+        return whole
+    adapters = jax.tree.leaves(declare_adapters(role.model, role.lora), is_leaf=lambda x: isinstance(x, Weight))
+    return f"{whole}, trained {sum(w.size for w in adapters):,}"
 
 
 def parse_devices(text: str, where: str) -> tuple[int, ...]:

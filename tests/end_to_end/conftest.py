@@ -13,7 +13,7 @@ TINY = {
     "vocab_size": 264,
     "hidden_size": 32,
     "intermediate_size": 64,
-    "num_layers": 2,
+    "num_layers": 1,
     "num_heads": 4,
     "num_kv_heads": 2,
 }
@@ -34,7 +34,7 @@ def train(tmp_path, monkeypatch, capsys) -> Callable[..., tuple[int, str, str]]:
             "critic": {"optimizer": OPTIMIZER},
         },
         "warm_start": {"steps": 4, "batch_size": 16, "updates_per_step": 2},
-        "settings": {"actor_update": {"mini_batches": 2}, "critic_update": {"mini_batches": 2}},
+        "settings": {"actor_update": {"mini_batches": 2}, "critic_update": {"mini_batches": 1}},
         "evaluation": {"every": 2, "num_prompts": 16},
         "output": {"samples_every": 1, "num_samples": 2, "checkpoint_every": 2},
         "compilation_cache": "",

@@ -70,7 +70,8 @@ def test_a_dry_run_writes_nothing(train):
 
 def test_bfloat16_with_scanned_and_recomputed_layers(train, results):
     status, _, err = train(
-        "--set", "roles.actor.model.dtype=bfloat16", "--set", "roles.actor.model.scan_layers=true",
+        "--set", "roles.actor.model.num_layers=2", "--set", "roles.actor.model.dtype=bfloat16",
+        "--set", "roles.actor.model.scan_layers=true",
         "--set", "plan.actor.train.remat=layer", "--set", "plan.actor.train.micro_batches=2",
         "--set", "roles.actor.model.tie_embeddings=true", "--set", "settings.kl.placement=loss",
         "--set", "settings.kl.estimator=k3",
@@ -89,7 +90,7 @@ def test_bfloat16_with_scanned_and_recomputed_layers(train, results):
     [
         ("stepz=3", r"unknown key 'stepz'.*Did you mean 'steps'"),
         ("steps=many", r"steps: expected an integer. Got 'many'"),
-        ("algorithm=pppo", r"algorithm: must be one of ppo, sft. Got 'pppo'. Did you mean 'ppo'"),
+        ("algorithm=pppo", r"algorithm: must be one of ppo, sft, module:step or .* Got 'pppo'. Did you mean 'ppo'"),
         ("settings.kl.coeff=1", r"settings.kl: unknown key 'coeff'.*Did you mean 'coef'"),
         ("settings.sampling.top_p=0", r"settings.sampling.top_p: must lie in \(0, 1\]. Got 0"),
         ("roles.actor.model={preset: tinny}", r"roles.actor.model.preset: must be one of .*Did you mean 'tiny'"),

@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ from jaxrlhf.config.schema import OptimizerConfig
 from jaxrlhf.experience import Max, PolicyOutputs, Rollout, Sequences, Term
 from jaxrlhf.models import heads
 from jaxrlhf.models.config import ModelConfig
-from jaxrlhf.models.params import init_params, param_shardings
+from jaxrlhf.models.params import Params, abstract_params, init_params, param_shardings
 from jaxrlhf.runtime import programs
 from jaxrlhf.runtime.optimizer import apply_gradient, init_optimizer, optimizer_shardings
 from jaxrlhf.runtime.programs import infer_program, loss_program, train_program
@@ -36,6 +37,11 @@ def weighted_loss(outputs, batch, update):
     weight_BR = batch["weight"][:, None] * batch["sequences"].response
     loss = -(outputs.logprobs * weight_BR).sum()
     return loss, weight_BR.sum(), {"nll": loss, "largest": Max(weight_BR.max())}
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def first_params(model: ModelConfig) -> Params:
+    return init_params(model, jax.random.key(0), random_value_head=True)
 
 
 def make_batch(seed: int = 0) -> dict:
@@ -65,12 +71,16 @@ def train_terms(terms, update, strategy=Strategy()):  # noqa: B008
     layout = Layout.over(tuple(range(strategy.num_devices)), strategy)
     arrays, _, rebuild = split_args((terms, update))
     program = train_program(ROLE, rebuild, [True] * len(arrays), layout)
-    params = jax.device_put(init_params(MODEL, jax.random.key(0)), param_shardings(MODEL, layout))
-    shardings = optimizer_shardings(OPTIMIZER, MODEL, layout)
+    params = jax.device_put(first_params(MODEL), param_shardings(MODEL, layout))
+    shardings = optimizer_shardings(OPTIMIZER, abstract_params(MODEL), param_shardings(MODEL, layout), layout)
     state = jax.jit(lambda p: init_optimizer(OPTIMIZER, p), out_shardings=shardings)(params)
     return program(params, state, NOISE, arrays)
 
 
+adam = jax.jit(functools.partial(apply_gradient, OPTIMIZER, 10))
+
+
+@jax.jit
 def one_update_by_hand(params, state, batch):
     """The gradient of the mean over all weights, computed on the whole mini-batch at once."""
     layout = Layout.over((0,), Strategy())
@@ -96,7 +106,7 @@ def one_update_by_hand(params, state, batch):
 def test_an_update_is_that_of_the_whole_mini_batch(strategy):
     batch = make_batch()
     params, state, metrics = train(batch, Update(), strategy)
-    first = init_params(MODEL, jax.random.key(0))
+    first = first_params(MODEL)
     expected, _, expected_metrics, value = one_update_by_hand(first, init_optimizer(OPTIMIZER, first), batch)
     np.testing.assert_allclose(metrics["loss"], value, rtol=1e-5)
     np.testing.assert_allclose(metrics["nll"], value, rtol=1e-5)
@@ -113,7 +123,7 @@ def test_every_row_is_trained_on_once_an_epoch_in_shuffled_mini_batches():
     _, state, metrics = train(batch, Update(mini_batches=4, epochs=2))
     assert state.num_updates == 8
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(1), 2), 3)
-    params = init_params(MODEL, jax.random.key(0))
+    params = first_params(MODEL)
     expected_state, losses = init_optimizer(OPTIMIZER, params), []
     for epoch in range(2):
         order = np.asarray(jax.random.permutation(jax.random.fold_in(key, epoch), B))
@@ -128,7 +138,8 @@ def test_every_row_is_trained_on_once_an_epoch_in_shuffled_mini_batches():
 def test_gap_between_recorded_and_recomputed_logprobs_is_that_before_the_first_update():
     batch = make_batch()
     layout = Layout.over((0,), Strategy())
-    logprobs = heads.policy_outputs(init_params(MODEL, jax.random.key(0)), batch["sequences"], MODEL, layout).logprobs
+    policy = jax.jit(lambda params: heads.policy_outputs(params, batch["sequences"], MODEL, layout))
+    logprobs = policy(first_params(MODEL)).logprobs
     off = jnp.zeros((B, R)).at[2, 0].set(0.25)  # response token 0 of every row is real
     batch["sequences"] = batch["sequences"].replace(logprobs=logprobs + off)
     _, _, metrics = train(batch, Update(epochs=3))
@@ -146,7 +157,7 @@ def test_terms_add_up_with_their_weights_each_over_its_own_rows():
     """Half of the mean of one batch, plus the mean of another with half as many rows."""
     first, second = make_batch(), jax.tree.map(lambda x: x[: B // 2], make_batch(seed=1))
     terms = (Term(weighted_loss, first, weight=0.5), Term(weighted_loss, second, name="other"))
-    params = init_params(MODEL, jax.random.key(0))
+    params = first_params(MODEL)
 
     def total(params):
         means = []
@@ -156,8 +167,8 @@ def test_terms_add_up_with_their_weights_each_over_its_own_rows():
             means.append(loss / weight)
         return 0.5 * means[0] + means[1], means
 
-    (value, means), gradient = jax.value_and_grad(total, has_aux=True)(params)
-    expected, _, _ = apply_gradient(OPTIMIZER, 10, params, init_optimizer(OPTIMIZER, params), gradient)
+    (value, means), gradient = jax.jit(jax.value_and_grad(total, has_aux=True))(params)
+    expected, _, _ = adam(params, init_optimizer(OPTIMIZER, params), gradient)
     for strategy in (Strategy(), Strategy(data=2, micro_batches=2)):
         trained, _, metrics = train_terms(terms, Update(), strategy)
         np.testing.assert_allclose(metrics["loss"], value, rtol=1e-5)
@@ -179,15 +190,15 @@ def test_a_pair_of_sequences_stays_together_and_the_model_runs_on_both():
         "sequences": {"chosen": chosen["sequences"], "rejected": rejected["sequences"]},
         "weight": chosen["weight"],
     }
-    params, one = init_params(MODEL, jax.random.key(0)), Layout.over((0,), Strategy())
+    params, one = first_params(MODEL), Layout.over((0,), Strategy())
 
     def mean(params):
         outputs = {n: heads.policy_outputs(params, x, MODEL, one) for n, x in batch["sequences"].items()}
         loss, weight, metrics = pair_loss(outputs, batch, None)
         return loss / weight, metrics["accuracy"] / weight
 
-    (value, accuracy), gradient = jax.value_and_grad(mean, has_aux=True)(params)
-    expected, _, _ = apply_gradient(OPTIMIZER, 10, params, init_optimizer(OPTIMIZER, params), gradient)
+    (value, accuracy), gradient = jax.jit(jax.value_and_grad(mean, has_aux=True))(params)
+    expected, _, _ = adam(params, init_optimizer(OPTIMIZER, params), gradient)
     terms = (Term(pair_loss, batch),)
     for strategy in (Strategy(micro_batches=2), Strategy(data=2, micro_batches=2, balance=True)):
         trained, _, metrics = train_terms(terms, Update(), strategy)
@@ -203,11 +214,11 @@ def test_a_pair_of_sequences_stays_together_and_the_model_runs_on_both():
 
 def test_a_loss_of_scores_is_that_of_the_last_tokens():
     batch, role = make_batch(), ModelRole(dataclasses.replace(MODEL, head="scalar"), OPTIMIZER, num_updates=10)
-    params = init_params(role.model, jax.random.key(0), random_value_head=True)
+    params = first_params(role.model)
     layout = Layout.over((0,), Strategy())
     arrays, _, rebuild = split_args(((Term(sum_of_scores, batch, of="scores"),), Update()))
     loss = loss_program(role, rebuild, [True] * len(arrays), layout)(params, arrays)
-    scores = heads.scores(params, batch["sequences"], role.model, layout)
+    scores = jax.jit(lambda params: heads.scores(params, batch["sequences"], role.model, layout))(params)
     np.testing.assert_allclose(loss, [scores.mean()], rtol=1e-5)
 
 
@@ -217,7 +228,7 @@ def sum_of_scores(outputs, batch, update):
 
 def test_inference_in_micro_batches_keeps_the_order_of_rows():
     rollout = make_batch()["sequences"]
-    params = init_params(MODEL, jax.random.key(0))
+    params = first_params(MODEL)
     outputs = []
     for strategy in (Strategy(), Strategy(micro_batches=4), Strategy(data=2, micro_batches=2)):
         layout = Layout.over(tuple(range(strategy.num_devices)), strategy)
@@ -231,7 +242,7 @@ def test_inference_in_micro_batches_keeps_the_order_of_rows():
 
 @pytest.mark.parametrize("strategy", [Strategy(data=4), Strategy(data=2, fsdp=2, micro_batches=2)], ids=str)
 def test_balanced_inference_gives_the_same_in_the_same_order(strategy):
-    rollout, params, outputs = make_batch()["sequences"], init_params(MODEL, jax.random.key(0)), []
+    rollout, params, outputs = make_batch()["sequences"], first_params(MODEL), []
     for balance in (False, True):
         layout = Layout.over((0, 1, 2, 3), dataclasses.replace(strategy, balance=balance))
         arrays, _, rebuild = split_args((rollout,))

@@ -1,0 +1,270 @@
+"""Tests of an algorithm, built in or one's own: that no plan changes what it gives, and that it learns.
+
+    from jaxrlhf.testing import check_plan_invariance, learning_curve
+
+    def test_no_plan_matters():
+        check_plan_invariance("my_module:my_step", settings={"clip": 0.1})
+
+    def test_it_learns():
+        scores = learning_curve("my_module:my_step", metric="critic/score/mean", steps=40)
+        assert max(scores[-5:]) > max(scores[:5]) + 0.3
+
+Both run a model of one layer on virtual CPU devices, through the assembly and the executor of any run, without a run
+folder. What takes the time is compiling, a few seconds a plan.
+"""
+
+import dataclasses
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxrlhf.call_graph import Call
+from jaxrlhf.config.algorithms import load_algorithm
+from jaxrlhf.config.reading import build, to_tree
+from jaxrlhf.config.schema import RunConfig, build_run
+from jaxrlhf.planner.device_order import reuse_training_shards, training_placements
+from jaxrlhf.planner.plan import DEFAULT, Placement, Plan, PlanError, check, resolve
+from jaxrlhf.runtime.assembly import Phase, assemble
+from jaxrlhf.runtime.checkpoints import trained_roles
+from jaxrlhf.runtime.executor import Executor
+from jaxrlhf.runtime.first_weights import Placed, load_first_weights
+from jaxrlhf.runtime.metrics import flatten
+from jaxrlhf.runtime.programs import GAP_METRIC
+from jaxrlhf.runtime.roles import ModelRole
+from jaxrlhf.sharding import mesh
+from jaxrlhf.sharding.strategy import Strategy
+from jaxrlhf.suggest import did_you_mean
+
+NUM_DEVICES, DEVICES_PER_NODE = 8, 4
+ROWS = 16
+RTOL, ATOL = 1e-5, 1e-6
+"""How far metrics may lie apart under two plans: sums of float32 in another order."""
+
+SMALL_MODEL = {
+    "vocab_size": 264,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_layers": 1,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+}
+SMALL_SAMPLING = {"max_new_tokens": 6, "stop_ids": [10, 32, *range(43, 57, 2), *range(90, 160, 5)]}
+"""Short responses, some of which an untrained model ends earlier."""
+
+
+def share_of_digits(completions: list[str]) -> list[float]:
+    """A reward that even an untrained model earns some of: how much of a completion is digits."""
+    return [sum(c.isdigit() for c in text) / max(len(text), 1) for text in completions]
+
+
+def share_of_letters(completions: list[str]) -> list[float]:
+    """Its like: how much of a completion is letters."""
+    return [sum(c.isalpha() for c in text) / max(len(text), 1) for text in completions]
+
+
+def small_run(algorithm: str, *, learning_rate: float = 1e-3, **config: Any) -> RunConfig:
+    """A run of an algorithm that is as small as it can be: one layer, few rows, short responses, one device.
+
+    Args:
+        algorithm: As a config names it.
+        learning_rate: Of the small roles.
+        config: Keys of a run that are to be others. `roles` and `settings` go over the small ones by their names; a
+            role that is None is left out.
+    """
+    known = load_algorithm(algorithm)
+    small = _small_roles(learning_rate)
+    named = {name: small[name] for name in known.roles or small if name in small}
+    roles = {name: role for name, role in {**named, **config.pop("roles", {})}.items() if role is not None}
+    wanted = config.pop("settings", {})
+    settings = _shortened(to_tree(build(known.config, wanted, where=f"settings of {algorithm}")))
+    tree = {
+        "name": "test",
+        "algorithm": algorithm,
+        "steps": 1,
+        "batch_size": ROWS,
+        "devices": f"cpu:{NUM_DEVICES}",
+        "data": {"task": "arithmetic"},
+        "plan": {"default": {"data": 1}},
+        "compilation_cache": "",
+        **config,
+        "roles": roles,
+        "settings": _over(settings, wanted),
+    }
+    return build_run(tree, where=f"test of {algorithm}")
+
+
+def check_plan_invariance(algorithm: str, *, num_plans: int = 3, steps: int = 2, seed: int = 0, **config: Any) -> None:
+    """Some steps under one device and under random plans for eight: the same tokens, metrics and state.
+
+    Args:
+        algorithm: As a config names it: `ppo`, `my_module:my_step`.
+        num_plans: How many random plans.
+        seed: Of the plans. The placement of a call depends on its name too, so that algorithms share programs.
+        config: Keys of the run, as `small_run` takes them.
+
+    Raises:
+        AssertionError: Something is not the same under a plan, or training changes no weights.
+        ValueError: The algorithm or the config is refused, as any run would be.
+    """
+    run = small_run(algorithm, steps=steps, **config)
+    mesh.use_virtual_cpu_devices(NUM_DEVICES)
+    assembly = assemble(run, NUM_DEVICES, DEVICES_PER_NODE)
+    alone = _Trial(run, assembly.train, assembly.train_rows)
+    assert alone.moved, f"{algorithm}: training must change weights. Got the same after {steps} steps."
+    for number in range(num_plans):
+        plan = random_plan(assembly.train, seed=seed + number)
+        phase = dataclasses.replace(assembly.train, plan=plan)
+        _Trial(run, phase, assembly.train_rows, alone.first_weights).assert_same(alone, f"{algorithm}, {plan}")
+
+
+def learning_curve(
+    algorithm: str, *, metric: str, steps: int, learning_rate: float = 1e-2, **config: Any
+) -> list[float]:
+    """A metric of every step, on one device.
+
+    Args:
+        learning_rate: Of the small roles. High, so that few steps show whether the algorithm learns.
+        config: Keys of the run, as `small_run` takes them.
+
+    Raises:
+        KeyError: The algorithm has no such metric.
+        ValueError: The algorithm or the config is refused, as any run would be.
+    """
+    run = small_run(algorithm, steps=steps, learning_rate=learning_rate, **config)
+    mesh.use_virtual_cpu_devices(NUM_DEVICES)
+    assembly = assemble(run, NUM_DEVICES, DEVICES_PER_NODE)
+    metrics = _Trial(run, assembly.train, assembly.train_rows).metrics
+    if metric not in metrics[0]:
+        raise KeyError(
+            f"{algorithm}: must have the metric. Got {metric!r}. It has: {', '.join(metrics[0])}."
+            f"{did_you_mean(metric, metrics[0])}"
+        )
+    return [numbers[metric] for numbers in metrics]
+
+
+class _Trial:
+    """Some steps of a phase, and what they gave."""
+
+    def __init__(
+        self, run: RunConfig, phase: Phase, rows: Any, first_weights: Mapping[str, Placed] | None = None
+    ) -> None:
+        executor = Executor(phase.roles, seed=run.seed)
+        self.metrics: list[dict[str, float]] = []
+        self.states: list[dict[str, float]] = []
+        self.sampled: list[dict[str, np.ndarray]] = []
+        try:
+            load_first_weights(executor, phase, run, dict(first_weights or {}))
+            models = [name for name, role in phase.roles.items() if isinstance(role, ModelRole)]
+            self.first_weights = first_weights or {name: executor.weights.snapshot(name) for name in models}
+            state = phase.first_state
+            for step in range(run.steps):
+                result = executor.run(phase.graph, phase.plan, state, rows(step), step=step)
+                state = result.state
+                self.metrics.append(flatten(result.fetch()))
+                self.states.append(_numbered(result.read(phase.graph.state)))
+                generated = [call.name for call in phase.graph.calls if call.kind == "generate"]
+                self.sampled.append({name: result.outputs(name).tokens for name in generated})
+            self.moved = first_weights is None and all(
+                _differ(executor.weights.snapshot(name)[1], self.first_weights[name][1])
+                for name in trained_roles(phase)
+                if any(call.role == name and call.kind == "train" for call in phase.graph.calls)
+            )
+        finally:
+            executor.close()
+
+    def assert_same(self, want: "_Trial", under: str) -> None:
+        """That it gave what another one did."""
+        for step, (sampled, expected) in enumerate(zip(self.sampled, want.sampled, strict=True), start=1):
+            for call, tokens in expected.items():
+                np.testing.assert_array_equal(sampled[call], tokens, err_msg=f"{under}: {call} in step {step}")
+        for got, wanted in ((self.metrics, want.metrics), (self.states, want.states)):
+            for step, (numbers, expected) in enumerate(zip(got, wanted, strict=True), start=1):
+                assert numbers.keys() == expected.keys(), under
+                for name in expected:
+                    if not name.endswith(GAP_METRIC):  # which is rounding
+                        message = f"{under}: {name} in step {step}"
+                        np.testing.assert_allclose(numbers[name], expected[name], RTOL, ATOL, err_msg=message)
+
+
+def random_plan(phase: Phase, *, seed: int) -> Plan:
+    """A valid plan over two nodes of four devices: every call on some part of a node or on both, with some strategy."""
+    graph, models = phase.graph, {n: role.model for n, role in phase.roles.items() if isinstance(role, ModelRole)}
+    one_device = {DEFAULT: Placement((0,), Strategy())}
+    placements: dict[str, Placement] = {}
+    for call in graph.calls:
+        if call.kind == "host" or call.plan_name in placements:
+            continue
+        draw = random.Random(f"{seed} {call.plan_name.partition('#')[0]}")
+        while call.plan_name not in placements:
+            placement = _random_placement(call, draw)
+            try:
+                plan = resolve({**one_device, call.plan_name: placement}, graph)
+                check(plan, graph, models, NUM_DEVICES, DEVICES_PER_NODE)
+            except PlanError:
+                continue
+            placements[call.plan_name] = placement
+    offload = tuple(role for role in models if random.Random(f"{seed} {role}").random() < 0.2)
+    plan = resolve({**one_device, **placements}, graph, offload)
+    return reuse_training_shards(plan, graph, training_placements(plan, graph), DEVICES_PER_NODE)
+
+
+def _random_placement(call: Call, draw: random.Random) -> Placement:
+    """One that may not fit the call's rows or model."""
+    count = draw.choice((1, 2, 4, 8))
+    first = draw.randrange(0, NUM_DEVICES, count)
+    tensor = draw.choice([n for n in (1, 2) if count % n == 0])
+    data = draw.choice([n for n in (1, 2, 4, 8) if (count // tensor) % n == 0])
+    computes, trains = call.kind == "compute", call.kind == "train"
+    strategy = Strategy(
+        data=data,
+        fsdp=count // tensor // data,
+        tensor=tensor,
+        micro_batches=1 if computes else draw.choice((1, 1, 2, 4)),
+        remat=draw.choice(("none", "dots", "layer")) if trains else "none",
+        balance=call.kind in ("train", "infer") and draw.random() < 0.3,
+    )
+    return Placement(tuple(range(first, first + count)), strategy)
+
+
+def _small_roles(learning_rate: float) -> dict[str, Any]:
+    """What plays a role unless a test says otherwise."""
+    # Adam divides a gradient by its own size: where one is all but zero, it turns rounding into whole steps. A larger
+    # eps keeps a comparison about the plan.
+    optimizer = {"learning_rate": learning_rate, "eps": 1e-5}
+    return {
+        "actor": {"model": SMALL_MODEL, "optimizer": optimizer},
+        "critic": {"init": "actor", "head": "scalar", "optimizer": optimizer},
+        "reference": {"init": "actor"},
+        "reward": {"function": "jaxrlhf.testing:share_of_digits"},
+        "cost": {"function": "jaxrlhf.testing:share_of_letters"},
+    }
+
+
+def _shortened(settings: Any) -> Any:
+    """Settings with short responses and at most two mini-batches."""
+    if not isinstance(settings, dict):
+        return settings
+    if "temperature" in settings and "stop_ids" in settings:
+        return {**settings, **SMALL_SAMPLING, "min_new_tokens": 0}
+    most = {"mini_batches": 2, "max_new_tokens": 10}
+    return {name: min(x, most[name]) if name in most else _shortened(x) for name, x in settings.items()}
+
+
+def _over(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """`above` over `below`: mappings merge, anything else replaces."""
+    both = {n for n in above if isinstance(above[n], Mapping) and isinstance(below.get(n), dict)}
+    return {**below, **above, **{name: _over(below[name], above[name]) for name in both}}
+
+
+def _numbered(tree: Any) -> dict[str, float]:
+    """Every number of a tree under its place in it."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {f"state{jax.tree_util.keystr(path)}[{i}]": x for path, leaf in leaves for i, x in enumerate(np.ravel(leaf))}
+
+
+def _differ(one: Any, other: Any) -> bool:
+    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+    return any(np.abs(np.asarray(x) - np.asarray(y)).max() > 1e-6 for x, y in pairs)
