@@ -322,7 +322,7 @@ def _evaluation_config(
 ) -> EvaluationConfig:
     sampling = config.sampling
     if sampling is None:
-        sampling = dataclasses.replace(next(iter(_samplings(settings)), Sampling()), temperature=0.0)
+        sampling = dataclasses.replace(next(iter(_samplings(settings)), Sampling()), temperature=0.0, num_samples=1)
     for scorer in config.scorers:
         if scorer not in roles:
             raise ConfigError(
