@@ -78,11 +78,9 @@ class PolicyOutputs(struct.PyTreeNode):
     entropy: Float[Array, "B R"]
 
 
-class PolicyAndValues(struct.PyTreeNode):
+class PolicyAndValues(PolicyOutputs):
     """What a language-model head and a scalar head on one trunk say about response tokens. Zero outside `response`."""
 
-    logprobs: Float[Array, "B R"]
-    entropy: Float[Array, "B R"]
     values: Float[Array, "B R"]
     """The scalar head before each response token."""
 

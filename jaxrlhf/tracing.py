@@ -90,9 +90,27 @@ class Recorder:
         leaves, structure = jax.tree.flatten(avals)
         return structure.unflatten([Ref(name, i, x, has_rows=has_rows, recorder=self) for i, x in enumerate(leaves)])
 
-    def call_role(self, role: str, name: str, method: Method, weights: str | None, args: tuple[Any, ...]) -> Any:
+    def version(self, weights: str | None) -> int:
+        """How often weights have been trained so far."""
+        return self._versions[weights] if weights else 0
+
+    def call_role(
+        self,
+        role: str,
+        name: str,
+        method: Method,
+        weights: str | None,
+        args: tuple[Any, ...],
+        version: int | None = None,
+    ) -> Any:
+        """Writes a call of a role down. `version`: of its weights; None is the present one."""
         self._check_args(f"{role}.{name}", args)
-        reads = self._versions[weights] if weights else 0
+        reads = self.version(weights) if version is None else version
+        if method.kind == "train" and reads != self.version(weights):
+            raise GraphError(
+                f"{role}.{name}: trains the present version of its weights. Got a pinned one, which was trained since. "
+                f"Call roles.{role}.{name}."
+            )
         asked = (self.iteration, role, name, reads, _identity(args))
         if method.kind in ("infer", "host") and asked in self._outputs:
             return self._outputs[asked]
@@ -193,8 +211,16 @@ class Recorder:
 class RoleHandle:
     """A role inside a step function: its methods record calls."""
 
-    def __init__(self, name: str, role: RoleMethods, roles: "Roles", recorder: Recorder) -> None:
+    def __init__(
+        self, name: str, role: RoleMethods, roles: "Roles", recorder: Recorder, version: int | None = None
+    ) -> None:
         self._name, self._role, self._roles, self._recorder = name, role, roles, recorder
+        self._version = version
+
+    def pinned(self) -> "RoleHandle":
+        """The role with its weights as they are now, whatever is trained after this in the same step."""
+        version = self._recorder.version(self._role.weights)
+        return RoleHandle(self._name, self._role, self._roles, self._recorder, version)
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
         if method.startswith("__"):
@@ -212,7 +238,9 @@ class RoleHandle:
 
         def call(*args: Any, **named: Any) -> Any:
             arguments = known[method].arguments(f"{self._name}.{method}", args, named)
-            return self._recorder.call_role(self._name, method, known[method], self._role.weights, arguments)
+            return self._recorder.call_role(
+                self._name, method, known[method], self._role.weights, arguments, self._version
+            )
 
         return call
 

@@ -20,7 +20,6 @@ import jax
 from jaxrlhf.checkpoint.store import CheckpointError
 from jaxrlhf.config.reading import dump_yaml
 from jaxrlhf.config.schema import RunConfig, load_run
-from jaxrlhf.data.prompts import PromptTable, load_prompts
 from jaxrlhf.data.tokenizer import JSONTokenizer
 from jaxrlhf.planner.plan import plan_rows
 from jaxrlhf.rewards.functions import RewardError
@@ -33,6 +32,7 @@ from jaxrlhf.runtime.metrics import TrainingError, read_metrics
 from jaxrlhf.runtime.recovery import ResumePoint, find_resume_point, newest_position
 from jaxrlhf.runtime.run_folder import RunFolder, RunFolderError, check_run_folder, collect_versions
 from jaxrlhf.runtime.stages import time_rows
+from jaxrlhf.runtime.step_rows import Tables, load_tables
 from jaxrlhf.runtime.trackers import check_trackers
 from jaxrlhf.runtime.trainer import Outcome, Trainer
 from jaxrlhf.runtime.utilization import utilization_line
@@ -177,19 +177,19 @@ def prepare(config: RunConfig, console: Console, channel: Channel | None = None)
     """
     channel = channel or start(config)
 
-    def find() -> tuple[ResumePoint | None, PromptTable]:
+    def find() -> tuple[ResumePoint | None, Tables]:
         check_run_folder(Path(config.output.folder), config.name)
         check_trackers(config.output)
-        return find_resume_point(config), load_prompts(config.data, config.tokenizer)
+        return find_resume_point(config), load_tables(config)
 
     def check() -> Assembly:
-        assembly = assemble(config, mesh.num_devices(), mesh.devices_per_process(), table=table)
+        assembly = assemble(config, mesh.num_devices(), mesh.devices_per_process(), tables=tables)
         if resume is not None and resume.position is not None:
             check_checkpoint(resume, assembly)
         return assembly
 
     try:
-        resume, table = channel.share(find)  # rows are read once, and sent to the other processes
+        resume, tables = channel.share(find)  # rows are read once, and sent to the other processes
         assembly = channel.together(check)
     except ValueError as error:
         raise InputError(str(error)) from error

@@ -29,7 +29,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrlhf.algorithms.ppo import PolicyUpdate, PPOConfig, ValueUpdate, ppo_state, ppo_step
+from jaxrlhf.algorithms.policy import PolicyUpdate, policy_state
+from jaxrlhf.algorithms.ppo import PPOConfig, ValueUpdate, ppo_step
 from jaxrlhf.call_graph import Call, CallGraph
 from jaxrlhf.config.schema import OptimizerConfig
 from jaxrlhf.experience import Prompts, Sampling
@@ -160,7 +161,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     )
     prompts = random_prompts(options)
     methods = {name: role.methods(name) for name, role in roles.items()}
-    graph = trace(ppo_step, methods, ppo_state(settings), prompts, settings)
+    graph = trace(ppo_step, methods, policy_state(settings), prompts, settings)
     prefill = trace(generate_step, methods, (), prompts, Sampling(max_new_tokens=1))
     plan, prefill_plan = plan_of(graph, options), plan_of(prefill, options)
     check(plan, graph, models, mesh.num_devices())
@@ -178,7 +179,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         executor.wait()
         return Clocks.now() - started, result.state
 
-    state: Any = ppo_state(settings)
+    state: Any = policy_state(settings)
     wholes: list[Clocks] = []
     for i in range(options.rounds + 1):  # the first compiles
         if i == 1:

@@ -13,11 +13,16 @@ import jax
 import pytest
 
 from jaxrlhf.algorithms import ALGORITHMS
+from jaxrlhf.algorithms.gspo import SequenceUpdate
 from jaxrlhf.algorithms.kl import KLPenalty
-from jaxrlhf.algorithms.ppo import PolicyUpdate, PPOConfig, ValueUpdate
+from jaxrlhf.algorithms.policy import PolicyConfig, PolicyUpdate, ReinforceUpdate
+from jaxrlhf.algorithms.ppo import ActorCriticConfig, PPOConfig, ValueUpdate
+from jaxrlhf.algorithms.ppo_ptx import PretrainingMix
+from jaxrlhf.algorithms.ppo_shared import SharedUpdate
 from jaxrlhf.algorithms.sft import SFTConfig, SupervisedUpdate
 from jaxrlhf.config.reading import to_tree
 from jaxrlhf.config.schema import (
+    AverageConfig,
     EvaluationRunConfig,
     OptimizerConfig,
     OutputConfig,
@@ -33,6 +38,7 @@ from jaxrlhf.data.config import DataConfig
 from jaxrlhf.data.tokenizer import TokenizerConfig
 from jaxrlhf.experience import Sampling
 from jaxrlhf.models.config import PRESETS, ModelConfig, RopeScaling
+from jaxrlhf.models.lora import LoRAConfig
 from jaxrlhf.rewards.verifiers import VERIFIERS
 from jaxrlhf.runtime.assembly import assemble
 from jaxrlhf.runtime.events import Event
@@ -54,12 +60,27 @@ SECTIONS: dict[str, type[Any]] = {
     "`roles.<role>`": RoleConfig,
     "`roles.<role>.model`": ModelConfig,
     "`roles.<role>.model.rope_scaling`": RopeScaling,
+    "`roles.<role>.lora`": LoRAConfig,
+    "`roles.<role>.average`": AverageConfig,
     "`roles.<role>.optimizer`": OptimizerConfig,
+    "`settings` of algorithms that sample": PolicyConfig,
+    "`settings` of algorithms with a critic": ActorCriticConfig,
     "`settings` of `ppo`": PPOConfig,
+    **{
+        f"`settings` of `{name}`": ALGORITHMS[name].config
+        for name in (
+            *("ppo_ptx", "ppo_shared", "safe_rlhf"),
+            *("remax", "rloo", "reinforce_plus_plus", "grpo", "dr_grpo", "dapo", "gspo"),
+        )
+    },
     "`settings.sampling`": Sampling,
     "`settings.kl`": KLPenalty,
     "`settings.actor_update`": PolicyUpdate,
+    "`settings.actor_update` of `remax` and `rloo`": ReinforceUpdate,
+    "`settings.actor_update` of `gspo`": SequenceUpdate,
+    "`settings.actor_update` of `ppo_shared`": SharedUpdate,
     "`settings.critic_update`": ValueUpdate,
+    "`settings.pretraining`": PretrainingMix,
     "`settings` of `sft`": SFTConfig,
     "`settings.update`": SupervisedUpdate,
     "`plan.<call>`": PlacementConfig,
@@ -89,14 +110,29 @@ def shown_default(field: dataclasses.Field[Any]) -> str:
     if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
         return "required"
     default = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
-    return "its own" if dataclasses.is_dataclass(default) else f"`{json.dumps(to_tree(default))}`"
+    if dataclasses.is_dataclass(default) and not isinstance(default, type):
+        usual = to_tree(type(default)())
+        default = {key: value for key, value in to_tree(default).items() if value != usual[key]}
+        if not default:
+            return "its own"
+    return f"`{json.dumps(to_tree(default))}`"
 
 
 def contained(hint: Any) -> set[type[Any]]:
-    """The dataclasses that a type mentions, and those that they contain."""
+    """The dataclasses that a type mentions, those that they contain, and those that they build on."""
     found = {hint} if dataclasses.is_dataclass(hint) and isinstance(hint, type) else set()
-    inner = typing.get_type_hints(hint).values() if found else typing.get_args(hint)
+    inner = [*typing.get_type_hints(hint).values(), *hint.__bases__] if found else typing.get_args(hint)
     return found.union(*(contained(each) for each in inner))
+
+
+def own_fields(cls: type[Any]) -> list[dataclasses.Field[Any]]:
+    """The keys of a dataclass that are not, with type and default, those of one that it builds on."""
+    inherited = [
+        field for base in cls.__bases__ if dataclasses.is_dataclass(base) for field in dataclasses.fields(base)
+    ]
+    same = {(field.name, field.type, str(field.default)) for field in inherited}
+    fields = dataclasses.fields(cls)
+    return [field for field in fields if field.init and (field.name, field.type, str(field.default)) not in same]
 
 
 def test_every_dataclass_of_a_run_has_a_section():
@@ -107,7 +143,7 @@ def test_every_dataclass_of_a_run_has_a_section():
 @pytest.mark.parametrize(("heading", "cls"), SECTIONS.items(), ids=lambda x: x if isinstance(x, str) else "")
 def test_every_key_is_documented_with_its_default(heading, cls):
     rows = table_rows(section(CONFIGURATION, heading))
-    fields = [field for field in dataclasses.fields(cls) if field.init]
+    fields = own_fields(cls)
     assert [(row[0], row[2]) for row in rows] == [(f"`{field.name}`", shown_default(field)) for field in fields]
     hints = typing.get_type_hints(cls)
     for row, field in zip(rows, fields, strict=True):

@@ -21,7 +21,7 @@ class Rows:
     count: int = 0
     """Rows in a step. 0: the run's `batch_size`."""
     dataset: str = ""
-    """The name of a table under the run's `datasets`. Empty, or not there: the run's `data`."""
+    """The name of a table under the run's `datasets`. Empty, or not there: the run's `data`, as always for prompts."""
 
     def __post_init__(self) -> None:
         require(
@@ -31,7 +31,17 @@ class Rows:
             require(self.max_new_tokens == 0, "Rows.max_new_tokens", "prompts have no completion", self.max_new_tokens)
         else:
             require(self.max_new_tokens >= 1, "Rows.max_new_tokens", "must be at least 1", self.max_new_tokens)
+        at_home = self.kind != "prompts" or not self.dataset
+        require(
+            at_home, "Rows.dataset", "prompts come from the run's `data`, as rewards read its columns", self.dataset
+        )
         require(self.count >= 0, "Rows.count", "must not be negative", self.count)
+
+
+def no_state(config: Any) -> tuple[()]:
+    """The first state where nothing is carried from step to step."""
+    del config
+    return ()
 
 
 def prompts(config: Any) -> Rows:

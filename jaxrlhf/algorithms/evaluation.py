@@ -1,4 +1,4 @@
-"""Evaluation: sample responses, by default greedily, and score them. Nothing is trained."""
+"""Evaluation by samples: responses, by default greedy ones, and their scores. Nothing is trained."""
 
 import dataclasses
 from typing import Any

@@ -3,24 +3,59 @@
 Letters: B sequences, R response columns.
 
 A train call adds sums, weights and metrics over micro-batches and shards, and divides by the weight once, at the end.
-So the loss is a mean over all tokens of a mini-batch, however it was cut.
+So the loss is a mean over a mini-batch, however it was cut. What it is a mean of, `Aggregation` says:
+
+    token       sum of all tokens / number of all tokens: each token counts alike
+    sequence    mean over sequences of the means over their tokens: each sequence counts alike
+    sum         mean over sequences of the sums over their tokens: a sequence is one action
+    constant    the same, divided by R, the limit on new tokens: `sum` on the scale of `sequence`
+
+Metrics are means over tokens with `token`, else over sequences of means over their tokens.
 """
 
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import chex
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from jaxrlhf.algorithms.kl import ESTIMATORS, Estimator
-from jaxrlhf.algorithms.masked import masked_count, masked_max, masked_sum
+from jaxrlhf.algorithms.masked import masked_count, masked_max, masked_means, masked_sum
 from jaxrlhf.experience import Max
 
 Metrics: TypeAlias = dict[str, Float[Array, ""] | Max]
 """Sums, to be divided by the loss's weight, or maxima."""
 
 Loss: TypeAlias = tuple[Float[Array, ""], Float[Array, ""], Metrics]
-"""The loss summed over tokens; the number of tokens; metrics."""
+"""The loss summed over tokens or sequences; the number of these; metrics."""
+
+Aggregation = Literal["token", "sequence", "sum", "constant"]
+AGGREGATIONS: tuple[Aggregation, ...] = ("token", "sequence", "sum", "constant")
+
+
+def aggregated(
+    x_BR: Float[Array, "B R"], mask_BR: Bool[Array, "B R"], aggregation: Aggregation
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """The sum of a loss over unmasked tokens, and the weight that it is to be divided by.
+
+    A sequence without unmasked tokens has no weight.
+
+    Reference:
+        The first three, Shao et al. 2024, arXiv:2402.03300, eq. 3, and Yu et al. 2025, arXiv:2503.14476, section 3.3;
+        the last, Liu et al. 2025, arXiv:2503.20783.
+    """
+    chex.assert_rank([x_BR, mask_BR], 2)
+    if aggregation == "token":
+        return masked_sum(x_BR, mask_BR), masked_count(mask_BR)
+    num_sequences = jnp.sum(jnp.any(mask_BR, axis=1), dtype=jnp.float32)
+    if aggregation == "sequence":
+        return jnp.sum(masked_means(x_BR, mask_BR)), num_sequences
+    return masked_sum(x_BR, mask_BR) / (mask_BR.shape[1] if aggregation == "constant" else 1), num_sequences
+
+
+def _metric(x_BR: Float[Array, "B R"], mask_BR: Bool[Array, "B R"], aggregation: Aggregation) -> Float[Array, ""]:
+    """A sum that the weight of `aggregated` turns into a mean."""
+    return aggregated(x_BR, mask_BR, "token" if aggregation == "token" else "sequence")[0]
 
 
 def clipped_policy_loss(
@@ -31,6 +66,7 @@ def clipped_policy_loss(
     *,
     clip: float,
     clip_high: float | None = None,
+    aggregation: Aggregation = "token",
 ) -> Loss:
     """The clipped surrogate objective of PPO, to be minimized.
 
@@ -52,20 +88,85 @@ def clipped_policy_loss(
     ratio_BR = jnp.exp(log_ratio_BR)
     plain_BR = -advantages_BR * ratio_BR
     clipped_BR = -advantages_BR * jnp.clip(ratio_BR, 1.0 - clip, 1.0 + (clip if clip_high is None else clip_high))
-    loss = masked_sum(jnp.maximum(plain_BR, clipped_BR), mask_BR)
+    loss, weight = aggregated(jnp.maximum(plain_BR, clipped_BR), mask_BR, aggregation)
     metrics: Metrics = {
         "pg_loss": loss,
-        "pg_clipfrac": masked_count(mask_BR & (clipped_BR > plain_BR)),
-        "ppo_kl": -jnp.sum(log_ratio_BR),
+        "pg_clipfrac": _metric((clipped_BR > plain_BR).astype(jnp.float32), mask_BR, aggregation),
+        "ppo_kl": _metric(-log_ratio_BR, mask_BR, aggregation),
         "ratio_max": Max(masked_max(ratio_BR, mask_BR, floor=0.0)),
     }
-    return loss, masked_count(mask_BR), metrics
+    return loss, weight, metrics
 
 
-def entropy_bonus(entropy_BR: Float[Array, "B R"], mask_BR: Bool[Array, "B R"], *, coef: float) -> Loss:
+def clipped_sequence_loss(
+    logprobs_BR: Float[Array, "B R"],
+    old_logprobs_BR: Float[Array, "B R"],
+    advantages_B: Float[Array, " B"],
+    mask_BR: Bool[Array, "B R"],
+    *,
+    clip: float,
+    clip_high: float,
+) -> Loss:
+    """The clipped surrogate with one ratio for a whole sequence, to be minimized.
+
+        ratio = exp(mean over tokens of (logprob - old_logprob))
+        loss  = max(-A * ratio, -A * min(max(ratio, 1 - clip), 1 + clip_high))
+
+    The ratio is the geometric mean of those of the tokens, so that its size does not depend on the length. The weight
+    is the number of sequences that have tokens.
+
+    Metrics: as of `clipped_policy_loss`, over sequences.
+
+    Reference:
+        Zheng et al. 2025, arXiv:2507.18071, eq. 5 to 7.
+    """
+    chex.assert_rank([logprobs_BR, old_logprobs_BR, advantages_B, mask_BR], [2, 2, 1, 2])
+    chex.assert_equal_shape([logprobs_BR, old_logprobs_BR, mask_BR])
+    counts_B = jnp.any(mask_BR, axis=1)
+    # Masked before exp: see `clipped_policy_loss`.
+    log_ratio_B = masked_means(jnp.where(mask_BR, logprobs_BR - old_logprobs_BR, 0.0), mask_BR)
+    ratio_B = jnp.exp(log_ratio_B)
+    plain_B = jnp.where(counts_B, -advantages_B * ratio_B, 0.0)
+    clipped_B = jnp.where(counts_B, -advantages_B * jnp.clip(ratio_B, 1.0 - clip, 1.0 + clip_high), 0.0)
+    loss = jnp.sum(jnp.maximum(plain_B, clipped_B))
+    metrics: Metrics = {
+        "pg_loss": loss,
+        "pg_clipfrac": jnp.sum(clipped_B > plain_B, dtype=jnp.float32),
+        "ppo_kl": -jnp.sum(log_ratio_B),
+        "ratio_max": Max(jnp.max(jnp.where(counts_B, ratio_B, 0.0), initial=0.0)),
+    }
+    return loss, jnp.sum(counts_B, dtype=jnp.float32), metrics
+
+
+def reinforce_loss(
+    logprobs_BR: Float[Array, "B R"],
+    advantages_BR: Float[Array, "B R"],
+    mask_BR: Bool[Array, "B R"],
+    *,
+    aggregation: Aggregation,
+) -> Loss:
+    """The score-function estimator of the policy gradient, as a loss.
+
+        loss = -A * logprob
+
+    Its gradient is that of the objective for the policy that drew the tokens: there is no ratio that would account for
+    a policy which has moved since. Metric: `pg_loss`.
+
+    Reference:
+        Williams 1992, "Simple statistical gradient-following algorithms for connectionist reinforcement learning".
+    """
+    chex.assert_rank([logprobs_BR, advantages_BR, mask_BR], 2)
+    chex.assert_equal_shape([logprobs_BR, advantages_BR, mask_BR])
+    loss, weight = aggregated(-advantages_BR * jnp.where(mask_BR, logprobs_BR, 0.0), mask_BR, aggregation)
+    return loss, weight, {"pg_loss": loss}
+
+
+def entropy_bonus(
+    entropy_BR: Float[Array, "B R"], mask_BR: Bool[Array, "B R"], *, coef: float, aggregation: Aggregation = "token"
+) -> Loss:
     """Rewards a spread-out policy: loss = -coef * entropy. Metric: `entropy`, in nats, without the coefficient."""
-    entropy = masked_sum(entropy_BR, mask_BR)
-    return -coef * entropy, masked_count(mask_BR), {"entropy": entropy}
+    entropy, weight = aggregated(entropy_BR, mask_BR, aggregation)
+    return -coef * entropy, weight, {"entropy": _metric(entropy_BR, mask_BR, aggregation)}
 
 
 def kl_loss(
@@ -75,13 +176,14 @@ def kl_loss(
     mask_BR: Bool[Array, "B R"],
     *,
     estimator: Estimator,
+    aggregation: Aggregation = "token",
 ) -> Loss:
     """Holds the policy near the reference: loss = coef * kl. Metric: `kl_loss`, in nats, without the coefficient."""
     chex.assert_rank([logprobs_BR, reference_BR, coef_B, mask_BR], [2, 2, 1, 2])
     chex.assert_equal_shape([logprobs_BR, reference_BR, mask_BR])
     kl_BR = ESTIMATORS[estimator](jnp.where(mask_BR, logprobs_BR, 0.0), reference_BR)
-    loss = masked_sum(coef_B[:, None] * kl_BR, mask_BR)
-    return loss, masked_count(mask_BR), {"kl_loss": masked_sum(kl_BR, mask_BR)}
+    loss, weight = aggregated(coef_B[:, None] * kl_BR, mask_BR, aggregation)
+    return loss, weight, {"kl_loss": _metric(kl_BR, mask_BR, aggregation)}
 
 
 def clipped_value_loss(
@@ -92,6 +194,7 @@ def clipped_value_loss(
     *,
     value_clip: float | None,
     coef: float,
+    aggregation: Aggregation = "token",
 ) -> Loss:
     """Squared error of the critic, pessimistic about moves away from its earlier values.
 
@@ -114,10 +217,11 @@ def clipped_value_loss(
         # clipped so, a value that is in range stays as it is to the last bit, and is not counted as clipped
         near_BR = jnp.clip(values_BR, old_values_BR - value_clip, old_values_BR + value_clip)
         clipped_BR = jnp.square(near_BR - returns_BR)
-    loss = coef * masked_sum(jnp.maximum(plain_BR, clipped_BR), mask_BR)
+    squared, weight = aggregated(jnp.maximum(plain_BR, clipped_BR), mask_BR, aggregation)
+    loss = coef * squared
     metrics: Metrics = {
         "vf_loss": loss,
-        "vf_clipfrac": masked_count(mask_BR & (clipped_BR > plain_BR)),
-        "vpred_mean": masked_sum(values_BR, mask_BR),
+        "vf_clipfrac": _metric((clipped_BR > plain_BR).astype(jnp.float32), mask_BR, aggregation),
+        "vpred_mean": _metric(values_BR, mask_BR, aggregation),
     }
-    return loss, masked_count(mask_BR), metrics
+    return loss, weight, metrics

@@ -31,6 +31,14 @@ def masked_mean(x_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"]) -> Float
     return masked_sum(x_BT, mask_BT) / jnp.maximum(masked_count(mask_BT), 1.0)
 
 
+def masked_means(x_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"]) -> Float[Array, " B"]:
+    """Mean of each row where `mask_BT` is True; zero for a row where it is True nowhere."""
+    chex.assert_rank([x_BT, mask_BT], 2)
+    chex.assert_equal_shape([x_BT, mask_BT])
+    count_B = jnp.sum(mask_BT, axis=1, dtype=jnp.float32)
+    return jnp.sum(jnp.where(mask_BT, x_BT, 0.0), axis=1) / jnp.maximum(count_B, 1.0)
+
+
 def masked_variance(x_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"]) -> Float[Array, ""]:
     """Population variance (divided by n, not n - 1) of `x_BT` where `mask_BT` is True."""
     deviation_BT = jnp.where(mask_BT, x_BT, 0.0) - masked_mean(x_BT, mask_BT)

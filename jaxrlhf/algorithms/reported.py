@@ -17,6 +17,11 @@ def summary(name: str, x_B: Float[Array, " B"]) -> dict[str, Float[Array, ""]]:
     return {f"{name}/mean": jnp.mean(x_B), f"{name}/max": jnp.max(x_B), f"{name}/min": jnp.min(x_B)}
 
 
+def score_metrics(scores_B: Float[Array, " B"]) -> dict[str, Float[Array, ""]]:
+    """Mean, maximum, minimum and standard deviation of the scores, as the reward gave them."""
+    return {**summary("critic/score", scores_B), "critic/score/std": jnp.std(scores_B)}
+
+
 def masked_summary(name: str, x_BR: Float[Array, "B R"], mask_BR: Bool[Array, "B R"]) -> dict[str, Float[Array, ""]]:
     """Mean, maximum and minimum over the tokens that count; all zero where none does."""
     chex.assert_rank([x_BR, mask_BR], 2)

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning of the actor on demonstrations: the warm start of RLHF.
+"""Supervised fine-tuning of the actor on demonstrations: an algorithm by itself, and the warm start of others.
 
 Letters: B sequences, R response columns.
 """
@@ -30,7 +30,7 @@ class SFTConfig:
     """Settings of supervised fine-tuning."""
 
     max_new_tokens: int = 128
-    """Columns of a response. A longer completion is an error."""
+    """Columns of a response, end of text included."""
     update: SupervisedUpdate = SupervisedUpdate()
 
     def __post_init__(self) -> None:
@@ -49,6 +49,13 @@ def sft_step(
     """One step of supervised fine-tuning."""
     batch = {"sequences": demonstrations}
     return {"actor": roles.actor.train(sft_loss, batch, config.update)}, state
+
+
+def sft_evaluation(
+    roles: Any, state: tuple[()], demonstrations: Sequences, config: SFTConfig
+) -> tuple[dict[str, Any], tuple[()]]:
+    """The loss on held-out demonstrations."""
+    return roles.actor.loss(sft_loss, {"sequences": demonstrations}, config.update), state
 
 
 def sft_loss(outputs: PolicyOutputs, batch: dict[str, Any], update: SupervisedUpdate) -> Loss:

@@ -172,7 +172,10 @@ def _build(hint: Any, value: Any, where: str, path: str) -> Any:
     if origin in (dict, collections.abc.Mapping) and options[0] is str:
         items = _mapping(value, where, path).items()
         return FrozenDict({key: _build(options[1], item, where, _join(path, key)) for key, item in items})
-    raise TypeError(f"{path}: no config can hold a field of type {hint}.")
+    raise TypeError(
+        f"{path}: no config can hold a field of type {hint}. Declare it as bool, int, float, str, a Literal, a frozen "
+        "dataclass, one of these or None, or a tuple or mapping of them."
+    )
 
 
 def _build_dataclass(cls: Any, value: Any, where: str, path: str) -> Any:
@@ -188,7 +191,12 @@ def _build_dataclass(cls: Any, value: Any, where: str, path: str) -> Any:
     for name, field in fields.items():
         if name not in tree and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             raise ConfigError(f"{_place(where, _join(path, name))}: required. Got nothing. Write `{name}: ...`.")
-    arguments = {name: _build(hints[name], item, where, _join(path, name)) for name, item in tree.items()}
+    arguments = {}
+    for name, item in tree.items():
+        default = fields[name].default
+        if dataclasses.is_dataclass(default) and isinstance(item, Mapping):  # what it leaves out stays as it was here
+            item = _merge(to_tree(default), dict(item))
+        arguments[name] = _build(hints[name], item, where, _join(path, name))
     try:
         return cls(**arguments)
     except ValueError as error:

@@ -17,6 +17,7 @@ from jaxrlhf.data.config import DataConfig
 from jaxrlhf.data.tokenizer import TokenizerConfig
 from jaxrlhf.experience import Sampling
 from jaxrlhf.models.config import PRESETS, Head, ModelConfig
+from jaxrlhf.models.lora import LoRAConfig
 from jaxrlhf.reshard.protocols import AUTO
 from jaxrlhf.sharding.strategy import Remat
 from jaxrlhf.suggest import did_you_mean
@@ -63,6 +64,25 @@ class OptimizerConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class AverageConfig:
+    """An exponential moving average of weights: average = decay * average + (1 - decay) * weights.
+
+    With a decay of 0, a copy of them as they were at the last update of the average.
+    """
+
+    of: str
+    """The role whose weights it follows."""
+    decay: float = 0.99
+    every: int = 1
+    """Train calls of that role between two updates of the average."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.decay < 1:
+            raise ValueError(f"decay: must lie in [0, 1). Got {self.decay}.")
+        _require_at_least(self, 1, "every")
+
+
+@dataclasses.dataclass(frozen=True)
 class RoleConfig:
     """A role: a model, trained if it has an optimizer; a Python function of completions; or a sum of other roles."""
 
@@ -74,6 +94,14 @@ class RoleConfig:
     init: str = "random"
     """Where its weights come from: `random`, the name of another role, or a folder in Hugging Face's format."""
     optimizer: OptimizerConfig | None = None
+    lora: LoRAConfig | None = None
+    """Train adapters in place of the weights, which stay as they started. A role without an optimizer that starts from
+    this one then reads those weights as they are, without a copy."""
+    shares: str = ""
+    """The role whose weights it speaks by, with a head of its own beside that role's: a critic on the actor's trunk. It
+    is trained with that role."""
+    average: AverageConfig | None = None
+    """Its weights are a moving average of another role's."""
     function: str = ""
     """A built-in reward, `module:function` or `path/to/file.py:function`; instead of a model."""
     options: Mapping[str, Any] = dataclasses.field(default_factory=FrozenDict)
@@ -131,30 +159,25 @@ class WarmStartConfig:
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationRunConfig:
-    """Responses to held-out prompts, scored."""
+    """What is measured on held-out rows: scores of responses to their prompts, and what the algorithm itself tells."""
 
     every: int = 0
     """Steps between evaluations. 0: before the first step and after the last only."""
     num_prompts: int = 128
     batch_size: int = 0
-    """Prompts at a time. 0: all at once."""
+    """Rows at a time. 0: all at once."""
     sampling: Sampling | None = None
     """None: as the algorithm samples, but greedily."""
     scorers: tuple[str, ...] = ("reward",)
-    """Roles whose mean scores are reported, as eval/<role>."""
+    """Roles whose mean scores are reported, as eval/<role>. None: nothing is sampled, and only what the algorithm
+    measures on held-out rows is reported."""
     best_by: str = ""
-    """The scorer by whose mean the best checkpoint is chosen. Empty: the first one."""
+    """What the best checkpoint is chosen by: a scorer, or what the algorithm measures. Of what is called a loss, less
+    is better. Empty: the first scorer; without scorers, the algorithm's loss."""
 
     def __post_init__(self) -> None:
         _require_at_least(self, 0, "every", "batch_size")
         _require_at_least(self, 1, "num_prompts")
-        if not self.scorers:
-            raise ValueError("scorers: must name at least one role. Got none. Leave evaluation out to have none.")
-        if self.best_by and self.best_by not in self.scorers:
-            raise ValueError(
-                f"best_by: must be one of the scorers, {', '.join(self.scorers)}. Got {brief(self.best_by)}."
-                f"{did_you_mean(self.best_by, self.scorers)}"
-            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,6 +235,8 @@ class RunConfig:
     """Prompts in a step."""
     roles: Mapping[str, RoleConfig]
     data: DataConfig
+    datasets: Mapping[str, DataConfig] = dataclasses.field(default_factory=FrozenDict)
+    """Further tables, by the names under which an algorithm asks for rows of them. One tokenizer serves all."""
     algorithm: str = "ppo"
     settings: Any = None
     """Settings of the algorithm, of the type that it declares."""

@@ -8,8 +8,9 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-Head = Literal["lm", "scalar"]
-"""`lm` gives a distribution over the vocabulary, `scalar` one number for each position (a value, a reward)."""
+Head = Literal["lm", "scalar", "both"]
+"""`lm` gives a distribution over the vocabulary, `scalar` one number for each position (a value, a reward); `both` are
+two heads on one trunk."""
 
 
 @dataclasses.dataclass(frozen=True)

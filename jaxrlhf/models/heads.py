@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxrlhf.experience import PolicyOutputs, Rollout, Sequences
+from jaxrlhf.experience import PolicyAndValues, PolicyOutputs, Rollout, Sequences
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.params import Params, declare, use
 from jaxrlhf.models.transformer import hidden_states
@@ -44,6 +44,19 @@ def values(
         params, sequences.tokens[:, :-1], sequences.mask[:, :-1], config, layout, wanted=P - 1, remat=remat
     )
     return jnp.where(sequences.response, _scalars(params, hidden_BRD, config, layout), 0.0)
+
+
+def policy_and_values(
+    params: Params, sequences: Sequences | Rollout, config: ModelConfig, layout: Layout, *, remat: Remat = "none"
+) -> PolicyAndValues:
+    """What both heads say about the response tokens, from one pass through the trunk."""
+    P = sequences.tokens.shape[1] - sequences.response.shape[1]
+    hidden_BRD = hidden_states(
+        params, sequences.tokens[:, :-1], sequences.mask[:, :-1], config, layout, wanted=P - 1, remat=remat
+    )
+    policy = token_logprobs(params, hidden_BRD, sequences.tokens[:, P:], sequences.response, config, layout)
+    values_BR = jnp.where(sequences.response, _scalars(params, hidden_BRD, config, layout), 0.0)
+    return PolicyAndValues(logprobs=policy.logprobs, entropy=policy.entropy, values=values_BR)
 
 
 def scores(

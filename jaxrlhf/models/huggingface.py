@@ -212,7 +212,7 @@ def _family(where: Path, fields: dict[str, Any], head: Head) -> _Family:
             f"{where}: architectures: must begin with one that is supported. Got {architecture!r}. Supported: "
             f"{', '.join(known)}."
         )
-    if head == "lm" and architecture.endswith(_SCALAR):
+    if head != "scalar" and architecture.endswith(_SCALAR):
         raise ValueError(
             f"{where}: architectures: a language-model head is asked for, so the checkpoint must have one. "
             f"Got {architecture!r}. Load it with a scalar head, or use a checkpoint of "
@@ -346,7 +346,7 @@ def _check_weights(folder: Path, files: dict[str, Any], config: ModelConfig) -> 
                 "Use the checkpoint that this one was quantized from."
             )
     embedding = _NAMES["embedding"]
-    both_heads = config.head == "lm" and config.tie_embeddings and head in files
+    both_heads = config.head != "scalar" and config.tie_embeddings and head in files
     if both_heads and not np.array_equal(files[head].get_tensor(head), files[embedding].get_tensor(embedding)):
         raise ValueError(
             f"{folder}: {head}: must equal {embedding}, since the config ties them. Got other numbers. Set "
@@ -362,7 +362,7 @@ def _config_fields(config: ModelConfig, dtype: str, end_id: int | None, pad_id: 
             "model that has one of them to export it."
         )
     fields = {
-        "architectures": [stem + (_LM if config.head == "lm" else _SCALAR)],
+        "architectures": [stem + (_SCALAR if config.head == "scalar" else _LM)],
         "model_type": _FAMILIES[stem].model_type,
         "torch_dtype": dtype,
         **{theirs: getattr(config, ours) for ours, theirs in _SIZES.items()},

@@ -13,21 +13,40 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jaxtyping import Array, Float, Int
 
 from jaxrlhf.models.config import ModelConfig, RopeScaling
+
+
+class Adapted(struct.PyTreeNode):
+    """A weight with a low-rank adapter: it multiplies as `weight + scale * down @ up` (Hu et al. 2021,
+    arXiv:2106.09685)."""
+
+    weight: Any
+    """[..., in, out]"""
+    down: Any
+    """[..., in, rank]"""
+    up: Any
+    """[..., rank, out]"""
+    scale: float = struct.field(pytree_node=False)
+
 
 Rotation = tuple[jax.Array, jax.Array]
 """Cosine and sine of every position's angles, [..., h / 2] each."""
 
 
-def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+def linear(x: jax.Array, weight: jax.Array | Adapted, bias: jax.Array | None = None) -> jax.Array:
     """`x @ weight + bias` with all leading dims of `x` as one, so that the weight's gradient is a plain matrix
     product."""
-    y = x.reshape(-1, x.shape[-1]) @ weight
+    rows = x.reshape(-1, x.shape[-1])
+    if isinstance(weight, Adapted):
+        y = rows @ weight.weight + (rows @ weight.down) @ weight.up * weight.scale
+    else:
+        y = rows @ weight
     if bias is not None:
         y = y + bias[None, :]
-    return y.reshape(*x.shape[:-1], weight.shape[-1])
+    return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
 @functools.partial(jax.checkpoint, static_argnums=2)
@@ -84,6 +103,11 @@ def is_joined(weights: dict[str, Any]) -> bool:
     return "query_key_value" in weights
 
 
+def is_adapted(weights: dict[str, Any]) -> bool:
+    """Whether any weight of a layer has an adapter."""
+    return any(isinstance(weight, Adapted) for weight in weights.values())
+
+
 def queries_keys_values(
     weights: dict[str, Any], x: jax.Array, rotation: Rotation, config: ModelConfig
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -114,7 +138,7 @@ def keys_values(
     return rotate(_normalized(weights, "key", k, config), rotation), v
 
 
-def _columns(weights: dict[str, Any], name: str, config: ModelConfig) -> tuple[jax.Array, jax.Array | None]:
+def _columns(weights: dict[str, Any], name: str, config: ModelConfig) -> tuple[jax.Array | Adapted, jax.Array | None]:
     """The weight and the bias of queries, keys or values, cut out where they are joined."""
     if name in weights:
         return weights[name], weights.get(f"{name}_bias")

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from jaxrlhf.models.config import ModelConfig
-from jaxrlhf.models.layers import is_joined, join
+from jaxrlhf.models.layers import Adapted, is_adapted, is_joined, join
 from jaxrlhf.sharding.layout import Axes, Layout
 
 Params = dict[str, Any]
@@ -45,23 +45,25 @@ def declare(config: ModelConfig, *, stacked: bool = False) -> Any:
     """The tree of a model's weights, as declarations."""
     D, V = config.hidden_size, config.vocab_size
     tree: dict[str, Any] = {"embedding": Weight((V, D), ("vocab", "embed"), stddev=D**-0.5)}
-    layer = _declare_layer(config)
-    if stacked:
-        tree["layers"] = {
-            name: dataclasses.replace(w, shape=(config.num_layers, *w.shape), axes=("layers", *w.axes))
-            for name, w in layer.items()
-        }
-    else:
-        tree["layers"] = [layer for _ in range(config.num_layers)]
+    tree["layers"] = every_layer(declare_layer(config), config, stacked=stacked)
     tree["final_norm"] = Weight((D,), ("norm",), "ones")
-    if config.head == "scalar":
+    if config.head in ("scalar", "both"):
         tree["value_head"] = Weight((D, 1), ("embed", "value"), "zeros")
-    elif not config.tie_embeddings:
+    if config.head in ("lm", "both") and not config.tie_embeddings:
         tree["lm_head"] = Weight((D, V), ("embed", "vocab"), stddev=D**-0.5)
     return tree
 
 
-def _declare_layer(config: ModelConfig) -> dict[str, Weight]:
+def every_layer(layer: Any, config: ModelConfig, *, stacked: bool) -> Any:
+    """The declarations of all layers, from those of one."""
+    if not stacked:
+        return [layer for _ in range(config.num_layers)]
+    n = config.num_layers
+    return map_weights(lambda w: dataclasses.replace(w, shape=(n, *w.shape), axes=("layers", *w.axes)), layer)
+
+
+def declare_layer(config: ModelConfig) -> dict[str, Weight]:
+    """One layer's weights."""
     D, F, hd = config.hidden_size, config.intermediate_size, config.head_size
     H, K = config.num_heads * hd, config.num_kv_heads * hd
     into_residual = 1 / math.sqrt(2 * config.num_layers)  # keeps the residual stream's scale however deep the model
@@ -88,16 +90,26 @@ def _declare_layer(config: ModelConfig) -> dict[str, Weight]:
 
 def abstract_params(config: ModelConfig, dtype: jax.typing.DTypeLike | None = None, *, stacked: bool = False) -> Any:
     """Shapes and dtypes of the weights: of the master weights, or of copies in another dtype."""
-    return _map_weights(lambda w: jax.ShapeDtypeStruct(w.shape, dtype or w.dtype), declare(config, stacked=stacked))
+    return abstract_of(declare(config, stacked=stacked), dtype)
+
+
+def abstract_of(declared: Any, dtype: jax.typing.DTypeLike | None = None) -> Any:
+    """Shapes and dtypes of declared weights."""
+    return map_weights(lambda w: jax.ShapeDtypeStruct(w.shape, dtype or w.dtype), declared)
 
 
 def param_shardings(config: ModelConfig, layout: Layout, *, stacked: bool = False) -> Any:
     """How the weights rest in a layout, as a tree of `NamedSharding`."""
+    return shardings_of(declare(config, stacked=stacked), layout)
+
+
+def shardings_of(declared: Any, layout: Layout) -> Any:
+    """How declared weights rest in a layout, as a tree of `NamedSharding`."""
 
     def sharding(weight: Weight) -> NamedSharding:
         return layout.weight(weight.axes)
 
-    return _map_weights(sharding, declare(config, stacked=stacked))
+    return map_weights(sharding, declared)
 
 
 def init_params(config: ModelConfig, key: jax.Array, *, random_value_head: bool = False) -> Params:
@@ -115,7 +127,7 @@ def init_params(config: ModelConfig, key: jax.Array, *, random_value_head: bool 
         return (weight.stddev * jax.random.normal(own_key, weight.shape)).astype(weight.dtype)
 
     declared = declare(config)
-    if random_value_head and config.head == "scalar":
+    if random_value_head and "value_head" in declared:
         random_head = dataclasses.replace(declared["value_head"], initializer="normal", stddev=config.hidden_size**-0.5)
         declared["value_head"] = random_head
     return jax.tree_util.tree_map_with_path(initial, declared, is_leaf=_is_weight)
@@ -129,8 +141,8 @@ def with_layers(params: Params, *, stacked: bool) -> Params:
     if stacked:
         layers = jax.tree.map(lambda *per_layer: jnp.stack(per_layer), *layers)
     else:
-        num_layers = len(next(iter(layers.values())))
-        layers = [{name: w[i] for name, w in layers.items()} for i in range(num_layers)]
+        num_layers = len(jax.tree.leaves(layers)[0])
+        layers = [jax.tree.map(lambda w, i=i: w[i], layers) for i in range(num_layers)]
     return {**params, "layers": layers}
 
 
@@ -151,13 +163,29 @@ def use_layer(weights: Any, config: ModelConfig, layout: Layout) -> Any:
     """The weights of one layer made ready for computing, joined where no columns are split. Ready ones stay."""
     if is_joined(weights):
         return weights
-    ready = use(weights, _declare_layer(config), layout, config.compute_dtype)
-    return join(ready) if layout.strategy.tensor == 1 else ready
+    declared: dict[str, Any] = declare_layer(config)
+    for name, weight in weights.items():
+        if isinstance(weight, Adapted):
+            declared[name] = declare_adapted(declared[name], weight.down.shape[-1], weight.scale)
+    ready = use(weights, declared, layout, config.compute_dtype)
+    return join(ready) if layout.strategy.tensor == 1 and not is_adapted(ready) else ready
+
+
+def declare_adapted(weight: Weight, rank: int, scale: float) -> Adapted:
+    """A weight with an adapter. The rank is never split; `up` starts at zero, so that at first nothing changes."""
+    (size_in, size_out), (axis_in, axis_out) = weight.shape, weight.axes
+    return Adapted(
+        weight=weight,
+        down=Weight((size_in, rank), (axis_in, None), stddev=size_in**-0.5),
+        up=Weight((rank, size_out), (None, axis_out), "zeros"),
+        scale=scale,
+    )
 
 
 def _is_weight(x: Any) -> bool:
     return isinstance(x, Weight)
 
 
-def _map_weights(function: Any, tree: Any) -> Any:
+def map_weights(function: Any, tree: Any) -> Any:
+    """A function of declarations over a tree of them."""
     return jax.tree.map(function, tree, is_leaf=_is_weight)

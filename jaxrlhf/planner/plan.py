@@ -143,8 +143,8 @@ def check_offload(offload: Iterable[str], roles: Iterable[str], models: Iterable
             )
         if role not in models:
             raise PlanError(
-                f"plan.{OFFLOAD}: '{role}' has no model, and so no weights to offload. Roles with a model: "
-                f"{', '.join(models)}. Remove it."
+                f"plan.{OFFLOAD}: '{role}' has no weights of its own to offload. Roles that have: {', '.join(models)}. "
+                "Remove it."
             )
         if role in seen:
             raise PlanError(f"plan.{OFFLOAD}: a role may stand there once. Got '{role}' again. Remove it.")

@@ -49,6 +49,26 @@ def exact_answer(partial_credit: float = 0.0, answer_column: str = "answer", sep
     return reward
 
 
+def wrong_answer(answer_column: str = "answer", separator: str = ">") -> RewardFunction:
+    """A cost: does the completion claim an answer that is not the answer?
+
+    1    what follows the last separator is not the answer, in a completion that finished
+    0    it is; or no answer is given: not finished, or no separator
+    """
+    _require(separator != "", "wrong_answer", "separator", "must not be empty", separator)
+
+    def cost(prompts: list[str], completions: list[str], *, finished: list[bool], **columns: list[Any]) -> list[float]:
+        answers = _column("wrong_answer", columns, answer_column)
+        return [
+            float(
+                done and separator in completion and completion.rpartition(separator)[2].strip() != str(answer).strip()
+            )
+            for completion, answer, done in zip(completions, answers, finished, strict=True)
+        ]
+
+    return cost
+
+
 def final_number(
     answer_column: str = "answer", marker: str = "####", partial_credit: float = 0.0, where: str = "marker"
 ) -> RewardFunction:
@@ -133,6 +153,7 @@ def length_penalty(target: int, scale: float, unit: str = "characters", both_sid
 
 VERIFIERS: dict[str, Callable[..., RewardFunction]] = {
     "exact_answer": exact_answer,
+    "wrong_answer": wrong_answer,
     "final_number": final_number,
     "exact_match": exact_match,
     "regex_format": regex_format,

@@ -1,6 +1,7 @@
 """From a config to everything a run needs: data, roles, graphs, plans. All is checked here, and nothing is compiled.
 
-A run has up to three graphs over the same roles: the warm start, the algorithm's step, and the evaluation.
+A run has up to four graphs over the same roles: the warm start, the algorithm's step, the evaluation by samples, and
+what the algorithm measures on held-out rows.
 """
 
 import dataclasses
@@ -12,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrlhf.algorithms.algorithm import Rows
 from jaxrlhf.algorithms.evaluation import EvaluationConfig, evaluation_step
 from jaxrlhf.algorithms.sft import SFTConfig, SupervisedUpdate, sft_state, sft_step
 from jaxrlhf.brief import brief
@@ -20,15 +20,17 @@ from jaxrlhf.call_graph import CallGraph
 from jaxrlhf.config.reading import ConfigError
 from jaxrlhf.config.schema import EvaluationRunConfig, PlacementConfig, RoleConfig, RunConfig, load_algorithm
 from jaxrlhf.data.loader import PromptLoader
-from jaxrlhf.data.prompts import PromptTable, load_prompts
-from jaxrlhf.experience import Prompts, Sampling, Sequences
+from jaxrlhf.data.prompts import PromptTable
+from jaxrlhf.experience import Prompts, Sampling
 from jaxrlhf.models.attention import attention_implementation
 from jaxrlhf.models.config import ModelConfig
-from jaxrlhf.models.params import num_parameters
+from jaxrlhf.models.lora import declare_adapters
+from jaxrlhf.models.params import Weight, num_parameters
 from jaxrlhf.planner.device_order import reuse_training_shards, training_placements
 from jaxrlhf.planner.plan import DEFAULT, Placement, Plan, check, check_names, check_offload, resolve
-from jaxrlhf.runtime.configured_roles import check_roles, check_vocabulary, configured_models, make_role
+from jaxrlhf.runtime.configured_roles import check_roles, check_vocabulary, configured_models, describe, make_role
 from jaxrlhf.runtime.roles import FunctionRole, ModelRole, Role, WeightedSumRole
+from jaxrlhf.runtime.step_rows import StepRows, Tables, check_rows, load_tables
 from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.strategy import Strategy
 from jaxrlhf.suggest import did_you_mean
@@ -53,20 +55,36 @@ class Assembly:
     """A run, before it starts."""
 
     config: RunConfig
-    table: PromptTable
+    tables: Tables
     loader: PromptLoader
     train: Phase
-    train_rows: Callable[[int], Prompts | Sequences]
+    train_rows: StepRows
     """Step -> the rows that it is given."""
     warm_start: Phase | None
     evaluation: Phase | None
+    """Samples of the actor, scored."""
     eval_batches: tuple[Prompts, ...]
+    held_out: Phase | None
+    """What the algorithm measures on held-out rows."""
+    held_out_batches: tuple[Any, ...]
+    best_by: str
+    """The metric by which the best checkpoint is chosen, without `eval/`. Empty: by none."""
     warnings: tuple[str, ...]
+
+    @property
+    def table(self) -> PromptTable:
+        """The rows of `data`."""
+        return self.tables.main
 
     @property
     def phases(self) -> dict[str, Phase]:
         """In the order in which they run first."""
-        named = {"warm start": self.warm_start, "evaluation": self.evaluation, "step": self.train}
+        named = {
+            "warm start": self.warm_start,
+            "evaluation": self.evaluation,
+            "held-out rows": self.held_out,
+            "step": self.train,
+        }
         return {name: phase for name, phase in named.items() if phase is not None}
 
     def role_rows(self) -> list[dict[str, Any]]:
@@ -87,10 +105,10 @@ class Assembly:
                 {
                     "role": name,
                     "what": f"model, {model.head} head",
-                    "parameters": f"{num_parameters(model):,}",
+                    "parameters": _num_parameters(role),
                     "precision": model.dtype,
                     "attention": ", ".join(sorted(self.attention(name, model))),
-                    "starts from": config.init,
+                    "starts from": describe(role, config.init),
                     "updates": role.num_updates,
                 }
             )
@@ -107,31 +125,36 @@ class Assembly:
 
 
 def assemble(
-    config: RunConfig, num_devices: int, devices_per_node: int | None = None, *, table: PromptTable | None = None
+    config: RunConfig, num_devices: int, devices_per_node: int | None = None, *, tables: Tables | None = None
 ) -> Assembly:
     """Everything that a run needs.
 
     Args:
         num_devices: How many devices the plan may use.
         devices_per_node: How many of them each node has. None: all are in one.
-        table: The rows of its data. None: they are read.
+        tables: The rows of its data. None: they are read.
 
     Raises:
         ConfigError, PlanError, GraphError or ValueError: Something in config, data or plan does not fit. Each says
             where, which rule, what it got and what to do.
     """
     algorithm = load_algorithm(config.algorithm)
-    table = table or load_prompts(config.data, config.tokenizer)
+    tables = tables or load_tables(config)
+    table = tables.main
     settings = _with_stop_ids(config.settings, table.tokenizer.end_id)
     for sampling in _samplings((settings, config.evaluation)):
         _check_stop_ids(sampling, table)
     models = configured_models(config)
     check_roles(config, algorithm.roles, models)
     check_vocabulary(models, table)
-    _check_batches(config, settings, table)
+    train_rows = StepRows(algorithm.data(settings), tables, config.batch_size, config.seed)
+    warnings = _warnings(config, table) + check_rows(train_rows, config)
+    new_tokens = max([s.max_new_tokens for s in _samplings(settings)] + [train_rows.max_new_tokens]) or 128
+    _check_batches(config, train_rows, new_tokens)
     loader = PromptLoader(table, config.batch_size, config.seed)
     written = _written_plan(config.placements, num_devices)
-    check_offload(config.offload, config.roles, models)
+    owners = [name for name in models if not config.roles[name].shares]
+    check_offload(config.offload, config.roles, owners)
 
     def phase(
         step: Callable[..., Any],
@@ -150,24 +173,13 @@ def assemble(
         plan = reuse_training_shards(plan, graph, where, devices_per_node or num_devices)
         return Phase(roles, graph, plan, state)
 
-    roles: dict[str, Role] = {name: make_role(name, role, models, table) for name, role in config.roles.items()}
-    asked = algorithm.data(settings)
-    assert isinstance(asked, Rows)
-    if asked.kind == "demonstrations":
-        table.check_demonstrations(max_new_tokens=asked.max_new_tokens)
-
-    def train_rows(step: int) -> Prompts | Sequences:
-        if asked.kind == "prompts":
-            return loader.batch(step)
-        return loader.demonstrations(step, asked.count or config.batch_size, asked.max_new_tokens)
-
+    roles: dict[str, Role] = {name: make_role(name, config.roles, models, table) for name in config.roles}
     train = phase(algorithm.step, roles, algorithm.init_state(settings), train_rows(0), settings)
     train = dataclasses.replace(train, roles=_count_updates(train, config.steps))
 
-    warm_start, warnings = None, _warnings(config, table)
+    warm_start = None
     if config.warm_start is not None:
         warm = config.warm_start
-        new_tokens = _max_new_tokens(settings)
         left_out = table.num_train - len(table.demonstrable(new_tokens))
         if warm.overlong == "error" or left_out == table.num_train:
             table.check_demonstrations(max_new_tokens=new_tokens, key="warm_start.overlong")
@@ -181,25 +193,45 @@ def assemble(
         sft = SFTConfig(update=SupervisedUpdate(mini_batches=warm.updates_per_step))
         warm_start = phase(sft_step, actor, sft_state(sft), rows, sft)
 
+    trained = training_placements(train.plan, train.graph)  # so that evaluations generate where the step does
     evaluation, eval_batches = None, ()
-    if config.evaluation is not None:
-        eval_config = _evaluation_config(config.evaluation, settings, table.tokenizer.end_id, config.roles)
+    if config.evaluation is not None and config.evaluation.scorers:
+        eval_config = _evaluation_config(config.evaluation, settings, new_tokens, table.tokenizer.end_id, config.roles)
         eval_size = config.evaluation.batch_size or config.evaluation.num_prompts
         eval_batches = tuple(PromptLoader(table, eval_size, config.seed).eval_batches(config.evaluation.num_prompts))
-        trained = training_placements(train.plan, train.graph)  # so that it generates where the step does
         evaluation = phase(evaluation_step, train.roles, (), eval_batches[0], eval_config, trained)
+    held_out, held_out_batches = None, ()
+    if config.evaluation is not None and algorithm.evaluation is not None:
+        eval_size = config.evaluation.batch_size or config.evaluation.num_prompts
+        held_out_batches = train_rows.held_out(config.evaluation.num_prompts, eval_size)
+        state = algorithm.init_state(settings)
+        held_out = phase(algorithm.evaluation, train.roles, state, held_out_batches[0], settings, trained)
+    best_by = _best_by(config.evaluation, held_out) if config.evaluation is not None else ""
 
-    made = Assembly(config, table, loader, train, train_rows, warm_start, evaluation, eval_batches, tuple(warnings))
+    made = Assembly(
+        config, tables, loader, train, train_rows, warm_start, evaluation, eval_batches, held_out, held_out_batches,
+        best_by, tuple(warnings),
+    )  # fmt: skip
     check_names(config.placements, [p.graph for p in made.phases.values()])
     _check_length(made, models)
     for name, model in models.items():
         made.attention(name, model)
     for name in config.output.export:
-        if name not in models:
+        if name not in owners:
             raise ConfigError(
-                f"output.export: must be roles with a model. Got {brief(name)}. Known: {', '.join(models)}."
+                f"output.export: must be roles with weights of their own. Got {brief(name)}. Known: "
+                f"{', '.join(owners)}."
             )
     return made
+
+
+def _num_parameters(role: ModelRole) -> str:
+    """How many numbers a role's weights hold, and of those of its adapters how many are trained."""
+    whole = f"{num_parameters(role.model):,}"
+    if role.lora is None:
+        return whole
+    adapters = jax.tree.leaves(declare_adapters(role.model, role.lora), is_leaf=lambda x: isinstance(x, Weight))
+    return f"{whole}, trained {sum(w.size for w in adapters):,}"
 
 
 def parse_devices(text: str, where: str) -> tuple[int, ...]:
@@ -235,22 +267,21 @@ def _written_plan(plan: Mapping[str, PlacementConfig], num_devices: int) -> dict
     return written
 
 
-def _check_batches(config: RunConfig, settings: Any, table: PromptTable) -> None:
+def _check_batches(config: RunConfig, train_rows: StepRows, new_tokens: int) -> None:
     """Batches that the host could hold, before the first one is made."""
-    rows = {"batch_size": config.batch_size}
+    rows = {"batch_size": max(map(train_rows.size, train_rows.named.values()))}
     if config.warm_start is not None:
         rows["warm_start.batch_size"] = config.warm_start.batch_size * config.warm_start.updates_per_step
     if config.evaluation is not None:
         rows["evaluation.num_prompts"] = config.evaluation.num_prompts
-    samplings = _samplings((settings, config.evaluation))
-    new_tokens = max(
-        _max_new_tokens(settings), getattr(settings, "max_new_tokens", 0), *(s.max_new_tokens for s in samplings)
-    )
+        new_tokens = max([new_tokens, *(sampling.max_new_tokens for sampling in _samplings(config.evaluation))])
+    tables = train_rows.tables
+    prompt_length = max(table.prompt_length for table in (tables.main, *tables.more.values()))
     for where, num_rows in rows.items():
-        if num_rows * (table.prompt_length + new_tokens) > MAX_BATCH_TOKENS:
+        if num_rows * (prompt_length + new_tokens) > MAX_BATCH_TOKENS:
             raise ConfigError(
                 f"{where}: rows x (prompt + response) must be at most {MAX_BATCH_TOKENS:,} tokens. Got {num_rows} x "
-                f"({table.prompt_length} + {new_tokens}). Lower it, data.max_prompt_tokens or max_new_tokens."
+                f"({prompt_length} + {new_tokens}). Lower it, data.max_prompt_tokens or max_new_tokens."
             )
 
 
@@ -313,29 +344,48 @@ def _samplings(settings: Any) -> list[Sampling]:
     return [s for f in dataclasses.fields(settings) for s in _samplings(getattr(settings, f.name))]
 
 
-def _max_new_tokens(settings: Any) -> int:
-    return max((sampling.max_new_tokens for sampling in _samplings(settings)), default=128)
-
-
 def _evaluation_config(
-    config: EvaluationRunConfig, settings: Any, end_id: int, roles: Mapping[str, RoleConfig]
+    config: EvaluationRunConfig, settings: Any, new_tokens: int, end_id: int, roles: Mapping[str, RoleConfig]
 ) -> EvaluationConfig:
     sampling = config.sampling
     if sampling is None:
-        sampling = dataclasses.replace(next(iter(_samplings(settings)), Sampling()), temperature=0.0, num_samples=1)
+        as_trained = next(iter(_samplings(settings)), Sampling(max_new_tokens=new_tokens))
+        sampling = dataclasses.replace(as_trained, temperature=0.0, num_samples=1)
     for scorer in config.scorers:
         if scorer not in roles:
             raise ConfigError(
                 f"evaluation.scorers: must be roles of the run. Got {brief(scorer)}. Roles: {', '.join(roles)}."
-                f"{did_you_mean(scorer, roles)}"
+                f"{did_you_mean(scorer, roles)} Write [] to sample nothing."
             )
     return EvaluationConfig(_with_stop_ids(sampling, end_id), config.scorers)
 
 
+def _best_by(config: EvaluationRunConfig, held_out: Phase | None) -> str:
+    """What the best checkpoint is chosen by, checked."""
+    measured = [] if held_out is None else list(held_out.graph.results[0])
+    if not config.scorers and not measured:
+        raise ConfigError(
+            "evaluation.scorers: must name at least one role, since the algorithm measures nothing by itself. Got "
+            "none. Leave evaluation out to have none."
+        )
+    if taken := [name for name in config.scorers if name in measured]:
+        raise ConfigError(
+            f"evaluation.scorers: the algorithm itself measures eval/{taken[0]}. Got a role of that name. Rename it."
+        )
+    if held_out is not None and (trained := [c.name for c in held_out.graph.calls if c.kind == "train"]):
+        raise ConfigError(f"evaluation: an algorithm's evaluation must train nothing. Got {trained[0]} in it.")
+    known = [*config.scorers, *measured]
+    if config.best_by and config.best_by not in known:
+        raise ConfigError(
+            f"evaluation.best_by: must be what is measured, {', '.join(known)}. Got {brief(config.best_by)}."
+            f"{did_you_mean(config.best_by, known)}"
+        )
+    by_loss = "loss" if "loss" in measured else ""
+    return config.best_by or (config.scorers[0] if config.scorers else by_loss)
+
+
 def _warnings(config: RunConfig, table: PromptTable) -> list[str]:
     warnings = []
-    if table.num_dropped:
-        warnings.append(f"{table.num_dropped} rows have a prompt over {table.prompt_length} tokens and were dropped.")
     if config.batch_size > table.num_train:
         warnings.append(
             f"batch_size={config.batch_size} exceeds the {table.num_train} training rows: a step repeats rows."

@@ -1,8 +1,8 @@
 """What the checkpoints of a run hold, and when one is due.
 
     checkpoints/warm_start/<updates>   the actor in its warm start
-    checkpoints/frozen/0               roles that are never trained, once
-    checkpoints/steps/<steps>          roles that are trained, with their optimizers, and the algorithm's state
+    checkpoints/frozen/0               sets of weights that never change, once
+    checkpoints/steps/<steps>          sets of weights that change, with their optimizers, and the algorithm's state
 
 The data position and all noise follow from the seed and the number of steps, so they need no arrays.
 """
@@ -26,6 +26,7 @@ from jaxrlhf.runtime.first_weights import home_layout
 from jaxrlhf.runtime.recovery import ResumePoint, checkpoint_folder
 from jaxrlhf.runtime.roles import ModelRole
 from jaxrlhf.runtime.run_folder import RunFolder
+from jaxrlhf.runtime.weight_sets import weight_sets
 from jaxrlhf.runtime.weights import WeightStore
 
 FROZEN = "frozen"
@@ -61,13 +62,13 @@ class Checkpoints:
     def save_steps(self, done: int, executor: Executor, state: Any, *, value: float | None = None) -> None:
         """After so many steps. `value` tells how good the policy is: the best checkpoint is kept."""
         phase = self._assembly.train
-        frozen = frozen_roles(phase)
+        frozen = frozen_sets(phase)
         if frozen and FROZEN not in self._stores:
             store = self._store(FROZEN)
             if store.latest() is None:
                 store.save(0, _arrays(phase, executor, frozen, ()), {})
                 store.wait()  # what a checkpoint needs is there before it
-        self._save("steps", done, phase, executor, trained_roles(phase), state, value)
+        self._save("steps", done, phase, executor, changing_sets(phase), state, value)
 
     def save_warm_start(self, done: int, executor: Executor, state: Any) -> None:
         """In the warm start, after so many updates."""
@@ -75,7 +76,7 @@ class Checkpoints:
         self._save("warm_start", done, self._assembly.warm_start, executor, ["actor"], state, None)
 
     def start_over(self) -> None:
-        """Removes the roles that are never trained, where a run that has no step yet makes its weights anew."""
+        """Removes the weights that never change, where a run that has no step yet makes its weights anew."""
         self._channel.share(lambda: shutil.rmtree(checkpoint_folder(self._folder, FROZEN), ignore_errors=True))
 
     def drop_warm_start(self) -> None:
@@ -103,18 +104,18 @@ class Checkpoints:
         done: int,
         phase: Phase,
         executor: Executor,
-        roles: list[str],
+        sets: list[str],
         state: Any,
         value: float | None,
     ) -> None:
-        versions = {name: executor.weights.version(name) for name in roles}
+        versions = {name: executor.weights.version(name) for name in sets}
         meta = {"seed": self._assembly.config.seed, "data": self._data, "versions": versions}
-        self._store(part).save(done, _arrays(phase, executor, roles, state), meta, value=value)
+        self._store(part).save(done, _arrays(phase, executor, sets, state), meta, value=value)
         self._saved_at = self._clock()
 
     @functools.cached_property
     def _data(self) -> str:
-        return self._assembly.table.digest()
+        return self._assembly.tables.digest()
 
     def _store(self, part: str) -> CheckpointStore:
         if part not in self._stores:
@@ -123,29 +124,33 @@ class Checkpoints:
         return self._stores[part]
 
 
-def trained_roles(phase: Phase) -> list[str]:
-    """The roles whose weights change."""
-    return [name for name, role in phase.roles.items() if isinstance(role, ModelRole) and role.optimizer is not None]
+def changing_sets(phase: Phase) -> list[str]:
+    """The sets of weights that are trained, or follow those that are."""
+    return [name for name, kind in weight_sets(_models(phase)).items() if kind.rests_in_float32]
 
 
-def frozen_roles(phase: Phase) -> list[str]:
-    """The roles whose weights stay."""
-    return [name for name, role in phase.roles.items() if isinstance(role, ModelRole) and role.optimizer is None]
+def frozen_sets(phase: Phase) -> list[str]:
+    """The sets of weights that stay."""
+    return [name for name, kind in weight_sets(_models(phase)).items() if not kind.rests_in_float32]
+
+
+def _models(phase: Phase) -> dict[str, ModelRole]:
+    return {name: role for name, role in phase.roles.items() if isinstance(role, ModelRole)}
 
 
 def restore(point: ResumePoint, phase: Phase, executor: Executor) -> Any:
-    """Gives all roles of a phase the weights of a checkpoint. Returns the algorithm's state there.
+    """Gives all sets of weights of a phase those of a checkpoint. Returns the algorithm's state there.
 
     Raises:
         CheckpointError: It holds other arrays.
     """
-    if frozen := frozen_roles(phase):
+    if frozen := frozen_sets(phase):
         held, _ = _read(_frozen_beside(point.checkpoint), _abstract(phase, executor.weights, frozen, ()))
         for name in frozen:
             executor.weights.restore(name, home_layout(phase, name), held["roles"][name], 0)
-    trained = trained_roles(phase)
-    held, meta = _read(point.checkpoint, _abstract(phase, executor.weights, trained, phase.first_state))
-    for name in trained:
+    changing = changing_sets(phase)
+    held, meta = _read(point.checkpoint, _abstract(phase, executor.weights, changing, phase.first_state))
+    for name in changing:
         executor.weights.restore(name, home_layout(phase, name), held["roles"][name], meta["versions"][name])
     return held["algorithm"]
 
@@ -162,17 +167,16 @@ def check_checkpoint(point: ResumePoint, assembly: Assembly) -> None:
         raise CheckpointError(
             f"resume: {point.checkpoint} is of a warm start, so the config must have one. Got none. Add warm_start."
         )
-    models = {name: role for name, role in phase.roles.items() if isinstance(role, ModelRole)}
-    weights = WeightStore(models)
+    weights = WeightStore(_models(phase))
     with CheckpointStore(point.checkpoint.parent, read_only=True) as store:
         meta = store.meta(point.position.done)
-        if meta["data"] != assembly.table.digest():
+        if meta["data"] != assembly.tables.digest():
             raise CheckpointError(
                 f"resume: must go on with the data and tokenizer of {point.folder.path}: its rows, in their order. Got "
                 "other rows. Give it the same files, or start a new run with resume=never."
             )
-        store.check(point.position.done, _abstract(phase, weights, trained_roles(phase), phase.first_state))
-    if frozen := frozen_roles(phase):
+        store.check(point.position.done, _abstract(phase, weights, changing_sets(phase), phase.first_state))
+    if frozen := frozen_sets(phase):
         with CheckpointStore(_frozen_beside(point.checkpoint).parent, read_only=True) as store:
             store.check(0, _abstract(phase, weights, frozen, ()))
 
@@ -186,19 +190,19 @@ def _read(checkpoint: Path, like: Any) -> tuple[Any, dict[str, Any]]:
         return store.restore(int(checkpoint.name), like)
 
 
-def _arrays(phase: Phase, executor: Executor, roles: list[str], state: Any) -> dict[str, Any]:
-    anywhere = home_layout(phase, roles[0]).replicated
+def _arrays(phase: Phase, executor: Executor, sets: list[str], state: Any) -> dict[str, Any]:
+    anywhere = home_layout(phase, sets[0]).replicated
     return {
-        "roles": {name: executor.weights.state(name) for name in roles},
+        "roles": {name: executor.weights.state(name) for name in sets},
         "algorithm": reallocate(state, anywhere),
     }
 
 
-def _abstract(phase: Phase, weights: WeightStore, roles: list[str], state: Any) -> dict[str, Any]:
+def _abstract(phase: Phase, weights: WeightStore, sets: list[str], state: Any) -> dict[str, Any]:
     """What `_arrays` gives, as shapes, dtypes and shardings."""
-    anywhere = home_layout(phase, roles[0]).replicated
+    anywhere = home_layout(phase, sets[0]).replicated
     return {
-        "roles": {name: weights.abstract_state(name, home_layout(phase, name)) for name in roles},
+        "roles": {name: weights.abstract_state(name, home_layout(phase, name)) for name in sets},
         "algorithm": jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.asarray(x).dtype, sharding=anywhere), state
         ),

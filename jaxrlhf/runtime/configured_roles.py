@@ -12,12 +12,14 @@ from jaxrlhf.brief import brief
 from jaxrlhf.config.reading import ConfigError
 from jaxrlhf.config.schema import RoleConfig, RunConfig
 from jaxrlhf.data.prompts import PromptTable
-from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.models.adapter_files import check_adapters
+from jaxrlhf.models.config import Head, ModelConfig
 from jaxrlhf.models.huggingface import check_params
 from jaxrlhf.models.huggingface import read_config as read_huggingface_config
 from jaxrlhf.models.params import num_parameters
 from jaxrlhf.runtime.roles import ModelRole, Role, WeightedSumRole
 from jaxrlhf.runtime.scoring import function_role
+from jaxrlhf.runtime.weight_sets import BASE
 from jaxrlhf.suggest import did_you_mean
 
 MAX_PARAMETERS = 10**14
@@ -42,10 +44,17 @@ def configured_models(config: RunConfig) -> dict[str, ModelConfig]:
     def model_of(name: str) -> ModelConfig:
         role = config.roles[name]
         where = f"roles.{name}"
+        if other := _other(role):
+            return model_of(other)
         source = config.roles.get(role.init)
         if source is not None and not _has_model(source):
             what = "function" if source.function else "weighted_sum"
             raise ConfigError(f"{where}.init: '{role.init}' is a {what} and has no weights to start from.")
+        if source is not None and _other(source):
+            raise ConfigError(
+                f"{where}.init: '{role.init}' has no first weights of its own. Start from '{_other(source)}', whose "
+                "weights it reads."
+            )
         if role.model is not None:
             model = role.model
             if role.head is not None and model.head not in ("lm", role.head):
@@ -68,14 +77,24 @@ def configured_models(config: RunConfig) -> dict[str, ModelConfig]:
             )
         return model if role.head is None else dataclasses.replace(model, head=role.head)
 
+    for name, role in config.roles.items():
+        _check_other(config, name, role)
     models = {name: model_of(name) for name, role in config.roles.items() if _has_model(role)}
+    for role in config.roles.values():  # a trunk gets the head that another role speaks by
+        if role.shares and models[role.shares].head != (role.head or "scalar"):
+            models[role.shares] = dataclasses.replace(models[role.shares], head="both")
+    for name, role in config.roles.items():
+        if other := _other(role):
+            models[name] = models[other]
     for name, model in models.items():
         _check_size(f"roles.{name}.model", model)
     for name, model in models.items():
         if config.roles[name].init not in ("random", *config.roles):
             check_params(Path(config.roles[name].init), model)
     for name, model in models.items():
-        source = config.roles[name].init
+        source, lora = config.roles[name].init, config.roles[name].lora
+        if lora is not None and lora.init:
+            check_adapters(Path(lora.init), model, lora)
         if source in models and dataclasses.replace(models[source], head=model.head) != model:
             raise ConfigError(
                 f"roles.{name}.model: must be that of '{source}' but for its head, since its weights start from "
@@ -93,7 +112,7 @@ def check_roles(config: RunConfig, needed: tuple[str, ...], models: Mapping[str,
                 f"{did_you_mean(name, config.roles)}"
             )
     for name, role in config.roles.items():
-        has_model = role.model is not None or role.optimizer is not None or role.init != "random"
+        has_model = role.model is not None or role.optimizer is not None or role.init != "random" or bool(_other(role))
         said = {"function": bool(role.function), "weighted_sum": role.weighted_sum is not None, "a model": has_model}
         if sum(said.values()) > 1:
             got = " and ".join(what for what, is_said in said.items() if is_said)
@@ -101,6 +120,14 @@ def check_roles(config: RunConfig, needed: tuple[str, ...], models: Mapping[str,
         _check_sum(config, name, models)
     if config.warm_start is not None and "actor" not in models:
         raise ConfigError("warm_start: trains the role 'actor'. Got none with a model.")
+
+
+def describe(role: ModelRole, init: str) -> str:
+    """Where a role's weights come from, in words."""
+    words = f"average of {role.average.of}" if role.average is not None else role.weights or init
+    if role.lora is not None:
+        words = f"rank {role.lora.rank} on {role.base}" + (f", {words}" if role.average or role.weights else "")
+    return words
 
 
 def check_vocabulary(models: Mapping[str, ModelConfig], table: PromptTable) -> None:
@@ -113,13 +140,79 @@ def check_vocabulary(models: Mapping[str, ModelConfig], table: PromptTable) -> N
             )
 
 
-def make_role(name: str, role: RoleConfig, models: Mapping[str, ModelConfig], table: PromptTable) -> Role:
+def make_role(
+    name: str, roles: Mapping[str, RoleConfig], models: Mapping[str, ModelConfig], table: PromptTable
+) -> Role:
     """The role that a checked config asks for."""
+    role = roles[name]
     if role.function:
         return function_role(name, role, table)
     if role.weighted_sum is not None:
         return WeightedSumRole(role.weighted_sum)
-    return ModelRole(models[name], role.optimizer)
+    made = ModelRole(models[name], role.optimizer)
+    if owner := _other(role):
+        lora, base = roles[owner].lora, _base(owner, roles, models) if roles[owner].lora is not None else ""
+        if role.average is not None:
+            return dataclasses.replace(made, average=role.average, lora=lora, base=base)
+        return dataclasses.replace(made, weights=owner, lora=lora, base=base, view=role.head or "scalar")
+    if role.lora is not None:
+        return dataclasses.replace(made, lora=role.lora, base=_base(name, roles, models))
+    source = roles.get(role.init)
+    if role.optimizer is None and source is not None and source.lora is not None:
+        base = _base(role.init, roles, models)
+        if _holds(models[base.removesuffix(BASE)], models[name].head):
+            return dataclasses.replace(made, weights=base)  # what never changes needs no copy
+    return made
+
+
+def _base(name: str, roles: Mapping[str, RoleConfig], models: Mapping[str, ModelConfig]) -> str:
+    """The set of weights that a role's adapters adapt: its own, or that of the adapted role which it starts from."""
+    source = roles.get(roles[name].init)
+    if source is not None and source.lora is not None:
+        base = _base(roles[name].init, roles, models)
+        if models[name].head == "scalar" or _holds(models[base.removesuffix(BASE)], "lm"):
+            return base
+    return name + BASE
+
+
+def _holds(model: ModelConfig, head: Head) -> bool:
+    """Whether the weights that a model's adapters adapt have a head."""
+    return head == "lm" and model.head in ("lm", "both")
+
+
+def _other(role: RoleConfig) -> str:
+    """The role whose weights a role reads or follows."""
+    return role.shares or (role.average.of if role.average is not None else "")
+
+
+def _check_other(config: RunConfig, name: str, role: RoleConfig) -> None:
+    """A role that reads or follows another's weights says no more than that, and the other has weights of its own."""
+    other, where = _other(role), f"roles.{name}.{'shares' if role.shares else 'average.of'}"
+    if not other:
+        return
+    if other not in config.roles or other == name:
+        known = [each for each in config.roles if each != name]
+        raise ConfigError(
+            f"{where}: must be another role. Got {brief(other)}. Roles: {', '.join(known)}.{did_you_mean(other, known)}"
+        )
+    source = config.roles[other]
+    if not _has_model(source) or _other(source):
+        raise ConfigError(f"{where}: must be a role with weights of its own. Got '{other}', which has none.")
+    said = {
+        "model": role.model is not None,
+        "init": role.init != "random",
+        "optimizer": role.optimizer is not None,
+        "lora": role.lora is not None,
+        "average": bool(role.shares) and role.average is not None,
+        "head": role.average is not None and role.head is not None,
+    }
+    if any(said.values()):
+        got = ", ".join(field for field, is_said in said.items() if is_said)
+        raise ConfigError(
+            f"roles.{name}: its weights are those of '{other}', with all that they are. Got also {got}. Remove it."
+        )
+    if role.average is not None and source.optimizer is None:
+        raise ConfigError(f"{where}: must be a role that is trained. Got '{other}', which has no optimizer.")
 
 
 def _has_model(role: RoleConfig) -> bool:

@@ -20,6 +20,7 @@ import numpy as np
 
 from jaxrlhf.call_graph import Call, CallGraph, Ref, split_args
 from jaxrlhf.experience import Sampling
+from jaxrlhf.models.lora import merging_pays
 from jaxrlhf.planner.plan import Plan
 from jaxrlhf.reshard.offload import rests_on_host
 from jaxrlhf.reshard.protocols import input_shardings
@@ -101,6 +102,8 @@ class Executor:
         self._at = (STEP, 0)
         """Phase and number of the step that is being dispatched, as the timeline is to know it."""
         self._threads = concurrent.futures.ThreadPoolExecutor(max_workers=4, thread_name_prefix="function-role")
+        self._first_versions: dict[str, int] = {}
+        """Set of weights -> its version before this step."""
         self.weights = WeightStore({name: role for name, role in roles.items() if isinstance(role, ModelRole)})
 
     def run(
@@ -129,15 +132,20 @@ class Executor:
         """
         self._at = (phase, step + 1 if number is None else number)
         values: dict[str, Any] = {"state": jax.tree.leaves(state), "data": jax.tree.leaves(data)}
+        self._first_versions = self.weights.versions()
         for role in plan.offload:
             self._offload(role)
         for i, call in enumerate(graph.calls):
             if call.kind == "host":
                 values[call.name] = self._call_host(call, values)
             else:
+                for other in graph.calls[i + 1 :] if call.kind == "train" else ():
+                    if other.weights == call.weights and other.writes is None and other.reads <= call.reads:
+                        self._pin(other, plan)  # it reads the version before this one
                 self._reload(call, plan)  # the first of a step: all others were, with the call before
                 values[call.name] = self._call_device(call, plan, values, step)
                 self._offload_after(call, graph.calls[i + 1 :], plan)
+        self.weights.unpin()
         new_state = jax.tree.map(lambda ref: _lookup(values, ref, self._wait), graph.state)
         phase, number = self._at
         wait = functools.partial(self._timeline.wait, step=number, phase=phase)
@@ -241,8 +249,11 @@ class Executor:
         params, optimizer, received = self.weights.take_for_training(call.role, layout)
         if received is not None:
             self._watch_reallocation(call.role, optimizer.num_updates, layout, started, received)
+        adapted, received = self.weights.adapted_by(call.role, layout)
+        if received is not None:
+            self._watch_reallocation(call.role, jax.tree.leaves(adapted)[0], layout, started, received)
         if program is not None:
-            params, optimizer, metrics = program(params, optimizer, noise, arrays)
+            params, optimizer, metrics = program(params, optimizer, noise, arrays, adapted)
         else:
             metrics = _absent_outputs(call, layout)
         self.weights.trained(call.role, layout, params, optimizer)
@@ -251,18 +262,33 @@ class Executor:
     def _weights_for(self, call: Call, layout: Layout) -> Any:
         assert call.role is not None
         started = time.perf_counter()
-        params, received = self.weights.for_inference(call.role, layout, stacked=self._is_stacked(call))
+        role, name = self._model_role(call), self.weights.read_by(call.role)[0]
+        merged = role.lora is not None and merging_pays(role.model, role.lora, _num_tokens(call))
+        params, received = self.weights.for_inference(
+            call.role, layout, stacked=self._is_stacked(call), version=self._first_versions[name] + call.reads,
+            merged=merged,
+        )  # fmt: skip
         if received is not None:
             self._watch_reallocation(call.role, params["final_norm"], layout, started, received)
         return params
 
+    def _pin(self, call: Call, plan: Plan) -> None:
+        """Keeps the weights that a call reads, which are about to change."""
+        assert call.role is not None
+        layout = Layout.over(plan[call].devices, plan[call].strategy)
+        self.weights.pin(call.role, layout, stacked=self._is_stacked(call))
+
     def _offload_after(self, call: Call, later: Sequence[Call], plan: Plan) -> None:
-        """Lets an offloaded role rest after its last call of a step, and begins to bring the next call's role back.
+        """Lets an offloaded role rest after the last call of a step that reads what is its own, and begins to bring
+        back what the next call reads.
 
         One call ahead, while the one just dispatched runs: earlier would fill the devices again.
         """
-        if call.role in plan.offload and all(other.role != call.role for other in later):
-            self._offload(call.role)
+        used, still_used = self._sets(call), {name for other in later for name in self._sets(other)}
+        for role in plan.offload:
+            own = set(self.weights.owned_by(role))
+            if own & used and not own & still_used:
+                self._offload(role)
         following = next((other for other in later if other.kind != "host"), None)
         if following is not None:
             self._reload(following, plan)
@@ -271,11 +297,17 @@ class Executor:
         started = time.perf_counter()
         moving = self.weights.offload(role)
         if moving is not None:
-            self._watch_memory(moving, f"{role}.offload", self.weights.home(role), started)
+            self._watch_memory(moving, f"{role}.offload", self.weights.home(self.weights.owned_by(role)[0]), started)
+
+    def _sets(self, call: Call) -> set[str]:
+        """The sets of weights that a call reads."""
+        is_model = isinstance(self._roles.get(call.role or ""), ModelRole)
+        return set(self.weights.read_by(call.role)) if is_model and call.role else set()
 
     def _reload(self, call: Call, plan: Plan) -> None:
         """Begins to bring a call's role back from host memory, unless it is there."""
-        if call.role not in plan.offload:
+        resting = {name for role in plan.offload for name in self.weights.owned_by(role)}
+        if call.role is None or not resting & self._sets(call):
             return
         placement, started = plan[call], time.perf_counter()
         layout = Layout.over(placement.devices, placement.strategy)
@@ -346,6 +378,12 @@ class Executor:
             with self._wait("calls in flight"):
                 jax.block_until_ready(self._in_flight.popleft())
         self._watcher.check()
+
+
+def _num_tokens(call: Call) -> int:
+    """The positions that a call works on."""
+    refs = [ref for ref in (*call.refs, *call.output_refs) if ref.has_rows and ref.ndim == 2]
+    return max((ref.shape[0] * ref.shape[1] for ref in refs), default=0)
 
 
 def _absent_outputs(call: Call, layout: Layout) -> Leaves:

@@ -1,4 +1,4 @@
-"""Where every role's weights come from at the start: random numbers, a checkpoint, or another role."""
+"""Where every set of weights comes from at the start: random numbers, a checkpoint, or another role."""
 
 import zlib
 from pathlib import Path
@@ -6,12 +6,14 @@ from pathlib import Path
 import jax
 
 from jaxrlhf.config.schema import RunConfig
+from jaxrlhf.models.adapter_files import load_adapters
 from jaxrlhf.models.huggingface import holds_value_head, load_params
-from jaxrlhf.models.params import Params, declare, init_params, param_shardings, with_layers
+from jaxrlhf.models.params import Params, init_params, with_layers
 from jaxrlhf.reshard.reallocate import reallocate
 from jaxrlhf.runtime.assembly import Phase
 from jaxrlhf.runtime.executor import Executor
 from jaxrlhf.runtime.roles import ModelRole
+from jaxrlhf.runtime.weight_sets import BASE, sets_read, weight_sets
 from jaxrlhf.runtime.weights import run_at
 from jaxrlhf.sharding.layout import Layout
 
@@ -20,75 +22,110 @@ Placed = tuple[Layout, Params]
 
 
 def load_first_weights(executor: Executor, phase: Phase, config: RunConfig, known: dict[str, Placed]) -> None:
-    """Give every role of a phase its first weights, those that start from other roles after these.
+    """Give every set of a phase its first weights, those that start from others after these.
 
     Args:
-        known: Weights that are there already, such as a warm-started actor's. They are left as they are.
+        known: Whole weights of roles that are there already, such as a warm-started actor's. They are left as they are.
     """
-    ready = dict(known)
-    waiting = [name for name, role in phase.roles.items() if isinstance(role, ModelRole)]
+    store = executor.weights
+    ready = {name + BASE if name + BASE in store.sets else name: placed for name, placed in known.items()}
+    given = set(ready)
+    waiting = [name for name, kind in store.sets.items() if kind.lora is None and kind.average is None]
+    sources = {name: source_of(phase, config, name) for name in waiting}
     while waiting:
-        name = next(n for n in waiting if config.roles[n].init not in waiting)  # assembly has refused circles
+        name = next(n for n in waiting if sources[n] not in waiting)  # assembly has refused circles
         waiting.remove(name)
-        source = config.roles[name].init
-        if name in known:
-            _adopt(executor, phase, config, name, *known[name])
-        elif source in ready:
-            _adopt(executor, phase, config, name, *ready[source])
+        if name in given:
+            _adopt(executor, phase, config, name, *ready[name])
+        elif sources[name] in ready:
+            _adopt(executor, phase, config, name, *ready[sources[name]])
         else:
             _make(executor, phase, config, name)
-        if any(config.roles[n].init == name for n in waiting) and name not in ready:
-            ready[name] = executor.weights.snapshot(name)
+        if name in (sources[n] for n in waiting) and name not in ready:
+            ready[name] = store.snapshot(name)
+    for name, kind in store.sets.items():
+        if kind.lora is not None and kind.average is None:
+            _make_adapters(executor, phase, config, name)
+    for name, kind in store.sets.items():
+        if kind.average is not None:
+            home = home_layout(phase, name)
+            store.load(name, home, reallocate(store.snapshot(kind.average.of)[1], kind.shardings(home)))
 
 
-def home_layout(phase: Phase, role: str) -> Layout:
-    """Where a role's weights start: where it is trained, or else where it is first used."""
-    calls = [call for call in phase.graph.calls if call.role == role]
+def home_layout(phase: Phase, name: str) -> Layout:
+    """Where a set of weights starts: where it is trained, or else where it is first used."""
+    models = {role: x for role, x in phase.roles.items() if isinstance(x, ModelRole)}
+    average = weight_sets(models)[name].average
+    if average is not None:
+        return home_layout(phase, average.of)
+    readers = {role for role, x in models.items() if name in sets_read(role, x)}
+    calls = [call for call in phase.graph.calls if call.role in readers]
     trained = [call for call in calls if call.kind == "train"]
-    if not calls:  # a role that no call of this step uses rests beside the others
+    if not calls:  # what no call of this step uses rests beside the others
         calls = [call for call in phase.graph.calls if call.kind != "host"]
     placement = phase.plan[(trained or calls)[0]]
     return Layout.over(placement.devices, placement.strategy)
 
 
+def source_of(phase: Phase, config: RunConfig, name: str) -> str:
+    """The set that a set starts from, or what `init` says of its role: `random` or a folder."""
+    source = config.roles[name.removesuffix(BASE)].init
+    role = phase.roles.get(source)
+    if not isinstance(role, ModelRole):
+        return source
+    return role.base or role.weights or source
+
+
 def _make(executor: Executor, phase: Phase, config: RunConfig, name: str) -> None:
     """Random weights, or those of a checkpoint."""
-    layout, role = home_layout(phase, name), phase.roles[name]
-    assert isinstance(role, ModelRole)
-    source = config.roles[name].init
+    layout, model = home_layout(phase, name), executor.weights.sets[name].model
+    source = source_of(phase, config, name)
     if source == "random":
         executor.weights.initialize(name, layout, _key(config, name))
         return
-    params = load_params(Path(source), role.model, layout)
-    if role.model.head == "scalar" and not holds_value_head(Path(source)):
+    params = load_params(Path(source), model, layout)
+    if "value_head" in params and not holds_value_head(Path(source)):
         del params["value_head"]
-        params = _with_own_head(params, role, layout, _key(config, name))
+        params = _with_own_head(executor, params, name, layout, _key(config, name))
     executor.weights.load(name, layout, params)
 
 
 def _adopt(executor: Executor, phase: Phase, config: RunConfig, name: str, layout: Layout, params: Params) -> None:
-    """A role's own copy of weights, brought to its home."""
-    role, home = phase.roles[name], home_layout(phase, name)
-    assert isinstance(role, ModelRole)
-    own = _with_own_head(params, role, layout, _key(config, name))
-    shardings = param_shardings(role.model, home, stacked=role.model.scan_layers)
-    executor.weights.load(name, home, reallocate(own, shardings))
+    """A set's own copy of weights, brought to its home."""
+    home = home_layout(phase, name)
+    own = _with_own_head(executor, params, name, layout, _key(config, name))
+    executor.weights.load(name, home, reallocate(own, executor.weights.sets[name].shardings(home)))
 
 
-def _with_own_head(params: Params, role: ModelRole, layout: Layout, key: jax.Array) -> Params:
-    """Copies of weights, under a new head where the role's model declares one that they do not have."""
-    model = role.model
-    wanted = declare(model)
+def _make_adapters(executor: Executor, phase: Phase, config: RunConfig, name: str) -> None:
+    """New adapters, or saved ones. A scalar head starts as that of the weights which they adapt."""
+    store, layout, kind = executor.weights, home_layout(phase, name), executor.weights.sets[name]
+    assert kind.lora is not None
+    if kind.lora.init:
+        store.load(name, layout, load_adapters(Path(kind.lora.init), kind.model, kind.lora, layout))
+        return
+    store.initialize(name, layout, _key(config, name))
+    base = store.read_by(name)[1]
+    if "value_head" in kind.declare() and base == name + BASE:
+        shardings = kind.shardings(layout)
+        head = reallocate(store.snapshot(base)[1]["value_head"], shardings["value_head"])
+        store.load(name, layout, {**store.snapshot(name)[1], "value_head": head})
+
+
+def _with_own_head(executor: Executor, params: Params, name: str, layout: Layout, key: jax.Array) -> Params:
+    """Copies of weights, under a new head where the set's model declares one that they do not have."""
+    kind = executor.weights.sets[name]
+    wanted = kind.declare()
 
     def copy(params: Params) -> Params:
         own = {name: jax.tree.map(lambda x: x.copy(), value) for name, value in params.items() if name in wanted}
         if wanted.keys() - own.keys():
-            new = init_params(model, key, random_value_head=role.optimizer is None)
+            new = init_params(kind.model, key, random_value_head=executor.weights.random_head(name))
             own |= {name: new[name] for name in wanted.keys() - own.keys()}
-        return with_layers(own, stacked=model.scan_layers)
+        return with_layers(own, stacked=kind.model.scan_layers)
 
-    return run_at(layout, copy, params, param_shardings(model, layout, stacked=model.scan_layers))
+    return run_at(layout, copy, kind.shardings(layout), params)
 
 
 def _key(config: RunConfig, name: str) -> jax.Array:
-    return jax.random.fold_in(jax.random.key(config.seed), zlib.crc32(name.encode()))
+    return jax.random.fold_in(jax.random.key(config.seed), zlib.crc32(name.removesuffix(BASE).encode()))

@@ -126,9 +126,15 @@ def evaluations_in(records: Sequence[Mapping[str, Any]]) -> list[tuple[int, dict
 
 
 def best_evaluation(evaluations: Sequence[tuple[int, Mapping[str, float]]], name: str) -> tuple[int, float]:
-    """The steps done and the value where a metric of evaluations was greatest, for the first time."""
+    """The steps done and the value where a metric of evaluations was best, for the first time."""
     values = [(step, metrics[name]) for step, metrics in evaluations if math.isfinite(metrics.get(name, math.nan))]
-    return max(values, key=lambda found: found[1]) if values else (evaluations[-1][0], math.nan)
+    sign = -1.0 if less_is_better(name) else 1.0
+    return max(values, key=lambda found: sign * found[1]) if values else (evaluations[-1][0], math.nan)
+
+
+def less_is_better(name: str) -> bool:
+    """Whether a metric is a loss: its name ends so."""
+    return name.endswith("loss")
 
 
 def without_times(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,8 +8,7 @@ import optax
 from flax import struct
 
 from jaxrlhf.config.schema import OptimizerConfig
-from jaxrlhf.models.config import ModelConfig
-from jaxrlhf.models.params import Params, abstract_params, param_shardings
+from jaxrlhf.models.params import Params
 from jaxrlhf.sharding.layout import Layout
 
 
@@ -63,15 +62,18 @@ def apply_gradient(
     return params, OptimizerState(state.num_updates + 1, adamw), {"grad_norm": grad_norm, "lr": rate}
 
 
-def optimizer_shardings(config: OptimizerConfig, model: ModelConfig, layout: Layout) -> Any:
-    """Moments lie as their weights do, counters everywhere."""
-    abstract = abstract_params(model, stacked=model.scan_layers)
+def optimizer_shardings(config: OptimizerConfig, abstract: Any, shardings: Any, layout: Layout) -> Any:
+    """Moments lie as their weights do, counters everywhere.
+
+    Args:
+        abstract, shardings: Shapes and shardings of the weights.
+    """
     state = jax.eval_shape(lambda params: init_optimizer(config, params), abstract)
     adamw = optax.tree_map_params(
         _transform(config),
         lambda _, sharding: sharding,
         state.adamw,
-        param_shardings(model, layout, stacked=model.scan_layers),
+        shardings,
         transform_non_params=lambda _: layout.replicated,
     )
     return OptimizerState(num_updates=layout.replicated, adamw=adamw)  # pyright: ignore[reportArgumentType]

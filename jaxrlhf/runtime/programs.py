@@ -14,10 +14,12 @@ import jax.numpy as jnp
 from jaxrlhf.call_graph import named_sequences
 from jaxrlhf.experience import Max, Sampling, Term
 from jaxrlhf.models.generate import generate
-from jaxrlhf.models.params import Params, param_shardings
+from jaxrlhf.models.lora import adapt
+from jaxrlhf.models.params import Params
 from jaxrlhf.reshard.balance import balanced_order
 from jaxrlhf.runtime.optimizer import OptimizerState, apply_gradient, optimizer_shardings
 from jaxrlhf.runtime.roles import GAP_METRIC, INFER, ModelRole, gap_term, logprob_gap, term_metrics, term_outputs
+from jaxrlhf.runtime.weight_sets import set_of
 from jaxrlhf.sharding.layout import Layout
 
 Rebuild = Callable[[list[Any]], tuple[Any, ...]]
@@ -82,7 +84,8 @@ def loss_program(role: ModelRole, rebuild: Rebuild, has_rows: list[bool], layout
 
 
 def train_program(role: ModelRole, rebuild: Rebuild, has_rows: list[bool], layout: Layout) -> Callable[..., Any]:
-    """`(params, optimizer state, noise, arrays) -> (params, optimizer state, metrics)`; the first two are donated.
+    """`(params, optimizer state, noise, arrays, adapted) -> (params, optimizer state, metrics)`; the first two are
+    donated. Where the params are adapters, `adapted` are the weights that they adapt, which stay as they are.
 
     Every epoch shuffles the rows of each term anew and cuts them into mini-batches, one update each. A mini-batch is
     cut into micro-batches, whose gradients of the loss's sum are added, and divided by the sum of their weights: the
@@ -90,22 +93,25 @@ def train_program(role: ModelRole, rebuild: Rebuild, has_rows: list[bool], layou
     rows of each mini-batch anew, which changes only in what order they are summed.
     """
     assert role.optimizer is not None
-    model, optimizer = role.model, role.optimizer
-    param_sharding = param_shardings(model, layout, stacked=model.scan_layers)
-    optimizer_sharding = optimizer_shardings(optimizer, model, layout)
+    model, optimizer, lora, own = role.model, role.optimizer, role.lora, set_of(role)
+    param_sharding = own.shardings(layout)
+    optimizer_sharding = optimizer_shardings(optimizer, own.abstract(), param_sharding, layout)
     losses = _Losses(role, rebuild, has_rows, layout)
 
-    def gradient(params: Params, arrays: list[Any], i: int) -> tuple[Params, jax.Array, dict[str, Any]]:
-        def value(params: Params) -> Any:
-            weight, metrics = losses.value(params, arrays, i)
-            return metrics["loss"], (weight, metrics)
+    def one_update(
+        params: Params, state: OptimizerState, mini_batch: list[Any], adapted: Params | None
+    ) -> tuple[Any, dict[str, Any]]:
+        def gradient(params: Params, arrays: list[Any], i: int) -> tuple[Params, jax.Array, dict[str, Any]]:
+            def value(params: Params) -> Any:
+                whole = params if adapted is None or lora is None else adapt(adapted, params, model, lora)
+                weight, metrics = losses.value(whole, arrays, i)
+                return metrics["loss"], (weight, metrics)
 
-        (_, (weight, metrics)), grads = jax.value_and_grad(value, has_aux=True)(params)
-        if layout.mesh.size > 1:  # reduce-scatter over fsdp, instead of an all-reduce that leaves whole gradients
-            grads = jax.tree.map(jax.lax.with_sharding_constraint, grads, param_sharding)
-        return grads, weight, metrics
+            (_, (weight, metrics)), grads = jax.value_and_grad(value, has_aux=True)(params)
+            if layout.mesh.size > 1:  # reduce-scatter over fsdp, instead of an all-reduce that leaves whole gradients
+                grads = jax.tree.map(jax.lax.with_sharding_constraint, grads, param_sharding)
+            return grads, weight, metrics
 
-    def one_update(params: Params, state: OptimizerState, mini_batch: list[Any]) -> tuple[Any, dict[str, Any]]:
         sums: Any = None
         parts = []
         for i in range(losses.count):
@@ -118,7 +124,7 @@ def train_program(role: ModelRole, rebuild: Rebuild, has_rows: list[bool], layou
         return (params, state), losses.combined(mini_batch, parts) | more
 
     def program(
-        params: Params, state: OptimizerState, noise: jax.Array, arrays: list[Any]
+        params: Params, state: OptimizerState, noise: jax.Array, arrays: list[Any], adapted: Params | None = None
     ) -> tuple[Params, OptimizerState, dict[str, jax.Array]]:
         _, update = rebuild(arrays)
         rows_of = {x.shape[0] for x, rows in zip(arrays, has_rows, strict=True) if rows}
@@ -126,10 +132,11 @@ def train_program(role: ModelRole, rebuild: Rebuild, has_rows: list[bool], layou
 
         def chosen_update(carry: tuple[Params, OptimizerState], chosen: dict[int, jax.Array]) -> Any:
             pairs = zip(arrays, has_rows, strict=True)
-            return one_update(*carry, [x[chosen[x.shape[0]]] if rows else x for x, rows in pairs])
+            rows_of_it = [x[chosen[x.shape[0]]] if rows else x for x, rows in pairs]
+            return one_update(*carry, rows_of_it, adapted)
 
         if update.epochs * update.mini_batches == 1:  # nothing to loop over, and no order to put the rows in
-            (params, state), metrics = one_update(params, state, arrays)
+            (params, state), metrics = one_update(params, state, arrays, adapted)
             metrics = jax.tree.map(lambda x: x[None], metrics)
         else:
             (params, state), metrics = jax.lax.scan(chosen_update, (params, state), order)

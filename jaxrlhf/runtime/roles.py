@@ -12,10 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrlhf.call_graph import GraphError, named_sequences
-from jaxrlhf.config.schema import OptimizerConfig
-from jaxrlhf.experience import Max, PolicyOutputs, Prompts, Rollout, Sampling, Term
+from jaxrlhf.config.schema import AverageConfig, OptimizerConfig
+from jaxrlhf.experience import Max, PolicyAndValues, PolicyOutputs, Prompts, Rollout, Sampling, Term
 from jaxrlhf.models import heads
-from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.models.config import Head, ModelConfig
+from jaxrlhf.models.lora import LoRAConfig
 from jaxrlhf.models.params import Params
 from jaxrlhf.runtime.loss_check import check_adds_up
 from jaxrlhf.sharding.layout import Layout
@@ -37,25 +38,39 @@ class ModelRole:
     """None: it is never trained."""
     num_updates: int = 0
     """Updates in the whole run, over which the learning rate decays."""
+    weights: str = ""
+    """The set of weights that it reads. Empty: one of its own, under its name."""
+    lora: LoRAConfig | None = None
+    """Its own set are adapters."""
+    base: str = ""
+    """The set that its adapters adapt."""
+    view: Head | None = None
+    """Which of its model's heads it speaks by. None: all."""
+    average: AverageConfig | None = None
+    """Its set is a moving average of another's."""
 
     def methods(self, name: str) -> RoleMethods:
         """The role as a step function sees it."""
-        is_lm = self.model.head == "lm"
-        other_head = f"It has {self.model.head!r} for a head: set roles.{name}.head to {'scalar' if is_lm else 'lm'!r}."
-        missing = dict.fromkeys(_SCALAR_AVALS if is_lm else ["generate", *_LM_AVALS], other_head)
-        methods = {"generate": Method("generate", _rollout_aval)} if is_lm else {}
+        view = self.view or self.model.head
+        other_head = f"It has {view!r} for a head: set roles.{name}.head to {'scalar' if view == 'lm' else 'lm'!r}."
+        missing = dict.fromkeys({"lm": _SCALAR_AVALS, "scalar": ["generate", *_LM_AVALS]}.get(view, ()), other_head)
+        methods = {} if view == "scalar" else {"generate": Method("generate", _rollout_aval)}
         methods |= {infer: Method("infer", abstract) for infer, abstract in self._avals.items()}
         methods["loss"] = Method("infer", self._loss_aval, row_wise=False, bind=_loss_arguments)
         if self.optimizer is not None:
             methods["train"] = Method("train", self._train_aval, row_wise=False, bind=_train_arguments)
         else:
             missing["train"] = f"It has no optimizer: set roles.{name}.optimizer to train it."
-        return RoleMethods(methods, weights=name, missing=missing)
+        if self.weights:
+            missing["train"] = f"It shares the weights of '{self.weights}': train that role, with both losses."
+        # a moving average has a new version with each of what it follows
+        weights = self.average.of if self.average is not None else self.weights or name
+        return RoleMethods(methods, weights=weights, missing=missing)
 
     @property
     def _avals(self) -> Mapping[str, Callable[..., Any]]:
         """Inference methods -> the shapes that they give."""
-        return _LM_AVALS if self.model.head == "lm" else _SCALAR_AVALS
+        return _AVALS[self.view or self.model.head]
 
     def _train_aval(self, terms: tuple[Term, ...], update: Any) -> dict[str, jax.ShapeDtypeStruct]:
         """Metrics of a train call, from the losses themselves."""
@@ -65,8 +80,9 @@ class ModelRole:
                     f"{_called('train', terms)}: the last argument holds the settings of the update and needs an "
                     f"integer `{count}`. Got {update!r}."
                 )
+        metrics = self._loss_aval(terms, update, called="train")
         more = {"grad_norm", "lr", "num_updates"} | ({GAP_METRIC} if gap_term(self, terms) is not None else set())
-        return self._loss_aval(terms, update, called="train") | dict.fromkeys(sorted(more), _float())
+        return metrics | dict.fromkeys(sorted(more), _float())
 
     def _loss_aval(self, terms: tuple[Term, ...], update: Any, called: str = "loss") -> dict[str, jax.ShapeDtypeStruct]:
         """Metrics of losses."""
@@ -212,19 +228,26 @@ def _token_scores(params: Params, sequences: Any, config: ModelConfig, layout: L
     return heads.token_scores(params, sequences, config, layout, remat=remat)
 
 
+def _policy_and_values(
+    params: Params, sequences: Any, config: ModelConfig, layout: Layout, remat: Remat
+) -> PolicyAndValues:
+    return heads.policy_and_values(params, sequences, config, layout, remat=remat)
+
+
 INFER: dict[str, Infer] = {
     "policy": _policy,
     "logprobs": _logprobs,
     "values": _values,
     "scores": _scores,
     "token_scores": _token_scores,
+    "policy_and_values": _policy_and_values,
 }
 """The functions behind inference methods."""
 
 
 def default_outputs(model: ModelConfig) -> str:
     """The inference method whose outputs a loss gets that names none."""
-    return "policy" if model.head == "lm" else "values"
+    return {"lm": "policy", "scalar": "values", "both": "policy_and_values"}[model.head]
 
 
 def term_outputs(role: ModelRole, term: Term, params: Params, layout: Layout) -> Any:
@@ -243,12 +266,12 @@ def term_outputs(role: ModelRole, term: Term, params: Params, layout: Layout) ->
 
 def gap_term(role: ModelRole, terms: tuple[Term, ...]) -> Term | None:
     """The first term whose log-probabilities can be compared with those recorded while sampling."""
-    if role.model.head != "lm":
+    if role.model.head == "scalar":
         return None
     return next((t for t in terms if not t.of and isinstance(t.batch["sequences"], Rollout)), None)
 
 
-def logprob_gap(outputs: PolicyOutputs, rollout: Rollout) -> Max:
+def logprob_gap(outputs: PolicyOutputs | PolicyAndValues, rollout: Rollout) -> Max:
     """The largest difference between recorded and recomputed log-probabilities."""
     return Max(jnp.where(rollout.response, jnp.abs(outputs.logprobs - rollout.logprobs), 0.0).max())
 
@@ -280,6 +303,11 @@ def _policy_aval(sequences: Any) -> Any:
     return PolicyOutputs(logprobs=_values_aval(sequences), entropy=_values_aval(sequences))  # pyright: ignore[reportArgumentType]
 
 
+def _both_aval(sequences: Any) -> Any:
+    values = _values_aval(sequences)
+    return PolicyAndValues(logprobs=values, entropy=values, values=values)  # pyright: ignore[reportArgumentType]
+
+
 def _values_aval(sequences: Any) -> jax.ShapeDtypeStruct:
     return _float(*sequences.response.shape)
 
@@ -293,4 +321,9 @@ _SCALAR_AVALS: dict[str, Callable[..., Any]] = {
     "values": _values_aval,
     "scores": _scores_aval,
     "token_scores": _values_aval,
+}
+_AVALS: dict[Head, dict[str, Callable[..., Any]]] = {
+    "lm": _LM_AVALS,
+    "scalar": _SCALAR_AVALS,
+    "both": {**_LM_AVALS, **_SCALAR_AVALS, "policy_and_values": _both_aval},
 }

@@ -2,9 +2,12 @@
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
+import jax
 import numpy as np
 
+from jaxrlhf.call_graph import Ref
 from jaxrlhf.runtime.executor import StepResult
 from jaxrlhf.runtime.stages import stage_seconds
 
@@ -27,11 +30,15 @@ def count_tokens(result: StepResult) -> TokenCounts:
     A graph of another kind, whose data are no sequences, has no tokens.
     """
     rollouts = [call.outputs for call in result.graph.calls if call.kind == "generate"]
-    sequences = rollouts or [result.graph.inputs["data"]]
-    masks = [(x.mask, x.response) for x in sequences if hasattr(x, "mask") and hasattr(x, "response")]
+    sequences = rollouts or jax.tree.leaves(result.graph.inputs["data"], is_leaf=_is_sequences)
+    masks = [(x.mask, x.response) for x in sequences if _is_sequences(x)]
     counted = [(int(np.sum(mask)), int(np.sum(response))) for mask, response in result.read(masks)]
     response = sum(response for _, response in counted)
     return TokenCounts(prompt=sum(both for both, _ in counted) - response, response=response)
+
+
+def _is_sequences(x: Any) -> bool:
+    return not isinstance(x, Ref) and hasattr(x, "mask") and hasattr(x, "response")
 
 
 def throughput_metrics(

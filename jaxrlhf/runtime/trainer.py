@@ -8,21 +8,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from jaxrlhf.config.schema import RunConfig
-from jaxrlhf.data.tokenizer import JSONTokenizer
-from jaxrlhf.models.huggingface import save_params
 from jaxrlhf.runtime.assembly import Assembly
 from jaxrlhf.runtime.balance_metrics import balance_metrics
 from jaxrlhf.runtime.channel import Channel
-from jaxrlhf.runtime.checkpoints import Checkpoints, restore, trained_roles
+from jaxrlhf.runtime.checkpoints import Checkpoints, changing_sets, restore
 from jaxrlhf.runtime.console import Console
 from jaxrlhf.runtime.evaluation import Evaluator
 from jaxrlhf.runtime.executor import Executor, StepResult
+from jaxrlhf.runtime.export import export
 from jaxrlhf.runtime.first_weights import load_first_weights
-from jaxrlhf.runtime.host_arrays import gather
 from jaxrlhf.runtime.interruption import RunStopped, StopRequest
 from jaxrlhf.runtime.json_lines import split_non_finite
 from jaxrlhf.runtime.metrics import TrainingError, check_finite, flatten, without_times
@@ -30,7 +27,7 @@ from jaxrlhf.runtime.progress import Progress
 from jaxrlhf.runtime.records import open_records
 from jaxrlhf.runtime.recovery import ResumePoint, newest_position
 from jaxrlhf.runtime.requests import Requests
-from jaxrlhf.runtime.roles import ModelRole, weighted_sum
+from jaxrlhf.runtime.roles import weighted_sum
 from jaxrlhf.runtime.run_folder import RunFolder
 from jaxrlhf.runtime.stages import stage_seconds
 from jaxrlhf.runtime.throughput import count_tokens, throughput_metrics
@@ -117,7 +114,7 @@ class Trainer:
             first_step, state = self._start()
             self._train(first_step, state)
             self._executor.wait()
-            self._export()
+            export(self._assembly, self._executor, self._folder, self._channel)
         except BaseException as error:
             if not self._is_in_all(error):
                 self._channel.abort(error)
@@ -220,7 +217,7 @@ class Trainer:
         metrics |= balance_metrics(result, self._assembly.train.plan)
         if len(scores := _scores(result)) > 1:
             metrics |= {f"reward/{name}/mean": float(values.mean()) for name, values in scores.items()}
-        metrics |= {"training/global_step": done, "training/epoch": self._assembly.loader.epoch(done)}
+        metrics |= {"training/global_step": done, "training/epoch": self._assembly.train_rows.epoch(done)}
         self._records.write_metrics(done, metrics)
         try:
             check_finite(metrics, step=done)
@@ -237,7 +234,7 @@ class Trainer:
     def _show(self, progress: Progress, done: int, metrics: Mapping[str, float]) -> None:
         names = {"reward": "critic/score/mean", "KL": "kl/mean", "length": "response_length/mean"}
         if names["reward"] not in metrics:
-            names = {"loss": "actor/loss"}
+            names = {"loss": next((name for name in metrics if name.endswith("/loss")), "")}
         shown = {short: metrics[name] for short, name in names.items() if name in metrics}
         rate = metrics["perf/total_num_tokens"] / metrics["perf/time_per_step"]
         progress.update(
@@ -254,19 +251,19 @@ class Trainer:
 
     def _evaluate(self, done: int, state: Any) -> bool:
         """Evaluates, and tells whether the policy is better than it was after any step before."""
-        if self._assembly.evaluation is None:
+        if self._assembly.evaluation is None and self._assembly.held_out is None:
             return False
         before = self._evaluator.best()
         try:
-            self._evaluator.run(done, self._executor, self._records)
+            self._evaluator.run(done, state, self._executor, self._records)
         except Exception as error:
             if self._is_in_all(error):
                 self._save(done, state)
                 self._checkpoints.wait()
                 self._console.line(f"Saved after {done} steps, before the evaluation that failed.")
             raise
-        num_prompts = sum(len(batch.row) for batch in self._assembly.eval_batches)
-        self._console.evaluation(self._evaluator.results, num_prompts)
+        assert self._config.evaluation is not None
+        self._console.evaluation(self._evaluator.results, self._config.evaluation.num_prompts)
         return self._evaluator.best() != before
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
@@ -311,28 +308,8 @@ class Trainer:
         return f"The last good checkpoint is {newest}; if the same comes of it, name one before."
 
     def _versions(self) -> dict[str, int]:
-        """How often each role has been trained."""
-        return {name: self._executor.weights.version(name) for name in trained_roles(self._assembly.train)}
-
-    def _export(self) -> None:
-        """Write roles' last weights in Hugging Face's format."""
-        for name in self._config.output.export:
-            role = self._assembly.train.roles[name]
-            assert isinstance(role, ModelRole)
-            tokenizer = self._assembly.table.tokenizer
-            leaves, structure = jax.tree.flatten(self._executor.weights.snapshot(name)[1])
-            # one weight at a time
-            params = structure.unflatten(
-                [(gather([x], self._channel, self._channel.number()) or [None])[0] for x in leaves]
-            )
-            if not self._channel.is_first:
-                continue
-            save_params(
-                params, role.model, self._folder.path / name, dtype=role.model.dtype,
-                end_id=tokenizer.end_id, pad_id=tokenizer.pad_id,
-            )  # fmt: skip
-            if isinstance(tokenizer, JSONTokenizer):
-                tokenizer.save(self._folder.path / name / "tokenizer.json")
+        """How often each set of weights has been trained."""
+        return {name: self._executor.weights.version(name) for name in changing_sets(self._assembly.train)}
 
 
 def _scores(result: StepResult, *, of: str | None = None) -> dict[str, np.ndarray]:

@@ -6,7 +6,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrlhf.algorithms.losses import clipped_policy_loss, clipped_value_loss, entropy_bonus, kl_loss
+from jaxrlhf.algorithms.losses import (
+    AGGREGATIONS,
+    aggregated,
+    clipped_policy_loss,
+    clipped_sequence_loss,
+    clipped_value_loss,
+    entropy_bonus,
+    kl_loss,
+    reinforce_loss,
+)
 from jaxrlhf.experience import Max
 
 B, R = 4, 6
@@ -147,3 +156,87 @@ def test_kl_loss_by_hand():
     np.testing.assert_allclose(loss, 0.25 + 4.5, rtol=1e-6)
     np.testing.assert_allclose(metrics["kl_loss"], 7.0, rtol=1e-6)
     assert weight == 3.0
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_aggregations_against_a_loop(aggregation):
+    x_BR, mask_BR = draw(6), draw_mask()
+    total, weight = aggregated(jnp.asarray(x_BR), jnp.asarray(mask_BR), aggregation)
+    rows = [[float(x_BR[b, t]) for t in range(R) if mask_BR[b, t]] for b in range(B)]
+    rows = [row for row in rows if row]  # the third is empty
+    want = {
+        "token": sum(x for row in rows for x in row) / sum(len(row) for row in rows),
+        "sequence": sum(sum(row) / len(row) for row in rows) / len(rows),
+        "sum": sum(sum(row) for row in rows) / len(rows),
+        "constant": sum(sum(row) / R for row in rows) / len(rows),
+    }
+    assert len(rows) == 3 and weight == (mask_BR.sum() if aggregation == "token" else 3)
+    np.testing.assert_allclose(total / weight, want[aggregation], rtol=1e-5)
+
+
+@pytest.mark.parametrize("aggregation", ["sequence", "sum", "constant"])
+def test_metrics_are_means_over_sequences_of_means_over_tokens(aggregation):
+    old_BR, advantages_BR, mask_BR = draw(0) - 3.0, draw(1), draw_mask()
+    new_BR = old_BR + draw(2, scale=0.3)
+    metrics: Any
+    _, weight, metrics = clipped_policy_loss(
+        *map(jnp.asarray, (new_BR, old_BR, advantages_BR, mask_BR)), clip=0.2, aggregation=aggregation
+    )
+    drops = [(old_BR - new_BR)[b][mask_BR[b]].mean() for b in range(B) if mask_BR[b].any()]
+    np.testing.assert_allclose(metrics["ppo_kl"] / weight, np.mean(drops), rtol=1e-4)
+    loss, weight, metrics = entropy_bonus(jnp.ones((B, R)), jnp.asarray(mask_BR), coef=0.5, aggregation=aggregation)
+    assert metrics["entropy"] == weight == 3.0
+    mean_tokens = mask_BR.sum() / 3
+    scale = {"sequence": 1.0, "sum": mean_tokens, "constant": mean_tokens / R}[aggregation]
+    np.testing.assert_allclose(loss / weight, -0.5 * scale, rtol=1e-5)
+
+
+def test_sequence_loss_against_a_loop():
+    old_BR, advantages_B, mask_BR = draw(0) - 3.0, draw(1)[:, 0], draw_mask()
+    new_BR = np.where(mask_BR, old_BR + draw(2, scale=0.3), np.nan)  # nothing reads what is masked
+    metrics: Any
+    loss, weight, metrics = clipped_sequence_loss(
+        *map(jnp.asarray, (new_BR, old_BR, advantages_B, mask_BR)), clip=0.02, clip_high=0.03
+    )
+    total = clipped = largest = drop = 0.0
+    for b in range(B):
+        tokens = [t for t in range(R) if mask_BR[b, t]]
+        if tokens:
+            log_ratio = sum(new_BR[b, t] - old_BR[b, t] for t in tokens) / len(tokens)
+            ratio, advantage = math.exp(log_ratio), float(advantages_B[b])
+            bounded = min(max(ratio, 0.98), 1.03)
+            total -= min(ratio * advantage, bounded * advantage)
+            clipped += bounded * advantage < ratio * advantage
+            largest, drop = max(largest, ratio), drop - log_ratio
+    assert 0 < clipped < 3 and weight == 3.0
+    np.testing.assert_allclose(loss, total, rtol=1e-5)
+    assert metrics["pg_clipfrac"] == clipped and metrics["pg_loss"] == loss
+    np.testing.assert_allclose(metrics["ratio_max"].value, largest, rtol=1e-5)
+    np.testing.assert_allclose(metrics["ppo_kl"], drop, rtol=1e-4)
+
+
+def test_sequence_gradient_by_hand():
+    # two tokens: log ratios 0.1 and 0.3, so the ratio is exp(0.2), and each token has half of its gradient
+    old_BR, mask_BR = jnp.zeros((1, 3)), jnp.array([[True, True, False]])
+
+    def loss(x_BR, clip_high):
+        return clipped_sequence_loss(x_BR, old_BR, jnp.ones(1), mask_BR, clip=0.2, clip_high=clip_high)[0]
+
+    at_BR = jnp.array([[0.1, 0.3, 9.0]])
+    np.testing.assert_allclose(
+        jax.grad(loss)(at_BR, 0.3), [[-0.5 * math.exp(0.2), -0.5 * math.exp(0.2), 0.0]], rtol=1e-5
+    )
+    np.testing.assert_array_equal(jax.grad(loss)(at_BR, 0.1), [[0.0, 0.0, 0.0]])
+
+
+def test_reinforce_gradient_by_hand():
+    advantages_BR, mask_BR = jnp.array([[2.0, -1.0, 5.0], [3.0, 5.0, 5.0]]), jnp.array([[1, 1, 0], [1, 0, 0]], bool)
+
+    def loss(x_BR, aggregation):
+        total, weight, _ = reinforce_loss(x_BR, advantages_BR, mask_BR, aggregation=aggregation)
+        return total / weight
+
+    at_BR = jnp.where(mask_BR, -1.0, jnp.nan)
+    np.testing.assert_allclose(jax.grad(loss)(at_BR, "sum"), [[-1.0, 0.5, 0.0], [-1.5, 0.0, 0.0]])
+    np.testing.assert_allclose(jax.grad(loss)(at_BR, "token"), np.array([[-2.0, 1.0, 0.0], [-3.0, 0.0, 0.0]]) / 3)
+    assert reinforce_loss(at_BR, advantages_BR, mask_BR, aggregation="sum")[2]["pg_loss"] == 4.0

@@ -10,17 +10,8 @@ import pytest
 from jaxrlhf.algorithms import ALGORITHMS
 from jaxrlhf.algorithms.kl import KLPenalty
 from jaxrlhf.algorithms.masked import whiten
-from jaxrlhf.algorithms.ppo import (
-    PolicyUpdate,
-    PPOConfig,
-    PPOState,
-    ValueUpdate,
-    explained_variance,
-    ppo_batch,
-    ppo_policy_loss,
-    ppo_state,
-    value_loss,
-)
+from jaxrlhf.algorithms.policy import PolicyState, PolicyUpdate, policy_state, ppo_policy_loss
+from jaxrlhf.algorithms.ppo import PPOConfig, ValueUpdate, explained_variance, ppo_batch, value_loss
 from jaxrlhf.algorithms.rewards import no_moments
 from jaxrlhf.experience import LENGTH, STOP, Max, PolicyOutputs, Rollout
 
@@ -51,14 +42,14 @@ def make_inputs(seed: int = 0) -> dict[str, Any]:
     return {"rollout": rollout, "reference_BR": draw(-2.2), "values_BR": draw(0.3), "scores_B": scores_B}
 
 
-def run(config: PPOConfig, state: PPOState | None = None, **changes: Any):
+def run(config: PPOConfig, state: PolicyState | None = None, **changes: Any):
     inputs = make_inputs() | changes
     return fast_ppo_batch(
         inputs["rollout"],
         inputs["reference_BR"],
         inputs["values_BR"],
         inputs["scores_B"],
-        ppo_state(config) if state is None else state,
+        policy_state(config) if state is None else state,
         config=config,
     )
 
@@ -138,7 +129,7 @@ def test_advantages_are_whitened_over_the_batch_and_returns_are_not():
 
 
 def test_the_coefficient_is_the_state_s():
-    state = PPOState(kl_coef=jnp.float32(0.0), scores=no_moments())
+    state = PolicyState(kl_coef=jnp.float32(0.0), scores=no_moments())
     batch, _, metrics = run(PLAIN, state)
     np.testing.assert_allclose(batch["advantages"], advantages_in_a_loop(0.0, PLAIN)[0], rtol=1e-5, atol=1e-5)
     assert metrics["kl/coef"] == 0.0
@@ -150,7 +141,7 @@ def test_penalty_in_the_loss_leaves_the_rewards_and_rides_in_the_batch():
     np.testing.assert_array_equal(batch["kl"].reference, make_inputs()["reference_BR"])
     np.testing.assert_array_equal(batch["kl"].coef, np.full(B, 0.5))
     assert batch["kl"].estimator == "k3"
-    moved, _, _ = run(IN_LOSS, PPOState(kl_coef=jnp.float32(0.125), scores=no_moments()))
+    moved, _, _ = run(IN_LOSS, PolicyState(kl_coef=jnp.float32(0.125), scores=no_moments()))
     np.testing.assert_array_equal(moved["kl"].coef, np.full(B, 0.125))
     assert metrics["kl/coef"] == 0.5
     assert all(leaf.shape[0] == B for leaf in jax.tree.leaves(batch))
@@ -314,8 +305,8 @@ def test_value_loss_reads_the_batch_and_the_settings():
 
 
 def test_state_and_entry():
-    assert ALGORITHMS["ppo"].init_state is ppo_state
-    state = ppo_state(PPOConfig(kl=KLPenalty(coef=0.25)))
+    assert ALGORITHMS["ppo"].init_state is policy_state
+    state = policy_state(PPOConfig(kl=KLPenalty(coef=0.25)))
     assert state.kl_coef == 0.25
     assert all(x.shape == () and x.dtype == jnp.float32 for x in jax.tree.leaves(state))
     assert jax.tree.structure(state) == jax.tree.structure(run(PLAIN)[1])

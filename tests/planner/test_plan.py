@@ -299,7 +299,7 @@ def test_roles_to_offload():
     assert resolve({DEFAULT: ONE}, GRAPH, ["actor"]).offload == ("actor",)
     for offload, message in (
         (["actr"], "plan.offload: must be roles of the run. Got 'actr'. Roles: actor, judge. Did you mean 'actor'?"),
-        (["judge"], "plan.offload: 'judge' has no model, and so no weights to offload. Roles with a model: actor. Rem"),
+        (["judge"], "plan.offload: 'judge' has no weights of its own to offload. Roles that have: actor. Remove it."),
         (["actor"] * 2, "plan.offload: a role may stand there once. Got 'actor' again. Remove it."),
     ):
         with pytest.raises(PlanError, match=re.escape(message)):

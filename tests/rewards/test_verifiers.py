@@ -4,7 +4,15 @@ import re
 
 import pytest
 
-from jaxrlhf.rewards.verifiers import VERIFIERS, exact_answer, exact_match, final_number, length_penalty, regex_format
+from jaxrlhf.rewards.verifiers import (
+    VERIFIERS,
+    exact_answer,
+    exact_match,
+    final_number,
+    length_penalty,
+    regex_format,
+    wrong_answer,
+)
 
 
 def score(reward, completion, answer, *, finished=True):
@@ -28,6 +36,26 @@ def score(reward, completion, answer, *, finished=True):
 )
 def test_exact_answer(completion, answer, finished, expected):
     assert score(exact_answer(partial_credit=0.5), completion, answer, finished=finished) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("completion", "finished", "expected"),
+    [
+        ("12 13>132", True, 0.0),
+        ("12 13>132 ", True, 0.0),
+        ("12 13>152", True, 1.0),
+        ("12 13>152", False, 0.0),
+        ("12 13", True, 0.0),
+        (">", True, 1.0),
+    ],
+)
+def test_wrong_answer(completion, finished, expected):
+    assert score(wrong_answer(), completion, 132, finished=finished) == expected
+
+
+def test_wrong_answer_options():
+    cost = wrong_answer(answer_column="truth", separator="=>")
+    assert cost(["p"] * 2, ["a=>5", "a>5"], finished=[True, True], truth=["6", "6"], answer=["5", "5"]) == [1.0, 0.0]
 
 
 def test_exact_answer_options():
@@ -109,7 +137,7 @@ def test_length_penalty(options, expected):
 
 
 def test_every_verifier_is_listed():
-    factories = [exact_answer, final_number, exact_match, regex_format, length_penalty]
+    factories = [exact_answer, wrong_answer, final_number, exact_match, regex_format, length_penalty]
     assert {factory.__name__: factory for factory in factories} == VERIFIERS
 
 
@@ -121,6 +149,7 @@ def test_every_verifier_is_listed():
             "Reward 'exact_answer': partial_credit must lie in [0, 1]. Got 1.5.",
         ),
         (lambda: exact_answer(separator=""), "Reward 'exact_answer': separator must not be empty. Got ''."),
+        (lambda: wrong_answer(separator=""), "Reward 'wrong_answer': separator must not be empty. Got ''."),
         (lambda: final_number(partial_credit=-1), "Reward 'final_number': partial_credit must lie in [0, 1]. Got -1."),
         (lambda: final_number(marker=""), "Reward 'final_number': marker must not be empty. Got ''."),
         (lambda: regex_format("("), "Reward 'regex_format': pattern must be a regular expression. Got '(': "),

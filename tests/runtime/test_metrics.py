@@ -140,3 +140,5 @@ def test_evaluations_are_found_again_with_the_best_of_them(tmp_path: Path) -> No
     assert evaluations[0] == (0, {"eval/x": 0.5, "timing_s/testing": 1.0})
     assert best_evaluation(evaluations, "eval/x") == (4, 0.75)
     assert math.isnan(best_evaluation(evaluations[1:2], "eval/x")[1])
+    losses = [(step, {"eval/loss": values.get("eval/x", math.nan)}) for step, values in evaluations]
+    assert best_evaluation(losses, "eval/loss") == (0, 0.5), "of losses, less is better"

@@ -11,7 +11,7 @@ from jaxrlhf.config.schema import OptimizerConfig
 from jaxrlhf.experience import Max, PolicyOutputs, Rollout, Sequences, Term
 from jaxrlhf.models import heads
 from jaxrlhf.models.config import ModelConfig
-from jaxrlhf.models.params import Params, init_params, param_shardings
+from jaxrlhf.models.params import Params, abstract_params, init_params, param_shardings
 from jaxrlhf.runtime import programs
 from jaxrlhf.runtime.optimizer import apply_gradient, init_optimizer, optimizer_shardings
 from jaxrlhf.runtime.programs import infer_program, loss_program, train_program
@@ -72,7 +72,7 @@ def train_terms(terms, update, strategy=Strategy()):  # noqa: B008
     arrays, _, rebuild = split_args((terms, update))
     program = train_program(ROLE, rebuild, [True] * len(arrays), layout)
     params = jax.device_put(first_params(MODEL), param_shardings(MODEL, layout))
-    shardings = optimizer_shardings(OPTIMIZER, MODEL, layout)
+    shardings = optimizer_shardings(OPTIMIZER, abstract_params(MODEL), param_shardings(MODEL, layout), layout)
     state = jax.jit(lambda p: init_optimizer(OPTIMIZER, p), out_shardings=shardings)(params)
     return program(params, state, NOISE, arrays)
 

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrlhf.config.schema import OptimizerConfig
+from jaxrlhf.config.schema import AverageConfig, OptimizerConfig
 from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.models.lora import LoRAConfig
 from jaxrlhf.models.params import init_params
 from jaxrlhf.reshard.offload import rests_on_host
 from jaxrlhf.runtime.roles import ModelRole
@@ -150,3 +151,84 @@ def test_a_trained_role_rests_on_the_host_between_train_calls(store):
 
 def test_a_role_of_another_part_of_the_run_is_left_alone(store):
     assert store.offload("critic") is None
+
+
+# Weights that roles share, adapt or follow
+
+ADAPTED = {
+    "actor": ModelRole(MODEL, OptimizerConfig(), 1, lora=LoRAConfig(rank=2), base="actor.base"),
+    "reference": ModelRole(MODEL, weights="actor.base"),
+    "slow": ModelRole(
+        MODEL, lora=LoRAConfig(rank=2), base="actor.base", average=AverageConfig(of="actor", decay=0.75, every=2)
+    ),
+}
+
+
+def fill(store: WeightStore) -> WeightStore:
+    for name in store.sets:
+        store.initialize(name, TRAIN, jax.random.key(0))
+    return store
+
+
+def train_once(store: WeightStore, change: float = 1.0) -> None:
+    params, optimizer, _ = store.take_for_training("actor", TRAIN)
+    store.trained("actor", TRAIN, jax.tree.map(lambda x: x + change, params), optimizer)
+
+
+def test_adapters_are_trained_alone_and_the_reference_is_what_they_adapt():
+    store = fill(WeightStore(ADAPTED))
+    assert list(store.sets) == ["actor.base", "actor", "slow"]
+    assert store.read_by("reference") == ("actor.base",) and store.owned_by("actor") == ("actor", "actor.base")
+    assert set(store.state("actor")["params"]["layers"]) == set(LoRAConfig().targets)
+    actor, _ = store.for_inference("actor", GENERATE, stacked=False)
+    reference, _ = store.for_inference("reference", GENERATE, stacked=False)
+    assert actor["layers"][0]["query"].weight is reference["layers"][0]["query"], "no copy"
+    train_once(store)
+    merged, _ = store.for_inference("actor", GENERATE, stacked=False, merged=True)
+    again, received = store.for_inference("actor", GENERATE, stacked=False, merged=True)
+    assert again is merged and received is None
+    got, was = (np.asarray(x["layers"][0]["gate"], np.float32) for x in (merged, reference))
+    adapter = store.for_inference("actor", GENERATE, stacked=False)[0]["layers"][0]["gate"]
+    change = np.asarray(adapter.down, np.float32) @ np.asarray(adapter.up, np.float32) * adapter.scale
+    np.testing.assert_allclose(got, was + change, rtol=0.02, atol=0.02)
+    assert store.for_inference("reference", GENERATE, stacked=False)[0] is not None
+    np.testing.assert_array_equal(
+        np.asarray(store.for_inference("reference", GENERATE, stacked=False)[0]["layers"][0]["gate"]), was
+    )
+
+
+def test_an_average_follows_every_other_version():
+    store = fill(WeightStore(ADAPTED))
+    first = on_host(store.state("slow")["params"])
+    for _ in range(3):
+        train_once(store)
+    assert store.version("slow") == store.version("actor") == 3
+    now = on_host(store.state("slow")["params"])  # after two train calls: 0.75 a + 0.25 (a + 2)
+    jax.tree.map(lambda new, old: np.testing.assert_allclose(new, old + 0.5, rtol=1e-5, atol=1e-6), now, first)
+    state = jax.tree.map(jnp.copy, store.state("slow"))
+    store.restore("slow", TRAIN, state, version=3)
+    jax.tree.map(np.testing.assert_array_equal, on_host(store.state("slow")["params"]), now)
+
+
+def test_a_pinned_version_is_there_after_training():
+    store = fill(WeightStore(ADAPTED))
+    before = np.asarray(store.for_inference("actor", GENERATE, stacked=False)[0]["layers"][0]["up"].up, np.float32)
+    store.pin("actor", GENERATE, stacked=False)
+    train_once(store)
+    pinned, _ = store.for_inference("actor", GENERATE, stacked=False, version=0)
+    present, _ = store.for_inference("actor", GENERATE, stacked=False)
+    np.testing.assert_array_equal(np.asarray(pinned["layers"][0]["up"].up, np.float32), before)
+    np.testing.assert_allclose(np.asarray(present["layers"][0]["up"].up, np.float32), before + 1)
+    store.unpin()
+    with pytest.raises(KeyError):
+        store.for_inference("actor", GENERATE, stacked=False, version=0)
+
+
+def test_what_a_role_owns_rests_on_the_host():
+    store = fill(WeightStore(ADAPTED))
+    expected = on_host(store.for_inference("actor", GENERATE, stacked=False)[0])
+    assert rests_on_host(store.offload("actor"))
+    assert store.prefetch("actor", TRAIN, stacked=True, for_training=True) is not None
+    jax.tree.map(
+        np.testing.assert_array_equal, on_host(store.for_inference("actor", GENERATE, stacked=False)[0]), expected
+    )

@@ -1,0 +1,87 @@
+"""GSPO: GRPO whose ratio, and so whose clipping, is that of the whole sequence.
+
+Letters: B sequences, R response columns.
+
+A reward belongs to a response, so its response is what is weighted and clipped. The ratio of a sequence moves far less
+than those of its tokens; hence the small clips.
+"""
+
+import dataclasses
+from typing import Any
+
+from jaxtyping import Array, Float
+
+from jaxrlhf.algorithms.group import group_batch, require_group
+from jaxrlhf.algorithms.losses import Loss, clipped_sequence_loss
+from jaxrlhf.algorithms.policy import regularized
+from jaxrlhf.algorithms.settings import require, require_not_negative, require_passes, require_positive
+from jaxrlhf.experience import PolicyOutputs, Prompts, Rollout, Sampling
+from jaxrlhf.tracing import compute
+
+
+@dataclasses.dataclass(frozen=True)
+class SequenceUpdate:
+    """How one rollout becomes updates of the actor."""
+
+    mini_batches: int = 4
+    """Updates in one pass over the rollout."""
+    epochs: int = 1
+    """Passes over the rollout."""
+    clip: float = 3e-4
+    """How far below one the ratio of a sequence may move."""
+    clip_high: float = 4e-4
+    """How far above one it may move."""
+    entropy_coef: float = 0.0
+
+    def __post_init__(self) -> None:
+        require_passes(self.mini_batches, self.epochs, "actor_update")
+        require(0 < self.clip < 1, "actor_update.clip", "must lie in (0, 1)", self.clip)
+        require_positive(self.clip_high, "actor_update.clip_high")
+        require_not_negative(self.entropy_coef, "actor_update.entropy_coef")
+
+
+@dataclasses.dataclass(frozen=True)
+class GSPOConfig:
+    """Settings of GSPO."""
+
+    sampling: Sampling = Sampling(num_samples=8)
+    """`num_samples` is the size of a group."""
+    normalize_std: bool = True
+    """Divide advantages by the standard deviation of their group."""
+    actor_update: SequenceUpdate = SequenceUpdate()
+
+    def __post_init__(self) -> None:
+        require_group(self.sampling)
+
+
+def gspo_step(roles: Any, state: tuple[()], prompts: Prompts, config: GSPOConfig) -> tuple[dict[str, Any], tuple[()]]:
+    """One step of GSPO, on `batch_size` prompts and `num_samples` responses to each.
+
+    Reference:
+        Zheng et al. 2025, arXiv:2507.18071, section 4.
+    """
+    rollout = roles.actor.generate(prompts, config.sampling)
+    scores = roles.reward.scores(rollout)
+    batch, metrics = compute(gspo_batch, rollout, scores, config)
+    return {"rollout": metrics, "actor": roles.actor.train(gspo_policy_loss, batch, config.actor_update)}, state
+
+
+def gspo_batch(
+    rollout: Rollout, scores_B: Float[Array, " B"], config: GSPOConfig
+) -> tuple[dict[str, Any], dict[str, Float[Array, ""]]]:
+    """The training batch and metrics; advantages as those of GRPO."""
+    return group_batch(rollout, scores_B, num_samples=config.sampling.num_samples, normalize_std=config.normalize_std)
+
+
+def gspo_policy_loss(outputs: PolicyOutputs, batch: dict[str, Any], update: SequenceUpdate) -> Loss:
+    """The actor's loss: `clipped_sequence_loss` minus an entropy bonus, with the metrics of both."""
+    sequences: Rollout = batch["sequences"]
+    surrogate = clipped_sequence_loss(
+        outputs.logprobs,
+        sequences.logprobs,
+        batch["advantages"][:, 0],  # the same at all tokens of a response, whose first column holds one
+        sequences.response,
+        clip=update.clip,
+        clip_high=update.clip_high,
+    )
+    return regularized(surrogate, outputs, batch, entropy_coef=update.entropy_coef, aggregation="sequence")

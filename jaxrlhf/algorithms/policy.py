@@ -1,0 +1,242 @@
+"""What algorithms have in common that train an actor on scored samples of its own: settings, state, rewards, the loss.
+
+Letters: B sequences, R response columns.
+"""
+
+import dataclasses
+from typing import Any
+
+import chex
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float
+
+from jaxrlhf.algorithms.group import group_mean
+from jaxrlhf.algorithms.kl import ESTIMATORS, KLPenalty, KLTerm, adapt_kl_coef, k1
+from jaxrlhf.algorithms.losses import (
+    AGGREGATIONS,
+    Aggregation,
+    Loss,
+    clipped_policy_loss,
+    entropy_bonus,
+    kl_loss,
+    reinforce_loss,
+)
+from jaxrlhf.algorithms.masked import masked_mean, masked_sum
+from jaxrlhf.algorithms.reported import rollout_metrics, score_metrics, summary
+from jaxrlhf.algorithms.rewards import Moments, ScoreNormalization, no_moments, shape_scores, token_rewards
+from jaxrlhf.algorithms.settings import require, require_not_negative, require_passes, require_positive
+from jaxrlhf.experience import PolicyOutputs, Rollout, Sampling
+
+
+@dataclasses.dataclass(frozen=True)
+class PolicyUpdate:
+    """How one rollout becomes updates of the actor."""
+
+    mini_batches: int = 4
+    """Updates in one pass over the rollout."""
+    epochs: int = 1
+    """Passes over the rollout."""
+    clip: float = 0.2
+    """How far below one the probability ratio may move, and above it unless `clip_high` says otherwise."""
+    clip_high: float | None = None
+    entropy_coef: float = 0.0
+    aggregation: Aggregation = "token"
+    """What the loss is a mean of; see `jaxrlhf.algorithms.losses`."""
+
+    def __post_init__(self) -> None:
+        require_passes(self.mini_batches, self.epochs, "actor_update")
+        require(0 < self.clip < 1, "actor_update.clip", "must lie in (0, 1)", self.clip)
+        if self.clip_high is not None:
+            require_positive(self.clip_high, "actor_update.clip_high")
+        require_not_negative(self.entropy_coef, "actor_update.entropy_coef")
+        _require_aggregation(self.aggregation)
+
+
+@dataclasses.dataclass(frozen=True)
+class ReinforceUpdate:
+    """How one rollout becomes updates of the actor where the loss has no ratio to the policy that drew the tokens."""
+
+    mini_batches: int = 1
+    """Updates in one pass over the rollout. Nothing accounts for the policy having moved after the first of them."""
+    epochs: int = 1
+    """Passes over the rollout."""
+    entropy_coef: float = 0.0
+    aggregation: Aggregation = "token"
+    """What the loss is a mean of; see `jaxrlhf.algorithms.losses`."""
+
+    def __post_init__(self) -> None:
+        require_passes(self.mini_batches, self.epochs, "actor_update")
+        require_not_negative(self.entropy_coef, "actor_update.entropy_coef")
+        _require_aggregation(self.aggregation)
+
+
+def _require_aggregation(aggregation: str) -> None:
+    where, rule = "actor_update.aggregation", f"must be one of {', '.join(AGGREGATIONS)}"
+    require(aggregation in AGGREGATIONS, where, rule, aggregation)
+
+
+@dataclasses.dataclass(frozen=True)
+class PolicyConfig:
+    """How samples are drawn, and how their scores become rewards."""
+
+    sampling: Sampling = Sampling()
+    kl: KLPenalty = KLPenalty()
+    score_clip: float | None = None
+    """Scores are clipped to [-score_clip, score_clip], after the missing-stop penalty and before normalization."""
+    score_normalization: ScoreNormalization = "none"
+    """To mean zero and variance one, over the batch or over the whole run so far."""
+    missing_stop_penalty: float = 0.0
+    """Subtracted from the score of a response that did not end with a stop token."""
+
+    def __post_init__(self) -> None:
+        if self.score_clip is not None:
+            require_positive(self.score_clip, "score_clip")
+        require(
+            self.score_normalization in ("none", "batch", "running"),
+            "score_normalization",
+            "must be none, batch or running",
+            self.score_normalization,
+        )
+        require_not_negative(self.missing_stop_penalty, "missing_stop_penalty")
+
+
+class PolicyState(struct.PyTreeNode):
+    """What a step hands to the next."""
+
+    kl_coef: Float[Array, ""]
+    scores: Moments
+    """Of all scores so far, where they are normalized by running moments."""
+
+
+def policy_state(config: PolicyConfig) -> PolicyState:
+    """The state before the first step."""
+    return PolicyState(kl_coef=jnp.full((), config.kl.coef, jnp.float32), scores=no_moments())
+
+
+def shaped_scores(
+    scores_B: Float[Array, " B"], rollout: Rollout, state: PolicyState, config: PolicyConfig
+) -> tuple[Float[Array, " B"], PolicyState]:
+    """`shape_scores` by the settings, with the moments of the state, which are carried on."""
+    shaped_B, moments = shape_scores(
+        scores_B,
+        rollout.finish,
+        state.scores,
+        clip=config.score_clip,
+        missing_stop_penalty=config.missing_stop_penalty,
+        normalization=config.score_normalization,
+    )
+    return shaped_B, state.replace(scores=moments)
+
+
+def token_kl(rollout: Rollout, reference_BR: Float[Array, "B R"], kl: KLPenalty) -> Float[Array, "B R"]:
+    """The KL of each token by the estimator of the settings: zero where the loss holds the penalty, not the reward."""
+    if kl.placement == "loss":
+        return jnp.zeros_like(reference_BR)
+    return ESTIMATORS[kl.estimator](rollout.logprobs, reference_BR)
+
+
+def penalized(
+    rollout: Rollout, reference_BR: Float[Array, "B R"], state: PolicyState, kl: KLPenalty
+) -> tuple[dict[str, Any], PolicyState, dict[str, Float[Array, ""]]]:
+    """What a training batch begins with; the next coefficient of the KL; metrics.
+
+    The KL that drives the controller and is reported is k1's, in nats, whichever estimator penalizes.
+
+    Returns:
+        The batch, every leaf with rows first: `sequences` (the rollout), and `kl` where the loss holds the KL term.
+        The state of the next step. Metrics of the KL and the rollout.
+    """
+    mask_BR = rollout.response
+    chex.assert_equal_shape([rollout.logprobs, reference_BR, mask_BR])
+    num_sequences = mask_BR.shape[0]
+    batch: dict[str, Any] = {"sequences": rollout}
+    if kl.placement == "loss":
+        coef_B = jnp.broadcast_to(state.kl_coef, (num_sequences,))
+        batch["kl"] = KLTerm(reference=reference_BR, coef=coef_B, estimator=kl.estimator)
+
+    log_ratio_BR = k1(rollout.logprobs, reference_BR)
+    observed_kl = masked_sum(log_ratio_BR, mask_BR) / num_sequences
+    kl_coef = state.kl_coef
+    if kl.adaptive:
+        kl_coef = adapt_kl_coef(kl_coef, observed_kl, target=kl.target, horizon=kl.horizon, num_sequences=num_sequences)
+    metrics = {
+        "kl/mean": observed_kl,
+        "kl/per_token": masked_mean(log_ratio_BR, mask_BR),
+        "kl/coef": state.kl_coef,
+        **rollout_metrics(rollout),
+    }
+    return batch, state.replace(kl_coef=kl_coef), metrics
+
+
+def rewarded(
+    rollout: Rollout,
+    reference_BR: Float[Array, "B R"],
+    scores_B: Float[Array, " B"],
+    state: PolicyState,
+    config: PolicyConfig,
+    *,
+    less_mean_of: int = 0,
+    kl_share: float = 1.0,
+) -> tuple[Float[Array, "B R"], dict[str, Any], PolicyState, dict[str, Float[Array, ""]]]:
+    """From scores to a reward for each token: shaped, less the KL penalty where that is placed in the reward.
+
+    Args:
+        less_mean_of: the size of the groups whose mean shaped score is subtracted; 0 subtracts nothing.
+        kl_share: how much of the penalty the rewards carry.
+
+    Returns:
+        Rewards, zero outside of responses, and what `penalized` gives, with metrics of scores and rewards.
+    """
+    chex.assert_rank([reference_BR, scores_B], [2, 1])
+    shaped_B, scored = shaped_scores(scores_B, rollout, state, config)
+    if less_mean_of:
+        shaped_B = shaped_B - group_mean(shaped_B, num_samples=less_mean_of)
+    kl_BR = token_kl(rollout, reference_BR, config.kl)
+    rewards_BR = token_rewards(shaped_B, kl_BR, rollout.response, kl_coef=kl_share * state.kl_coef)
+    batch, next_state, metrics = penalized(rollout, reference_BR, scored, config.kl)
+    metrics |= score_metrics(scores_B) | summary("critic/rewards", jnp.sum(rewards_BR, axis=1))
+    return rewards_BR, batch, next_state, metrics
+
+
+def ppo_policy_loss(outputs: PolicyOutputs, batch: dict[str, Any], update: PolicyUpdate) -> Loss:
+    """The actor's loss: clipped surrogate, minus an entropy bonus, plus the KL term where the batch has one.
+
+    Metrics: those of `clipped_policy_loss`, `entropy_bonus` and `kl_loss`.
+    """
+    sequences: Rollout = batch["sequences"]
+    surrogate = clipped_policy_loss(
+        outputs.logprobs,
+        sequences.logprobs,
+        batch["advantages"],
+        sequences.response,
+        clip=update.clip,
+        clip_high=update.clip_high,
+        aggregation=update.aggregation,
+    )
+    return regularized(surrogate, outputs, batch, entropy_coef=update.entropy_coef, aggregation=update.aggregation)
+
+
+def reinforce_policy_loss(outputs: PolicyOutputs, batch: dict[str, Any], update: ReinforceUpdate) -> Loss:
+    """The actor's loss: REINFORCE, minus an entropy bonus, plus the KL term where the batch has one.
+
+    Metrics: those of `reinforce_loss`, `entropy_bonus` and `kl_loss`.
+    """
+    mask_BR = batch["sequences"].response
+    surrogate = reinforce_loss(outputs.logprobs, batch["advantages"], mask_BR, aggregation=update.aggregation)
+    return regularized(surrogate, outputs, batch, entropy_coef=update.entropy_coef, aggregation=update.aggregation)
+
+
+def regularized(
+    surrogate: Loss, outputs: PolicyOutputs, batch: dict[str, Any], *, entropy_coef: float, aggregation: Aggregation
+) -> Loss:
+    """A policy loss, minus an entropy bonus, plus the KL term where the batch has one."""
+    mask_BR = batch["sequences"].response
+    terms = [surrogate, entropy_bonus(outputs.entropy, mask_BR, coef=entropy_coef, aggregation=aggregation)]
+    if "kl" in batch:
+        kl: KLTerm = batch["kl"]
+        terms.append(
+            kl_loss(outputs.logprobs, kl.reference, kl.coef, mask_BR, estimator=kl.estimator, aggregation=aggregation)
+        )
+    loss = sum((loss for loss, _, _ in terms), jnp.zeros(()))
+    return loss, surrogate[1], {name: x for _, _, metrics in terms for name, x in metrics.items()}

@@ -1,0 +1,75 @@
+"""PPO-ptx: PPO whose actor also goes on learning from demonstrations or pretraining text.
+
+Letters: B sequences, R response columns.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from jaxrlhf.algorithms.algorithm import Rows
+from jaxrlhf.algorithms.policy import PolicyState, ppo_policy_loss
+from jaxrlhf.algorithms.ppo import PPOConfig, ppo_batch, value_loss
+from jaxrlhf.algorithms.settings import require, require_not_negative
+from jaxrlhf.algorithms.sft import sft_loss
+from jaxrlhf.experience import Sequences, Term
+from jaxrlhf.tracing import compute
+
+
+@dataclasses.dataclass(frozen=True)
+class PretrainingMix:
+    """What the actor goes on learning from, beside its samples."""
+
+    coef: float = 1.0
+    """Of the mean negative log-likelihood of a token, beside the policy loss, a mean over tokens too."""
+    batch_size: int = 0
+    """Rows of each step; 0: as many as prompts."""
+    max_new_tokens: int = 128
+    """Columns of a completion."""
+
+    def __post_init__(self) -> None:
+        require_not_negative(self.coef, "pretraining.coef")
+        require(self.batch_size >= 0, "pretraining.batch_size", "must not be negative", self.batch_size)
+        require(self.max_new_tokens >= 1, "pretraining.max_new_tokens", "must be at least 1", self.max_new_tokens)
+
+    def term(self, demonstrations: Sequences) -> Term:
+        """The loss on them, to be added to the actor's."""
+        return Term(sft_loss, {"sequences": demonstrations}, weight=self.coef, name="pretraining")
+
+
+@dataclasses.dataclass(frozen=True)
+class PPOPtxConfig(PPOConfig):
+    """Settings of PPO-ptx: PPO's, and what the actor goes on learning from."""
+
+    pretraining: PretrainingMix = PretrainingMix()
+
+
+def prompts_and_pretraining(config: Any) -> Mapping[str, Rows]:
+    """What a step is given: prompts, and rows of the dataset `pretraining`, or where there is none, of the main one."""
+    mix: PretrainingMix = config.pretraining
+    rows = Rows("demonstrations", max_new_tokens=mix.max_new_tokens, count=mix.batch_size, dataset="pretraining")
+    return {"prompts": Rows("prompts"), "pretraining": rows}
+
+
+def ppo_ptx_step(
+    roles: Any, state: PolicyState, data: dict[str, Any], config: PPOPtxConfig
+) -> tuple[dict[str, Any], PolicyState]:
+    """One step of PPO-ptx.
+
+        loss = PPO's policy loss - coef * mean over tokens of log pi(demonstration)
+
+    Reference:
+        Ouyang et al. 2022, arXiv:2203.02155, eq. 2.
+    """
+    rollout = roles.actor.generate(data["prompts"], config.sampling)
+    reference = roles.reference.logprobs(rollout)
+    values = roles.critic.values(rollout)
+    scores = roles.reward.scores(rollout)
+    batch, state, metrics = compute(ppo_batch, rollout, reference, values, scores, state, config)
+    losses = (Term(ppo_policy_loss, batch), config.pretraining.term(data["pretraining"]))
+    results = {
+        "rollout": metrics,
+        "actor": roles.actor.train(losses, config.actor_update),
+        "critic": roles.critic.train(value_loss, batch, config.critic_update),
+    }
+    return results, state

@@ -1,0 +1,78 @@
+"""PPO with actor and critic on one trunk: two heads, one train call with both losses.
+
+Letters: B sequences, R response columns.
+
+The role `critic` shares the weights of the actor (`roles.critic.shares: actor`) and has no optimizer of its own. That
+halves the memory of trained models, and one backward pass serves both; the two losses meet in the trunk, so their
+relative weight, `value_coef`, matters here, which it does not between two models.
+"""
+
+import dataclasses
+from typing import Any
+
+from jaxrlhf.algorithms.losses import Loss, clipped_value_loss
+from jaxrlhf.algorithms.policy import PolicyState, PolicyUpdate, ppo_policy_loss
+from jaxrlhf.algorithms.ppo import ActorCriticConfig, ppo_batch
+from jaxrlhf.algorithms.settings import require_positive
+from jaxrlhf.experience import PolicyAndValues, PolicyOutputs, Prompts
+from jaxrlhf.tracing import compute
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedUpdate(PolicyUpdate):
+    """How one rollout becomes updates of both heads."""
+
+    value_clip: float | None = 0.2
+    """How far a value may move from the one that the rollout got; None does not clip."""
+    value_coef: float = 0.1
+    """Of the critic's loss, beside the actor's."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.value_clip is not None:
+            require_positive(self.value_clip, "actor_update.value_clip")
+        require_positive(self.value_coef, "actor_update.value_coef")
+
+
+@dataclasses.dataclass(frozen=True)
+class PPOSharedConfig(ActorCriticConfig):
+    """Settings of PPO on one trunk."""
+
+    actor_update: SharedUpdate = SharedUpdate()
+
+
+def ppo_shared_step(
+    roles: Any, state: PolicyState, prompts: Prompts, config: PPOSharedConfig
+) -> tuple[dict[str, Any], PolicyState]:
+    """One step of PPO on one trunk.
+
+    Reference:
+        The two losses on one model, Schulman et al. 2017, arXiv:1707.06347, eq. 9; AC-Share, as FlexRLHF has it.
+    """
+    rollout = roles.actor.generate(prompts, config.sampling)
+    reference = roles.reference.logprobs(rollout)
+    values = roles.critic.values(rollout)
+    scores = roles.reward.scores(rollout)
+    batch, state, metrics = compute(ppo_batch, rollout, reference, values, scores, state, config)
+    return {"rollout": metrics, "actor": roles.actor.train(ppo_shared_loss, batch, config.actor_update)}, state
+
+
+def ppo_shared_loss(outputs: PolicyAndValues, batch: dict[str, Any], update: SharedUpdate) -> Loss:
+    """The actor's loss plus the critic's, on the outputs of both heads.
+
+        loss = policy_loss + value_coef * value_loss
+
+    Metrics: those of `ppo_policy_loss` and `clipped_value_loss`.
+    """
+    policy = PolicyOutputs(logprobs=outputs.logprobs, entropy=outputs.entropy)
+    policy_loss, weight, policy_metrics = ppo_policy_loss(policy, batch, update)
+    critic_loss, _, value_metrics = clipped_value_loss(
+        outputs.values,
+        batch["values"],
+        batch["returns"],
+        batch["sequences"].response,
+        value_clip=update.value_clip,
+        coef=update.value_coef,
+        aggregation=update.aggregation,
+    )
+    return policy_loss + critic_loss, weight, {**policy_metrics, **value_metrics}

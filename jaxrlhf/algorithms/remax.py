@@ -1,0 +1,96 @@
+"""ReMax: REINFORCE with the score of the greedy response as the baseline.
+
+Letters: B sequences, R response columns.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxrlhf.algorithms.policy import (
+    PolicyConfig,
+    PolicyState,
+    ReinforceUpdate,
+    penalized,
+    reinforce_policy_loss,
+    shaped_scores,
+    token_kl,
+)
+from jaxrlhf.algorithms.reported import masked_summary, score_metrics, summary
+from jaxrlhf.algorithms.settings import require
+from jaxrlhf.experience import Prompts, Rollout
+from jaxrlhf.tracing import compute
+
+
+@dataclasses.dataclass(frozen=True)
+class ReMaxConfig(PolicyConfig):
+    """Settings of ReMax."""
+
+    actor_update: ReinforceUpdate = ReinforceUpdate()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            self.sampling.num_samples == 1,
+            "sampling.num_samples",
+            "must be 1: a prompt's one baseline is its greedy response",
+            self.sampling.num_samples,
+            "For several responses to a prompt take rloo.",
+        )
+
+
+def remax_step(
+    roles: Any, state: PolicyState, prompts: Prompts, config: ReMaxConfig
+) -> tuple[dict[str, Any], PolicyState]:
+    """One step of ReMax.
+
+    Reference:
+        Li et al. 2023, arXiv:2310.10505.
+    """
+    rollout = roles.actor.generate(prompts, config.sampling)
+    greedy = roles.actor.generate(prompts, dataclasses.replace(config.sampling, temperature=0.0))
+    reference = roles.reference.logprobs(rollout)
+    scores = roles.reward.scores(rollout)
+    baseline = roles.reward.scores(greedy)
+    batch, state, metrics = compute(remax_batch, rollout, greedy, reference, scores, baseline, state, config)
+    return {"rollout": metrics, "actor": roles.actor.train(reinforce_policy_loss, batch, config.actor_update)}, state
+
+
+def remax_batch(
+    rollout: Rollout,
+    greedy: Rollout,
+    reference_BR: Float[Array, "B R"],
+    scores_B: Float[Array, " B"],
+    baseline_B: Float[Array, " B"],
+    state: PolicyState,
+    config: ReMaxConfig,
+) -> tuple[dict[str, Any], PolicyState, dict[str, Float[Array, ""]]]:
+    """From what the roles said about both responses to what the actor trains on.
+
+        A_t = score - score of the greedy response - kl_coef * kl_t
+
+    A token answers for its own KL, not for that of the tokens after it: so do it the authors, and it has less
+    variance. Both scores are shaped alike; where they are normalized, by the moments of both together.
+
+    Returns:
+        The batch: `sequences`, `advantages`, and `kl` where the loss holds the KL term. The state of the next step.
+        Metrics.
+    """
+    mask_BR = rollout.response
+    both = rollout.replace(finish=jnp.concatenate([rollout.finish, greedy.finish]))
+    shaped_2B, scored = shaped_scores(jnp.concatenate([scores_B, baseline_B]), both, state, config)
+    shaped_B, shaped_baseline_B = jnp.split(shaped_2B, 2)
+    kl_BR = jnp.where(mask_BR, state.kl_coef * token_kl(rollout, reference_BR, config.kl), 0.0)
+    advantages_BR = jnp.where(mask_BR, (shaped_B - shaped_baseline_B)[:, None] - kl_BR, 0.0)
+
+    batch, state, metrics = penalized(rollout, reference_BR, scored, config.kl)
+    batch["advantages"] = advantages_BR
+    metrics |= {
+        **score_metrics(scores_B),
+        "critic/baseline/mean": jnp.mean(baseline_B),
+        **summary("critic/rewards", shaped_B - jnp.sum(kl_BR, axis=1)),
+        **masked_summary("critic/advantages", advantages_BR, mask_BR),
+    }
+    return batch, state, metrics

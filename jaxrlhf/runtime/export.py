@@ -1,0 +1,43 @@
+"""A run's last weights as files that others read: whole models in Hugging Face's format, adapters in PEFT's."""
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from jaxrlhf.data.tokenizer import JSONTokenizer
+from jaxrlhf.models.adapter_files import save_adapters
+from jaxrlhf.models.huggingface import save_params
+from jaxrlhf.runtime.assembly import Assembly
+from jaxrlhf.runtime.channel import Channel
+from jaxrlhf.runtime.executor import Executor
+from jaxrlhf.runtime.host_arrays import gather
+from jaxrlhf.runtime.roles import ModelRole
+from jaxrlhf.runtime.run_folder import RunFolder
+
+
+def export(assembly: Assembly, executor: Executor, folder: RunFolder, channel: Channel) -> None:
+    """Write the roles that the config names, each to the folder of its name. Every process of a run must call it."""
+    tokenizer = assembly.table.tokenizer
+    for name in assembly.config.output.export:
+        role = assembly.train.roles[name]
+        assert isinstance(role, ModelRole)
+        params, target = _to_first(executor.weights.snapshot(name)[1], channel), folder.path / name
+        if not channel.is_first:
+            continue
+        if role.lora is not None:
+            save_adapters(params, role.model, role.lora, target, base=assembly.config.roles[name].init)
+            continue
+        model = role.model
+        if model.head == "both":  # what others read is the language model, without the critic on its trunk
+            model = dataclasses.replace(model, head="lm")
+            params = {key: value for key, value in params.items() if key != "value_head"}
+        save_params(params, model, target, dtype=role.model.dtype, end_id=tokenizer.end_id, pad_id=tokenizer.pad_id)
+        if isinstance(tokenizer, JSONTokenizer):
+            tokenizer.save(target / "tokenizer.json")
+
+
+def _to_first(params: Any, channel: Channel) -> Any:
+    """The arrays in the first process, one weight at a time."""
+    leaves, structure = jax.tree.flatten(params)
+    return structure.unflatten([(gather([x], channel, channel.number()) or [None])[0] for x in leaves])

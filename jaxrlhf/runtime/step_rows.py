@@ -1,0 +1,181 @@
+"""The tables of a run, and which of their rows a step is given, or its evaluation.
+
+Rows are asked for by `jaxrlhf.algorithms.algorithm.Rows`; which ones come follows from seed and step alone.
+"""
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+from jaxrlhf.algorithms.algorithm import Rows
+from jaxrlhf.config.reading import ConfigError
+from jaxrlhf.config.schema import RunConfig
+from jaxrlhf.data.config import DataConfig
+from jaxrlhf.data.loader import PromptLoader
+from jaxrlhf.data.prompts import PromptTable, load_prompts
+from jaxrlhf.suggest import did_you_mean
+
+
+@dataclasses.dataclass(frozen=True)
+class Tables:
+    """All tables of a run, of one tokenizer."""
+
+    main: PromptTable
+    """That of `data`."""
+    more: Mapping[str, PromptTable]
+    """Those of `datasets`."""
+
+    def digest(self) -> str:
+        """A checksum of everything that a run sees of its rows: a resumed run needs the same one."""
+        if not self.more:
+            return self.main.digest()
+        parts = [self.main.digest(), *(f"{name} {self.more[name].digest()}" for name in sorted(self.more))]
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+    def of(self, rows: Rows) -> PromptTable:
+        """The table that rows come from."""
+        return self.more.get(rows.dataset, self.main)
+
+
+def load_tables(config: RunConfig) -> Tables:
+    """Reads all rows of a run.
+
+    Raises:
+        ValueError: A file, a row, a template or a length is not as it must be; the message says where.
+    """
+    main = load_prompts(config.data, config.tokenizer)
+    more = {}
+    for name, data in config.datasets.items():
+        try:
+            more[name] = load_prompts(data, main.tokenizer)
+        except ValueError as error:
+            raise ConfigError(f"datasets.{name}: {error}") from error
+    return Tables(main, more)
+
+
+@dataclasses.dataclass(frozen=True)
+class StepRows:
+    """Step number -> what the step function is given."""
+
+    asked: Rows | Mapping[str, Rows]
+    """What the algorithm asks for. Of a mapping, a step is given a dict."""
+    tables: Tables
+    batch_size: int
+    """Rows in a step, where the algorithm says no number."""
+    seed: int
+
+    def __call__(self, step: int) -> Any:
+        def batch(rows: Rows) -> Any:
+            loader, size = self._loader(rows), self.size(rows)
+            if rows.kind == "prompts":
+                return loader.batch(step)
+            load = loader.demonstrations if rows.kind == "demonstrations" else loader.preferences
+            return load(step, size, rows.max_new_tokens)
+
+        return {name: batch(rows) for name, rows in self.named.items()} if self._is_dict else batch(self.first)
+
+    def held_out(self, num: int, batch_size: int) -> tuple[Any, ...]:
+        """The first `num` held-out rows of each kind in batches, in the form of a step's.
+
+        Raises:
+            ValueError: There are not so many, or the batch size does not divide `num`.
+        """
+
+        def batches(rows: Rows) -> list[Any]:
+            loader = PromptLoader(self.tables.of(rows), batch_size, self.seed)
+            if rows.kind == "prompts":
+                return list(loader.eval_batches(num))
+            load = loader.eval_demonstrations if rows.kind == "demonstrations" else loader.eval_preferences
+            return list(load(num, rows.max_new_tokens))
+
+        columns = {name: batches(rows) for name, rows in self.named.items()}
+        together = [dict(zip(columns, each, strict=True)) for each in zip(*columns.values(), strict=True)]
+        return tuple(together if self._is_dict else (each[""] for each in together))
+
+    def epoch(self, step: int) -> float:
+        """How many times the rows that a step is given were seen before this step; of several kinds, the first."""
+        return step * self.size(self.first) / max(1, self.num_usable(self.first))
+
+    def num_usable(self, rows: Rows) -> int:
+        """How many training rows have the completions that are asked for."""
+        table = self.tables.of(rows)
+        if rows.kind == "prompts":
+            return table.num_train
+        fitting = table.demonstrable if rows.kind == "demonstrations" else table.preferable
+        return len(fitting(rows.max_new_tokens))
+
+    def size(self, rows: Rows) -> int:
+        """How many rows of a kind are in a step."""
+        return rows.count or self.batch_size
+
+    @property
+    def named(self) -> Mapping[str, Rows]:
+        """All kinds of rows by the name that the step knows them by, empty for an only one."""
+        return {"": self.asked} if isinstance(self.asked, Rows) else self.asked
+
+    @property
+    def first(self) -> Rows:
+        return next(iter(self.named.values()))
+
+    @property
+    def max_new_tokens(self) -> int:
+        """Columns of the longest completion that is asked for."""
+        return max(rows.max_new_tokens for rows in self.named.values())
+
+    @property
+    def _is_dict(self) -> bool:
+        return not isinstance(self.asked, Rows)
+
+    def _loader(self, rows: Rows) -> PromptLoader:
+        return PromptLoader(self.tables.of(rows), self.size(rows), self.seed)
+
+
+def check_rows(rows: StepRows, config: RunConfig) -> list[str]:
+    """Asks that the tables have what the algorithm asks for. Returns notes on rows that are left out.
+
+    Raises:
+        ConfigError or ValueError: A table is asked for nothing, or has rows without completions that fit.
+    """
+    used = {kind.dataset for kind in rows.named.values() if kind.dataset}
+    for name in config.datasets:
+        if name not in used:
+            raise ConfigError(
+                f"datasets.{name}: the algorithm {config.algorithm} asks for no rows of this name. It asks for: "
+                f"{', '.join(sorted(used)) or 'none but those of data'}.{did_you_mean(name, used)}"
+            )
+    notes = []
+    for kind in rows.named.values():
+        table, data, where = _source(rows, kind, config)
+        if kind.kind == "prompts":
+            continue
+        num_left_out = table.num_train - rows.num_usable(kind)
+        if num_left_out and (data.overlong == "error" or num_left_out == table.num_train):
+            check = table.check_demonstrations if kind.kind == "demonstrations" else table.check_preferences
+            check(max_new_tokens=kind.max_new_tokens)
+        if num_left_out:
+            notes.append(
+                f"{num_left_out} of {table.num_train} rows of {where} have no {kind.kind} that fit into "
+                f"{kind.max_new_tokens} tokens and are left out."
+            )
+    return notes + [note for where, table in _tables(rows.tables) for note in _dropped(table, where)]
+
+
+def _source(rows: StepRows, kind: Rows, config: RunConfig) -> tuple[PromptTable, DataConfig, str]:
+    name = kind.dataset if kind.dataset in config.datasets else ""
+    return rows.tables.of(kind), config.datasets[name] if name else config.data, f"datasets.{name}" if name else "data"
+
+
+def _tables(tables: Tables) -> list[tuple[str, PromptTable]]:
+    return [("", tables.main), *((f" of datasets.{name}", table) for name, table in tables.more.items())]
+
+
+def _dropped(table: PromptTable, where: str) -> list[str]:
+    notes = []
+    if table.num_dropped:
+        notes.append(
+            f"{table.num_dropped} rows{where} have a prompt over {table.prompt_length} tokens and were dropped."
+        )
+    if table.num_malformed:
+        notes.append(f"{table.num_malformed} rows{where} hold no two different replies to one prompt and were dropped.")
+    return notes

@@ -1,0 +1,78 @@
+"""Sets of weights: what is held, trained, moved and saved as one.
+
+A role has a set of its own under its name, unless it reads that of another. Adapters are a set, and `<role>.base` is
+the set that they adapt, which other roles may read too: other adapters of it, or the reference, as it is.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from jaxrlhf.config.schema import AverageConfig, OptimizerConfig
+from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.models.lora import LoRAConfig, declare_adapters
+from jaxrlhf.models.params import abstract_of, declare, shardings_of
+from jaxrlhf.runtime.roles import ModelRole
+from jaxrlhf.sharding.layout import Layout
+
+BASE = ".base"
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightSet:
+    """What there is to know of a set beside its arrays."""
+
+    model: ModelConfig
+    lora: LoRAConfig | None = None
+    """The set is the adapters of the model. None: it is all its weights."""
+    optimizer: OptimizerConfig | None = None
+    average: AverageConfig | None = None
+
+    @property
+    def rests_in_float32(self) -> bool:
+        """It changes, so its master weights are kept; others rest in the compute precision."""
+        return self.optimizer is not None or self.average is not None
+
+    def declare(self, *, stacked: bool | None = None) -> Any:
+        """The tree of its weights. `stacked`: None is as the model trains."""
+        stacked = self.model.scan_layers if stacked is None else stacked
+        if self.lora is not None:
+            return declare_adapters(self.model, self.lora, stacked=stacked)
+        return declare(self.model, stacked=stacked)
+
+    def abstract(self, dtype: jax.typing.DTypeLike | None = None, *, stacked: bool | None = None) -> Any:
+        """Shapes and dtypes."""
+        return abstract_of(self.declare(stacked=stacked), dtype)
+
+    def shardings(self, layout: Layout, *, stacked: bool | None = None) -> Any:
+        """How it rests in a layout."""
+        return shardings_of(self.declare(stacked=stacked), layout)
+
+
+def weight_sets(roles: Mapping[str, ModelRole]) -> dict[str, WeightSet]:
+    """Every set that roles need, those that others are made from first."""
+    sets: dict[str, WeightSet] = {}
+    for name, role in roles.items():
+        if role.base == name + BASE:
+            head = "lm" if role.model.head == "both" else role.model.head
+            sets[role.base] = WeightSet(dataclasses.replace(role.model, head=head))
+        if not role.weights:
+            sets[name] = set_of(role)
+    return dict(sorted(sets.items(), key=lambda item: item[1].average is not None))
+
+
+def set_of(role: ModelRole) -> WeightSet:
+    """The set of a role that has one of its own."""
+    return WeightSet(role.model, role.lora, role.optimizer, role.average)
+
+
+def sets_read(name: str, role: ModelRole) -> tuple[str, ...]:
+    """The sets that a role's calls read."""
+    return (role.weights or name, *([role.base] if role.base else []))
+
+
+def sets_owned(name: str, role: ModelRole) -> tuple[str, ...]:
+    """The sets that are there because of a role."""
+    return tuple(key for key in sets_read(name, role) if key in (name, name + BASE))
