@@ -57,13 +57,13 @@ def test_the_step_as_it_is_is_right(tmp_path):
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("roles.reward", "roles.rewards", "step: the run has no role 'rewards'. It has: actor, critic, reference, reward, "
-         "cost. Did you mean 'reward'? Add it under `roles` in the config."),
+        ("roles.reward", "roles.rewards", "step: the run has no role 'rewards'. It has: actor, cost, critic, reference, "
+         "reward. Did you mean 'reward'? Add it under `roles` in the config."),
         ("roles.reward.scores", "roles.reward.score", "role 'reward' has no method 'score'. It has: scores. Did you mean"),
         ("roles.reward.scores", "roles.reference.scores", "role 'reference' has no method 'scores'. It has: "),
         ("generate(prompts, config.sampling)", "generate(prompts, config)",
          "actor.generate: is called as actor.generate(prompts: Prompts, sampling: Sampling). Got actor.generate(Prompts, "
-         "Settings), with which it cannot work: 'Settings' object has no attribute 'max_new_tokens'."),
+         "Settings), with which it cannot work: 'Settings' object has no attribute 'num_samples'."),
         ("generate(prompts, config.sampling)", "generate(prompts)", "missing a required argument: 'sampling'."),
         ("generate(prompts, config.sampling)", "generate(prompts, samplng=config.sampling)",
          "Got actor.generate(Prompts, samplng=Sampling): missing a required argument: 'sampling'."),
@@ -106,11 +106,11 @@ def test_the_step_as_it_is_is_right(tmp_path):
         ("return loss, mask_BR.sum(), {}", "return loss", "a loss returns (sum, weight, metrics), so that micro-batches add"),
         ("return loss, mask_BR.sum(), {}", "return loss / 16, 1.0, {}", "Got the weight 1 for 4 rows, and 1 and 1 for the"),
         ('batch["advantages"]', 'batch["scores"]', "its loss asks the batch for 'scores', which is not there. The batch has: "
-         "sequences, advantages."),
-        ('{"actor": roles', '{"rollout": rollout, "actor": roles', "step: its results must be single numbers. Got "
-         "results['rollout'].tokens: int32[16, 12]"),
+         "advantages, sequences."),
+        ('{"actor": roles', '{"rollout": rollout, "actor": roles', "step: its results must be single numbers, which are "
+         "reported. Got int32[16, "),
         ('{"actor": roles', '{"score": scores, "actor": roles', "Take its mean in a compute function."),
-        ('{"actor": roles', '{"actor": {"loss": 1.0}, "actor/loss": roles', "step: "),
+        ('{"actor": roles', '{"actor": {"loss": 1.0}, "actor/loss": roles', "step: Two metrics get the name 'actor/loss'."),
     ],
 )  # fmt: skip
 def test_what_is_wrong_in_a_step_says_what_to_do(tmp_path, old, new, message):
@@ -143,9 +143,11 @@ def test_a_value_of_another_step(tmp_path):
          "Got 'Setings': name 'Setings' is not defined."),
         ("import dataclasses", "import dataclases", "step", "its module must import. Got ModuleNotFoundError: No module "
          "named 'dataclases'"),
-        ("def loss", "mine = Algorithm(step=lambda roles, state: None)\n\ndef loss", "mine", "a step takes four arguments"),
-        ("def loss", "mine = Algorithm(sft_loss, Settings(), roles=('actor'))\n\ndef loss", "mine", "a step takes four"),
-        ("coef: float = 1.0", "coef: jax.Array = 1.0", "step", "no config can hold a field of type"),
+        ("state\n", "state\n\nmine = Algorithm(lambda roles, state: None)\n", "mine", "a step takes four arguments"),
+        ("state\n", "state\n\nmine = Algorithm(step, Settings())\n", "mine", "its settings must be a frozen dataclass"),
+        ("state\n", "state\n\nmine = Algorithm(step, Settings, roles=('actor'))\n", "mine", "must be a tuple of names"),
+        ("state\n", "state\n\nmine = Algorithm(step, Settings, ())\n", "mine", "init_state must be a function of the"),
+        ("coef: float = 1.0", "coef: jax.Array = 1.0", "step", "settings.coef: no config can hold a field of type"),
     ],
 )  # fmt: skip
 def test_what_is_no_algorithm_says_what_one_is(tmp_path, old, new, name, message):

@@ -65,12 +65,6 @@ class NoSettings:
     """The settings of an algorithm that has none."""
 
 
-def no_state(config: Any) -> tuple[()]:
-    """Nothing is carried from step to step."""
-    del config
-    return ()
-
-
 @dataclasses.dataclass(frozen=True)
 class Algorithm:
     """An entry of `ALGORITHMS`, or what `algorithm: module:name` names."""
