@@ -28,12 +28,13 @@ from jaxrlhf.config.schema import RunConfig, build_run
 from jaxrlhf.planner.device_order import reuse_training_shards, training_placements
 from jaxrlhf.planner.plan import DEFAULT, Placement, Plan, PlanError, check, resolve
 from jaxrlhf.runtime.assembly import Phase, assemble
-from jaxrlhf.runtime.checkpoints import trained_roles
+from jaxrlhf.runtime.checkpoints import changing_sets
 from jaxrlhf.runtime.executor import Executor
 from jaxrlhf.runtime.first_weights import Placed, load_first_weights
 from jaxrlhf.runtime.metrics import flatten
 from jaxrlhf.runtime.programs import GAP_METRIC
 from jaxrlhf.runtime.roles import ModelRole
+from jaxrlhf.runtime.weight_sets import BASE
 from jaxrlhf.sharding import mesh
 from jaxrlhf.sharding.strategy import Strategy
 from jaxrlhf.suggest import did_you_mean
@@ -157,8 +158,10 @@ class _Trial:
         self.sampled: list[dict[str, np.ndarray]] = []
         try:
             load_first_weights(executor, phase, run, dict(first_weights or {}))
-            models = [name for name, role in phase.roles.items() if isinstance(role, ModelRole)]
-            self.first_weights = first_weights or {name: executor.weights.snapshot(name) for name in models}
+            store, changing = executor.weights, changing_sets(phase)
+            whole = [name for name, kind in store.sets.items() if kind.lora is None and kind.average is None]
+            self.first_weights = first_weights or {name.removesuffix(BASE): store.snapshot(name) for name in whole}
+            before = {name: store.snapshot(name)[1] for name in changing if first_weights is None}
             state = phase.first_state
             for step in range(run.steps):
                 result = executor.run(phase.graph, phase.plan, state, rows(step), step=step)
@@ -168,9 +171,9 @@ class _Trial:
                 generated = [call.name for call in phase.graph.calls if call.kind == "generate"]
                 self.sampled.append({name: result.outputs(name).tokens for name in generated})
             self.moved = first_weights is None and all(
-                _differ(executor.weights.snapshot(name)[1], self.first_weights[name][1])
-                for name in trained_roles(phase)
-                if any(call.role == name and call.kind == "train" for call in phase.graph.calls)
+                _differ(store.snapshot(name)[1], before[name])
+                for name in changing
+                if any(call.weights == name and call.kind == "train" for call in phase.graph.calls)
             )
         finally:
             executor.close()

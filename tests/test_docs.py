@@ -121,7 +121,7 @@ def shown_default(field: dataclasses.Field[Any]) -> str:
 def contained(hint: Any) -> set[type[Any]]:
     """The dataclasses that a type mentions, those that they contain, and those that they build on."""
     found = {hint} if dataclasses.is_dataclass(hint) and isinstance(hint, type) else set()
-    inner = [*typing.get_type_hints(hint).values(), *hint.__bases__] if found else typing.get_args(hint)
+    inner = [*typing.get_type_hints(hint).values(), *getattr(hint, "__bases__", ())] if found else typing.get_args(hint)
     return found.union(*(contained(each) for each in inner))
 
 

@@ -147,8 +147,8 @@ def _made_up(rng: np.random.Generator, path: str, x: jax.ShapeDtypeStruct, has_r
     return (-positive if "logprob" in path or "reference" in path else positive).astype(x.dtype)
 
 
-def _processor() -> jax.Device | None:
-    """The processor, where JAX has it beside the accelerators."""
+def _processor() -> Any:
+    """The processor, a device, where JAX has it beside the accelerators; else None."""
     try:
         return jax.local_devices(backend="cpu")[0]
     except RuntimeError:
