@@ -66,7 +66,7 @@ def share_of_letters(completions: list[str]) -> list[float]:
     return [sum(c.isalpha() for c in text) / max(len(text), 1) for text in completions]
 
 
-def small_run(algorithm: str, *, learning_rate: float = 1e-3, **config: Any) -> RunConfig:
+def small_run(algorithm: str, *, learning_rate: float = 3e-4, **config: Any) -> RunConfig:
     """A run of an algorithm that is as small as it can be: one layer, few rows, short responses, one device.
 
     Args:

@@ -78,7 +78,7 @@ def test_the_step_as_it_is_is_right(tmp_path):
          "a Rollout, Sequences, or a dict of them. Got ['advantages']."),
         ("train(loss, batch, config.update)", "train(loss, {'sequences': scores}, config.update)",
          "a Rollout, Sequences, or a dict of them. Got ['sequences']."),
-        ("train(loss, batch, config.update)", "train(batch, loss, config.update)", "train: the first argument is a loss"),
+        ("train(loss, batch, config.update)", "train(batch, loss, config.update)", ": the first argument is a loss, (outputs, batch, update)"),
         ("train(loss, batch, config.update)", "train(loss, batch)", "needs an integer `mini_batches`. Got None."),
         ("train(loss, batch, config.update)", "train(loss, batch, config)", "needs an integer `mini_batches`. Got Settings("),
         ("train(loss, batch, config.update)", "train(loss(scores, batch, config.update), batch, config.update)",
@@ -109,8 +109,8 @@ def test_the_step_as_it_is_is_right(tmp_path):
          "advantages, sequences."),
         ('{"actor": roles', '{"rollout": rollout, "actor": roles', "step: its results must be single numbers, which are "
          "reported. Got int32[16, "),
-        ('{"actor": roles', '{"score": scores, "actor": roles', "Take its mean in a compute function."),
-        ('{"actor": roles', '{"actor": {"loss": 1.0}, "actor/loss": roles', "step: Two metrics get the name 'actor/loss'."),
+        ('{"actor": roles', '{"score": scores, "actor": roles', "Take its mean in a compute function, or leave it out."),
+        ('{"actor": roles', '{"mine": {"loss": 1.0}, "other": {"mine/loss": 2.0}, "actor": roles', "step: Two metrics get the name 'mine/loss'."),
     ],
 )  # fmt: skip
 def test_what_is_wrong_in_a_step_says_what_to_do(tmp_path, old, new, message):
