@@ -58,7 +58,7 @@ def sft_evaluation(
     return roles.actor.loss(sft_loss, {"sequences": demonstrations}, config.update), state
 
 
-def sft_loss(outputs: PolicyOutputs, batch: dict[str, Any], update: SupervisedUpdate) -> Loss:
+def sft_loss(outputs: PolicyOutputs, batch: dict[str, Any], update: Any) -> Loss:
     """Negative log-likelihood of the response tokens. Metric: `loss`."""
     del update
     mask_BR = batch["sequences"].response
