@@ -27,9 +27,33 @@ class Lesson:
     """What is to be other than in the small run of any algorithm: keys of a config."""
 
 
+GROUPS: dict[str, Any] = {"batch_size": 8, "settings": {"sampling": {"num_samples": 4}}}
+
 # The reward of a small run is how much of a response is digits: 0.04 of one that is drawn at random, at most 1.
 LESSONS: dict[str, Lesson] = {
     "ppo": Lesson("critic/score/mean", +0.7, run={"batch_size": 32, "settings": {"kl": {"coef": 0.01}}}),
+    "ppo_ptx": Lesson(
+        "critic/score/mean",
+        +0.5,
+        run={"batch_size": 32, "settings": {"kl": {"coef": 0.01}, "pretraining": {"coef": 0.1}}},
+    ),
+    "ppo_shared": Lesson(
+        "critic/score/mean",
+        +0.7,
+        run={"batch_size": 32, "settings": {"kl": {"coef": 0.01}}, "roles": {"critic": {"shares": "actor"}}},
+    ),
+    "safe_rlhf": Lesson(
+        "critic/score/mean",
+        +0.5,
+        run={"batch_size": 32, "settings": {"kl": {"coef": 0.01}, "pretraining": {"coef": 0.1}, "cost_budget": 0.1}},
+    ),
+    "remax": Lesson("critic/score/mean", +0.5, run={"batch_size": 32, "settings": {"kl": {"coef": 0.01}}}),
+    "rloo": Lesson("critic/score/mean", +0.5, run={"batch_size": 8, "settings": {"kl": {"coef": 0.01}}}),
+    "reinforce_plus_plus": Lesson(
+        "critic/score/mean", +0.5, run={"batch_size": 32, "settings": {"kl": {"coef": 0.01}}}
+    ),
+    **{name: Lesson("critic/score/mean", +0.5, run=GROUPS) for name in ("grpo", "dr_grpo", "gspo")},
+    "dapo": Lesson("critic/score/mean", +0.5, run={"batch_size": 16, "settings": {"sampling": {"num_samples": 4}}}),
     "sft": Lesson("actor/loss", -2.0, steps=20),
 }
 
