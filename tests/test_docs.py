@@ -17,12 +17,14 @@ import jax
 import pytest
 
 from jaxrlhf.algorithms import ALGORITHMS
+from jaxrlhf.algorithms.dpo import DPOConfig, DPOUpdate
 from jaxrlhf.algorithms.gspo import SequenceUpdate
 from jaxrlhf.algorithms.kl import KLPenalty
 from jaxrlhf.algorithms.policy import PolicyConfig, PolicyUpdate, ReinforceUpdate
 from jaxrlhf.algorithms.ppo import ActorCriticConfig, PPOConfig, ValueUpdate
 from jaxrlhf.algorithms.ppo_ptx import PretrainingMix
 from jaxrlhf.algorithms.ppo_shared import SharedUpdate
+from jaxrlhf.algorithms.reward_model import RewardModelConfig, RewardModelUpdate
 from jaxrlhf.algorithms.sft import SFTConfig, SupervisedUpdate
 from jaxrlhf.config.reading import to_tree
 from jaxrlhf.config.schema import (
@@ -87,6 +89,10 @@ SECTIONS: dict[str, type[Any]] = {
     "`settings.pretraining`": PretrainingMix,
     "`settings` of `sft`": SFTConfig,
     "`settings.update`": SupervisedUpdate,
+    "`settings` of `reward_model`": RewardModelConfig,
+    "`settings.update` of `reward_model`": RewardModelUpdate,
+    "`settings` of `dpo`": DPOConfig,
+    "`settings.update` of `dpo`": DPOUpdate,
     "`plan.<call>`": PlacementConfig,
     "`warm_start`": WarmStartConfig,
     "`evaluation`": EvaluationRunConfig,
@@ -183,6 +189,12 @@ def test_every_metric_is_documented_and_no_other():
     for name in ("dapo_arithmetic", "ppo_shared_arithmetic", "remax_arithmetic", "safe_rlhf_arithmetic"):
         results = assemble(load_run(name), num_devices=2).train.graph.results[0]
         names |= set(flatten(jax.tree.map(lambda _: 0.0, results)))
+    for config in ("sft_arithmetic", "reward_model_arithmetic", "dpo_arithmetic"):
+        run = assemble(load_run(config), num_devices=8)
+        assert run.held_out is not None
+        for phase, above in ((run.train, None), (run.held_out, "eval")):
+            results = jax.tree.map(lambda _: 0.0, phase.graph.results[0])
+            names |= set(flatten({above: results} if above else results))
     for module in ("trainer", "warm_start", "evaluation", "throughput", "balance_metrics"):
         source = (ROOT / "jaxrlhf" / "runtime" / f"{module}.py").read_text()
         names |= set(re.findall(r'"((?:perf|training|eval|timing_s|warm_start)/\w+)"', source))
