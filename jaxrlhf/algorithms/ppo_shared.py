@@ -69,8 +69,8 @@ def ppo_shared_loss(outputs: PolicyAndValues | PolicyOutputs, batch: dict[str, A
     """
     if not isinstance(outputs, PolicyAndValues):
         raise ValueError(
-            "ppo_shared: the critic must be a head on the actor's trunk. Got a critic that is a model of its own. Write "
-            "roles.critic: {shares: actor}, or take ppo."
+            "ppo_shared: the critic must be a head on the actor's trunk. Got a critic that is a model of its own. "
+            "Write roles.critic: {shares: actor}, or take ppo."
         )
     policy = PolicyOutputs(logprobs=outputs.logprobs, entropy=outputs.entropy)
     policy_loss, weight, policy_metrics = ppo_policy_loss(policy, batch, update)
