@@ -59,7 +59,7 @@ def sft_evaluation(
 
 
 def sft_loss(outputs: PolicyOutputs, batch: dict[str, Any], update: Any) -> Loss:
-    """Negative log-likelihood of the response tokens. Metric: `loss`."""
+    """Negative log-likelihood of the response tokens, whatever the settings of the update. Metric: `loss`."""
     del update
     mask_BR = batch["sequences"].response
     loss = -masked_sum(outputs.logprobs, mask_BR)
