@@ -243,6 +243,7 @@ def _small_roles(learning_rate: float) -> dict[str, Any]:
         "reference": {"init": "actor"},
         "reward": {"function": "jaxrlhf.testing:share_of_digits"},
         "cost": {"function": "jaxrlhf.testing:share_of_letters"},
+        "cost_critic": {"init": "actor", "head": "scalar", "optimizer": optimizer},
     }
 
 

@@ -291,9 +291,11 @@ def _write_assembly(run: Run, folder: RunFolder) -> None:
 
 
 def _print_outcome(outcome: Outcome, folder: RunFolder, console: Console, seconds: float) -> None:
-    console.samples("Samples", outcome.samples)
+    if outcome.samples:
+        console.samples("Samples", outcome.samples)
     console.header(f"Done in {seconds:.0f} s")
-    console.curve("reward", outcome.rewards)
+    if outcome.rewards:
+        console.curve("reward", outcome.rewards)
     if outcome.evaluations:
         first, last = outcome.evaluations[0][1], outcome.evaluations[-1][1]
         for name in (name for name in first if name.startswith("eval/") and name in last):

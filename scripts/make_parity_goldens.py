@@ -10,7 +10,8 @@ real token the logits and the hidden states: after each layer, then after the la
 alone and unpadded, so padding is no part of what is compared.
 
 With --check, the other way round: models of other random weights, written by jaxrlhf, must load in transformers without
-a missing or unexpected weight and give the same logits and scores. It needs jaxrlhf's packages beside those above.
+a missing or unexpected weight and give the same logits and scores; and adapters of random weights in PEFT, on such a
+model. It needs jaxrlhf's packages beside those above, and peft==0.21.2.
 """
 
 import argparse
@@ -183,6 +184,48 @@ def check(name: str) -> None:
             assert deviation < TOLERANCE
 
 
+def check_adapters(name: str) -> None:
+    """Adapters written by jaxrlhf compute the same in PEFT, on a model written by jaxrlhf."""
+    import jax
+    import jax.numpy as jnp
+    import peft  # pyright: ignore[reportMissingImports]
+
+    from jaxrlhf.experience import Sequences
+    from jaxrlhf.models import heads
+    from jaxrlhf.models.adapter_files import load_adapters, save_adapters
+    from jaxrlhf.models.huggingface import read_config, save_params
+    from jaxrlhf.models.lora import LoRAConfig, adapt, init_adapters
+    from jaxrlhf.models.params import init_params
+    from jaxrlhf.models.transformer import hidden_states
+    from jaxrlhf.sharding.layout import Layout
+    from jaxrlhf.sharding.strategy import Strategy
+
+    layout, lora = Layout.over((0,), Strategy()), LoRAConfig(rank=3, alpha=5.0)
+    tokens_BT = np.random.default_rng(0).integers(1, 128, (3, 11))
+    mask_BT = jnp.ones(tokens_BT.shape, bool)
+    for head in ("lm", "scalar"):
+        config = read_config(DATA / name, head=head)
+        params, adapters = init_params(config, jax.random.key(1)), init_adapters(config, lora, jax.random.key(2))
+        adapters = jax.tree.map(lambda w: w + 0.3 * jax.random.normal(jax.random.key(3), w.shape), adapters)
+        with tempfile.TemporaryDirectory() as temporary:
+            base, folder = Path(temporary) / "base", Path(temporary) / "adapters"
+            save_params(params, config, base, dtype="float32", pad_id=0)
+            save_adapters(adapters, config, lora, folder, base=str(base))
+            loaded = adapt(params, load_adapters(folder, config, lora, layout), config, lora)
+            model = peft.PeftModel.from_pretrained(AUTO_MODELS[head].from_pretrained(base), folder)
+        with torch.no_grad():
+            theirs = model.eval()(torch.tensor(tokens_BT)).logits.numpy()
+        if head == "lm":
+            hidden_BTD = hidden_states(loaded, jnp.asarray(tokens_BT), mask_BT, config, layout)
+            ours = np.asarray(heads.logits(loaded, hidden_BTD, config, layout))
+        else:
+            sequences = Sequences(tokens=jnp.asarray(tokens_BT), mask=mask_BT, response=mask_BT[:, 4:])
+            ours = np.asarray(heads.scores(loaded, sequences, config, layout))[:, None]
+        deviation = np.abs(ours - theirs).max()
+        print(f"{name}, {head} head, adapters: {np.abs(theirs).max():.2f} at most, deviation {deviation:.1e}")
+        assert deviation < TOLERANCE
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="check that transformers reads what jaxrlhf writes")
@@ -192,6 +235,7 @@ def main() -> None:
     for name, seed in SEEDS.items():
         if checks:
             check(name)
+            check_adapters(name)
         else:
             with torch.no_grad():
                 make(name, seed)

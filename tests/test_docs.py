@@ -1,11 +1,15 @@
 """The documentation says what the code says: every key of a config, every metric, and links that lead somewhere."""
 
+import ast
 import dataclasses
+import inspect
 import json
 import re
 import sys
+import textwrap
 import types
 import typing
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -198,9 +202,9 @@ def test_the_algorithm_of_the_docs_can_be_traced_and_planned(monkeypatch, tmp_pa
     (algorithm,) = (block for block in code_blocks(page, "python") if "ALGORITHMS[" in block)
     (config,) = code_blocks(page, "yaml")
     (tmp_path / "remax.yaml").write_text(config)
-    module = types.ModuleType("remax")
-    monkeypatch.setitem(sys.modules, "remax", module)
-    monkeypatch.setitem(ALGORITHMS, "remax", ALGORITHMS["ppo"])  # taken out again after the test
+    module = types.ModuleType("short_remax")
+    monkeypatch.setitem(sys.modules, "short_remax", module)
+    monkeypatch.setitem(ALGORITHMS, "short_remax", ALGORITHMS["ppo"])  # taken out again after the test
     exec(algorithm, module.__dict__)
     run = assemble(load_run(tmp_path / "remax.yaml"), num_devices=4)
     assert [call.name for call in run.train.graph.calls] == [
@@ -211,6 +215,28 @@ def test_the_algorithm_of_the_docs_can_be_traced_and_planned(monkeypatch, tmp_pa
         "remax_batch",
         "actor.train",
     ]
+
+
+def body(step: Callable[..., Any]) -> list[str]:
+    """The lines of a step function after its docstring."""
+    lines = textwrap.dedent(inspect.getsource(step)).splitlines()
+    (definition,) = ast.parse("\n".join(lines)).body
+    assert isinstance(definition, ast.FunctionDef)
+    return [line[4:] for line in lines[definition.body[1].lineno - 1 :]]
+
+
+@pytest.mark.parametrize(("heading", "name"), [("PPO beside ReMax", "remax"), ("PPO beside Safe RLHF", "safe_rlhf")])
+def test_steps_stand_side_by_side_as_they_are(heading, name):
+    (block,) = re.findall(r"```diff\n(.*?)```", section(ROOT / "docs" / "algorithms.md", heading), flags=re.DOTALL)
+    lines = [(line[0], line[2:]) for line in block.splitlines()]
+    assert [text for mark, text in lines if mark != "+"] == body(ALGORITHMS["ppo"].step)
+    assert [text for mark, text in lines if mark != "-"] == body(ALGORITHMS[name].step)
+
+
+def test_every_algorithm_is_in_the_table():
+    rows = table_rows(section(ROOT / "docs" / "algorithms.md", "The family").replace("| [`", "| `"))
+    named = {name for row in rows for name in re.findall(r"`(\w+)`\]\(", "[" + row[0])}
+    assert named == set(ALGORITHMS)
 
 
 def test_every_module_is_in_the_picture_of_the_architecture():

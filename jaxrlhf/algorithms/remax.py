@@ -55,7 +55,11 @@ def remax_step(
     scores = roles.reward.scores(rollout)
     baseline = roles.reward.scores(greedy)
     batch, state, metrics = compute(remax_batch, rollout, greedy, reference, scores, baseline, state, config)
-    return {"rollout": metrics, "actor": roles.actor.train(reinforce_policy_loss, batch, config.actor_update)}, state
+    results = {
+        "rollout": metrics,
+        "actor": roles.actor.train(reinforce_policy_loss, batch, config.actor_update),
+    }
+    return results, state
 
 
 def remax_batch(

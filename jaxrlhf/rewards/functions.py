@@ -105,6 +105,61 @@ def call_reward(
         ValueError: The function needs an argument that is no column.
         RewardError: It raised, took too long, or did not return a finite number for each completion.
     """
+    rewards = _returned(function, prompts, completions, columns, name=name, timeout_seconds=timeout_seconds)
+    rewards_B = np.zeros(len(completions), np.float32)
+    for index, reward in enumerate(rewards):
+        value = _finite(reward)
+        if value is None:
+            raise RewardError(
+                f"Reward {brief(name)}: must return finite numbers. Got {brief(reward)} at index {index} for prompt "
+                f"{brief(prompts[index])}, completion {brief(completions[index])}."
+            )
+        rewards_B[index] = value
+    return rewards_B
+
+
+def call_token_reward(
+    function: RewardFunction,
+    prompts: list[str],
+    completions: list[str],
+    columns: Mapping[str, list[Any]],
+    *,
+    name: str,
+    timeout_seconds: float = 0.0,
+) -> list[np.ndarray]:
+    """As `call_reward`, of a function that gives a list of numbers for each completion: one for each of its tokens.
+
+    Args:
+        columns: With `num_tokens`, how many tokens each completion has.
+
+    Raises:
+        ValueError, RewardError: As `call_reward`; or a list is not as long as its completion has tokens.
+    """
+    returned = _returned(function, prompts, completions, columns, name=name, timeout_seconds=timeout_seconds)
+    rewards = []
+    for index, (each, count) in enumerate(zip(returned, columns["num_tokens"], strict=True)):
+        is_list = (isinstance(each, Sequence) and not isinstance(each, str | bytes)) or np.ndim(each) == 1
+        values = [_finite(reward) for reward in each] if is_list else []
+        if not is_list or len(values) != count or None in values:
+            raise RewardError(
+                f"Reward {brief(name)}: must return, for each completion, a list of as many finite numbers as it has "
+                f"tokens. Got {brief(each)} at index {index}, of {count} tokens, for prompt {brief(prompts[index])}, "
+                f"completion {brief(completions[index])}."
+            )
+        rewards.append(np.asarray(values, np.float32))
+    return rewards
+
+
+def _returned(
+    function: RewardFunction,
+    prompts: list[str],
+    completions: list[str],
+    columns: Mapping[str, list[Any]],
+    *,
+    name: str,
+    timeout_seconds: float,
+) -> Sequence[Any]:
+    """What a function returns, one entry for each completion."""
     check_reward(function, columns, name=name)
     arguments, keywords = _arguments(function, prompts, completions, columns)
     try:
@@ -119,7 +174,8 @@ def call_reward(
             f"Reward {brief(name)}: must not raise. Got {type(error).__name__}: {error}, at {last_line(error)}."
         ) from error
     is_list = isinstance(rewards, Sequence) and not isinstance(rewards, str | bytes)
-    if not is_list and not (hasattr(rewards, "__array__") and np.ndim(rewards) > 0):
+    is_array = hasattr(rewards, "__array__") and np.ndim(rewards) > 0
+    if not is_list and not is_array:
         raise RewardError(
             f"Reward {brief(name)}: must return a list of {len(completions)} numbers. Got {brief(rewards)}."
         )
@@ -128,16 +184,7 @@ def call_reward(
             f"Reward {brief(name)}: must return one number for each of {len(completions)} completions. Got "
             f"{len(rewards)}."
         )
-    rewards_B = np.zeros(len(completions), np.float32)
-    for index, reward in enumerate(np.asarray(rewards) if hasattr(rewards, "__array__") else rewards):
-        value = _finite(reward)
-        if value is None:
-            raise RewardError(
-                f"Reward {brief(name)}: must return finite numbers. Got {brief(reward)} at index {index} for prompt "
-                f"{brief(prompts[index])}, completion {brief(completions[index])}."
-            )
-        rewards_B[index] = value
-    return rewards_B
+    return list(np.asarray(rewards)) if is_array else rewards
 
 
 class _TookTooLong(Exception):

@@ -166,6 +166,8 @@ class Executor:
         assert call.role is not None
         role = self._roles[call.role]
         assert isinstance(role, FunctionRole)
+        score = role.score if call.method == "scores" else role.score_tokens
+        assert score is not None
         arrays, _, rebuild = split_args(call.args)
         inputs = [_lookup(values, ref, self._wait) for ref in arrays]
         phase, step = self._at
@@ -177,7 +179,7 @@ class Executor:
                 assert on_host is not None
                 rollout = rebuild(on_host)
                 with self._timeline.host(call.plan_name, kind=call.kind, step=step, phase=phase):
-                    return True, [role.score(*rollout)]
+                    return True, [score(*rollout)]
             except Exception as error:
                 return False, error
 

@@ -15,6 +15,7 @@ import numpy as np
 from jaxrlhf.brief import brief
 from jaxrlhf.call_graph import GraphError, split_args
 from jaxrlhf.experience import Max
+from jaxrlhf.sharding import mesh
 from jaxrlhf.suggest import did_you_mean
 from jaxrlhf.tracing import abstract_call, describe_error
 
@@ -99,7 +100,7 @@ def _check_sums(
         return [_parts(loss(*rebuild(some))) for some in cut]
 
     try:
-        with jax.default_device(_processor()):
+        with jax.default_device(mesh.processor()):
             first, second, together = jax.device_get(jax.jit(of_parts)(both))
     except Exception as error:
         raise GraphError(
@@ -145,14 +146,6 @@ def _made_up(rng: np.random.Generator, path: str, x: jax.ShapeDtypeStruct, has_r
         return rng.integers(1, 3, shape).astype(x.dtype)
     positive = rng.uniform(0.2, 1.2, shape)
     return (-positive if "logprob" in path or "reference" in path else positive).astype(x.dtype)
-
-
-def _processor() -> Any:
-    """The processor, a device, where JAX has it beside the accelerators; else None."""
-    try:
-        return jax.local_devices(backend="cpu")[0]
-    except RuntimeError:
-        return None
 
 
 def _is_array(x: Any) -> bool:

@@ -4,6 +4,7 @@ Letters: B sequences, P prompt columns, R response columns, T = P + R.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -171,9 +172,14 @@ class FunctionRole:
 
     score: Callable[[Rollout], np.ndarray]
     """A rollout of numpy arrays -> float32 scores [B]."""
+    score_tokens: Callable[[Rollout], np.ndarray] | None = None
+    """The same -> float32 scores [B, R] of each response token, zero elsewhere."""
 
     def methods(self, name: str) -> RoleMethods:
-        return RoleMethods({"scores": Method("host", _scores_aval)}, missing=_needs_a_model(name, "function"))
+        methods = {"scores": Method("host", _scores_aval)}
+        if self.score_tokens is not None:
+            methods["token_scores"] = Method("host", _values_aval)
+        return RoleMethods(methods, missing=_needs_a_model(name, "function"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,22 +191,23 @@ class WeightedSumRole:
     def methods(self, name: str) -> RoleMethods:
         """The role as a step function sees it."""
 
-        def scores(roles: Any, rollout: Any) -> Any:
-            parts = {part: getattr(roles, part).scores(rollout) for part in self.weights}
+        def added(method: str, roles: Any, rollout: Any) -> Any:
+            parts = {part: getattr(getattr(roles, part), method)(rollout) for part in self.weights}
             return compute(weighted_sum, parts, dict(self.weights), name=f"{name}.{weighted_sum.__name__}")
 
-        return RoleMethods({}, composed={"scores": scores}, missing=_needs_a_model(name, "weighted_sum"))
+        composed = {method: functools.partial(added, method) for method in ("scores", "token_scores")}
+        return RoleMethods({}, composed=composed, missing=_needs_a_model(name, "weighted_sum"))
 
 
 def _needs_a_model(name: str, kind: str) -> dict[str, str]:
     """What to do about methods that only models have."""
-    methods = ("generate", "train", *_LM_AVALS, *(_SCALAR_AVALS.keys() - {"scores"}))
+    methods = ("generate", "train", *_LM_AVALS, *(_SCALAR_AVALS.keys() - {"scores", "token_scores"}))
     return dict.fromkeys(methods, f"roles.{name} is a {kind}: give it a model instead.")
 
 
 def weighted_sum(scores: dict[str, jax.Array], weights: dict[str, float]) -> jax.Array:
-    """sum_i weights[i] * scores[i], for each sequence."""
-    return sum((weights[part] * scores_B for part, scores_B in scores.items()), jnp.zeros((), jnp.float32))
+    """sum_i weights[i] * scores[i], for each sequence, or for each token."""
+    return sum((weights[part] * x for part, x in scores.items()), jnp.zeros((), jnp.float32))
 
 
 Role = ModelRole | FunctionRole | WeightedSumRole

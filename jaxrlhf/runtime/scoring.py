@@ -1,12 +1,14 @@
 """Python functions as roles: what they get is the text of responses, and the columns of their rows."""
 
+from typing import Any
+
 import numpy as np
 
 from jaxrlhf.config.reading import ConfigError
 from jaxrlhf.config.schema import RoleConfig
 from jaxrlhf.data.prompts import PromptTable
 from jaxrlhf.experience import STOP, Rollout
-from jaxrlhf.rewards.functions import RewardError, call_reward, check_reward, load_reward
+from jaxrlhf.rewards.functions import RewardError, call_reward, call_token_reward, check_reward, load_reward
 from jaxrlhf.rewards.verifiers import VERIFIERS
 from jaxrlhf.runtime.roles import FunctionRole
 
@@ -26,17 +28,24 @@ def function_role(name: str, role: RoleConfig, table: PromptTable) -> FunctionRo
         except RewardError as error:
             raise ConfigError(f"roles.{name}: {error}") from error
 
-    def score(rollout: Rollout) -> np.ndarray:
+    def asked_of(rollout: Rollout) -> tuple[Any, list[str], list[str], dict[str, list[Any]]]:
         rows = np.asarray(rollout.row)
-        completions = decode_responses(rollout, table)
         columns = table.columns(rows) | {
             "finished": [bool(x) for x in np.asarray(rollout.finish) == STOP],
             "num_tokens": [int(x) for x in np.asarray(rollout.lengths)],
         }
-        prompts = [table.prompt(int(row)) for row in rows]
-        return call_reward(function, prompts, completions, columns, name=name, timeout_seconds=role.timeout_seconds)
+        return function, [table.prompt(int(row)) for row in rows], decode_responses(rollout, table), columns
 
-    return FunctionRole(score)
+    def score(rollout: Rollout) -> np.ndarray:
+        return call_reward(*asked_of(rollout), name=name, timeout_seconds=role.timeout_seconds)
+
+    def score_tokens(rollout: Rollout) -> np.ndarray:
+        rewards = call_token_reward(*asked_of(rollout), name=name, timeout_seconds=role.timeout_seconds)
+        scores_BR = np.zeros(rollout.response.shape, np.float32)
+        scores_BR[np.asarray(rollout.response)] = np.concatenate(rewards)
+        return scores_BR
+
+    return FunctionRole(score, score_tokens)
 
 
 def decode_responses(rollout: Rollout, table: PromptTable) -> list[str]:

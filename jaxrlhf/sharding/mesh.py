@@ -1,6 +1,7 @@
 """From devices to meshes. The only place that asks JAX which devices there are, or tells it how many to make up."""
 
 import functools
+from typing import Any
 
 import jax
 import numpy as np
@@ -40,6 +41,14 @@ def device_kind() -> str:
 def platform() -> str:
     """'cpu', 'gpu' or 'tpu'."""
     return jax.default_backend()
+
+
+def processor() -> Any:
+    """The host's processor as a device, beside the accelerators; None where JAX does not have it."""
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError:
+        return None
 
 
 @functools.cache

@@ -10,6 +10,10 @@ from jaxrlhf.testing import SMALL_MODEL, check_plan_invariance
 TRAINED = {"optimizer": {"learning_rate": 3e-4, "eps": 1e-5}}
 RUNS: dict[str, dict[str, Any]] = {
     "ppo": {"settings": {"kl": {"coef": 0.1, "adaptive": True}, "actor_update": {"entropy_coef": 0.01}}},
+    "reinforce_plus_plus": {"settings": {"sampling": {"num_samples": 2}, "group_baseline": True}},
+    **{name: {"batch_size": 8, "settings": {"sampling": {"num_samples": 2}}} for name in ("rloo", "grpo", "dr_grpo")},
+    "dapo": {"settings": {"sampling": {"num_samples": 2}, "overlong_tokens": 2}},
+    "gspo": {"batch_size": 8, "settings": {"sampling": {"num_samples": 2}, "actor_update": {"clip": 0.1}}},
     "ppo_shared": {"roles": {"critic": {"shares": "actor", "head": "scalar"}}},
     "safe_rlhf": {"roles": {"cost_critic": {"init": "actor", "head": "scalar", **TRAINED}}},
     "reward_model": {"roles": {"reward": {"model": SMALL_MODEL, "head": "scalar", **TRAINED}}},
@@ -17,6 +21,23 @@ RUNS: dict[str, dict[str, Any]] = {
     "dpo": {"roles": {"reference": {"model": SMALL_MODEL}}},
 }
 """What is to be other than in the small run of any algorithm: keys of a config."""
+
+
+OPTIMIZER = {"learning_rate": 1e-2, "eps": 1e-5}
+LORA = {"rank": 4, "alpha": 8.0}
+ADAPTED: dict[str, Any] = {
+    "actor": {"model": SMALL_MODEL, "optimizer": OPTIMIZER, "lora": {**LORA, "merge": "always"}},
+    "critic": {"init": "actor", "head": "scalar", "optimizer": OPTIMIZER, "lora": LORA},
+    "slow": {"average": {"of": "actor", "decay": 0.5}},
+    "judge": {"model": SMALL_MODEL, "head": "scalar"},
+}
+WHOLE = {name: {key: x for key, x in role.items() if key != "lora"} for name, role in ADAPTED.items()}
+
+
+@pytest.mark.parametrize(("roles", "num_plans"), [(WHOLE, 1), (ADAPTED, 2)], ids=["whole weights", "adapters"])
+def test_no_plan_changes_what_any_method_gives(roles, num_plans):
+    """Pinned versions, averages, adapters, sums of losses, several samples, other sampling."""
+    check_plan_invariance("tests.invariance.every_method:every_method", roles=roles, num_plans=num_plans)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

@@ -4,12 +4,13 @@ import pathlib
 import re
 import sys
 import threading
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrlhf.rewards.functions import RewardError, call_reward, check_reward, load_reward
+from jaxrlhf.rewards.functions import RewardError, call_reward, call_token_reward, check_reward, load_reward
 
 SOURCE = """
 import dataclasses
@@ -128,6 +129,23 @@ def test_what_may_be_returned(rewards):
 def test_what_may_not_be_returned(rewards, message):
     with pytest.raises(RewardError, match=re.escape(message)):
         call(lambda prompts, completions: rewards)
+
+
+def test_a_number_for_each_token():
+    halves: Any = lambda completions, num_tokens: [[0.5] * n for n in num_tokens]  # noqa: E731
+    got = call_token_reward(halves, ["p", "q"], ["x", "yy"], {"num_tokens": [1, 2]}, name="mine")
+    assert [x.tolist() for x in got] == [[0.5], [0.5, 0.5]] and got[0].dtype == np.float32
+
+
+@pytest.mark.parametrize("wrong", [[1.0, 2.0, 3.0], 1.0, "ab", [1.0, float("nan")], [None, 1.0]])
+def test_what_may_not_be_returned_for_tokens(wrong):
+    message = (
+        f"Reward 'mine': must return, for each completion, a list of as many finite numbers as it has tokens. Got "
+        f"{wrong!r} at index 1, of 2 tokens, for prompt 'q', completion 'yy'."
+    )
+    function: Any = lambda completions: [[0.5], wrong]  # noqa: E731
+    with pytest.raises(RewardError, match=f"^{re.escape(message)}$"):
+        call_token_reward(function, ["p", "q"], ["x", "yy"], {"num_tokens": [1, 2]}, name="mine")
 
 
 def test_long_texts_are_shortened():
