@@ -60,13 +60,13 @@ def test_the_step_as_it_is_is_right(tmp_path):
         (
             "roles.reward",
             "roles.rewards",
-            "step: the run has no role 'rewards'. It has: actor, cost, critic, reference, "
+            "step: the run has no role 'rewards'. It has: actor, cost, cost_critic, critic, reference, "
             "reward. Did you mean 'reward'? Add it under `roles` in the config.",
         ),
         (
             "roles.reward.scores",
             "roles.reward.score",
-            "role 'reward' has no method 'score'. It has: scores. Did you mean",
+            "role 'reward' has no method 'score'. It has: scores, token_scores. Did you mean 'scores'?",
         ),
         ("roles.reward.scores", "roles.reference.scores", "role 'reference' has no method 'scores'. It has: "),
         (
@@ -223,10 +223,19 @@ def test_what_is_wrong_in_a_step_says_what_to_do(tmp_path, old, new, message):
     assert message in error_of(tmp_path, old, new)
 
 
+def test_a_file_that_does_not_parse(tmp_path):
+    message = error_of(tmp_path, "(outputs, batch, update):", "(outputs, batch, update)")
+    assert "its module must import. Got SyntaxError: expected ':' (mine.py, line " in message
+    assert re.search(r"mine\.py:\d+\.$", message)
+
+
 def test_a_value_of_another_step(tmp_path):
-    kept = "kept = []\n\ndef step(roles, state, prompts, config: Settings):\n    "
-    "kept.append(roles.actor.generate(prompts, "
-    kept += "config.sampling))\n    if len(kept) > 1: roles.reward.scores(kept[0])"
+    kept = """kept = []
+
+def step(roles, state, prompts, config: Settings):
+    kept.append(roles.actor.generate(prompts, config.sampling))
+    if len(kept) > 1:
+        roles.reward.scores(kept[0])"""
     (tmp_path / "mine.py").write_text(STEP.replace("def step(roles, state, prompts, config: Settings):", kept))
     assemble(small_run(f"{tmp_path / 'mine.py'}:step"), 8)
     with pytest.raises(
