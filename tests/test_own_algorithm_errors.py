@@ -57,69 +57,185 @@ def test_the_step_as_it_is_is_right(tmp_path):
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("roles.reward", "roles.rewards", "step: the run has no role 'rewards'. It has: actor, cost, critic, reference, "
-         "reward. Did you mean 'reward'? Add it under `roles` in the config."),
-        ("roles.reward.scores", "roles.reward.score", "role 'reward' has no method 'score'. It has: scores. Did you mean"),
+        (
+            "roles.reward",
+            "roles.rewards",
+            "step: the run has no role 'rewards'. It has: actor, cost, cost_critic, critic, reference, "
+            "reward. Did you mean 'reward'? Add it under `roles` in the config.",
+        ),
+        (
+            "roles.reward.scores",
+            "roles.reward.score",
+            "role 'reward' has no method 'score'. It has: scores, token_scores. Did you mean 'scores'?",
+        ),
         ("roles.reward.scores", "roles.reference.scores", "role 'reference' has no method 'scores'. It has: "),
-        ("generate(prompts, config.sampling)", "generate(prompts, config)",
-         "actor.generate: is called as actor.generate(prompts: Prompts, sampling: Sampling). Got actor.generate(Prompts, "
-         "Settings), with which it cannot work: 'Settings' object has no attribute 'num_samples'."),
+        (
+            "generate(prompts, config.sampling)",
+            "generate(prompts, config)",
+            "actor.generate: is called as actor.generate(prompts: Prompts, sampling: Sampling). Got "
+            "actor.generate(Prompts, "
+            "Settings), with which it cannot work: 'Settings' object has no attribute 'num_samples'.",
+        ),
         ("generate(prompts, config.sampling)", "generate(prompts)", "missing a required argument: 'sampling'."),
-        ("generate(prompts, config.sampling)", "generate(prompts, samplng=config.sampling)",
-         "Got actor.generate(Prompts, samplng=Sampling): missing a required argument: 'sampling'."),
-        ("scores(rollout)", "scores(rollout, prompts)", "Got reward.scores(Rollout, Prompts): too many positional arguments."),
-        ("scores = ", "roles.reference.logprobs(prompts)\n    scores = ",
-         "Got reference.logprobs(Prompts), with which it cannot work: 'Prompts' object has no attribute 'response'."),
-        ("train(loss, batch, config.update)", "train(loss, rollout, config.update)",
-         "train(loss): the batch is a dict whose 'sequences' the model runs on: a Rollout, Sequences, or a dict of them. "
-         "Got Rollout."),
-        ("train(loss, batch, config.update)", "train(loss, scores, config.update)", "whose 'sequences' the model runs on"),
-        ("train(loss, batch, config.update)", "train(loss, {'advantages': scores}, config.update)",
-         "a Rollout, Sequences, or a dict of them. Got ['advantages']."),
-        ("train(loss, batch, config.update)", "train(loss, {'sequences': scores}, config.update)",
-         "a Rollout, Sequences, or a dict of them. Got ['sequences']."),
-        ("train(loss, batch, config.update)", "train(batch, loss, config.update)", ": the first argument is a loss, (outputs, batch, update)"),
+        (
+            "generate(prompts, config.sampling)",
+            "generate(prompts, samplng=config.sampling)",
+            "Got actor.generate(Prompts, samplng=Sampling): missing a required argument: 'sampling'.",
+        ),
+        (
+            "scores(rollout)",
+            "scores(rollout, prompts)",
+            "Got reward.scores(Rollout, Prompts): too many positional arguments.",
+        ),
+        (
+            "scores = ",
+            "roles.reference.logprobs(prompts)\n    scores = ",
+            "Got reference.logprobs(Prompts), with which it cannot work: 'Prompts' object has no attribute 'response'.",
+        ),
+        (
+            "train(loss, batch, config.update)",
+            "train(loss, rollout, config.update)",
+            "train(loss): the batch is a dict whose 'sequences' the model runs on: a Rollout, Sequences, or a "
+            "dict of them. "
+            "Got Rollout.",
+        ),
+        (
+            "train(loss, batch, config.update)",
+            "train(loss, scores, config.update)",
+            "whose 'sequences' the model runs on",
+        ),
+        (
+            "train(loss, batch, config.update)",
+            "train(loss, {'advantages': scores}, config.update)",
+            "a Rollout, Sequences, or a dict of them. Got ['advantages'].",
+        ),
+        (
+            "train(loss, batch, config.update)",
+            "train(loss, {'sequences': scores}, config.update)",
+            "a Rollout, Sequences, or a dict of them. Got ['sequences'].",
+        ),
+        (
+            "train(loss, batch, config.update)",
+            "train(batch, loss, config.update)",
+            ": the first argument is a loss, (outputs, batch, update)",
+        ),
         ("train(loss, batch, config.update)", "train(loss, batch)", "needs an integer `mini_batches`. Got None."),
-        ("train(loss, batch, config.update)", "train(loss, batch, config)", "needs an integer `mini_batches`. Got Settings("),
-        ("train(loss, batch, config.update)", "train(loss(scores, batch, config.update), batch, config.update)",
-         "Put the operation into a function of arrays and call it with compute(function, ...)."),
-        ("train(loss, batch, config.update)", "train(loss, batch, updte=config.update)",
-         "actor.train: is called as actor.train(loss, batch, update=...). Got "),
+        (
+            "train(loss, batch, config.update)",
+            "train(loss, batch, config)",
+            "needs an integer `mini_batches`. Got Settings(",
+        ),
+        (
+            "train(loss, batch, config.update)",
+            "train(loss(scores, batch, config.update), batch, config.update)",
+            "Put the operation into a function of arrays and call it with compute(function, ...).",
+        ),
+        (
+            "train(loss, batch, config.update)",
+            "train(loss, batch, updte=config.update)",
+            "actor.train: is called as actor.train(loss, batch, update=...). Got ",
+        ),
         ("}, state\n", "}\n", "step: must return (results, state). Got dict. End it with `return results, state`."),
-        ("    return {\"actor\"", "    results = {\"actor\"", "Got NoneType. End it with `return results, state`."),
-        ("}, state\n", "}, 0\n", "step: the state that it returns must have the structure, shapes and dtypes of the one"),
-        ("batch = compute(make_batch, rollout, scores, config.coef)", "batch = make_batch(rollout, scores, config.coef)",
-         "reward.scores: its output is known only when the step runs, so a step function cannot calculate with it"),
-        ("batch = compute", "jnp.mean(scores)\n    batch = compute", "Got an operation on reward.scores[0]: float32[16]."),
-        ("batch = compute", "np.mean(scores)\n    batch = compute", "Got an operation on reward.scores[0]: float32[16]."),
+        ('    return {"actor"', '    results = {"actor"', "Got NoneType. End it with `return results, state`."),
+        (
+            "}, state\n",
+            "}, 0\n",
+            "step: the state that it returns must have the structure, shapes and dtypes of the one",
+        ),
+        (
+            "batch = compute(make_batch, rollout, scores, config.coef)",
+            "batch = make_batch(rollout, scores, config.coef)",
+            "reward.scores: its output is known only when the step runs, so a step function cannot calculate with it",
+        ),
+        (
+            "batch = compute",
+            "jnp.mean(scores)\n    batch = compute",
+            "Got an operation on reward.scores[0]: float32[16].",
+        ),
+        (
+            "batch = compute",
+            "np.mean(scores)\n    batch = compute",
+            "Got an operation on reward.scores[0]: float32[16].",
+        ),
         ("batch = compute", "scores.mean()\n    batch = compute", "Got an operation on reward.scores[0]: float32[16]."),
-        ("batch = compute", "rollout.lengths\n    batch = compute", "Got an operation on actor.generate[2]: bool[16, 6]."),
-        ("scores, config.coef)", "scores)", "make_batch: compute(function, ...) calls make_batch(rollout, scores_B, coef). "
-         "Got (Rollout, reward.scores[0]: float32[16]): missing a required argument: 'coef'."),
-        ("scores, config.coef)", "scores, [config.coef, {1.0}])", "make_batch: argument 3[1]: a setting must be hashable"),
-        ("scores, config.coef)", "scores, np.ones(3))", "make_batch: argument 3: must be an output of a call, part of the "
-         "data or state, or a hashable setting. Got an array float64[3]."),
-        ("coef * scores_B", "coef * scores_B[:, None] * rollout.lenghts",
-         "make_batch: fails when it is traced: AttributeError: 'Rollout' object has no attribute 'lenghts', at "),
+        (
+            "batch = compute",
+            "rollout.lengths\n    batch = compute",
+            "Got an operation on actor.generate[2]: bool[16, 6].",
+        ),
+        (
+            "scores, config.coef)",
+            "scores)",
+            "make_batch: compute(function, ...) calls make_batch(rollout, scores_B, coef). "
+            "Got (Rollout, reward.scores[0]: float32[16]): missing a required argument: 'coef'.",
+        ),
+        (
+            "scores, config.coef)",
+            "scores, [config.coef, {1.0}])",
+            "make_batch: argument 3[1]: a setting must be hashable",
+        ),
+        (
+            "scores, config.coef)",
+            "scores, np.ones(3))",
+            "make_batch: argument 3: must be an output of a call, part of the "
+            "data or state, or a hashable setting. Got an array float64[3].",
+        ),
+        (
+            "coef * scores_B",
+            "coef * scores_B[:, None] * rollout.lenghts",
+            "make_batch: fails when it is traced: AttributeError: 'Rollout' object has no attribute 'lenghts', at ",
+        ),
         ("coef * scores_B", "float(scores_B.mean())", "make_batch: fails when it is traced: ConcretizationTypeError"),
         ("-(batch", "-jnp.mean(batch", "a loss returns sums over its rows, never means"),
-        ("return loss, mask_BR.sum(), {}", "return loss", "a loss returns (sum, weight, metrics), so that micro-batches add"),
-        ("return loss, mask_BR.sum(), {}", "return loss / 16, 1.0, {}", "Got the weight 1 for 4 rows, and 1 and 1 for the"),
-        ('batch["advantages"]', 'batch["scores"]', "its loss asks the batch for 'scores', which is not there. The batch has: "
-         "advantages, sequences."),
-        ('{"actor": roles', '{"rollout": rollout, "actor": roles', "step: its results must be single numbers, which are "
-         "reported. Got int32[16, "),
-        ('{"actor": roles', '{"score": scores, "actor": roles', "Take its mean in a compute function, or leave it out."),
-        ('{"actor": roles', '{"mine": {"loss": 1.0}, "other": {"mine/loss": 2.0}, "actor": roles', "step: Two metrics get the name 'mine/loss'."),
+        (
+            "return loss, mask_BR.sum(), {}",
+            "return loss",
+            "a loss returns (sum, weight, metrics), so that micro-batches add",
+        ),
+        (
+            "return loss, mask_BR.sum(), {}",
+            "return loss / 16, 1.0, {}",
+            "Got the weight 1 for 4 rows, and 1 and 1 for the",
+        ),
+        (
+            'batch["advantages"]',
+            'batch["scores"]',
+            "its loss asks the batch for 'scores', which is not there. The batch has: advantages, sequences.",
+        ),
+        (
+            '{"actor": roles',
+            '{"rollout": rollout, "actor": roles',
+            "step: its results must be single numbers, which are reported. Got int32[16, ",
+        ),
+        (
+            '{"actor": roles',
+            '{"score": scores, "actor": roles',
+            "Take its mean in a compute function, or leave it out.",
+        ),
+        (
+            '{"actor": roles',
+            '{"mine": {"loss": 1.0}, "other": {"mine/loss": 2.0}, "actor": roles',
+            "step: Two metrics get the name 'mine/loss'.",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_is_wrong_in_a_step_says_what_to_do(tmp_path, old, new, message):
     assert message in error_of(tmp_path, old, new)
 
 
+def test_a_file_that_does_not_parse(tmp_path):
+    message = error_of(tmp_path, "(outputs, batch, update):", "(outputs, batch, update)")
+    assert "its module must import. Got SyntaxError: expected ':' (mine.py, line " in message
+    assert re.search(r"mine\.py:\d+\.$", message)
+
+
 def test_a_value_of_another_step(tmp_path):
-    kept = "kept = []\n\ndef step(roles, state, prompts, config: Settings):\n    kept.append(roles.actor.generate(prompts, "
-    kept += "config.sampling))\n    if len(kept) > 1: roles.reward.scores(kept[0])"
+    kept = """kept = []
+
+def step(roles, state, prompts, config: Settings):
+    kept.append(roles.actor.generate(prompts, config.sampling))
+    if len(kept) > 1:
+        roles.reward.scores(kept[0])"""
     (tmp_path / "mine.py").write_text(STEP.replace("def step(roles, state, prompts, config: Settings):", kept))
     assemble(small_run(f"{tmp_path / 'mine.py'}:step"), 8)
     with pytest.raises(
@@ -132,24 +248,47 @@ def test_a_value_of_another_step(tmp_path):
     ("old", "new", "name", "message"),
     [
         ("", "", "stepp", "must name a function of {file}. Got 'stepp'. There: "),
-        ("", "", "Settings", "Algorithm '{file}:Settings': must be a step function, (roles, state, data, config) -> "
-         "(results, state), or an Algorithm. Got <class"),
-        ("", "", "loss", "a step takes four arguments, (roles, state, data, config) -> (results, state). Got loss(outputs, "
-         "batch, update): too many positional arguments."),
+        (
+            "",
+            "",
+            "Settings",
+            "Algorithm '{file}:Settings': must be a step function, (roles, state, data, config) -> "
+            "(results, state), or an Algorithm. Got <class",
+        ),
+        (
+            "",
+            "",
+            "loss",
+            "a step takes four arguments, (roles, state, data, config) -> (results, state). Got loss(outputs, "
+            "batch, update): too many positional arguments.",
+        ),
         ("(frozen=True)", "", "step", "Got the dataclass Settings, which is not frozen. Write @dataclasses.dataclass("),
-        ("config: Settings", "config: dict", "step", "its settings must be a frozen dataclass, which it annotates its last "
-         "argument with. Got <class 'dict'>."),
-        ("config: Settings", "config: 'Setings'", "step", "the annotation of its settings must be there when it is loaded. "
-         "Got 'Setings': name 'Setings' is not defined."),
-        ("import dataclasses", "import dataclases", "step", "its module must import. Got ModuleNotFoundError: No module "
-         "named 'dataclases'"),
+        (
+            "config: Settings",
+            "config: dict",
+            "step",
+            "its settings must be a frozen dataclass, which it annotates its last argument with. Got <class 'dict'>.",
+        ),
+        (
+            "config: Settings",
+            "config: 'Setings'",
+            "step",
+            "the annotation of its settings must be there when it is loaded. "
+            "Got 'Setings': name 'Setings' is not defined.",
+        ),
+        (
+            "import dataclasses",
+            "import dataclases",
+            "step",
+            "its module must import. Got ModuleNotFoundError: No module named 'dataclases'",
+        ),
         ("state\n", "state\n\nmine = Algorithm(lambda roles, state: None)\n", "mine", "a step takes four arguments"),
         ("state\n", "state\n\nmine = Algorithm(step, Settings())\n", "mine", "its settings must be a frozen dataclass"),
         ("state\n", "state\n\nmine = Algorithm(step, Settings, roles=('actor'))\n", "mine", "must be a tuple of names"),
         ("state\n", "state\n\nmine = Algorithm(step, Settings, ())\n", "mine", "init_state must be a function of the"),
         ("coef: float = 1.0", "coef: jax.Array = 1.0", "step", "settings.coef: no config can hold a field of type"),
     ],
-)  # fmt: skip
+)
 def test_what_is_no_algorithm_says_what_one_is(tmp_path, old, new, name, message):
     file = tmp_path / "mine.py"
     assert message.format(file=file) in error_of(tmp_path, old, new, name)
