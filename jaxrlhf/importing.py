@@ -42,6 +42,8 @@ def find_function(name: str, *, what: str) -> Any:
 
 def last_line(error: BaseException) -> str:
     """Where an error was raised, as file:line."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)
     return f"{frames[-1].filename}:{frames[-1].lineno}"
 

@@ -66,7 +66,7 @@ def share_of_letters(completions: list[str]) -> list[float]:
     return [sum(c.isalpha() for c in text) / max(len(text), 1) for text in completions]
 
 
-def small_run(algorithm: str, *, learning_rate: float = 1e-3, **config: Any) -> RunConfig:
+def small_run(algorithm: str, *, learning_rate: float = 3e-4, **config: Any) -> RunConfig:
     """A run of an algorithm that is as small as it can be: one layer, few rows, short responses, one device.
 
     Args:
@@ -79,8 +79,8 @@ def small_run(algorithm: str, *, learning_rate: float = 1e-3, **config: Any) -> 
     small = _small_roles(learning_rate)
     named = {name: small[name] for name in known.roles or small if name in small}
     roles = {name: role for name, role in {**named, **config.pop("roles", {})}.items() if role is not None}
-    wanted = config.pop("settings", {})
-    settings = _shortened(to_tree(build(known.config, wanted, where=f"settings of {algorithm}")))
+    wanted, where = config.pop("settings", {}), f"test of {algorithm}"
+    settings = _shortened(to_tree(build(known.config, wanted, where=where, path="settings")))
     tree = {
         "name": "test",
         "algorithm": algorithm,
@@ -94,7 +94,7 @@ def small_run(algorithm: str, *, learning_rate: float = 1e-3, **config: Any) -> 
         "roles": roles,
         "settings": _over(settings, wanted),
     }
-    return build_run(tree, where=f"test of {algorithm}")
+    return build_run(tree, where=where)
 
 
 def check_plan_invariance(algorithm: str, *, num_plans: int = 3, steps: int = 2, seed: int = 0, **config: Any) -> None:

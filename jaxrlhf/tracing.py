@@ -19,13 +19,15 @@ import dataclasses
 import functools
 import inspect
 import re
+import traceback
 from collections.abc import Callable, Hashable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
 import numpy as np
 
-from jaxrlhf.brief import brief
+from jaxrlhf.brief import brief, cut
 from jaxrlhf.call_graph import Call, CallGraph, GraphError, Kind, Ref, split_args
 from jaxrlhf.suggest import did_you_mean
 
@@ -48,13 +50,16 @@ class Method:
         try:
             bound = signature.bind(*args, **named)
         except TypeError as error:
-            usage = ", ".join(
-                p.name + ("=..." if p.default is not p.empty else "") for p in signature.parameters.values()
-            )
-            got = ", ".join([*map(_short, args), *(f"{key}={_short(value)}" for key, value in named.items())])
-            raise GraphError(f"{name}: is called as {name}({usage}). Got {name}({got}): {error}.") from error
+            raise GraphError(f"{name}: {self.usage(name, args, named)}: {error}.") from error
         bound.apply_defaults()
         return self.bind(*bound.args) if self.bind is not None else bound.args
+
+    def usage(self, name: str, args: tuple[Any, ...], named: Mapping[str, Any] = MappingProxyType({})) -> str:
+        """How it is called, and how it was, for error messages."""
+        parameters = inspect.signature(self.bind or self.abstract).parameters.values()
+        usage = ", ".join(_described(p) + ("=..." if p.default is not p.empty else "") for p in parameters)
+        got = ", ".join([*map(_short, args), *(f"{key}={_short(value)}" for key, value in named.items())])
+        return f"is called as {name}({usage}). Got {name}({got})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +115,13 @@ class Recorder:
         if method.kind in ("infer", "host") and asked in self._outputs:
             return self._outputs[asked]
         full_name = self._next_name(f"{role}.{name}")
-        avals = method.abstract(*_avals(args))
+        try:
+            avals = method.abstract(*_avals(args))
+        except GraphError:
+            raise
+        except Exception as error:
+            usage = method.usage(f"{role}.{name}", args)
+            raise GraphError(f"{role}.{name}: {usage}, with which it cannot work: {cut(str(error))}.") from error
         has_rows = [method.row_wise] * len(jax.tree.leaves(avals))
         writes = None
         if method.kind == "train":
@@ -151,7 +162,7 @@ class Recorder:
             )
         full_name = self._next_name(call_name or name)
         self._check_args(full_name, args)
-        avals = abstract_call(function, _avals(args))
+        avals = _evaluated(full_name, function, args)
         has_rows = _follow_rows(full_name, function, args, avals)
         return self._append(
             Call(full_name, None, "", "compute", False, function, args, None, None, 0, None, self.iteration),
@@ -300,7 +311,10 @@ def trace(
             inputs[name] = recorder.input(name, data_aval, has_rows=True)
             returned = step(handles, carry, inputs[name], config)
             if not isinstance(returned, tuple) or len(returned) != 2:
-                raise GraphError(f"{recorder.step_name}: must return (results, state). Got {type(returned).__name__}.")
+                raise GraphError(
+                    f"{recorder.step_name}: must return (results, state). Got {type(returned).__name__}. End it with "
+                    "`return results, state`."
+                )
             result, new_state = returned
             _check_state(recorder.step_name, state_aval, new_state)
             results.append(result)
@@ -330,10 +344,48 @@ def _waiting_last(graph: CallGraph) -> CallGraph:
     return dataclasses.replace(graph, calls=tuple(calls))
 
 
+def _evaluated(name: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Shapes that a compute function gives.
+
+    Raises:
+        GraphError: It does not take these arguments, or fails.
+    """
+    try:
+        inspect.signature(function).bind(*args)
+    except TypeError as error:
+        got = ", ".join(map(_short, args))
+        raise GraphError(
+            f"{name}: compute(function, ...) calls {name}{inspect.signature(function)}. Got ({got}): {error}."
+        ) from error
+    except ValueError:  # no signature to look at
+        pass
+    try:
+        return abstract_call(function, _avals(args))
+    except GraphError:
+        raise
+    except Exception as error:
+        raise GraphError(f"{name}: fails when it is traced: {describe_error(error)}.") from error
+
+
+def describe_error(error: BaseException) -> str:
+    """An error, and the line of the user's code that it comes from."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if "site-packages" not in f.filename]
+    at = f", at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    return f"{type(error).__name__}: {cut(str(error))}{at}"
+
+
+def _described(parameter: inspect.Parameter) -> str:
+    """A parameter in an error message, with its type where it says one."""
+    kind = getattr(parameter.annotation, "__name__", "")
+    return parameter.name if kind in ("", "_empty", "Any") else f"{parameter.name}: {kind}"
+
+
 def _short(value: Any) -> str:
     """An argument in an error message."""
     if isinstance(value, Ref):
         return repr(value)
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key!r}: ..." for key in value) + "}"
     if callable(value) or dataclasses.is_dataclass(value):
         return getattr(value, "__name__", type(value).__name__)
     return brief(value)

@@ -5,9 +5,7 @@ import dataclasses
 import inspect
 import json
 import re
-import sys
 import textwrap
-import types
 import typing
 from collections.abc import Callable
 from pathlib import Path
@@ -186,6 +184,9 @@ def test_every_metric_is_documented_and_no_other():
         timings = timing_metrics({call: [(0.0, 1.0)] for call in [*calls, *others]})
         names |= set(utilization_metrics([Event("actor.train", "train", (0,), 1, 0.0, 1.0)], 1, [0]))
         names |= {*timings, *throughput_metrics(TokenCounts(1, 1), timings, seconds=1.0, num_devices=1)}
+    for name in ("dapo_arithmetic", "ppo_shared_arithmetic", "remax_arithmetic", "safe_rlhf_arithmetic"):
+        results = assemble(load_run(name), num_devices=2).train.graph.results[0]
+        names |= set(flatten(jax.tree.map(lambda _: 0.0, results)))
     for config in ("sft_arithmetic", "reward_model_arithmetic", "dpo_arithmetic"):
         run = assemble(load_run(config), num_devices=8)
         assert run.held_out is not None
@@ -209,24 +210,11 @@ def code_blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), flags=re.MULTILINE | re.DOTALL)
 
 
-def test_the_algorithm_of_the_docs_can_be_traced_and_planned(monkeypatch, tmp_path):
-    page = ROOT / "docs" / "algorithms.md"
-    (algorithm,) = (block for block in code_blocks(page, "python") if "ALGORITHMS[" in block)
-    (config,) = code_blocks(page, "yaml")
-    (tmp_path / "remax.yaml").write_text(config)
-    module = types.ModuleType("short_remax")
-    monkeypatch.setitem(sys.modules, "short_remax", module)
-    monkeypatch.setitem(ALGORITHMS, "short_remax", ALGORITHMS["ppo"])  # taken out again after the test
-    exec(algorithm, module.__dict__)
-    run = assemble(load_run(tmp_path / "remax.yaml"), num_devices=4)
-    assert [call.name for call in run.train.graph.calls] == [
-        "actor.generate",
-        "actor.generate#2",
-        "reward.scores",
-        "reward.scores#2",
-        "remax_batch",
-        "actor.train",
-    ]
+def test_the_example_of_the_docs_is_the_one_that_is_tested():
+    page = ROOT / "docs" / "own_algorithm.md"
+    code, config = code_blocks(page, "python")[0], code_blocks(page, "yaml")[0]
+    assert code.startswith("@dataclasses") and (ROOT / "examples" / "raft.py").read_text().endswith(code)
+    assert (ROOT / "examples" / "raft_arithmetic.yaml").read_text() == config
 
 
 def body(step: Callable[..., Any]) -> list[str]:

@@ -116,7 +116,7 @@ def test_a_step_returns_results_and_state():
     def step(roles, state, prompts, settings):
         return {"state": state}
 
-    assert error_of(step) == "step: must return (results, state). Got dict."
+    assert error_of(step) == ("step: must return (results, state). Got dict. End it with `return results, state`.")
 
 
 RULE = "step: the state that it returns must have the structure, shapes and dtypes of the one that it got"

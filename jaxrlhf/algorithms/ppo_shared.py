@@ -57,13 +57,21 @@ def ppo_shared_step(
     return {"rollout": metrics, "actor": roles.actor.train(ppo_shared_loss, batch, config.actor_update)}, state
 
 
-def ppo_shared_loss(outputs: PolicyAndValues, batch: dict[str, Any], update: SharedUpdate) -> Loss:
+def ppo_shared_loss(outputs: PolicyAndValues | PolicyOutputs, batch: dict[str, Any], update: SharedUpdate) -> Loss:
     """The actor's loss plus the critic's, on the outputs of both heads.
 
         loss = policy_loss + value_coef * value_loss
 
     Metrics: those of `ppo_policy_loss` and `clipped_value_loss`.
+
+    Raises:
+        ValueError: The critic is a model of its own.
     """
+    if not isinstance(outputs, PolicyAndValues):
+        raise ValueError(
+            "ppo_shared: the critic must be a head on the actor's trunk. Got a critic that is a model of its own. "
+            "Write roles.critic: {shares: actor}, or take ppo."
+        )
     policy = PolicyOutputs(logprobs=outputs.logprobs, entropy=outputs.entropy)
     policy_loss, weight, policy_metrics = ppo_policy_loss(policy, batch, update)
     critic_loss, _, value_metrics = clipped_value_loss(

@@ -58,8 +58,8 @@ def sft_evaluation(
     return roles.actor.loss(sft_loss, {"sequences": demonstrations}, config.update), state
 
 
-def sft_loss(outputs: PolicyOutputs, batch: dict[str, Any], update: SupervisedUpdate) -> Loss:
-    """Negative log-likelihood of the response tokens. Metric: `loss`."""
+def sft_loss(outputs: PolicyOutputs, batch: dict[str, Any], update: Any) -> Loss:
+    """Negative log-likelihood of the response tokens, whatever the settings of the update. Metric: `loss`."""
     del update
     mask_BR = batch["sequences"].response
     loss = -masked_sum(outputs.logprobs, mask_BR)

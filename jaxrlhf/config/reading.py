@@ -172,7 +172,10 @@ def _build(hint: Any, value: Any, where: str, path: str) -> Any:
     if origin in (dict, collections.abc.Mapping) and options[0] is str:
         items = _mapping(value, where, path).items()
         return FrozenDict({key: _build(options[1], item, where, _join(path, key)) for key, item in items})
-    raise TypeError(f"{path}: no config can hold a field of type {hint}.")
+    raise TypeError(
+        f"{path}: no config can hold a field of type {hint}. Declare it as bool, int, float, str, a Literal, a frozen "
+        "dataclass, one of these or None, or a tuple or mapping of them."
+    )
 
 
 def _build_dataclass(cls: Any, value: Any, where: str, path: str) -> Any:

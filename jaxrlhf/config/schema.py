@@ -329,7 +329,11 @@ def build_run(tree: Mapping[str, Any], *, where: str) -> RunConfig:
         algorithm = load_algorithm(run.algorithm)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
-    return dataclasses.replace(run, settings=build(algorithm.config, settings, where=where, path="settings"))
+    try:
+        built = build(algorithm.config, settings, where=where, path="settings")
+    except TypeError as error:  # of a user's own dataclass
+        raise ConfigError(f"{where}: {error}") from error
+    return dataclasses.replace(run, settings=built)
 
 
 def _fill_presets(tree: dict[str, Any], where: str) -> None:

@@ -29,6 +29,7 @@ from jaxrlhf.models.params import Weight, num_parameters
 from jaxrlhf.planner.device_order import reuse_training_shards, training_placements
 from jaxrlhf.planner.plan import DEFAULT, Placement, Plan, check, check_names, check_offload, resolve
 from jaxrlhf.runtime.configured_roles import check_roles, check_vocabulary, configured_models, describe, make_role
+from jaxrlhf.runtime.metrics import check_results
 from jaxrlhf.runtime.roles import FunctionRole, ModelRole, Role, WeightedSumRole
 from jaxrlhf.runtime.step_rows import StepRows, Tables, check_rows, load_tables
 from jaxrlhf.sharding.layout import Layout
@@ -175,6 +176,7 @@ def assemble(
 
     roles: dict[str, Role] = {name: make_role(name, config.roles, models, table) for name in config.roles}
     train = phase(algorithm.step, roles, algorithm.init_state(settings), train_rows(0), settings)
+    check_results(getattr(algorithm.step, "__name__", "step"), train.graph.results[0])
     train = dataclasses.replace(train, roles=_count_updates(train, config.steps))
 
     warm_start = None

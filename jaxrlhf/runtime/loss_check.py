@@ -5,7 +5,6 @@ That takes some tenths of a second on the processor, once for each loss and shap
 """
 
 import inspect
-import traceback
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -13,12 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrlhf.brief import brief, cut
+from jaxrlhf.brief import brief
 from jaxrlhf.call_graph import GraphError, split_args
 from jaxrlhf.experience import Max
 from jaxrlhf.sharding import mesh
 from jaxrlhf.suggest import did_you_mean
-from jaxrlhf.tracing import abstract_call
+from jaxrlhf.tracing import abstract_call, describe_error
 
 ROWS = 2
 """In each of the two parts that a loss is tried on."""
@@ -106,7 +105,7 @@ def _check_sums(
     except Exception as error:
         raise GraphError(
             f"{where}: a loss must work for any number of rows, since they are cut into micro-batches. It fails on "
-            f"{ROWS} and on {2 * ROWS}: {_described(error)}. Take sizes from the arrays that it gets."
+            f"{ROWS} and on {2 * ROWS}: {describe_error(error)}. Take sizes from the arrays that it gets."
         ) from error
     for name, all_rows in together.items():
         if isinstance(all_rows, Max):
@@ -172,18 +171,7 @@ def _failed(where: str, loss: Any, outputs: Any, batch: Any, error: Exception) -
             f"{where}: its loss asks the batch for {key!r}, which is not there. The batch has: {', '.join(batch)}."
             f"{did_you_mean(str(key), batch)} Return it from the compute function that makes the batch."
         )
-    return f"{where}: its loss fails: {_described(error)}. Its outputs are {_shown(outputs)}."
-
-
-def _described(error: BaseException) -> str:
-    """An error, and the line of the user's code that it comes from."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not _is_library(f.filename)]
-    at = f", at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-    return f"{type(error).__name__}: {cut(str(error))}{at}"
-
-
-def _is_library(filename: str) -> bool:
-    return "site-packages" in filename or filename.startswith("<")
+    return f"{where}: its loss fails: {describe_error(error)}. Its outputs are {_shown(outputs)}."
 
 
 def _parameters(loss: Callable[..., Any]) -> str:

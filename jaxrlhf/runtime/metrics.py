@@ -14,6 +14,8 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
+from jaxrlhf.brief import brief
+from jaxrlhf.call_graph import GraphError, Ref
 from jaxrlhf.runtime.json_lines import JsonLinesWriter, read_json_lines, split_non_finite
 
 _OF_THE_CLOCK = ("time", "timing_s/", "timing_per_token_ms/", "perf/")
@@ -52,6 +54,26 @@ def flatten(tree: Mapping[str, Any]) -> dict[str, float]:
         leaves[name] = leaf
         path_of[name] = path
     return {name: float(value) for name, value in zip(leaves, jax.device_get(list(leaves.values())), strict=True)}
+
+
+def check_results(step: str, results: Any) -> None:
+    """Asks that what a step returned, references for arrays, will be metrics: single numbers, each of its own name.
+
+    Raises:
+        GraphError: They will not.
+    """
+    if not isinstance(results, Mapping):
+        raise GraphError(f"{step}: its results must be a dict of numbers, nested or not. Got {brief(results)}.")
+    for path, x in jax.tree_util.tree_leaves_with_path(results):
+        if isinstance(x, Ref) and x.shape != ():
+            raise GraphError(
+                f"{step}: its results must be single numbers, which are reported. Got {x.dtype}{list(x.shape)} at "
+                f"results{jax.tree_util.keystr(path)}. Take its mean in a compute function, or leave it out."
+            )
+    try:
+        flatten(jax.tree.map(lambda x: 0.0 if isinstance(x, Ref) else x, results))
+    except ValueError as error:
+        raise GraphError(f"{step}: {error}") from error
 
 
 def check_finite(metrics: Mapping[str, float], *names: str, step: int) -> None:

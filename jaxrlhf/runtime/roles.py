@@ -81,8 +81,9 @@ class ModelRole:
                     f"{_called('train', terms)}: the last argument holds the settings of the update and needs an "
                     f"integer `{count}`. Got {update!r}."
                 )
+        metrics = self._loss_aval(terms, update, called="train")
         more = {"grad_norm", "lr", "num_updates"} | ({GAP_METRIC} if gap_term(self, terms) is not None else set())
-        return self._loss_aval(terms, update, called="train") | dict.fromkeys(sorted(more), _float())
+        return metrics | dict.fromkeys(sorted(more), _float())
 
     def _loss_aval(self, terms: tuple[Term, ...], update: Any, called: str = "loss") -> dict[str, jax.ShapeDtypeStruct]:
         """Metrics of losses."""

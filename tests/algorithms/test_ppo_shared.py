@@ -35,6 +35,15 @@ def test_loss_is_that_of_both_heads():
     assert np.count_nonzero(grads.logprobs) > 10 and np.count_nonzero(grads.values) > 10
 
 
+def test_refuses_a_critic_of_its_own():
+    message = (
+        "ppo_shared: the critic must be a head on the actor's trunk. Got a critic that is a model of its own. Write "
+        "roles.critic: {shares: actor}, or take ppo."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        ppo_shared_loss(moved_outputs(), {"sequences": make_rollout()}, SharedUpdate())
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -12,6 +12,8 @@ import hypothesis.strategies as st
 import pytest
 from flax.core import FrozenDict
 
+from jaxrlhf.algorithms.grpo import GRPOConfig
+from jaxrlhf.algorithms.kl import KLPenalty
 from jaxrlhf.config import reading
 from jaxrlhf.config.reading import (
     ConfigError,
@@ -330,3 +332,10 @@ def test_any_mutation_builds_or_is_a_config_error(mutations):
         hash(build(Run, tree, where="x.yaml"))
     except ConfigError as error:
         assert str(error).startswith("x.yaml: ")
+
+
+def test_what_a_mapping_leaves_out_stays_as_it_was_where_it_belongs():
+    config = build(GRPOConfig, {"kl": {"coef": 0.5}, "sampling": {"max_new_tokens": 4}}, where="run.yaml")
+    assert config.kl == KLPenalty(estimator="k3", placement="loss", coef=0.5)
+    assert config.sampling == Sampling(max_new_tokens=4, num_samples=8)
+    assert build(GRPOConfig, to_tree(config), where="run.yaml") == config

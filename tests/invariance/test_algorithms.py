@@ -7,13 +7,18 @@ import pytest
 from jaxrlhf.algorithms import ALGORITHMS
 from jaxrlhf.testing import SMALL_MODEL, check_plan_invariance
 
+TRAINED = {"optimizer": {"learning_rate": 3e-4, "eps": 1e-5}}
 RUNS: dict[str, dict[str, Any]] = {
     "ppo": {"settings": {"kl": {"coef": 0.1, "adaptive": True}, "actor_update": {"entropy_coef": 0.01}}},
-    "ppo_shared": {"roles": {"critic": {"shares": "actor"}}},
     "reinforce_plus_plus": {"settings": {"sampling": {"num_samples": 2}, "group_baseline": True}},
     **{name: {"batch_size": 8, "settings": {"sampling": {"num_samples": 2}}} for name in ("rloo", "grpo", "dr_grpo")},
     "dapo": {"settings": {"sampling": {"num_samples": 2}, "overlong_tokens": 2}},
     "gspo": {"batch_size": 8, "settings": {"sampling": {"num_samples": 2}, "actor_update": {"clip": 0.1}}},
+    "ppo_shared": {"roles": {"critic": {"shares": "actor", "head": "scalar"}}},
+    "safe_rlhf": {"roles": {"cost_critic": {"init": "actor", "head": "scalar", **TRAINED}}},
+    "reward_model": {"roles": {"reward": {"model": SMALL_MODEL, "head": "scalar", **TRAINED}}},
+    # weights of its own: next to those of the actor, which of two responses has the higher implied reward is rounding
+    "dpo": {"roles": {"reference": {"model": SMALL_MODEL}}},
 }
 """What is to be other than in the small run of any algorithm: keys of a config."""
 

@@ -1,0 +1,320 @@
+"""What a user's own algorithm gets wrong is said with what to do about it, before anything compiles."""
+
+import re
+
+import pytest
+
+from jaxrlhf.runtime.assembly import assemble
+from jaxrlhf.testing import small_run
+
+STEP = """
+import dataclasses
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxrlhf.algorithms.algorithm import Algorithm
+from jaxrlhf.algorithms.sft import SupervisedUpdate, sft_loss
+from jaxrlhf.experience import Prompts, Sampling
+from jaxrlhf.tracing import compute
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    sampling: Sampling = Sampling()
+    update: SupervisedUpdate = SupervisedUpdate()
+    coef: float = 1.0
+
+def make_batch(rollout, scores_B, coef):
+    return {"sequences": rollout, "advantages": coef * scores_B}
+
+def loss(outputs, batch, update):
+    mask_BR = batch["sequences"].response
+    loss = -(batch["advantages"][:, None] * outputs.logprobs * mask_BR).sum()
+    return loss, mask_BR.sum(), {}
+
+def step(roles, state, prompts, config: Settings):
+    rollout = roles.actor.generate(prompts, config.sampling)
+    scores = roles.reward.scores(rollout)
+    batch = compute(make_batch, rollout, scores, config.coef)
+    return {"actor": roles.actor.train(loss, batch, config.update)}, state
+"""
+
+
+def error_of(tmp_path, old: str, new: str, name: str = "step") -> str:
+    """What is said of the step above with some of its text changed."""
+    assert old in STEP
+    (tmp_path / "mine.py").write_text(STEP.replace(old, new))
+    with pytest.raises(ValueError) as raised:
+        assemble(small_run(f"{tmp_path / 'mine.py'}:{name}"), 8)
+    return str(raised.value)
+
+
+def test_the_step_as_it_is_is_right(tmp_path):
+    (tmp_path / "mine.py").write_text(STEP)
+    calls = assemble(small_run(f"{tmp_path / 'mine.py'}:step"), 8).train.graph.calls
+    assert [call.name for call in calls] == ["actor.generate", "reward.scores", "make_batch", "actor.train"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (
+            "roles.reward",
+            "roles.rewards",
+            "step: the run has no role 'rewards'. It has: actor, cost, cost_critic, critic, reference, "
+            "reward. Did you mean 'reward'? Add it under `roles` in the config.",
+        ),
+        (
+            "roles.reward.scores",
+            "roles.reward.score",
+            "role 'reward' has no method 'score'. It has: scores, token_scores. Did you mean 'scores'?",
+        ),
+        ("roles.reward.scores", "roles.reference.scores", "role 'reference' has no method 'scores'. It has: "),
+        (
+            "generate(prompts, config.sampling)",
+            "generate(prompts, config)",
+            "actor.generate: is called as actor.generate(prompts: Prompts, sampling: Sampling). Got "
+            "actor.generate(Prompts, "
+            "Settings), with which it cannot work: 'Settings' object has no attribute 'num_samples'.",
+        ),
+        ("generate(prompts, config.sampling)", "generate(prompts)", "missing a required argument: 'sampling'."),
+        (
+            "generate(prompts, config.sampling)",
+            "generate(prompts, samplng=config.sampling)",
+            "Got actor.generate(Prompts, samplng=Sampling): missing a required argument: 'sampling'.",
+        ),
+        (
+            "scores(rollout)",
+            "scores(rollout, prompts)",
+            "Got reward.scores(Rollout, Prompts): too many positional arguments.",
+        ),
+        (
+            "scores = ",
+            "roles.reference.logprobs(prompts)\n    scores = ",
+            "Got reference.logprobs(Prompts), with which it cannot work: 'Prompts' object has no attribute 'response'.",
+        ),
+        (
+            "train(loss, batch, config.update)",
+            "train(loss, rollout, config.update)",
+            "train(loss): the batch is a dict whose 'sequences' the model runs on: a Rollout, Sequences, or a "
+            "dict of them. "
+            "Got Rollout.",
+        ),
+        (
+            "train(loss, batch, config.update)",
+            "train(loss, scores, config.update)",
+            "whose 'sequences' the model runs on",
+        ),
+        (
+            "train(loss, batch, config.update)",
+            "train(loss, {'advantages': scores}, config.update)",
+            "a Rollout, Sequences, or a dict of them. Got ['advantages'].",
+        ),
+        (
+            "train(loss, batch, config.update)",
+            "train(loss, {'sequences': scores}, config.update)",
+            "a Rollout, Sequences, or a dict of them. Got ['sequences'].",
+        ),
+        (
+            "train(loss, batch, config.update)",
+            "train(batch, loss, config.update)",
+            ": the first argument is a loss, (outputs, batch, update)",
+        ),
+        ("train(loss, batch, config.update)", "train(loss, batch)", "needs an integer `mini_batches`. Got None."),
+        (
+            "train(loss, batch, config.update)",
+            "train(loss, batch, config)",
+            "needs an integer `mini_batches`. Got Settings(",
+        ),
+        (
+            "train(loss, batch, config.update)",
+            "train(loss(scores, batch, config.update), batch, config.update)",
+            "Put the operation into a function of arrays and call it with compute(function, ...).",
+        ),
+        (
+            "train(loss, batch, config.update)",
+            "train(loss, batch, updte=config.update)",
+            "actor.train: is called as actor.train(loss, batch, update=...). Got ",
+        ),
+        ("}, state\n", "}\n", "step: must return (results, state). Got dict. End it with `return results, state`."),
+        ('    return {"actor"', '    results = {"actor"', "Got NoneType. End it with `return results, state`."),
+        (
+            "}, state\n",
+            "}, 0\n",
+            "step: the state that it returns must have the structure, shapes and dtypes of the one",
+        ),
+        (
+            "batch = compute(make_batch, rollout, scores, config.coef)",
+            "batch = make_batch(rollout, scores, config.coef)",
+            "reward.scores: its output is known only when the step runs, so a step function cannot calculate with it",
+        ),
+        (
+            "batch = compute",
+            "jnp.mean(scores)\n    batch = compute",
+            "Got an operation on reward.scores[0]: float32[16].",
+        ),
+        (
+            "batch = compute",
+            "np.mean(scores)\n    batch = compute",
+            "Got an operation on reward.scores[0]: float32[16].",
+        ),
+        ("batch = compute", "scores.mean()\n    batch = compute", "Got an operation on reward.scores[0]: float32[16]."),
+        (
+            "batch = compute",
+            "rollout.lengths\n    batch = compute",
+            "Got an operation on actor.generate[2]: bool[16, 6].",
+        ),
+        (
+            "scores, config.coef)",
+            "scores)",
+            "make_batch: compute(function, ...) calls make_batch(rollout, scores_B, coef). "
+            "Got (Rollout, reward.scores[0]: float32[16]): missing a required argument: 'coef'.",
+        ),
+        (
+            "scores, config.coef)",
+            "scores, [config.coef, {1.0}])",
+            "make_batch: argument 3[1]: a setting must be hashable",
+        ),
+        (
+            "scores, config.coef)",
+            "scores, np.ones(3))",
+            "make_batch: argument 3: must be an output of a call, part of the "
+            "data or state, or a hashable setting. Got an array float64[3].",
+        ),
+        (
+            "coef * scores_B",
+            "coef * scores_B[:, None] * rollout.lenghts",
+            "make_batch: fails when it is traced: AttributeError: 'Rollout' object has no attribute 'lenghts', at ",
+        ),
+        ("coef * scores_B", "float(scores_B.mean())", "make_batch: fails when it is traced: ConcretizationTypeError"),
+        ("-(batch", "-jnp.mean(batch", "a loss returns sums over its rows, never means"),
+        (
+            "return loss, mask_BR.sum(), {}",
+            "return loss",
+            "a loss returns (sum, weight, metrics), so that micro-batches add",
+        ),
+        (
+            "return loss, mask_BR.sum(), {}",
+            "return loss / 16, 1.0, {}",
+            "Got the weight 1 for 4 rows, and 1 and 1 for the",
+        ),
+        (
+            'batch["advantages"]',
+            'batch["scores"]',
+            "its loss asks the batch for 'scores', which is not there. The batch has: advantages, sequences.",
+        ),
+        (
+            '{"actor": roles',
+            '{"rollout": rollout, "actor": roles',
+            "step: its results must be single numbers, which are reported. Got int32[16, ",
+        ),
+        (
+            '{"actor": roles',
+            '{"score": scores, "actor": roles',
+            "Take its mean in a compute function, or leave it out.",
+        ),
+        (
+            '{"actor": roles',
+            '{"mine": {"loss": 1.0}, "other": {"mine/loss": 2.0}, "actor": roles',
+            "step: Two metrics get the name 'mine/loss'.",
+        ),
+    ],
+)
+def test_what_is_wrong_in_a_step_says_what_to_do(tmp_path, old, new, message):
+    assert message in error_of(tmp_path, old, new)
+
+
+def test_a_file_that_does_not_parse(tmp_path):
+    message = error_of(tmp_path, "(outputs, batch, update):", "(outputs, batch, update)")
+    assert "its module must import. Got SyntaxError: expected ':' (mine.py, line " in message
+    assert re.search(r"mine\.py:\d+\.$", message)
+
+
+def test_a_value_of_another_step(tmp_path):
+    kept = """kept = []
+
+def step(roles, state, prompts, config: Settings):
+    kept.append(roles.actor.generate(prompts, config.sampling))
+    if len(kept) > 1:
+        roles.reward.scores(kept[0])"""
+    (tmp_path / "mine.py").write_text(STEP.replace("def step(roles, state, prompts, config: Settings):", kept))
+    assemble(small_run(f"{tmp_path / 'mine.py'}:step"), 8)
+    with pytest.raises(
+        ValueError, match=r"must come from this step\. Got .* of another trace\. Return it in the state"
+    ):
+        assemble(small_run(f"{tmp_path / 'mine.py'}:step"), 8)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "name", "message"),
+    [
+        ("", "", "stepp", "must name a function of {file}. Got 'stepp'. There: "),
+        (
+            "",
+            "",
+            "Settings",
+            "Algorithm '{file}:Settings': must be a step function, (roles, state, data, config) -> "
+            "(results, state), or an Algorithm. Got <class",
+        ),
+        (
+            "",
+            "",
+            "loss",
+            "a step takes four arguments, (roles, state, data, config) -> (results, state). Got loss(outputs, "
+            "batch, update): too many positional arguments.",
+        ),
+        ("(frozen=True)", "", "step", "Got the dataclass Settings, which is not frozen. Write @dataclasses.dataclass("),
+        (
+            "config: Settings",
+            "config: dict",
+            "step",
+            "its settings must be a frozen dataclass, which it annotates its last argument with. Got <class 'dict'>.",
+        ),
+        (
+            "config: Settings",
+            "config: 'Setings'",
+            "step",
+            "the annotation of its settings must be there when it is loaded. "
+            "Got 'Setings': name 'Setings' is not defined.",
+        ),
+        (
+            "import dataclasses",
+            "import dataclases",
+            "step",
+            "its module must import. Got ModuleNotFoundError: No module named 'dataclases'",
+        ),
+        ("state\n", "state\n\nmine = Algorithm(lambda roles, state: None)\n", "mine", "a step takes four arguments"),
+        ("state\n", "state\n\nmine = Algorithm(step, Settings())\n", "mine", "its settings must be a frozen dataclass"),
+        ("state\n", "state\n\nmine = Algorithm(step, Settings, roles=('actor'))\n", "mine", "must be a tuple of names"),
+        ("state\n", "state\n\nmine = Algorithm(step, Settings, ())\n", "mine", "init_state must be a function of the"),
+        ("coef: float = 1.0", "coef: jax.Array = 1.0", "step", "settings.coef: no config can hold a field of type"),
+    ],
+)
+def test_what_is_no_algorithm_says_what_one_is(tmp_path, old, new, name, message):
+    file = tmp_path / "mine.py"
+    assert message.format(file=file) in error_of(tmp_path, old, new, name)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"coeff": 2.0}, "settings: unknown key 'coeff'. Known: sampling, update, coef. Did you mean 'coef'?"),
+        ({"coef": "high"}, "settings.coef: expected a number. Got 'high'."),
+        ({"max_new_tokens": 4}, "settings: unknown key 'max_new_tokens'. Known: sampling, update, coef."),
+        (
+            {"sampling": {"temperature": -1}},
+            "settings.sampling.temperature: must be finite and not negative. Got -1.0.",
+        ),
+    ],
+)
+def test_settings_are_checked_as_strictly_as_those_of_the_package(tmp_path, settings, message):
+    (tmp_path / "mine.py").write_text(STEP)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        small_run(f"{tmp_path / 'mine.py'}:step", settings=settings)
+
+
+def test_a_step_without_settings_takes_none(tmp_path):
+    bare = STEP.replace("config: Settings", "config").replace("config.sampling", "Sampling(max_new_tokens=4)")
+    (tmp_path / "mine.py").write_text(bare.replace("config.update", "SupervisedUpdate()").replace("config.coef", "0.5"))
+    assert len(assemble(small_run(f"{tmp_path / 'mine.py'}:step"), 8).train.graph.calls) == 4
+    with pytest.raises(ValueError, match=r"settings: unknown key 'coef'\. Known: none\."):
+        small_run(f"{tmp_path / 'mine.py'}:step", settings={"coef": 1.0})
