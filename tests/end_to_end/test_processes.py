@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -10,6 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
+from tests.subprocesses import flags_of_one_processor, free_port
 
 ROOT = Path(__file__).parents[2]
 APART = ("--set", "plan.default={data: 4, devices: 0-3}", "--set", "plan.reference.logprobs={data: 2, devices: 4-5}")
@@ -35,17 +36,14 @@ class Started:
     """Two processes of one run, with what they print in files."""
 
     def __init__(self, folder: Path, command: list[str]) -> None:
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            port = free.getsockname()[1]
-        flags = [f for f in os.environ["XLA_FLAGS"].split() if "force_host_platform_device_count" not in f]
+        port = free_port()
         self.logs = [folder / f"{index}.log" for index in range(2)]
         self.processes = []
         for index, log in enumerate(self.logs):
             environment = {
                 **os.environ,
                 "PYTHONPATH": str(ROOT),
-                "XLA_FLAGS": " ".join(flags),
+                "XLA_FLAGS": flags_of_one_processor(),
                 "JAX_COORDINATOR_ADDRESS": f"localhost:{port}",
                 "JAX_NUM_PROCESSES": "2",
                 "JAX_PROCESS_ID": str(index),

@@ -16,6 +16,7 @@ from jaxrlhf.experience import STOP, PolicyOutputs, Rollout, Sampling
 from jaxrlhf.runtime.metrics import read_metrics
 from jaxrlhf.testing import SMALL_MODEL, check_plan_invariance, learning_curve
 from jaxrlhf.train import main
+from tests.subprocesses import flags_of_one_processor
 
 ROOT = Path(__file__).parents[2]
 RAFT = f"{ROOT / 'examples' / 'raft.py'}:raft_step"
@@ -105,12 +106,11 @@ def test_the_example_runs_and_goes_on(tmp_path, monkeypatch, capsys):
 
 def test_every_process_of_a_run_finds_the_algorithm():
     """Checked and planned in two processes, which each import it and trace it."""
-    flags = [f for f in os.environ["XLA_FLAGS"].split() if "force_host_platform_device_count" not in f]
     command = [sys.executable, str(ROOT / "scripts" / "launch_local"), "--processes", "2", "--", sys.executable]
     done = subprocess.run(
         [*command, "-m", "jaxrlhf.train", "--dry-run", *options()],
         cwd=ROOT, capture_output=True, text=True, timeout=240,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": " ".join(flags)},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": flags_of_one_processor()},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert "raft_batch" in done.stdout

@@ -11,23 +11,22 @@ import numpy as np
 import pytest
 
 from tests.invariance.plan_runs import DEVICES_PER_NODE, ONE_DEVICE, ROWS, STEPS, random_plan, results, run_plans
+from tests.subprocesses import flags_of_one_processor
 
 ROOT = Path(__file__).parents[2]
-RANDOM_PLANS = [random_plan(seed) for seed in range(10)] if os.environ.get("ALL_PLANS") else [random_plan(0)]
-"""With ALL_PLANS=1 in the environment ten of them, in one process and in two. Without it one in two processes only:
-tests/invariance/test_algorithms.py has random plans that cost less."""
-ACTOR_AND_CRITIC_APART = (
-    "{default: {data: 4, devices: 0-3}, actor.train: {fsdp: 2, tensor: 2, devices: 0-3}, critic.values: {tensor: 2, "
-    "data: 2, devices: 4-7}, critic.train: {fsdp: 4, devices: 4-7, micro_batches: 2}, reference.logprobs: {data: 2, "
-    "devices: 6-7}}"
-)
+ALL_PLANS = {f"random plan {i}": random_plan(i) for i in range(10)} if os.environ.get("ALL_PLANS") else {}
+"""Run with ALL_PLANS=1 in the environment, in one process and in two: tests/invariance/test_algorithms.py has random
+plans that cost less."""
 PLANS = {
-    "generate data 8, train data 2 x fsdp 2 x tensor 2": "{default: {data: 8}, actor.train: {data: 2, fsdp: 2, "
-    "tensor: 2}, critic.train: {data: 2, fsdp: 2, tensor: 2}}",
     "devices the other way round, in micro-batches": "{default: {data: 4, tensor: 2, devices: '7,6,5,4,3,2,1,0', "
     "micro_batches: 2}, actor.train: {fsdp: 8, micro_batches: 2}, critic.train: {data: 4, micro_batches: 4}}",
-    **{f"random plan {i}": plan for i, plan in enumerate(RANDOM_PLANS) if len(RANDOM_PLANS) > 1},
+    **ALL_PLANS,
 }
+APART_AND_ACROSS = (
+    "{default: {data: 4, devices: 0-3}, actor.generate: {data: 8}, actor.train: {fsdp: 4, tensor: 2}, critic.values: "
+    "{data: 2, tensor: 2, devices: 4-7}, critic.train: {fsdp: 4, devices: 4-7, micro_batches: 2}, reference.logprobs: "
+    "{data: 2, devices: 6-7}}"
+)
 
 
 @pytest.fixture(scope="module")
@@ -72,14 +71,17 @@ def test_plan_does_not_change_the_result(plan, expected, tmp_path):
 
 @pytest.mark.timeout(1500)
 def test_two_processes_do_not_change_the_result(expected, tmp_path):
-    """Random plans, and one whose actor lives in one process and whose critic in the other."""
-    plans = [ACTOR_AND_CRITIC_APART, *RANDOM_PLANS]
+    """An actor that lives in both, a critic in one of them and a batch that is made in the other."""
+    plans = [APART_AND_ACROSS, *ALL_PLANS.values()]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    flags = [f for f in environment["XLA_FLAGS"].split() if "force_host_platform_device_count" not in f]
     command = [sys.executable, str(ROOT / "scripts" / "launch_local"), "--processes", str(8 // DEVICES_PER_NODE), "--"]
     command += [sys.executable, str(ROOT / "tests" / "invariance" / "plan_runs.py"), str(tmp_path), *plans]
     done = subprocess.run(
-        command, env={**environment, "XLA_FLAGS": " ".join(flags)}, capture_output=True, text=True, timeout=1400
+        command,
+        env={**environment, "XLA_FLAGS": flags_of_one_processor()},
+        capture_output=True,
+        text=True,
+        timeout=1400,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     for i in range(len(plans)):

@@ -1,7 +1,6 @@
 """Reallocation moves every bit to where it belongs, over all ways there are, and says what it cannot do."""
 
 import itertools
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +15,7 @@ from jaxrlhf.reshard import exchange
 from jaxrlhf.reshard import reallocate as module
 from jaxrlhf.reshard.reallocate import reallocate, schedule, signature_of, way_of
 from tests.reshard.layouts import LAYOUTS, PAIRS, assert_holds, mesh, place, shardings, values
+from tests.subprocesses import flags_of_one_processor, free_port
 
 ROOT = Path(__file__).parents[2]
 
@@ -174,11 +174,9 @@ def test_what_cannot_be_split_is_refused():
 
 
 def test_between_processes():
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
-    command = [sys.executable, "-m", "tests.reshard.run_processes", address, "2"]
+    command = [sys.executable, "-m", "tests.reshard.run_processes", f"localhost:{free_port()}", "2"]
     environment = {"PATH": "", "JAX_PLATFORMS": "cpu", "HOME": str(ROOT), "PYTHONPATH": str(ROOT)}
+    environment["XLA_FLAGS"] = flags_of_one_processor()
     processes = [
         subprocess.Popen(
             [*command, str(i)], cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT

@@ -6,10 +6,11 @@ import jax
 import pytest
 
 from scripts import bench_primitives
+from tests.subprocesses import flags_of_one_processor
 
 
 def test_the_suite_for_gpus_runs_with_tiny_models(capsys, monkeypatch):
-    monkeypatch.setenv("XLA_FLAGS", "")  # one processor, not eight
+    monkeypatch.setenv("XLA_FLAGS", flags_of_one_processor())
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", jax.config.values["jax_compilation_cache_dir"])
     monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
     monkeypatch.setattr(bench_primitives, "GPU_SUITE", bench_primitives.GPU_SUITE[:1])  # compiling takes long
