@@ -46,7 +46,10 @@ def test_balance_is_a_metric(train):
     ("override", "message"),
     [
         ("plan.offload=[referee]", "plan.offload: must be roles of the run. Got 'referee'."),
-        ("plan.offload=[reward]", "plan.offload: 'reward' has no model, and so no weights to offload."),
+        (
+            "plan.offload=[reward]",
+            "plan.offload: 'reward' has no weights of its own to offload. Roles that have: actor,",
+        ),
         ("plan.offload={data: 2}", "plan.offload: must be a list of roles. Got"),
         ("plan.default=[two]", "plan.default: must be a placement, {data: 2, ...}. Got ["),
         ("plan.critic.train.protocol=3D", "plan.critic.train.protocol: must be auto or one of ONE_TO_ALL,"),
