@@ -90,7 +90,7 @@ def test_bfloat16_with_scanned_and_recomputed_layers(train, results):
     [
         ("stepz=3", r"unknown key 'stepz'.*Did you mean 'steps'"),
         ("steps=many", r"steps: expected an integer. Got 'many'"),
-        ("algorithm=pppo", r"algorithm: must be one of ppo, sft, module:step or .* Got 'pppo'. Did you mean 'ppo'"),
+        ("algorithm=pppo", r"algorithm: must be one of ppo, .*, dpo, module:step or .* Got 'pppo'. Did you mean 'ppo'"),
         ("settings.kl.coeff=1", r"settings.kl: unknown key 'coeff'.*Did you mean 'coef'"),
         ("settings.sampling.top_p=0", r"settings.sampling.top_p: must lie in \(0, 1\]. Got 0"),
         ("roles.actor.model={preset: tinny}", r"roles.actor.model.preset: must be one of .*Did you mean 'tiny'"),
@@ -115,7 +115,7 @@ def test_bfloat16_with_scanned_and_recomputed_layers(train, results):
         ("settings.sampling.stop_ids=[999]", r"sampling.stop_ids: must be tokens of the vocabulary .*Got 999"),
         ("roles.reward={function: 'gc:collect'}", r"must take prompts and completions"),
         ("roles.reward={function: 'leaves.py:reward'}", r"its module must import. Got SystemExit: 2, at .*leaves.py:2"),
-        ("output.export=[reward]", r"output.export: must be roles with a model. Got 'reward'"),
+        ("output.export=[reward]", r"output.export: must be roles with weights of their own. Got 'reward'"),
         ("roles.critic.init=actr", r"roles.critic.init: .* Got 'actr'.*Did you mean 'actor'"),
         ("roles.actor.init=critic", r"must not start from each other in a circle"),
         ("roles.reward.function=exact_anser", r"exact_anser.*Did you mean 'exact_answer'"),
