@@ -122,6 +122,21 @@ class Call:
         return max((ref.shape[0] for ref in self.refs if ref.has_rows), default=0)
 
     @property
+    def num_tokens(self) -> int:
+        """Positions that it works on, padding among them: of all sequences that it runs on, or that it draws."""
+        sequences = [x.tokens for x in self.sequences if hasattr(x, "tokens")]
+        if self.kind != "generate" and sequences:
+            return sum(x.shape[0] * x.shape[1] for x in sequences)
+        refs = [ref for ref in (*self.refs, *self.output_refs) if ref.has_rows and ref.ndim == 2]
+        return max((ref.shape[0] * ref.shape[1] for ref in refs), default=0)
+
+    @property
+    def num_drawn(self) -> int:
+        """Sequences that a call of `generate` draws for each prompt; 1 of any other."""
+        rows = max((ref.shape[0] for ref in self.output_refs if ref.has_rows), default=0)
+        return rows // self.num_rows if self.kind == "generate" and self.num_rows else 1
+
+    @property
     def terms(self) -> tuple[Term, ...]:
         """The losses of a call of `train` or `loss`; none of any other."""
         first = self.args[0] if self.args else ()
@@ -136,7 +151,8 @@ class Call:
     def sequences(self) -> tuple[Any, ...]:
         """What an inference or train call runs its model on."""
         if self.terms:
-            return tuple(x for term in self.terms for x in named_sequences(term.batch["sequences"]).values())
+            batches = [term.batch.get("sequences") for term in self.terms]
+            return tuple(x for batch in batches for x in named_sequences(batch).values())
         return self.args[:1] if self.kind == "infer" else ()
 
 

@@ -106,10 +106,9 @@ class Recorder:
         """Writes a call of a role down. `version`: of its weights; None is the present one."""
         self._check_args(f"{role}.{name}", args)
         reads = self.version(weights) if version is None else version
-        if method.kind == "train" and reads != self.version(weights):
+        if method.kind == "train" and version is not None:
             raise GraphError(
-                f"{role}.{name}: trains the present version of its weights. Got a pinned one, which was trained since. "
-                f"Call roles.{role}.{name}."
+                f"{role}.{name}: a pinned role is not trained. Got pinned().{name}(...). Call roles.{role}.{name}."
             )
         asked = (self.iteration, role, name, reads, _identity(args))
         if method.kind in ("infer", "host") and asked in self._outputs:

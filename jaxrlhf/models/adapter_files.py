@@ -41,7 +41,7 @@ def save_adapters(params: Params, config: ModelConfig, lora: LoRAConfig, folder:
 
     Args:
         params: Adapters, with layers as a list or stacked.
-        base: The folder of the model that they adapt, for PEFT to find it.
+        base: The folder of the model that they adapt, for PEFT to find it. Empty: nobody knows.
     """
     tensors = {}
     for i, layer in enumerate(with_layers(jax.tree.map(np.asarray, params), stacked=False)["layers"]):
@@ -54,7 +54,7 @@ def save_adapters(params: Params, config: ModelConfig, lora: LoRAConfig, folder:
     fields = {
         "peft_type": "LORA",
         "task_type": "SEQ_CLS" if config.head == "scalar" else "CAUSAL_LM",
-        "base_model_name_or_path": base,
+        "base_model_name_or_path": base or None,
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "target_modules": [MODULES[target].split(".")[1] for target in lora.targets],

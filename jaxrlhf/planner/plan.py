@@ -302,13 +302,12 @@ def plan_rows(plan: Plan, graph: CallGraph) -> list[dict[str, Any]]:
     """The graph and its plan as a table, with every batch size that follows from them."""
     table = []
     for call in graph.calls:
-        refs = [ref for ref in (*call.refs, *call.output_refs) if ref.has_rows and ref.ndim == 2]
         row: dict[str, Any] = {
             "call": call.name,
             "needs": ", ".join(graph.dependencies(call)) or "-",
             "placement": "host" if call.kind == "host" else str(plan[call]),
-            "rows": call.num_rows,
-            "tokens": call.num_rows * max((ref.shape[1] for ref in refs), default=0) if call.role else None,
+            "rows": call.num_rows * call.num_drawn,
+            "tokens": call.num_tokens if call.role else None,
             "cut into": "-" if call.kind == "host" else _cut(call, plan[call].strategy),
         }
         table.append(row)
@@ -317,7 +316,7 @@ def plan_rows(plan: Plan, graph: CallGraph) -> list[dict[str, Any]]:
 
 def _cut(call: Call, strategy: Strategy) -> str:
     """How a call's rows are cut, in words: '4 updates of 128 rows in 2 micro-batches of 64, 16 a device'."""
-    rows, micro_batches, words = call.num_rows, strategy.micro_batches, []
+    rows, micro_batches, words = call.num_rows * call.num_drawn, strategy.micro_batches, []
     if not rows:
         return "-"
     if call.kind == "train":

@@ -105,11 +105,11 @@ class Assembly:
             rows.append(
                 {
                     "role": name,
-                    "what": f"model, {model.head} head",
+                    "what": f"model, {_head(role)}",
                     "parameters": _num_parameters(role),
                     "precision": model.dtype,
                     "attention": ", ".join(sorted(self.attention(name, model))),
-                    "starts from": describe(role, config.init),
+                    "starts from": describe(name, role, self.config.roles),
                     "updates": role.num_updates,
                 }
             )
@@ -227,8 +227,16 @@ def assemble(
     return made
 
 
+def _head(role: ModelRole) -> str:
+    """Which heads a role speaks by, in words."""
+    head = role.view or role.model.head
+    return "lm and scalar heads" if head == "both" else f"{head} head"
+
+
 def _num_parameters(role: ModelRole) -> str:
     """How many numbers a role's weights hold, and of those of its adapters how many are trained."""
+    if role.view is not None:
+        return f"those of {role.weights}"
     whole = f"{num_parameters(role.model):,}"
     if role.lora is None:
         return whole

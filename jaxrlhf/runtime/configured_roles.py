@@ -122,12 +122,21 @@ def check_roles(config: RunConfig, needed: tuple[str, ...], models: Mapping[str,
         raise ConfigError("warm_start: trains the role 'actor'. Got none with a model.")
 
 
-def describe(role: ModelRole, init: str) -> str:
+def describe(name: str, role: ModelRole, roles: Mapping[str, RoleConfig]) -> str:
     """Where a role's weights come from, in words."""
-    words = f"average of {role.average.of}" if role.average is not None else role.weights or init
-    if role.lora is not None:
-        words = f"rank {role.lora.rank} on {role.base}" + (f", {words}" if role.average or role.weights else "")
-    return words
+    if role.view is not None:
+        return f"shares {role.weights}"
+    own = role.weights or roles[name].init
+    if role.average is not None:
+        own = f"average of {role.average.of}"
+    if role.lora is None:
+        return own
+    base = f"rank {role.lora.rank} on {role.base}"
+    if role.average is not None:
+        return f"{base}, {own}"
+    adapters = f"{role.lora.init}, " if role.lora.init else ""
+    start = f" ({roles[name].init})" if role.base == name + BASE else ""
+    return f"{adapters}{base}{start}"
 
 
 def check_vocabulary(models: Mapping[str, ModelConfig], table: PromptTable) -> None:
@@ -210,6 +219,11 @@ def _check_other(config: RunConfig, name: str, role: RoleConfig) -> None:
         got = ", ".join(field for field, is_said in said.items() if is_said)
         raise ConfigError(
             f"roles.{name}: its weights are those of '{other}', with all that they are. Got also {got}. Remove it."
+        )
+    if role.shares and role.head == "lm" and source.head != "scalar":
+        raise ConfigError(
+            f"{where}: is for a second head beside that of '{other}'. Got lm, which '{other}' has itself: the role "
+            f"would change with it. For its weights as they started, set roles.{name} to {{init: {other}}}."
         )
     if role.average is not None and source.optimizer is None:
         raise ConfigError(f"{where}: must be a role that is trained. Got '{other}', which has no optimizer.")

@@ -265,7 +265,7 @@ class Executor:
         assert call.role is not None
         started = time.perf_counter()
         role, name = self._model_role(call), self.weights.read_by(call.role)[0]
-        merged = role.lora is not None and merging_pays(role.model, role.lora, _num_tokens(call))
+        merged = role.lora is not None and merging_pays(role.model, role.lora, call.num_tokens)
         params, received = self.weights.for_inference(
             call.role, layout, stacked=self._is_stacked(call), version=self._first_versions[name] + call.reads,
             merged=merged,
@@ -380,12 +380,6 @@ class Executor:
             with self._wait("calls in flight"):
                 jax.block_until_ready(self._in_flight.popleft())
         self._watcher.check()
-
-
-def _num_tokens(call: Call) -> int:
-    """The positions that a call works on."""
-    refs = [ref for ref in (*call.refs, *call.output_refs) if ref.has_rows and ref.ndim == 2]
-    return max((ref.shape[0] * ref.shape[1] for ref in refs), default=0)
 
 
 def _absent_outputs(call: Call, layout: Layout) -> Leaves:

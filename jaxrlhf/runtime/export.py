@@ -14,6 +14,7 @@ from jaxrlhf.runtime.executor import Executor
 from jaxrlhf.runtime.host_arrays import gather
 from jaxrlhf.runtime.roles import ModelRole
 from jaxrlhf.runtime.run_folder import RunFolder
+from jaxrlhf.runtime.weight_sets import BASE
 
 
 def export(assembly: Assembly, executor: Executor, folder: RunFolder, channel: Channel) -> None:
@@ -22,11 +23,12 @@ def export(assembly: Assembly, executor: Executor, folder: RunFolder, channel: C
     for name in assembly.config.output.export:
         role = assembly.train.roles[name]
         assert isinstance(role, ModelRole)
-        params, target = _to_first(executor.weights.snapshot(name)[1], channel), folder.path / name
+        key, target = role.weights or name, folder.path / name
+        params = _to_first(executor.weights.snapshot(key)[1], channel)
         if not channel.is_first:
             continue
         if role.lora is not None:
-            save_adapters(params, role.model, role.lora, target, base=assembly.config.roles[name].init)
+            save_adapters(params, role.model, role.lora, target, base=_base_folder(assembly, folder, role))
             continue
         model = role.model
         if model.head == "both":  # what others read is the language model, without the critic on its trunk
@@ -35,6 +37,17 @@ def export(assembly: Assembly, executor: Executor, folder: RunFolder, channel: C
         save_params(params, model, target, dtype=role.model.dtype, end_id=tokenizer.end_id, pad_id=tokenizer.pad_id)
         if isinstance(tokenizer, JSONTokenizer):
             tokenizer.save(target / "tokenizer.json")
+
+
+def _base_folder(assembly: Assembly, folder: RunFolder, role: ModelRole) -> str:
+    """Where the weights that a role's adapters adapt can be read; empty where no file holds them."""
+    for name in assembly.config.output.export:
+        other = assembly.train.roles[name]
+        if isinstance(other, ModelRole) and other.weights == role.base:
+            return str(folder.path.resolve() / name)
+    init = assembly.config.roles[role.base.removesuffix(BASE)].init
+    warmed = assembly.warm_start is not None and role.base == f"actor{BASE}"
+    return init if init not in ("random", *assembly.config.roles) and not warmed else ""
 
 
 def _to_first(params: Any, channel: Channel) -> Any:

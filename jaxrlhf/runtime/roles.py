@@ -62,6 +62,14 @@ class ModelRole:
             methods["train"] = Method("train", self._train_aval, row_wise=False, bind=_train_arguments)
         else:
             missing["train"] = f"It has no optimizer: set roles.{name}.optimizer to train it."
+        if self.average is not None:
+            missing["train"] = f"It follows the weights of '{self.average.of}', and is not trained itself."
+        if self.view is not None:
+            copy = (
+                f"It has a head of its own on the weights of '{self.weights}'. A reference is a copy of them: set "
+                f"roles.{name} to {{init: {self.weights}}}."
+            )
+            missing |= {method: copy for method in ("generate", *_LM_AVALS) if method in missing}
         if self.weights:
             missing["train"] = f"It shares the weights of '{self.weights}': train that role, with both losses."
         # a moving average has a new version with each of what it follows

@@ -257,3 +257,22 @@ def test_the_command_itself(tmp_path):
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}, timeout=120,
     )  # fmt: skip
     assert done.returncode == 1 and "Did you mean 'ppo_arithmetic'" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_adapters_are_exported_beside_what_they_adapt_and_start_another_run(train):
+    """The policy of a run that begins with them is the one that they were trained to be."""
+    lora = ("--set", "roles.actor.lora={rank: 2, alpha: 4}", "--set", "plan={default: {data: 1}}")
+    assert train(*lora, "--set", "steps=2", "--set", "output.export=[actor, reference]")[0] == 0
+    run = Path("runs/latest").resolve()
+    fields = json.loads((run / "actor" / "adapter_config.json").read_text())
+    assert fields["base_model_name_or_path"] == str(run / "reference")
+    again = ("--set", f"roles.actor.init={run}/reference", "--set", f"roles.actor.lora.init={run}/actor")
+    again += ("--set", "roles.actor.model=null", "--set", "warm_start=null", "--set", "steps=0", "--set", "name=again")
+    status, _, err = train(*lora, *again)
+    assert status == 0, err
+    samples = [
+        [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+        for folder in (run, Path("runs/latest"))
+    ]
+    held_out = [[s["completion"] for s in each if s["split"] == "held-out"] for each in samples]
+    assert held_out[0][-len(held_out[1]) :] == held_out[1]

@@ -36,7 +36,8 @@ def test_the_reference_and_other_adapters_read_what_the_actors_adapters_adapt(as
     assert set(sets) == {"actor.base", "actor", "critic", "slow"}
     assert sets["critic"].lora is not None and "value_head" in sets["critic"].declare()
     shown = {row["role"]: row for row in assembly.role_rows()}
-    assert shown["actor"]["starts from"] == "rank 2 on actor.base"
+    assert shown["actor"]["starts from"] == "rank 2 on actor.base (random)"
+    assert shown["critic"]["starts from"] == "rank 3 on actor.base"
     assert shown["reference"]["starts from"] == "actor.base"
     assert shown["slow"]["starts from"] == "rank 2 on actor.base, average of actor"
     assert ", trained " in shown["actor"]["parameters"] and ", trained " not in shown["reference"]["parameters"]
@@ -44,6 +45,15 @@ def test_the_reference_and_other_adapters_read_what_the_actors_adapters_adapt(as
 
 def test_without_adapters_the_reference_has_a_copy(assembled):
     assert set(weight_sets(models(assembled()))) == {"actor", "critic", "reference"}
+
+
+def test_a_head_on_anothers_trunk_has_no_weights_of_its_own(assembled):
+    settings = "settings={sampling: {max_new_tokens: 6}}"
+    assembly = assembled("algorithm=ppo_shared", "roles.critic={shares: actor}", settings, "plan={default: {data: 2}}")
+    shown = {row["role"]: row for row in assembly.role_rows()}
+    assert shown["critic"]["what"] == "model, scalar head" and shown["critic"]["parameters"] == "those of actor"
+    assert shown["critic"]["starts from"] == "shares actor" and shown["actor"]["what"] == "model, lm and scalar heads"
+    assert set(weight_sets(models(assembly))) == {"actor", "reference"}
 
 
 def test_a_role_that_needs_another_head_has_weights_of_its_own(assembled):
@@ -79,6 +89,20 @@ def test_a_role_that_needs_another_head_has_weights_of_its_own(assembled):
             ["roles.critic={shares: actor}"],
             "role 'critic' has no method 'train'. It has: loss, scores, token_scores, values. It shares the weights of "
             "'actor': train that role, with both losses.",
+        ),
+        (
+            ["roles.reference={shares: actor, head: lm}"],
+            "roles.reference.shares: is for a second head beside that of 'actor'. Got lm, which 'actor' has itself: "
+            "the role would change with it. For its weights as they started, set roles.reference to {init: actor}.",
+        ),
+        (
+            ["roles.reference={shares: actor}"],
+            "role 'reference' has no method 'logprobs'. It has: loss, scores, token_scores, values. It has a head of "
+            "its own on the weights of 'actor'. A reference is a copy of them: set roles.reference to {init: actor}.",
+        ),
+        (
+            ["roles.critic={average: {of: actor}}"],
+            "role 'critic' has no method 'values'. It has: generate, logprobs, loss, policy.",
         ),
         (
             [LORA, "output.export=[exact]"],
