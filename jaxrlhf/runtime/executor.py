@@ -26,7 +26,7 @@ from jaxrlhf.reshard.offload import rests_on_host
 from jaxrlhf.reshard.protocols import input_shardings
 from jaxrlhf.reshard.reallocate import reallocate
 from jaxrlhf.runtime.channel import Channel
-from jaxrlhf.runtime.host_arrays import gather, to_host
+from jaxrlhf.runtime.host_arrays import gather, hand_to_threads, to_host
 from jaxrlhf.runtime.programs import compute_program, generate_program, infer_program, loss_program, train_program
 from jaxrlhf.runtime.roles import FunctionRole, ModelRole, Role
 from jaxrlhf.runtime.timeline import STEP, Timeline, Watcher
@@ -170,6 +170,7 @@ class Executor:
         assert score is not None
         arrays, _, rebuild = split_args(call.args)
         inputs = [_lookup(values, ref, self._wait) for ref in arrays]
+        hand_to_threads(inputs)
         phase, step = self._at
         number = self._channel.number()
 

@@ -33,6 +33,17 @@ def to_host(leaves: Sequence[Any], channel: Channel) -> list[Any]:
     return channel.share(lambda: whole or [])
 
 
+def hand_to_threads(leaves: Sequence[Any]) -> None:
+    """Makes arrays ready to be read by several threads at once. To be called in the thread that made them.
+
+    An array takes itself apart into its shards when it is first asked for them. Where two threads ask at the same time,
+    one of them finds only some (jaxlib 0.10.2: `IndexError` in `device_get`).
+    """
+    for leaf in leaves:
+        if isinstance(leaf, jax.Array):
+            _ = leaf.addressable_shards
+
+
 def gather(leaves: Sequence[Any], channel: Channel, number: int) -> list[Any] | None:
     """Arrays as numpy arrays, whole, in the first process; None in the others. May run in any thread.
 
