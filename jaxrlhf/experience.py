@@ -100,7 +100,7 @@ class Term(struct.PyTreeNode):
     of: str = struct.field(default="", pytree_node=False)
     """The inference method whose outputs the loss gets. Empty: all that the model's heads say about response tokens."""
     name: str = struct.field(default="", pytree_node=False)
-    """Put before the names of its metrics, `name/loss`, where those of two terms would be the same."""
+    """What its metrics lie under, `<role>/<name>/loss`, where those of two terms would have the same names."""
 
 
 class Max(struct.PyTreeNode):

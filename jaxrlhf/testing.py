@@ -72,8 +72,8 @@ def small_run(algorithm: str, *, learning_rate: float = 3e-4, **config: Any) -> 
     Args:
         algorithm: As a config names it.
         learning_rate: Of the small roles.
-        config: Keys of a run that are to be others. `roles` and `settings` go over the small ones by their names; a
-            role that is None is left out.
+        config: Keys of a run that are to be others. `settings` go over the small ones key by key. A role replaces the
+            small one of its name whole; one that is None is left out.
     """
     known = load_algorithm(algorithm)
     small = _small_roles(learning_rate)
@@ -104,7 +104,8 @@ def check_plan_invariance(algorithm: str, *, num_plans: int = 3, steps: int = 2,
         algorithm: As a config names it: `ppo`, `my_module:my_step`.
         num_plans: How many random plans.
         seed: Of the plans. The placement of a call depends on its name too, so that algorithms share programs.
-        config: Keys of the run, as `small_run` takes them.
+        config: Keys of the run, as `small_run` takes them. A role given in `roles` replaces the small one of its name
+            whole: its model and optimizer too.
 
     Raises:
         AssertionError: Something is not the same under a plan, or training changes no weights.
@@ -118,7 +119,9 @@ def check_plan_invariance(algorithm: str, *, num_plans: int = 3, steps: int = 2,
     for number in range(num_plans):
         plan = random_plan(assembly.train, seed=seed + number)
         phase = dataclasses.replace(assembly.train, plan=plan)
-        _Trial(run, phase, assembly.train_rows, alone.first_weights).assert_same(alone, f"{algorithm}, {plan}")
+        _Trial(run, phase, assembly.train_rows, alone.first_weights).assert_same(
+            alone, f"{algorithm}, random plan {seed + number} ({_in_short(plan)})"
+        )
 
 
 def learning_curve(
@@ -179,16 +182,19 @@ class _Trial:
             executor.close()
 
     def assert_same(self, want: "_Trial", under: str) -> None:
-        """That it gave what another one did."""
-        for step, (sampled, expected) in enumerate(zip(self.sampled, want.sampled, strict=True), start=1):
-            for call, tokens in expected.items():
-                np.testing.assert_array_equal(sampled[call], tokens, err_msg=f"{under}: {call} in step {step}")
-        for got, wanted in ((self.metrics, want.metrics), (self.states, want.states)):
-            for step, (numbers, expected) in enumerate(zip(got, wanted, strict=True), start=1):
-                assert numbers.keys() == expected.keys(), under
+        """That it gave what another one did, step by step: what differs first is named."""
+        for step, tokens_of in enumerate(want.sampled):
+            where = f"{under}: step {step + 1}"
+            for call, tokens in tokens_of.items():
+                np.testing.assert_array_equal(self.sampled[step][call], tokens, err_msg=f"{where}: {call}")
+            for numbers, expected in (
+                (self.metrics[step], want.metrics[step]),
+                (self.states[step], want.states[step]),
+            ):
+                assert numbers.keys() == expected.keys(), where
                 for name in expected:
                     if not name.endswith(GAP_METRIC):  # which is rounding
-                        message = f"{under}: {name} in step {step}"
+                        message = f"{where}: {name}"
                         np.testing.assert_allclose(numbers[name], expected[name], RTOL, ATOL, err_msg=message)
 
 
@@ -212,6 +218,20 @@ def random_plan(phase: Phase, *, seed: int) -> Plan:
     offload = tuple(role for role in models if random.Random(f"{seed} {role}").random() < 0.2)
     plan = resolve({**one_device, **placements}, graph, offload)
     return reuse_training_shards(plan, graph, training_placements(plan, graph), DEVICES_PER_NODE)
+
+
+def _in_short(plan: Plan) -> str:
+    """A plan in an error message: of each call its devices, and the strategy where it is not the plainest."""
+    parts = []
+    for call, placement in plan.placements.items():
+        first, last, plain = placement.devices[0], placement.devices[-1], Strategy()
+        strategy = [
+            f"{field.name}={value}"
+            for field in dataclasses.fields(Strategy)
+            if (value := getattr(placement.strategy, field.name)) != getattr(plain, field.name)
+        ]
+        parts.append(" ".join([call, "on", str(first) if first == last else f"{first}-{last}", *strategy]))
+    return "; ".join(parts + ([f"offload {', '.join(plan.offload)}"] if plan.offload else []))
 
 
 def _random_placement(call: Call, draw: random.Random) -> Placement:

@@ -165,6 +165,11 @@ def test_everything_that_has_a_name_is_documented(names):
     assert [name for name in names if f"`{name}`" not in text] == []
 
 
+def test_every_shipped_config_is_listed_once():
+    listed = re.findall(r"\]\(\.\./jaxrlhf/configs/(\w+)\.yaml\)", section(CONFIGURATION, "Files"))
+    assert sorted(listed) == sorted(path.stem for path in (ROOT / "jaxrlhf" / "configs").glob("*.yaml"))
+
+
 def documented_metrics() -> list[str]:
     """The names in docs/metrics.md, without the table that compares them with verl's."""
     described, _, _ = METRICS.read_text().partition("\n## Names\n")
@@ -213,7 +218,7 @@ def code_blocks(page: Path, language: str) -> list[str]:
 def test_the_example_of_the_docs_is_the_one_that_is_tested():
     page = ROOT / "docs" / "own_algorithm.md"
     code, config = code_blocks(page, "python")[0], code_blocks(page, "yaml")[0]
-    assert code.startswith("@dataclasses") and (ROOT / "examples" / "raft.py").read_text().endswith(code)
+    assert code.startswith("import dataclasses") and (ROOT / "examples" / "raft.py").read_text().endswith(code)
     assert (ROOT / "examples" / "raft_arithmetic.yaml").read_text() == config
 
 

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxrlhf.algorithms.group import differing, group_batch, require_group
 from jaxrlhf.algorithms.policy import PolicyUpdate, ppo_policy_loss
-from jaxrlhf.algorithms.reported import rollout_metrics, score_metrics, summary
+from jaxrlhf.algorithms.reported import masked_summary, rollout_metrics, score_metrics, summary
 from jaxrlhf.algorithms.settings import require, require_not_negative
 from jaxrlhf.experience import Prompts, Rollout, Sampling
 from jaxrlhf.tracing import compute
@@ -26,8 +26,8 @@ class DAPOConfig:
     sampling: Sampling = Sampling(num_samples=8)
     """`num_samples` is the size of a group."""
     oversampling: int = 2
-    """A step samples for `batch_size` prompts and trains on `batch_size / oversampling` of them. 1: on all, none is
-    left out."""
+    """A step samples for `batch_size` prompts, which must be a multiple of this, and trains on
+    `batch_size / oversampling` of them. 1: on all, none is left out."""
     overlong_tokens: int = 0
     """Over how many tokens before the limit of `max_new_tokens` a response is punished more and more. 0: never."""
     overlong_penalty: float = 1.0
@@ -53,9 +53,13 @@ def dapo_step(roles: Any, state: tuple[()], prompts: Prompts, config: DAPOConfig
     is a graph of calls of fixed sizes: it samples `oversampling` times as many as it trains on, once. Prompts beyond
     what is needed are not kept for later; where there are too few, the step trains on fewer, and says how many.
 
+    Raises:
+        ValueError: `oversampling` does not divide the number of prompts.
+
     Reference:
         Yu et al. 2025, arXiv:2503.14476, section 3.
     """
+    _num_places(prompts.tokens.shape[0], config.oversampling)
     rollout = roles.actor.generate(prompts, config.sampling)
     scores = roles.reward.scores(rollout)
     batch, metrics = compute(dapo_batch, rollout, scores, config)
@@ -73,8 +77,11 @@ def dapo_batch(
     Whether a group teaches something, its scores alone say, without the punishment.
 
     Returns:
-        The batch, of B / oversampling rows: `sequences` and `advantages`. Metrics, those of the rollout over all
-        samples.
+        The batch, of B / oversampling rows: `sequences` and `advantages`. Metrics: those of the rollout and the rewards
+        over all samples, those of the advantages over the batch.
+
+    Raises:
+        ValueError: `oversampling` does not divide the number of groups.
     """
     num_samples = config.sampling.num_samples
     punished_B = overlong_punishment(
@@ -91,6 +98,7 @@ def dapo_batch(
         **summary("critic/rewards", scores_B + punished_B),
         **rollout_metrics(rollout),
         **chosen,
+        **masked_summary("critic/advantages", batch["advantages"], batch["sequences"].response),
         "response_length/overlong_ratio": jnp.mean(punished_B < 0, dtype=jnp.float32),
     }
     return batch, metrics
@@ -125,10 +133,14 @@ def select_groups(
     `oversampling` 1 all groups stay as they are.
 
     Returns:
-        The batch of K = B / oversampling rows. Metrics: how many groups differed, are trained on, and are missing.
+        The batch of K = B / oversampling rows. Metrics: the share of groups that differed, and how many are trained on
+        and are missing.
+
+    Raises:
+        ValueError: `oversampling` does not divide the number of groups.
     """
     keep_G = differing(scores_B, num_samples=num_samples)
-    num_places = keep_G.shape[0] // oversampling
+    num_places = _num_places(keep_G.shape[0], oversampling)
     num_differing = jnp.sum(keep_G, dtype=jnp.float32)
     if oversampling > 1:
         order_G = jnp.argsort(jnp.logical_not(keep_G), stable=True)[:num_places]
@@ -139,4 +151,20 @@ def select_groups(
         response_KR = sequences.response & counts_K[:, None]
         batch |= {"sequences": sequences.replace(response=response_KR)}
     kept = jnp.minimum(num_differing, num_places)
-    return batch, {"group/kept": kept, "group/missing": num_places - kept}
+    return batch, {
+        "group/differing": jnp.mean(keep_G, dtype=jnp.float32),
+        "group/kept": kept,
+        "group/missing": num_places - kept,
+    }
+
+
+def _num_places(num_prompts: int, oversampling: int) -> int:
+    """On how many prompts a step trains."""
+    require(
+        num_prompts % oversampling == 0,
+        "settings.oversampling",
+        f"must divide the {num_prompts} prompts of a step",
+        oversampling,
+        "Choose a batch_size that is a multiple of it.",
+    )
+    return num_prompts // oversampling

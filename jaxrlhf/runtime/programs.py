@@ -78,7 +78,7 @@ def loss_program(role: ModelRole, rebuild: Rebuild, has_rows: list[bool], layout
     def program(params: Params, arrays: list[Any]) -> list[jax.Array]:
         parts = [losses.in_micro_batches(losses.value, params, arrays, i) for i in range(losses.count)]
         metrics = losses.combined(arrays, [(weight, metrics) for weight, metrics in parts])
-        return jax.tree.leaves({name: x.value if _is_max(x) else x for name, x in metrics.items()})
+        return jax.tree.leaves(jax.tree.map(lambda x: x.value if _is_max(x) else x, metrics, is_leaf=_is_max))
 
     return jax.jit(program, out_shardings=layout.replicated)
 
@@ -141,7 +141,7 @@ def train_program(role: ModelRole, rebuild: Rebuild, has_rows: list[bool], layou
         else:
             (params, state), metrics = jax.lax.scan(chosen_update, (params, state), order)
         first_gap = {GAP_METRIC: metrics.pop(GAP_METRIC).value[0]} if GAP_METRIC in metrics else {}
-        averaged = {name: x.value.max() if _is_max(x) else x.mean() for name, x in metrics.items()}
+        averaged = jax.tree.map(lambda x: x.value.max() if _is_max(x) else x.mean(), metrics, is_leaf=_is_max)
         return params, state, averaged | first_gap | {"num_updates": state.num_updates.astype(jnp.float32)}
 
     return jax.jit(

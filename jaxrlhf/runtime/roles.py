@@ -81,7 +81,7 @@ class ModelRole:
         """Inference methods -> the shapes that they give."""
         return _AVALS[self.view or self.model.head]
 
-    def _train_aval(self, terms: tuple[Term, ...], update: Any) -> dict[str, jax.ShapeDtypeStruct]:
+    def _train_aval(self, terms: tuple[Term, ...], update: Any) -> dict[str, Any]:
         """Metrics of a train call, from the losses themselves."""
         for count in ("mini_batches", "epochs"):
             if not isinstance(getattr(update, count, None), int):
@@ -93,17 +93,20 @@ class ModelRole:
         more = {"grad_norm", "lr", "num_updates"} | ({GAP_METRIC} if gap_term(self, terms) is not None else set())
         return metrics | dict.fromkeys(sorted(more), _float())
 
-    def _loss_aval(self, terms: tuple[Term, ...], update: Any, called: str = "loss") -> dict[str, jax.ShapeDtypeStruct]:
-        """Metrics of losses."""
-        names = ["loss"]
+    def _loss_aval(self, terms: tuple[Term, ...], update: Any, called: str = "loss") -> dict[str, Any]:
+        """Metrics of losses. Those of a term with a name are a dict under it."""
+        names, avals = ["loss"], {"loss": _float()}
         for term in terms:
-            names += term_metrics(term, {"loss": None, **self._check_loss(_called(called, (term,)), term, update)})
+            metrics = {"loss": None, **self._check_loss(_called(called, (term,)), term, update)}
+            of_term = term_metrics(term, dict.fromkeys(sorted(metrics), _float()))
+            names += of_term
+            avals |= of_term
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise GraphError(
                 f"{_called(called, terms)}: the metrics of its terms must have names of their own. Got "
                 f"{', '.join(twice)} twice. Give a Term a name: Term(loss, batch, name='pretraining')."
             )
-        return dict.fromkeys(sorted(names), _float())
+        return avals
 
     def _check_loss(self, where: str, term: Term, update: Any) -> dict[str, Any]:
         """Asks that a term is what a term should be. Returns the metrics of its loss."""
@@ -168,10 +171,10 @@ def _called(method: str, terms: tuple[Term, ...]) -> str:
 
 
 def term_metrics(term: Term, metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """The metrics of a term under their full names. The loss of a term without a name is in the sum of all only."""
+    """The metrics of a term, under its name. The loss of a term without a name is in the sum of all only."""
     if not term.name:
         return {name: x for name, x in metrics.items() if name != "loss"}
-    return {f"{term.name}/{name}": x for name, x in metrics.items()}
+    return {term.name: dict(metrics)}
 
 
 @dataclasses.dataclass(frozen=True)

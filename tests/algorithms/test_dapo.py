@@ -1,3 +1,4 @@
+import dataclasses
 import re
 from typing import Any
 
@@ -9,6 +10,8 @@ import pytest
 from jaxrlhf.algorithms.dapo import DAPOConfig, dapo_batch, overlong_punishment, select_groups
 from jaxrlhf.algorithms.policy import ppo_policy_loss
 from jaxrlhf.experience import PolicyOutputs, Sampling
+from jaxrlhf.runtime.assembly import assemble
+from jaxrlhf.testing import small_run
 from tests.algorithms.made_up_rollout import (
     LENGTHS,
     MASK,
@@ -91,6 +94,37 @@ def test_no_group_at_all_trains_on_nothing():
     outputs = PolicyOutputs(logprobs=kept["sequences"].logprobs + MOVED, entropy=jnp.zeros((B, R)))
     loss, weight, _ = ppo_policy_loss(outputs, kept, CONFIG.actor_update)
     assert loss == weight == 0.0 and metrics["group/missing"] == 2.0
+
+
+def test_metrics_are_of_the_groups_that_are_trained_on():
+    """Punishments alone make groups 0 and 2 differ: they are neither counted nor trained on."""
+    rollout, scores_B = four_groups(*[1.0] * 3, *[0.0, 1.0, 0.0], *[0.0] * 3, *[5.0, 1.0, 1.0])
+    config = dataclasses.replace(CONFIG, oversampling=2)
+    batch, metrics = fast_dapo_batch(rollout["sequences"], scores_B, config=config)
+    np.testing.assert_array_equal(batch["sequences"].row, [*range(N, 2 * N), *range(3 * N, 4 * N)])
+    assert metrics["group/differing"] == 0.5 and metrics["group/kept"] == 2.0
+    trained = [
+        float(batch["advantages"][b, r]) for b in range(B) for r in range(R) if batch["sequences"].response[b, r]
+    ]
+    want = {"mean": sum(trained) / len(trained), "max": max(trained), "min": min(trained)}
+    for name, value in want.items():
+        np.testing.assert_allclose(metrics[f"critic/advantages/{name}"], value, rtol=1e-5, atol=1e-6)
+    everything, _ = fast_dapo_batch(rollout["sequences"], scores_B, config=CONFIG)
+    all_tokens = np.asarray(everything["advantages"])[np.asarray(everything["sequences"].response)]
+    assert abs(all_tokens.mean() - want["mean"]) > 1e-3  # over all samples it would be another number
+
+
+UNEVEN = (
+    "settings.oversampling: must divide the 4 prompts of a step. Got 3. Choose a batch_size that is a multiple of it."
+)
+
+
+def test_refuses_to_leave_out_a_part_of_a_group():
+    batch, scores_B = four_groups(*[0.0, 1.0, 1.0] * 4)
+    with pytest.raises(ValueError, match=f"^{re.escape(UNEVEN)}$"):
+        select_groups(batch, scores_B, num_samples=N, oversampling=3)
+    with pytest.raises(ValueError, match=f"^{re.escape(UNEVEN)}$"):
+        assemble(small_run("dapo", batch_size=4, settings={"oversampling": 3}), 1, 1)
 
 
 def test_without_oversampling_all_groups_stay():

@@ -172,8 +172,8 @@ def test_terms_add_up_with_their_weights_each_over_its_own_rows():
     for strategy in (Strategy(), Strategy(data=2, micro_batches=2)):
         trained, _, metrics = train_terms(terms, Update(), strategy)
         np.testing.assert_allclose(metrics["loss"], value, rtol=1e-5)
-        np.testing.assert_allclose([metrics["nll"], metrics["other/nll"]], means, rtol=1e-5)
-        np.testing.assert_allclose(metrics["other/loss"], means[1], rtol=1e-5)
+        np.testing.assert_allclose([metrics["nll"], metrics["other"]["nll"]], means, rtol=1e-5)
+        np.testing.assert_allclose(metrics["other"]["loss"], means[1], rtol=1e-5)
         for got, want in zip(jax.tree.leaves(trained), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
