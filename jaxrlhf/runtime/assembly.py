@@ -149,7 +149,8 @@ def assemble(
     check_roles(config, algorithm.roles, models)
     check_vocabulary(models, table)
     train_rows = StepRows(algorithm.data(settings), tables, config.batch_size, config.seed)
-    warnings = _warnings(config, table) + check_rows(train_rows, config)
+    measures = config.evaluation is not None and algorithm.evaluation is not None
+    warnings = _warnings(config, table) + check_rows(train_rows, config, held_out=measures)
     new_tokens = max([s.max_new_tokens for s in _samplings(settings)] + [train_rows.max_new_tokens]) or 128
     _check_batches(config, train_rows, new_tokens)
     loader = PromptLoader(table, config.batch_size, config.seed)
