@@ -199,6 +199,12 @@ def assemble(
     trained = training_placements(train.plan, train.graph)  # so that evaluations generate where the step does
     evaluation, eval_batches = None, ()
     if config.evaluation is not None and config.evaluation.scorers:
+        if "actor" not in config.roles:
+            raise ConfigError(
+                f"evaluation.scorers: must be [] where no actor samples, as under {config.algorithm}. Got "
+                f"[{', '.join(config.evaluation.scorers)}], and [reward] is the default. "
+                + ("Write `scorers: []`." if measures else "Leave evaluation out.")
+            )
         eval_config = _evaluation_config(config.evaluation, settings, new_tokens, table.tokenizer.end_id, config.roles)
         eval_size = config.evaluation.batch_size or config.evaluation.num_prompts
         eval_batches = tuple(PromptLoader(table, eval_size, config.seed).eval_batches(config.evaluation.num_prompts))

@@ -114,7 +114,11 @@ def test_a_run_on_pairs_goes_on_as_if_it_had_not_stopped(run):
             "evaluation.best_by=accuracies",
             r"evaluation\.best_by: must be what is measured, .*'accuracy'",
         ),
-        ("evaluation.scorers=[reward]", r"the run has no role 'actor'"),
+        (
+            "evaluation={num_prompts: 16}",
+            r"evaluation\.scorers: must be \[\] where no actor samples, as under reward_model\. Got \[reward\], and "
+            r"\[reward\] is the default\. Write `scorers: \[\]`\.",
+        ),
         ("settings.max_new_tokens=5", r"a chosen completion with its end of text must fit into max_new_tokens=5"),
         ("data.rejected_column=''", r"training on preferences needs a rejected completion in every row\. Got none\."),
         ("roles.reward.head=lm", r"`of` names an inference method of the role\. Got 'scores'|Say it once"),
