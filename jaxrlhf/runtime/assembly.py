@@ -28,6 +28,7 @@ from jaxrlhf.models.lora import declare_adapters
 from jaxrlhf.models.params import Weight, num_parameters
 from jaxrlhf.planner.device_order import reuse_training_shards, training_placements
 from jaxrlhf.planner.plan import DEFAULT, Placement, Plan, check, check_names, check_offload, resolve
+from jaxrlhf.planner.row_keys import RowKeys, count_keys
 from jaxrlhf.runtime.configured_roles import check_roles, check_vocabulary, configured_models, describe, make_role
 from jaxrlhf.runtime.metrics import check_results
 from jaxrlhf.runtime.roles import FunctionRole, ModelRole, Role, WeightedSumRole
@@ -164,19 +165,22 @@ def assemble(
         state: Any,
         data: Any,
         phase_settings: Any,
+        row_keys: RowKeys,
         trained: Mapping[str, Placement] | None = None,
     ) -> Phase:
         methods = {name: role.methods(name) for name, role in roles.items()}
         state = jax.tree.map(lambda x: np.asarray(jnp.asarray(x)), state)  # on the host: no device is chosen yet
         graph = trace(step, methods, state, data, phase_settings)
         plan = resolve(written, graph, config.offload)
-        check(plan, graph, models, num_devices, devices_per_node)
+        check(plan, graph, models, num_devices, devices_per_node, row_keys)
         where = training_placements(plan, graph) if trained is None else trained
         plan = reuse_training_shards(plan, graph, where, devices_per_node or num_devices)
         return Phase(roles, graph, plan, state)
 
     roles: dict[str, Role] = {name: make_role(name, config.roles, models, table) for name in config.roles}
-    train = phase(algorithm.step, roles, algorithm.init_state(settings), train_rows(0), settings)
+    counts = count_keys(settings, {rows.count for rows in train_rows.named.values()} - {0, config.batch_size})
+    keys = RowKeys("the step", counts=counts, settings=settings)
+    train = phase(algorithm.step, roles, algorithm.init_state(settings), train_rows(0), settings, keys)
     check_results(getattr(algorithm.step, "__name__", "step"), train.graph.results[0])
     train = dataclasses.replace(train, roles=_count_updates(train, config.steps))
 
@@ -194,9 +198,14 @@ def assemble(
         rows = loader.demonstrations(0, warm.batch_size * warm.updates_per_step, new_tokens)
         actor: dict[str, Role] = {"actor": ModelRole(models["actor"], warm.optimizer, warm.steps)}
         sft = SFTConfig(update=SupervisedUpdate(mini_batches=warm.updates_per_step))
-        warm_start = phase(sft_step, actor, sft_state(sft), rows, sft)
+        keys = RowKeys("the warm start", "warm_start.batch_size")
+        warm_start = phase(sft_step, actor, sft_state(sft), rows, sft, keys)
 
     trained = training_placements(train.plan, train.graph)  # so that evaluations generate where the step does
+    eval_size, eval_key = 0, "evaluation.num_prompts"
+    if config.evaluation is not None:
+        eval_size = config.evaluation.batch_size or config.evaluation.num_prompts
+        eval_key = "evaluation.batch_size" if config.evaluation.batch_size else eval_key
     evaluation, eval_batches = None, ()
     if config.evaluation is not None and config.evaluation.scorers:
         if "actor" not in config.roles:
@@ -206,15 +215,15 @@ def assemble(
                 + ("Write `scorers: []`." if measures else "Leave evaluation out.")
             )
         eval_config = _evaluation_config(config.evaluation, settings, new_tokens, table.tokenizer.end_id, config.roles)
-        eval_size = config.evaluation.batch_size or config.evaluation.num_prompts
         eval_batches = tuple(PromptLoader(table, eval_size, config.seed).eval_batches(config.evaluation.num_prompts))
-        evaluation = phase(evaluation_step, train.roles, (), eval_batches[0], eval_config, trained)
+        keys = RowKeys("the evaluation", eval_key)
+        evaluation = phase(evaluation_step, train.roles, (), eval_batches[0], eval_config, keys, trained)
     held_out, held_out_batches = None, ()
     if config.evaluation is not None and algorithm.evaluation is not None:
-        eval_size = config.evaluation.batch_size or config.evaluation.num_prompts
         held_out_batches = train_rows.held_out(config.evaluation.num_prompts, eval_size)
         state = algorithm.init_state(settings)
-        held_out = phase(algorithm.evaluation, train.roles, state, held_out_batches[0], settings, trained)
+        keys = RowKeys("the evaluation", eval_key)
+        held_out = phase(algorithm.evaluation, train.roles, state, held_out_batches[0], settings, keys, trained)
     best_by = _best_by(config.evaluation, held_out) if config.evaluation is not None else ""
 
     made = Assembly(
