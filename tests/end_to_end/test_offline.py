@@ -121,7 +121,11 @@ def test_a_run_on_pairs_goes_on_as_if_it_had_not_stopped(run):
         ),
         ("settings.max_new_tokens=5", r"a chosen completion with its end of text must fit into max_new_tokens=5"),
         ("data.rejected_column=''", r"training on preferences needs a rejected completion in every row\. Got none\."),
-        ("roles.reward.head=lm", r"`of` names an inference method of the role\. Got 'scores'|Say it once"),
+        (
+            "roles.reward.model.head=lm",
+            r"`of` names an inference method of the role\. Got 'scores'\. It has: logprobs, policy\. It has 'lm' for a "
+            r"head: set roles\.reward\.head to 'scalar'\.",
+        ),
     ],
 )
 def test_what_a_user_gets_wrong(run, override, message):
