@@ -13,15 +13,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrlhf.algorithms.algorithm import Algorithm
 from jaxrlhf.algorithms.evaluation import EvaluationConfig, evaluation_step
 from jaxrlhf.algorithms.sft import SFTConfig, SupervisedUpdate, sft_state, sft_step
 from jaxrlhf.brief import brief
-from jaxrlhf.call_graph import CallGraph
+from jaxrlhf.call_graph import CallGraph, GraphError
 from jaxrlhf.config.reading import ConfigError
 from jaxrlhf.config.schema import EvaluationRunConfig, PlacementConfig, RoleConfig, RunConfig, load_algorithm
 from jaxrlhf.data.loader import PromptLoader
 from jaxrlhf.data.prompts import PromptTable
 from jaxrlhf.experience import Prompts, Sampling
+from jaxrlhf.importing import failure
 from jaxrlhf.models.attention import attention_implementation
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.lora import declare_adapters
@@ -180,7 +182,7 @@ def assemble(
     roles: dict[str, Role] = {name: make_role(name, config.roles, models, table) for name in config.roles}
     counts = count_keys(settings, {rows.count for rows in train_rows.named.values()} - {0, config.batch_size})
     keys = RowKeys("the step", counts=counts, settings=settings)
-    train = phase(algorithm.step, roles, algorithm.init_state(settings), train_rows(0), settings, keys)
+    train = phase(algorithm.step, roles, _first_state(algorithm, settings), train_rows(0), settings, keys)
     check_results(getattr(algorithm.step, "__name__", "step"), train.graph.results[0])
     train = dataclasses.replace(train, roles=_count_updates(train, config.steps))
 
@@ -221,7 +223,7 @@ def assemble(
     held_out, held_out_batches = None, ()
     if config.evaluation is not None and algorithm.evaluation is not None:
         held_out_batches = train_rows.held_out(config.evaluation.num_prompts, eval_size)
-        state = algorithm.init_state(settings)
+        state = _first_state(algorithm, settings)
         keys = RowKeys("the evaluation", eval_key)
         held_out = phase(algorithm.evaluation, train.roles, state, held_out_batches[0], settings, keys, trained)
     best_by = _best_by(config.evaluation, held_out) if config.evaluation is not None else ""
@@ -241,6 +243,24 @@ def assemble(
                 f"{', '.join(owners)}."
             )
     return made
+
+
+def _first_state(algorithm: Algorithm, settings: Any) -> Any:
+    """What the first step is given.
+
+    Raises:
+        GraphError: The algorithm's function fails.
+    """
+    name = getattr(algorithm.step, "__name__", "step")
+    try:
+        return algorithm.init_state(settings)
+    except GraphError:
+        raise
+    except Exception as error:
+        raise GraphError(
+            f"{name}: its init_state must give the first state. Got {failure(error, algorithm.init_state)}. Its only "
+            f"argument is the settings, here {type(settings).__name__}: write `def init_state(config): ...`."
+        ) from error
 
 
 def _num_parameters(role: ModelRole) -> str:
