@@ -3,6 +3,7 @@
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import os
 import pathlib
 import sys
@@ -46,6 +47,25 @@ def last_line(error: BaseException) -> str:
         return f"{error.filename}:{error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)
     return f"{frames[-1].filename}:{frames[-1].lineno}"
+
+
+def failure(error: BaseException, function: Any) -> str:
+    """An error inside a user's function, and the line of the user's code where it was raised.
+
+    That is the last line, after the call itself, outside of this package and of what Python is installed with. Where
+    there is none, it is that of the function.
+    """
+    others = (str(pathlib.Path(__file__).parent) + os.sep, str(pathlib.Path(os.__file__).parent) + os.sep, "<")
+    frames = traceback.extract_tb(error.__traceback__)[1:]
+    own = [frame for frame in frames if not frame.filename.startswith(others) and "site-packages" not in frame.filename]
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    at = ""
+    if own or frames:
+        last = (own or frames)[-1]
+        at = f", at {last.filename}:{last.lineno}"
+    elif code is not None:
+        at = f", at {code.co_filename}:{code.co_firstlineno}"
+    return f"{type(error).__name__}: {cut(str(error)).removesuffix('.')}{at}"
 
 
 def _import(where: str, place: str) -> ModuleType:

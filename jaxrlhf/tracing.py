@@ -29,6 +29,7 @@ import numpy as np
 
 from jaxrlhf.brief import brief, cut
 from jaxrlhf.call_graph import Call, CallGraph, GraphError, Kind, Ref, split_args
+from jaxrlhf.importing import failure
 from jaxrlhf.suggest import did_you_mean
 
 
@@ -296,7 +297,8 @@ def trace(
 
     Raises:
         GraphError: The step uses a role or method that is not there, calculates with an output, hands an unhashable
-            setting to a call, or returns a state that differs in structure, shape or dtype from the one it got.
+            setting to a call, or returns a state that differs in structure, shape or dtype from the one it got; or it
+            fails.
     """
     recorder = Recorder(getattr(step, "__name__", "step"))
     handles = Roles(roles, recorder)
@@ -308,7 +310,16 @@ def trace(
         for recorder.iteration in range(iterations):
             name = f"data{recorder.iteration or ''}"
             inputs[name] = recorder.input(name, data_aval, has_rows=True)
-            returned = step(handles, carry, inputs[name], config)
+            try:
+                returned = step(handles, carry, inputs[name], config)
+            except GraphError:
+                raise
+            except Exception as error:
+                raise GraphError(
+                    f"{recorder.step_name}: fails when it is traced. Got {failure(error, step)}. Its arguments are "
+                    "(roles, state, data, config), in this order; annotate `config` with the frozen dataclass of its "
+                    "settings."
+                ) from error
             if not isinstance(returned, tuple) or len(returned) != 2:
                 raise GraphError(
                     f"{recorder.step_name}: must return (results, state). Got {type(returned).__name__}. End it with "

@@ -65,8 +65,34 @@ CASES: dict[str, tuple[list[str], dict[str, Any], str]] = {
     "tensor and heads": (["plan.actor.generate={tensor: 3}"], {}, r"plan\.actor\.generate\.tensor: 3 does not divide"),
     "fsdp and width": (["plan.actor.train={fsdp: 5, tensor: 1}"], {}, r"plan\.actor\.train\.fsdp: 5 does not divide"),
     "data and batch": (["plan.actor.generate={data: 3}"], {}, r"must divide 8 rows\. Got 1 x 3 x 1 = 3"),
-    "micro-batches and batch": (["plan.actor.train.micro_batches=3"], {}, r"plan\.actor\.train: micro_batches x data"),
-    "mini-batches and batch": (["settings.actor_update.mini_batches=3"], {}, r"mini_batches must divide the rows of"),
+    "micro-batches and batch": (["plan.actor.train.micro_batches=3"], {}, r"train, in the step: micro_batches x data"),
+    "mini-batches and batch": (
+        ["settings.actor_update.mini_batches=3"],
+        {},
+        r"plan\.actor\.train, in the step: mini_batches must divide the rows of the batch\. Got 3 for 8 rows\. "
+        r"Use 1, 2, 4 or 8 for settings\.actor_update\.mini_batches, or another batch_size\.",
+    ),
+    "mini-batches and demonstrations": (
+        ["algorithm=ppo_ptx", "settings.pretraining={batch_size: 6}", "settings.actor_update.mini_batches=4"],
+        {},
+        r"Got 4 for 6 rows\. Use 1, 2, 3 or 6 for settings\.actor_update\.mini_batches, or another "
+        r"settings\.pretraining\.batch_size\.",
+    ),
+    "devices and held-out rows": (
+        ["evaluation.num_prompts=3"],
+        {},
+        r"plan\.actor\.generate, in the evaluation: .* must divide 3 rows\. .* another evaluation\.num_prompts\.",
+    ),
+    "devices and a batch of held-out rows": (
+        ["evaluation.batch_size=2"],
+        {},
+        r"plan\.actor\.generate, in the evaluation: .* must divide 2 rows\. .* another evaluation\.batch_size\.",
+    ),
+    "devices and the warm start": (
+        ["warm_start.batch_size=5"],
+        {},
+        r"plan\.actor\.train, in the warm start: .* a mini-batch of 5 rows .* another warm_start\.batch_size\.",
+    ),
     "devices and degrees": (["plan.actor.train.devices=0-2"], {}, r"must be the number of devices, 3\. Got 1 x 2 x 2"),
     "more devices than there are": (["plan.actor.train.data=16"], {}, r"plan\.actor\.train\.devices: must be among"),
     "far more devices": (["plan.default.data=4000000000"], {}, r"devices: must be among the 8 devices"),

@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from jaxrlhf.call_graph import GraphError
 from jaxrlhf.runtime.assembly import assemble
 from jaxrlhf.testing import small_run
 
@@ -221,6 +222,62 @@ def test_the_step_as_it_is_is_right(tmp_path):
 )
 def test_what_is_wrong_in_a_step_says_what_to_do(tmp_path, old, new, message):
     assert message in error_of(tmp_path, old, new)
+
+
+ARGUMENTS = (
+    ". Its arguments are (roles, state, data, config), in this order; annotate `config` with the frozen dataclass of "
+    "its settings."
+)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "message"),
+    [
+        (
+            "step(roles, state, prompts, config: Settings)",
+            "step(state, roles, prompts, config: Settings)",
+            "roles.actor.generate",
+            "AttributeError: 'tuple' object has no attribute 'actor'",
+        ),
+        ("config: Settings", "config", "roles.actor.generate", "'NoSettings' object has no attribute 'sampling'"),
+        ("coef: float = 1.0", "coef: float = 0.0", "1 / config.coef", "ZeroDivisionError: float division by zero"),
+        (
+            "config.sampling)",
+            "dataclasses.replace(config.sampling, temperature=-1.0))",
+            "temperature=-1.0",
+            "ValueError: ",
+        ),
+    ],
+)
+def test_a_step_that_fails_says_where(tmp_path, old, new, line, message):
+    step = STEP.replace("scores, config.coef)", "scores, 1 / config.coef)")
+    text = step.replace(old, new)
+    assert text != step
+    (tmp_path / "mine.py").write_text(text)
+    number = next(i for i, row in enumerate(text.splitlines(), 1) if line in row)
+    with pytest.raises(GraphError) as raised:
+        assemble(small_run(f"{tmp_path / 'mine.py'}:step"), 8)
+    said = str(raised.value)
+    assert said.startswith("step: fails when it is traced. Got ") and message in said
+    assert said.endswith(f", at {tmp_path / 'mine.py'}:{number}{ARGUMENTS}")
+
+
+@pytest.mark.parametrize(
+    ("init_state", "line", "got"),
+    [
+        ("def first():\n    return ()", "def first", "TypeError: first() takes 0 positional arguments but 1 was given"),
+        ("def first(config):\n    return config.kl", "config.kl", "AttributeError: 'Settings' object has no attribute"),
+    ],
+)
+def test_a_first_state_that_fails_says_where(tmp_path, init_state, line, got):
+    text = f"{STEP}\n{init_state}\n\nmine = Algorithm(step, Settings, first)\n"
+    (tmp_path / "mine.py").write_text(text)
+    number = next(i for i, row in enumerate(text.splitlines(), 1) if line in row)
+    with pytest.raises(GraphError) as raised:
+        assemble(small_run(f"{tmp_path / 'mine.py'}:mine"), 8)
+    said = str(raised.value)
+    assert said.startswith(f"step: its init_state must give the first state. Got {got}")
+    assert f", at {tmp_path / 'mine.py'}:{number}. Its only argument is the settings, here Settings: write" in said
 
 
 def test_a_file_that_does_not_parse(tmp_path):

@@ -43,7 +43,7 @@ class PromptLoader:
             ValueError: There are not so many, or the batch size does not divide `num`.
         """
         ids = np.arange(num, dtype=np.uint32)
-        batches = self._held_out(np.arange(self.table.num_train, len(self.table.tokens)), num)
+        batches = self._held_out(self.table.numbers(held_out=True), num)
         return [
             self.table.batch(rows, ids[i * self.batch_size : (i + 1) * self.batch_size])
             for i, rows in enumerate(batches)

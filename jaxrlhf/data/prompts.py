@@ -136,13 +136,18 @@ class PromptTable:
             self._check_response(row, "chosen completion", self._completion_lengths[row], max_new_tokens)
             self._check_response(row, "rejected completion", self._rejected_lengths[row], max_new_tokens)
 
+    def numbers(self, *, held_out: bool = False) -> np.ndarray:
+        """The numbers of all training rows, or of all held-out ones."""
+        return np.arange(self.num_train, len(self.tokens)) if held_out else np.arange(self.num_train)
+
     def _check_response(
         self, row: int, what: str, length: int, max_new_tokens: int, key: str = "data.overlong"
     ) -> None:
         if length == 0:
             column = f"data.{what.partition(' ')[0]}_column"
+            purpose = "supervised training" if what == "completion" else "training on preferences"
             raise ValueError(
-                f"{self.sources[row]}: supervised training needs a {what} in every row. Got none. Set {column} to the "
+                f"{self.sources[row]}: {purpose} needs a {what} in every row. Got none. Set {column} to the "
                 f"column that holds it, or {key} to 'drop' to leave such rows out."
             )
         if length > max_new_tokens:

@@ -13,6 +13,7 @@ import jax
 from jaxrlhf.call_graph import Call, CallGraph, Ref
 from jaxrlhf.config.schema import OFFLOAD
 from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.planner.row_keys import BATCH_SIZE, RowKeys
 from jaxrlhf.reshard.protocols import AUTO, Grid, find
 from jaxrlhf.sharding.strategy import Strategy
 from jaxrlhf.suggest import did_you_mean
@@ -175,12 +176,14 @@ def check(
     models: Mapping[str, ModelConfig],
     num_devices: int,
     devices_per_node: int | None = None,
+    row_keys: RowKeys = BATCH_SIZE,
 ) -> None:
     """A plan fits its graph, its models and the devices.
 
     Args:
         models: Role -> model, for roles that have one.
         devices_per_node: How many of the devices each node has. None: all are in one.
+        row_keys: What the config calls the graph's rows, for error messages.
 
     Raises:
         PlanError: Devices that are not there or lie scattered, or degrees that divide neither the model nor the rows.
@@ -194,7 +197,7 @@ def check(
         _check_devices(where, placement, num_devices, devices_per_node or num_devices)
         if call.role is not None:
             _check_model(where, placement.strategy, models[call.role])
-        _check_rows(where, call, placement.strategy)
+        _check_rows(row_keys, call, placement.strategy)
         _check_protocol(where, call, placement)
 
 
@@ -252,31 +255,34 @@ def _check_model(where: str, strategy: Strategy, model: ModelConfig) -> None:
                 raise PlanError(f"{where}.{degree}: {value} does not divide {name}={size}. Use {_divisors(size)}.")
 
 
-def _check_rows(where: str, call: Call, strategy: Strategy) -> None:
+def _check_rows(keys: RowKeys, call: Call, strategy: Strategy) -> None:
+    where = keys.where(call.plan_name)
     if call.kind == "train":
         for sizes in train_sizes(call, strategy):
             if sizes.rows % sizes.mini_batches:
+                key = keys.mini_batches(call.update)
                 raise PlanError(
                     f"{where}: mini_batches must divide the rows of the batch. Got {sizes.mini_batches} for "
-                    f"{sizes.rows} rows. Use {_divisors(sizes.rows)}, or another batch_size."
+                    f"{sizes.rows} rows. Use {_divisors(sizes.rows)}{f' for {key}' if key else ''}, or another "
+                    f"{keys.key(sizes.rows)}."
                 )
             what = f"a mini-batch of {sizes.mini_batch_rows} rows ({sizes.rows} / {sizes.mini_batches})"
-            _check_shards(where, sizes.mini_batch_rows, what, strategy, strategy.micro_batches)
+            _check_shards(where, sizes.mini_batch_rows, what, strategy, strategy.micro_batches, keys.key(sizes.rows))
         return
     # the default's micro-batches are for models; arrays are computed on whole
     micro_batches = 1 if call.kind == "compute" else strategy.micro_batches
     refs = call.refs + (call.output_refs if call.kind == "compute" else ())
     for rows in sorted({ref.shape[0] for ref in refs if ref.has_rows}, reverse=True):
-        _check_shards(where, rows, f"{rows} rows", strategy, micro_batches)
+        _check_shards(where, rows, f"{rows} rows", strategy, micro_batches, keys.key(rows))
 
 
-def _check_shards(where: str, rows: int, what: str, strategy: Strategy, micro: int) -> None:
+def _check_shards(where: str, rows: int, what: str, strategy: Strategy, micro: int, key: str) -> None:
     """Rows split evenly over micro-batches and shards."""
     shards = strategy.num_row_shards
     if rows % (micro * shards):
         raise PlanError(
             f"{where}: micro_batches x data x fsdp must divide {what}. Got {micro} x {strategy.data} x "
-            f"{strategy.fsdp} = {micro * shards}. Lower a degree, or use another batch_size."
+            f"{strategy.fsdp} = {micro * shards}. Lower a degree, or use another {key}."
         )
 
 

@@ -13,21 +13,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrlhf.algorithms.algorithm import Algorithm
 from jaxrlhf.algorithms.evaluation import EvaluationConfig, evaluation_step
 from jaxrlhf.algorithms.sft import SFTConfig, SupervisedUpdate, sft_state, sft_step
 from jaxrlhf.brief import brief
-from jaxrlhf.call_graph import CallGraph
+from jaxrlhf.call_graph import CallGraph, GraphError
 from jaxrlhf.config.reading import ConfigError
 from jaxrlhf.config.schema import EvaluationRunConfig, PlacementConfig, RoleConfig, RunConfig, load_algorithm
 from jaxrlhf.data.loader import PromptLoader
 from jaxrlhf.data.prompts import PromptTable
 from jaxrlhf.experience import Prompts, Sampling
+from jaxrlhf.importing import failure
 from jaxrlhf.models.attention import attention_implementation
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.lora import declare_adapters
 from jaxrlhf.models.params import Weight, num_parameters
 from jaxrlhf.planner.device_order import reuse_training_shards, training_placements
 from jaxrlhf.planner.plan import DEFAULT, Placement, Plan, check, check_names, check_offload, resolve
+from jaxrlhf.planner.row_keys import RowKeys, count_keys
 from jaxrlhf.runtime.configured_roles import check_roles, check_vocabulary, configured_models, describe, make_role
 from jaxrlhf.runtime.metrics import check_results
 from jaxrlhf.runtime.roles import FunctionRole, ModelRole, Role, WeightedSumRole
@@ -149,7 +152,8 @@ def assemble(
     check_roles(config, algorithm.roles, models)
     check_vocabulary(models, table)
     train_rows = StepRows(algorithm.data(settings), tables, config.batch_size, config.seed)
-    warnings = _warnings(config, table) + check_rows(train_rows, config)
+    measures = config.evaluation is not None and algorithm.evaluation is not None
+    warnings = _warnings(config, table) + check_rows(train_rows, config, held_out=measures)
     new_tokens = max([s.max_new_tokens for s in _samplings(settings)] + [train_rows.max_new_tokens]) or 128
     _check_batches(config, train_rows, new_tokens)
     loader = PromptLoader(table, config.batch_size, config.seed)
@@ -163,19 +167,22 @@ def assemble(
         state: Any,
         data: Any,
         phase_settings: Any,
+        row_keys: RowKeys,
         trained: Mapping[str, Placement] | None = None,
     ) -> Phase:
         methods = {name: role.methods(name) for name, role in roles.items()}
         state = jax.tree.map(lambda x: np.asarray(jnp.asarray(x)), state)  # on the host: no device is chosen yet
         graph = trace(step, methods, state, data, phase_settings)
         plan = resolve(written, graph, config.offload)
-        check(plan, graph, models, num_devices, devices_per_node)
+        check(plan, graph, models, num_devices, devices_per_node, row_keys)
         where = training_placements(plan, graph) if trained is None else trained
         plan = reuse_training_shards(plan, graph, where, devices_per_node or num_devices)
         return Phase(roles, graph, plan, state)
 
     roles: dict[str, Role] = {name: make_role(name, config.roles, models, table) for name in config.roles}
-    train = phase(algorithm.step, roles, algorithm.init_state(settings), train_rows(0), settings)
+    counts = count_keys(settings, {rows.count for rows in train_rows.named.values()} - {0, config.batch_size})
+    keys = RowKeys("the step", counts=counts, settings=settings)
+    train = phase(algorithm.step, roles, _first_state(algorithm, settings), train_rows(0), settings, keys)
     check_results(getattr(algorithm.step, "__name__", "step"), train.graph.results[0])
     train = dataclasses.replace(train, roles=_count_updates(train, config.steps))
 
@@ -193,21 +200,32 @@ def assemble(
         rows = loader.demonstrations(0, warm.batch_size * warm.updates_per_step, new_tokens)
         actor: dict[str, Role] = {"actor": ModelRole(models["actor"], warm.optimizer, warm.steps)}
         sft = SFTConfig(update=SupervisedUpdate(mini_batches=warm.updates_per_step))
-        warm_start = phase(sft_step, actor, sft_state(sft), rows, sft)
+        keys = RowKeys("the warm start", "warm_start.batch_size")
+        warm_start = phase(sft_step, actor, sft_state(sft), rows, sft, keys)
 
     trained = training_placements(train.plan, train.graph)  # so that evaluations generate where the step does
+    eval_size, eval_key = 0, "evaluation.num_prompts"
+    if config.evaluation is not None:
+        eval_size = config.evaluation.batch_size or config.evaluation.num_prompts
+        eval_key = "evaluation.batch_size" if config.evaluation.batch_size else eval_key
     evaluation, eval_batches = None, ()
     if config.evaluation is not None and config.evaluation.scorers:
+        if "actor" not in config.roles:
+            raise ConfigError(
+                f"evaluation.scorers: must be [] where no actor samples, as under {config.algorithm}. Got "
+                f"[{', '.join(config.evaluation.scorers)}], and [reward] is the default. "
+                + ("Write `scorers: []`." if measures else "Leave evaluation out.")
+            )
         eval_config = _evaluation_config(config.evaluation, settings, new_tokens, table.tokenizer.end_id, config.roles)
-        eval_size = config.evaluation.batch_size or config.evaluation.num_prompts
         eval_batches = tuple(PromptLoader(table, eval_size, config.seed).eval_batches(config.evaluation.num_prompts))
-        evaluation = phase(evaluation_step, train.roles, (), eval_batches[0], eval_config, trained)
+        keys = RowKeys("the evaluation", eval_key)
+        evaluation = phase(evaluation_step, train.roles, (), eval_batches[0], eval_config, keys, trained)
     held_out, held_out_batches = None, ()
     if config.evaluation is not None and algorithm.evaluation is not None:
-        eval_size = config.evaluation.batch_size or config.evaluation.num_prompts
         held_out_batches = train_rows.held_out(config.evaluation.num_prompts, eval_size)
-        state = algorithm.init_state(settings)
-        held_out = phase(algorithm.evaluation, train.roles, state, held_out_batches[0], settings, trained)
+        state = _first_state(algorithm, settings)
+        keys = RowKeys("the evaluation", eval_key)
+        held_out = phase(algorithm.evaluation, train.roles, state, held_out_batches[0], settings, keys, trained)
     best_by = _best_by(config.evaluation, held_out) if config.evaluation is not None else ""
 
     made = Assembly(
@@ -231,6 +249,24 @@ def _head(role: ModelRole) -> str:
     """Which heads a role speaks by, in words."""
     head = role.view or role.model.head
     return "lm and scalar heads" if head == "both" else f"{head} head"
+
+
+def _first_state(algorithm: Algorithm, settings: Any) -> Any:
+    """What the first step is given.
+
+    Raises:
+        GraphError: The algorithm's function fails.
+    """
+    name = getattr(algorithm.step, "__name__", "step")
+    try:
+        return algorithm.init_state(settings)
+    except GraphError:
+        raise
+    except Exception as error:
+        raise GraphError(
+            f"{name}: its init_state must give the first state. Got {failure(error, algorithm.init_state)}. Its only "
+            f"argument is the settings, here {type(settings).__name__}: write `def init_state(config): ...`."
+        ) from error
 
 
 def _num_parameters(role: ModelRole) -> str:

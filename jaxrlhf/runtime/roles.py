@@ -57,9 +57,13 @@ class ModelRole:
         missing = dict.fromkeys({"lm": _SCALAR_AVALS, "scalar": ["generate", *_LM_AVALS]}.get(view, ()), other_head)
         methods = {} if view == "scalar" else {"generate": Method("generate", _rollout_aval)}
         methods |= {infer: Method("infer", abstract) for infer, abstract in self._avals.items()}
-        methods["loss"] = Method("infer", self._loss_aval, row_wise=False, bind=_loss_arguments)
+        methods["loss"] = Method(
+            "infer", functools.partial(self._loss_aval, missing), row_wise=False, bind=_loss_arguments
+        )
         if self.optimizer is not None:
-            methods["train"] = Method("train", self._train_aval, row_wise=False, bind=_train_arguments)
+            methods["train"] = Method(
+                "train", functools.partial(self._train_aval, missing), row_wise=False, bind=_train_arguments
+            )
         else:
             missing["train"] = f"It has no optimizer: set roles.{name}.optimizer to train it."
         if self.average is not None:
@@ -81,7 +85,7 @@ class ModelRole:
         """Inference methods -> the shapes that they give."""
         return _AVALS[self.view or self.model.head]
 
-    def _train_aval(self, terms: tuple[Term, ...], update: Any) -> dict[str, Any]:
+    def _train_aval(self, missing: Mapping[str, str], terms: tuple[Term, ...], update: Any) -> dict[str, Any]:
         """Metrics of a train call, from the losses themselves."""
         for count in ("mini_batches", "epochs"):
             if not isinstance(getattr(update, count, None), int):
@@ -89,15 +93,22 @@ class ModelRole:
                     f"{_called('train', terms)}: the last argument holds the settings of the update and needs an "
                     f"integer `{count}`. Got {update!r}."
                 )
-        metrics = self._loss_aval(terms, update, called="train")
+        metrics = self._loss_aval(missing, terms, update, called="train")
         more = {"grad_norm", "lr", "num_updates"} | ({GAP_METRIC} if gap_term(self, terms) is not None else set())
         return metrics | dict.fromkeys(sorted(more), _float())
 
-    def _loss_aval(self, terms: tuple[Term, ...], update: Any, called: str = "loss") -> dict[str, Any]:
-        """Metrics of losses. Those of a term with a name are a dict under it."""
+    def _loss_aval(
+        self, missing: Mapping[str, str], terms: tuple[Term, ...], update: Any, called: str = "loss"
+    ) -> dict[str, Any]:
+        """Metrics of losses. Those of a term with a name are a dict under it.
+
+        Args:
+            missing: Methods that the role could have -> what to do to get them.
+        """
         names, avals = ["loss"], {"loss": _float()}
         for term in terms:
-            metrics = {"loss": None, **self._check_loss(_called(called, (term,)), term, update)}
+            where = _called(called, (term,))
+            metrics = {"loss": None, **self._check_loss(where, missing, term, update)}
             of_term = term_metrics(term, dict.fromkeys(sorted(metrics), _float()))
             names += of_term
             avals |= of_term
@@ -108,7 +119,7 @@ class ModelRole:
             )
         return avals
 
-    def _check_loss(self, where: str, term: Term, update: Any) -> dict[str, Any]:
+    def _check_loss(self, where: str, missing: Mapping[str, str], term: Term, update: Any) -> dict[str, Any]:
         """Asks that a term is what a term should be. Returns the metrics of its loss."""
         if not callable(term.loss):
             raise GraphError(
@@ -129,6 +140,7 @@ class ModelRole:
             raise GraphError(
                 f"{where}: `of` names an inference method of the role. Got {term.of!r}. It has: "
                 f"{', '.join(self._avals)}.{did_you_mean(term.of, self._avals)}"
+                + (f" {missing[term.of]}" if term.of in missing else "")
             )
         if np.shape(term.weight) != ():
             raise GraphError(f"{where}: the weight of a term is one number. Got the shape {np.shape(term.weight)}.")

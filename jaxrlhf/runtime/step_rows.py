@@ -97,13 +97,13 @@ class StepRows:
         """How many times the rows that a step is given were seen before this step; of several kinds, the first."""
         return step * self.size(self.first) / max(1, self.num_usable(self.first))
 
-    def num_usable(self, rows: Rows) -> int:
-        """How many training rows have the completions that are asked for."""
+    def num_usable(self, rows: Rows, *, held_out: bool = False) -> int:
+        """How many training rows, or held-out ones, have the completions that are asked for."""
         table = self.tables.of(rows)
         if rows.kind == "prompts":
-            return table.num_train
+            return len(table.numbers(held_out=held_out))
         fitting = table.demonstrable if rows.kind == "demonstrations" else table.preferable
-        return len(fitting(rows.max_new_tokens))
+        return len(fitting(rows.max_new_tokens, held_out=held_out))
 
     def size(self, rows: Rows) -> int:
         """How many rows of a kind are in a step."""
@@ -131,8 +131,11 @@ class StepRows:
         return PromptLoader(self.tables.of(rows), self.size(rows), self.seed)
 
 
-def check_rows(rows: StepRows, config: RunConfig) -> list[str]:
+def check_rows(rows: StepRows, config: RunConfig, *, held_out: bool = False) -> list[str]:
     """Asks that the tables have what the algorithm asks for. Returns notes on rows that are left out.
+
+    Args:
+        held_out: Whether the algorithm is given held-out rows too, which then obey the same rules.
 
     Raises:
         ConfigError or ValueError: A table is asked for nothing, or has rows without completions that fit.
@@ -146,19 +149,27 @@ def check_rows(rows: StepRows, config: RunConfig) -> list[str]:
             )
     notes = []
     for kind in rows.named.values():
-        table, data, where = _source(rows, kind, config)
-        if kind.kind == "prompts":
-            continue
-        num_left_out = table.num_train - rows.num_usable(kind)
-        if num_left_out and (data.overlong == "error" or num_left_out == table.num_train):
-            check = table.check_demonstrations if kind.kind == "demonstrations" else table.check_preferences
-            check(max_new_tokens=kind.max_new_tokens)
-        if num_left_out:
-            notes.append(
-                f"{num_left_out} of {table.num_train} rows of {where} have no {kind.kind} that fit into "
-                f"{kind.max_new_tokens} tokens and are left out."
-            )
+        if kind.kind != "prompts":
+            notes += _left_out(rows, kind, config, held_out=False)
+            notes += _left_out(rows, kind, config, held_out=True) if held_out else []
     return notes + [note for where, table in _tables(rows.tables) for note in _dropped(table, where)]
+
+
+def _left_out(rows: StepRows, kind: Rows, config: RunConfig, *, held_out: bool) -> list[str]:
+    """A note on training rows, or held-out ones, that are left out, where they may be."""
+    table, data, where = _source(rows, kind, config)
+    numbers = table.numbers(held_out=held_out)
+    num_left_out = len(numbers) - rows.num_usable(kind, held_out=held_out)
+    if not num_left_out:
+        return []
+    if data.overlong == "error" or num_left_out == len(numbers):
+        check = table.check_demonstrations if kind.kind == "demonstrations" else table.check_preferences
+        check(numbers, max_new_tokens=kind.max_new_tokens)
+    which = "held-out rows" if held_out else "rows"
+    return [
+        f"{num_left_out} of {len(numbers)} {which} of {where} have no {kind.kind} that fit into "
+        f"{kind.max_new_tokens} tokens and are left out."
+    ]
 
 
 def _source(rows: StepRows, kind: Rows, config: RunConfig) -> tuple[PromptTable, DataConfig, str]:

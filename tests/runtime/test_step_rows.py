@@ -93,9 +93,39 @@ def test_rows_that_do_not_fit_are_refused_or_left_out_and_counted(load):
     assert rows.epoch(3) == 2.0, "of the rows that are left"
     config, rows = load(Rows("preferences", 1, dataset="texts"), "datasets.texts.overlong=drop")
     with pytest.raises(
-        ValueError, match=r"texts\.jsonl:1: supervised training needs a rejected completion in every row"
+        ValueError, match=r"texts\.jsonl:1: training on preferences needs a rejected completion in every row"
     ):
         check_rows(rows, config)
+
+
+@pytest.mark.parametrize("bad", [{"rejected": None}, {"rejected": "far too long"}, {}])
+def test_held_out_pairs_obey_the_same_rule(load, tmp_path, bad):
+    rows = [{"prompt": "q", "completion": "a", "rejected": "b"}, {"prompt": "q", "completion": "a", **bad}]
+    (tmp_path / "held.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    overrides = ("data.eval_path=held.jsonl", "data.eval_rows=0", "datasets={}")
+    config, rows = load(Rows("preferences", 4), *overrides)
+    assert check_rows(rows, config) == [], "nobody asks for held-out rows"
+    message = (
+        "a rejected completion with its end" if bad.get("rejected") else "training on preferences needs a rejected"
+    )
+    with pytest.raises(ValueError, match=rf"held\.jsonl:2: {message}"):
+        check_rows(rows, config, held_out=True)
+    config, rows = load(Rows("preferences", 4), *overrides, "data.overlong=drop")
+    assert check_rows(rows, config, held_out=True) == [
+        "1 of 2 held-out rows of data have no preferences that fit into 4 tokens and are left out."
+    ]
+
+
+def test_held_out_demonstrations_obey_the_same_rule(load, tmp_path):
+    (tmp_path / "held.jsonl").write_text('{"prompt": "q"}\n{"prompt": "q", "completion": "a"}')
+    overrides = ("datasets.texts.eval_path=held.jsonl",)
+    config, rows = load(Rows("demonstrations", 4, dataset="texts"), *overrides)
+    with pytest.raises(ValueError, match=r"held\.jsonl:1: supervised training needs a completion in every row\. Got"):
+        check_rows(rows, config, held_out=True)
+    config, rows = load(rows.asked, *overrides, "datasets.texts.overlong=drop")
+    assert check_rows(rows, config, held_out=True) == [
+        "1 of 2 held-out rows of datasets.texts have no demonstrations that fit into 4 tokens and are left out."
+    ]
 
 
 def test_dropped_rows_are_counted_for_each_table(load):
