@@ -16,7 +16,7 @@ from jaxrlhf.algorithms.policy import PolicyUpdate, ppo_policy_loss
 from jaxrlhf.algorithms.reported import masked_summary, rollout_metrics, score_metrics, summary
 from jaxrlhf.algorithms.settings import require, require_not_negative
 from jaxrlhf.experience import Prompts, Rollout, Sampling
-from jaxrlhf.tracing import compute
+from jaxrlhf.tracing import GraphError, compute
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +54,7 @@ def dapo_step(roles: Any, state: tuple[()], prompts: Prompts, config: DAPOConfig
     what is needed are not kept for later; where there are too few, the step trains on fewer, and says how many.
 
     Raises:
-        ValueError: `oversampling` does not divide the number of prompts.
+        GraphError: `oversampling` does not divide the number of prompts.
 
     Reference:
         Yu et al. 2025, arXiv:2503.14476, section 3.
@@ -81,7 +81,7 @@ def dapo_batch(
         over all samples, those of the advantages over the batch.
 
     Raises:
-        ValueError: `oversampling` does not divide the number of groups.
+        GraphError: `oversampling` does not divide the number of groups.
     """
     num_samples = config.sampling.num_samples
     punished_B = overlong_punishment(
@@ -137,7 +137,7 @@ def select_groups(
         and are missing.
 
     Raises:
-        ValueError: `oversampling` does not divide the number of groups.
+        GraphError: `oversampling` does not divide the number of groups.
     """
     keep_G = differing(scores_B, num_samples=num_samples)
     num_places = _num_places(keep_G.shape[0], oversampling)
@@ -160,11 +160,9 @@ def select_groups(
 
 def _num_places(num_prompts: int, oversampling: int) -> int:
     """On how many prompts a step trains."""
-    require(
-        num_prompts % oversampling == 0,
-        "settings.oversampling",
-        f"must divide the {num_prompts} prompts of a step",
-        oversampling,
-        "Choose a batch_size that is a multiple of it.",
-    )
+    if num_prompts % oversampling:
+        raise GraphError(
+            f"settings.oversampling: must divide the {num_prompts} prompts of a step. Got {oversampling}. Choose a "
+            "batch_size that is a multiple of it."
+        )
     return num_prompts // oversampling
