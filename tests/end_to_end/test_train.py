@@ -134,7 +134,7 @@ def test_bfloat16_with_scanned_and_recomputed_layers(train, results):
         ("plan.actor.generate={devices: 0..3}", r"plan.actor.generate.devices: must be positions of devices"),
         (
             "plan.actor.train.micro_batches=3",
-            r"plan.actor.train: micro_batches x data x fsdp must divide a mini-batch of 8",
+            r"plan.actor.train, in the step: micro_batches x data x fsdp must divide a mini-batch of 8",
         ),
         ("batch_size=20", r"must divide 20 rows"),
         ("devices=gpu", r"devices: must be auto or cpu:<number>"),
