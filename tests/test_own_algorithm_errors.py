@@ -118,7 +118,7 @@ def test_the_step_as_it_is_is_right(tmp_path):
         (
             "train(loss, batch, config.update)",
             "train(batch, loss, config.update)",
-            ": the first argument is a loss, (outputs, batch, update)",
+            "(sum, weight, metrics). Got a dict of advantages, sequences. Write train(loss, batch, update).",
         ),
         ("train(loss, batch, config.update)", "train(loss, batch)", "needs an integer `mini_batches`. Got None."),
         (

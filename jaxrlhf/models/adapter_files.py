@@ -19,20 +19,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from jaxrlhf.models.config import ModelConfig
-from jaxrlhf.models.lora import LoRAConfig, declare_adapters
+from jaxrlhf.models.lora import MODULES, LoRAConfig, declare_adapters
 from jaxrlhf.models.params import Params, Weight, with_layers
 from jaxrlhf.sharding.layout import Layout
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
-MODULES = {
-    "query": "self_attn.q_proj",
-    "key": "self_attn.k_proj",
-    "value": "self_attn.v_proj",
-    "output": "self_attn.o_proj",
-    "gate": "mlp.gate_proj",
-    "up": "mlp.up_proj",
-    "down": "mlp.down_proj",
-}
 _LAYER, _HEAD = "base_model.model.model.layers.{}.{}.lora_{}.weight", "base_model.model.score.weight"
 
 

@@ -25,6 +25,17 @@ from jaxrlhf.suggest import did_you_mean
 
 Target = Literal["query", "key", "value", "output", "gate", "up", "down"]
 
+MODULES: dict[str, str] = {
+    "query": "self_attn.q_proj",
+    "key": "self_attn.k_proj",
+    "value": "self_attn.v_proj",
+    "output": "self_attn.o_proj",
+    "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj",
+    "down": "mlp.down_proj",
+}
+"""The same weights by their names in Hugging Face's models."""
+
 
 @dataclasses.dataclass(frozen=True)
 class LoRAConfig:
@@ -48,10 +59,9 @@ class LoRAConfig:
             raise ValueError(f"alpha: must be finite and positive. Got {self.alpha}.")
         for target in self.targets:
             if target not in get_args(Target):
-                raise ValueError(
-                    f"targets: must be some of {', '.join(get_args(Target))}. Got {target!r}."
-                    f"{did_you_mean(str(target), get_args(Target))}"
-                )
+                here = [ours for ours, theirs in MODULES.items() if theirs.endswith(f".{target}")]
+                remedy = f" Here it is called {here[0]}." if here else did_you_mean(str(target), get_args(Target))
+                raise ValueError(f"targets: must be some of {', '.join(get_args(Target))}. Got {target!r}.{remedy}")
         if not self.targets or len(set(self.targets)) < len(self.targets):
             raise ValueError(f"targets: must name at least one weight, each once. Got {list(self.targets)}.")
 

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrlhf.brief import brief
 from jaxrlhf.call_graph import GraphError, named_sequences
 from jaxrlhf.config.schema import AverageConfig, OptimizerConfig
 from jaxrlhf.experience import Max, PolicyAndValues, PolicyOutputs, Prompts, Rollout, Sampling, Term
@@ -124,14 +125,14 @@ class ModelRole:
         if not callable(term.loss):
             raise GraphError(
                 f"{where}: the first argument is a loss, (outputs, batch, update) -> (sum, weight, metrics). Got "
-                f"{term.loss!r}."
+                f"{_kind(term.loss)}. Write train(loss, batch, update)."
             )
         sequences = term.batch.get("sequences") if isinstance(term.batch, dict) else None
         if not all(hasattr(x, "response") for x in named_sequences(sequences).values()):
             keys = list(term.batch) if isinstance(term.batch, dict) else type(term.batch).__name__
             raise GraphError(
                 f"{where}: the batch is a dict whose 'sequences' the model runs on: a Rollout, Sequences, or a dict "
-                f"of them. Got {keys}."
+                f"of them. Got {keys}. Put what the loss is about under that name."
             )
         shapes = {name: (x.tokens.shape, x.response.shape) for name, x in named_sequences(sequences).items()}
         if len(set(shapes.values())) > 1:
@@ -177,9 +178,14 @@ def _terms(called: str, loss: Any, batch: Any, update: Any) -> tuple[tuple[Term,
     return (Term(terms, batch),), update
 
 
+def _kind(value: Any) -> str:
+    """What something is, in an error message: of a dict its keys."""
+    return f"a dict of {', '.join(map(str, value))}" if isinstance(value, dict) else brief(value)
+
+
 def _called(method: str, terms: tuple[Term, ...]) -> str:
     """A call in an error message, by its losses."""
-    return f"{method}({' + '.join(getattr(term.loss, '__name__', repr(term.loss)) for term in terms)})"
+    return f"{method}({' + '.join(getattr(term.loss, '__name__', _kind(term.loss)) for term in terms)})"
 
 
 def term_metrics(term: Term, metrics: Mapping[str, Any]) -> dict[str, Any]:

@@ -150,7 +150,12 @@ def test_adapters_of_another_kind_are_refused(tmp_path):
     [
         ({"rank": 0}, "rank: must be at least 1. Got 0."),
         ({"alpha": 0.0}, "alpha: must be finite and positive. Got 0.0."),
-        ({"targets": ("q_proj",)}, "targets: must be some of query, key, value, output, gate, up, down. Got 'q_proj'."),
+        (
+            {"targets": ("q_proj",)},
+            "targets: must be some of query, key, value, output, gate, up, down. Got 'q_proj'. Here it is called "
+            "query.",
+        ),
+        ({"targets": ("quer",)}, "Got 'quer'. Did you mean 'query'?"),
         ({"targets": ()}, "targets: must name at least one weight, each once. Got []."),
         ({"targets": ("up", "up")}, "targets: must name at least one weight, each once. Got ['up', 'up']."),
     ],
