@@ -19,7 +19,7 @@ from jaxrlhf.experience import Sampling
 from jaxrlhf.models.config import PRESETS, Head, ModelConfig
 from jaxrlhf.models.lora import LoRAConfig
 from jaxrlhf.reshard.protocols import AUTO
-from jaxrlhf.sharding.strategy import Remat
+from jaxrlhf.sharding.strategy import PipelineSchedule, Remat
 from jaxrlhf.suggest import did_you_mean
 
 OFFLOAD = "offload"
@@ -126,11 +126,13 @@ class PlacementConfig:
     """Devices and strategy of a call."""
 
     devices: str = ""
-    """Positions of devices: '0-3', '3,2,1,0'. Empty: the first data x fsdp x tensor ones."""
+    """Positions of devices: '0-3', '3,2,1,0'. Empty: the first pipeline x data x fsdp x tensor ones."""
     data: int = 1
     fsdp: int = 1
     tensor: int = 1
     pipeline: int = 1
+    chunks: int = 1
+    schedule: PipelineSchedule = "1f1b"
     micro_batches: int = 1
     remat: Remat = "none"
     balance: bool = False

@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding
 
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.layers import Adapted, is_adapted, is_joined, join
+from jaxrlhf.models.stages import stage_of_weight
 from jaxrlhf.sharding.layout import Axes, Layout
 
 Params = dict[str, Any]
@@ -104,12 +105,16 @@ def param_shardings(config: ModelConfig, layout: Layout, *, stacked: bool = Fals
 
 
 def shardings_of(declared: Any, layout: Layout) -> Any:
-    """How declared weights rest in a layout, as a tree of `NamedSharding`."""
+    """How declared weights rest in a layout, as a tree of `NamedSharding`. In a pipelined one layers are a list."""
 
-    def sharding(weight: Weight) -> NamedSharding:
-        return layout.weight(weight.axes)
+    def sharding(path: Any, weight: Weight) -> NamedSharding:
+        if not layout.is_pipelined:
+            return layout.weight(weight.axes)
+        stage = stage_of_weight(path, len(declared["layers"]), layout)
+        assert stage is not None, path
+        return layout.stage(stage).weight(weight.axes)
 
-    return map_weights(sharding, declared)
+    return jax.tree_util.tree_map_with_path(sharding, declared, is_leaf=_is_weight)
 
 
 def init_params(config: ModelConfig, key: jax.Array, *, random_value_head: bool = False) -> Params:

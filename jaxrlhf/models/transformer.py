@@ -39,27 +39,83 @@ def hidden_states(
     Positions count real tokens, so padding on either side changes nothing. Where layers are not scanned, the last one
     computes queries, attention output and MLP only for the columns that are wanted.
     """
-    hidden_BSD, _ = _run_layers(params, tokens_BT, mask_BT, config, layout, wanted=wanted, remat=remat)
-    return hidden_BSD
+    x_BTD = embed(params, tokens_BT, config, layout)
+    x_BSD, _ = run_layers(params["layers"], x_BTD, mask_BT, config, layout, wanted=wanted, remat=remat)
+    return normalize(params, x_BSD, config, layout)
 
 
 def prefill(
     params: Params, tokens_BP: Int[Array, "B P"], mask_BP: Bool[Array, "B P"], config: ModelConfig, layout: Layout
 ) -> tuple[Float[Array, "B D"], KeysValues]:
     """The hidden state of each prompt's last column, and every layer's keys and values [B, P, K, h]."""
-    hidden_B1D, keys_values = _run_layers(params, tokens_BP, mask_BP, config, layout, wanted=tokens_BP.shape[1] - 1)
-    return hidden_B1D[:, 0], keys_values
+    x_BPD = embed(params, tokens_BP, config, layout)
+    last = tokens_BP.shape[1] - 1
+    x_B1D, keys_values = run_layers(params["layers"], x_BPD, mask_BP, config, layout, wanted=last)
+    return normalize(params, x_B1D, config, layout)[:, 0], keys_values
+
+
+def embed(params: Params, tokens_BT: Int[Array, "B T"], config: ModelConfig, layout: Layout) -> Float[Array, "B T D"]:
+    """The embeddings of tokens: what the first layer gets."""
+    declared = declare(config)["embedding"]
+    x_BTD = use(params["embedding"], declared, layout, config.compute_dtype)[tokens_BT]
+    return layout.activation(x_BTD, ("batch", "length", "embed"))
+
+
+def normalize(params: Params, x_BSD: Float[Array, "B S D"], config: ModelConfig, layout: Layout) -> jax.Array:
+    """What heads get: the last layer's outputs, normalized."""
+    norm = use(params["final_norm"], declare(config)["final_norm"], layout, config.compute_dtype)
+    return layers.rms_norm(x_BSD, norm, config.norm_eps)
+
+
+def run_layers(
+    weights: Any,
+    x_BTD: Float[Array, "B T D"],
+    mask_BT: Bool[Array, "B T"],
+    config: ModelConfig,
+    layout: Layout,
+    *,
+    wanted: Wanted = 0,
+    remat: Remat = "none",
+) -> tuple[Float[Array, "B S D"], KeysValues]:
+    """Some consecutive layers, all or those of one stage: outputs for the columns that are wanted, and every layer's
+    keys and values [B, T, K, h].
+
+    Args:
+        weights: A list with one dict a layer, or, stacked, one dict whose arrays have a leading axis.
+    """
+    rotation = layers.rotary(jnp.maximum(jnp.cumsum(mask_BT, axis=1) - 1, 0), config)
+
+    def layer(weights: Any, x: jax.Array, wanted: Wanted) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        return _layer(use_layer(weights, config, layout), x, rotation, mask_BT, config, layout, wanted)
+
+    if isinstance(weights, dict):
+        every = _rematerialized(lambda weights, x: layer(weights, x, 0), remat)
+        x_BTD, (k, v) = jax.lax.scan(lambda x, weights: every(weights, x), x_BTD, weights)
+        return _select(x_BTD, wanted), list(zip(k, v, strict=True))
+    keys_values = []
+    for i, each in enumerate(weights):
+        columns = wanted if i == len(weights) - 1 else 0
+        x_BTD, kv = _rematerialized(functools.partial(layer, wanted=columns), remat)(each, x_BTD)
+        keys_values.append(kv)
+    return x_BTD, keys_values
 
 
 def decode_step(
     params: Params, token_B: Int[Array, " B"], cache: KVCache, config: ModelConfig, layout: Layout
 ) -> tuple[Float[Array, "B D"], KVCache]:
     """Feed one more token of each sequence. `params` are ready for use, with layers as a list."""
-    cache = cache.advance()
+    x_BD = layout.activation(params["embedding"][token_B], ("batch", "embed"))
+    x_BD, cache = decode_layers(params["layers"], x_BD, cache.advance(), config, layout)
+    return layers.rms_norm(x_BD, params["final_norm"], config.norm_eps), cache
+
+
+def decode_layers(
+    every_layer: list[Any], x_BD: Float[Array, "B D"], cache: KVCache, config: ModelConfig, layout: Layout
+) -> tuple[Float[Array, "B D"], KVCache]:
+    """Some consecutive layers over one more token of each sequence. The cache is theirs, and has made room for it."""
     occupied_BT = cache.occupied()
     rotation = layers.rotary(cache.length - 1, config)
-    x_BD = layout.activation(params["embedding"][token_B], ("batch", "embed"))
-    for i, weights in enumerate(params["layers"]):
+    for i, weights in enumerate(every_layer):
         normed = layers.rms_norm(x_BD, weights["attention_norm"], config.norm_eps)
         q_BHh, k_BKh, v_BKh = layers.queries_keys_values(weights, normed, rotation, config)
         cache = cache.write(i, k_BKh, v_BKh, layout)
@@ -67,42 +123,7 @@ def decode_step(
         x_BD = x_BD + layers.linear(attended_BHh.reshape(x_BD.shape[0], -1), weights["output"])
         x_BD = x_BD + layers.gated_mlp(weights, layers.rms_norm(x_BD, weights["mlp_norm"], config.norm_eps))
         x_BD = layout.activation(x_BD, ("batch", "embed"))
-    return layers.rms_norm(x_BD, params["final_norm"], config.norm_eps), cache
-
-
-def _run_layers(
-    params: Params,
-    tokens_BT: jax.Array,
-    mask_BT: jax.Array,
-    config: ModelConfig,
-    layout: Layout,
-    *,
-    wanted: Wanted,
-    remat: Remat = "none",
-) -> tuple[jax.Array, KeysValues]:
-    stacked = isinstance(params["layers"], dict)
-    declared = declare(config, stacked=stacked)
-    dtype = config.compute_dtype
-    rotation = layers.rotary(jnp.maximum(jnp.cumsum(mask_BT, axis=1) - 1, 0), config)
-    x_BTD = use(params["embedding"], declared["embedding"], layout, dtype)[tokens_BT]
-    x_BTD = layout.activation(x_BTD, ("batch", "length", "embed"))
-
-    def layer(weights: Any, x: jax.Array, wanted: Wanted) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        return _layer(use_layer(weights, config, layout), x, rotation, mask_BT, config, layout, wanted)
-
-    if stacked:
-        every = _rematerialized(lambda weights, x: layer(weights, x, 0), remat)
-        x_BTD, (k, v) = jax.lax.scan(lambda x, weights: every(weights, x), x_BTD, params["layers"])
-        keys_values = list(zip(k, v, strict=True))
-        x_BTD = _select(x_BTD, wanted)
-    else:
-        keys_values = []
-        for i, weights in enumerate(params["layers"]):
-            columns = wanted if i == config.num_layers - 1 else 0
-            x_BTD, kv = _rematerialized(functools.partial(layer, wanted=columns), remat)(weights, x_BTD)
-            keys_values.append(kv)
-    norm = use(params["final_norm"], declared["final_norm"], layout, dtype)
-    return layers.rms_norm(x_BTD, norm, config.norm_eps), keys_values
+    return x_BD, cache
 
 
 def _layer(

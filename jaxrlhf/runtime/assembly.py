@@ -302,6 +302,7 @@ def _written_plan(plan: Mapping[str, PlacementConfig], num_devices: int) -> dict
         try:
             strategy = Strategy(
                 data=entry.data, fsdp=entry.fsdp, tensor=entry.tensor, pipeline=entry.pipeline,
+                chunks=entry.chunks, schedule=entry.schedule,
                 micro_batches=entry.micro_batches, remat=entry.remat, balance=entry.balance,
             )  # fmt: skip
         except ValueError as error:

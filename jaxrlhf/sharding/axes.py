@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec
 
 from jaxrlhf.suggest import did_you_mean
 
-DATA, FSDP, TENSOR = "data", "fsdp", "tensor"
-MESH_AXES = (DATA, FSDP, TENSOR)
+PIPELINE, DATA, FSDP, TENSOR = "pipeline", "data", "fsdp", "tensor"
+MESH_AXES = (PIPELINE, DATA, FSDP, TENSOR)
 BATCH_AXES = (DATA, FSDP)
 """The mesh axes over which rows are split."""
 

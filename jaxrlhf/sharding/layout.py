@@ -1,9 +1,11 @@
 """A layout: a mesh with the rules by which weights, activations and rows are laid over it."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrlhf.sharding.axes import ACTIVATIONS, BATCH_AXES, WEIGHTS_AT_REST, WEIGHTS_AT_USE, partition_spec
@@ -25,6 +27,18 @@ class Layout:
     def over(cls, devices: tuple[int, ...], strategy: Strategy) -> "Layout":
         """The layout of a strategy over devices, given by their positions in `jax.devices()`."""
         return cls(build_mesh(devices, strategy), strategy)
+
+    @property
+    def is_pipelined(self) -> bool:
+        return self.strategy.pipeline > 1
+
+    def stage(self, stage: int) -> "Layout":
+        """The layout of the devices of one stage. Virtual stages beyond the first round are on the same devices."""
+        return _stage(self, stage % self.strategy.pipeline)
+
+    def data_group(self, group: int) -> "Layout":
+        """The layout of the devices that have the same rows."""
+        return _data_group(self, group)
 
     @property
     def devices(self) -> tuple[int, ...]:
@@ -66,3 +80,16 @@ class Layout:
         if self.mesh.size == 1:
             return array
         return jax.lax.with_sharding_constraint(array, NamedSharding(self.mesh, spec))
+
+
+@functools.lru_cache(maxsize=1024)
+def _stage(layout: Layout, stage: int) -> Layout:
+    positions = np.array(layout.devices).reshape(layout.strategy.pipeline, -1)[stage]
+    strategy = dataclasses.replace(layout.strategy, pipeline=1, chunks=1)
+    return Layout.over(tuple(positions.tolist()), strategy)
+
+
+@functools.lru_cache(maxsize=1024)
+def _data_group(layout: Layout, group: int) -> Layout:
+    positions = np.array(layout.devices).reshape(layout.mesh.devices.shape)[:, group]
+    return Layout.over(tuple(positions.flatten().tolist()), dataclasses.replace(layout.strategy, data=1))

@@ -56,7 +56,8 @@ def build_mesh(devices: tuple[int, ...], strategy: Strategy) -> Mesh:
     """A mesh over some of JAX's devices, given by their positions in `jax.devices()`."""
     assert len(devices) == strategy.num_devices, (devices, strategy)
     everything = jax.devices()
-    grid = np.array([everything[i] for i in devices]).reshape(strategy.data, strategy.fsdp, strategy.tensor)
+    shape = (strategy.pipeline, strategy.data, strategy.fsdp, strategy.tensor)
+    grid = np.array([everything[i] for i in devices]).reshape(shape)
     return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 

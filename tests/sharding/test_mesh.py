@@ -13,20 +13,20 @@ from jaxrlhf.sharding.strategy import Strategy
 
 def test_devices_stand_in_the_order_given_with_tensor_fastest():
     mesh = build_mesh((7, 6, 5, 4, 3, 2, 1, 0), Strategy(data=2, fsdp=2, tensor=2))
-    assert mesh.axis_names == ("data", "fsdp", "tensor")
+    assert mesh.axis_names == ("pipeline", "data", "fsdp", "tensor")
     ids = np.vectorize(lambda device: device.id)(mesh.devices)
-    np.testing.assert_array_equal(ids, [[[7, 6], [5, 4]], [[3, 2], [1, 0]]])
+    np.testing.assert_array_equal(ids, [[[[7, 6], [5, 4]], [[3, 2], [1, 0]]]])
 
 
 def test_some_of_the_devices():
     mesh = build_mesh((2, 5), Strategy(fsdp=2))
-    assert mesh.devices.shape == (1, 2, 1)
+    assert mesh.devices.shape == (1, 1, 2, 1)
     assert [device.id for device in mesh.devices.flat] == [2, 5]
 
 
 def test_axes_are_auto_so_that_constraints_work():
     mesh = build_mesh((0, 1), Strategy(data=2))
-    assert mesh.axis_types == (AxisType.Auto,) * 3
+    assert mesh.axis_types == (AxisType.Auto,) * 4
     split = NamedSharding(mesh, PartitionSpec("data"))
     given = jax.jit(lambda x: jax.lax.with_sharding_constraint(x, split))(np.arange(4))
     assert given.sharding.is_equivalent_to(split, 1)

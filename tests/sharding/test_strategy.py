@@ -25,7 +25,7 @@ def test_in_words(strategy, words):
     assert str(strategy) == words
 
 
-@pytest.mark.parametrize("field", ["data", "fsdp", "tensor", "pipeline", "micro_batches"])
+@pytest.mark.parametrize("field", ["data", "fsdp", "tensor", "pipeline", "chunks", "micro_batches"])
 @pytest.mark.parametrize("value", [0, -2])
 def test_degrees_are_positive(field, value):
     with pytest.raises(ValueError, match=re.escape(f"{field}: must be at least 1. Got {value}.")):
@@ -37,7 +37,24 @@ def test_remat_is_one_of_three():
         Strategy(remat="dot")  # pyright: ignore[reportArgumentType]
 
 
-def test_there_is_no_pipeline_yet():
-    message = "pipeline: only 1 so far. Got 2. Split over data, fsdp or tensor instead."
+def test_stages():
+    strategy = Strategy(pipeline=4, chunks=2, data=2)
+    assert strategy.num_devices == 8
+    assert strategy.num_stages == 8
+    assert str(strategy) == "pipeline 4 x data 2"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"chunks": 2}, "chunks: are parts of a stage, and need a pipeline. Got 2 with pipeline 1."),
+        ({"pipeline": 2, "schedule": "zb"}, "schedule: must be 1f1b or gpipe. Got 'zb'."),
+        (
+            {"pipeline": 2, "chunks": 2, "schedule": "gpipe"},
+            "schedule: with chunks it must be 1f1b, interleaved. Got 'gpipe'.",
+        ),
+    ],
+)
+def test_schedules_that_are_none(settings, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        Strategy(pipeline=2)
+        Strategy(**settings)

@@ -1,0 +1,114 @@
+"""The weights of a model by the stages of a pipeline.
+
+In a pipelined layout every weight rests on the devices of one stage: the embedding on the first, each layer on its own,
+the final norm and the heads on the last. Layers are a list there, never stacked. What belongs to one stage is the same
+tree with None in place of all other weights, so that what is done to weights one by one is done to it as to the whole.
+
+Here a stage is a group of devices. With chunks it has several parts of the layers, which are stages to a schedule.
+"""
+
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+from jax.tree_util import DictKey, SequenceKey
+
+from jaxrlhf.sharding.layout import Layout
+from jaxrlhf.sharding.stages import device_group, stage_of_layer
+
+_FIRST, _LAYERS, _LAST = ("embedding",), "layers", ("final_norm", "lm_head", "value_head")
+
+
+def stage_of_weight(path: tuple[Any, ...], num_layers: int, layout: Layout) -> int | None:
+    """The stage of a weight, or of its moment in an optimizer's state. None: of what belongs to no weight, a counter.
+
+    Args:
+        path: Of the leaf, as JAX gives it.
+    """
+    for i, key in enumerate(path):
+        name = key.key if isinstance(key, DictKey) else None
+        if name == _LAYERS:
+            number = path[i + 1]
+            assert isinstance(number, SequenceKey), "layers are a list in a pipelined layout"
+            return device_group(stage_of_layer(num_layers, layout.strategy.num_stages)[number.idx], layout.strategy)
+        if name in _FIRST:
+            return device_group(0, layout.strategy)
+        if name in _LAST:
+            return device_group(layout.strategy.num_stages - 1, layout.strategy)
+    return None
+
+
+def pick(tree: Any, stage: int, num_layers: int, layout: Layout) -> Any:
+    """What belongs to one stage, as it lies on its devices: None in place of all other weights.
+
+    What belongs to no weight is whole on every device, and is seen on those of the stage.
+    """
+    own = layout.stage(stage)
+
+    def of_stage(path: tuple[Any, ...], x: Any) -> Any:
+        at = stage_of_weight(path, num_layers, layout)
+        if at is None:
+            return seen_from(x, own.replicated)
+        return x if at == stage else None
+
+    return jax.tree_util.tree_map_with_path(of_stage, tree)
+
+
+def join(parts: list[Any], num_layers: int, layout: Layout) -> Any:
+    """The tree whose stages these are. What belongs to no weight is taken from all of them, who have the same."""
+    leaves = [jax.tree_util.tree_flatten_with_path(part, is_leaf=lambda x: x is None) for part in parts]
+    joined = []
+    for i, (path, _) in enumerate(leaves[0][0]):
+        at = stage_of_weight(path, num_layers, layout)
+        every = [part[0][i][1] for part in leaves]
+        joined.append(every[at] if at is not None else joined_view(every, layout.replicated))
+    return leaves[0][1].unflatten(joined)
+
+
+def seen_from(array: Any, sharding: NamedSharding) -> Any:
+    """A part of an array that lies on some of its devices, without a copy: of the same shape where these have all of
+    it, or else what they have together, as the sharding says.
+
+    Shapes, which lie nowhere, get the sharding.
+    """
+    if isinstance(array, NamedSharding):
+        return sharding
+    if isinstance(array, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
+    return _from_shards([array], array.shape, sharding)
+
+
+def joined_view(arrays: list[Any], sharding: NamedSharding) -> Any:
+    """One array of several that lie on different devices, which together are those of the sharding, without a copy."""
+    first = arrays[0]
+    if isinstance(first, NamedSharding):
+        return sharding
+    if isinstance(first, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(first.shape, first.dtype, sharding=sharding)
+    return _from_shards(arrays, first.shape, sharding)
+
+
+def _from_shards(arrays: list[jax.Array], shape: tuple[int, ...], sharding: NamedSharding) -> jax.Array:
+    """The array whose shards are those of some arrays that lie on the devices of a sharding."""
+    wanted = sharding.addressable_devices
+    shards = {s.device: s.data for array in arrays for s in array.addressable_shards if s.device in wanted}
+    assert len(shards) == len(wanted), (shape, sharding)
+    return jax.make_array_from_single_device_arrays(
+        shape, sharding, [shards[device] for device in sorted(wanted, key=lambda d: d.id)], dtype=arrays[0].dtype
+    )
+
+
+def part_of(array: jax.Array, shape: tuple[int, ...], sharding: NamedSharding) -> jax.Array:
+    """What some of the devices of an array have of it, as an array of their own, without a copy.
+
+    Args:
+        shape: Of the part. Its shards are those of the array.
+    """
+    assert sharding.shard_shape(shape) == array.sharding.shard_shape(array.shape), (shape, sharding, array.sharding)
+    return _from_shards([array], shape, sharding)
+
+
+def whole_of(arrays: list[jax.Array], sharding: NamedSharding) -> jax.Array:
+    """The array that others, each on its own devices, are the parts of along the first axis, without a copy."""
+    rows = sum(array.shape[0] for array in arrays)
+    return _from_shards(arrays, (rows, *arrays[0].shape[1:]), sharding)
