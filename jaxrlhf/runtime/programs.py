@@ -14,11 +14,12 @@ import jax.numpy as jnp
 from jaxrlhf.call_graph import named_sequences
 from jaxrlhf.experience import Max, Sampling, Term
 from jaxrlhf.models.generate import generate
+from jaxrlhf.models.heads import READINGS, read
 from jaxrlhf.models.lora import adapt
 from jaxrlhf.models.params import Params
 from jaxrlhf.reshard.balance import balanced_order
 from jaxrlhf.runtime.optimizer import OptimizerState, apply_gradient, optimizer_shardings
-from jaxrlhf.runtime.roles import GAP_METRIC, INFER, ModelRole, gap_term, logprob_gap, term_metrics, term_outputs
+from jaxrlhf.runtime.roles import GAP_METRIC, ModelRole, gap_term, logprob_gap, term_metrics, term_outputs
 from jaxrlhf.runtime.weight_sets import set_of
 from jaxrlhf.sharding.layout import Layout
 
@@ -59,7 +60,7 @@ def infer_program(role: ModelRole, method: str, rebuild: Rebuild, layout: Layout
         (sequences,) = rebuild(arrays)
 
         def infer(some_sequences: Any) -> Any:
-            return INFER[method](params, some_sequences, role.model, layout, "none")
+            return read(READINGS[method], params, some_sequences, role.model, layout)
 
         if not layout.strategy.balance:
             return jax.tree.leaves(_in_micro_batches(infer, sequences, layout))
@@ -169,11 +170,19 @@ class _Losses:
         self.count = len(terms)
         self._own = [{x.at for x in jax.tree.leaves(term) if isinstance(x, _Slot)} for term in terms]
 
+    def term(self, arrays: list[Any], i: int) -> Term:
+        """A term with its arrays."""
+        return self._rebuild(arrays)[0][i]
+
     def value(self, params: Params, arrays: list[Any], i: int) -> tuple[jax.Array, dict[str, Any]]:
         """The weight of a term's loss over its rows in `arrays`, and its metrics, the loss among them: sums."""
+        outputs = term_outputs(self._role, self.term(arrays, i), params, self._layout)
+        return self.value_of(outputs, arrays, i)
+
+    def value_of(self, outputs: Any, arrays: list[Any], i: int) -> tuple[jax.Array, dict[str, Any]]:
+        """The same, where what the model says is there already."""
         terms, update = self._rebuild(arrays)
         term: Term = terms[i]
-        outputs = term_outputs(self._role, term, params, self._layout)
         total, weight, metrics = term.loss(outputs, term.batch, update)
         metrics = {name: x if _is_max(x) else jnp.asarray(x, jnp.float32) for name, x in metrics.items()}
         if term is gap_term(self._role, terms):
