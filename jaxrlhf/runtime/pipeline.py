@@ -33,18 +33,32 @@ class Worker(Protocol):
         """Runs one, and returns something that is there when it is done."""
 
 
-def carry_out(order: Iterable[Instruction], workers: Sequence[Worker]) -> None:
+class Pipelined:
+    """A call that runs as a pipeline."""
+
+    end: Any = None
+    """After a call: an array that is there when what this process did for it is done."""
+
+
+def carry_out(order: Iterable[Instruction], workers: Sequence[Worker]) -> Any:
     """Every instruction in its turn.
 
     Args:
         order: As `topological_order` gives it.
         workers: By the number of the pipe.
+
+    Returns:
+        What the last instruction on a device of this process gave.
     """
-    flight = Flight()
+    flight, end = Flight(), None
     for instruction in order:
         worker = workers[instruction.pipe]
         step = worker.forward if instruction.forward else worker.backward
-        flight.add(step(instruction.micro_batch, instruction.stage))
+        given = step(instruction.micro_batch, instruction.stage)
+        flight.add(given)
+        if any(x.addressable_shards for x in jax.tree.leaves(given)[:1]):
+            end = given
+    return end
 
 
 class Flight:

@@ -31,15 +31,14 @@ from jaxrlhf.planner.schedule import gpipe, interleaved_1f1b, topological_order
 from jaxrlhf.reshard.reallocate import reallocate
 from jaxrlhf.runtime.loss_terms import MIN_WEIGHT, Losses, Rebuild, combine, is_max, over_updates, shuffled
 from jaxrlhf.runtime.optimizer import OptimizerState, apply_gradient, optimizer_shardings
-from jaxrlhf.runtime.pipeline import StageProgram, carry_out, compile_all, hand_over
+from jaxrlhf.runtime.pipeline import Pipelined, StageProgram, carry_out, compile_all, hand_over
+from jaxrlhf.runtime.pipelined_inference import MicroBatch, micro_batch
 from jaxrlhf.runtime.roles import ModelRole, joined_sequences, parted_outputs, term_reading
 from jaxrlhf.runtime.weight_sets import set_of
 from jaxrlhf.sharding.axes import DATA, PIPELINE
 from jaxrlhf.sharding.layout import Layout
+from jaxrlhf.sharding.processes import is_here
 from jaxrlhf.sharding.strategy import Strategy
-
-MicroBatch = dict[str, Any]
-"""`tokens` and `mask`, which go through the stages, and `own`: what the loss gets, None in place of other arrays."""
 
 
 def schedule_of(strategy: Strategy) -> Schedule:
@@ -49,7 +48,7 @@ def schedule_of(strategy: Strategy) -> Schedule:
     return interleaved_1f1b(strategy.pipeline, strategy.chunks, strategy.micro_batches)
 
 
-class PipelinedTraining:
+class PipelinedTraining(Pipelined):
     """`(params, optimizer state, noise, arrays, adapted) -> (params, optimizer state, metrics)`, as `train_program`."""
 
     def __init__(self, role: ModelRole, rebuild: Rebuild, has_rows: list[bool], layout: Layout) -> None:
@@ -76,6 +75,7 @@ class PipelinedTraining:
                 carry_out(order, run.workers(term))
                 run.end_term(term)
             run.end_update()
+        self.end = run.end
         return run.result()
 
 
@@ -118,18 +118,11 @@ class TrainPrograms:
                 order = {n: shuffled(noise, n, update.epochs, update.mini_batches)[number] for n in sizes}
                 arrays = [x[order[x.shape[0]]] if rows else x for x, rows in zip(arrays, self.has_rows, strict=True)]
             return [
-                [self._micro_batch(losses.part(losses.dealt(arrays, i), i, m, parts), i) for m in range(parts)]
+                [micro_batch(self.role, losses, losses.dealt(arrays, i), i, m, parts) for m in range(parts)]
                 for i in range(losses.count)
             ]
 
         return self.get("deal", lambda: StageProgram(deal, layout.rows, layout.mesh))
-
-    def _micro_batch(self, arrays: list[Any], i: int) -> MicroBatch:
-        term = self.losses.term(arrays, i)
-        sequences = joined_sequences(term, self.layout)
-        length, _ = term_reading(self.role, term).columns(sequences)
-        own = [x if own else None for x, own in zip(arrays, self.losses.own_rows(i), strict=True)]
-        return {"tokens": sequences.tokens[:, :length], "mask": sequences.mask[:, :length], "own": own}
 
     def forward(self, i: int, stage: int, group: int) -> StageProgram:
         """`(params, adapted, given, mask) -> what the next stage is given`."""
@@ -383,6 +376,8 @@ class TrainRun:
             jax.tree.map(lambda x, stage=stage: seen_from(x, layout.stage(stage).replicated), without_rows)
             for stage in self.stages
         ]
+        self.end: Any = None
+        """After an update: an array that is there when this process is done with it."""
         self._told: list[tuple[list[Any], dict[str, Any]]] = []
         self._adapted_in = [
             None if adapted is None else jax.tree.map(seen_from, adapted, programs.adapted_shardings(group))
@@ -489,6 +484,8 @@ class TrainRun:
                 self.params[stage], self.state[stage], sums[stage], own
             )
             rates.append(more)
+            if is_here(layout.stage(stage).mesh):
+                self.end = more
         self._told.append((self._parts, rates[last]))
         del self.dealt, self._sums, self._squares, self._seen, self._lent
 

@@ -17,6 +17,8 @@ from jaxrlhf.models.lora import adapt
 from jaxrlhf.models.params import Params
 from jaxrlhf.runtime.loss_terms import MIN_WEIGHT, Losses, Rebuild, balanced, cut, is_max, over_updates, shuffled
 from jaxrlhf.runtime.optimizer import OptimizerState, apply_gradient, optimizer_shardings
+from jaxrlhf.runtime.pipelined_inference import PipelinedInference, PipelinedLoss
+from jaxrlhf.runtime.pipelined_training import PipelinedTraining
 from jaxrlhf.runtime.roles import ModelRole
 from jaxrlhf.runtime.weight_sets import set_of
 from jaxrlhf.sharding.layout import Layout
@@ -50,6 +52,8 @@ def generate_program(role: ModelRole, rebuild: Rebuild, layout: Layout) -> Calla
 
 def infer_program(role: ModelRole, method: str, rebuild: Rebuild, layout: Layout) -> Callable[..., Any]:
     """`(params, arrays) -> leaves of the outputs`."""
+    if layout.is_pipelined:
+        return PipelinedInference(role, method, rebuild, layout)
 
     def program(params: Params, arrays: list[Any]) -> list[jax.Array]:
         (sequences,) = rebuild(arrays)
@@ -69,6 +73,8 @@ def infer_program(role: ModelRole, method: str, rebuild: Rebuild, layout: Layout
 
 def loss_program(role: ModelRole, rebuild: Rebuild, has_rows: list[bool], layout: Layout) -> Callable[..., Any]:
     """`(params, arrays) -> leaves of the metrics`: those of a train call's loss, without an update."""
+    if layout.is_pipelined:
+        return PipelinedLoss(role, rebuild, has_rows, layout)
     losses = Losses(role, rebuild, has_rows, layout)
 
     def program(params: Params, arrays: list[Any]) -> list[jax.Array]:
@@ -89,6 +95,8 @@ def train_program(role: ModelRole, rebuild: Rebuild, has_rows: list[bool], layou
     rows of each mini-batch anew, which changes only in what order they are summed.
     """
     assert role.optimizer is not None
+    if layout.is_pipelined:
+        return PipelinedTraining(role, rebuild, has_rows, layout)
     model, optimizer, lora, own = role.model, role.optimizer, role.lora, set_of(role)
     param_sharding = own.shardings(layout)
     optimizer_sharding = optimizer_shardings(optimizer, own.abstract(), param_sharding, layout)
