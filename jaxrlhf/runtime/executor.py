@@ -10,6 +10,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import functools
+import itertools
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +31,7 @@ from jaxrlhf.runtime.host_arrays import gather, hand_to_threads, to_host
 from jaxrlhf.runtime.programs import compute_program, generate_program, infer_program, loss_program, train_program
 from jaxrlhf.runtime.roles import FunctionRole, ModelRole, Role
 from jaxrlhf.runtime.timeline import STEP, Timeline, Watcher
+from jaxrlhf.runtime.weight_sets import How
 from jaxrlhf.runtime.weights import WeightStore
 from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.processes import absent, is_here, meet
@@ -254,7 +256,7 @@ class Executor:
             self._watch_reallocation(call.role, optimizer.num_updates, layout, started, received)
         adapted, received = self.weights.adapted_by(call.role, layout)
         if received is not None:
-            self._watch_reallocation(call.role, jax.tree.leaves(adapted)[0], layout, started, received)
+            self._watch_reallocation(call.role, adapted, layout, started, received)
         if program is not None:
             params, optimizer, metrics = program(params, optimizer, noise, arrays, adapted)
         else:
@@ -268,18 +270,18 @@ class Executor:
         role, name = self._model_role(call), self.weights.read_by(call.role)[0]
         merged = role.lora is not None and merging_pays(role.model, role.lora, call.num_tokens)
         params, received = self.weights.for_inference(
-            call.role, layout, stacked=self._is_stacked(call), version=self._first_versions[name] + call.reads,
+            call.role, layout, how=self._form(call, layout), version=self._first_versions[name] + call.reads,
             merged=merged,
         )  # fmt: skip
         if received is not None:
-            self._watch_reallocation(call.role, params["final_norm"], layout, started, received)
+            self._watch_reallocation(call.role, params, layout, started, received)
         return params
 
     def _pin(self, call: Call, plan: Plan) -> None:
         """Keeps the weights that a call reads, which are about to change."""
         assert call.role is not None
         layout = Layout.over(plan[call].devices, plan[call].strategy)
-        self.weights.pin(call.role, layout, stacked=self._is_stacked(call))
+        self.weights.pin(call.role, layout, how=self._form(call, layout))
 
     def _offload_after(self, call: Call, later: Sequence[Call], plan: Plan) -> None:
         """Lets an offloaded role rest after the last call of a step that reads what is its own, and begins to bring
@@ -314,8 +316,8 @@ class Executor:
             return
         placement, started = plan[call], time.perf_counter()
         layout = Layout.over(placement.devices, placement.strategy)
-        stacked, trains = self._is_stacked(call), call.kind == "train"
-        moving = self.weights.prefetch(call.role, layout, stacked=stacked, for_training=trains)
+        how, trains = self._form(call, layout), call.kind == "train"
+        moving = self.weights.prefetch(call.role, layout, how=how, for_training=trains)
         if moving is not None:
             self._watch_memory(moving, f"{call.role}.reload", layout, started)
 
@@ -324,8 +326,11 @@ class Executor:
         # what comes back may be donated to a train call; what rests never is
         self._watch(moving, name, "offload", layout, started, copy=not rests_on_host(moving), bytes=size)
 
-    def _is_stacked(self, call: Call) -> bool:
-        return self._model_role(call).model.scan_layers and call.kind != "generate"
+    def _form(self, call: Call, layout: Layout) -> How:
+        """How the layers of a call's weights lie."""
+        if layout.is_pipelined:
+            return "ring" if call.kind == "generate" else "list"
+        return "stacked" if self._model_role(call).model.scan_layers and call.kind != "generate" else "list"
 
     def _model_role(self, call: Call) -> ModelRole:
         assert call.role is not None
@@ -363,7 +368,9 @@ class Executor:
         """Has the timeline know when arrays are there. `copy`: they may be donated before the watcher has seen them."""
         if not layout.own_devices:
             return
-        first = jax.tree.leaves(arrays)[:1]
+        # of weights over the stages of a pipeline, one of a stage that is here
+        here = (x for x in jax.tree.leaves(arrays) if not isinstance(x, jax.Array) or x.sharding.addressable_devices)
+        first = list(itertools.islice(here, 1))
         phase, number = self._at
         self._watcher.watch(
             [x + 0 for x in first] if copy else first,
@@ -371,8 +378,8 @@ class Executor:
             bytes=bytes,
         )  # fmt: skip
 
-    def _watch_reallocation(self, role: str, array: jax.Array, layout: Layout, started: float, received: int) -> None:
-        self._watch(array, f"{role}.reallocate", "reallocate", layout, started, copy=True, bytes=received)
+    def _watch_reallocation(self, role: str, arrays: Any, layout: Layout, started: float, received: int) -> None:
+        self._watch(arrays, f"{role}.reallocate", "reallocate", layout, started, copy=True, bytes=received)
 
     def _bound_in_flight(self, outputs: Leaves, layout: Layout) -> None:
         if layout.own_devices:
