@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Bool, Float, Int, UInt
+from jaxtyping import Array, Float, Int, UInt
 
 from jaxrlhf.experience import RUNNING, Prompts, Rollout, Sampling
 from jaxrlhf.models.config import ModelConfig
@@ -41,6 +41,9 @@ from jaxrlhf.models.params import Params
 from jaxrlhf.models.transformer import decode_layers, embed, normalize, run_layers
 from jaxrlhf.sharding.axes import PIPELINE
 from jaxrlhf.sharding.layout import Layout
+from jaxrlhf.sharding.stages import layers_of_stages
+
+KeysValues = tuple[jax.Array, jax.Array]
 
 
 def generate(
@@ -71,15 +74,16 @@ def respond(
     config: ModelConfig,
     layout: Layout,
 ) -> tuple[Responses, Int[Array, ""]]:
-    """The responses to every prompt, and how many rounds they took: one token more than the longest has, at most."""
+    """The responses to every prompt, and how many rounds they took: at most as many as the longest has tokens."""
     G = layout.strategy.pipeline
     assert layout.is_pipelined and layout.strategy.chunks == 1 and prompts.tokens.shape[0] % G == 0
     by_micro_batch = jax.tree.map(lambda x: x.reshape(-1, G, *x.shape[1:]).swapaxes(0, 1), prompts)
+    whole, of_stages = PartitionSpec(), PartitionSpec(PIPELINE)
     ring = jax.shard_map(
         functools.partial(_ring, sampling=sampling, config=config, layout=layout.inside_stages()),
         mesh=layout.mesh,
-        in_specs=({**dict.fromkeys(params, PartitionSpec()), "layers": PartitionSpec(PIPELINE)},) + (PartitionSpec(),) * 3,
-        out_specs=PartitionSpec(),
+        in_specs=({**dict.fromkeys(params, whole), "layers": of_stages}, whole, whole, whole),
+        out_specs=whole,
         axis_names={PIPELINE},
         check_vma=False,
     )
@@ -141,7 +145,7 @@ def _ring(
         caches, responses = list(caches), list(responses)
         for tick in range(G):
             has_arrived = (number > 0) | (tick >= stage)
-            x_ND, caches[tick] = _decode(params["layers"], message_ND, caches[tick], has_arrived, stage, config, layout)
+            x_ND, caches[tick] = _decode(params, message_ND, caches[tick], has_arrived, stage, config, layout)
             if tick < G - 1:  # what the last stage has not yet got in the first round: it draws the first tokens
                 x_ND = jnp.where(has_arrived | (stage < G - 1), x_ND, hidden[tick])
             x_ND, responses[tick] = next_token(x_ND, responses[tick])
@@ -165,63 +169,96 @@ def _ring(
 
 def _prefill(
     params: Params, prompts: Prompts, stage: jax.Array, config: ModelConfig, layout: Layout
-) -> tuple[list[tuple[jax.Array, jax.Array]], list[jax.Array]]:
-    """The prompts through the stages, a micro-batch behind the other.
+) -> tuple[list[KeysValues], list[jax.Array]]:
+    """The prompts through the stages, one micro-batch behind the other.
 
     Returns:
-        Keys and values of the stage's layers [places, N, P, K, h], and, of every place, the outputs at the prompts'
-        last column, of the stage's last layer [N, D].
+        Keys and values of the stage's layers, [places, N, P, K, h]; and, of every place, the outputs at the prompts'
+        last column, [N, D], which are wanted of the last stage.
     """
     G, N, P = prompts.tokens.shape
-    heads = (G, N, P, config.num_kv_heads, config.head_size)
+    axes = ("batch", "length", "kv_heads", "head_dim")
+    shape, dtype = (N, P, config.num_kv_heads, config.head_size), config.compute_dtype
 
-    def compute(x_NPD: jax.Array, mask_NP: jax.Array) -> tuple[jax.Array, Any]:
-        return run_layers(params["layers"], x_NPD, mask_NP, config, layout)
+    def run_if(condition: jax.Array, layers: list[Any], x_NPD: jax.Array, mask_NP: jax.Array) -> Any:
+        def skip(x_NPD: jax.Array, _: jax.Array) -> tuple[jax.Array, list[KeysValues]]:
+            zeros = layout.activation(jnp.zeros(shape, dtype), axes)
+            return x_NPD, [(zeros, zeros) for _ in layers]
 
-    def idle(x_NPD: jax.Array, mask_NP: jax.Array) -> tuple[jax.Array, Any]:
-        zeros = jnp.zeros(heads[1:], x_NPD.dtype)
-        return x_NPD, [(zeros, zeros) for _ in params["layers"]]
+        def run(x_NPD: jax.Array, mask_NP: jax.Array) -> tuple[jax.Array, list[KeysValues]]:
+            return run_layers(layers, x_NPD, mask_NP, config, layout)
+
+        return jax.lax.cond(condition, run, skip, x_NPD, mask_NP)
 
     def tick(carry: Any, t: jax.Array) -> tuple[Any, jax.Array]:
         message_NPD, stored = carry
         serves = (t >= stage) & (t < stage + G)
-        tokens_NP, mask_NP = prompts.tokens[(t - stage) % G], prompts.mask[(t - stage) % G]
+        own = jax.tree.map(lambda x: x[(t - stage) % G], prompts)
         x_NPD = jax.lax.cond(
-            stage == 0, lambda x, tokens: embed(params, tokens, config, layout), lambda x, _: x, message_NPD, tokens_NP
+            stage == 0, lambda x, tokens: embed(params, tokens, config, layout), lambda x, _: x, message_NPD, own.tokens
         )
-        x_NPD, new = jax.lax.cond(serves, compute, idle, x_NPD, mask_NP)
+        new = []
+        for layers, has_them in _layers_of(params, stage, config, layout):
+            x_NPD, keys_values = run_if(serves & has_them, layers, x_NPD, own.mask)
+            new += keys_values
         stored = jax.tree.map(lambda s, x: s.at[t % G].set(jnp.where(serves, x, s[t % G])), stored, new)
         return (_hand_on(x_NPD, G), stored), x_NPD[:, -1]
 
-    zeros = layout.activation(jnp.zeros(heads, config.compute_dtype), (None, "batch", "length", "kv_heads", "head_dim"))
-    message_NPD = layout.activation(
-        jnp.zeros((N, P, config.hidden_size), config.compute_dtype), ("batch", "length", "embed")
-    )
+    zeros = layout.activation(jnp.zeros((G, *shape), dtype), (None, *axes))
+    message_NPD = layout.activation(jnp.zeros((N, P, config.hidden_size), dtype), ("batch", "length", "embed"))
     carry = (message_NPD, [(zeros, zeros) for _ in params["layers"]])
     (_, stored), last_tND = jax.lax.scan(tick, carry, jnp.arange(2 * G - 1))
-    # the last stage serves its places from tick G - 1 on
+    # the last stage serves its last place at tick G - 1, and the others after it
     return stored, [last_tND[place + G if place < G - 1 else place] for place in range(G)]
 
 
 def _decode(
-    layers: list[Any],
-    x_ND: Float[Array, "N D"],
+    params: Params,
+    x_ND: jax.Array,
     cache: KVCache,
-    has_arrived: Bool[Array, ""],
+    has_arrived: jax.Array,
     stage: jax.Array,
     config: ModelConfig,
     layout: Layout,
 ) -> tuple[jax.Array, KVCache]:
-    """One token more of a micro-batch through the layers of a stage.
+    """One more token of a micro-batch through the layers of a stage.
 
     In the first round a stage waits for its first message. What it computes before leaves the cache as it was: the slot
     that it wrote is free, and written again.
     """
-    x_ND, written = decode_layers(layers, x_ND, cache.advance(), config, layout)
-    return x_ND, written.replace(
-        newest=jnp.where(has_arrived, written.newest, cache.newest),
-        length=jnp.where(has_arrived, written.length, cache.length),
+    advanced = cache.advance()
+    keys, values = [], []
+
+    def run(layers: list[Any], x_ND: jax.Array, part: KVCache) -> tuple[jax.Array, KVCache]:
+        return decode_layers(layers, x_ND, part, config, layout)
+
+    for layers, has_them in _layers_of(params, stage, config, layout):
+        these = slice(len(keys), len(keys) + len(layers))
+        part = advanced.replace(keys=cache.keys[these], values=cache.values[these])
+        if has_them is True:
+            x_ND, part = run(layers, x_ND, part)
+        else:
+            x_ND, part = jax.lax.cond(
+                has_them, functools.partial(run, layers), lambda x_ND, part: (x_ND, part), x_ND, part
+            )
+        keys, values = [*keys, *part.keys], [*values, *part.values]
+    return x_ND, KVCache(
+        keys=tuple(keys),
+        values=tuple(values),
+        newest=jnp.where(has_arrived, advanced.newest, cache.newest),
+        length=jnp.where(has_arrived, advanced.length, cache.length),
     )
+
+
+def _layers_of(
+    params: Params, stage: jax.Array, config: ModelConfig, layout: Layout
+) -> list[tuple[list[Any], bool | jax.Array]]:
+    """The layers that every stage has, and, where the numbers differ, the one that only the first stages have; with
+    whether this stage has them."""
+    numbers = [len(layers) for layers in layers_of_stages(config.num_layers, layout.strategy.pipeline)]
+    fewest, layers = min(numbers), params["layers"]
+    every: list[tuple[list[Any], bool | jax.Array]] = [(layers[:fewest], True)]
+    return every if max(numbers) == fewest else [*every, (layers[fewest:], stage < numbers.count(max(numbers)))]
 
 
 def _own(slots: list[dict[str, jax.Array]]) -> list[dict[str, jax.Array]]:
