@@ -32,8 +32,7 @@ from jaxrlhf.runtime.checkpoints import changing_sets
 from jaxrlhf.runtime.executor import Executor
 from jaxrlhf.runtime.first_weights import Placed, load_first_weights
 from jaxrlhf.runtime.metrics import flatten
-from jaxrlhf.runtime.programs import GAP_METRIC
-from jaxrlhf.runtime.roles import ModelRole
+from jaxrlhf.runtime.roles import GAP_METRIC, ModelRole
 from jaxrlhf.runtime.weight_sets import BASE
 from jaxrlhf.sharding import mesh
 from jaxrlhf.sharding.strategy import Strategy

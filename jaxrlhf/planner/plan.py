@@ -51,6 +51,8 @@ class Plan:
     placements: Mapping[str, Placement]
     offload: tuple[str, ...] = ()
     """Roles whose weights rest in host memory where no call needs them."""
+    fuse: tuple[str, ...] = ()
+    """Two train calls that run as one pipeline."""
 
     def __getitem__(self, call: Call) -> Placement:
         return self.placements[call.plan_name]

@@ -27,6 +27,7 @@ from jaxrlhf.reshard.protocols import input_shardings
 from jaxrlhf.reshard.reallocate import reallocate
 from jaxrlhf.runtime.channel import Channel
 from jaxrlhf.runtime.host_arrays import gather, hand_to_threads, to_host
+from jaxrlhf.runtime.pipeline import Pipelined
 from jaxrlhf.runtime.programs import compute_program, generate_program, infer_program, loss_program, train_program
 from jaxrlhf.runtime.roles import FunctionRole, ModelRole, Role
 from jaxrlhf.runtime.timeline import STEP, Timeline, Watcher
@@ -231,7 +232,9 @@ class Executor:
                 program = self._program(key, layout, build)
                 arguments = (params, arrays)
             outputs = program(*arguments) if program is not None else _absent_outputs(call, layout)
-        self._watch(outputs, call.plan_name, call.kind, layout, dispatched)
+        program = self._programs.get(key)
+        ends = program.end if isinstance(program, Pipelined) else outputs  # the outputs may be in another process
+        self._watch(ends, call.plan_name, call.kind, layout, dispatched)
         self._bound_in_flight(outputs, layout)
         return outputs
 
@@ -385,6 +388,8 @@ class Executor:
 
 def _absent_outputs(call: Call, layout: Layout) -> Leaves:
     """What a process holds of a call that runs in others."""
+    if call.kind in ("infer", "train") and layout.is_pipelined:
+        layout = layout.stage(layout.strategy.num_stages - 1)
     return [absent(ref, layout.rows if ref.has_rows else layout.replicated) for ref in call.output_refs]
 
 

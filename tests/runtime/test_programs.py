@@ -14,7 +14,7 @@ from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.params import Params, abstract_params, init_params, param_shardings
 from jaxrlhf.models.ring_weights import ring_params
 from jaxrlhf.reshard.reallocate import reallocate
-from jaxrlhf.runtime import programs
+from jaxrlhf.runtime import loss_terms
 from jaxrlhf.runtime.optimizer import apply_gradient, init_optimizer, optimizer_shardings
 from jaxrlhf.runtime.programs import generate_program, infer_program, loss_program, train_program
 from jaxrlhf.runtime.roles import GAP_METRIC, ModelRole
@@ -286,7 +286,7 @@ def test_balanced_training_makes_the_same_updates(strategy):
 
 def test_a_balanced_program_deals_its_rows():
     rollout, layout = make_batch()["sequences"], Layout.over((0, 1), Strategy(data=2, balance=True))
-    order, inverse = jax.jit(lambda x: programs._balanced(x, layout))(rollout)
+    order, inverse = jax.jit(lambda x: loss_terms.balanced(x, layout))(rollout)
     tokens_B = np.asarray(rollout.mask.sum(axis=1))
     undealt, dealt = (tokens_B.reshape(2, -1).sum(axis=1), tokens_B[np.asarray(order)].reshape(2, -1).sum(axis=1))
     assert np.ptp(dealt) < np.ptp(undealt)

@@ -1,0 +1,162 @@
+"""What schedules are made of: pipes, their instructions, what each of these needs, and when it can run."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from jaxrlhf.brief import brief
+
+
+class ScheduleError(ValueError):
+    """A schedule, or the description of a pipeline, that cannot be."""
+
+
+class Instruction(NamedTuple):
+    """One micro-batch's forward or backward on one virtual stage of one pipe."""
+
+    pipe: int
+    micro_batch: int
+    stage: int
+    forward: bool
+
+    def __str__(self) -> str:
+        kind = "forward" if self.forward else "backward"
+        return f"the {kind} of micro-batch {self.micro_batch} on stage {self.stage} of pipe {self.pipe}"
+
+
+@dataclass(frozen=True)
+class Pipe:
+    """One pipeline group of one model.
+
+    Attributes:
+        nodes: Virtual stage -> the node that runs it. A node may run several: interleaved, (0, 1, 2, 3, 0, 1, 2, 3).
+        micro_batches: How many go through it.
+        forward: Latency of one micro-batch's forward on one virtual stage.
+        backward: The same of its backward. None: the pipe computes forwards only.
+        activation: Memory that is kept for a micro-batch on a virtual stage from its forward to its backward.
+        model: Pipes with equal numbers are data-parallel groups of one model.
+
+    Raises:
+        ScheduleError: There are no stages or no micro-batches, or a latency or a size is negative.
+    """
+
+    nodes: tuple[int, ...]
+    micro_batches: int
+    forward: float = 1
+    backward: float | None = 2
+    activation: float = 1
+    model: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.nodes or min(self.nodes) < 0:
+            raise ScheduleError(
+                f"nodes of a pipe: must be one node or more, counted from 0. Got {brief(self.nodes)}. "
+                "Give the node of every stage, such as (0, 1)."
+            )
+        if self.micro_batches < 1:
+            raise ScheduleError(
+                f"micro_batches of a pipe: must be at least 1. Got {self.micro_batches}. Give each pipe some."
+            )
+        sizes = {"forward": self.forward, "backward": self.backward, "activation": self.activation}
+        for name, size in sizes.items():
+            if size is not None and not 0 <= size < float("inf"):
+                raise ScheduleError(
+                    f"{name} of a pipe: must be a number that is not negative. Got {size}. Give what a stage takes."
+                )
+
+    @property
+    def stages(self) -> int:
+        """The number of its virtual stages."""
+        return len(self.nodes)
+
+    def latency(self, *, forward: bool) -> float:
+        """Of one instruction."""
+        return self.forward if forward else self.backward or 0
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The pipes, and node -> its instructions in their order."""
+
+    pipes: tuple[Pipe, ...]
+    orders: tuple[tuple[Instruction, ...], ...]
+
+
+def instructions(pipes: Sequence[Pipe]) -> Iterator[Instruction]:
+    """All that some pipes have to do."""
+    for index, pipe in enumerate(pipes):
+        for micro_batch in range(pipe.micro_batches):
+            for stage in range(pipe.stages):
+                yield Instruction(index, micro_batch, stage, True)
+                if pipe.backward is not None:
+                    yield Instruction(index, micro_batch, stage, False)
+
+
+def needed(pipes: Sequence[Pipe], instruction: Instruction) -> Instruction | None:
+    """What an instruction needs: the same micro-batch's forward a stage before, or its backward a stage after.
+
+    The backward of the last stage needs its forward; the forward of the first one needs nothing.
+    """
+    pipe, micro_batch, stage, forward = instruction
+    if forward:
+        return Instruction(pipe, micro_batch, stage - 1, True) if stage else None
+    last = stage == pipes[pipe].stages - 1
+    return Instruction(pipe, micro_batch, stage, True) if last else Instruction(pipe, micro_batch, stage + 1, False)
+
+
+def spans(schedule: Schedule) -> dict[Instruction, tuple[float, float]]:
+    """Instruction -> when it starts and when it finishes, if each starts as early as it can.
+
+        start(x) = max(finish of the one before x on its node, finish of what x needs), or 0
+        finish(x) = start(x) + latency(x)
+
+    Raises:
+        ScheduleError: The orders deadlock: nodes wait for one another in a circle.
+    """
+    pipes, orders = schedule.pipes, schedule.orders
+    found: dict[Instruction, tuple[float, float]] = {}
+    done = [0] * len(orders)
+    clock: list[float] = [0] * len(orders)
+    waiting: dict[Instruction, list[int]] = {}
+    ready = list(range(len(orders)))
+    while ready:
+        node = ready.pop()
+        while done[node] < len(orders[node]):
+            instruction = orders[node][done[node]]
+            before = needed(pipes, instruction)
+            if before is not None and before not in found:
+                waiting.setdefault(before, []).append(node)
+                break
+            start = clock[node] if before is None else max(clock[node], found[before][1])
+            clock[node] = start + pipes[instruction.pipe].latency(forward=instruction.forward)
+            found[instruction] = (start, clock[node])
+            done[node] += 1
+            ready += waiting.pop(instruction, [])
+    if waiting:
+        raise ScheduleError(_deadlock(schedule, done))
+    return found
+
+
+def _deadlock(schedule: Schedule, done: Sequence[int]) -> str:
+    """The circle in which nodes wait, as a message. `done`: how many instructions each node could run."""
+    position = {x: (node, index) for node, order in enumerate(schedule.orders) for index, x in enumerate(order)}
+    node = next(node for node, order in enumerate(schedule.orders) if done[node] < len(order))
+    path: list[int] = []
+    while node not in path:
+        path.append(node)
+        wanted = needed(schedule.pipes, schedule.orders[node][done[node]])
+        assert wanted is not None
+        if wanted not in position:
+            return (
+                f"A schedule: what an instruction needs must be in it. Got {schedule.orders[node][done[node]]} on node "
+                f"{node}, and nowhere {wanted}. Add it to the node of its stage."
+            )
+        node = position[wanted][0]
+    parts = []
+    for waits in path[path.index(node) :]:
+        head = schedule.orders[waits][done[waits]]
+        parts.append(f"node {waits} waits before {head} for {needed(schedule.pipes, head)}")
+    return (
+        f"A schedule: nodes must not wait for one another in a circle. Got {'; '.join(parts)}. Let each node run what "
+        "another one waits for before what it waits for itself."
+    )
