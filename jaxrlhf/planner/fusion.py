@@ -79,7 +79,9 @@ def opposite(first: Placement, second: Placement) -> Placement:
 
 
 @functools.lru_cache(maxsize=16)
-def fused_order(first: Placement, second: Placement, costs: tuple[StageCost, StageCost]) -> FusedOrder:
+def fused_order(
+    first: Placement, second: Placement, costs: tuple[StageCost, StageCost]
+) -> FusedOrder:
     """A schedule of both calls at once: found in a second or two, the same in every process.
 
     Raises:
