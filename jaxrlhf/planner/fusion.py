@@ -13,13 +13,12 @@ import functools
 import numpy as np
 
 from jaxrlhf.call_graph import Call, CallGraph
+from jaxrlhf.config.schema import FUSE
 from jaxrlhf.planner.fused_schedule import fuse_quickly
 from jaxrlhf.planner.instructions import Instruction, Pipe, Schedule
 from jaxrlhf.planner.plan import Placement, Plan, PlanError, train_sizes
 from jaxrlhf.planner.schedule import topological_order
 from jaxrlhf.sharding.strategy import Strategy
-
-FUSE = "fuse"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,9 +78,7 @@ def opposite(first: Placement, second: Placement) -> Placement:
 
 
 @functools.lru_cache(maxsize=16)
-def fused_order(
-    first: Placement, second: Placement, costs: tuple[StageCost, StageCost]
-) -> FusedOrder:
+def fused_order(first: Placement, second: Placement, costs: tuple[StageCost, StageCost]) -> FusedOrder:
     """A schedule of both calls at once: found in a second or two, the same in every process.
 
     Raises:
@@ -165,7 +162,7 @@ def check_fusion(plan: Plan, graph: CallGraph) -> None:
         if placement.strategy.pipeline == 1 or placement.strategy.chunks > 1:
             raise PlanError(
                 f"{where}: {call.plan_name} must have a pipeline without chunks. Got pipeline "
-                f"{placement.strategy.pipeline}, chunks {placement.strategy.chunks}. Set plan.{call.plan_name}.pipeline."
+                f"{placement.strategy.pipeline}, chunks {placement.strategy.chunks}. Set its pipeline to 2, say."
             )
     if set(one.devices) != set(two.devices):
         raise PlanError(

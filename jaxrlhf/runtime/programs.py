@@ -102,7 +102,9 @@ def train_program(role: ModelRole, rebuild: Rebuild, has_rows: list[bool], layou
         return PipelinedTraining(role, rebuild, has_rows, layout)
     model, optimizer, lora, own = role.model, role.optimizer, role.lora, set_of(role)
     param_sharding = own.shardings(layout)
-    optimizer_sharding = optimizer_shardings(optimizer, own.abstract(), param_sharding, layout)
+    optimizer_sharding = optimizer_shardings(
+        optimizer, own.abstract(how=own.resting_form(layout)), param_sharding, layout
+    )
     losses = Losses(role, rebuild, has_rows, layout)
 
     def one_update(
