@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from jaxrlhf.call_graph import Call, CallGraph, Ref
-from jaxrlhf.config.schema import OFFLOAD
+from jaxrlhf.config.schema import FUSE, OFFLOAD
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.planner.row_keys import BATCH_SIZE, RowKeys
 from jaxrlhf.planner.stage_rules import (
@@ -59,13 +59,16 @@ class Plan:
     placements: Mapping[str, Placement]
     offload: tuple[str, ...] = ()
     """Roles whose weights rest in host memory where no call needs them."""
+    fuse: tuple[str, ...] = ()
+    """Two train calls that run as one pipeline."""
 
     def __getitem__(self, call: Call) -> Placement:
         return self.placements[call.plan_name]
 
     def to_json(self) -> dict[str, Any]:
         placements = {name: dataclasses.asdict(placement) for name, placement in self.placements.items()}
-        return placements | ({OFFLOAD: list(self.offload)} if self.offload else {})
+        lists = {OFFLOAD: list(self.offload), FUSE: list(self.fuse)}
+        return placements | {name: names for name, names in lists.items() if names}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Plan":
@@ -74,12 +77,13 @@ class Plan:
         Raises:
             PlanError: Something is missing, unknown or not as it should be.
         """
-        offload = data.get(OFFLOAD, ())
-        if not isinstance(offload, list | tuple) or not all(isinstance(role, str) for role in offload):
-            raise PlanError(f"plan: {OFFLOAD}: must be a list of roles. Got {offload!r}. Write [reference], say.")
+        for key, what, example in ((OFFLOAD, "roles", "[reference]"), (FUSE, "calls", "[actor.train, critic.train]")):
+            names = data.get(key, ())
+            if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+                raise PlanError(f"plan: {key}: must be a list of {what}. Got {names!r}. Write {example}, say.")
         placements = {}
         for name, entry in data.items():
-            if name == OFFLOAD:
+            if name in (OFFLOAD, FUSE):
                 continue
             try:
                 if unknown := set(entry) - {"devices", "strategy", "protocol"}:
@@ -94,7 +98,7 @@ class Plan:
                     f"plan: {name}: a placement is {{devices: [...], strategy: {{data: ..., ...}}}}. Got {entry!r} "
                     f"({error})."
                 ) from error
-        return cls(placements, tuple(offload))
+        return cls(placements, tuple(data.get(OFFLOAD, ())), tuple(data.get(FUSE, ())))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +126,9 @@ def train_sizes(call: Call, strategy: Strategy) -> tuple[TrainSizes, ...]:
     return tuple(TrainSizes(n, update.mini_batches, update.epochs, strategy.micro_batches) for n in rows)
 
 
-def resolve(written: Mapping[str, Placement], graph: CallGraph, offload: Iterable[str] = ()) -> Plan:
+def resolve(
+    written: Mapping[str, Placement], graph: CallGraph, offload: Iterable[str] = (), fuse: Iterable[str] = ()
+) -> Plan:
     """A placement for every call of a graph from a plan written by hand.
 
     A call takes the placement under its own name (`actor.generate#2`), else under its name without the ordinal, else
@@ -134,7 +140,7 @@ def resolve(written: Mapping[str, Placement], graph: CallGraph, offload: Iterabl
             continue
         name = call.plan_name
         placements[name] = written.get(name) or written.get(name.split("#")[0]) or written[DEFAULT]
-    return Plan(placements, tuple(offload))
+    return Plan(placements, tuple(offload), tuple(fuse))
 
 
 def check_offload(offload: Iterable[str], roles: Iterable[str], models: Iterable[str]) -> None:

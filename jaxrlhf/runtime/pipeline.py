@@ -9,7 +9,7 @@ own, and takes part in the hand-overs from and to them.
 import collections
 import concurrent.futures
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -40,12 +40,12 @@ class Pipelined:
     """After a call: an array that is there when what this process did for it is done."""
 
 
-def carry_out(order: Iterable[Instruction], workers: Sequence[Worker]) -> Any:
+def carry_out(order: Iterable[Instruction], workers: Mapping[int, Worker]) -> Any:
     """Every instruction in its turn.
 
     Args:
         order: As `topological_order` gives it.
-        workers: By the number of the pipe.
+        workers: Number of the pipe -> what carries out its instructions.
 
     Returns:
         What the last instruction on a device of this process gave.

@@ -166,7 +166,7 @@ class ForwardPass(Pipelined):
             self._params[-1] = lend_embedding(self._params[-1], lent)
         if any(program.is_new for program in self._programs):
             compile_all(self._jobs(), self._layout.mesh)
-        self.end = carry_out(self._order, [self])
+        self.end = carry_out(self._order, {0: self})
         outputs = [self._outputs[m] for m in range(len(micro_batches))]
         del self._micro_batches, self._others, self._outputs, self._given, self._params
         return outputs

@@ -72,7 +72,7 @@ class PipelinedTraining(Pipelined):
         for update in range(run.num_updates):
             run.begin_update(update)
             for term in range(run.num_terms):
-                carry_out(order, run.workers(term))
+                carry_out(order, dict(enumerate(run.workers(term))))
                 run.end_term(term)
             run.end_update()
         self.end = run.end
@@ -94,9 +94,11 @@ class TrainPrograms:
         """The last stage is lent the embedding for its head."""
         self.tied = self.lends and role.lora is None
         """And gives its gradient back."""
-        self.declared = set_of(role).declare()
+        self.declared = set_of(role).declare(how="list")
         self.shardings = shardings_of(self.declared, layout)
-        self.state_shardings = optimizer_shardings(role.optimizer, set_of(role).abstract(), self.shardings, layout)
+        self.state_shardings = optimizer_shardings(
+            role.optimizer, set_of(role).abstract(how="list"), self.shardings, layout
+        )
         self._programs: dict[Any, StageProgram] = {}
 
     def get(self, key: Any, build: Callable[[], StageProgram]) -> StageProgram:
