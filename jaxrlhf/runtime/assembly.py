@@ -30,7 +30,17 @@ from jaxrlhf.models.lora import declare_adapters
 from jaxrlhf.models.params import Weight, num_parameters
 from jaxrlhf.planner.device_order import reuse_training_shards, training_placements
 from jaxrlhf.planner.fusion import check_fusion, oppose
-from jaxrlhf.planner.plan import DEFAULT, Placement, Plan, check, check_names, check_offload, resolve
+from jaxrlhf.planner.plan import (
+    DEFAULT,
+    Placement,
+    Plan,
+    check,
+    check_computes,
+    check_names,
+    check_offload,
+    resolve,
+    stage_warnings,
+)
 from jaxrlhf.planner.row_keys import RowKeys, count_keys
 from jaxrlhf.runtime.configured_roles import check_roles, check_vocabulary, configured_models, describe, make_role
 from jaxrlhf.runtime.metrics import check_results
@@ -238,7 +248,11 @@ def assemble(
         config, tables, loader, train, train_rows, warm_start, evaluation, eval_batches, held_out, held_out_batches,
         best_by, tuple(warnings),
     )  # fmt: skip
-    check_names(config.placements, [p.graph for p in made.phases.values()])
+    graphs = [p.graph for p in made.phases.values()]
+    check_names(config.placements, graphs)
+    check_computes({name: written[name] for name in config.placements if name != DEFAULT}, graphs)
+    waits = [warning for p in made.phases.values() for warning in stage_warnings(p.plan, p.graph)]
+    made = dataclasses.replace(made, warnings=(*made.warnings, *dict.fromkeys(waits)))
     _check_length(made, models)
     for name, model in models.items():
         made.attention(name, model)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrlhf.experience import Sampling
+from jaxrlhf.models import ring
 from jaxrlhf.models.generate import generate
 from jaxrlhf.models.heads import READINGS, read
 from jaxrlhf.models.lora import adapt
@@ -33,14 +34,16 @@ def compute_program(
 
 
 def generate_program(role: ModelRole, rebuild: Rebuild, layout: Layout) -> Callable[..., Any]:
-    """`(params, noise, temperature, arrays) -> leaves of a Rollout`."""
+    """`(params, noise, temperature, arrays) -> leaves of a Rollout`. In a pipelined layout the params are as
+    `ring_params` gives them."""
+    generate_in = ring.generate if layout.is_pipelined else generate
 
     def program(params: Params, noise: jax.Array, temperature: jax.Array, arrays: list[Any]) -> list[jax.Array]:
         prompts, sampling = rebuild(arrays)
         assert isinstance(sampling, Sampling)
 
         def respond(some_prompts: Any) -> Any:
-            rollout = generate(params, some_prompts, noise, temperature, sampling, role.model, layout)
+            rollout = generate_in(params, some_prompts, noise, temperature, sampling, role.model, layout)
             # a row for each prompt, with its samples in it, until all are back in order
             return jax.tree.map(lambda x: x.reshape(-1, sampling.num_samples, *x.shape[1:]), rollout)
 
