@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxrlhf.experience import PolicyAndValues, PolicyOutputs, Rollout, Sequences
-from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.models.config import ModelConfig, at_least_float32
 from jaxrlhf.models.params import Params, declare, use
 from jaxrlhf.models.transformer import Wanted, hidden_states
 from jaxrlhf.sharding.layout import Layout
@@ -144,7 +144,7 @@ def logits(
 ) -> Float[Array, "*S V"]:
     """Next-token logits in float32."""
     head_DV = output_embedding(params, config, layout)
-    return jnp.matmul(hidden_SD, head_DV, preferred_element_type=jnp.float32)
+    return jnp.matmul(hidden_SD, head_DV, preferred_element_type=at_least_float32(hidden_SD.dtype))
 
 
 def output_embedding(params: Params, config: ModelConfig, layout: Layout) -> Float[Array, "D V"]:
@@ -207,7 +207,8 @@ def _chunk_outputs(
 
 def _chunk_forward(hidden_BCD: jax.Array, head_DV: jax.Array, target_BC: jax.Array, layout: Layout) -> Any:
     B, C, D = hidden_BCD.shape
-    logits_BCV = jnp.matmul(hidden_BCD.reshape(-1, D), head_DV, preferred_element_type=jnp.float32)
+    wide = at_least_float32(hidden_BCD.dtype)
+    logits_BCV = jnp.matmul(hidden_BCD.reshape(-1, D), head_DV, preferred_element_type=wide)
     logits_BCV = layout.activation(logits_BCV.reshape(B, C, -1), ("batch", "length", "vocab"))
     highest_BC1 = logits_BCV.max(axis=-1, keepdims=True)
     exp_BCV = jnp.exp(logits_BCV - highest_BC1)
@@ -242,5 +243,5 @@ def _is_target(logits_BCV: jax.Array, target_BC: jax.Array) -> jax.Array:
 
 
 def _scalars(params: Params, hidden_SD: jax.Array, config: ModelConfig, layout: Layout) -> jax.Array:
-    head_D1 = use(params["value_head"], declare(config)["value_head"], layout, jnp.float32)
-    return jnp.matmul(hidden_SD.astype(jnp.float32), head_D1)[..., 0]
+    head_D1 = use(params["value_head"], declare(config)["value_head"], layout, at_least_float32(hidden_SD.dtype))
+    return jnp.matmul(hidden_SD.astype(head_D1.dtype), head_D1)[..., 0]

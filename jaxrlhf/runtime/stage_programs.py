@@ -13,6 +13,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrlhf.experience import Max
+from jaxrlhf.models.config import at_least_float32
 from jaxrlhf.models.lora import adapt
 from jaxrlhf.models.params import Params, Weight, declare, param_shardings, shardings_of
 from jaxrlhf.models.pipeline import lend_embedding, run_stage
@@ -207,11 +208,11 @@ class TrainPrograms:
     def zeros(self, stage: int, group: int, params: Params) -> StageProgram:
         """`() -> gradient of nothing yet`."""
         shapes = [(1, *x.shape) for x in jax.tree.leaves(params)]
-        structure = jax.tree.structure(params)
+        structure, dtype = jax.tree.structure(params), at_least_float32(jax.tree.leaves(params)[0].dtype)
         shardings = self.gradient_shardings(stage, group)
 
         def zeros() -> Params:
-            return structure.unflatten([jnp.zeros(shape, jnp.float32) for shape in shapes])
+            return structure.unflatten([jnp.zeros(shape, dtype) for shape in shapes])
 
         mesh = self.groups[group].stage(stage).mesh
         return self.get(("zeros", stage, group), lambda: StageProgram(zeros, shardings, mesh))
