@@ -10,10 +10,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.params import Params
-from jaxrlhf.models.transformer import Wanted, embed, normalize, run_layers
+from jaxrlhf.models.transformer import Kept, Wanted, embed, normalize, run_layers
 from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.stages import layers_of_stages
-from jaxrlhf.sharding.strategy import Remat
 
 
 def run_stage(
@@ -26,7 +25,7 @@ def run_stage(
     layout: Layout,
     *,
     wanted: Wanted = 0,
-    remat: Remat = "none",
+    remat: Kept = "none",
 ) -> Float[Array, "B S D"]:
     """What a stage hands on: hidden states, of the last stage normalized, for the columns that are wanted.
 

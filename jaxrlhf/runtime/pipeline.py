@@ -107,6 +107,16 @@ class StageProgram:
         return self._compiled is None and is_here(self.mesh)
 
     @property
+    def outputs(self) -> Any:
+        """Shapes, dtypes and shardings of its outputs, once it is compiled."""
+        compiled: Any = self._compiled
+        return jax.tree.map(
+            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+            compiled.out_info,
+            compiled.output_shardings,
+        )
+
+    @property
     def memory(self) -> Any:
         """What the compiler says of its memory on each device."""
         return self._compiled.memory_analysis()
@@ -129,10 +139,10 @@ def absent_like(avals: Any, shardings: Any) -> Any:
     return jax.tree.map(lambda sharding, tree: jax.tree.map(lambda x: absent(x, sharding), tree), shardings, avals)
 
 
-def compile_all(jobs: Sequence[tuple[StageProgram, tuple[Any, ...]]], mesh: Any) -> None:
-    """Compiles programs for their arguments, side by side, and waits until all processes of a mesh have."""
+def compile_all(jobs: Sequence[Callable[[], None]], mesh: Any) -> None:
+    """Compiles side by side, and waits until all processes of a mesh have."""
     with concurrent.futures.ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as threads:
-        for done in [threads.submit(program.compile, *arguments) for program, arguments in jobs]:
+        for done in [threads.submit(job) for job in jobs]:
             done.result()
     meet(mesh.devices.flat)
 

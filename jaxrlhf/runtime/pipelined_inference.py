@@ -199,14 +199,17 @@ class ForwardPass(Pipelined):
             own = [x if other is None else other for x, other in zip(own, self._others, strict=True)]
         return (*inputs, own)
 
-    def _jobs(self) -> list[tuple[StageProgram, tuple[Any, ...]]]:
-        """The programs, with what they will be called with."""
+    def _jobs(self) -> list[Callable[[], None]]:
+        """What compiles the program of each stage for what it will be called with."""
         shape = (*self._micro_batches[0]["tokens"].shape, self._role.model.hidden_size)
-        dtype, jobs = self._role.model.compute_dtype, []
-        for stage, program in enumerate(self._programs):
+        dtype = self._role.model.compute_dtype
+
+        def job(stage: int, program: StageProgram) -> Callable[[], None]:
             given = jax.ShapeDtypeStruct(shape, dtype, sharding=self._layout.stage(stage).rows)
-            jobs.append((program, self._arguments(0, stage, given)))
-        return jobs
+            arguments = self._arguments(0, stage, given)
+            return lambda: program.compile(*arguments)
+
+        return [job(stage, program) for stage, program in enumerate(self._programs)]
 
 
 def _run(

@@ -4,8 +4,9 @@ A train call is one program over its devices where it has no stages. With stages
 and what follows is done for every mini-batch:
 
 1. The rows are dealt into micro-batches.
-2. A schedule is carried out. The forward of a stage keeps only what it was given; its backward computes the stage anew
-   and adds the gradient of its weights to what it has, on the devices of its own group.
+2. A schedule is carried out. The forward of a stage keeps the results of its matrix products and of attention for its
+   backward, or, with remat `dots`, the former only; with `layer` only what it was given, and the backward computes the
+   stage anew. The backward adds the gradient of the stage's weights to what there is, on the devices of its own group.
 3. The gradients are summed over the groups, once, and divided by the weight of the loss. The norm of the whole gradient
    is made of those of the stages. Every stage updates its own weights.
 
@@ -16,25 +17,20 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxrlhf.experience import Max
-from jaxrlhf.models.lora import adapt
-from jaxrlhf.models.params import Params, Weight, declare, param_shardings, shardings_of
-from jaxrlhf.models.pipeline import lend_embedding, run_stage
+from jaxrlhf.models.params import Params
+from jaxrlhf.models.pipeline import lend_embedding
 from jaxrlhf.models.stages import fill, join, part_of, pick, pick_virtual, seen_from, whole_of
 from jaxrlhf.planner.instructions import Schedule
 from jaxrlhf.planner.schedule import gpipe, interleaved_1f1b, topological_order
 from jaxrlhf.reshard.reallocate import reallocate
-from jaxrlhf.runtime.loss_terms import MIN_WEIGHT, Losses, Rebuild, combine, is_max, over_updates, shuffled
-from jaxrlhf.runtime.optimizer import OptimizerState, apply_gradient, optimizer_shardings
+from jaxrlhf.runtime.loss_terms import Rebuild
+from jaxrlhf.runtime.optimizer import OptimizerState
 from jaxrlhf.runtime.pipeline import Pipelined, StageProgram, carry_out, compile_all, hand_over
-from jaxrlhf.runtime.pipelined_inference import MicroBatch, micro_batch
-from jaxrlhf.runtime.roles import ModelRole, joined_sequences, parted_outputs, term_reading
-from jaxrlhf.runtime.weight_sets import set_of
+from jaxrlhf.runtime.roles import ModelRole
+from jaxrlhf.runtime.stage_programs import TrainPrograms
 from jaxrlhf.sharding.axes import DATA, PIPELINE
 from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.processes import is_here
@@ -77,274 +73,6 @@ class PipelinedTraining(Pipelined):
             run.end_update()
         self.end = run.end
         return run.result()
-
-
-class TrainPrograms:
-    """The programs of a train call over a pipelined layout, each built when it is first asked for."""
-
-    def __init__(self, role: ModelRole, rebuild: Rebuild, has_rows: list[bool], layout: Layout) -> None:
-        assert role.optimizer is not None
-        self.role, self.rebuild, self.has_rows, self.layout = role, rebuild, has_rows, layout
-        self.num_stages, self.num_layers = layout.strategy.num_stages, role.model.num_layers
-        self.groups = [layout.data_group(group) for group in range(layout.strategy.data)]
-        self.last = layout.stage(self.num_stages - 1)
-        self.losses = Losses(role, rebuild, has_rows, layout)
-        self.embedding: Weight = declare(role.model)["embedding"]
-        self.lends = role.model.tie_embeddings and role.model.head != "scalar"
-        """The last stage is lent the embedding for its head."""
-        self.tied = self.lends and role.lora is None
-        """And gives its gradient back."""
-        self.declared = set_of(role).declare(how="list")
-        self.shardings = shardings_of(self.declared, layout)
-        self.state_shardings = optimizer_shardings(
-            role.optimizer, set_of(role).abstract(how="list"), self.shardings, layout
-        )
-        self._programs: dict[Any, StageProgram] = {}
-
-    def get(self, key: Any, build: Callable[[], StageProgram]) -> StageProgram:
-        """A program by its key."""
-        if key not in self._programs:
-            self._programs[key] = build()
-        return self._programs[key]
-
-    def deal(self, num_updates: int) -> StageProgram:
-        """`(noise, arrays, number of the update) -> term -> micro-batch -> its arrays`."""
-        layout, losses, parts = self.layout, self.losses, self.layout.strategy.micro_batches
-
-        def deal(noise: jax.Array, arrays: list[Any], number: jax.Array) -> list[list[MicroBatch]]:
-            _, update = self.rebuild(arrays)
-            if num_updates > 1:
-                sizes = {x.shape[0] for x, rows in zip(arrays, self.has_rows, strict=True) if rows}
-                order = {n: shuffled(noise, n, update.epochs, update.mini_batches)[number] for n in sizes}
-                arrays = [x[order[x.shape[0]]] if rows else x for x, rows in zip(arrays, self.has_rows, strict=True)]
-            return [
-                [micro_batch(self.role, losses, losses.dealt(arrays, i), i, m, parts) for m in range(parts)]
-                for i in range(losses.count)
-            ]
-
-        return self.get("deal", lambda: StageProgram(deal, layout.rows, layout.mesh))
-
-    def forward(self, i: int, stage: int, group: int) -> StageProgram:
-        """`(params, adapted, given, mask) -> what the next stage is given`."""
-        layout = self.groups[group].stage(stage)
-
-        def forward(params: Params, adapted: Params | None, given: jax.Array, mask_BT: jax.Array) -> jax.Array:
-            return self._run(params, adapted, given, mask_BT, stage, layout)
-
-        return self.get(("forward", i, stage, group), lambda: StageProgram(forward, layout.rows, layout.mesh))
-
-    def backward(self, i: int, stage: int, group: int) -> StageProgram:
-        """`(gradient, params, adapted, given, mask, gradient by what it hands on) -> (gradient, gradient by what it was
-        given)`; the first gradient is donated."""
-        layout = self.groups[group].stage(stage)
-        shardings = (self.gradient_shardings(stage, group), layout.rows if stage else None)
-
-        def backward(
-            sums: Params,
-            params: Params,
-            adapted: Params | None,
-            given: jax.Array,
-            mask_BT: jax.Array,
-            by_out: jax.Array,
-        ) -> Any:
-            def run(params: Params, given: jax.Array) -> jax.Array:
-                return self._run(params, adapted, given, mask_BT, stage, layout)
-
-            if stage == 0:  # tokens have no gradient
-                _, pull = jax.vjp(lambda params: run(params, given), params)
-                return _added(sums, pull(by_out)[0]), None
-            _, pull = jax.vjp(run, params, given)
-            by_params, by_given = pull(by_out)
-            return _added(sums, by_params), by_given
-
-        key = ("backward", i, stage, group)
-        return self.get(key, lambda: StageProgram(backward, shardings, layout.mesh, donated=(0,)))
-
-    def last_backward(self, i: int, group: int) -> StageProgram:
-        """`(gradient, params, adapted, given, mask, arrays) -> (gradient, gradient by what it was given, weight of the
-        loss, metrics)`: forward and backward of the last stage; the first gradient is donated."""
-        stage = self.num_stages - 1
-        layout = self.groups[group].stage(stage)
-        shardings = (self.gradient_shardings(stage, group), layout.rows, layout.replicated, layout.replicated)
-
-        def backward(
-            sums: Params, params: Params, adapted: Params | None, given: jax.Array, mask_BT: jax.Array, own: list[Any]
-        ) -> Any:
-            losses = Losses(self.role, self.rebuild, self.has_rows, layout)
-
-            def value(params: Params, given: jax.Array) -> Any:
-                weight, metrics = self._last(losses, params, adapted, given, mask_BT, own, i)
-                return metrics["loss"], (weight, metrics)
-
-            gradient = jax.value_and_grad(value, argnums=(0, 1), has_aux=True)
-            (_, (weight, metrics)), (by_params, by_given) = gradient(params, given)
-            return _added(sums, by_params), by_given, weight, metrics
-
-        key = ("last backward", i, group)
-        return self.get(key, lambda: StageProgram(backward, shardings, layout.mesh, donated=(0,)))
-
-    def _last(
-        self,
-        losses: Losses,
-        params: Params,
-        adapted: Params | None,
-        given: jax.Array,
-        mask_BT: jax.Array,
-        own: list[Any],
-        i: int,
-    ) -> tuple[jax.Array, dict[str, Any]]:
-        """The weight of a term's loss on a micro-batch, and its metrics."""
-        stage = self.num_stages - 1
-        layout = losses.layout
-        term = losses.term(own, i)
-        reading, sequences = term_reading(self.role, term), joined_sequences(term, layout)
-        hidden = self._run(params, adapted, given, mask_BT, stage, layout, wanted=reading.columns(sequences)[1])
-        whole = self._whole(params, adapted)
-        outputs = reading.outputs(whole, hidden, sequences, self.role.model, layout)
-        return losses.value_of(parted_outputs(term, outputs), own, i)
-
-    def _run(
-        self,
-        params: Params,
-        adapted: Params | None,
-        given: jax.Array,
-        mask_BT: jax.Array,
-        stage: int,
-        layout: Layout,
-        wanted: Any = 0,
-    ) -> jax.Array:
-        remat, num_stages = self.layout.strategy.remat, self.num_stages
-        whole = self._whole(params, adapted)
-        return run_stage(whole, given, mask_BT, stage, num_stages, self.role.model, layout, wanted=wanted, remat=remat)
-
-    def _whole(self, params: Params, adapted: Params | None) -> Params:
-        lora = self.role.lora
-        return params if adapted is None or lora is None else adapt(adapted, params, self.role.model, lora)
-
-    def group_shardings(self, group: int) -> Any:
-        """How weights rest in the layout of a data-parallel group."""
-        return shardings_of(self.declared, self.groups[group])
-
-    def adapted_shardings(self, group: int) -> Any:
-        """The same for the weights that adapters adapt."""
-        return param_shardings(self.role.model, self.groups[group])
-
-    def gradient_shardings(self, stage: int, group: int) -> Any:
-        """Of the gradient that a group adds up on a virtual stage, with a leading axis over the groups."""
-        own = self.groups[group].stage(stage)
-        rest = pick_virtual(self.group_shardings(group), stage, self.num_layers, self.num_stages)
-        if self.tied and stage == self.num_stages - 1:
-            rest = lend_embedding(rest, own.weight(self.embedding.axes))
-        return jax.tree.map(lambda s: NamedSharding(own.mesh, PartitionSpec(DATA, *s.spec)), rest)
-
-    def zeros(self, stage: int, group: int, params: Params) -> StageProgram:
-        """`() -> gradient of nothing yet`."""
-        shapes = [(1, *x.shape) for x in jax.tree.leaves(params)]
-        structure = jax.tree.structure(params)
-        shardings = self.gradient_shardings(stage, group)
-
-        def zeros() -> Params:
-            return structure.unflatten([jnp.zeros(shape, jnp.float32) for shape in shapes])
-
-        mesh = self.groups[group].stage(stage).mesh
-        return self.get(("zeros", stage, group), lambda: StageProgram(zeros, shardings, mesh))
-
-    def combine(self, i: int, group: int) -> StageProgram:
-        """`(weight and metrics of every micro-batch) -> of a group`, with a leading axis over the groups."""
-        last = self.groups[group].stage(self.num_stages - 1)
-
-        def combined(parts: list[Any]) -> Any:
-            whole = parts[0]
-            for part in parts[1:]:
-                whole = jax.tree.map(combine, whole, part, is_leaf=is_max)
-            return jax.tree.map(lambda x: x[None], whole)
-
-        sharding = NamedSharding(last.mesh, PartitionSpec(DATA))
-        return self.get(("combine", i, group), lambda: StageProgram(combined, sharding, last.mesh))
-
-    def totals(self, i: int) -> StageProgram:
-        """`(weight and metrics of the groups) -> of all`."""
-
-        def total(x: Any) -> Any:
-            return Max(x.value.max(axis=0)) if is_max(x) else x.sum(axis=0)
-
-        def totals(groups: Any) -> Any:
-            return jax.tree.map(total, groups, is_leaf=is_max)
-
-        return self.get(("totals", i), lambda: StageProgram(totals, self.last.replicated, self.last.mesh))
-
-    def accumulate(self, i: int, stage: int) -> StageProgram:
-        """`(gradients of the groups, weight, arrays without rows, sum over the terms before) -> (sum, square of its
-        norm)`; the first is donated. What is lent is left out of the norm."""
-        layout = self.layout.stage(stage)
-        own = pick(self.shardings, stage, self.num_layers, self.layout)
-        lent = self.tied and stage == self.layout.strategy.pipeline - 1
-        if lent:
-            own = lend_embedding(own, layout.weight(self.embedding.axes))
-
-        def accumulate(groups: Params, weight: jax.Array, arrays: list[Any], before: Params | None) -> Any:
-            scale = self.losses.scale(arrays, i)
-            sums = jax.tree.map(lambda g: g.sum(axis=0) / jnp.maximum(weight, MIN_WEIGHT) * scale, groups)
-            sums = sums if before is None else jax.tree.map(jnp.add, before, sums)
-            counted = {**sums, "embedding": None} if self.tied else sums
-            return sums, jnp.square(optax.tree.norm(counted))[None]
-
-        return self.get(
-            ("accumulate", i, stage), lambda: StageProgram(accumulate, (own, layout.replicated), layout.mesh)
-        )
-
-    def take_back(self) -> StageProgram:
-        """`(gradient of the embedding, that of what was lent, square of the norm of the rest) -> (their sum, square of
-        the norm of all)`."""
-        first = self.layout.stage(0)
-
-        def add(embedding: jax.Array, lent: jax.Array, squared: jax.Array) -> tuple[jax.Array, jax.Array]:
-            whole = embedding + lent
-            return whole, squared + jnp.sum(jnp.square(whole))[None]
-
-        shardings = (first.weight(self.embedding.axes), first.replicated)
-        return self.get("take back", lambda: StageProgram(add, shardings, first.mesh))
-
-    def norm(self) -> StageProgram:
-        """`(squares of the norms of the stages) -> norm`, on all devices."""
-        layout = self.layout
-
-        def norm(squares: jax.Array) -> jax.Array:
-            return jnp.sqrt(squares.sum())
-
-        return self.get("norm", lambda: StageProgram(norm, layout.replicated, layout.mesh))
-
-    def update(self, stage: int) -> StageProgram:
-        """`(params, optimizer state, gradient, norm of the whole gradient) -> (params, optimizer state, metrics)`; the
-        first two are donated."""
-        role, layout = self.role, self.layout.stage(stage)
-        assert role.optimizer is not None
-        config = role.optimizer
-        shardings = (
-            pick(self.shardings, stage, self.num_layers, self.layout),
-            pick(self.state_shardings, stage, self.num_layers, self.layout),
-            layout.replicated,
-        )
-
-        def update(params: Params, state: OptimizerState, gradient: Params, grad_norm: jax.Array) -> Any:
-            return apply_gradient(config, role.num_updates, params, state, gradient, grad_norm)
-
-        return self.get(("update", stage), lambda: StageProgram(update, shardings, layout.mesh, donated=(0, 1)))
-
-    def report(self) -> StageProgram:
-        """`(arrays without rows, weights and metrics of the terms of every update, norms and rates of each, updates so
-        far) -> metrics`."""
-
-        def report(arrays: list[Any], updates: list[Any], more: list[dict[str, Any]], count: jax.Array) -> Any:
-            each = [self.losses.combined(arrays, parts) | m for parts, m in zip(updates, more, strict=True)]
-            stacked = jax.tree.map(lambda *x: jnp.stack(x), *each)
-            return over_updates(stacked, count)
-
-        return self.get("report", lambda: StageProgram(report, self.last.replicated, self.last.mesh))
-
-
-def _added(sums: Params, gradient: Params) -> Params:
-    return jax.tree.map(lambda a, g: a + g[None].astype(a.dtype), sums, gradient)
 
 
 class TrainRun:
@@ -507,6 +235,7 @@ class TrainWorker:
         self._run, self._programs, self._term, self._group = run, programs, term, group
         self._layout = programs.groups[group]
         self._given: dict[tuple[int, int], jax.Array] = {}
+        self._kept: dict[tuple[int, int], list[jax.Array]] = {}
         self._by_output: dict[tuple[int, int], jax.Array] = {}
         self._weights = [run.weights(group, stage) for stage in range(programs.num_stages)]
         trained = [params for params, _ in self._weights]
@@ -520,7 +249,7 @@ class TrainWorker:
         given, mask = self._inputs(micro_batch, stage)
         self._given[micro_batch, stage] = given
         program = self._programs.forward(self._term, stage, self._group)
-        handed = program(*self._weights[stage], given, mask)
+        handed, self._kept[micro_batch, stage] = program(*self._weights[stage], given, mask)
         self._given[micro_batch, stage + 1] = hand_over(handed, self._layout.stage(stage + 1).rows)
         return handed
 
@@ -534,32 +263,42 @@ class TrainWorker:
             self.parts.append(tuple(part))
         else:
             program = programs.backward(self._term, stage, self._group)
-            by_output = self._by_output.pop((micro_batch, stage))
-            sums, by_given = program(self.gradients[stage], *weights, given, mask, by_output)
+            later = self._kept.pop((micro_batch, stage)), self._by_output.pop((micro_batch, stage))
+            sums, by_given = program(self.gradients[stage], *weights, given, mask, *later)
         self.gradients[stage] = sums
         del self._given[micro_batch, stage]
         if stage:
             self._by_output[micro_batch, stage - 1] = hand_over(by_given, self._layout.stage(stage - 1).rows)
         return by_given if stage else sums
 
-    def compile_jobs(self) -> list[tuple[StageProgram, tuple[Any, ...]]]:
-        """The programs of the stages, with what they will be called with."""
-        programs, term, group, last = self._programs, self._term, self._group, self._programs.num_stages - 1
+    def compile_jobs(self) -> list[Callable[[], None]]:
+        """What compiles the programs of each stage for what they will be called with, where it is to be done."""
+        programs, term, group = self._programs, self._term, self._group
         rows, length = self._run.dealt[term][0]["tokens"].shape
         shape = (rows // len(programs.groups), length, programs.role.model.hidden_size)
-        jobs: list[tuple[StageProgram, tuple[Any, ...]]] = []
-        for stage in range(programs.num_stages):
+
+        def job(stage: int) -> Callable[[], None]:
             layout = self._layout.stage(stage)
             handed = jax.ShapeDtypeStruct(shape, programs.role.model.compute_dtype, sharding=layout.rows)
             given = handed if stage else self._row_part(self._run.dealt[term][0]["tokens"], 0)
             inputs = (*self._weights[stage], given, self._mask(0, stage))
-            if stage == last:
-                program = programs.last_backward(term, group)
-                jobs.append((program, (self.gradients[stage], *inputs, self._own(0))))
-            else:
-                jobs.append((programs.forward(term, stage, group), inputs))
-                jobs.append((programs.backward(term, stage, group), (self.gradients[stage], *inputs, handed)))
-        return [(program, arguments) for program, arguments in jobs if program.is_new]
+            if stage == programs.num_stages - 1:
+                last, own = programs.last_backward(term, group), self._own(0)
+                return lambda: last.compile(self.gradients[stage], *inputs, own)
+            forward, backward = programs.forward(term, stage, group), programs.backward(term, stage, group)
+
+            def compile() -> None:
+                forward.compile(*inputs)
+                if backward.is_new:
+                    backward.compile(self.gradients[stage], *inputs, forward.outputs[1], handed)
+
+            return compile
+
+        if (programs.last_backward(term, group)).is_new or any(
+            programs.backward(term, stage, group).is_new for stage in range(programs.num_stages - 1)
+        ):
+            return [job(stage) for stage in range(programs.num_stages)]
+        return []
 
     def _inputs(self, micro_batch: int, stage: int) -> tuple[jax.Array, jax.Array]:
         """What a stage is given of a micro-batch, and the mask of its rows."""
