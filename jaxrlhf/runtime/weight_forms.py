@@ -20,8 +20,10 @@ from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.layers import Adapted
 from jaxrlhf.models.lora import merge
 from jaxrlhf.models.params import Params, param_shardings, with_layers
+from jaxrlhf.models.ring_weights import ring_params
 from jaxrlhf.models.stages import join, pick, seen_from, stage_of_weight
 from jaxrlhf.reshard.reallocate import reallocate
+from jaxrlhf.reshard.traffic import bytes_received_here
 from jaxrlhf.runtime.weight_sets import How, WeightSet
 from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.processes import absent, is_here
@@ -138,6 +140,19 @@ def moved(params: Params, kind: WeightSet, source: Layout, form: Form) -> Params
     by = form_between(kind, source, target, how)
     params = reallocate(in_form(params, kind, (source, by)), kind.shardings(target, how=by))
     return in_form(params, kind, form)
+
+
+def to_ring(params: Params, model: ModelConfig, layout: Layout) -> tuple[Params, int]:
+    """Weights on their stages in the form that pipelined generation reads, and the bytes that devices of this process
+    had to receive for it: of what every stage has."""
+    received = 0
+
+    def move(tree: Any, shardings: Any) -> Any:
+        nonlocal received
+        received += bytes_received_here(tree, shardings)
+        return reallocate(tree, shardings)
+
+    return ring_params(params, model, layout, move=move), received
 
 
 def form_between(kind: WeightSet, source: Layout, target: Layout, how: How | None = None) -> How:

@@ -35,6 +35,7 @@ from jaxrlhf.runtime.weight_forms import (
     moved,
     program_at,
     run_at,
+    to_ring,
     without_stages,
 )
 from jaxrlhf.runtime.weight_sets import BASE, How, WeightSet, sets_owned, sets_read, weight_sets
@@ -220,13 +221,16 @@ class WeightStore:
             received = (received or 0) + base_received
         adapted = adapt(base_params, params, config, lora)
         if merged:
-            adapted = in_form(merge_program(config, beside)(adapted), self.sets[base[0]], form)
+            adapted = merge_program(config, beside)(adapted)
+            if how == "ring":
+                adapted, more = to_ring(adapted, config, layout)
+                received = (received or 0) + more
             held.merged[version, form] = adapted
         return adapted, received
 
     def _copy(self, name: str, form: Form, version: int | None) -> tuple[Params, int | None]:
         """One set in the compute precision, on the devices."""
-        held, kind, (layout, how) = self._held[name], self.sets[name], form
+        held = self._held[name]
         if version not in (None, held.version):
             return held.pinned[version, form], None
         if form in held.copies:
@@ -234,13 +238,24 @@ class WeightStore:
         if form in held.resting:
             held.copies[form] = to_device_memory(held.resting[form])
             return held.copies[form], None
+        held.copies[form], received = self._made(name, form)
+        return held.copies[form], received
+
+    def _made(self, name: str, form: Form) -> tuple[Params, int | None]:
+        """A copy of the present version, and the bytes received for it; None where nothing had to be moved."""
+        held, kind, (layout, how) = self._held[name], self.sets[name], form
+        if how == "ring":
+            as_list: Form = (layout, "list")
+            there = held.copies.get(as_list)
+            params, received = (there, None) if there is not None else self._made(name, as_list)
+            ring, more = to_ring(params, kind.model, layout)
+            return ring, (received or 0) + more
         # in the compute precision before it is moved, so that less is moved
         by = form_between(kind, held.home, layout, how)
         source = in_form(held.source, kind, (held.home, by), kind.model.compute_dtype)
         shardings = kind.shardings(layout, how=by)
         received = None if layout == held.home else bytes_received_here(source, shardings)
-        held.copies[form] = in_form(reallocate(source, shardings), kind, form)
-        return held.copies[form], received
+        return in_form(reallocate(source, shardings), kind, form), received
 
     def pin(self, role: str, layout: Layout, *, how: How) -> None:
         """Keeps the present version of what a role reads for a call that comes after training made a new one."""

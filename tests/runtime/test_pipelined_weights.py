@@ -2,6 +2,9 @@
 
 import dataclasses
 import functools
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +24,9 @@ from jaxrlhf.runtime.weight_sets import How
 from jaxrlhf.runtime.weights import WeightStore
 from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.strategy import Strategy
+from tests.subprocesses import flags_of_one_processor, free_port
+
+ROOT = Path(__file__).parents[2]
 
 MODEL = ModelConfig(
     vocab_size=16, hidden_size=8, intermediate_size=8, num_layers=5, num_heads=2, num_kv_heads=2, tie_embeddings=True,
@@ -130,6 +136,39 @@ def test_a_copy_is_the_same_in_every_form(home):
             assert_same(params, want)
             if layout.is_pipelined:
                 assert_on_stages(params, layout)
+
+
+def test_generation_reads_every_stage_in_one_array():
+    store, lists = filled(FLAT), as_list(filled(FLAT).for_inference("actor", FLAT, how="list")[0])
+    for layout, stages in ((PIPELINED, [[0, 1, 2], [3, 4]]), (DEEPER, [[0, 1], [2], [3], [4]])):
+        ring, received = store.for_inference("actor", layout, how="ring")
+        assert received
+        assert devices_of(ring) == set(layout.devices)
+        for name in ("embedding", "final_norm"):
+            np.testing.assert_array_equal(np.asarray(ring[name]), lists[name])
+        for stage, numbers in enumerate(stages):
+            for slot, number in enumerate(numbers):
+                for name, weight in lists["layers"][number].items():
+                    np.testing.assert_array_equal(np.asarray(ring["layers"][slot][name][stage]), weight)
+        again, received = store.for_inference("actor", layout, how="ring")
+        assert again is ring and received is None
+
+
+def test_a_ring_has_its_adapters_added_in():
+    store = filled(PIPELINED, ADAPTED)
+    merged, _ = store.for_inference("actor", PIPELINED, how="list", merged=True)
+    store.pin("actor", PIPELINED, how="ring")
+    ring, received = store.for_inference("actor", PIPELINED, how="ring")
+    # one stage each lacks the embedding, of which its two devices want half, and the other one the last norm
+    assert received == 2 * (2 * 8 * 16 // 2 + 2 * 8)
+    np.testing.assert_array_equal(np.asarray(ring["layers"][1]["query"][1]), np.asarray(merged["layers"][4]["query"]))
+    assert store.for_inference("actor", PIPELINED, how="ring") == (ring, None)
+    params, optimizer, _ = store.take_for_training("actor", PIPELINED)
+    store.trained("actor", PIPELINED, jax.tree.map(lambda x: x + 1, params), optimizer)
+    before, _ = store.for_inference("actor", PIPELINED, how="ring", version=0)
+    after, _ = store.for_inference("actor", PIPELINED, how="ring")
+    assert_same(before, ring)
+    assert (np.asarray(after["layers"][0]["down"]) != np.asarray(ring["layers"][0]["down"])).any()
 
 
 def test_what_is_received_is_what_moves():
@@ -290,3 +329,21 @@ def test_the_optimizer_starts_on_the_stages():
     jax.tree.map(np.testing.assert_array_equal, on_host(optimizer), on_host(want))
     assert_on_stages(optimizer.adamw.mu, PIPELINED)
     assert devices_of(optimizer.num_updates) == {0, 1, 2, 3}
+
+
+def test_stages_in_two_processes():
+    command = [sys.executable, "-m", "tests.runtime.run_weights", f"localhost:{free_port()}", "2"]
+    environment = {"PATH": "", "JAX_PLATFORMS": "cpu", "HOME": str(ROOT), "PYTHONPATH": str(ROOT)}
+    environment["XLA_FLAGS"] = flags_of_one_processor()
+    processes = [
+        subprocess.Popen(
+            [*command, str(i)], cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+        for i in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=200)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert all(output.rstrip().endswith("done") for output in outputs), "\n".join(outputs)
