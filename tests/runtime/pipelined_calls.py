@@ -1,6 +1,7 @@
 """Calls over stages beside the same calls on one device: train, loss and infer, alone and fused."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -60,7 +61,8 @@ def sequences(seed: int = 0) -> Sequences:
     response_BR = np.arange(R)[None] < rng.integers(1, R + 1, B)[:, None]
     prompt_BP = np.arange(P)[None] >= rng.integers(0, P, B)[:, None]
     tokens_BT = rng.integers(0, MODEL.vocab_size, (B, P + R)).astype(np.int32)
-    return Sequences(tokens=tokens_BT, mask=np.concatenate([prompt_BP, response_BR], 1), response=response_BR)
+    arrays: Any = dict(tokens=tokens_BT, mask=np.concatenate([prompt_BP, response_BR], 1), response=response_BR)
+    return Sequences(**arrays)
 
 
 def terms(config: ModelConfig, count: int = 1) -> tuple[Term, ...]:
@@ -134,6 +136,12 @@ def trained(config: ModelConfig, layout: Layout, count: int = 1, update: Update 
     return TrainCall(config, layout, count, update).run()
 
 
+@functools.cache
+def trained_alone(config: ModelConfig, count: int = 1, update: Update = Update()) -> Any:
+    """The same on one device, whole."""
+    return jax.device_get(trained(config, alone(), count, update))
+
+
 def fused(configs: tuple[ModelConfig, ModelConfig], strategies: tuple[Strategy, Strategy]) -> tuple[Any, Any]:
     """What two train calls give as one pipeline, the second in the opposite direction."""
     first, second = (Placement(tuple(range(s.num_devices)), s) for s in strategies)
@@ -147,7 +155,9 @@ def inferred(config: ModelConfig, method: str, layout: Layout) -> Any:
     """What an inference call gives."""
     arrays, _, rebuild = split_args((sequences(),))
     program = infer_program(ModelRole(config), method, rebuild, layout)
-    return program(place(first_weights(config), param_shardings(config, layout)), place(arrays, [layout.rows] * 3))
+    return program(
+        place(first_weights(config), param_shardings(config, layout)), place(arrays, [layout.rows] * len(arrays))
+    )
 
 
 def loss_of(config: ModelConfig, layout: Layout) -> Any:
