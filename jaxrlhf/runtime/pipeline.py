@@ -86,13 +86,21 @@ class StageProgram:
         function: Of pytrees of arrays.
         shardings: Of its outputs, as `jax.jit` takes them.
         donated: Positions of the arguments that it may overwrite.
+        elsewhere: From the arguments to the outputs, in a process that owns none of the devices. None: absent arrays.
     """
 
     def __init__(
-        self, function: Callable[..., Any], shardings: Any, mesh: Any, *, donated: tuple[int, ...] = ()
+        self,
+        function: Callable[..., Any],
+        shardings: Any,
+        mesh: Any,
+        *,
+        donated: tuple[int, ...] = (),
+        elsewhere: Callable[..., Any] | None = None,
     ) -> None:
         self._jitted = jax.jit(function, out_shardings=shardings, donate_argnums=donated)
         self._function, self._shardings, self.mesh = function, shardings, mesh
+        self._elsewhere = elsewhere
         self._compiled: Any = None
         self._absent: Any = None
 
@@ -124,6 +132,8 @@ class StageProgram:
     def __call__(self, *arguments: Any) -> Any:
         """Outputs; in a process that owns none of the devices they are absent."""
         if not is_here(self.mesh):
+            if self._elsewhere is not None:
+                return self._elsewhere(*arguments)
             if self._absent is None:
                 self._absent = absent_like(jax.eval_shape(self._function, *arguments), self._shardings)
             return self._absent
@@ -135,8 +145,12 @@ class StageProgram:
 
 
 def absent_like(avals: Any, shardings: Any) -> Any:
-    """Arrays in other processes, for shardings that may stand for whole subtrees."""
-    return jax.tree.map(lambda sharding, tree: jax.tree.map(lambda x: absent(x, sharding), tree), shardings, avals)
+    """Arrays in other processes, for shardings that may stand for whole subtrees: where one is None, None."""
+
+    def make(sharding: Any, tree: Any) -> Any:
+        return None if sharding is None else jax.tree.map(lambda x: absent(x, sharding), tree)
+
+    return jax.tree.map(make, shardings, avals, is_leaf=lambda x: x is None)
 
 
 def compile_all(jobs: Sequence[Callable[[], None]], mesh: Any) -> None:

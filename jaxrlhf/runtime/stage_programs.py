@@ -114,8 +114,13 @@ class TrainPrograms:
             by_params, *by_given = pull(by_handed)
             return _added(sums, by_params), by_given[0] if by_given else None
 
+        def elsewhere(sums: Params, params: Params, adapted: Params | None, given: jax.Array, *_: Any) -> Any:
+            return sums, given if stage else None  # by what it was given lies as that does
+
         key = ("backward", i, stage, group)
-        return self.get(key, lambda: StageProgram(backward, shardings, layout.mesh, donated=(0,)))
+        return self.get(
+            key, lambda: StageProgram(backward, shardings, layout.mesh, donated=(0,), elsewhere=elsewhere)
+        )
 
     def _pull(
         self, params: Params, adapted: Params | None, given: jax.Array, mask_BT: jax.Array, stage: int, layout: Layout
