@@ -1,0 +1,240 @@
+"""Fused pipelines: two models trained at once on the same nodes in opposite directions, each in the other's bubbles.
+
+`fused_pipes.fused_pipes` says what is to be fused, `fuse` finds a schedule. Reference: Zhong et al. 2024 (RLHFuse),
+arXiv:2409.13221, 5.2.
+"""
+
+import contextlib
+import functools
+import math
+import multiprocessing
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from jaxrlhf.planner.annealing import numba_is_there, shorten, slim
+from jaxrlhf.planner.instructions import Pipe, Schedule, ScheduleError
+from jaxrlhf.planner.job_shop import (
+    JobShop,
+    Limit,
+    Orders,
+    as_orders,
+    as_schedule,
+    job_shop,
+    larger_model_first,
+    list_schedule,
+    longest_pipe_first,
+    longest_way_first,
+    peak,
+)
+from jaxrlhf.planner.schedule import makespan, peak_activations
+from jaxrlhf.planner.schedule_bounds import lower_bound, serial_latency, serial_peak, serial_schedule
+
+WORK = 250_000_000
+"""Moves of a round of annealing times instructions, where nobody says how many moves; but no more than MOVES."""
+MOVES = 200_000
+_SLIM = 5
+"""How many times as many moves the round for memory has, most of which cost next to nothing."""
+_NO_CAP = 2**62
+_PRIORITIES = (longest_way_first, longest_pipe_first, larger_model_first)
+_LIMITS: tuple[Limit | None, ...] = (
+    None,
+    lambda below: -(-3 * below // 2),
+    lambda below: below + 3,
+    lambda below: below + 1,
+)
+_SLACKS = (1.05, 1.15, 1.4)
+"""A seed's further attempts: the latency that lower memory may cost at first, the later ones to get within a cap."""
+_CAPS = (1.6, 2.0, math.inf, 1.3)
+"""The memory that orders to start from may take, in peaks of serial 1F1B. Seeds take them in turn."""
+
+
+@dataclass(frozen=True)
+class FusedResult:
+    """A fused schedule, and what it is measured by.
+
+    Attributes:
+        schedule: It, valid.
+        latency: Its makespan.
+        lower_bound: Below which no makespan can be.
+        peak: The most activation memory that a node keeps.
+        serial_latency: That of the models trained one after another by 1F1B.
+        serial_peak: The peak of the same.
+    """
+
+    schedule: Schedule
+    latency: float
+    lower_bound: float
+    peak: float
+    serial_latency: float
+    serial_peak: float
+
+
+def fuse(
+    pipes: Sequence[Pipe],
+    *,
+    memory_cap: float | None = None,
+    seeds: Sequence[int] = range(2),
+    moves: int | None = None,
+    processes: int = 1,
+    compiled: bool = True,
+) -> FusedResult:
+    """A short schedule of several pipes that keeps little memory.
+
+    List schedules of several priorities are made first. Each seed then anneals one of them for latency, and what it
+    finds for the peak of activation memory, at the same latency; and both again a few times, from there. The best is
+    the shortest one, then the one that keeps the least. Once a seed has found one as short as the lower bound that
+    keeps no more than serial 1F1B, later ones are not asked.
+
+    The result depends on what is given here alone: not on `processes`, `compiled`, or how fast anything is.
+
+    Args:
+        memory_cap: The most activation memory that a node may keep.
+        seeds: Of the annealing. None at all: list schedules only.
+        moves: How many exchanges each seed tries in a round for latency; in one for memory, five times as many. By
+            default as many as for `WORK`.
+        processes: How many seeds are tried at once.
+        compiled: Compile with numba, if it is installed. That takes seconds the first time, and is far faster after.
+
+    Raises:
+        ScheduleError: Not even serial 1F1B keeps within the cap, or moves are negative.
+    """
+    serial = serial_peak(pipes)
+    if memory_cap is not None and serial > memory_cap:
+        raise ScheduleError(
+            f"memory_cap of a fused schedule: must leave room for one model after another by 1F1B, which keeps "
+            f"{serial:g}. Got {memory_cap:g}. Use smaller micro-batches or more stages, or raise the cap."
+        )
+    if (moves is not None and moves < 0) or processes < 1:
+        raise ScheduleError(
+            f"moves and processes of a search: must be at least 0 and 1. Got {moves} and {processes}. Use more."
+        )
+    shop = job_shop(pipes)
+    search = _Search(
+        shop,
+        starts=_starts(shop, serial),
+        target=math.ceil(lower_bound(pipes) / shop.latency_unit - 1e-6),
+        floor=math.floor(serial / shop.memory_unit + 1e-6),
+        cap=_NO_CAP if memory_cap is None else math.floor(memory_cap / shop.memory_unit + 1e-6),
+        moves=min(MOVES, WORK // len(shop.tasks)) if moves is None else moves,
+        compiled=compiled and numba_is_there(),
+    )
+    one_after_another = as_orders(shop, serial_schedule(pipes))
+    found = [_Found(span, peak(shop, orders), orders) for orders, span, _ in search.starts]
+    found.append(_Found(_span(shop, one_after_another), peak(shop, one_after_another), one_after_another))
+    found = [each for each in found if each.peak <= search.cap]
+    if not any(each.latency <= search.target and each.peak <= search.floor for each in found):
+        found += _anneal(search, seeds, processes)
+    orders = min(found, key=lambda each: (each.latency, each.peak)).orders
+    schedule = as_schedule(shop, orders)
+    return FusedResult(
+        schedule,
+        latency=makespan(schedule),
+        lower_bound=lower_bound(pipes),
+        peak=max(peak_activations(schedule)),
+        serial_latency=serial_latency(pipes),
+        serial_peak=serial,
+    )
+
+
+def fuse_quickly(pipes: Sequence[Pipe], *, memory_cap: float | None = None) -> FusedResult:
+    """`fuse` with a budget for the start of a run: a second or so for two models of a few stages each.
+
+    It compiles nothing, and every process of a run finds the same schedule.
+    """
+    tasks = sum(2 * pipe.stages * pipe.micro_batches for pipe in pipes)
+    return fuse(pipes, memory_cap=memory_cap, seeds=range(1), moves=40_000 // tasks, compiled=False)
+
+
+@dataclass(frozen=True)
+class _Search:
+    """What every seed is given. Amounts in the units of the shop."""
+
+    shop: JobShop
+    starts: Sequence[tuple[Orders, int, int]]
+    target: int
+    floor: int
+    cap: int
+    moves: int
+    compiled: bool
+
+
+class _Found(NamedTuple):
+    latency: int
+    peak: int
+    orders: Orders
+
+
+def _starts(shop: JobShop, serial: float) -> list[tuple[Orders, int, int]]:
+    """For each of the caps: the shortest list schedule, its makespan, and the cap. Some caps may allow none."""
+    starts = []
+    for factor in _CAPS:
+        cap = _NO_CAP if factor == math.inf else math.floor(factor * serial / shop.memory_unit + 1e-6)
+        lists = [list_schedule(shop, rank, cap=cap, limit=limit) for rank in _PRIORITIES for limit in _LIMITS]
+        ended = [each for each in lists if each is not None]
+        if ended:
+            orders, span = min(ended, key=lambda each: (each[1], peak(shop, each[0])))
+            starts.append((orders, span, cap))
+    return starts
+
+
+def _span(shop: JobShop, orders: Orders) -> int:
+    """The makespan of orders, in units of the shop."""
+    return shorten(shop, orders, cap=_NO_CAP, target=0, moves=0, seed=0, compiled=False)[1]
+
+
+def _anneal(search: _Search, seeds: Sequence[int], processes: int) -> list[_Found]:
+    """What the seeds find, up to the first that finds the best that there can be."""
+    found: list[_Found] = []
+    with contextlib.ExitStack() as stack:
+        if processes > 1 and len(seeds) > 1:
+            # spawned, since a fork of a process with threads, such as those of JAX, may hang
+            pool = stack.enter_context(multiprocessing.get_context("spawn").Pool(min(processes, len(seeds))))
+            results = pool.imap(functools.partial(_anneal_one, search), enumerate(seeds))
+        else:
+            results = map(functools.partial(_anneal_one, search), enumerate(seeds))
+        for each in results:
+            if each.peak <= search.cap:
+                found.append(each)
+                if each.latency <= search.target and each.peak <= search.floor:
+                    break
+    return found  # leaving the pool ends what still runs in it
+
+
+def _anneal_one(search: _Search, which: tuple[int, int]) -> _Found:
+    """One seed: both rounds, and again with memory lowered first at the price of latency, which is then won back."""
+    index, seed = which
+    shop, compiled, moves = search.shop, search.compiled, search.moves
+    orders, _, cap = search.starts[index % len(search.starts)]
+    found = _both_rounds(search, orders, cap, seed)
+    for again, slack in enumerate(_SLACKS):
+        if found.latency <= search.target and found.peak <= search.floor:
+            break
+        if found.peak > search.cap:
+            goal = search.cap
+        elif found.latency <= search.target:
+            goal = found.peak - max(1, (found.peak - search.floor) // 2)
+        else:
+            goal = search.floor
+        limit = math.floor((slack if found.peak > search.cap else _SLACKS[0]) * found.latency)
+        seed_here = seed + 1000 * (again + 1)
+        orders, top = slim(
+            shop, found.orders, floor=goal, limit=limit, moves=_SLIM * moves, seed=seed_here, compiled=compiled
+        )
+        if found.latency <= search.target:
+            cap = (top + found.peak) // 2
+        else:
+            cap = 13 * max(found.peak, search.floor) // 10
+        if search.cap < _NO_CAP:
+            cap = max(top, min(cap, search.cap))
+        other = _both_rounds(search, orders, cap, seed_here)
+        found = min(found, other, key=lambda each: (each.peak > search.cap, each.latency, each.peak))
+    return found
+
+
+def _both_rounds(search: _Search, orders: Orders, cap: int, seed: int) -> _Found:
+    """Shorter within a cap, then lower at that latency."""
+    shop, compiled, moves = search.shop, search.compiled, search.moves
+    orders, span = shorten(shop, orders, cap=cap, target=search.target, moves=moves, seed=seed, compiled=compiled)
+    orders, top = slim(shop, orders, floor=search.floor, limit=span, moves=_SLIM * moves, seed=seed, compiled=compiled)
+    return _Found(_span(shop, orders), top, orders)

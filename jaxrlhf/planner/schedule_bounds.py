@@ -1,0 +1,126 @@
+"""What a schedule of several pipes is measured by: how short it could be, and what it is without fusion."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from jaxrlhf.planner.instructions import Instruction, Pipe, Schedule, ScheduleError, instructions
+from jaxrlhf.planner.job_shop import as_schedule, job_shop, larger_model_first, list_schedule
+from jaxrlhf.planner.schedule import forward_only, interleaved_1f1b, peak_activations
+
+
+def lower_bound(pipes: Sequence[Pipe]) -> float:
+    """A makespan below which no schedule of these pipes can be.
+
+    For each node, and each set of the pipes that run on it: when its first instruction can arrive at the earliest, all
+    its work there, and the shortest way from its last one to the end. With all pipes as the set this is the paper's.
+
+    Reference:
+        Zhong et al. 2024, arXiv:2409.13221, 7.3.
+    """
+    heads: dict[tuple[int, int], float] = {}
+    tails: dict[tuple[int, int], float] = {}
+    work: dict[tuple[int, int], float] = {}
+    for task in instructions(pipes):
+        pipe = pipes[task.pipe]
+        key = (pipe.nodes[task.stage], task.pipe)
+        backward = pipe.backward or 0
+        if task.forward:
+            head = task.stage * pipe.forward
+            tail = (pipe.stages - 1 - task.stage) * pipe.forward + pipe.stages * backward
+        else:
+            head = pipe.stages * pipe.forward + (pipe.stages - 1 - task.stage) * backward
+            tail = task.stage * backward
+        heads[key] = min(heads.get(key, head), head)
+        tails[key] = min(tails.get(key, tail), tail)
+        work[key] = work.get(key, 0) + pipe.latency(forward=task.forward)
+    bound = 0.0
+    for node in {node for node, _ in work}:
+        here = [key for key in work if key[0] == node]
+        for head in {heads[key] for key in here}:
+            for tail in {tails[key] for key in here}:
+                chosen = [key for key in here if heads[key] >= head and tails[key] >= tail]
+                if chosen:
+                    bound = max(bound, head + sum(work[key] for key in chosen) + tail)
+    return bound
+
+
+def serial_schedule(pipes: Sequence[Pipe]) -> Schedule:
+    """One model after another, each by 1F1B; interleaved, where a pipe comes to its nodes several times.
+
+    Raises:
+        ScheduleError: A pipe goes over its nodes in other ways than in rounds.
+    """
+    num_nodes = max(max(pipe.nodes) for pipe in pipes) + 1
+    orders: list[list[Instruction]] = [[] for _ in range(num_nodes)]
+    for model in sorted({pipe.model for pipe in pipes}):
+        for index, pipe in enumerate(pipes):
+            if pipe.model != model:
+                continue
+            stages = len(set(pipe.nodes))
+            chunks = pipe.stages // stages
+            if pipe.nodes != pipe.nodes[:stages] * chunks:
+                raise ScheduleError(
+                    f"nodes of pipe {index}: must go over its nodes in rounds. Got {pipe.nodes}. "
+                    "Use such as (0, 1, 0, 1)."
+                )
+            build = forward_only if pipe.backward is None else interleaved_1f1b
+            for node, order in zip(pipe.nodes, build(stages, chunks, pipe.micro_batches).orders, strict=False):
+                orders[node] += [task._replace(pipe=index) for task in order]
+    return Schedule(tuple(pipes), tuple(map(tuple, orders)))
+
+
+def serial_peak(pipes: Sequence[Pipe]) -> float:
+    """The most activation memory of a node when the models are trained one after another by 1F1B."""
+    return max(peak_activations(serial_schedule(pipes)))
+
+
+def serial_latency(pipes: Sequence[Pipe]) -> float:
+    """The sum over models of what 1F1B takes, if the next begins when the one before has ended everywhere.
+
+        sum over models of the largest of its pipes' (M + S - 1) * (forward + backward)
+
+    For pipes with K chunks on N nodes it is (K M + N - 1) * (forward + backward) if N divides M.
+    """
+    latest: dict[int, float] = {}
+    for pipe in pipes:
+        nodes = len(set(pipe.nodes))
+        passes = pipe.micro_batches * (pipe.stages // nodes) + nodes - 1
+        latency = passes * (pipe.forward + (pipe.backward or 0))
+        latest[pipe.model] = max(latest.get(pipe.model, 0), latency)
+    return sum(latest.values())
+
+
+def shallow_serial_latency(pipes: Sequence[Pipe]) -> float:
+    """`serial_latency` with half the stages and twice the data-parallel groups: 1F1B+ in the paper.
+
+    A stage then has twice the layers, so twice the latency; a pipeline has half the micro-batches, rounded up. Pipes of
+    an odd number of stages stay as they are. Whether the weights fit is not asked.
+
+    Reference:
+        Zhong et al. 2024, arXiv:2409.13221, 7.3.
+    """
+    halved = [
+        pipe
+        if pipe.stages % 2 or len(set(pipe.nodes)) < pipe.stages
+        else dataclasses.replace(
+            pipe,
+            nodes=pipe.nodes[: pipe.stages // 2],
+            micro_batches=-(-pipe.micro_batches // 2),
+            forward=2 * pipe.forward,
+            backward=None if pipe.backward is None else 2 * pipe.backward,
+        )
+        for pipe in pipes
+    ]
+    return serial_latency(halved)
+
+
+def greedy_schedule(pipes: Sequence[Pipe]) -> Schedule:
+    """Always what can start earliest; among those the larger model's, and of these a backward. Memory is no object.
+
+    Reference:
+        Zhong et al. 2024, arXiv:2409.13221, 5.2.
+    """
+    shop = job_shop(pipes)
+    found = list_schedule(shop, larger_model_first)
+    assert found is not None, "without a cap something can always start"
+    return as_schedule(shop, found[0])
