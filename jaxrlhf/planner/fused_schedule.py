@@ -20,17 +20,19 @@ from jaxrlhf.planner.job_shop import (
     Orders,
     as_orders,
     as_schedule,
+    back_and_forth,
     job_shop,
     larger_model_first,
     list_schedule,
     longest_pipe_first,
     longest_way_first,
     peak,
+    ranks,
 )
 from jaxrlhf.planner.schedule import makespan, peak_activations
 from jaxrlhf.planner.schedule_bounds import lower_bound, serial_latency, serial_peak, serial_schedule
 
-WORK = 250_000_000
+WORK = 300_000_000
 """Moves of a round of annealing times instructions, where nobody says how many moves; but no more than MOVES."""
 MOVES = 200_000
 _SLIM = 5
@@ -45,7 +47,7 @@ _LIMITS: tuple[Limit | None, ...] = (
 )
 _SLACKS = (1.05, 1.15, 1.4)
 """A seed's further attempts: the latency that lower memory may cost at first, the later ones to get within a cap."""
-_CAPS = (1.6, 2.0, math.inf, 1.3)
+_CAPS = (1.6, math.inf, 2.0, 1.3)
 """The memory that orders to start from may take, in peaks of serial 1F1B. Seeds take them in turn."""
 
 
@@ -81,10 +83,10 @@ def fuse(
 ) -> FusedResult:
     """A short schedule of several pipes that keeps little memory.
 
-    List schedules of several priorities are made first. Each seed then anneals one of them for latency, and what it
-    finds for the peak of activation memory, at the same latency; and both again a few times, from there. The best is
-    the shortest one, then the one that keeps the least. Once a seed has found one as short as the lower bound that
-    keeps no more than serial 1F1B, later ones are not asked.
+    List schedules of several priorities are made first, and made shorter back and forth. Each seed then anneals one of
+    them for latency, and what it finds for the peak of activation memory, at the same latency; and both again a few
+    times, from there. The best is the shortest one, then the one that keeps the least. Once a seed has found one as
+    short as the lower bound that keeps no more than serial 1F1B, later ones are not asked.
 
     The result depends on what is given here alone: not on `processes`, `compiled`, or how fast anything is.
 
@@ -168,13 +170,15 @@ class _Found(NamedTuple):
 def _starts(shop: JobShop, serial: float) -> list[tuple[Orders, int, int]]:
     """For each of the caps: the shortest list schedule, its makespan, and the cap. Some caps may allow none."""
     starts = []
+    by_priority = [ranks(shop, priority) for priority in _PRIORITIES]
     for factor in _CAPS:
         cap = _NO_CAP if factor == math.inf else math.floor(factor * serial / shop.memory_unit + 1e-6)
-        lists = [list_schedule(shop, rank, cap=cap, limit=limit) for rank in _PRIORITIES for limit in _LIMITS]
+        lists = [list_schedule(shop, rank, cap=cap, limit=limit) for rank in by_priority for limit in _LIMITS]
         ended = [each for each in lists if each is not None]
         if ended:
-            orders, span = min(ended, key=lambda each: (each[1], peak(shop, each[0])))
-            starts.append((orders, span, cap))
+            shortest = min(ended, key=lambda each: (each.span, peak(shop, each.orders)))
+            shortest = back_and_forth(shop, shortest, cap=cap)
+            starts.append((shortest.orders, shortest.span, cap))
     return starts
 
 
@@ -210,18 +214,14 @@ def _anneal_one(search: _Search, which: tuple[int, int]) -> _Found:
     for again, slack in enumerate(_SLACKS):
         if found.latency <= search.target and found.peak <= search.floor:
             break
-        if found.peak > search.cap:
-            goal = search.cap
-        elif found.latency <= search.target:
-            goal = found.peak - max(1, (found.peak - search.floor) // 2)
-        else:
-            goal = search.floor
-        limit = math.floor((slack if found.peak > search.cap else _SLACKS[0]) * found.latency)
         seed_here = seed + 1000 * (again + 1)
-        orders, top = slim(
-            shop, found.orders, floor=goal, limit=limit, moves=_SLIM * moves, seed=seed_here, compiled=compiled
-        )
-        if found.latency <= search.target:
+        orders, top = found.orders, found.peak
+        if found.peak > search.cap or found.latency <= search.target:
+            goal = min(search.cap, found.peak - max(1, (found.peak - search.floor) // 2))
+            limit = math.floor((slack if found.peak > search.cap else _SLACKS[0]) * found.latency)
+            orders, top = slim(
+                shop, orders, floor=goal, limit=limit, moves=_SLIM * moves, seed=seed_here, compiled=compiled
+            )
             cap = (top + found.peak) // 2
         else:
             cap = 13 * max(found.peak, search.floor) // 10

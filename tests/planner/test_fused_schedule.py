@@ -12,7 +12,16 @@ from jaxrlhf.planner import annealing
 from jaxrlhf.planner.fused_pipes import TrainedModel, fused_pipes
 from jaxrlhf.planner.fused_schedule import fuse, fuse_quickly
 from jaxrlhf.planner.instructions import Instruction, Pipe, ScheduleError, needed
-from jaxrlhf.planner.job_shop import as_orders, as_schedule, job_shop, list_schedule, longest_way_first, peak
+from jaxrlhf.planner.job_shop import (
+    as_orders,
+    as_schedule,
+    back_and_forth,
+    job_shop,
+    list_schedule,
+    longest_way_first,
+    peak,
+    ranks,
+)
 from jaxrlhf.planner.schedule import interleaved_1f1b, makespan, one_f_one_b, peak_activations, validate
 from jaxrlhf.planner.schedule_bounds import (
     greedy_schedule,
@@ -233,10 +242,10 @@ def test_the_result_depends_on_seeds_alone():
     assert fuse(HARD, seeds=(1, 2), moves=300, compiled=False) == one
     assert fuse(HARD, seeds=(1, 2), moves=300, processes=2, compiled=False) == one
     shop = job_shop(HARD)
-    start = list_schedule(shop, longest_way_first)
+    start = list_schedule(shop, ranks(shop, longest_way_first))
     assert start is not None
     shortened = {
-        str(annealing.shorten(shop, start[0], cap=2**62, target=0, moves=300, seed=seed, compiled=False))
+        str(annealing.shorten(shop, start.orders, cap=2**62, target=0, moves=300, seed=seed, compiled=False))
         for seed in (1, 2, 3)
     }
     assert len(shortened) == 3
@@ -245,12 +254,12 @@ def test_the_result_depends_on_seeds_alone():
 def test_compiled_or_not_all_is_the_same():
     pytest.importorskip("numba")
     shop = job_shop(HARD)
-    start = list_schedule(shop, longest_way_first)
+    start = list_schedule(shop, ranks(shop, longest_way_first))
     assert start is not None
     found = []
     for compiled in (True, False):
         settings: dict[str, Any] = dict(moves=3000, seed=5, compiled=compiled)
-        orders, span = annealing.shorten(shop, start[0], cap=peak(shop, start[0]), target=0, **settings)
+        orders, span = annealing.shorten(shop, start.orders, cap=peak(shop, start.orders), target=0, **settings)
         slim_orders, top = annealing.slim(shop, orders, floor=0, limit=span + 3, **settings)
         found.append((orders, span, slim_orders, top))
     assert found[0] == found[1]
@@ -259,21 +268,39 @@ def test_compiled_or_not_all_is_the_same():
 
 def test_what_the_rounds_say_is_so():
     shop = job_shop(HARD)
-    start = list_schedule(shop, longest_way_first)
+    start = list_schedule(shop, ranks(shop, longest_way_first))
     assert start is not None
-    assert start[1] == makespan(as_schedule(shop, start[0]))
-    cap = peak(shop, start[0])
-    orders, span = annealing.shorten(shop, start[0], cap=cap, target=0, moves=2000, seed=1, compiled=False)
+    assert start.span == makespan(as_schedule(shop, start.orders))
+    cap = peak(shop, start.orders)
+    orders, span = annealing.shorten(shop, start.orders, cap=cap, target=0, moves=2000, seed=1, compiled=False)
     schedule = as_schedule(shop, orders)
     validate(schedule, memory_cap=cap * shop.memory_unit)
     assert as_orders(shop, schedule) == orders
-    assert span == makespan(schedule) < start[1]
+    assert span == makespan(schedule) < start.span
     orders, top = annealing.slim(shop, orders, floor=0, limit=span, moves=5000, seed=1, compiled=False)
     schedule = as_schedule(shop, orders)
     validate(schedule)
     assert makespan(schedule) <= span
     assert max(peak_activations(schedule)) == pytest.approx(top * shop.memory_unit)
     assert top < cap
+
+
+def test_list_schedules_keep_caps_and_limits_and_get_no_longer_back_and_forth():
+    shop = job_shop(HARD)
+    cap = math.floor(1.3 * serial_peak(HARD) / shop.memory_unit)
+    start = list_schedule(shop, ranks(shop, longest_way_first), cap=cap)
+    assert start is not None and peak(shop, start.orders) <= cap
+    found = back_and_forth(shop, start, cap=cap)
+    for each in (start, found):
+        schedule = as_schedule(shop, each.orders)
+        validate(schedule, memory_cap=cap * shop.memory_unit)
+        assert each.span == makespan(schedule)
+    assert found.span < start.span
+    # a limit of one leaves a stage nothing between forward and backward but one micro-batch
+    single = list_schedule(shop, ranks(shop, longest_way_first), limit=lambda below: 1)
+    assert single is not None
+    assert max(peak_activations(as_schedule(shop, single.orders))) == 1.5 + 2
+    assert list_schedule(shop, ranks(shop, longest_way_first), cap=0) is None
 
 
 @pytest.mark.parametrize("unit", [1.0, 0.001, 1 / 3, 1e-7, 1e6])
