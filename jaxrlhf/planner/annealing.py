@@ -2,9 +2,9 @@
 
 Both exchange neighbors in a node's order. Whether that lengthens the schedule, and by how much, is known without
 computing it anew, from when each task can start at the earliest (heads) and how long it takes from there to the end
-(tails), as in job shops (Taillard 1994, "Parallel taboo search techniques for the job shop scheduling problem"). So most
-moves cost next to nothing. Computed by Python, or compiled by numba where it is installed; both find the same, since all
-is done in integers and from a table of acceptances.
+(tails), as in job shops (Taillard 1994, "Parallel taboo search techniques for the job shop scheduling problem"). So
+most moves cost next to nothing. Computed by Python, or compiled by numba where it is installed; both find the same,
+since all is done in integers and from a table of acceptances.
 """
 
 import functools
@@ -15,13 +15,12 @@ from typing import Any
 
 import numpy as np
 
+from jaxrlhf.planner import annealing_rounds
+from jaxrlhf.planner.annealing_rounds import BUCKETS, PER_UNIT
 from jaxrlhf.planner.job_shop import JobShop, Orders, peak
 
 LEVELS = 100
 """Temperatures of a round."""
-BUCKETS = 160
-_PER_UNIT = 8
-"""Acceptances are for eighths of the average latency or activation. What is worse by more than 20 is never accepted."""
 
 
 def acceptance_table(first: float, last: float) -> list[int]:
@@ -30,281 +29,22 @@ def acceptance_table(first: float, last: float) -> list[int]:
     exp(-(b / 8) / T), with temperatures T from `first` to `last`, each the same factor lower.
     """
     temperatures = [first * (last / first) ** (level / (LEVELS - 1)) for level in range(LEVELS)]
-    return [int(math.exp(-b / _PER_UNIT / each) * 2**32) for each in temperatures for b in range(BUCKETS)]
-
-
-def _random(x: int) -> int:
-    """The next number of a 32-bit xorshift generator (Marsaglia 2003)."""
-    x ^= (x << 13) & 0xFFFFFFFF
-    x ^= x >> 17
-    return x ^ ((x << 5) & 0xFFFFFFFF)
-
-
-def _accepted(worse, unit, level, x, table) -> bool:
-    """Whether to take a move that is worse by so much. `unit`: the average that table is for; `x`: a random number."""
-    bucket = (worse * _PER_UNIT + unit - 1) // unit
-    return bucket < BUCKETS and x < table[level * BUCKETS + bucket]
-
-
-def _heads(order, first, before, after, node, latency, finish, sequence, place, clock, waiting, stack):
-    """Computes when each task finishes, and a sequence in which each comes after what it needs; -1 if they deadlock.
-
-    Every node runs until it has to wait, and goes on when what it waits for is there.
-
-    Args:
-        order: The nodes' orders, one after another; `first[i]` is where node i's begins.
-    """
-    num_nodes = len(first) - 1
-    for task in range(len(before)):
-        finish[task] = -1
-    for i in range(num_nodes):
-        place[i] = first[i]
-        clock[i] = 0
-        waiting[i] = -1
-        stack[i] = i
-    top = num_nodes
-    done = 0
-    while top > 0:
-        top -= 1
-        i = stack[top]
-        now = clock[i]
-        p = place[i]
-        end = first[i + 1]
-        while p < end:
-            task = order[p]
-            need = before[task]
-            if need >= 0:
-                arrival = finish[need]
-                if arrival < 0:
-                    waiting[i] = need
-                    break
-                if arrival > now:
-                    now = arrival
-            now += latency[task]
-            finish[task] = now
-            sequence[done] = task
-            done += 1
-            p += 1
-            follower = after[task]
-            if follower >= 0 and waiting[node[follower]] == task:
-                waiting[node[follower]] = -1
-                stack[top] = node[follower]
-                top += 1
-        place[i] = p
-        clock[i] = now
-    if done < len(before):
-        return -1
-    longest = 0
-    for i in range(num_nodes):
-        longest = max(longest, clock[i])
-    return longest
-
-
-def _tails(order, first, after, node, latency, sequence, position, tail):
-    """Computes how long it takes from the start of each task to the end of all that waits for it."""
-    for index in range(len(sequence) - 1, -1, -1):
-        task = sequence[index]
-        rest = 0
-        if after[task] >= 0:
-            rest = tail[after[task]]
-        p = position[task] + 1
-        if p < first[node[task] + 1]:
-            rest = max(rest, tail[order[p]])
-        tail[task] = rest + latency[task]
-
-
-def _longest_after_exchange(p, order, first, before, after, node, latency, finish, tail):
-    """The longest way through the tasks at p and p + 1 once they are exchanged. The makespan, if that is not less."""
-    a = order[p]
-    b = order[p + 1]
-    i = node[a]
-    head_b = 0
-    if p > first[i]:
-        head_b = finish[order[p - 1]]
-    if before[b] >= 0:
-        head_b = max(head_b, finish[before[b]])
-    head_a = head_b + latency[b]
-    if before[a] >= 0:
-        head_a = max(head_a, finish[before[a]])
-    tail_a = 0
-    if after[a] >= 0:
-        tail_a = tail[after[a]]
-    if p + 2 < first[i + 1]:
-        tail_a = max(tail_a, tail[order[p + 2]])
-    tail_a += latency[a]
-    tail_b = tail_a
-    if after[b] >= 0:
-        tail_b = max(tail_b, tail[after[b]])
-    return max(head_a + tail_a, head_b + latency[b] + tail_b)
-
-
-def _latency_round(
-    order, first, before, after, node, latency, memory, kind, cap, target, unit, table, levels, moves, x, best, work
-):
-    """Exchanges neighbors on a critical path, at random, in place. Those cannot deadlock; no others shorten anything.
-
-    Returns:
-        The least makespan found, whose orders are then in `best`, and the moves tried.
-    """
-    finish, sequence, place, clock, waiting, stack, tail, position, level_at, arcs = work
-    for i in range(len(first) - 1):
-        kept = 0
-        for p in range(first[i], first[i + 1]):
-            position[order[p]] = p
-            kept += memory[order[p]]
-            level_at[order[p]] = kept
-    span = _heads(order, first, before, after, node, latency, finish, sequence, place, clock, waiting, stack)
-    _tails(order, first, after, node, latency, sequence, position, tail)
-    shortest = span
-    best[:] = order
-    num_arcs = -1
-    for move in range(moves):
-        if shortest <= target:
-            return shortest, move
-        if num_arcs < 0:
-            num_arcs = 0
-            for i in range(len(first) - 1):
-                for p in range(first[i], first[i + 1] - 1):
-                    a = order[p]
-                    b = order[p + 1]
-                    if (
-                        finish[a] + tail[b] == span
-                        and finish[a] - latency[a] + tail[a] == span
-                        and kind[a] != kind[b]
-                        and before[b] != a
-                    ):
-                        arcs[num_arcs] = p
-                        num_arcs += 1
-            if num_arcs == 0:
-                return shortest, move
-        x = _random(x)
-        p = arcs[x % num_arcs]
-        a = order[p]
-        b = order[p + 1]
-        level_b = level_at[a] - memory[a] + memory[b]
-        if level_b > cap and memory[b] > 0:
-            continue
-        worse = _longest_after_exchange(p, order, first, before, after, node, latency, finish, tail) - span
-        if worse > 0:
-            x = _random(x)
-            if not _accepted(worse, unit, move * levels // moves, x, table):
-                continue
-        order[p] = b
-        order[p + 1] = a
-        position[b] = p
-        position[a] = p + 1
-        level_at[b] = level_b
-        level_at[a] = level_b + memory[a]
-        span = _heads(order, first, before, after, node, latency, finish, sequence, place, clock, waiting, stack)
-        _tails(order, first, after, node, latency, sequence, position, tail)
-        num_arcs = -1
-        if span < shortest:
-            shortest = span
-            best[:] = order
-    return shortest, moves
-
-
-def _memory_round(
-    order, first, before, after, node, latency, memory, kind, floor, limit, unit, table, levels, moves, x, best, work
-):
-    """Exchanges any neighbors, half of them where memory is above a cap, as long as the makespan stays within a limit.
-
-    What is made smaller is the sum of all that is above the cap. Once nothing is, the cap is lowered by a quarter of
-    what the peak is above `floor`.
-
-    Returns:
-        The lowest peak found, whose orders are then in `best`, and the moves tried.
-    """
-    finish, sequence, place, clock, waiting, stack, tail, position, level_at, over = work
-    num_tasks = len(before)
-    for i in range(len(first) - 1):
-        kept = 0
-        for p in range(first[i], first[i + 1]):
-            position[order[p]] = p
-            kept += memory[order[p]]
-            level_at[order[p]] = kept
-    _heads(order, first, before, after, node, latency, finish, sequence, place, clock, waiting, stack)
-    _tails(order, first, after, node, latency, sequence, position, tail)
-    excess = 0
-    num_over = 0
-    lowest = -1
-    cap = 0
-    for move in range(moves):
-        if excess == 0:
-            lowest = 0
-            for task in range(num_tasks):
-                lowest = max(lowest, level_at[task])
-            best[:] = order
-            if lowest <= floor:
-                return lowest, move
-            cap = lowest - max(1, (lowest - floor) // 4)
-            num_over = 0
-            for task in range(num_tasks):
-                place_of_over = -1
-                if level_at[task] > cap:
-                    excess += level_at[task] - cap
-                    over[num_over] = task
-                    place_of_over = num_over
-                    num_over += 1
-                over[num_tasks + task] = place_of_over
-        x = _random(x)
-        if x & 1:
-            p = position[over[(x >> 8) % num_over]] - 1 + (x >> 1) % 3
-        else:
-            p = (x >> 8) % num_tasks
-        if p < 0 or p + 1 >= num_tasks:
-            continue
-        a = order[p]
-        b = order[p + 1]
-        if node[a] != node[b] or kind[a] == kind[b] or before[b] == a:
-            continue
-        level_b = level_at[a] - memory[a] + memory[b]
-        worse = max(0, level_b - cap) - max(0, level_at[a] - cap)
-        if worse > 0:
-            x = _random(x)
-            if not _accepted(worse, unit, move * levels // moves, x, table):
-                continue
-        if _longest_after_exchange(p, order, first, before, after, node, latency, finish, tail) > limit:
-            continue
-        order[p] = b
-        order[p + 1] = a
-        if _heads(order, first, before, after, node, latency, finish, sequence, place, clock, waiting, stack) < 0:
-            order[p] = a
-            order[p + 1] = b
-            _heads(order, first, before, after, node, latency, finish, sequence, place, clock, waiting, stack)
-            continue
-        position[b] = p
-        position[a] = p + 1
-        _tails(order, first, after, node, latency, sequence, position, tail)
-        excess += worse
-        level_at[b] = level_b
-        level_at[a] = level_b + memory[a]
-        for task in (a, b):
-            place_of_over = over[num_tasks + task]
-            if place_of_over >= 0 and level_at[task] <= cap:
-                num_over -= 1
-                over[place_of_over] = over[num_over]
-                over[num_tasks + over[num_over]] = place_of_over
-                over[num_tasks + task] = -1
-            elif place_of_over < 0 and level_at[task] > cap:
-                over[num_over] = task
-                over[num_tasks + task] = num_over
-                num_over += 1
-    return lowest, moves
+    return [int(math.exp(-b / PER_UNIT / each) * 2**32) for each in temperatures for b in range(BUCKETS)]
 
 
 @functools.cache
 def _rounds(compiled: bool) -> tuple[Callable[..., tuple[int, int]], Callable[..., tuple[int, int]]]:
     """The two rounds, in Python or compiled."""
     if not compiled:
-        return _latency_round, _memory_round
+        return annealing_rounds.latency_round, annealing_rounds.memory_round
     import numba
 
-    names = dict(globals())
-    for function in (_random, _accepted, _heads, _tails, _longest_after_exchange, _latency_round, _memory_round):
-        copy = types.FunctionType(function.__code__, names, function.__name__)
-        names[function.__name__] = numba.njit(cache=True)(copy)
-    return names["_latency_round"], names["_memory_round"]
+    names = dict(vars(annealing_rounds))
+    for name, function in vars(annealing_rounds).items():
+        if isinstance(function, types.FunctionType):
+            # copies that see one another: compiled functions cannot call those that are not
+            names[name] = numba.njit(cache=True)(types.FunctionType(function.__code__, names, name))
+    return names["latency_round"], names["memory_round"]
 
 
 def numba_is_there() -> bool:

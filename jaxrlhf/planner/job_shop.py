@@ -3,9 +3,11 @@
 Nodes are machines and micro-batches are jobs. All amounts are integers here, so that every computer finds the same.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from jaxrlhf.planner.instructions import Instruction, Pipe, Schedule, instructions, needed
 
@@ -110,7 +112,7 @@ def peak(shop: JobShop, orders: Orders) -> int:
 
 
 Priority = Callable[[Pipe, Instruction], tuple[float, ...]]
-"""From an instruction and its pipe to how it ranks among those that can start at the same time: the least goes first."""
+"""How an instruction of a pipe ranks among those that can start at the same time: the least goes first."""
 Limit = Callable[[int], int]
 """From the number of stages from here to the last to the most micro-batches between forward and backward here."""
 
@@ -138,14 +140,31 @@ def _way(pipe: Pipe, instruction: Instruction) -> float:
     return (pipe.stages - instruction.stage) * pipe.forward + pipe.stages * (pipe.backward or 0)
 
 
+class ListSchedule(NamedTuple):
+    """Orders, and when each task finishes."""
+
+    orders: Orders
+    finish: list[int]
+
+    @property
+    def span(self) -> int:
+        """The makespan."""
+        return max(self.finish)
+
+
+def ranks(shop: JobShop, priority: Priority) -> list[tuple[float, ...]]:
+    """The rank of each task by a priority."""
+    return [priority(shop.pipes[task.pipe], task) for task in shop.tasks]
+
+
 def list_schedule(
-    shop: JobShop, priority: Priority, *, cap: int | None = None, limit: Limit | None = None
-) -> tuple[Orders, int] | None:
-    """Orders in which always that runs next which can start earliest, by priority among those; and their makespan.
+    shop: JobShop, ranks: Sequence[tuple[float, ...]], *, cap: int | None = None, limit: Limit | None = None
+) -> ListSchedule | None:
+    """Always that runs next which can start earliest, among those what ranks least.
 
     Args:
         cap: The most memory that a node may keep.
-        limit: On how many micro-batches a stage may be ahead.
+        limit: By how many micro-batches a stage may be ahead.
 
     Returns:
         None: nothing can start within the cap, though something is left.
@@ -157,7 +176,6 @@ def list_schedule(
     backward_kind = {}
     for task, kind in zip(shop.tasks, shop.kind, strict=True):
         backward_kind[task.pipe, task.stage, task.forward] = kind
-    ranks = [priority(shop.pipes[task.pipe], task) for task in shop.tasks]
     finish = [-1] * len(shop.tasks)
     clock, kept = [0] * shop.num_nodes, [0] * shop.num_nodes
     orders: Orders = [[] for _ in range(shop.num_nodes)]
@@ -173,7 +191,7 @@ def list_schedule(
             if before >= 0 and finish[before] < 0:
                 continue
             pipe, _, stage, forward = shop.tasks[task]
-            if forward and cap is not None and kept[node] + shop.memory[task] > cap:
+            if shop.memory[task] > 0 and cap is not None and kept[node] + shop.memory[task] > cap:
                 continue
             if forward and limit is not None and shop.pipes[pipe].backward is not None:
                 ahead = head[kind] - head[backward_kind[pipe, stage, False]]
@@ -198,4 +216,48 @@ def list_schedule(
         choices[node] = next_of(node)
         if after >= 0:
             choices[shop.node[after]] = next_of(shop.node[after])
-    return orders, max(finish)
+    return ListSchedule(orders, finish)
+
+
+def back_and_forth(shop: JobShop, start: ListSchedule, *, cap: int | None = None, passes: int = 8) -> ListSchedule:
+    """The shortest of what list scheduling makes of a schedule read backwards, of that read forwards again, and so on.
+
+    In each pass that ranks first which finished last in the one before: what is urgent has become known.
+
+    Reference:
+        Li and Willis 1992, "An iterative scheduling technique for resource-constrained project scheduling".
+    """
+    both = (shop, _read_backwards(shop))
+    best = current = start
+    for index in range(1, passes + 1):
+        found = list_schedule(both[index % 2], [(-finish,) for finish in reversed(current.finish)], cap=cap)
+        if found is None:
+            break
+        current = found
+        if found.span < best.span:
+            if index % 2:
+                last = len(shop.tasks) - 1
+                orders = [[last - task for task in reversed(order)] for order in found.orders]
+                began = [finish - latency for finish, latency in zip(found.finish, both[1].latency, strict=True)]
+                found = ListSchedule(orders, [found.span - start for start in reversed(began)])
+            best = found
+    return best
+
+
+def _read_backwards(shop: JobShop) -> JobShop:
+    """The same with time running backwards: the last task is the first, and needs what needed it."""
+    last = len(shop.tasks) - 1
+
+    def turned(links: list[int]) -> list[int]:
+        return [last - link if link >= 0 else -1 for link in reversed(links)]
+
+    return dataclasses.replace(
+        shop,
+        tasks=shop.tasks[::-1],
+        before=turned(shop.after),
+        after=turned(shop.before),
+        node=shop.node[::-1],
+        latency=shop.latency[::-1],
+        memory=[-amount for amount in reversed(shop.memory)],
+        kind=shop.kind[::-1],
+    )

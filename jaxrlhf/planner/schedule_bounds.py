@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from jaxrlhf.planner.instructions import Instruction, Pipe, Schedule, ScheduleError, instructions
-from jaxrlhf.planner.job_shop import as_schedule, job_shop, larger_model_first, list_schedule
+from jaxrlhf.planner.job_shop import as_schedule, job_shop, larger_model_first, list_schedule, ranks
 from jaxrlhf.planner.schedule import forward_only, interleaved_1f1b, peak_activations
 
 
@@ -121,6 +121,6 @@ def greedy_schedule(pipes: Sequence[Pipe]) -> Schedule:
         Zhong et al. 2024, arXiv:2409.13221, 5.2.
     """
     shop = job_shop(pipes)
-    found = list_schedule(shop, larger_model_first)
+    found = list_schedule(shop, ranks(shop, larger_model_first))
     assert found is not None, "without a cap something can always start"
-    return as_schedule(shop, found[0])
+    return as_schedule(shop, found.orders)

@@ -1,0 +1,129 @@
+"""Fused pipeline schedules of RLHFuse's Table 3: how short, how much memory, how long to find.
+
+    python scripts/bench_schedules.py                                  # all instances, two processes
+    python scripts/bench_schedules.py --instance 8/4/8 --instance 16/16/16
+    python scripts/bench_schedules.py --instance 16/8/16 --picture fused.png
+    python scripts/bench_schedules.py --json
+
+An instance is stages of the large model / stages of the small one / micro-batches of the large one: 33B and 13B
+parameters on 8 stages, 65B and 33B on 16, with the paper's latencies and activations. Latencies are in units of the
+paper; memory is the peak of a node relative to that of the models trained one after another by 1F1B. Columns:
+
+    serial   one model after another by 1F1B: the sum of (M + S - 1) * (forward + backward)
+    1F1B+    the same with half the stages, of twice the latency, and half the micro-batches, in twice the groups
+    greedy   always what can start earliest, of the larger model first, and of that a backward first
+    ours     `jaxrlhf.planner.fused_schedule.fuse`
+    bound    no schedule is shorter
+
+numba compiles the search where it is installed; the first instance is then given seconds for that beforehand.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxrlhf.planner.fused_pipes import TrainedModel, fused_pipes
+from jaxrlhf.planner.fused_schedule import FusedResult, fuse
+from jaxrlhf.planner.instructions import Pipe
+from jaxrlhf.planner.schedule import makespan, peak_activations, validate
+from jaxrlhf.planner.schedule_bounds import greedy_schedule, shallow_serial_latency
+from jaxrlhf.planner.schedule_picture import draw_schedule
+
+MODELS: dict[tuple[int, int], tuple[tuple[float, float], tuple[float, float]]] = {
+    (8, 4): ((5, 1.95), (4, 2)),
+    (8, 8): ((5, 1.95), (2, 1)),
+    (16, 8): ((2, 1.64), (2, 2)),
+    (16, 16): ((2, 1.64), (1, 1)),
+}
+"""Stages of both models -> latency of a forward and activation per micro-batch and stage, of each."""
+INSTANCES = {
+    f"{large}/{small}/{times * large}": (large, small, times * large) for large, small in MODELS for times in (1, 2, 4)
+}
+NAMES = {8: ("33B", "13B"), 16: ("65B", "33B")}
+
+
+def pipes_of(instance: str) -> tuple[Pipe, ...]:
+    """The pipes of an instance. A backward takes twice a forward."""
+    large, small, micro_batches = INSTANCES[instance]
+    models = [
+        TrainedModel(large // stages, stages, 1, micro_batches * stages // large, forward, 2 * forward, activation)
+        for stages, (forward, activation) in zip((large, small), MODELS[large, small], strict=True)
+    ]
+    return fused_pipes(models[0], models[1])
+
+
+def measure(instance: str, *, processes: int, moves: int | None, seeds: int) -> tuple[dict[str, Any], FusedResult]:
+    """A row of the table, and what it is of."""
+    pipes = pipes_of(instance)
+    greedy = greedy_schedule(pipes)
+    begin = time.perf_counter()
+    found = fuse(pipes, seeds=range(seeds), moves=moves, processes=processes)
+    seconds = time.perf_counter() - begin
+    validate(found.schedule)
+    row = {
+        "instance": instance,
+        "serial": found.serial_latency,
+        "1F1B+": shallow_serial_latency(pipes),
+        "greedy": makespan(greedy),
+        "ours": found.latency,
+        "bound": found.lower_bound,
+        "greedy_memory": max(peak_activations(greedy)) / found.serial_peak,
+        "memory": found.peak / found.serial_peak,
+        "seconds": seconds,
+    }
+    return row, found
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """The rows as a table in Markdown: latencies, and in parentheses speedups over serial."""
+
+    def latency(row: dict[str, Any], key: str) -> str:
+        return f"{row[key]:g} ({row['serial'] / row[key]:.2f})"
+
+    lines = [
+        "| instance | serial | 1F1B+ | greedy | ours | bound | memory, greedy | memory, ours | seconds |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in rows:
+        cells = [
+            row["instance"],
+            f"{row['serial']:g}",
+            *(latency(row, key) for key in ("1F1B+", "greedy", "ours", "bound")),
+        ]
+        cells += [f"{row['greedy_memory']:.2f}", f"{row['memory']:.2f}", f"{row['seconds']:.1f}"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--instance", action="append", choices=INSTANCES, help="otherwise all; may be repeated")
+    parser.add_argument("--processes", type=int, default=2, help="seeds tried at once (default: 2)")
+    parser.add_argument("--seeds", type=int, default=2, help="how many (default: 2)")
+    parser.add_argument("--moves", type=int, help="of annealing per round; otherwise by the size of the instance")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the schedule of the last instance")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    options = parser.parse_args(arguments)
+    rows: list[dict[str, Any]] = []
+    settings = dict(processes=options.processes, moves=options.moves, seeds=options.seeds)
+    fuse(pipes_of("8/8/8"), moves=1)  # compiles
+    for instance in options.instance or INSTANCES:
+        row, found = measure(instance, **settings)
+        rows.append(row)
+        if not options.json:
+            print(table(rows) if len(rows) == 1 else table([row]).splitlines()[-1], flush=True)
+        if options.picture is not None and instance == (options.instance or list(INSTANCES))[-1]:
+            names = NAMES[INSTANCES[instance][0]]
+            draw_schedule(found.schedule, options.picture, names=names, serial_peak=found.serial_peak, title=instance)
+    if options.json:
+        print(json.dumps(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

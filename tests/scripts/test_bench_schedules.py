@@ -1,0 +1,26 @@
+"""The bench of schedules runs and reports."""
+
+import json
+
+import pytest
+
+from scripts import bench_schedules
+
+
+def test_it_reports_what_it_measures(capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "fused.png"
+    arguments = ["--instance", "8/8/8", "--seeds", "1", "--moves", "2000", "--processes", "1"]
+    assert bench_schedules.main([*arguments, "--json", "--picture", str(picture)]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert (row["serial"], row["1F1B+"], row["bound"]) == (315, 294, 225)
+    assert row["bound"] <= row["ours"] <= row["greedy"] <= row["serial"]
+    assert picture.exists()
+    assert len(bench_schedules.table([row]).splitlines()) == 3
+
+
+def test_all_instances_fill_whole_nodes():
+    for name, (large, small, micro_batches) in bench_schedules.INSTANCES.items():
+        pipes = bench_schedules.pipes_of(name)
+        assert [pipe.stages for pipe in pipes] == [large] + [small] * (large // small)
+        assert sum(pipe.micro_batches for pipe in pipes[1:]) == micro_batches == pipes[0].micro_batches
