@@ -15,17 +15,19 @@ folder. What takes the time is compiling, a few seconds a plan.
 
 import dataclasses
 import random
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
-from jaxrlhf.call_graph import Call
+from jaxrlhf.call_graph import Call, CallGraph
 from jaxrlhf.config.algorithms import load_algorithm
 from jaxrlhf.config.reading import build, to_tree
 from jaxrlhf.config.schema import RunConfig, build_run
+from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.planner.device_order import reuse_training_shards, training_placements
+from jaxrlhf.planner.fusion import check_fusion, oppose
 from jaxrlhf.planner.plan import DEFAULT, Placement, Plan, PlanError, check, resolve
 from jaxrlhf.runtime.assembly import Phase, assemble
 from jaxrlhf.runtime.checkpoints import changing_sets
@@ -47,7 +49,7 @@ SMALL_MODEL = {
     "vocab_size": 264,
     "hidden_size": 16,
     "intermediate_size": 32,
-    "num_layers": 1,
+    "num_layers": 2,
     "num_heads": 4,
     "num_kv_heads": 2,
 }
@@ -96,17 +98,13 @@ def small_run(algorithm: str, *, learning_rate: float = 3e-4, **config: Any) -> 
     return build_run(tree, where=where)
 
 
-def check_plan_invariance(
-    algorithm: str, *, num_plans: int = 3, steps: int = 2, seed: int = 0, pipelined: Collection[str] = (), **config: Any
-) -> None:
+def check_plan_invariance(algorithm: str, *, num_plans: int = 3, steps: int = 2, seed: int = 0, **config: Any) -> None:
     """Some steps under one device and under random plans for eight: the same tokens, metrics and state.
 
     Args:
         algorithm: As a config names it: `ppo`, `my_module:my_step`.
         num_plans: How many random plans.
         seed: Of the plans. The placement of a call depends on its name too, so that algorithms share programs.
-        pipelined: Kinds of calls, `train` and `infer` among them, that some plans give two stages. Their models need as
-            many layers.
         config: Keys of the run, as `small_run` takes them. A role given in `roles` replaces the small one of its name
             whole: its model and optimizer too.
 
@@ -120,7 +118,7 @@ def check_plan_invariance(
     alone = _Trial(run, assembly.train, assembly.train_rows)
     assert alone.moved, f"{algorithm}: training must change weights. Got the same after {steps} steps."
     for number in range(num_plans):
-        plan = random_plan(assembly.train, seed=seed + number, pipelined=pipelined)
+        plan = random_plan(assembly.train, seed=seed + number)
         phase = dataclasses.replace(assembly.train, plan=plan)
         _Trial(run, phase, assembly.train_rows, alone.first_weights).assert_same(
             alone, f"{algorithm}, random plan {seed + number} ({_in_short(plan)})"
@@ -201,11 +199,10 @@ class _Trial:
                         np.testing.assert_allclose(numbers[name], expected[name], RTOL, ATOL, err_msg=message)
 
 
-def random_plan(phase: Phase, *, seed: int, pipelined: Collection[str] = ()) -> Plan:
+def random_plan(phase: Phase, *, seed: int) -> Plan:
     """A valid plan over two nodes of four devices: every call on some part of a node or on both, with some strategy.
 
-    Args:
-        pipelined: Kinds of calls that may have two stages.
+    Some train two roles in one fused pipeline.
     """
     graph, models = phase.graph, {n: role.model for n, role in phase.roles.items() if isinstance(role, ModelRole)}
     one_device = {DEFAULT: Placement((0,), Strategy())}
@@ -215,7 +212,7 @@ def random_plan(phase: Phase, *, seed: int, pipelined: Collection[str] = ()) -> 
             continue
         draw = random.Random(f"{seed} {call.plan_name.partition('#')[0]}")
         while call.plan_name not in placements:
-            placement = _random_placement(call, draw, pipelined)
+            placement = _random_placement(call, draw)
             try:
                 plan = resolve({**one_device, call.plan_name: placement}, graph)
                 check(plan, graph, models, NUM_DEVICES, DEVICES_PER_NODE)
@@ -223,8 +220,27 @@ def random_plan(phase: Phase, *, seed: int, pipelined: Collection[str] = ()) -> 
                 continue
             placements[call.plan_name] = placement
     offload = tuple(role for role in models if random.Random(f"{seed} {role}").random() < 0.2)
-    plan = resolve({**one_device, **placements}, graph, offload)
+    plan = _with_fusion(resolve({**one_device, **placements}, graph, offload), graph, models, seed)
     return reuse_training_shards(plan, graph, training_placements(plan, graph), DEVICES_PER_NODE)
+
+
+def _with_fusion(plan: Plan, graph: CallGraph, models: Mapping[str, ModelConfig], seed: int) -> Plan:
+    """The plan with its first two train calls fused, under some seeds and where they may be."""
+    draw = random.Random(f"{seed} fuse")
+    calls = list(dict.fromkeys(call.plan_name for call in graph.calls if call.kind == "train"))[:2]
+    if len(calls) < 2 or draw.random() < 0.5:
+        return plan
+    devices = tuple(range(4)) if draw.random() < 0.5 else tuple(range(4, 8))
+    first = Strategy(pipeline=2, tensor=2, micro_batches=draw.choice((1, 2)))
+    second = draw.choice((first, Strategy(pipeline=2, data=2, micro_batches=2), Strategy(pipeline=2, fsdp=2)))
+    both = {name: Placement(devices, strategy) for name, strategy in zip(calls, (first, second), strict=True)}
+    fused = dataclasses.replace(plan, placements={**plan.placements, **both}, fuse=tuple(calls))
+    try:
+        check(fused, graph, models, NUM_DEVICES, DEVICES_PER_NODE)
+        check_fusion(fused, graph)
+    except PlanError:  # they share weights, or one needs the other
+        return plan
+    return oppose(fused, graph)
 
 
 def _in_short(plan: Plan) -> str:
@@ -238,17 +254,18 @@ def _in_short(plan: Plan) -> str:
             if (value := getattr(placement.strategy, field.name)) != getattr(plain, field.name)
         ]
         parts.append(" ".join([call, "on", str(first) if first == last else f"{first}-{last}", *strategy]))
-    return "; ".join(parts + ([f"offload {', '.join(plan.offload)}"] if plan.offload else []))
+    lists = {"offload": plan.offload, "fuse": plan.fuse}
+    return "; ".join(parts + [f"{key} {', '.join(names)}" for key, names in lists.items() if names])
 
 
-def _random_placement(call: Call, draw: random.Random, pipelined: Collection[str]) -> Placement:
+def _random_placement(call: Call, draw: random.Random) -> Placement:
     """One that may not fit the call's rows or model."""
     count = draw.choice((1, 2, 4, 8))
     first = draw.randrange(0, NUM_DEVICES, count)
     tensor = draw.choice([n for n in (1, 2) if count % n == 0])
     computes, trains = call.kind == "compute", call.kind == "train"
     pipeline, stages = 1, {}
-    if call.kind in pipelined and (count // tensor) % 2 == 0 and draw.random() < 0.7:
+    if not computes and (count // tensor) % 2 == 0 and draw.random() < 0.5:
         pipeline, chunks = 2, 2 if trains and draw.random() < 0.3 else 1
         schedule = draw.choice(("1f1b", "gpipe")) if trains and chunks == 1 else "1f1b"
         stages = {"pipeline": pipeline, "chunks": chunks, "schedule": schedule}

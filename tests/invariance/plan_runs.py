@@ -11,7 +11,7 @@ import json
 import os
 import random
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,24 +56,27 @@ CALLS = (
 DEVICES, DEVICES_PER_NODE = 8, 4
 
 
-def random_plan(seed: int, *, pipelined: Collection[str] = ()) -> str:
-    """A valid plan over two nodes of four devices: every call on some part of a node or on both, with some strategy.
-
-    Args:
-        pipelined: Calls that may have two stages, a layer of the model on each.
-    """
+def random_plan(seed: int) -> str:
+    """A valid plan over two nodes of four devices: every call on some part of a node or on both, with some strategy;
+    under every third seed actor and critic are trained in one fused pipeline."""
     draw = random.Random(seed)
-    plan = {call: _random_placement(call, draw, call in pipelined) for call in CALLS}
+    plan: dict[str, Any] = {call: _random_placement(call, draw) for call in CALLS}
     offload = [role for role in ("actor", "critic", "reference") if draw.random() < 0.2]
+    if seed % 3 == 0:
+        count = draw.choice((2, 4, 8))
+        where = {"devices": f"0-{count - 1}", "pipeline": 2, "micro_batches": draw.choice((1, 2))}
+        plan["actor.train"] = {**where, "data": max(1, count // 4), "tensor": min(2, count // 2)}
+        plan["critic.train"] = {**where, "data": count // 2}
+        plan["fuse"] = ["actor.train", "critic.train"]
     return json.dumps({"default": {"data": 1}, **plan, **({"offload": offload} if offload else {})})
 
 
-def _random_placement(call: str, draw: random.Random, pipelined: bool) -> dict[str, Any]:
+def _random_placement(call: str, draw: random.Random) -> dict[str, Any]:
     count = draw.choice((1, 2, 4, 8))
     first = draw.randrange(0, DEVICES, count)
     rows = ROWS // 2 if call.endswith(".train") else ROWS
     tensor = draw.choice([n for n in (1, 2) if count % n == 0 and call != "ppo_batch"] or [1])
-    pipeline = draw.choice([n for n in (1, 2, 2) if (count // tensor) % n == 0]) if pipelined else 1
+    pipeline = draw.choice([n for n in (1, 2, 2) if (count // tensor) % n == 0]) if call != "ppo_batch" else 1
     shards = count // tensor // pipeline
     data = draw.choice([n for n in (1, 2, 4, 8) if shards % n == 0])
     placement: dict[str, Any] = {
