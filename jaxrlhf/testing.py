@@ -15,7 +15,7 @@ folder. What takes the time is compiling, a few seconds a plan.
 
 import dataclasses
 import random
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
@@ -32,8 +32,7 @@ from jaxrlhf.runtime.checkpoints import changing_sets
 from jaxrlhf.runtime.executor import Executor
 from jaxrlhf.runtime.first_weights import Placed, load_first_weights
 from jaxrlhf.runtime.metrics import flatten
-from jaxrlhf.runtime.programs import GAP_METRIC
-from jaxrlhf.runtime.roles import ModelRole
+from jaxrlhf.runtime.roles import GAP_METRIC, ModelRole
 from jaxrlhf.runtime.weight_sets import BASE
 from jaxrlhf.sharding import mesh
 from jaxrlhf.sharding.strategy import Strategy
@@ -97,13 +96,17 @@ def small_run(algorithm: str, *, learning_rate: float = 3e-4, **config: Any) -> 
     return build_run(tree, where=where)
 
 
-def check_plan_invariance(algorithm: str, *, num_plans: int = 3, steps: int = 2, seed: int = 0, **config: Any) -> None:
+def check_plan_invariance(
+    algorithm: str, *, num_plans: int = 3, steps: int = 2, seed: int = 0, pipelined: Collection[str] = (), **config: Any
+) -> None:
     """Some steps under one device and under random plans for eight: the same tokens, metrics and state.
 
     Args:
         algorithm: As a config names it: `ppo`, `my_module:my_step`.
         num_plans: How many random plans.
         seed: Of the plans. The placement of a call depends on its name too, so that algorithms share programs.
+        pipelined: Kinds of calls, `train` and `infer` among them, that some plans give two stages. Their models need as
+            many layers.
         config: Keys of the run, as `small_run` takes them. A role given in `roles` replaces the small one of its name
             whole: its model and optimizer too.
 
@@ -117,7 +120,7 @@ def check_plan_invariance(algorithm: str, *, num_plans: int = 3, steps: int = 2,
     alone = _Trial(run, assembly.train, assembly.train_rows)
     assert alone.moved, f"{algorithm}: training must change weights. Got the same after {steps} steps."
     for number in range(num_plans):
-        plan = random_plan(assembly.train, seed=seed + number)
+        plan = random_plan(assembly.train, seed=seed + number, pipelined=pipelined)
         phase = dataclasses.replace(assembly.train, plan=plan)
         _Trial(run, phase, assembly.train_rows, alone.first_weights).assert_same(
             alone, f"{algorithm}, random plan {seed + number} ({_in_short(plan)})"
@@ -198,8 +201,12 @@ class _Trial:
                         np.testing.assert_allclose(numbers[name], expected[name], RTOL, ATOL, err_msg=message)
 
 
-def random_plan(phase: Phase, *, seed: int) -> Plan:
-    """A valid plan over two nodes of four devices: every call on some part of a node or on both, with some strategy."""
+def random_plan(phase: Phase, *, seed: int, pipelined: Collection[str] = ()) -> Plan:
+    """A valid plan over two nodes of four devices: every call on some part of a node or on both, with some strategy.
+
+    Args:
+        pipelined: Kinds of calls that may have two stages.
+    """
     graph, models = phase.graph, {n: role.model for n, role in phase.roles.items() if isinstance(role, ModelRole)}
     one_device = {DEFAULT: Placement((0,), Strategy())}
     placements: dict[str, Placement] = {}
@@ -208,7 +215,7 @@ def random_plan(phase: Phase, *, seed: int) -> Plan:
             continue
         draw = random.Random(f"{seed} {call.plan_name.partition('#')[0]}")
         while call.plan_name not in placements:
-            placement = _random_placement(call, draw)
+            placement = _random_placement(call, draw, pipelined)
             try:
                 plan = resolve({**one_device, call.plan_name: placement}, graph)
                 check(plan, graph, models, NUM_DEVICES, DEVICES_PER_NODE)
@@ -234,16 +241,23 @@ def _in_short(plan: Plan) -> str:
     return "; ".join(parts + ([f"offload {', '.join(plan.offload)}"] if plan.offload else []))
 
 
-def _random_placement(call: Call, draw: random.Random) -> Placement:
+def _random_placement(call: Call, draw: random.Random, pipelined: Collection[str]) -> Placement:
     """One that may not fit the call's rows or model."""
     count = draw.choice((1, 2, 4, 8))
     first = draw.randrange(0, NUM_DEVICES, count)
     tensor = draw.choice([n for n in (1, 2) if count % n == 0])
-    data = draw.choice([n for n in (1, 2, 4, 8) if (count // tensor) % n == 0])
     computes, trains = call.kind == "compute", call.kind == "train"
+    pipeline, stages = 1, {}
+    if call.kind in pipelined and (count // tensor) % 2 == 0 and draw.random() < 0.7:
+        pipeline, chunks = 2, 2 if trains and draw.random() < 0.3 else 1
+        schedule = draw.choice(("1f1b", "gpipe")) if trains and chunks == 1 else "1f1b"
+        stages = {"pipeline": pipeline, "chunks": chunks, "schedule": schedule}
+    shards = count // tensor // pipeline
+    data = draw.choice([n for n in (1, 2, 4, 8) if shards % n == 0])
     strategy = Strategy(
+        **stages,
         data=data,
-        fsdp=count // tensor // data,
+        fsdp=shards // data,
         tensor=tensor,
         micro_batches=1 if computes else draw.choice((1, 1, 2, 4)),
         remat=draw.choice(("none", "dots", "layer")) if trains else "none",

@@ -30,6 +30,7 @@ from jaxrlhf.runtime.console import Console
 from jaxrlhf.runtime.interruption import RunStopped, StopRequest
 from jaxrlhf.runtime.metrics import TrainingError, read_metrics
 from jaxrlhf.runtime.recovery import ResumePoint, find_resume_point, newest_position
+from jaxrlhf.runtime.roles import ModelRole
 from jaxrlhf.runtime.run_folder import RunFolder, RunFolderError, check_run_folder, collect_versions
 from jaxrlhf.runtime.stages import time_rows
 from jaxrlhf.runtime.step_rows import Tables, load_tables
@@ -268,7 +269,8 @@ def _print_assembly(assembly: Assembly, console: Console) -> None:
     console.line(f"{mesh.num_devices()} devices of kind {mesh.device_kind()}")
     console.table("Roles", assembly.role_rows())
     for name, phase in assembly.phases.items():
-        console.table(f"Plan of the {name}", plan_rows(phase.plan, phase.graph))
+        models = {role: x.model for role, x in phase.roles.items() if isinstance(x, ModelRole)}
+        console.table(f"Plan of the {name}", plan_rows(phase.plan, phase.graph, models))
     for warning in assembly.warnings:
         console.line(f"Note: {warning}")
 

@@ -93,7 +93,7 @@ CASES: dict[str, tuple[list[str], dict[str, Any], str]] = {
         {},
         r"plan\.actor\.train, in the warm start: .* a mini-batch of 5 rows .* another warm_start\.batch_size\.",
     ),
-    "devices and degrees": (["plan.actor.train.devices=0-2"], {}, r"must be the number of devices, 3\. Got 1 x 2 x 2"),
+    "devices and degrees": (["plan.actor.train.devices=0-2"], {}, r"the number of devices, 3\. Got 1 x 1 x 2 x 2"),
     "more devices than there are": (["plan.actor.train.data=16"], {}, r"plan\.actor\.train\.devices: must be among"),
     "far more devices": (["plan.default.data=4000000000"], {}, r"devices: must be among the 8 devices"),
     "a device twice": (["plan.critic.train.devices='4,4'"], {}, r"critic\.train\.devices: a device may stand there"),

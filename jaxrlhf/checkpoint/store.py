@@ -81,17 +81,27 @@ class CheckpointStore:
         with self._reading(number):
             return self._manager.restore(number, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
 
-    def restore(self, number: int, like: Any) -> tuple[Any, dict[str, Any]]:
-        """The arrays, laid out as `like` says (`jax.ShapeDtypeStruct` with shardings), and the plain data.
+    def arrays(self, number: int) -> dict[str, str]:
+        """Path, as in `roles/actor/params/layers/0/query`, -> dtype and shape of every array. Reads none of them.
 
         Raises:
-            CheckpointError: There is no such checkpoint, or its arrays have another structure, shape or dtype.
+            CheckpointError: There is no such checkpoint.
         """
         if number not in self._manager.all_steps():
             raise CheckpointError(
                 f"{self._folder}: has no complete checkpoint {number}. Got "
                 f"{', '.join(map(str, sorted(self._manager.all_steps()))) or 'none'}."
             )
+        with self._reading(number):
+            saved = self._manager.item_metadata(number)["arrays"]
+        return _shapes(saved.tree if hasattr(saved, "tree") else saved)
+
+    def restore(self, number: int, like: Any) -> tuple[Any, dict[str, Any]]:
+        """The arrays, laid out as `like` says (`jax.ShapeDtypeStruct` with shardings), and the plain data.
+
+        Raises:
+            CheckpointError: There is no such checkpoint, or its arrays have another structure, shape or dtype.
+        """
         self.check(number, like)
         several = process_count() > 1
         wanted = jax.tree.map(_laid_out, like, _spread(like)) if several else like
@@ -108,9 +118,7 @@ class CheckpointStore:
         Raises:
             CheckpointError: One is not.
         """
-        with self._reading(number):
-            saved = self._manager.item_metadata(number)["arrays"]
-        there, wanted = _shapes(saved.tree if hasattr(saved, "tree") else saved), _shapes(like)
+        there, wanted = self.arrays(number), _shapes(like)
         if there == wanted:
             return
         differing = sorted({name for name, _ in there.items() ^ wanted.items()})

@@ -22,8 +22,8 @@ from jaxrlhf.reshard.protocols import AUTO
 from jaxrlhf.sharding.strategy import PipelineSchedule, Remat
 from jaxrlhf.suggest import did_you_mean
 
-OFFLOAD = "offload"
-"""The key of a plan that names roles, not a call."""
+OFFLOAD, FUSE = "offload", "fuse"
+"""The keys of a plan that are no call: roles that rest in host memory, and train calls that run as one pipeline."""
 MAX_VIRTUAL_DEVICES = 1024
 """As many as a processor can appear as in reasonable time."""
 
@@ -248,7 +248,8 @@ class RunConfig:
     tokenizer: TokenizerConfig = dataclasses.field(default_factory=TokenizerConfig)
     plan: Mapping[str, PlacementConfig | tuple[str, ...]] = dataclasses.field(default_factory=FrozenDict)
     """Call -> placement; `default` for all the others. Without a default: every row on its own share of all devices.
-    `offload`: roles whose weights rest in host memory where no call needs them."""
+    `offload`: roles whose weights rest in host memory where no call needs them. `fuse`: two train calls that run as one
+    pipeline."""
     warm_start: WarmStartConfig | None = None
     evaluation: EvaluationRunConfig | None = None
     resume: str = "never"
@@ -273,8 +274,9 @@ class RunConfig:
         )
 
         for name, entry in self.plan.items():
-            if isinstance(entry, tuple) != (name == OFFLOAD):
-                written = "a list of roles" if name == OFFLOAD else "a placement, {data: 2, ...}"
+            lists = {OFFLOAD: "a list of roles", FUSE: "a list of two train calls"}
+            if isinstance(entry, tuple) != (name in lists):
+                written = lists.get(name, "a placement, {data: 2, ...}")
                 raise ValueError(f"plan.{name}: must be {written}. Got {brief(to_tree(entry))}.")
 
     @property
@@ -285,9 +287,17 @@ class RunConfig:
     @property
     def offload(self) -> tuple[str, ...]:
         """Roles whose weights rest in host memory where no call needs them."""
-        roles = self.plan.get(OFFLOAD, ())
-        assert isinstance(roles, tuple)
-        return roles
+        return self._named(OFFLOAD)
+
+    @property
+    def fuse(self) -> tuple[str, ...]:
+        """Train calls that run as one pipeline."""
+        return self._named(FUSE)
+
+    def _named(self, key: str) -> tuple[str, ...]:
+        names = self.plan.get(key, ())
+        assert isinstance(names, tuple)
+        return names
 
     @property
     def num_virtual_devices(self) -> int | None:

@@ -15,12 +15,13 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.lora import MODULES, LoRAConfig, declare_adapters
-from jaxrlhf.models.params import Params, Weight, with_layers
+from jaxrlhf.models.params import Params, Weight, shardings_of, with_layers
 from jaxrlhf.sharding.layout import Layout
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -110,22 +111,25 @@ def load_adapters(folder: Path, config: ModelConfig, lora: LoRAConfig, layout: L
     with safe_open(folder / WEIGHTS, "numpy") as file:
         names = set(file.keys())
 
-        def load(name: str, weight: Weight) -> jax.Array:
+        def load(name: str, weight: Weight, sharding: NamedSharding) -> jax.Array:
             array = np.zeros(weight.shape, np.float32)
             if name in names:
                 array = np.ascontiguousarray(file.get_tensor(name).T).astype(np.float32)
-            return jax.make_array_from_callback(weight.shape, layout.weight(weight.axes), lambda index: array[index])
+            return jax.make_array_from_callback(
+                weight.shape, sharding, lambda index: array[index], dtype=np.dtype(np.float32)
+            )
 
-        return map_paths(declare_adapters(config, lora), load)
+        declared = declare_adapters(config, lora)
+        return map_paths(declared, load, shardings_of(declared, layout))
 
 
-def map_paths(declared: Any, function: Callable[[str, Weight], Any]) -> Any:
-    """A function of every adapter's name in a file and its declaration, over the tree of them."""
+def map_paths(declared: Any, function: Callable[..., Any], *more: Any) -> Any:
+    """A function of every adapter's name in a file and its declaration, over the tree of them, and trees like it."""
 
-    def named(path: Any, weight: Weight) -> Any:
+    def named(path: Any, weight: Weight, *others: Any) -> Any:
         if len(path) == 1:
-            return function(_HEAD, weight)
+            return function(_HEAD, weight, *others)
         letter = {"down": "A", "up": "B"}[path[3].key]
-        return function(_LAYER.format(path[1].idx, MODULES[path[2].key], letter), weight)
+        return function(_LAYER.format(path[1].idx, MODULES[path[2].key], letter), weight, *others)
 
-    return jax.tree_util.tree_map_with_path(named, declared, is_leaf=lambda x: isinstance(x, Weight))
+    return jax.tree_util.tree_map_with_path(named, declared, *more, is_leaf=lambda x: isinstance(x, Weight))

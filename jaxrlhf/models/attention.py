@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.models.config import ModelConfig, at_least_float32
 from jaxrlhf.sharding.layout import Layout
 
 _MIN_BLOCK, _MAX_BLOCKS = 64, 8
@@ -109,12 +109,13 @@ def _attend(q_BKmh: jax.Array, k_BKth: jax.Array, v_BKth: jax.Array, allowed_B11
     """softmax(q k / sqrt(h)) v for the m = G x C queries of a group."""
     B, K, m, h = q_BKmh.shape
     C, t = allowed_B11Ct.shape[3:]
-    score = jnp.einsum("bkmh,bkth->bkmt", q_BKmh, k_BKth, preferred_element_type=jnp.float32) * h**-0.5
+    wide = at_least_float32(q_BKmh.dtype)
+    score = jnp.einsum("bkmh,bkth->bkmt", q_BKmh, k_BKth, preferred_element_type=wide) * h**-0.5
     score = jnp.where(allowed_B11Ct, score.reshape(B, K, m // C, C, t), _LOWEST)
     mass = jnp.exp(score - jax.lax.stop_gradient(score.max(axis=-1, keepdims=True)))
     total_BKm1 = mass.sum(axis=-1).reshape(B, K, m, 1)
     mass_BKmt = mass.reshape(B, K, m, t).astype(v_BKth.dtype)
-    weighted = jnp.einsum("bkmt,bkth->bkmh", mass_BKmt, v_BKth, preferred_element_type=jnp.float32)
+    weighted = jnp.einsum("bkmt,bkth->bkmh", mass_BKmt, v_BKth, preferred_element_type=wide)
     return (weighted / total_BKm1).astype(q_BKmh.dtype)
 
 

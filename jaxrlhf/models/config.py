@@ -58,8 +58,9 @@ class ModelConfig:
     tie_embeddings: bool = False
     """The language-model head is the transposed embedding."""
     head: Head = "lm"
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """What matrix products compute in. Master weights and optimizer state are float32 in either case."""
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    """What matrix products compute in. Master weights and optimizer state are float32 in either case. float64 is for
+    tests of numerics, with JAX_ENABLE_X64."""
     attention: Literal["auto", "xla", "cudnn"] = "auto"
     """Over whole sequences: `xla` is matrix products over blocks of queries, `cudnn` a fused kernel. `auto` is cuDNN's
     on GPUs in bfloat16, else XLA's."""
@@ -94,6 +95,8 @@ class ModelConfig:
             raise ValueError(
                 f"num_heads: must divide hidden_size={self.hidden_size} unless head_dim is given. Got {self.num_heads}."
             )
+        if self.dtype == "float64" and not jax.config.read("jax_enable_x64"):
+            raise ValueError("dtype: float64 needs JAX_ENABLE_X64=1 in the environment. Got it off. Use float32.")
         if self.head_size % 2:
             raise ValueError(f"head_dim: must be even, since rotary positions turn pairs. Got {self.head_size}.")
 
@@ -105,6 +108,11 @@ class ModelConfig:
     @property
     def compute_dtype(self) -> jax.typing.DTypeLike:
         return jnp.dtype(self.dtype)
+
+
+def at_least_float32(dtype: jax.typing.DTypeLike) -> jax.typing.DTypeLike:
+    """What sums and exponentials are computed in where matrix products compute in `dtype`."""
+    return jnp.promote_types(dtype, jnp.float32)
 
 
 def _require_positive(config: Any, *names: str) -> None:

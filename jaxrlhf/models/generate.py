@@ -12,6 +12,7 @@ id and the position alone.
 """
 
 import math
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -31,10 +32,9 @@ _MIN_GROWTH, _MAX_STAGES = 32, 4
 """The cache of `generate` grows by so many slots at least, so many times at most: every stage is compiled by itself."""
 
 
-class DecodeState(struct.PyTreeNode):
-    """Everything that decoding needs to go on."""
+class Responses(struct.PyTreeNode):
+    """What has been drawn, and the noise of what is still to come."""
 
-    cache: KVCache
     newest: Int[Array, " B"]
     """The token drawn last: part of the response, not yet in the cache."""
     tokens: Int[Array, "B R"]
@@ -44,6 +44,15 @@ class DecodeState(struct.PyTreeNode):
     finish: Int[Array, " B"]
     uniforms: Float[Array, "B R"]
     """The noise of every position, drawn in advance."""
+
+
+class DecodeState(Responses):
+    """Everything that decoding needs to go on."""
+
+    cache: KVCache
+
+
+AnyResponses = TypeVar("AnyResponses", bound=Responses)
 
 
 class Until(struct.PyTreeNode):
@@ -89,30 +98,17 @@ def start(
         noise: Seed, step and call: with a sequence's id, all that its noise depends on.
         num_slots: Of the cache: P columns, and one for each decoding step to come before it grows. None is all.
     """
-    B, P = prompts.tokens.shape
-    R = sampling.max_new_tokens
+    P, R = prompts.tokens.shape[1], sampling.max_new_tokens
     num_slots = P + R if num_slots is None else num_slots
     with jax.named_scope("prefill"):
         hidden_BD, keys_values = prefill(params, prompts.tokens, prompts.mask, config, layout)
         cache = cache_prefill(keys_values, prompts.mask.sum(axis=1), num_slots, layout)
     if sampling.num_samples > 1:
-        hidden_BD, cache = (
-            layout.constrain_rows(_repeated(hidden_BD, sampling)),
-            cache.repeat(sampling.num_samples, layout),
-        )
+        hidden_BD, cache = repeat(hidden_BD, sampling, layout), cache.repeat(sampling.num_samples, layout)
         prompts = samples_of(prompts, sampling, layout)
-        B = prompts.tokens.shape[0]
-    state = DecodeState(
-        cache=cache,
-        newest=jnp.zeros(B, jnp.int32),
-        tokens=jnp.zeros((B, R), jnp.int32),
-        logprobs=jnp.zeros((B, R), jnp.float32),
-        sampled_logprobs=jnp.zeros((B, R), jnp.float32),
-        num_new=jnp.zeros(B, jnp.int32),
-        finish=jnp.full(B, RUNNING, jnp.int32),
-        uniforms=_uniforms(noise, prompts.id, R),
-    )
-    return _draw(state, logits(params, hidden_BD, config, layout), temperature, sampling, layout)
+    nothing_yet = no_responses(prompts, noise, R)
+    state = DecodeState(cache=cache, **{field: getattr(nothing_yet, field) for field in Responses.__dataclass_fields__})
+    return draw_next(state, logits(params, hidden_BD, config, layout), temperature, sampling, layout)
 
 
 def run(
@@ -135,7 +131,7 @@ def run(
         num_steps, state = carry
         hidden_BD, cache = decode_step(params, state.newest, state.cache, config, layout)
         logits_BV = logits(params, hidden_BD, config, layout)
-        return num_steps + 1, _draw(state.replace(cache=cache), logits_BV, temperature, sampling, layout)
+        return num_steps + 1, draw_next(state.replace(cache=cache), logits_BV, temperature, sampling, layout)
 
     with jax.named_scope("decode"):
         return jax.lax.while_loop(goes_on, step, (jnp.int32(0), state))[1]
@@ -151,13 +147,18 @@ def samples_of(prompts: Prompts, sampling: Sampling, layout: Layout) -> Prompts:
     return layout.constrain_rows(repeated.replace(id=id_B))
 
 
+def repeat(x: jax.Array, sampling: Sampling, layout: Layout) -> jax.Array:
+    """Each row `num_samples` times in a row."""
+    return layout.constrain_rows(_repeated(x, sampling))
+
+
 def _repeated(x: jax.Array, sampling: Sampling) -> jax.Array:
     """Each row `num_samples` times in a row, on the device that has it."""
     n = sampling.num_samples
     return jnp.broadcast_to(x[:, None], (x.shape[0], n, *x.shape[1:])).reshape(-1, *x.shape[1:])
 
 
-def finish(prompts: Prompts, state: DecodeState, layout: Layout) -> Rollout:
+def finish(prompts: Prompts, state: Responses, layout: Layout) -> Rollout:
     """Prompts and responses side by side.
 
     Args:
@@ -193,7 +194,7 @@ def generate(
     """
     P, R = prompts.tokens.shape[1], sampling.max_new_tokens
     params = prepare(params, config, layout)
-    stages = _growth(R)
+    stages = cache_sizes(R)
     state = start(params, prompts, noise, temperature, sampling, config, layout, num_slots=P + stages[0])
     num_steps = 0  # the last token that is drawn does not enter the cache
     for num_new_slots in stages:
@@ -205,15 +206,29 @@ def generate(
     return finish(samples_of(prompts, sampling, layout), state, layout)
 
 
-def _growth(num_new_tokens: int) -> list[int]:
+def cache_sizes(num_new_tokens: int) -> list[int]:
     """How many slots beside those of the prompts a cache has, from stage to stage."""
     size = max(_MIN_GROWTH, math.ceil(num_new_tokens / _MAX_STAGES))
     return [*range(size, num_new_tokens, size), num_new_tokens]
 
 
-def _draw(
-    state: DecodeState, logits_BV: jax.Array, temperature: jax.Array, sampling: Sampling, layout: Layout
-) -> DecodeState:
+def no_responses(prompts: Prompts, noise: UInt[Array, "3"], num_positions: int) -> Responses:
+    """The responses before their first token."""
+    B, R = prompts.tokens.shape[0], num_positions
+    return Responses(
+        newest=jnp.zeros(B, jnp.int32),
+        tokens=jnp.zeros((B, R), jnp.int32),
+        logprobs=jnp.zeros((B, R), jnp.float32),
+        sampled_logprobs=jnp.zeros((B, R), jnp.float32),
+        num_new=jnp.zeros(B, jnp.int32),
+        finish=jnp.full(B, RUNNING, jnp.int32),
+        uniforms=_uniforms(noise, prompts.id, R),
+    )
+
+
+def draw_next(
+    state: AnyResponses, logits_BV: jax.Array, temperature: jax.Array, sampling: Sampling, layout: Layout
+) -> AnyResponses:
     """Draw the next token of every running sequence and record it."""
     R = state.tokens.shape[1]
     logits_BV = layout.activation(logits_BV, ("batch", "choices"))

@@ -7,8 +7,10 @@ The head of response token t is the hidden state of the column before it, so onl
 No array of all logits exists: log-probabilities are computed for `logits_chunk_tokens` tokens at a time.
 """
 
+import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,66 +18,125 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxrlhf.experience import PolicyAndValues, PolicyOutputs, Rollout, Sequences
-from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.models.config import ModelConfig, at_least_float32
 from jaxrlhf.models.params import Params, declare, use
-from jaxrlhf.models.transformer import hidden_states
+from jaxrlhf.models.transformer import Wanted, hidden_states
 from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.strategy import Remat
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """What is read off the last layer of a model, in two parts: which columns of the sequences it needs, and what it
+    makes of their hidden states."""
+
+    columns: Callable[[Sequences | Rollout], tuple[int, Wanted]]
+    """Sequences -> the first so many columns that go through the layers, and those of them that are wanted."""
+    outputs: Callable[[Params, Float[Array, "B S D"], Sequences | Rollout, ModelConfig, Layout], Any]
+    """(params, hidden states of the columns that are wanted, sequences, config, layout) -> outputs, a row a sequence.
+    Of the weights it needs those of the head only."""
+
+
+def read(
+    reading: Reading,
+    params: Params,
+    sequences: Sequences | Rollout,
+    config: ModelConfig,
+    layout: Layout,
+    *,
+    remat: Remat = "none",
+) -> Any:
+    """What a model says about sequences: all its layers, then the reading."""
+    length, wanted = reading.columns(sequences)
+    tokens_BT, mask_BT = sequences.tokens[:, :length], sequences.mask[:, :length]
+    hidden_BSD = hidden_states(params, tokens_BT, mask_BT, config, layout, wanted=wanted, remat=remat)
+    return reading.outputs(params, hidden_BSD, sequences, config, layout)
+
+
+def _before_responses(sequences: Sequences | Rollout) -> tuple[int, Wanted]:
+    T, R = sequences.tokens.shape[1], sequences.response.shape[1]
+    return T - 1, T - R - 1
+
+
+def _at_responses(sequences: Sequences | Rollout) -> tuple[int, Wanted]:
+    T, R = sequences.tokens.shape[1], sequences.response.shape[1]
+    return T, T - R
+
+
+def _at_the_end(sequences: Sequences | Rollout) -> tuple[int, Wanted]:
+    T, R = sequences.tokens.shape[1], sequences.response.shape[1]
+    return T, T - R - 1 + sequences.response.sum(axis=1)
+
+
+def _policy(params: Params, hidden_BRD: Any, sequences: Any, config: ModelConfig, layout: Layout) -> PolicyOutputs:
+    P = sequences.tokens.shape[1] - sequences.response.shape[1]
+    return token_logprobs(params, hidden_BRD, sequences.tokens[:, P:], sequences.response, config, layout)
+
+
+def _logprobs(params: Params, hidden_BRD: Any, sequences: Any, config: ModelConfig, layout: Layout) -> jax.Array:
+    return _policy(params, hidden_BRD, sequences, config, layout).logprobs
+
+
+def _of_responses(params: Params, hidden_BRD: Any, sequences: Any, config: ModelConfig, layout: Layout) -> jax.Array:
+    return jnp.where(sequences.response, _scalars(params, hidden_BRD, config, layout), 0.0)
+
+
+def _scores(params: Params, hidden_B1D: Any, sequences: Any, config: ModelConfig, layout: Layout) -> jax.Array:
+    return _scalars(params, hidden_B1D[:, 0], config, layout)
+
+
+def _policy_and_values(
+    params: Params, hidden_BRD: Any, sequences: Any, config: ModelConfig, layout: Layout
+) -> PolicyAndValues:
+    policy = _policy(params, hidden_BRD, sequences, config, layout)
+    values_BR = _of_responses(params, hidden_BRD, sequences, config, layout)
+    return PolicyAndValues(logprobs=policy.logprobs, entropy=policy.entropy, values=values_BR)
+
+
+READINGS: dict[str, Reading] = {
+    "policy": Reading(_before_responses, _policy),
+    "logprobs": Reading(_before_responses, _logprobs),
+    "values": Reading(_before_responses, _of_responses),
+    "scores": Reading(_at_the_end, _scores),
+    "token_scores": Reading(_at_responses, _of_responses),
+    "policy_and_values": Reading(_before_responses, _policy_and_values),
+}
+"""By the names of the inference methods whose outputs they are:
+
+- `policy`: log-probabilities and entropies (in nats) of the response tokens, zero elsewhere; `logprobs` the former.
+- `values`: the scalar head before each response token, the value of the state in which it was chosen; zero elsewhere.
+- `scores`: the scalar head at the last token of each sequence, what a reward model says.
+- `token_scores`: the scalar head at each response token, what a reward model that judges token by token says.
+- `policy_and_values`: what both heads say, from one pass through the layers.
+"""
 
 
 def policy_outputs(
     params: Params, sequences: Sequences | Rollout, config: ModelConfig, layout: Layout, *, remat: Remat = "none"
 ) -> PolicyOutputs:
     """Log-probabilities and entropies (in nats) of the response tokens, zero elsewhere."""
-    response_BR = sequences.response
-    P = sequences.tokens.shape[1] - response_BR.shape[1]
-    hidden_BRD = hidden_states(
-        params, sequences.tokens[:, :-1], sequences.mask[:, :-1], config, layout, wanted=P - 1, remat=remat
-    )
-    return token_logprobs(params, hidden_BRD, sequences.tokens[:, P:], response_BR, config, layout)
+    return read(READINGS["policy"], params, sequences, config, layout, remat=remat)
 
 
 def values(
     params: Params, sequences: Sequences | Rollout, config: ModelConfig, layout: Layout, *, remat: Remat = "none"
 ) -> Float[Array, "B R"]:
-    """The scalar head before each response token: the value of the state in which it was chosen; zero elsewhere."""
-    P = sequences.tokens.shape[1] - sequences.response.shape[1]
-    hidden_BRD = hidden_states(
-        params, sequences.tokens[:, :-1], sequences.mask[:, :-1], config, layout, wanted=P - 1, remat=remat
-    )
-    return jnp.where(sequences.response, _scalars(params, hidden_BRD, config, layout), 0.0)
-
-
-def policy_and_values(
-    params: Params, sequences: Sequences | Rollout, config: ModelConfig, layout: Layout, *, remat: Remat = "none"
-) -> PolicyAndValues:
-    """What both heads say about the response tokens, from one pass through the trunk."""
-    P = sequences.tokens.shape[1] - sequences.response.shape[1]
-    hidden_BRD = hidden_states(
-        params, sequences.tokens[:, :-1], sequences.mask[:, :-1], config, layout, wanted=P - 1, remat=remat
-    )
-    policy = token_logprobs(params, hidden_BRD, sequences.tokens[:, P:], sequences.response, config, layout)
-    values_BR = jnp.where(sequences.response, _scalars(params, hidden_BRD, config, layout), 0.0)
-    return PolicyAndValues(logprobs=policy.logprobs, entropy=policy.entropy, values=values_BR)
+    """The scalar head before each response token; zero elsewhere."""
+    return read(READINGS["values"], params, sequences, config, layout, remat=remat)
 
 
 def scores(
     params: Params, sequences: Sequences | Rollout, config: ModelConfig, layout: Layout, *, remat: Remat = "none"
 ) -> Float[Array, " B"]:
-    """The scalar head at the last token of each sequence: what a reward model says."""
-    P = sequences.tokens.shape[1] - sequences.response.shape[1]
-    last_B = P - 1 + sequences.response.sum(axis=1)
-    hidden_B1D = hidden_states(params, sequences.tokens, sequences.mask, config, layout, wanted=last_B, remat=remat)
-    return _scalars(params, hidden_B1D[:, 0], config, layout)
+    """The scalar head at the last token of each sequence."""
+    return read(READINGS["scores"], params, sequences, config, layout, remat=remat)
 
 
 def token_scores(
     params: Params, sequences: Sequences | Rollout, config: ModelConfig, layout: Layout, *, remat: Remat = "none"
 ) -> Float[Array, "B R"]:
-    """The scalar head at each response token: what a reward model that judges token by token says; zero elsewhere."""
-    P = sequences.tokens.shape[1] - sequences.response.shape[1]
-    hidden_BRD = hidden_states(params, sequences.tokens, sequences.mask, config, layout, wanted=P, remat=remat)
-    return jnp.where(sequences.response, _scalars(params, hidden_BRD, config, layout), 0.0)
+    """The scalar head at each response token; zero elsewhere."""
+    return read(READINGS["token_scores"], params, sequences, config, layout, remat=remat)
 
 
 def logits(
@@ -83,7 +144,7 @@ def logits(
 ) -> Float[Array, "*S V"]:
     """Next-token logits in float32."""
     head_DV = output_embedding(params, config, layout)
-    return jnp.matmul(hidden_SD, head_DV, preferred_element_type=jnp.float32)
+    return jnp.matmul(hidden_SD, head_DV, preferred_element_type=at_least_float32(hidden_SD.dtype))
 
 
 def output_embedding(params: Params, config: ModelConfig, layout: Layout) -> Float[Array, "D V"]:
@@ -146,7 +207,8 @@ def _chunk_outputs(
 
 def _chunk_forward(hidden_BCD: jax.Array, head_DV: jax.Array, target_BC: jax.Array, layout: Layout) -> Any:
     B, C, D = hidden_BCD.shape
-    logits_BCV = jnp.matmul(hidden_BCD.reshape(-1, D), head_DV, preferred_element_type=jnp.float32)
+    wide = at_least_float32(hidden_BCD.dtype)
+    logits_BCV = jnp.matmul(hidden_BCD.reshape(-1, D), head_DV, preferred_element_type=wide)
     logits_BCV = layout.activation(logits_BCV.reshape(B, C, -1), ("batch", "length", "vocab"))
     highest_BC1 = logits_BCV.max(axis=-1, keepdims=True)
     exp_BCV = jnp.exp(logits_BCV - highest_BC1)
@@ -181,5 +243,5 @@ def _is_target(logits_BCV: jax.Array, target_BC: jax.Array) -> jax.Array:
 
 
 def _scalars(params: Params, hidden_SD: jax.Array, config: ModelConfig, layout: Layout) -> jax.Array:
-    head_D1 = use(params["value_head"], declare(config)["value_head"], layout, jnp.float32)
-    return jnp.matmul(hidden_SD.astype(jnp.float32), head_D1)[..., 0]
+    head_D1 = use(params["value_head"], declare(config)["value_head"], layout, at_least_float32(hidden_SD.dtype))
+    return jnp.matmul(hidden_SD.astype(head_D1.dtype), head_D1)[..., 0]

@@ -16,11 +16,12 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from jaxrlhf.models.config import Head, ModelConfig, RopeScaling
-from jaxrlhf.models.params import Params, Weight, declare
+from jaxrlhf.models.params import Params, Weight, declare, shardings_of
 from jaxrlhf.sharding.layout import Layout
 
 _CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -151,18 +152,21 @@ def load_params(folder: Path, config: ModelConfig, layout: Layout | None = None)
         files = _open_weights(folder, stack)
         _check_weights(folder, files, config)
 
-        def load(path: Any, weight: Weight) -> jax.Array:
+        def load(path: Any, weight: Weight, sharding: NamedSharding | None = None) -> jax.Array:
             name = _tensor_name(path)
             if name in files:
                 tensor = files[name].get_tensor(name)
                 array = np.ascontiguousarray(tensor.T if _is_transposed(path) else tensor).astype(np.float32)
             else:
                 array = np.zeros(weight.shape, np.float32)
-            if layout is None:
+            if sharding is None:
                 return jnp.asarray(array)
-            return jax.make_array_from_callback(weight.shape, layout.weight(weight.axes), lambda index: array[index])
+            return jax.make_array_from_callback(
+                weight.shape, sharding, lambda index: array[index], dtype=np.dtype(np.float32)
+            )
 
-        return jax.tree_util.tree_map_with_path(load, declared, is_leaf=_is_weight)
+        shardings = () if layout is None else (shardings_of(declared, layout),)
+        return jax.tree_util.tree_map_with_path(load, declared, *shardings, is_leaf=_is_weight)
 
 
 def save_params(

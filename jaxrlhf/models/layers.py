@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from jaxrlhf.models.config import ModelConfig, RopeScaling
+from jaxrlhf.models.config import ModelConfig, RopeScaling, at_least_float32
 
 
 class Adapted(struct.PyTreeNode):
@@ -52,9 +52,10 @@ def linear(x: jax.Array, weight: jax.Array | Adapted, bias: jax.Array | None = N
 @functools.partial(jax.checkpoint, static_argnums=2)
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     """x / sqrt(mean(x^2) + eps) * weight, over the last dim, in float32 (Zhang & Sennrich 2019, arXiv:1910.07467)."""
-    x32 = x.astype(jnp.float32)
+    wide = at_least_float32(x.dtype)
+    x32 = x.astype(wide)
     scaled = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
-    return (scaled * weight.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))).astype(x.dtype)
+    return (scaled * weight.astype(wide).reshape((1,) * (x.ndim - 1) + (-1,))).astype(x.dtype)
 
 
 def rotary(position: Int[Array, "*B"], config: ModelConfig) -> Rotation:
@@ -78,7 +79,7 @@ def _scale_frequencies(frequency: jax.Array, scaling: RopeScaling) -> jax.Array:
 def rotate(x: Float[Array, "*B heads h"], rotation: Rotation) -> Float[Array, "*B heads h"]:
     """Turn the pairs (x_i, x_{i + h/2}) of each head by their position's angles."""
     cos, sin = (part[..., None, :] for part in rotation)
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    first, second = jnp.split(x.astype(at_least_float32(x.dtype)), 2, axis=-1)
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return turned.astype(x.dtype)
 

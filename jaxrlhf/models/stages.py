@@ -7,6 +7,7 @@ tree with None in place of all other weights, so that what is done to weights on
 Here a stage is a group of devices. With chunks it has several parts of the layers, which are stages to a schedule.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,8 +20,9 @@ from jaxrlhf.sharding.stages import device_group, stage_of_layer
 _FIRST, _LAYERS, _LAST = ("embedding",), "layers", ("final_norm", "lm_head", "value_head")
 
 
-def stage_of_weight(path: tuple[Any, ...], num_layers: int, layout: Layout) -> int | None:
-    """The stage of a weight, or of its moment in an optimizer's state. None: of what belongs to no weight, a counter.
+def virtual_stage_of_weight(path: tuple[Any, ...], num_layers: int, num_stages: int) -> int | None:
+    """The virtual stage of a weight, or of its moment in an optimizer's state. None: of what belongs to no weight, a
+    counter.
 
     Args:
         path: Of the leaf, as JAX gives it.
@@ -30,12 +32,18 @@ def stage_of_weight(path: tuple[Any, ...], num_layers: int, layout: Layout) -> i
         if name == _LAYERS:
             number = path[i + 1]
             assert isinstance(number, SequenceKey), "layers are a list in a pipelined layout"
-            return device_group(stage_of_layer(num_layers, layout.strategy.num_stages)[number.idx], layout.strategy)
+            return stage_of_layer(num_layers, num_stages)[number.idx]
         if name in _FIRST:
-            return device_group(0, layout.strategy)
+            return 0
         if name in _LAST:
-            return device_group(layout.strategy.num_stages - 1, layout.strategy)
+            return num_stages - 1
     return None
+
+
+def stage_of_weight(path: tuple[Any, ...], num_layers: int, layout: Layout) -> int | None:
+    """The stage of a weight; None: of all."""
+    stage = virtual_stage_of_weight(path, num_layers, layout.strategy.num_stages)
+    return None if stage is None else device_group(stage, layout.strategy)
 
 
 def pick(tree: Any, stage: int, num_layers: int, layout: Layout) -> Any:
@@ -54,7 +62,25 @@ def pick(tree: Any, stage: int, num_layers: int, layout: Layout) -> Any:
     return jax.tree_util.tree_map_with_path(of_stage, tree)
 
 
-def join(parts: list[Any], num_layers: int, layout: Layout) -> Any:
+def pick_virtual(tree: Any, stage: int, num_layers: int, num_stages: int) -> Any:
+    """What belongs to one virtual stage, of a tree of weights: None in place of all others."""
+
+    def of_stage(path: tuple[Any, ...], x: Any) -> Any:
+        return x if virtual_stage_of_weight(path, num_layers, num_stages) == stage else None
+
+    return jax.tree_util.tree_map_with_path(of_stage, tree)
+
+
+def fill(trees: Sequence[Any]) -> Any:
+    """One tree of several that have None in different places."""
+
+    def first(*leaves: Any) -> Any:
+        return next((x for x in leaves if x is not None), None)
+
+    return jax.tree.map(first, *trees, is_leaf=lambda x: x is None)
+
+
+def join(parts: Sequence[Any], num_layers: int, layout: Layout) -> Any:
     """The tree whose stages these are. What belongs to no weight is taken from all of them, who have the same."""
     leaves = [jax.tree_util.tree_flatten_with_path(part, is_leaf=lambda x: x is None) for part in parts]
     joined = []
@@ -75,7 +101,7 @@ def seen_from(array: Any, sharding: NamedSharding) -> Any:
         return sharding
     if isinstance(array, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
-    return _from_shards([array], array.shape, sharding)
+    return array if array.sharding == sharding else _from_shards([array], array.shape, sharding)
 
 
 def joined_view(arrays: list[Any], sharding: NamedSharding) -> Any:
@@ -88,18 +114,8 @@ def joined_view(arrays: list[Any], sharding: NamedSharding) -> Any:
     return _from_shards(arrays, first.shape, sharding)
 
 
-def _from_shards(arrays: list[jax.Array], shape: tuple[int, ...], sharding: NamedSharding) -> jax.Array:
-    """The array whose shards are those of some arrays that lie on the devices of a sharding."""
-    wanted = sharding.addressable_devices
-    shards = {s.device: s.data for array in arrays for s in array.addressable_shards if s.device in wanted}
-    assert len(shards) == len(wanted), (shape, sharding)
-    return jax.make_array_from_single_device_arrays(
-        shape, sharding, [shards[device] for device in sorted(wanted, key=lambda d: d.id)], dtype=arrays[0].dtype
-    )
-
-
 def part_of(array: jax.Array, shape: tuple[int, ...], sharding: NamedSharding) -> jax.Array:
-    """What some of the devices of an array have of it, as an array of their own, without a copy.
+    """What some of the devices of an array have of it, as an array of its own, without a copy.
 
     Args:
         shape: Of the part. Its shards are those of the array.
@@ -108,7 +124,15 @@ def part_of(array: jax.Array, shape: tuple[int, ...], sharding: NamedSharding) -
     return _from_shards([array], shape, sharding)
 
 
-def whole_of(arrays: list[jax.Array], sharding: NamedSharding) -> jax.Array:
+def whole_of(arrays: Sequence[jax.Array], sharding: NamedSharding) -> jax.Array:
     """The array that others, each on its own devices, are the parts of along the first axis, without a copy."""
     rows = sum(array.shape[0] for array in arrays)
     return _from_shards(arrays, (rows, *arrays[0].shape[1:]), sharding)
+
+
+def _from_shards(arrays: Sequence[jax.Array], shape: tuple[int, ...], sharding: NamedSharding) -> jax.Array:
+    """The array whose shards are those of some arrays that lie on the devices of a sharding."""
+    wanted = sharding.addressable_devices
+    shards = {s.device: s.data for array in arrays for s in array.addressable_shards if s.device in wanted}
+    assert len(shards) == len(wanted), (shape, sharding)
+    return jax.make_array_from_single_device_arrays(shape, sharding, list(shards.values()), dtype=arrays[0].dtype)

@@ -4,10 +4,11 @@ Letters: B sequences, T columns, S the last columns of T whose outputs are wante
 """
 
 import functools
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxrlhf.models import layers
@@ -20,6 +21,9 @@ from jaxrlhf.sharding.strategy import Remat
 
 KeysValues = list[tuple[jax.Array, jax.Array]]
 
+Kept = Remat | Literal["dots_and_attention"]
+"""What is kept of each layer for a backward pass; the last is for one that comes much later: everything but what is
+cheap to compute anew, or follows from the weights alone."""
 Wanted = int | Int[Array, " B"]
 """Which columns get an output: this one and all later ones, or one column of each sequence."""
 
@@ -75,7 +79,7 @@ def run_layers(
     layout: Layout,
     *,
     wanted: Wanted = 0,
-    remat: Remat = "none",
+    remat: Kept = "none",
 ) -> tuple[Float[Array, "B S D"], KeysValues]:
     """Some consecutive layers, all or those of one stage: outputs for the columns that are wanted, and every layer's
     keys and values [B, T, K, h].
@@ -152,6 +156,7 @@ def _layer(
             attended_BSHh = full_attention(q_BSHh, k_BTKh, v_BTKh, mask_BT, implementation=implementation)
         else:
             attended_BSHh = column_attention(q_BSHh[:, 0], k_BTKh, v_BTKh, mask_BT, wanted)[:, None]
+        attended_BSHh = checkpoint_name(attended_BSHh, "attended")
         attended_BSH = attended_BSHh.reshape(*attended_BSHh.shape[:2], -1)
         x_BSD = _select(x_BTD, wanted) + layers.linear(attended_BSH, weights["output"])
         x_BSD = layout.activation(x_BSD, ("batch", "length", "embed"))
@@ -167,11 +172,14 @@ def _select(x_BTD: jax.Array, wanted: Wanted) -> jax.Array:
     return jnp.take_along_axis(x_BTD, wanted[:, None, None], axis=1)
 
 
-def _rematerialized(layer: Any, remat: Remat) -> Any:
+def _rematerialized(layer: Any, remat: Kept) -> Any:
     if remat == "none":
         return layer
+    dots = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+    attended = jax.checkpoint_policies.save_only_these_names("attended")
     policies = {
-        "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+        "dots": dots,
+        "dots_and_attention": jax.checkpoint_policies.save_from_both_policies(dots, attended),
         "layer": jax.checkpoint_policies.nothing_saveable,
     }
     return jax.checkpoint(layer, policy=policies[remat])

@@ -26,8 +26,9 @@ def reuse_training_shards(
     """A plan in which a trained role's other calls on the same devices get as little of the weights as they can.
 
     HybridFlow's zero-redundancy grouping, for calls whose devices stand in their natural order; an order that a user
-    chose is left as it is. So are calls that it would save nothing, and those of which it would lay a tensor group over
-    several nodes, where every layer's products would wait for the network.
+    chose is left as it is. So are calls that it would save nothing, those of which it would lay a tensor group over
+    several nodes, where every layer's products would wait for the network, and those with stages, or of a role that is
+    trained in stages.
 
     Args:
         plan: Checked: every degree fits its devices.
@@ -44,7 +45,8 @@ def reuse_training_shards(
 
 def _order(train: Placement, other: Placement, devices_per_node: int) -> tuple[int, ...]:
     natural = other.devices
-    if natural != tuple(sorted(natural)) or set(natural) != set(train.devices):
+    stages = max(train.strategy.pipeline, other.strategy.pipeline)
+    if stages > 1 or natural != tuple(sorted(natural)) or set(natural) != set(train.devices):
         return natural
     source, target = _degrees(train.strategy), _degrees(other.strategy)
     if any(source[axis] % target[axis] and target[axis] % source[axis] for axis in (FSDP, TENSOR)):

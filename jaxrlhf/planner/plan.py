@@ -4,6 +4,7 @@ A placement is devices and a strategy. The plan changes where and how fast a cal
 """
 
 import dataclasses
+import math
 import operator
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -11,9 +12,16 @@ from typing import Any
 import jax
 
 from jaxrlhf.call_graph import Call, CallGraph, Ref
-from jaxrlhf.config.schema import OFFLOAD
+from jaxrlhf.config.schema import FUSE, OFFLOAD
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.planner.row_keys import BATCH_SIZE, RowKeys
+from jaxrlhf.planner.stage_rules import (
+    computes_in_stages,
+    micro_batches_of,
+    stage_fault,
+    stage_warning,
+    stages_in_words,
+)
 from jaxrlhf.reshard.protocols import AUTO, Grid, find
 from jaxrlhf.sharding.strategy import Strategy
 from jaxrlhf.suggest import did_you_mean
@@ -51,13 +59,16 @@ class Plan:
     placements: Mapping[str, Placement]
     offload: tuple[str, ...] = ()
     """Roles whose weights rest in host memory where no call needs them."""
+    fuse: tuple[str, ...] = ()
+    """Two train calls that run as one pipeline."""
 
     def __getitem__(self, call: Call) -> Placement:
         return self.placements[call.plan_name]
 
     def to_json(self) -> dict[str, Any]:
         placements = {name: dataclasses.asdict(placement) for name, placement in self.placements.items()}
-        return placements | ({OFFLOAD: list(self.offload)} if self.offload else {})
+        lists = {OFFLOAD: list(self.offload), FUSE: list(self.fuse)}
+        return placements | {name: names for name, names in lists.items() if names}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Plan":
@@ -66,12 +77,13 @@ class Plan:
         Raises:
             PlanError: Something is missing, unknown or not as it should be.
         """
-        offload = data.get(OFFLOAD, ())
-        if not isinstance(offload, list | tuple) or not all(isinstance(role, str) for role in offload):
-            raise PlanError(f"plan: {OFFLOAD}: must be a list of roles. Got {offload!r}. Write [reference], say.")
+        for key, what, example in ((OFFLOAD, "roles", "[reference]"), (FUSE, "calls", "[actor.train, critic.train]")):
+            names = data.get(key, ())
+            if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+                raise PlanError(f"plan: {key}: must be a list of {what}. Got {names!r}. Write {example}, say.")
         placements = {}
         for name, entry in data.items():
-            if name == OFFLOAD:
+            if name in (OFFLOAD, FUSE):
                 continue
             try:
                 if unknown := set(entry) - {"devices", "strategy", "protocol"}:
@@ -86,7 +98,7 @@ class Plan:
                     f"plan: {name}: a placement is {{devices: [...], strategy: {{data: ..., ...}}}}. Got {entry!r} "
                     f"({error})."
                 ) from error
-        return cls(placements, tuple(offload))
+        return cls(placements, tuple(data.get(OFFLOAD, ())), tuple(data.get(FUSE, ())))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +126,9 @@ def train_sizes(call: Call, strategy: Strategy) -> tuple[TrainSizes, ...]:
     return tuple(TrainSizes(n, update.mini_batches, update.epochs, strategy.micro_batches) for n in rows)
 
 
-def resolve(written: Mapping[str, Placement], graph: CallGraph, offload: Iterable[str] = ()) -> Plan:
+def resolve(
+    written: Mapping[str, Placement], graph: CallGraph, offload: Iterable[str] = (), fuse: Iterable[str] = ()
+) -> Plan:
     """A placement for every call of a graph from a plan written by hand.
 
     A call takes the placement under its own name (`actor.generate#2`), else under its name without the ordinal, else
@@ -126,7 +140,7 @@ def resolve(written: Mapping[str, Placement], graph: CallGraph, offload: Iterabl
             continue
         name = call.plan_name
         placements[name] = written.get(name) or written.get(name.split("#")[0]) or written[DEFAULT]
-    return Plan(placements, tuple(offload))
+    return Plan(placements, tuple(offload), tuple(fuse))
 
 
 def check_offload(offload: Iterable[str], roles: Iterable[str], models: Iterable[str]) -> None:
@@ -170,6 +184,26 @@ def check_names(written: Iterable[str], graphs: Iterable[CallGraph]) -> None:
             )
 
 
+def check_computes(written: Mapping[str, Placement], graphs: Iterable[CallGraph]) -> None:
+    """No entry of a `compute` call asks for stages. Under a default that has some, each of them has the same rows.
+
+    Raises:
+        PlanError: One does.
+    """
+    computed = {call.plan_name for graph in graphs for call in graph.calls if call.kind == "compute"}
+    for name in computed:
+        for entry in (name, name.split("#")[0]):
+            fault = computes_in_stages(written[entry].strategy) if entry in written else None
+            if fault:
+                raise PlanError(f"plan.{entry}{fault}")
+
+
+def stage_warnings(plan: Plan, graph: CallGraph) -> list[str]:
+    """What to say of calls whose stages wait for want of micro-batches."""
+    calls = [call for call in graph.calls if call.kind != "host"]
+    return [warning for call in calls if (warning := stage_warning(call, plan[call].strategy)) is not None]
+
+
 def check(
     plan: Plan,
     graph: CallGraph,
@@ -197,6 +231,9 @@ def check(
         _check_devices(where, placement, num_devices, devices_per_node or num_devices)
         if call.role is not None:
             _check_model(where, placement.strategy, models[call.role])
+            fault = stage_fault(call, placement.strategy, models[call.role])
+            if fault:
+                raise PlanError(where + fault)
         _check_rows(row_keys, call, placement.strategy)
         _check_protocol(where, call, placement)
 
@@ -213,8 +250,9 @@ def _check_devices(where: str, placement: Placement, num_devices: int, devices_p
         )
     if len(devices) != strategy.num_devices:
         raise PlanError(
-            f"{where}: data x fsdp x tensor must be the number of devices, {len(devices)}. Got {strategy.data} x "
-            f"{strategy.fsdp} x {strategy.tensor} = {strategy.num_devices}. Change a degree or `devices`."
+            f"{where}: pipeline x data x fsdp x tensor must be the number of devices, {len(devices)}. Got "
+            f"{strategy.pipeline} x {strategy.data} x {strategy.fsdp} x {strategy.tensor} = {strategy.num_devices}. "
+            "Change a degree or `devices`."
         )
     _check_node_parts(where, devices, devices_per_node)
 
@@ -267,22 +305,29 @@ def _check_rows(keys: RowKeys, call: Call, strategy: Strategy) -> None:
                     f"{keys.key(sizes.rows)}."
                 )
             what = f"a mini-batch of {sizes.mini_batch_rows} rows ({sizes.rows} / {sizes.mini_batches})"
-            _check_shards(where, sizes.mini_batch_rows, what, strategy, strategy.micro_batches, keys.key(sizes.rows))
+            _check_shards(where, sizes.mini_batch_rows, what, strategy, (strategy.micro_batches,), keys.key(sizes.rows))
         return
-    # the default's micro-batches are for models; arrays are computed on whole
-    micro_batches = 1 if call.kind == "compute" else strategy.micro_batches
+    micro_batches: tuple[int, ...] = (strategy.micro_batches,)
+    if call.kind == "generate" and strategy.pipeline > 1:
+        micro_batches += (strategy.pipeline,)  # as many again as there are stages
+    if call.kind == "compute":  # the default's micro-batches are for models; arrays are computed on whole
+        micro_batches = (1,)
     refs = call.refs + (call.output_refs if call.kind == "compute" else ())
     for rows in sorted({ref.shape[0] for ref in refs if ref.has_rows}, reverse=True):
         _check_shards(where, rows, f"{rows} rows", strategy, micro_batches, keys.key(rows))
 
 
-def _check_shards(where: str, rows: int, what: str, strategy: Strategy, micro: int, key: str) -> None:
-    """Rows split evenly over micro-batches and shards."""
-    shards = strategy.num_row_shards
-    if rows % (micro * shards):
+def _check_shards(where: str, rows: int, what: str, strategy: Strategy, micro: tuple[int, ...], key: str) -> None:
+    """Rows split evenly over micro-batches and shards.
+
+    Args:
+        micro: The micro-batches of the plan, and the stages if each is cut for them.
+    """
+    factors = (*micro, strategy.data, strategy.fsdp)
+    if rows % math.prod(factors):
         raise PlanError(
-            f"{where}: micro_batches x data x fsdp must divide {what}. Got {micro} x {strategy.data} x "
-            f"{strategy.fsdp} = {micro * shards}. Lower a degree, or use another {key}."
+            f"{where}: micro_batches {'x pipeline ' if len(micro) > 1 else ''}x data x fsdp must divide {what}. Got "
+            f"{' x '.join(map(str, factors))} = {math.prod(factors)}. Lower a degree, or use another {key}."
         )
 
 
@@ -290,11 +335,16 @@ def _check_protocol(where: str, call: Call, placement: Placement) -> None:
     if placement.protocol == AUTO:  # whatever is chosen splits rows as the strategy does
         return
     strategy = placement.strategy
-    grid = Grid(data=strategy.num_row_shards, tensor=strategy.tensor)
+    grid = Grid(pipeline=strategy.pipeline, data=strategy.num_row_shards, tensor=strategy.tensor)
     try:
         protocol = find(placement.protocol)
         for num_rows in {ref.shape[0] for ref in call.refs if ref.has_rows}:
-            protocol.distribute(grid, num_rows)
+            received = protocol.distribute(grid, num_rows)
+            if strategy.pipeline > 1 and call.role and received != find("3D_PROTO").distribute(grid, num_rows):
+                raise ValueError(
+                    "protocol: must give each stage all rows, split over data x fsdp, where a call has stages. Got "
+                    f"{placement.protocol!r}. Use {AUTO} or 3D_PROTO."
+                )
     except ValueError as error:
         raise PlanError(f"{where}.{error}") from error
 
@@ -304,8 +354,12 @@ def _divisors(size: int) -> str:
     return small[0] if len(small) == 1 else ", ".join(small[:-1]) + " or " + small[-1]
 
 
-def plan_rows(plan: Plan, graph: CallGraph) -> list[dict[str, Any]]:
-    """The graph and its plan as a table, with every batch size that follows from them."""
+def plan_rows(plan: Plan, graph: CallGraph, models: Mapping[str, ModelConfig]) -> list[dict[str, Any]]:
+    """The graph and its plan as a table, with every batch size that follows from them.
+
+    Args:
+        models: Role -> model, for roles that have one.
+    """
     table = []
     for call in graph.calls:
         row: dict[str, Any] = {
@@ -314,15 +368,16 @@ def plan_rows(plan: Plan, graph: CallGraph) -> list[dict[str, Any]]:
             "placement": "host" if call.kind == "host" else str(plan[call]),
             "rows": call.num_rows * call.num_drawn,
             "tokens": call.num_tokens if call.role else None,
-            "cut into": "-" if call.kind == "host" else _cut(call, plan[call].strategy),
+            "cut into": "-" if call.kind == "host" else _cut(call, plan[call].strategy, models.get(call.role or "")),
         }
         table.append(row)
     return table
 
 
-def _cut(call: Call, strategy: Strategy) -> str:
-    """How a call's rows are cut, in words: '4 updates of 128 rows in 2 micro-batches of 64, 16 a device'."""
-    rows, micro_batches, words = call.num_rows * call.num_drawn, strategy.micro_batches, []
+def _cut(call: Call, strategy: Strategy, model: ModelConfig | None) -> str:
+    """How a call's rows are cut, in words: '4 updates of 128 rows in 2 micro-batches of 64, 16 a device'; and its
+    layers: 'through 2 stages of 4 layers, 1F1B'."""
+    rows, micro_batches, words = call.num_rows * call.num_drawn, micro_batches_of(call, strategy), []
     if not rows:
         return "-"
     if call.kind == "train":
@@ -335,4 +390,6 @@ def _cut(call: Call, strategy: Strategy) -> str:
     if call.kind != "compute" and micro_batches > 1:
         rows //= micro_batches
         words.append(f"{micro_batches} micro-batches of {rows}")
-    return " in ".join(words) + (", " if words else "") + f"{rows // strategy.num_row_shards} a device"
+    cut = " in ".join(words) + (", " if words else "") + f"{rows // strategy.num_row_shards} a device"
+    stages = stages_in_words(call, strategy, model) if model is not None else ""
+    return f"{cut}; {stages}" if stages else cut

@@ -29,7 +29,18 @@ from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.lora import declare_adapters
 from jaxrlhf.models.params import Weight, num_parameters
 from jaxrlhf.planner.device_order import reuse_training_shards, training_placements
-from jaxrlhf.planner.plan import DEFAULT, Placement, Plan, check, check_names, check_offload, resolve
+from jaxrlhf.planner.fusion import check_fusion, oppose
+from jaxrlhf.planner.plan import (
+    DEFAULT,
+    Placement,
+    Plan,
+    check,
+    check_computes,
+    check_names,
+    check_offload,
+    resolve,
+    stage_warnings,
+)
 from jaxrlhf.planner.row_keys import RowKeys, count_keys
 from jaxrlhf.runtime.configured_roles import check_roles, check_vocabulary, configured_models, describe, make_role
 from jaxrlhf.runtime.metrics import check_results
@@ -169,12 +180,15 @@ def assemble(
         phase_settings: Any,
         row_keys: RowKeys,
         trained: Mapping[str, Placement] | None = None,
+        fuse: tuple[str, ...] = (),
     ) -> Phase:
         methods = {name: role.methods(name) for name, role in roles.items()}
         state = jax.tree.map(lambda x: np.asarray(jnp.asarray(x)), state)  # on the host: no device is chosen yet
         graph = trace(step, methods, state, data, phase_settings)
-        plan = resolve(written, graph, config.offload)
+        plan = resolve(written, graph, config.offload, fuse)
         check(plan, graph, models, num_devices, devices_per_node, row_keys)
+        check_fusion(plan, graph)
+        plan = oppose(plan, graph)
         where = training_placements(plan, graph) if trained is None else trained
         plan = reuse_training_shards(plan, graph, where, devices_per_node or num_devices)
         return Phase(roles, graph, plan, state)
@@ -182,7 +196,9 @@ def assemble(
     roles: dict[str, Role] = {name: make_role(name, config.roles, models, table) for name in config.roles}
     counts = count_keys(settings, {rows.count for rows in train_rows.named.values()} - {0, config.batch_size})
     keys = RowKeys("the step", counts=counts, settings=settings)
-    train = phase(algorithm.step, roles, _first_state(algorithm, settings), train_rows(0), settings, keys)
+    train = phase(
+        algorithm.step, roles, _first_state(algorithm, settings), train_rows(0), settings, keys, fuse=config.fuse
+    )
     check_results(getattr(algorithm.step, "__name__", "step"), train.graph.results[0])
     train = dataclasses.replace(train, roles=_count_updates(train, config.steps))
 
@@ -232,7 +248,11 @@ def assemble(
         config, tables, loader, train, train_rows, warm_start, evaluation, eval_batches, held_out, held_out_batches,
         best_by, tuple(warnings),
     )  # fmt: skip
-    check_names(config.placements, [p.graph for p in made.phases.values()])
+    graphs = [p.graph for p in made.phases.values()]
+    check_names(config.placements, graphs)
+    check_computes({name: written[name] for name in config.placements if name != DEFAULT}, graphs)
+    waits = [warning for p in made.phases.values() for warning in stage_warnings(p.plan, p.graph)]
+    made = dataclasses.replace(made, warnings=(*made.warnings, *dict.fromkeys(waits)))
     _check_length(made, models)
     for name, model in models.items():
         made.attention(name, model)

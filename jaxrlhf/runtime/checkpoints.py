@@ -4,13 +4,15 @@
     checkpoints/frozen/0               sets of weights that never change, once
     checkpoints/steps/<steps>          sets of weights that change, with their optimizers, and the algorithm's state
 
+Layers are saved as they rest, stacked or as a list, and read in whatever layout and form the run that goes on has.
+
 The data position and all noise follow from the seed and the number of steps, so they need no arrays.
 """
 
 import functools
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ from jaxrlhf.runtime.first_weights import home_layout
 from jaxrlhf.runtime.recovery import ResumePoint, checkpoint_folder
 from jaxrlhf.runtime.roles import ModelRole
 from jaxrlhf.runtime.run_folder import RunFolder
-from jaxrlhf.runtime.weight_sets import weight_sets
+from jaxrlhf.runtime.weight_sets import How, weight_sets
 from jaxrlhf.runtime.weights import WeightStore
 
 FROZEN = "frozen"
@@ -145,11 +147,11 @@ def restore(point: ResumePoint, phase: Phase, executor: Executor) -> Any:
         CheckpointError: It holds other arrays.
     """
     if frozen := frozen_sets(phase):
-        held, _ = _read(_frozen_beside(point.checkpoint), _abstract(phase, executor.weights, frozen, ()))
+        held, _ = _read(_frozen_beside(point.checkpoint), phase, executor.weights, frozen, ())
         for name in frozen:
             executor.weights.restore(name, home_layout(phase, name), held["roles"][name], 0)
     changing = changing_sets(phase)
-    held, meta = _read(point.checkpoint, _abstract(phase, executor.weights, changing, phase.first_state))
+    held, meta = _read(point.checkpoint, phase, executor.weights, changing, phase.first_state)
     for name in changing:
         executor.weights.restore(name, home_layout(phase, name), held["roles"][name], meta["versions"][name])
     return held["algorithm"]
@@ -175,19 +177,23 @@ def check_checkpoint(point: ResumePoint, assembly: Assembly) -> None:
                 f"resume: must go on with the data and tokenizer of {point.folder.path}: its rows, in their order. Got "
                 "other rows. Give it the same files, or start a new run with resume=never."
             )
-        store.check(point.position.done, _abstract(phase, weights, changing_sets(phase), phase.first_state))
+        done, changing = point.position.done, changing_sets(phase)
+        store.check(done, _abstract(store, done, phase, weights, changing, phase.first_state))
     if frozen := frozen_sets(phase):
         with CheckpointStore(_frozen_beside(point.checkpoint).parent, read_only=True) as store:
-            store.check(0, _abstract(phase, weights, frozen, ()))
+            store.check(0, _abstract(store, 0, phase, weights, frozen, ()))
 
 
 def _frozen_beside(checkpoint: Path) -> Path:
     return checkpoint.parents[1] / FROZEN / "0"
 
 
-def _read(checkpoint: Path, like: Any) -> tuple[Any, dict[str, Any]]:
+def _read(
+    checkpoint: Path, phase: Phase, weights: WeightStore, sets: list[str], state: Any
+) -> tuple[Any, dict[str, Any]]:
+    number = int(checkpoint.name)
     with CheckpointStore(checkpoint.parent, read_only=True) as store:
-        return store.restore(int(checkpoint.name), like)
+        return store.restore(number, _abstract(store, number, phase, weights, sets, state))
 
 
 def _arrays(phase: Phase, executor: Executor, sets: list[str], state: Any) -> dict[str, Any]:
@@ -198,12 +204,24 @@ def _arrays(phase: Phase, executor: Executor, sets: list[str], state: Any) -> di
     }
 
 
-def _abstract(phase: Phase, weights: WeightStore, sets: list[str], state: Any) -> dict[str, Any]:
-    """What `_arrays` gives, as shapes, dtypes and shardings."""
-    anywhere = home_layout(phase, sets[0]).replicated
+def _abstract(
+    store: CheckpointStore, number: int, phase: Phase, weights: WeightStore, sets: list[str], state: Any
+) -> dict[str, Any]:
+    """What `_arrays` gave, as shapes, dtypes and shardings in which this run reads it."""
+    anywhere, saved = home_layout(phase, sets[0]).replicated, store.arrays(number)
     return {
-        "roles": {name: weights.abstract_state(name, home_layout(phase, name)) for name in sets},
+        "roles": {
+            name: weights.abstract_state(name, home_layout(phase, name), saved=_saved_form(saved, name))
+            for name in sets
+        },
         "algorithm": jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.asarray(x).dtype, sharding=anywhere), state
         ),
     }
+
+
+def _saved_form(saved: Iterable[str], name: str) -> How | None:
+    """How the layers of a set lie in a checkpoint, from the paths of its arrays; None where it has no such set."""
+    layers = f"roles/{name}/params/layers/"
+    names = {path.removeprefix(layers).split("/")[0] for path in saved if path.startswith(layers)}
+    return ("list" if "0" in names else "stacked") if names else None

@@ -10,6 +10,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import functools
+import itertools
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -21,15 +22,19 @@ import numpy as np
 from jaxrlhf.call_graph import Call, CallGraph, Ref, split_args
 from jaxrlhf.experience import Sampling
 from jaxrlhf.models.lora import merging_pays
+from jaxrlhf.planner.fusion import FUSE, fused_order
 from jaxrlhf.planner.plan import Plan
 from jaxrlhf.reshard.offload import rests_on_host
 from jaxrlhf.reshard.protocols import input_shardings
 from jaxrlhf.reshard.reallocate import reallocate
 from jaxrlhf.runtime.channel import Channel
+from jaxrlhf.runtime.fused_training import FusedTraining, stage_costs
 from jaxrlhf.runtime.host_arrays import gather, hand_to_threads, to_host
+from jaxrlhf.runtime.pipeline import Pipelined
 from jaxrlhf.runtime.programs import compute_program, generate_program, infer_program, loss_program, train_program
 from jaxrlhf.runtime.roles import FunctionRole, ModelRole, Role
 from jaxrlhf.runtime.timeline import STEP, Timeline, Watcher
+from jaxrlhf.runtime.weight_sets import How
 from jaxrlhf.runtime.weights import WeightStore
 from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.processes import absent, is_here, meet
@@ -135,16 +140,28 @@ class Executor:
         self._first_versions = self.weights.versions()
         for role in plan.offload:
             self._offload(role)
+        waiting: Call | None = None  # the first of two calls that are fused
         for i, call in enumerate(graph.calls):
+            if call.plan_name in plan.fuse and waiting is None:
+                waiting = call
+                continue
             if call.kind == "host":
                 values[call.name] = self._call_host(call, values)
-            else:
-                for other in graph.calls[i + 1 :] if call.kind == "train" else ():
-                    if other.weights == call.weights and other.writes is None and other.reads <= call.reads:
+                continue
+            later = graph.calls[i + 1 :]
+            together = (waiting, call) if waiting is not None and call.plan_name in plan.fuse else (call,)
+            for one in together:
+                for other in later if one.kind == "train" else ():
+                    if other.weights == one.weights and other.writes is None and other.reads <= one.reads:
                         self._pin(other, plan)  # it reads the version before this one
-                self._reload(call, plan)  # the first of a step: all others were, with the call before
+                self._reload(one, plan)  # the first of a step: all others were, with the call before
+            if len(together) == 2:
+                values.update(self._call_fused(together, plan, values, step))
+                waiting = None
+            else:
                 values[call.name] = self._call_device(call, plan, values, step)
-                self._offload_after(call, graph.calls[i + 1 :], plan)
+            for one in together:
+                self._offload_after(one, later, plan)
         self.weights.unpin()
         new_state = jax.tree.map(lambda ref: _lookup(values, ref, self._wait), graph.state)
         phase, number = self._at
@@ -195,6 +212,66 @@ class Executor:
         return self._channel.later(lambda: self._threads.submit(work))
 
     def _call_device(self, call: Call, plan: Plan, values: dict[str, Any], step: int) -> Leaves:
+        ready = self._ready(call, plan, values, step)
+        layout, rebuild, arrays, key = ready.layout, ready.rebuild, ready.arrays, ready.key
+        if call.kind == "compute":
+            assert call.function is not None
+            function = call.function
+            rows_out = [ref.has_rows for ref in call.output_refs]
+            program = self._program(key, layout, lambda: compute_program(function, rebuild, rows_out, layout))
+            outputs = program(arrays) if program is not None else _absent_outputs(call, layout)
+        elif call.kind == "train":
+            program = self._train_program(ready)
+            arguments = self._training_arguments(ready)
+            results = program(*arguments) if program is not None else None
+            outputs = self._trained(ready, arguments, results)
+        else:
+            role = self._model_role(call)
+            params = self._weights_for(call, layout)
+            if call.kind == "generate":
+                key, temperature = _without_temperature(call, key)
+                program = self._program(key, layout, lambda: generate_program(role, rebuild, layout))
+                arguments = (params, ready.noise, temperature, arrays)
+            else:
+
+                def build() -> Callable[..., Any]:
+                    if call.terms:
+                        return loss_program(role, rebuild, ready.has_rows, layout)
+                    return infer_program(role, call.method, rebuild, layout)
+
+                program = self._program(key, layout, build)
+                arguments = (params, arrays)
+            outputs = program(*arguments) if program is not None else _absent_outputs(call, layout)
+        ends = program.end if isinstance(program, Pipelined) else outputs  # the outputs may be in another process
+        self._watch(ends, call.plan_name, call.kind, layout, ready.dispatched)
+        self._bound_in_flight(outputs, layout)
+        return outputs
+
+    def _call_fused(self, calls: tuple[Call, Call], plan: Plan, values: dict[str, Any], step: int) -> dict[str, Leaves]:
+        """Two train calls as one pipeline."""
+        ready = [self._ready(call, plan, values, step) for call in calls]
+        arguments = [self._training_arguments(each) for each in ready]
+        programs: list[Any] = [self._train_program(each) for each in ready]
+        results: tuple[Any, Any] = (None, None)
+        ends: Any = ()
+        if programs[0] is not None:  # both have the same devices
+            key = (FUSE, *(each.key for each in ready))
+            if key not in self._programs:
+                models = [self._model_role(call).model for call in calls]
+                placements = [plan[call] for call in calls]
+                order = fused_order(placements[0], placements[1], stage_costs(calls, models, placements))
+                self._programs[key] = FusedTraining(programs[0], programs[1], order)
+            fused = self._programs[key]
+            results = fused(*arguments)
+            ends = fused.end
+        outputs = tuple(self._trained(*each) for each in zip(ready, arguments, results, strict=True))
+        for each in ready:
+            self._watch(ends, each.call.plan_name, each.call.kind, each.layout, each.dispatched)
+        self._bound_in_flight(outputs[1], ready[1].layout)
+        return dict(zip((call.name for call in calls), outputs, strict=True))
+
+    def _ready(self, call: Call, plan: Plan, values: dict[str, Any], step: int) -> "_Ready":
+        """A call with its inputs on its devices."""
         placement = plan[call]
         layout = Layout.over(placement.devices, placement.strategy)
         refs, key, rebuild = split_args(call.args)
@@ -205,60 +282,36 @@ class Executor:
         avals = tuple((ref.shape, ref.dtype, ref.has_rows) for ref in refs)
         key = (call.role, call.method, call.function, layout, key, avals)
         noise = np.array([self._seed, step, zlib.crc32(call.plan_name.encode())], np.uint32)
+        return _Ready(call, layout, rebuild, has_rows, arrays, key, noise, dispatched)
 
-        if call.kind == "compute":
-            assert call.function is not None
-            function = call.function
-            rows_out = [ref.has_rows for ref in call.output_refs]
-            program = self._program(key, layout, lambda: compute_program(function, rebuild, rows_out, layout))
-            outputs = program(arrays) if program is not None else _absent_outputs(call, layout)
-        elif call.kind == "train":
-            outputs = self._train(call, key, rebuild, has_rows, layout, noise, arrays)
-        else:
-            role = self._model_role(call)
-            params = self._weights_for(call, layout)
-            if call.kind == "generate":
-                key, temperature = _without_temperature(call, key)
-                program = self._program(key, layout, lambda: generate_program(role, rebuild, layout))
-                arguments = (params, noise, temperature, arrays)
-            else:
+    def _train_program(self, ready: "_Ready") -> Callable[..., Any] | None:
+        role = self._model_role(ready.call)
+        return self._program(
+            ready.key, ready.layout, lambda: train_program(role, ready.rebuild, ready.has_rows, ready.layout)
+        )
 
-                def build() -> Callable[..., Any]:
-                    if call.terms:
-                        return loss_program(role, rebuild, has_rows, layout)
-                    return infer_program(role, call.method, rebuild, layout)
-
-                program = self._program(key, layout, build)
-                arguments = (params, arrays)
-            outputs = program(*arguments) if program is not None else _absent_outputs(call, layout)
-        self._watch(outputs, call.plan_name, call.kind, layout, dispatched)
-        self._bound_in_flight(outputs, layout)
-        return outputs
-
-    def _train(
-        self,
-        call: Call,
-        key: Any,
-        rebuild: Any,
-        has_rows: list[bool],
-        layout: Layout,
-        noise: np.ndarray,
-        arrays: Leaves,
-    ) -> Leaves:
+    def _training_arguments(self, ready: "_Ready") -> tuple[Any, ...]:
+        """What a train program is called with; the store gives the weights up."""
+        call, layout = ready.call, ready.layout
         assert call.role is not None
-        role = self._model_role(call)
-        program = self._program(key, layout, lambda: train_program(role, rebuild, has_rows, layout))
         started = time.perf_counter()
         params, optimizer, received = self.weights.take_for_training(call.role, layout)
         if received is not None:
             self._watch_reallocation(call.role, optimizer.num_updates, layout, started, received)
         adapted, received = self.weights.adapted_by(call.role, layout)
         if received is not None:
-            self._watch_reallocation(call.role, jax.tree.leaves(adapted)[0], layout, started, received)
-        if program is not None:
-            params, optimizer, metrics = program(params, optimizer, noise, arrays, adapted)
-        else:
+            self._watch_reallocation(call.role, adapted, layout, started, received)
+        return params, optimizer, ready.noise, ready.arrays, adapted
+
+    def _trained(self, ready: "_Ready", arguments: tuple[Any, ...], results: Any) -> Leaves:
+        """The metrics of a train call, whose weights the store takes back."""
+        call, layout = ready.call, ready.layout
+        assert call.role is not None
+        params, optimizer, *_ = arguments
+        if results is None:
             metrics = _absent_outputs(call, layout)
+        else:
+            params, optimizer, metrics = results
         self.weights.trained(call.role, layout, params, optimizer)
         return jax.tree.leaves(metrics)
 
@@ -268,18 +321,18 @@ class Executor:
         role, name = self._model_role(call), self.weights.read_by(call.role)[0]
         merged = role.lora is not None and merging_pays(role.model, role.lora, call.num_tokens)
         params, received = self.weights.for_inference(
-            call.role, layout, stacked=self._is_stacked(call), version=self._first_versions[name] + call.reads,
+            call.role, layout, how=self._form(call, layout), version=self._first_versions[name] + call.reads,
             merged=merged,
         )  # fmt: skip
         if received is not None:
-            self._watch_reallocation(call.role, params["final_norm"], layout, started, received)
+            self._watch_reallocation(call.role, params, layout, started, received)
         return params
 
     def _pin(self, call: Call, plan: Plan) -> None:
         """Keeps the weights that a call reads, which are about to change."""
         assert call.role is not None
         layout = Layout.over(plan[call].devices, plan[call].strategy)
-        self.weights.pin(call.role, layout, stacked=self._is_stacked(call))
+        self.weights.pin(call.role, layout, how=self._form(call, layout))
 
     def _offload_after(self, call: Call, later: Sequence[Call], plan: Plan) -> None:
         """Lets an offloaded role rest after the last call of a step that reads what is its own, and begins to bring
@@ -314,8 +367,8 @@ class Executor:
             return
         placement, started = plan[call], time.perf_counter()
         layout = Layout.over(placement.devices, placement.strategy)
-        stacked, trains = self._is_stacked(call), call.kind == "train"
-        moving = self.weights.prefetch(call.role, layout, stacked=stacked, for_training=trains)
+        how, trains = self._form(call, layout), call.kind == "train"
+        moving = self.weights.prefetch(call.role, layout, how=how, for_training=trains)
         if moving is not None:
             self._watch_memory(moving, f"{call.role}.reload", layout, started)
 
@@ -324,8 +377,11 @@ class Executor:
         # what comes back may be donated to a train call; what rests never is
         self._watch(moving, name, "offload", layout, started, copy=not rests_on_host(moving), bytes=size)
 
-    def _is_stacked(self, call: Call) -> bool:
-        return self._model_role(call).model.scan_layers and call.kind != "generate"
+    def _form(self, call: Call, layout: Layout) -> How:
+        """How the layers of a call's weights lie."""
+        if layout.is_pipelined:
+            return "ring" if call.kind == "generate" else "list"
+        return "stacked" if self._model_role(call).model.scan_layers and call.kind != "generate" else "list"
 
     def _model_role(self, call: Call) -> ModelRole:
         assert call.role is not None
@@ -363,7 +419,9 @@ class Executor:
         """Has the timeline know when arrays are there. `copy`: they may be donated before the watcher has seen them."""
         if not layout.own_devices:
             return
-        first = jax.tree.leaves(arrays)[:1]
+        # of weights over the stages of a pipeline, one of a stage that is here
+        here = (x for x in jax.tree.leaves(arrays) if not isinstance(x, jax.Array) or x.sharding.addressable_devices)
+        first = list(itertools.islice(here, 1))
         phase, number = self._at
         self._watcher.watch(
             [x + 0 for x in first] if copy else first,
@@ -371,8 +429,8 @@ class Executor:
             bytes=bytes,
         )  # fmt: skip
 
-    def _watch_reallocation(self, role: str, array: jax.Array, layout: Layout, started: float, received: int) -> None:
-        self._watch(array, f"{role}.reallocate", "reallocate", layout, started, copy=True, bytes=received)
+    def _watch_reallocation(self, role: str, arrays: Any, layout: Layout, started: float, received: int) -> None:
+        self._watch(arrays, f"{role}.reallocate", "reallocate", layout, started, copy=True, bytes=received)
 
     def _bound_in_flight(self, outputs: Leaves, layout: Layout) -> None:
         if layout.own_devices:
@@ -383,8 +441,25 @@ class Executor:
         self._watcher.check()
 
 
+@dataclasses.dataclass(frozen=True)
+class _Ready:
+    """A call with its inputs on its devices."""
+
+    call: Call
+    layout: Layout
+    rebuild: Callable[[list[Any]], Any]
+    has_rows: list[bool]
+    arrays: Leaves
+    key: Any
+    """Of its program."""
+    noise: np.ndarray
+    dispatched: float
+
+
 def _absent_outputs(call: Call, layout: Layout) -> Leaves:
     """What a process holds of a call that runs in others."""
+    if call.kind in ("infer", "train") and layout.is_pipelined:
+        layout = layout.stage(layout.strategy.num_stages - 1)
     return [absent(ref, layout.rows if ref.has_rows else layout.replicated) for ref in call.output_refs]
 
 

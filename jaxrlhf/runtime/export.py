@@ -34,7 +34,8 @@ def export(assembly: Assembly, executor: Executor, folder: RunFolder, channel: C
         if model.head == "both":  # what others read is the language model, without the critic on its trunk
             model = dataclasses.replace(model, head="lm")
             params = {key: value for key, value in params.items() if key != "value_head"}
-        save_params(params, model, target, dtype=role.model.dtype, end_id=tokenizer.end_id, pad_id=tokenizer.pad_id)
+        dtype = "bfloat16" if model.dtype == "bfloat16" else "float32"
+        save_params(params, model, target, dtype=dtype, end_id=tokenizer.end_id, pad_id=tokenizer.pad_id)
         if isinstance(tokenizer, JSONTokenizer):
             tokenizer.save(target / "tokenizer.json")
 

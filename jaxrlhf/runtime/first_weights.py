@@ -13,8 +13,8 @@ from jaxrlhf.reshard.reallocate import reallocate
 from jaxrlhf.runtime.assembly import Phase
 from jaxrlhf.runtime.executor import Executor
 from jaxrlhf.runtime.roles import ModelRole
-from jaxrlhf.runtime.weight_sets import BASE, sets_read, weight_sets
-from jaxrlhf.runtime.weights import run_at
+from jaxrlhf.runtime.weight_forms import moved, run_at
+from jaxrlhf.runtime.weight_sets import BASE, WeightSet, sets_read, weight_sets
 from jaxrlhf.sharding.layout import Layout
 
 Placed = tuple[Layout, Params]
@@ -49,7 +49,7 @@ def load_first_weights(executor: Executor, phase: Phase, config: RunConfig, know
     for name, kind in store.sets.items():
         if kind.average is not None:
             home = home_layout(phase, name)
-            store.load(name, home, reallocate(store.snapshot(kind.average.of)[1], kind.shardings(home)))
+            store.load(name, home, _to_home(*store.snapshot(kind.average.of), kind, home))
 
 
 def home_layout(phase: Phase, name: str) -> Layout:
@@ -94,7 +94,12 @@ def _adopt(executor: Executor, phase: Phase, config: RunConfig, name: str, layou
     """A set's own copy of weights, brought to its home."""
     home = home_layout(phase, name)
     own = _with_own_head(executor, params, name, layout, _key(config, name))
-    executor.weights.load(name, home, reallocate(own, executor.weights.sets[name].shardings(home)))
+    executor.weights.load(name, home, _to_home(layout, own, executor.weights.sets[name], home))
+
+
+def _to_home(layout: Layout, params: Params, kind: WeightSet, home: Layout) -> Params:
+    """Weights from the layout that they are in, as they rest in another."""
+    return moved(params, kind, layout, (home, kind.resting_form(home)))
 
 
 def _make_adapters(executor: Executor, phase: Phase, config: RunConfig, name: str) -> None:
@@ -122,7 +127,7 @@ def _with_own_head(executor: Executor, params: Params, name: str, layout: Layout
         if wanted.keys() - own.keys():
             new = init_params(kind.model, key, random_value_head=executor.weights.random_head(name))
             own |= {name: new[name] for name in wanted.keys() - own.keys()}
-        return with_layers(own, stacked=kind.model.scan_layers)
+        return with_layers(own, stacked=kind.resting_form(layout) == "stacked")
 
     return run_at(layout, copy, kind.shardings(layout), params)
 

@@ -49,10 +49,19 @@ def init_optimizer(config: OptimizerConfig, params: Params) -> OptimizerState:
 
 
 def apply_gradient(
-    config: OptimizerConfig, num_updates: int, params: Params, state: OptimizerState, gradient: Params
+    config: OptimizerConfig,
+    num_updates: int,
+    params: Params,
+    state: OptimizerState,
+    gradient: Params,
+    grad_norm: jax.Array | None = None,
 ) -> tuple[Params, OptimizerState, dict[str, jax.Array]]:
-    """One update. Metrics: `grad_norm`, before clipping, and `lr`."""
-    grad_norm = optax.tree.norm(gradient)
+    """One update. Metrics: `grad_norm`, before clipping, and `lr`.
+
+    Args:
+        grad_norm: Of the whole gradient, where `gradient` is a part of it. None: it is the whole.
+    """
+    grad_norm = optax.tree.norm(gradient) if grad_norm is None else grad_norm
     if config.max_grad_norm:
         scale = jnp.minimum(1.0, config.max_grad_norm / (grad_norm + 1e-6))
         gradient = jax.tree.map(lambda g: g * scale, gradient)

@@ -16,13 +16,12 @@ from jaxrlhf.brief import brief
 from jaxrlhf.call_graph import GraphError, named_sequences
 from jaxrlhf.config.schema import AverageConfig, OptimizerConfig
 from jaxrlhf.experience import Max, PolicyAndValues, PolicyOutputs, Prompts, Rollout, Sampling, Term
-from jaxrlhf.models import heads
 from jaxrlhf.models.config import Head, ModelConfig
+from jaxrlhf.models.heads import READINGS, Reading, read
 from jaxrlhf.models.lora import LoRAConfig
 from jaxrlhf.models.params import Params
 from jaxrlhf.runtime.loss_check import check_adds_up
 from jaxrlhf.sharding.layout import Layout
-from jaxrlhf.sharding.strategy import Remat
 from jaxrlhf.suggest import did_you_mean
 from jaxrlhf.tracing import Method, RoleMethods, abstract_call, compute
 
@@ -241,45 +240,6 @@ def weighted_sum(scores: dict[str, jax.Array], weights: dict[str, float]) -> jax
 
 Role = ModelRole | FunctionRole | WeightedSumRole
 
-Infer = Callable[[Params, Any, ModelConfig, Layout, Remat], Any]
-
-
-def _policy(params: Params, sequences: Any, config: ModelConfig, layout: Layout, remat: Remat) -> PolicyOutputs:
-    return heads.policy_outputs(params, sequences, config, layout, remat=remat)
-
-
-def _logprobs(params: Params, sequences: Any, config: ModelConfig, layout: Layout, remat: Remat) -> jax.Array:
-    return heads.policy_outputs(params, sequences, config, layout, remat=remat).logprobs
-
-
-def _values(params: Params, sequences: Any, config: ModelConfig, layout: Layout, remat: Remat) -> jax.Array:
-    return heads.values(params, sequences, config, layout, remat=remat)
-
-
-def _scores(params: Params, sequences: Any, config: ModelConfig, layout: Layout, remat: Remat) -> jax.Array:
-    return heads.scores(params, sequences, config, layout, remat=remat)
-
-
-def _token_scores(params: Params, sequences: Any, config: ModelConfig, layout: Layout, remat: Remat) -> jax.Array:
-    return heads.token_scores(params, sequences, config, layout, remat=remat)
-
-
-def _policy_and_values(
-    params: Params, sequences: Any, config: ModelConfig, layout: Layout, remat: Remat
-) -> PolicyAndValues:
-    return heads.policy_and_values(params, sequences, config, layout, remat=remat)
-
-
-INFER: dict[str, Infer] = {
-    "policy": _policy,
-    "logprobs": _logprobs,
-    "values": _values,
-    "scores": _scores,
-    "token_scores": _token_scores,
-    "policy_and_values": _policy_and_values,
-}
-"""The functions behind inference methods."""
-
 
 def default_outputs(model: ModelConfig) -> str:
     """The inference method whose outputs a loss gets that names none."""
@@ -288,16 +248,33 @@ def default_outputs(model: ModelConfig) -> str:
 
 def term_outputs(role: ModelRole, term: Term, params: Params, layout: Layout) -> Any:
     """What the model says about the sequences of a term. Where they are several by name, it runs once on all."""
-    infer = INFER[term.of or default_outputs(role.model)]
+    sequences = joined_sequences(term, layout)
+    outputs = read(term_reading(role, term), params, sequences, role.model, layout, remat=layout.strategy.remat)
+    return parted_outputs(term, outputs)
+
+
+def term_reading(role: ModelRole, term: Term) -> Reading:
+    """What the loss of a term gets of the model."""
+    return READINGS[term.of or default_outputs(role.model)]
+
+
+def joined_sequences(term: Term, layout: Layout) -> Any:
+    """The sequences of a term; where they are several by name, side by side row by row, so that no row leaves its
+    device."""
     sequences = term.batch["sequences"]
     if not isinstance(sequences, Mapping):
-        return infer(params, sequences, role.model, layout, layout.strategy.remat)
-    names = list(sequences)
-    # side by side row by row, so that no row leaves its device
+        return sequences
     joined = jax.tree.map(lambda *x: jnp.stack(x, axis=1).reshape(-1, *x[0].shape[1:]), *sequences.values())
-    outputs = infer(params, layout.constrain_rows(joined), role.model, layout, layout.strategy.remat)
-    apart = jax.tree.map(lambda x: x.reshape(-1, len(names), *x.shape[1:]), outputs)
-    return {name: jax.tree.map(lambda x, i=i: x[:, i], apart) for i, name in enumerate(names)}
+    return layout.constrain_rows(joined)
+
+
+def parted_outputs(term: Term, outputs: Any) -> Any:
+    """What the model says about `joined_sequences`, by name where they are several."""
+    sequences = term.batch["sequences"]
+    if not isinstance(sequences, Mapping):
+        return outputs
+    apart = jax.tree.map(lambda x: x.reshape(-1, len(sequences), *x.shape[1:]), outputs)
+    return {name: jax.tree.map(lambda x, i=i: x[:, i], apart) for i, name in enumerate(sequences)}
 
 
 def gap_term(role: ModelRole, terms: tuple[Term, ...]) -> Term | None:

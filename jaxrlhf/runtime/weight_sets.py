@@ -6,7 +6,7 @@ the set that they adapt, which other roles may read too: other adapters of it, o
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
@@ -18,6 +18,10 @@ from jaxrlhf.runtime.roles import ModelRole
 from jaxrlhf.sharding.layout import Layout
 
 BASE = ".base"
+
+How = Literal["list", "stacked", "ring"]
+"""How the layers of a set lie: as a `list`, with a dict each; `stacked`, as one dict whose arrays have a leading axis;
+or as the `ring` of stages reads them that generates in a pipelined layout."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,20 +39,24 @@ class WeightSet:
         """It changes, so its master weights are kept; others rest in the compute precision."""
         return self.optimizer is not None or self.average is not None
 
-    def declare(self, *, stacked: bool | None = None) -> Any:
-        """The tree of its weights. `stacked`: None is as the model trains."""
-        stacked = self.model.scan_layers if stacked is None else stacked
+    def resting_form(self, layout: Layout) -> How:
+        """How its layers rest, and are trained, in a layout. In a pipelined one no array is of several layers."""
+        return "stacked" if self.model.scan_layers and not layout.is_pipelined else "list"
+
+    def declare(self, how: How = "list") -> Any:
+        """The tree of its weights."""
+        stacked = how == "stacked"
         if self.lora is not None:
             return declare_adapters(self.model, self.lora, stacked=stacked)
         return declare(self.model, stacked=stacked)
 
-    def abstract(self, dtype: jax.typing.DTypeLike | None = None, *, stacked: bool | None = None) -> Any:
+    def abstract(self, dtype: jax.typing.DTypeLike | None = None, *, how: How = "list") -> Any:
         """Shapes and dtypes."""
-        return abstract_of(self.declare(stacked=stacked), dtype)
+        return abstract_of(self.declare(how), dtype)
 
-    def shardings(self, layout: Layout, *, stacked: bool | None = None) -> Any:
-        """How it rests in a layout."""
-        return shardings_of(self.declare(stacked=stacked), layout)
+    def shardings(self, layout: Layout, *, how: How | None = None) -> Any:
+        """How it lies in a layout. `how`: None is as it rests there."""
+        return shardings_of(self.declare(how or self.resting_form(layout)), layout)
 
 
 def weight_sets(roles: Mapping[str, ModelRole]) -> dict[str, WeightSet]:

@@ -5,32 +5,41 @@ layout of its last train call. Every other call gets a copy in the compute preci
 first asked for, and dropped when training makes a new version. A set that never changes has such copies only. A moving
 average has master weights too, beside those that it follows.
 
+In a pipelined layout every weight is on the devices of its stage: `weight_forms` says what that asks for.
+
 A role that is offloaded rests in host memory: master weights and optimizer state, or, of a set that never changes, each
 of its copies, which stay there for good. What a call needs is brought to the devices before it, and let go after it.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxrlhf.models.config import ModelConfig
-from jaxrlhf.models.lora import adapt, init_adapters, merge
-from jaxrlhf.models.params import Params, abstract_params, init_params, param_shardings, with_layers
+from jaxrlhf.models.lora import adapt, init_adapters
+from jaxrlhf.models.params import Params, init_params, with_layers
 from jaxrlhf.reshard.offload import rests_on_host, to_device_memory, to_host_memory
 from jaxrlhf.reshard.reallocate import reallocate
 from jaxrlhf.reshard.traffic import bytes_received_here
 from jaxrlhf.runtime.optimizer import OptimizerState, init_optimizer, optimizer_shardings
 from jaxrlhf.runtime.roles import ModelRole
-from jaxrlhf.runtime.weight_sets import BASE, WeightSet, sets_owned, sets_read, weight_sets
+from jaxrlhf.runtime.weight_forms import (
+    Form,
+    arranged,
+    form_between,
+    in_form,
+    merge_program,
+    moved,
+    program_at,
+    run_at,
+    to_ring,
+    without_stages,
+)
+from jaxrlhf.runtime.weight_sets import BASE, How, WeightSet, sets_owned, sets_read, weight_sets
 from jaxrlhf.sharding.layout import Layout
-from jaxrlhf.sharding.processes import absent, is_here
-
-Form = tuple[Layout, bool]
-"""A layout, and whether layers are stacked."""
 
 
 @dataclasses.dataclass
@@ -57,7 +66,7 @@ class _Held:
         if self.master is not None:
             return to_device_memory(self.master)
         held = self.resting | self.copies
-        return to_device_memory(next(params for (layout, _), params in held.items() if layout == self.home))
+        return to_device_memory(next(x for (layout, how), x in held.items() if layout == self.home and how != "ring"))
 
 
 class WeightStore:
@@ -99,7 +108,7 @@ class WeightStore:
                 made = init_adapters(kind.model, kind.lora, key)
             else:
                 made = init_params(kind.model, key, random_value_head=self.random_head(name))
-            return with_layers(made, stacked=kind.model.scan_layers)
+            return with_layers(made, stacked=kind.resting_form(layout) == "stacked")
 
         self.load(name, layout, run_at(layout, make, kind.shardings(layout), key))
 
@@ -112,10 +121,11 @@ class WeightStore:
     ) -> None:
         """Take weights over, float32 and resting in `layout`. They belong to the store from now on."""
         kind = self.sets[name]
-        params = _in_form(params, kind, layout, stacked=kind.model.scan_layers)
+        form: Form = (layout, kind.resting_form(layout))
+        params = in_form(params, kind, form)
         if not kind.rests_in_float32:
-            copy = _in_form(params, kind, layout, stacked=kind.model.scan_layers, dtype=kind.model.compute_dtype)
-            self._held[name] = _Held(version, layout, None, None, {(layout, kind.model.scan_layers): copy})
+            copy = in_form(params, kind, form, kind.model.compute_dtype)
+            self._held[name] = _Held(version, layout, None, None, {form: copy})
             return
         config = kind.optimizer
         if optimizer is None and config is not None:
@@ -140,33 +150,53 @@ class WeightStore:
             return {"params": held.source}
         return {"params": held.source, "optimizer": to_device_memory(held.optimizer)}
 
-    def abstract_state(self, name: str, layout: Layout) -> dict[str, Any]:
-        """Shapes, dtypes and shardings of what `state` gives where the set rests in `layout`."""
+    def abstract_state(self, name: str, layout: Layout, *, saved: How | None = None) -> dict[str, Any]:
+        """Shapes, dtypes and shardings of what `state` gives where the set rests in `layout`.
+
+        Args:
+            saved: How layers lie in what is to be read. Where they cannot lie so in `layout`, it is a layout of the
+                same devices in which they can. None: as they rest.
+        """
         kind, config = self.sets[name], self.sets[name].optimizer
+        how = saved or kind.resting_form(layout)
+        if how == "stacked" and layout.is_pipelined:
+            layout = without_stages(layout, kind.model)
         dtype = None if kind.rests_in_float32 else kind.model.compute_dtype
-        params = {"params": _placed(kind.abstract(dtype), kind.shardings(layout))}
+        params = {"params": _placed(kind.abstract(dtype, how=how), kind.shardings(layout, how=how))}
         if config is None:
             return params
-        optimizer = jax.eval_shape(lambda p: init_optimizer(config, p), kind.abstract())
-        return params | {"optimizer": _placed(optimizer, self._optimizer_shardings(kind, layout))}
+        optimizer = jax.eval_shape(lambda p: init_optimizer(config, p), kind.abstract(how=how))
+        return params | {"optimizer": _placed(optimizer, self._optimizer_shardings(kind, layout, how))}
 
     def restore(self, name: str, layout: Layout, state: dict[str, Any], version: int) -> None:
-        """Take over what `state` gave, resting in `layout` as `abstract_state` says."""
+        """Take over what `state` gave, to rest in `layout`. It is given up.
+
+        Args:
+            state: As `abstract_state` says, with layers in any form.
+        """
         kind = self.sets[name]
+        how = kind.resting_form(layout)
+        if layout.is_pipelined and isinstance(state["params"]["layers"], dict):
+            shardings = {"params": kind.shardings(layout)}
+            if "optimizer" in state:
+                shardings["optimizer"] = self._optimizer_shardings(kind, layout)
+            state = reallocate(arranged(state, how), shardings, donate=True)
+        else:
+            state = arranged(state, how)
         if kind.rests_in_float32:
             self._held[name] = _Held(version, layout, state["params"], state.get("optimizer"), {})
         else:
-            copies = {(layout, kind.model.scan_layers): state["params"]}
-            self._held[name] = _Held(version, layout, None, None, copies)
+            self._held[name] = _Held(version, layout, None, None, {(layout, how): state["params"]})
 
     # -- roles: what their calls read ----------------------------------------------------------------------------------
 
     def for_inference(
-        self, role: str, layout: Layout, *, stacked: bool, version: int | None = None, merged: bool = False
+        self, role: str, layout: Layout, *, how: How, version: int | None = None, merged: bool = False
     ) -> tuple[Params, int | None]:
         """A role's weights in the compute precision in a layout.
 
         Args:
+            how: Layers lie. A `ring` never has adapters beside its weights, but added in.
             version: Of the first set that it reads. None: the present one; another must have been pinned.
             merged: Adapters are added into a copy of the weights that they adapt, not left beside them.
 
@@ -174,31 +204,33 @@ class WeightStore:
             The weights, and the bytes that devices of this process had to receive for them; None where they were there.
         """
         own, *base = self.read_by(role)
-        held, form = self._held[own], (layout, stacked)
+        held = self._held[own]
+        form: Form = (layout, how)
         version = held.version if version is None else version
-        if base and merged and (version, form) in held.merged:
-            return held.merged[version, form], None
-        params, received = self._copy(own, form, version)
         if not base:
-            return params, received
+            return self._copy(own, form, version)
+        merged = merged or how == "ring"
+        if merged and (version, form) in held.merged:
+            return held.merged[version, form], None
+        beside = _beside(form)
+        params, received = self._copy(own, beside, version)
         config, lora = self._roles[role].model, self._roles[role].lora
         assert lora is not None
-        base_params, base_received = self._copy(base[0], form, None)
+        base_params, base_received = self._copy(base[0], beside, None)
         if base_received is not None:
             received = (received or 0) + base_received
         adapted = adapt(base_params, params, config, lora)
         if merged:
-            shardings = param_shardings(config, layout, stacked=stacked)
-            if is_here(layout.mesh):
-                adapted = _merge_program(config, layout, stacked)(adapted)
-            else:
-                adapted = absent(abstract_params(config, config.compute_dtype, stacked=stacked), shardings)
+            adapted = merge_program(config, beside)(adapted)
+            if how == "ring":
+                adapted, more = to_ring(adapted, config, layout)
+                received = (received or 0) + more
             held.merged[version, form] = adapted
         return adapted, received
 
     def _copy(self, name: str, form: Form, version: int | None) -> tuple[Params, int | None]:
         """One set in the compute precision, on the devices."""
-        held, kind, (layout, stacked) = self._held[name], self.sets[name], form
+        held = self._held[name]
         if version not in (None, held.version):
             return held.pinned[version, form], None
         if form in held.copies:
@@ -206,16 +238,30 @@ class WeightStore:
         if form in held.resting:
             held.copies[form] = to_device_memory(held.resting[form])
             return held.copies[form], None
-        # in the compute precision before it is moved, so that less is moved
-        source = _in_form(held.source, kind, held.home, stacked=stacked, dtype=kind.model.compute_dtype)
-        shardings = kind.shardings(layout, stacked=stacked)
-        received = None if layout == held.home else bytes_received_here(source, shardings)
-        held.copies[form] = reallocate(source, shardings)
+        held.copies[form], received = self._made(name, form)
         return held.copies[form], received
 
-    def pin(self, role: str, layout: Layout, *, stacked: bool) -> None:
+    def _made(self, name: str, form: Form) -> tuple[Params, int | None]:
+        """A copy of the present version, and the bytes received for it; None where nothing had to be moved."""
+        held, kind, (layout, how) = self._held[name], self.sets[name], form
+        if how == "ring":
+            as_list: Form = (layout, "list")
+            there = held.copies.get(as_list)
+            params, received = (there, None) if there is not None else self._made(name, as_list)
+            ring, more = to_ring(params, kind.model, layout)
+            return ring, (received or 0) + more
+        # in the compute precision before it is moved, so that less is moved
+        by = form_between(kind, held.home, layout, how)
+        source = in_form(held.source, kind, (held.home, by), kind.model.compute_dtype)
+        shardings = kind.shardings(layout, how=by)
+        received = None if layout == held.home else bytes_received_here(source, shardings)
+        return in_form(reallocate(source, shardings), kind, form), received
+
+    def pin(self, role: str, layout: Layout, *, how: How) -> None:
         """Keeps the present version of what a role reads for a call that comes after training made a new one."""
-        name, form = self.read_by(role)[0], (layout, stacked)
+        name, *base = self.read_by(role)
+        form: Form = (layout, how)
+        form = _beside(form) if base else form
         held = self._held[name]
         held.pinned[held.version, form] = self._copy(name, form, None)[0]
 
@@ -231,7 +277,9 @@ class WeightStore:
         """The weights that a role's adapters adapt, for a train call, and the bytes received for them. None: it has no
         adapters."""
         base = self.read_by(role)[1:]
-        return self._copy(base[0], (layout, self._roles[role].model.scan_layers), None) if base else (None, None)
+        if not base:
+            return None, None
+        return self._copy(base[0], (layout, self.sets[base[0]].resting_form(layout)), None)
 
     def take_for_training(self, role: str, layout: Layout) -> tuple[Params, OptimizerState, int | None]:
         """Master weights and optimizer state in a layout, to be donated to a train call, and the bytes that devices of
@@ -245,10 +293,12 @@ class WeightStore:
         received = None
         held.copies.clear()
         if layout != held.home:
-            state = (params, optimizer)
-            shardings = (kind.shardings(layout), self._optimizer_shardings(kind, layout))
+            by = form_between(kind, held.home, layout)
+            state = arranged((params, optimizer), by)
+            shardings = (kind.shardings(layout, how=by), self._optimizer_shardings(kind, layout, by))
             received = bytes_received_here(state, shardings)
-            params, optimizer = reallocate(state, shardings, donate=True)
+            state = reallocate(state, shardings, donate=True)
+            params, optimizer = arranged(state, kind.resting_form(layout))
         held.master = held.optimizer = None
         return params, optimizer, received
 
@@ -267,10 +317,9 @@ class WeightStore:
         held.version = version
         if version % kind.average.every:
             return
-        shardings, decay = kind.shardings(held.home), jnp.float32(kind.average.decay)
-        if layout != held.home:
-            params = reallocate(params, shardings)
-        held.master = run_at(held.home, _averaged, shardings, to_device_memory(held.master), params, decay)
+        params = moved(params, kind, layout, (held.home, kind.resting_form(held.home)))
+        average = _average_program(kind, held.home)
+        held.master = average(to_device_memory(held.master), params, jnp.float32(kind.average.decay))
         held.copies.clear()
 
     # -- host memory ---------------------------------------------------------------------------------------------------
@@ -298,7 +347,7 @@ class WeightStore:
             held.merged.clear()
         return moving or None
 
-    def prefetch(self, role: str, layout: Layout, *, stacked: bool, for_training: bool) -> Any:
+    def prefetch(self, role: str, layout: Layout, *, how: How, for_training: bool) -> Any:
         """Starts bringing what a role reads back from host memory, in the layout of the call that comes next.
 
         Returns:
@@ -311,18 +360,30 @@ class WeightStore:
             if held.master is not None and rests_on_host(held.master):
                 held.master, held.optimizer = to_device_memory((held.master, held.optimizer))
                 moving.append(held.master)
+        form: Form = (layout, how)
+        form = _beside(form) if base else form
         for name in base if for_training else (own, *base):
-            if (layout, stacked) not in self._held[name].copies:
-                moving.append(self._copy(name, (layout, stacked), None)[0])
+            if form not in self._held[name].copies:
+                moving.append(self._copy(name, form, None)[0])
         return (moving[0] if len(moving) == 1 else moving) or None
 
-    def _optimizer_shardings(self, kind: WeightSet, layout: Layout) -> Any:
+    def _optimizer_shardings(self, kind: WeightSet, layout: Layout, how: How | None = None) -> Any:
         assert kind.optimizer is not None
-        return optimizer_shardings(kind.optimizer, kind.abstract(), kind.shardings(layout), layout)
+        how = how or kind.resting_form(layout)
+        return optimizer_shardings(kind.optimizer, kind.abstract(how=how), kind.shardings(layout, how=how), layout)
 
 
-def _averaged(average: Params, params: Params, decay: jax.Array) -> Params:
-    return jax.tree.map(lambda a, x: decay * a + (1 - decay) * x, average, params)
+def _beside(form: Form) -> Form:
+    """The form of adapters and of what they adapt, of which merged weights of a form are made."""
+    return (form[0], "list") if form[1] == "ring" else form
+
+
+@functools.lru_cache(maxsize=64)
+def _average_program(kind: WeightSet, layout: Layout) -> Any:
+    def averaged(average: Params, params: Params, decay: jax.Array) -> Params:
+        return jax.tree.map(lambda a, x: decay * a + (1 - decay) * x, average, params)
+
+    return program_at(layout, averaged, kind.shardings(layout))
 
 
 def _placed(abstract: Any, shardings: Any) -> Any:
@@ -330,35 +391,3 @@ def _placed(abstract: Any, shardings: Any) -> Any:
     return jax.tree.map(
         lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), abstract, shardings
     )
-
-
-def _in_form(
-    params: Params, kind: WeightSet, layout: Layout, *, stacked: bool, dtype: jax.typing.DTypeLike | None = None
-) -> Params:
-    """Weights with layers as asked for, in the dtype (None: as it is): the same arrays where nothing is to be done."""
-    same_dtype = dtype is None or all(x.dtype == dtype for x in jax.tree.leaves(params))
-    if isinstance(params["layers"], dict) == stacked and same_dtype:
-        return params
-    if not is_here(layout.mesh):
-        return absent(kind.abstract(dtype, stacked=stacked), kind.shardings(layout, stacked=stacked))
-    return _form_program(kind, layout, stacked, None if dtype is None else jnp.dtype(dtype))(params)
-
-
-@functools.lru_cache(maxsize=64)
-def _form_program(kind: WeightSet, layout: Layout, stacked: bool, dtype: jnp.dtype | None) -> Any:
-    def change(params: Params) -> Params:
-        return with_layers(jax.tree.map(lambda x: x.astype(dtype or x.dtype), params), stacked=stacked)
-
-    return jax.jit(change, out_shardings=kind.shardings(layout, stacked=stacked))
-
-
-@functools.lru_cache(maxsize=64)
-def _merge_program(model: ModelConfig, layout: Layout, stacked: bool) -> Any:
-    return jax.jit(merge, out_shardings=param_shardings(model, layout, stacked=stacked))
-
-
-def run_at(layout: Layout, function: Callable[..., Any], shardings: Any, *arguments: Any) -> Any:
-    """What a function gives, computed where its arrays lie: in the processes that own devices of a layout."""
-    if is_here(layout.mesh):
-        return jax.jit(function, out_shardings=shardings)(*arguments)
-    return absent(jax.eval_shape(function, *arguments), shardings)

@@ -19,6 +19,7 @@ BATCH_AXES = (DATA, FSDP)
 Rules = Mapping[str, str | tuple[str, ...] | None]
 
 WEIGHTS_AT_REST: Rules = {
+    "stages": PIPELINE,
     "layers": None,
     "embed": FSDP,
     "heads": TENSOR,

@@ -6,9 +6,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxrlhf.sharding.axes import ACTIVATIONS, BATCH_AXES, WEIGHTS_AT_REST, WEIGHTS_AT_USE, partition_spec
+from jaxrlhf.sharding.axes import ACTIVATIONS, BATCH_AXES, PIPELINE, WEIGHTS_AT_REST, WEIGHTS_AT_USE, partition_spec
 from jaxrlhf.sharding.mesh import build_mesh, mesh_positions
 from jaxrlhf.sharding.processes import process_index
 from jaxrlhf.sharding.strategy import Strategy
@@ -22,6 +22,8 @@ class Layout:
 
     mesh: Mesh
     strategy: Strategy
+    is_inside_stages: bool = False
+    """Whether arrays are those of one stage, as inside a `shard_map` over the pipeline axis."""
 
     @classmethod
     def over(cls, devices: tuple[int, ...], strategy: Strategy) -> "Layout":
@@ -35,6 +37,10 @@ class Layout:
     def stage(self, stage: int) -> "Layout":
         """The layout of the devices of one stage. Virtual stages beyond the first round are on the same devices."""
         return _stage(self, stage % self.strategy.pipeline)
+
+    def inside_stages(self) -> "Layout":
+        """The same layout for a program that every stage runs on arrays of its own."""
+        return dataclasses.replace(self, is_inside_stages=True)
 
     def data_group(self, group: int) -> "Layout":
         """The layout of the devices that have the same rows."""
@@ -79,7 +85,13 @@ class Layout:
     def _constrain(self, array: jax.Array, spec: PartitionSpec) -> jax.Array:
         if self.mesh.size == 1:
             return array
-        return jax.lax.with_sharding_constraint(array, NamedSharding(self.mesh, spec))
+        mesh = _mesh_inside_stages(self.mesh) if self.is_inside_stages else self.mesh
+        return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, spec))
+
+
+@functools.lru_cache(maxsize=1024)
+def _mesh_inside_stages(mesh: Mesh) -> AbstractMesh:
+    return mesh.abstract_mesh.update_axis_types({PIPELINE: AxisType.Manual})
 
 
 @functools.lru_cache(maxsize=1024)

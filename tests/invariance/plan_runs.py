@@ -11,7 +11,7 @@ import json
 import os
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,28 +56,39 @@ CALLS = (
 DEVICES, DEVICES_PER_NODE = 8, 4
 
 
-def random_plan(seed: int) -> str:
-    """A valid plan over two nodes of four devices: every call on some part of a node or on both, with some strategy."""
+def random_plan(seed: int, *, pipelined: Collection[str] = ()) -> str:
+    """A valid plan over two nodes of four devices: every call on some part of a node or on both, with some strategy.
+
+    Args:
+        pipelined: Calls that may have two stages, a layer of the model on each.
+    """
     draw = random.Random(seed)
-    plan = {call: _random_placement(call, draw) for call in CALLS}
+    plan = {call: _random_placement(call, draw, call in pipelined) for call in CALLS}
     offload = [role for role in ("actor", "critic", "reference") if draw.random() < 0.2]
     return json.dumps({"default": {"data": 1}, **plan, **({"offload": offload} if offload else {})})
 
 
-def _random_placement(call: str, draw: random.Random) -> dict[str, Any]:
+def _random_placement(call: str, draw: random.Random, pipelined: bool) -> dict[str, Any]:
     count = draw.choice((1, 2, 4, 8))
     first = draw.randrange(0, DEVICES, count)
     rows = ROWS // 2 if call.endswith(".train") else ROWS
     tensor = draw.choice([n for n in (1, 2) if count % n == 0 and call != "ppo_batch"] or [1])
-    data = draw.choice([n for n in (1, 2, 4, 8) if (count // tensor) % n == 0])
-    placement = {
+    pipeline = draw.choice([n for n in (1, 2, 2) if (count // tensor) % n == 0]) if pipelined else 1
+    shards = count // tensor // pipeline
+    data = draw.choice([n for n in (1, 2, 4, 8) if shards % n == 0])
+    placement: dict[str, Any] = {
         "data": data,
-        "fsdp": count // tensor // data,
+        "fsdp": shards // data,
         "tensor": tensor,
         "devices": f"{first}-{first + count - 1}",
     }
+    if pipeline > 1:
+        placement["pipeline"] = pipeline
+        if call.endswith(".train"):
+            placement["schedule"] = draw.choice(("1f1b", "gpipe"))
+        elif call.endswith(".generate"):
+            rows //= pipeline  # it cuts each micro-batch into as many again
     if call != "ppo_batch":
-        shards = count // tensor
         placement["micro_batches"] = draw.choice([n for n in (1, 1, 2, 4) if rows % (n * shards) == 0])
     if call.endswith(".train"):
         placement["remat"] = draw.choice(("none", "dots", "layer"))

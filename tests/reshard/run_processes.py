@@ -7,6 +7,7 @@ import jax
 from jaxrlhf.reshard.reallocate import reallocate
 from jaxrlhf.reshard.traffic import traffic, traffic_of
 from tests.reshard.layouts import PAIRS, assert_holds, described, grid, place, shardings, values
+from tests.reshard.staged import check_moves
 
 coordinator, num_processes, index = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 jax.config.update("jax_num_cpu_devices", 8 // num_processes)
@@ -39,4 +40,14 @@ resting = {key: s.with_memory_kind("pinned_host") for key, s in shardings("fsdp"
 rested = reallocate(place(expected, shardings("tensor")), resting)
 assert all(array.sharding.memory_kind == "pinned_host" for array in rested.values())
 assert_holds(reallocate(rested, shardings("fsdp")), "fsdp", expected)
+
+# A model between the stages of pipelines.
+for source, target in (
+    ("one_stage", "two"),
+    ("two", "four"),
+    ("four", "chunks"),
+    ("chunks", "upper"),
+    ("upper", "two"),
+):
+    check_moves(source, target, donate=True)
 print("done")

@@ -15,6 +15,7 @@ from jaxrlhf.reshard import exchange
 from jaxrlhf.reshard import reallocate as module
 from jaxrlhf.reshard.reallocate import reallocate, schedule, signature_of, way_of
 from tests.reshard.layouts import LAYOUTS, PAIRS, assert_holds, mesh, place, shardings, values
+from tests.reshard.staged import STAGED_PAIRS, check_moves
 from tests.subprocesses import flags_of_one_processor, free_port
 
 ROOT = Path(__file__).parents[2]
@@ -171,6 +172,16 @@ def test_what_cannot_be_split_is_refused():
         reallocate(np.zeros(4), NamedSharding(mesh("fsdp"), PartitionSpec(None, "fsdp")))
     with pytest.raises(ValueError, match=r"^a: needs a sharding to go to\. Got 'fsdp'\."):
         reallocate({"a": np.zeros(4)}, {"a": "fsdp"})
+
+
+def test_between_the_stages_of_pipelines():
+    for source, target in STAGED_PAIRS:
+        check_moves(source, target)
+
+
+def test_between_stages_as_on_accelerators(as_on_accelerators):
+    for source, target in (("one_stage", "two"), ("two", "chunks"), ("chunks", "upper"), ("four", "one_stage")):
+        check_moves(source, target, donate=True)
 
 
 def test_between_processes():

@@ -8,13 +8,15 @@ import pytest
 
 from jaxrlhf.call_graph import split_args
 from jaxrlhf.config.schema import OptimizerConfig
-from jaxrlhf.experience import Max, PolicyOutputs, Rollout, Sequences, Term
+from jaxrlhf.experience import Max, PolicyOutputs, Prompts, Rollout, Sampling, Sequences, Term
 from jaxrlhf.models import heads
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.params import Params, abstract_params, init_params, param_shardings
-from jaxrlhf.runtime import programs
+from jaxrlhf.models.ring_weights import ring_params
+from jaxrlhf.reshard.reallocate import reallocate
+from jaxrlhf.runtime import loss_terms
 from jaxrlhf.runtime.optimizer import apply_gradient, init_optimizer, optimizer_shardings
-from jaxrlhf.runtime.programs import infer_program, loss_program, train_program
+from jaxrlhf.runtime.programs import generate_program, infer_program, loss_program, train_program
 from jaxrlhf.runtime.roles import GAP_METRIC, ModelRole
 from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.strategy import Strategy
@@ -240,6 +242,24 @@ def test_inference_in_micro_batches_keeps_the_order_of_rows():
     assert np.abs(outputs[0][0] - outputs[0][1]).max() > 1e-2
 
 
+def test_generation_in_micro_batches_and_through_stages_keeps_the_order_of_rows():
+    rollout, sampling = make_batch()["sequences"], Sampling(max_new_tokens=R, num_samples=2, stop_ids=(3, 17))
+    prompts = Prompts(rollout.tokens[:, :P], rollout.mask[:, :P], rollout.row, rollout.id)
+    arrays, _, rebuild = split_args((prompts, sampling))
+    rollouts = []
+    for strategy in (Strategy(), Strategy(data=2, micro_batches=2), Strategy(pipeline=2, data=2, micro_batches=2)):
+        layout = Layout.over(tuple(range(strategy.num_devices)), strategy)
+        params = reallocate(first_params(MODEL), param_shardings(MODEL, layout))
+        if layout.is_pipelined:
+            params = ring_params(params, MODEL, layout, move=reallocate)
+        placed = jax.device_put(arrays, layout.rows)
+        rollouts.append(generate_program(ROLE, rebuild, layout)(params, NOISE, jnp.float32(1), placed))
+    for other in rollouts[1:]:
+        for x, expected in zip(jax.device_get(other), jax.device_get(rollouts[0]), strict=True):
+            np.testing.assert_allclose(x, expected, atol=1e-5 if x.dtype == np.float32 else 0)
+    assert len({tuple(tokens) for tokens in np.asarray(rollouts[0][0]).tolist()}) == 2 * B
+
+
 @pytest.mark.parametrize("strategy", [Strategy(data=4), Strategy(data=2, fsdp=2, micro_batches=2)], ids=str)
 def test_balanced_inference_gives_the_same_in_the_same_order(strategy):
     rollout, params, outputs = make_batch()["sequences"], first_params(MODEL), []
@@ -266,7 +286,7 @@ def test_balanced_training_makes_the_same_updates(strategy):
 
 def test_a_balanced_program_deals_its_rows():
     rollout, layout = make_batch()["sequences"], Layout.over((0, 1), Strategy(data=2, balance=True))
-    order, inverse = jax.jit(lambda x: programs._balanced(x, layout))(rollout)
+    order, inverse = jax.jit(lambda x: loss_terms.balanced(x, layout))(rollout)
     tokens_B = np.asarray(rollout.mask.sum(axis=1))
     undealt, dealt = (tokens_B.reshape(2, -1).sum(axis=1), tokens_B[np.asarray(order)].reshape(2, -1).sum(axis=1))
     assert np.ptp(dealt) < np.ptp(undealt)

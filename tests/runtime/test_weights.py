@@ -34,7 +34,7 @@ def store():
 def test_copies_are_in_the_compute_precision_and_in_the_form_that_is_asked_for(store):
     expected = init_params(MODEL, jax.random.key(0))
     for role in ROLES:
-        params, moved = store.for_inference(role, GENERATE, stacked=False)
+        params, moved = store.for_inference(role, GENERATE, how="list")
         assert moved is not None
         assert isinstance(params["layers"], list) and len(params["layers"]) == MODEL.num_layers
         assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype("bfloat16")}
@@ -42,13 +42,13 @@ def test_copies_are_in_the_compute_precision_and_in_the_form_that_is_asked_for(s
         np.testing.assert_array_equal(
             np.asarray(params["layers"][1]["query"]), np.asarray(expected["layers"][1]["query"].astype(jnp.bfloat16))
         )
-        stacked, _ = store.for_inference(role, GENERATE, stacked=True)
+        stacked, _ = store.for_inference(role, GENERATE, how="stacked")
         assert stacked["layers"]["query"].shape == (2, 16, 16)
 
 
 def test_a_copy_is_made_once_and_dropped_with_its_version(store):
-    first, _ = store.for_inference("actor", GENERATE, stacked=False)
-    again, moved = store.for_inference("actor", GENERATE, stacked=False)
+    first, _ = store.for_inference("actor", GENERATE, how="list")
+    again, moved = store.for_inference("actor", GENERATE, how="list")
     assert again is first and not moved
 
     params, optimizer, moved = store.take_for_training("actor", TRAIN)
@@ -57,7 +57,7 @@ def test_a_copy_is_made_once_and_dropped_with_its_version(store):
     store.trained("actor", TRAIN, new, optimizer)
     assert store.version("actor") == 1 and store.version("reference") == 0
 
-    after, moved = store.for_inference("actor", GENERATE, stacked=False)
+    after, moved = store.for_inference("actor", GENERATE, how="list")
     assert moved is not None
     np.testing.assert_allclose(
         np.asarray(after["final_norm"], np.float32), np.asarray(first["final_norm"], np.float32) + 1
@@ -106,7 +106,7 @@ def on_host(tree):
 
 
 def test_a_role_that_is_never_trained_rests_on_the_host_and_comes_back(store):
-    copies = [store.for_inference("reference", layout, stacked=False)[0] for layout in (TRAIN, GENERATE)]
+    copies = [store.for_inference("reference", layout, how="list")[0] for layout in (TRAIN, GENERATE)]
     expected, on_device = list(map(on_host, copies)), weakref.ref(copies[1]["final_norm"])
     moving = store.offload("reference")
     assert rests_on_host(moving)
@@ -114,24 +114,24 @@ def test_a_role_that_is_never_trained_rests_on_the_host_and_comes_back(store):
     assert on_device() is None, "nothing of the copy is left on the devices"
     assert store.offload("reference") is None, "what rests stays where it is"
     for layout, want in zip((TRAIN, GENERATE), expected, strict=True):
-        coming = store.prefetch("reference", layout, stacked=False, for_training=False)
+        coming = store.prefetch("reference", layout, how="list", for_training=False)
         assert coming is not None
-        assert store.prefetch("reference", layout, stacked=False, for_training=False) is None
-        params, moved = store.for_inference("reference", layout, stacked=False)
+        assert store.prefetch("reference", layout, how="list", for_training=False) is None
+        params, moved = store.for_inference("reference", layout, how="list")
         assert params is coming and not moved
         jax.tree.map(np.testing.assert_array_equal, on_host(params), want)
     assert store.offload("reference") is None
     other = Layout.over((6,), Strategy())
-    elsewhere, _ = store.for_inference("reference", other, stacked=False)
+    elsewhere, _ = store.for_inference("reference", other, how="list")
     jax.tree.map(np.testing.assert_array_equal, on_host(elsewhere), expected[0])
     del params, coming, elsewhere
 
 
 def test_a_trained_role_rests_on_the_host_between_train_calls(store):
-    expected, copy = on_host(store.state("actor")), store.for_inference("actor", GENERATE, stacked=False)[0]
+    expected, copy = on_host(store.state("actor")), store.for_inference("actor", GENERATE, how="list")[0]
     assert rests_on_host(store.offload("actor"))
     assert store.offload("actor") is None
-    again, _ = store.for_inference("actor", GENERATE, stacked=False)
+    again, _ = store.for_inference("actor", GENERATE, how="list")
     assert again is not copy
     jax.tree.map(np.testing.assert_array_equal, on_host(again), on_host(copy))
     state = store.state("actor")
@@ -139,8 +139,8 @@ def test_a_trained_role_rests_on_the_host_between_train_calls(store):
     jax.tree.map(np.testing.assert_array_equal, on_host(state), expected)
     jax.tree.map(np.testing.assert_array_equal, on_host(store.snapshot("actor")[1]), expected["params"])
 
-    assert store.prefetch("actor", TRAIN, stacked=True, for_training=True) is not None
-    assert store.prefetch("actor", TRAIN, stacked=True, for_training=True) is None
+    assert store.prefetch("actor", TRAIN, how="stacked", for_training=True) is not None
+    assert store.prefetch("actor", TRAIN, how="stacked", for_training=True) is None
     params, optimizer, _ = store.take_for_training("actor", TRAIN)
     jax.tree.map(np.testing.assert_array_equal, on_host({"params": params, "optimizer": optimizer}), expected)
     store.trained("actor", TRAIN, params, optimizer)
@@ -180,20 +180,20 @@ def test_adapters_are_trained_alone_and_the_reference_is_what_they_adapt():
     assert list(store.sets) == ["actor.base", "actor", "slow"]
     assert store.read_by("reference") == ("actor.base",) and store.owned_by("actor") == ("actor", "actor.base")
     assert set(store.state("actor")["params"]["layers"]) == set(LoRAConfig().targets)
-    actor, _ = store.for_inference("actor", GENERATE, stacked=False)
-    reference, _ = store.for_inference("reference", GENERATE, stacked=False)
+    actor, _ = store.for_inference("actor", GENERATE, how="list")
+    reference, _ = store.for_inference("reference", GENERATE, how="list")
     assert actor["layers"][0]["query"].weight is reference["layers"][0]["query"], "no copy"
     train_once(store)
-    merged, _ = store.for_inference("actor", GENERATE, stacked=False, merged=True)
-    again, received = store.for_inference("actor", GENERATE, stacked=False, merged=True)
+    merged, _ = store.for_inference("actor", GENERATE, how="list", merged=True)
+    again, received = store.for_inference("actor", GENERATE, how="list", merged=True)
     assert again is merged and received is None
     got, was = (np.asarray(x["layers"][0]["gate"], np.float32) for x in (merged, reference))
-    adapter = store.for_inference("actor", GENERATE, stacked=False)[0]["layers"][0]["gate"]
+    adapter = store.for_inference("actor", GENERATE, how="list")[0]["layers"][0]["gate"]
     change = np.asarray(adapter.down, np.float32) @ np.asarray(adapter.up, np.float32) * adapter.scale
     np.testing.assert_allclose(got, was + change, rtol=0.02, atol=0.02)
-    assert store.for_inference("reference", GENERATE, stacked=False)[0] is not None
+    assert store.for_inference("reference", GENERATE, how="list")[0] is not None
     np.testing.assert_array_equal(
-        np.asarray(store.for_inference("reference", GENERATE, stacked=False)[0]["layers"][0]["gate"]), was
+        np.asarray(store.for_inference("reference", GENERATE, how="list")[0]["layers"][0]["gate"]), was
     )
 
 
@@ -212,23 +212,23 @@ def test_an_average_follows_every_other_version():
 
 def test_a_pinned_version_is_there_after_training():
     store = fill(WeightStore(ADAPTED))
-    before = np.asarray(store.for_inference("actor", GENERATE, stacked=False)[0]["layers"][0]["up"].up, np.float32)
-    store.pin("actor", GENERATE, stacked=False)
+    before = np.asarray(store.for_inference("actor", GENERATE, how="list")[0]["layers"][0]["up"].up, np.float32)
+    store.pin("actor", GENERATE, how="list")
     train_once(store)
-    pinned, _ = store.for_inference("actor", GENERATE, stacked=False, version=0)
-    present, _ = store.for_inference("actor", GENERATE, stacked=False)
+    pinned, _ = store.for_inference("actor", GENERATE, how="list", version=0)
+    present, _ = store.for_inference("actor", GENERATE, how="list")
     np.testing.assert_array_equal(np.asarray(pinned["layers"][0]["up"].up, np.float32), before)
     np.testing.assert_allclose(np.asarray(present["layers"][0]["up"].up, np.float32), before + 1)
     store.unpin()
     with pytest.raises(KeyError):
-        store.for_inference("actor", GENERATE, stacked=False, version=0)
+        store.for_inference("actor", GENERATE, how="list", version=0)
 
 
 def test_what_a_role_owns_rests_on_the_host():
     store = fill(WeightStore(ADAPTED))
-    expected = on_host(store.for_inference("actor", GENERATE, stacked=False)[0])
+    expected = on_host(store.for_inference("actor", GENERATE, how="list")[0])
     assert rests_on_host(store.offload("actor"))
-    assert store.prefetch("actor", TRAIN, stacked=True, for_training=True) is not None
+    assert store.prefetch("actor", TRAIN, how="stacked", for_training=True) is not None
     jax.tree.map(
-        np.testing.assert_array_equal, on_host(store.for_inference("actor", GENERATE, stacked=False)[0]), expected
+        np.testing.assert_array_equal, on_host(store.for_inference("actor", GENERATE, how="list")[0]), expected
     )

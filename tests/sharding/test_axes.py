@@ -12,6 +12,7 @@ from jaxrlhf.sharding.axes import ACTIVATIONS, MESH_AXES, WEIGHTS_AT_REST, WEIGH
         (("embed", "heads"), WEIGHTS_AT_REST, PartitionSpec("fsdp", "tensor")),
         (("embed", "heads"), WEIGHTS_AT_USE, PartitionSpec(None, "tensor")),
         (("layers", "mlp", "embed"), WEIGHTS_AT_REST, PartitionSpec(None, "tensor", "fsdp")),
+        (("stages", "embed", "heads"), WEIGHTS_AT_REST, PartitionSpec("pipeline", "fsdp", "tensor")),
         (("vocab", "embed"), WEIGHTS_AT_REST, PartitionSpec("tensor", "fsdp")),
         (("norm",), WEIGHTS_AT_REST, PartitionSpec(None)),
         (("batch", "length", "embed"), ACTIVATIONS, PartitionSpec(("data", "fsdp"), None, None)),
@@ -60,8 +61,8 @@ def test_one_mesh_axis_in_a_pair_counts_too():
 
 def test_unknown_axis():
     message = (
-        "Unknown logical axis 'head' in ('embed', 'head'). Known: layers, embed, heads, kv_heads, head_dim, mlp, "
-        "vocab, norm, value. Did you mean 'heads'?"
+        "Unknown logical axis 'head' in ('embed', 'head'). Known: stages, layers, embed, heads, kv_heads, head_dim, "
+        "mlp, vocab, norm, value. Did you mean 'heads'?"
     )
     with pytest.raises(ValueError, match=re.escape(message)):
         partition_spec(("embed", "head"), WEIGHTS_AT_REST)

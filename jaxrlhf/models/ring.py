@@ -1,0 +1,275 @@
+"""Pipelined generation: as many micro-batches as stages go round and round in one program.
+
+Letters: B sequences, G stages and as many micro-batches, N rows of a micro-batch, P prompt columns, R the most new
+tokens, D hidden size, K key-value heads, h head size.
+
+    tick        0    1    2    3    4    5
+    stage 0    m0   m1   m2   m0   m1   m2
+    stage 1     .   m0   m1   m2   m0   m1
+    stage 2     .    .   m0   m1   m2   m0     draws a token, and sends its embedding to stage 0
+
+At tick t stage i serves micro-batch (t - i) mod G, and hands one hidden state a row to the next stage. The last stage
+draws a token and embeds it, so that what goes around has one shape. G ticks are a round: one token of every sequence.
+
+A stage keeps what it has of micro-batch m at place (m + i) mod G. So at tick t of any round all stages use place t: a
+constant of the program, in which every cache is an array by itself and is updated where it lies.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int, UInt
+
+from jaxrlhf.experience import RUNNING, Prompts, Rollout, Sampling
+from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.models.generate import (
+    Responses,
+    cache_sizes,
+    draw_next,
+    finish,
+    no_responses,
+    prepare,
+    repeat,
+    samples_of,
+)
+from jaxrlhf.models.heads import logits
+from jaxrlhf.models.kv_cache import KVCache, cache_prefill
+from jaxrlhf.models.params import Params
+from jaxrlhf.models.transformer import decode_layers, embed, normalize, run_layers
+from jaxrlhf.sharding.axes import PIPELINE
+from jaxrlhf.sharding.layout import Layout
+from jaxrlhf.sharding.stages import layers_of_stages
+
+KeysValues = tuple[jax.Array, jax.Array]
+
+
+def generate(
+    params: Params,
+    prompts: Prompts,
+    noise: UInt[Array, "3"],
+    temperature: Float[Array, ""],
+    sampling: Sampling,
+    config: ModelConfig,
+    layout: Layout,
+) -> Rollout:
+    """What `models.generate.generate` gives, over the stages of a pipelined layout.
+
+    Args:
+        params: As `ring_params` gives them.
+        prompts: As many as stages, or a multiple of it. A micro-batch has every G-th, so that no row leaves its device.
+    """
+    responses, _ = respond(params, prompts, noise, temperature, sampling, config, layout)
+    return finish(samples_of(prompts, sampling, layout), responses, layout)
+
+
+def respond(
+    params: Params,
+    prompts: Prompts,
+    noise: UInt[Array, "3"],
+    temperature: Float[Array, ""],
+    sampling: Sampling,
+    config: ModelConfig,
+    layout: Layout,
+) -> tuple[Responses, Int[Array, ""]]:
+    """The responses to every prompt, and how many rounds they took: at most as many as the longest has tokens."""
+    G = layout.strategy.pipeline
+    assert layout.is_pipelined and layout.strategy.chunks == 1 and prompts.tokens.shape[0] % G == 0
+    by_micro_batch = jax.tree.map(lambda x: x.reshape(-1, G, *x.shape[1:]).swapaxes(0, 1), prompts)
+    whole, of_stages = PartitionSpec(), PartitionSpec(PIPELINE)
+    ring = jax.shard_map(
+        functools.partial(_ring, sampling=sampling, config=config, layout=layout.inside_stages()),
+        mesh=layout.mesh,
+        in_specs=({**dict.fromkeys(params, whole), "layers": of_stages}, whole, whole, whole),
+        out_specs=whole,
+        axis_names={PIPELINE},
+        check_vma=False,
+    )
+    responses, num_rounds = ring(params, by_micro_batch, noise, temperature)
+
+    def in_order(x: jax.Array) -> jax.Array:
+        by_prompt = x.reshape(G, -1, sampling.num_samples, *x.shape[2:]).swapaxes(0, 1)
+        return by_prompt.reshape(-1, *x.shape[2:])
+
+    return layout.constrain_rows(jax.tree.map(in_order, responses)), num_rounds
+
+
+def _ring(
+    params: Params,
+    prompts: Prompts,
+    noise: jax.Array,
+    temperature: jax.Array,
+    *,
+    sampling: Sampling,
+    config: ModelConfig,
+    layout: Layout,
+) -> tuple[Responses, jax.Array]:
+    """What every stage does. Arrays are those of one stage, and whole over the other mesh axes.
+
+    Args:
+        prompts: [G, N, ...]
+
+    Returns:
+        The responses, [G, N x num_samples, ...], and the number of rounds.
+    """
+    G, P, R = layout.strategy.pipeline, prompts.tokens.shape[2], sampling.max_new_tokens
+    stage = jax.lax.axis_index(PIPELINE)
+    params = prepare({**params, "layers": _own(params["layers"])}, config, layout)
+    with jax.named_scope("prefill"):
+        keys_values, last_hidden = _prefill(params, prompts, stage, config, layout)
+
+    sizes = cache_sizes(R)
+    caches, hidden, responses = [], [], []
+    for place in range(G):
+        own = jax.tree.map(lambda x, m=(place - stage) % G: x[m], prompts)
+        length = own.mask.sum(axis=1)
+        cache = cache_prefill([(k[place], v[place]) for k, v in keys_values], length, P + sizes[0], layout)
+        caches.append(cache.repeat(sampling.num_samples, layout) if sampling.num_samples > 1 else cache)
+        hidden.append(repeat(last_hidden[place], sampling, layout))
+        responses.append(no_responses(samples_of(own, sampling, layout), noise, R))
+
+    def next_token(x_ND: jax.Array, responses: Responses) -> tuple[jax.Array, Responses]:
+        """On the last stage: draws the next token of a micro-batch and embeds it, for the first stage."""
+
+        def draw(x_ND: jax.Array, responses: Responses) -> tuple[jax.Array, Responses]:
+            normed_ND = normalize(params, x_ND[:, None], config, layout)[:, 0]
+            drawn = draw_next(responses, logits(params, normed_ND, config, layout), temperature, sampling, layout)
+            return layout.activation(params["embedding"][drawn.newest], ("batch", "embed")), drawn
+
+        return jax.lax.cond(stage == G - 1, draw, lambda x_ND, responses: (x_ND, responses), x_ND, responses)
+
+    def one_round(carry: Any) -> Any:
+        number, _, message_ND, caches, responses = carry
+        caches, responses = list(caches), list(responses)
+        for tick in range(G):
+            has_arrived = (number > 0) | (tick >= stage)
+            x_ND, caches[tick] = _decode(params, message_ND, caches[tick], has_arrived, stage, config, layout)
+            if tick < G - 1:  # what the last stage has not yet got in the first round: it draws the first tokens
+                x_ND = jnp.where(has_arrived | (stage < G - 1), x_ND, hidden[tick])
+            x_ND, responses[tick] = next_token(x_ND, responses[tick])
+            message_ND = _hand_on(x_ND, G)
+        running = _any_running(responses) & (stage == G - 1)
+        return number + 1, jax.lax.psum(running.astype(jnp.int32), PIPELINE) > 0, message_ND, caches, responses
+
+    message_ND, responses[-1] = next_token(hidden[-1], responses[-1])
+    carry = (jnp.int32(0), jnp.bool(True), _hand_on(message_ND, G), caches, responses)
+    with jax.named_scope("decode"):
+        for size in sizes:
+            grown = [cache.grow(P + size, layout) for cache in carry[3]]
+            carry = jax.lax.while_loop(
+                lambda carry, most=size: carry[1] & (carry[0] < most), one_round, (*carry[:3], grown, carry[4])
+            )
+    num_rounds, _, _, _, responses = carry
+    by_micro_batch = [responses[(m - 1) % G] for m in range(G)]  # where the last stage has them
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *by_micro_batch)
+    return jax.tree.map(lambda x: jax.lax.psum(jnp.where(stage == G - 1, x, 0), PIPELINE), stacked), num_rounds
+
+
+def _prefill(
+    params: Params, prompts: Prompts, stage: jax.Array, config: ModelConfig, layout: Layout
+) -> tuple[list[KeysValues], list[jax.Array]]:
+    """The prompts through the stages, one micro-batch behind the other.
+
+    Returns:
+        Keys and values of the stage's layers, [places, N, P, K, h]; and, of every place, the outputs at the prompts'
+        last column, [N, D], which are wanted of the last stage.
+    """
+    G, N, P = prompts.tokens.shape
+    axes = ("batch", "length", "kv_heads", "head_dim")
+    shape, dtype = (N, P, config.num_kv_heads, config.head_size), config.compute_dtype
+
+    def run_if(condition: jax.Array, layers: list[Any], x_NPD: jax.Array, mask_NP: jax.Array) -> Any:
+        def skip(x_NPD: jax.Array, _: jax.Array) -> tuple[jax.Array, list[KeysValues]]:
+            zeros = layout.activation(jnp.zeros(shape, dtype), axes)
+            return x_NPD, [(zeros, zeros) for _ in layers]
+
+        def run(x_NPD: jax.Array, mask_NP: jax.Array) -> tuple[jax.Array, list[KeysValues]]:
+            return run_layers(layers, x_NPD, mask_NP, config, layout)
+
+        return jax.lax.cond(condition, run, skip, x_NPD, mask_NP)
+
+    def tick(carry: Any, t: jax.Array) -> tuple[Any, jax.Array]:
+        message_NPD, stored = carry
+        serves = (t >= stage) & (t < stage + G)
+        own = jax.tree.map(lambda x: x[(t - stage) % G], prompts)
+        x_NPD = jax.lax.cond(
+            stage == 0, lambda x, tokens: embed(params, tokens, config, layout), lambda x, _: x, message_NPD, own.tokens
+        )
+        new = []
+        for layers, has_them in _layers_of(params, stage, config, layout):
+            x_NPD, keys_values = run_if(serves & has_them, layers, x_NPD, own.mask)
+            new += keys_values
+        stored = jax.tree.map(lambda s, x: s.at[t % G].set(jnp.where(serves, x, s[t % G])), stored, new)
+        return (_hand_on(x_NPD, G), stored), x_NPD[:, -1]
+
+    zeros = layout.activation(jnp.zeros((G, *shape), dtype), (None, *axes))
+    message_NPD = layout.activation(jnp.zeros((N, P, config.hidden_size), dtype), ("batch", "length", "embed"))
+    carry = (message_NPD, [(zeros, zeros) for _ in params["layers"]])
+    (_, stored), last_tND = jax.lax.scan(tick, carry, jnp.arange(2 * G - 1))
+    # the last stage serves its last place at tick G - 1, and the others after it
+    return stored, [last_tND[place + G if place < G - 1 else place] for place in range(G)]
+
+
+def _decode(
+    params: Params,
+    x_ND: jax.Array,
+    cache: KVCache,
+    has_arrived: jax.Array,
+    stage: jax.Array,
+    config: ModelConfig,
+    layout: Layout,
+) -> tuple[jax.Array, KVCache]:
+    """One more token of a micro-batch through the layers of a stage.
+
+    In the first round a stage waits for its first message. What it computes before leaves the cache as it was: the slot
+    that it wrote is free, and written again.
+    """
+    advanced = cache.advance()
+    keys, values = [], []
+
+    def run(layers: list[Any], x_ND: jax.Array, part: KVCache) -> tuple[jax.Array, KVCache]:
+        return decode_layers(layers, x_ND, part, config, layout)
+
+    for layers, has_them in _layers_of(params, stage, config, layout):
+        these = slice(len(keys), len(keys) + len(layers))
+        part = advanced.replace(keys=cache.keys[these], values=cache.values[these])
+        if has_them is True:
+            x_ND, part = run(layers, x_ND, part)
+        else:
+            x_ND, part = jax.lax.cond(
+                has_them, functools.partial(run, layers), lambda x_ND, part: (x_ND, part), x_ND, part
+            )
+        keys, values = [*keys, *part.keys], [*values, *part.values]
+    return x_ND, KVCache(
+        keys=tuple(keys),
+        values=tuple(values),
+        newest=jnp.where(has_arrived, advanced.newest, cache.newest),
+        length=jnp.where(has_arrived, advanced.length, cache.length),
+    )
+
+
+def _layers_of(
+    params: Params, stage: jax.Array, config: ModelConfig, layout: Layout
+) -> list[tuple[list[Any], bool | jax.Array]]:
+    """The layers that every stage has, and, where the numbers differ, the one that only the first stages have; with
+    whether this stage has them."""
+    numbers = [len(layers) for layers in layers_of_stages(config.num_layers, layout.strategy.pipeline)]
+    fewest, layers = min(numbers), params["layers"]
+    every: list[tuple[list[Any], bool | jax.Array]] = [(layers[:fewest], True)]
+    return every if max(numbers) == fewest else [*every, (layers[fewest:], stage < numbers.count(max(numbers)))]
+
+
+def _own(slots: list[dict[str, jax.Array]]) -> list[dict[str, jax.Array]]:
+    """The layers of a stage, of which the arrays have a leading axis of one."""
+    return jax.tree.map(lambda x: x.reshape(x.shape[1:]), slots)
+
+
+def _hand_on(x: jax.Array, num_stages: int) -> jax.Array:
+    """To the next stage; from the last to the first."""
+    return jax.lax.ppermute(x, PIPELINE, [(i, (i + 1) % num_stages) for i in range(num_stages)])
+
+
+def _any_running(responses: list[Responses]) -> jax.Array:
+    return jnp.stack([(each.finish == RUNNING).any() for each in responses]).any()

@@ -1,0 +1,88 @@
+"""The form in which pipelined generation reads weights: one array for a layer of every stage.
+
+In a pipelined layout a weight rests on the devices of its stage. Generation is one program over all of them, so it
+reads arrays that span them: slot j has, along a leading axis that is split over `pipeline`, the j-th layer of each
+stage. Where a stage has a layer less its part of the last slot is zeros. The embedding, the final norm and the
+language-model head are whole on every stage, since a tied embedding is read on the first and on the last.
+
+    {"embedding": [V, D], "final_norm": [D], "lm_head": [D, V], "layers": [{"query": [stages, D, H], ...}, ...]}
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.models.params import Params, abstract_of, declare, declare_layer, map_weights
+from jaxrlhf.models.stages import whole_of
+from jaxrlhf.sharding.layout import Layout
+from jaxrlhf.sharding.processes import absent, is_here
+from jaxrlhf.sharding.stages import layers_of_stages
+
+
+def declare_ring(config: ModelConfig, layout: Layout) -> Any:
+    """The weights in this form, as declarations. A value head is not among them."""
+    stages = layout.strategy.pipeline
+    num_slots = len(layers_of_stages(config.num_layers, stages)[0])
+    over_stages = map_weights(
+        lambda w: dataclasses.replace(w, shape=(stages, *w.shape), axes=("stages", *w.axes)), declare_layer(config)
+    )
+    others = {name: w for name, w in declare(config).items() if name not in ("layers", "value_head")}
+    return {**others, "layers": [over_stages for _ in range(num_slots)]}
+
+
+def abstract_ring(config: ModelConfig, layout: Layout) -> Any:
+    """Shapes of the weights in this form, in the compute precision."""
+    return abstract_of(declare_ring(config, layout), config.compute_dtype)
+
+
+def ring_shardings(config: ModelConfig, layout: Layout) -> Any:
+    """How they rest, as a tree of `NamedSharding`."""
+    return map_weights(lambda w: layout.weight(w.axes), declare_ring(config, layout))
+
+
+def ring_params(params: Params, config: ModelConfig, layout: Layout, *, move: Callable[[Any, Any], Any]) -> Params:
+    """Weights that rest by stages, in the form that pipelined generation reads.
+
+    A layer is copied on the devices that have it. In several processes all that own a device of the layout call this.
+
+    Args:
+        params: In the compute precision, each on the devices of its stage, layers as a list.
+        move: `(tree, shardings) -> tree`, which brings arrays from some devices to others.
+    """
+    shardings = ring_shardings(config, layout)
+    layers, others = shardings.pop("layers"), shardings
+    moved = move({name: params[name] for name in others}, others)
+    every_stage = [_slots_of(stage, params, config, layout) for stage in range(layout.strategy.pipeline)]
+    joined = [
+        {name: whole_of([slots[j][name] for slots in every_stage], sharding) for name, sharding in slot.items()}
+        for j, slot in enumerate(layers)
+    ]
+    return {**moved, "layers": joined}
+
+
+def _slots_of(stage: int, params: Params, config: ModelConfig, layout: Layout) -> list[dict[str, jax.Array]]:
+    """What one stage has of every slot, `[1, ...]` on its devices: its layers, and zeros where it has one less."""
+    own = layout.stage(stage)
+    numbers = layers_of_stages(config.num_layers, layout.strategy.pipeline)
+    declared = declare_ring(config, own)["layers"][: len(numbers[0])]
+    shardings = map_weights(lambda w: own.weight(w.axes), declared)
+    if not is_here(own.mesh):
+        return absent(abstract_of(declared, config.compute_dtype), shardings)
+    return _slots_program(config, own, len(numbers[0]))([params["layers"][number] for number in numbers[stage]])
+
+
+@functools.lru_cache(maxsize=128)
+def _slots_program(config: ModelConfig, stage: Layout, num_slots: int) -> Callable[[Any], Any]:
+    """`layers -> slots`, on the devices of a stage."""
+    declared = declare_ring(config, stage)["layers"][:num_slots]
+
+    def program(layers: list[dict[str, jax.Array]]) -> list[dict[str, jax.Array]]:
+        missing = map_weights(lambda w: jnp.zeros(w.shape, config.compute_dtype), declared[len(layers) :])
+        return [*jax.tree.map(lambda x: x[None], layers), *missing]
+
+    return jax.jit(program, out_shardings=map_weights(lambda w: stage.weight(w.axes), declared))

@@ -1,0 +1,336 @@
+"""The programs of a train call over the stages of a pipeline: of every stage, and what joins them.
+
+Every data-parallel group of a stage has programs of its own, on its own devices, so that no gradient is summed over the
+groups before the end of a mini-batch.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxrlhf.experience import Max
+from jaxrlhf.models.config import at_least_float32
+from jaxrlhf.models.lora import adapt
+from jaxrlhf.models.params import Params, Weight, declare, param_shardings, shardings_of
+from jaxrlhf.models.pipeline import lend_embedding, run_stage
+from jaxrlhf.models.stages import pick, pick_virtual
+from jaxrlhf.models.transformer import Kept
+from jaxrlhf.runtime.loss_terms import MIN_WEIGHT, Losses, Rebuild, combine, is_max, over_updates, shuffled
+from jaxrlhf.runtime.optimizer import OptimizerState, apply_gradient, optimizer_shardings
+from jaxrlhf.runtime.pipeline import StageProgram
+from jaxrlhf.runtime.pipelined_inference import MicroBatch, micro_batch
+from jaxrlhf.runtime.roles import ModelRole, joined_sequences, parted_outputs, term_reading
+from jaxrlhf.runtime.weight_sets import set_of
+from jaxrlhf.sharding.axes import DATA
+from jaxrlhf.sharding.layout import Layout
+
+
+class TrainPrograms:
+    """The programs of a train call over a pipelined layout, each built when it is first asked for."""
+
+    def __init__(self, role: ModelRole, rebuild: Rebuild, has_rows: list[bool], layout: Layout) -> None:
+        assert role.optimizer is not None
+        self.role, self.rebuild, self.has_rows, self.layout = role, rebuild, has_rows, layout
+        self.num_stages, self.num_layers = layout.strategy.num_stages, role.model.num_layers
+        self.groups = [layout.data_group(group) for group in range(layout.strategy.data)]
+        self.last = layout.stage(self.num_stages - 1)
+        self.losses = Losses(role, rebuild, has_rows, layout)
+        self.embedding: Weight = declare(role.model)["embedding"]
+        self.lends = role.model.tie_embeddings and role.model.head != "scalar"
+        """The last stage is lent the embedding for its head."""
+        self.tied = self.lends and role.lora is None
+        """And gives its gradient back."""
+        self.declared = set_of(role).declare(how="list")
+        self.shardings = shardings_of(self.declared, layout)
+        self.state_shardings = optimizer_shardings(
+            role.optimizer, set_of(role).abstract(how="list"), self.shardings, layout
+        )
+        self.keeps = layout.strategy.remat != "layer"
+        """A forward keeps what its backward needs, which does not have to compute it anew."""
+        self._kept: dict[tuple[int, int, int], Callable[..., Any]] = {}
+        """(term, stage, group) -> from the arguments of a forward and what it kept to the function of its gradient."""
+        self._programs: dict[Any, StageProgram] = {}
+
+    def get(self, key: Any, build: Callable[[], StageProgram]) -> StageProgram:
+        """A program by its key."""
+        if key not in self._programs:
+            self._programs[key] = build()
+        return self._programs[key]
+
+    def deal(self, num_updates: int) -> StageProgram:
+        """`(noise, arrays, number of the update) -> term -> micro-batch -> its arrays`."""
+        layout, losses, parts = self.layout, self.losses, self.layout.strategy.micro_batches
+
+        def deal(noise: jax.Array, arrays: list[Any], number: jax.Array) -> list[list[MicroBatch]]:
+            _, update = self.rebuild(arrays)
+            if num_updates > 1:
+                sizes = {x.shape[0] for x, rows in zip(arrays, self.has_rows, strict=True) if rows}
+                order = {n: shuffled(noise, n, update.epochs, update.mini_batches)[number] for n in sizes}
+                arrays = [x[order[x.shape[0]]] if rows else x for x, rows in zip(arrays, self.has_rows, strict=True)]
+            return [
+                [micro_batch(self.role, losses, losses.dealt(arrays, i), i, m, parts) for m in range(parts)]
+                for i in range(losses.count)
+            ]
+
+        return self.get("deal", lambda: StageProgram(deal, layout.rows, layout.mesh))
+
+    def forward(self, i: int, stage: int, group: int) -> StageProgram:
+        """`(params, adapted, given, mask) -> (what the next stage is given, what is kept for the backward)`."""
+        layout = self.groups[group].stage(stage)
+
+        def forward(params: Params, adapted: Params | None, given: jax.Array, mask_BT: jax.Array) -> Any:
+            if not self.keeps:
+                return self._run(params, adapted, given, mask_BT, stage, layout), []
+            handed, pull = self._pull(params, adapted, given, mask_BT, stage, layout)
+            self._kept[i, stage, group], kept = _not_given(pull, (params, adapted, given, mask_BT))
+            return handed, kept
+
+        key = ("forward", i, stage, group)
+        return self.get(key, lambda: StageProgram(forward, (layout.rows, None), layout.mesh))
+
+    def backward(self, i: int, stage: int, group: int) -> StageProgram:
+        """`(gradient, params, adapted, given, mask, what was kept, gradient by what it handed on) -> (gradient,
+        gradient by what it was given)`; the first gradient is donated."""
+        layout = self.groups[group].stage(stage)
+        shardings = (self.gradient_shardings(stage, group), layout.rows if stage else None)
+
+        def backward(
+            sums: Params,
+            params: Params,
+            adapted: Params | None,
+            given: jax.Array,
+            mask_BT: jax.Array,
+            kept: list[jax.Array],
+            by_handed: jax.Array,
+        ) -> Any:
+            if self.keeps:
+                pull = self._kept[i, stage, group]((params, adapted, given, mask_BT), kept)
+            else:
+                _, pull = self._pull(params, adapted, given, mask_BT, stage, layout)
+            by_params, *by_given = pull(by_handed)
+            return _added(sums, by_params), by_given[0] if by_given else None
+
+        def elsewhere(sums: Params, params: Params, adapted: Params | None, given: jax.Array, *_: Any) -> Any:
+            return sums, given if stage else None  # by what it was given lies as that does
+
+        key = ("backward", i, stage, group)
+        return self.get(
+            key, lambda: StageProgram(backward, shardings, layout.mesh, donated=(0,), elsewhere=elsewhere)
+        )
+
+    def _pull(
+        self, params: Params, adapted: Params | None, given: jax.Array, mask_BT: jax.Array, stage: int, layout: Layout
+    ) -> tuple[jax.Array, Any]:
+        """What a stage hands on, and the function from the gradient by it to those by the weights and by what the stage
+        was given; tokens have none."""
+        if stage == 0:
+            return jax.vjp(lambda params: self._run(params, adapted, given, mask_BT, stage, layout), params)
+        return jax.vjp(lambda params, x: self._run(params, adapted, x, mask_BT, stage, layout), params, given)
+
+    def last_backward(self, i: int, group: int) -> StageProgram:
+        """`(gradient, params, adapted, given, mask, arrays) -> (gradient, gradient by what it was given, weight of the
+        loss, metrics)`: forward and backward of the last stage; the first gradient is donated."""
+        stage = self.num_stages - 1
+        layout = self.groups[group].stage(stage)
+        shardings = (self.gradient_shardings(stage, group), layout.rows, layout.replicated, layout.replicated)
+
+        def backward(
+            sums: Params, params: Params, adapted: Params | None, given: jax.Array, mask_BT: jax.Array, own: list[Any]
+        ) -> Any:
+            losses = Losses(self.role, self.rebuild, self.has_rows, layout)
+
+            def value(params: Params, given: jax.Array) -> Any:
+                weight, metrics = self._last(losses, params, adapted, given, mask_BT, own, i)
+                return metrics["loss"], (weight, metrics)
+
+            gradient = jax.value_and_grad(value, argnums=(0, 1), has_aux=True)
+            (_, (weight, metrics)), (by_params, by_given) = gradient(params, given)
+            return _added(sums, by_params), by_given, weight, metrics
+
+        key = ("last backward", i, group)
+        return self.get(key, lambda: StageProgram(backward, shardings, layout.mesh, donated=(0,)))
+
+    def _last(
+        self,
+        losses: Losses,
+        params: Params,
+        adapted: Params | None,
+        given: jax.Array,
+        mask_BT: jax.Array,
+        own: list[Any],
+        i: int,
+    ) -> tuple[jax.Array, dict[str, Any]]:
+        """The weight of a term's loss on a micro-batch, and its metrics."""
+        stage = self.num_stages - 1
+        layout = losses.layout
+        term = losses.term(own, i)
+        reading, sequences = term_reading(self.role, term), joined_sequences(term, layout)
+        hidden = self._run(params, adapted, given, mask_BT, stage, layout, wanted=reading.columns(sequences)[1])
+        whole = self._whole(params, adapted)
+        outputs = reading.outputs(whole, hidden, sequences, self.role.model, layout)
+        return losses.value_of(parted_outputs(term, outputs), own, i)
+
+    def _run(
+        self,
+        params: Params,
+        adapted: Params | None,
+        given: jax.Array,
+        mask_BT: jax.Array,
+        stage: int,
+        layout: Layout,
+        wanted: Any = 0,
+    ) -> jax.Array:
+        num_stages, whole = self.num_stages, self._whole(params, adapted)
+        remat: Kept = self.layout.strategy.remat
+        if remat == "none" and stage < num_stages - 1:  # its backward comes later, and keeps no copies of weights
+            remat = "dots_and_attention"
+        return run_stage(whole, given, mask_BT, stage, num_stages, self.role.model, layout, wanted=wanted, remat=remat)
+
+    def _whole(self, params: Params, adapted: Params | None) -> Params:
+        lora = self.role.lora
+        return params if adapted is None or lora is None else adapt(adapted, params, self.role.model, lora)
+
+    def group_shardings(self, group: int) -> Any:
+        """How weights rest in the layout of a data-parallel group."""
+        return shardings_of(self.declared, self.groups[group])
+
+    def adapted_shardings(self, group: int) -> Any:
+        """The same for the weights that adapters adapt."""
+        return param_shardings(self.role.model, self.groups[group])
+
+    def gradient_shardings(self, stage: int, group: int) -> Any:
+        """Of the gradient that a group adds up on a virtual stage, with a leading axis over the groups."""
+        own = self.groups[group].stage(stage)
+        rest = pick_virtual(self.group_shardings(group), stage, self.num_layers, self.num_stages)
+        if self.tied and stage == self.num_stages - 1:
+            rest = lend_embedding(rest, own.weight(self.embedding.axes))
+        return jax.tree.map(lambda s: NamedSharding(own.mesh, PartitionSpec(DATA, *s.spec)), rest)
+
+    def zeros(self, stage: int, group: int, params: Params) -> StageProgram:
+        """`() -> gradient of nothing yet`."""
+        shapes = [(1, *x.shape) for x in jax.tree.leaves(params)]
+        structure, dtype = jax.tree.structure(params), at_least_float32(jax.tree.leaves(params)[0].dtype)
+        shardings = self.gradient_shardings(stage, group)
+
+        def zeros() -> Params:
+            return structure.unflatten([jnp.zeros(shape, dtype) for shape in shapes])
+
+        mesh = self.groups[group].stage(stage).mesh
+        return self.get(("zeros", stage, group), lambda: StageProgram(zeros, shardings, mesh))
+
+    def combine(self, i: int, group: int) -> StageProgram:
+        """`(weight and metrics of every micro-batch) -> of a group`, with a leading axis over the groups."""
+        last = self.groups[group].stage(self.num_stages - 1)
+
+        def combined(parts: list[Any]) -> Any:
+            whole = parts[0]
+            for part in parts[1:]:
+                whole = jax.tree.map(combine, whole, part, is_leaf=is_max)
+            return jax.tree.map(lambda x: x[None], whole)
+
+        sharding = NamedSharding(last.mesh, PartitionSpec(DATA))
+        return self.get(("combine", i, group), lambda: StageProgram(combined, sharding, last.mesh))
+
+    def totals(self, i: int) -> StageProgram:
+        """`(weight and metrics of the groups) -> of all`."""
+
+        def total(x: Any) -> Any:
+            return Max(x.value.max(axis=0)) if is_max(x) else x.sum(axis=0)
+
+        def totals(groups: Any) -> Any:
+            return jax.tree.map(total, groups, is_leaf=is_max)
+
+        return self.get(("totals", i), lambda: StageProgram(totals, self.last.replicated, self.last.mesh))
+
+    def accumulate(self, i: int, stage: int) -> StageProgram:
+        """`(gradients of the groups, weight, arrays without rows, sum over the terms before) -> (sum, square of its
+        norm)`; the first is donated. What is lent is left out of the norm."""
+        layout = self.layout.stage(stage)
+        own = pick(self.shardings, stage, self.num_layers, self.layout)
+        lent = self.tied and stage == self.layout.strategy.pipeline - 1
+        if lent:
+            own = lend_embedding(own, layout.weight(self.embedding.axes))
+
+        def accumulate(groups: Params, weight: jax.Array, arrays: list[Any], before: Params | None) -> Any:
+            scale = self.losses.scale(arrays, i)
+            sums = jax.tree.map(lambda g: g.sum(axis=0) / jnp.maximum(weight, MIN_WEIGHT) * scale, groups)
+            sums = sums if before is None else jax.tree.map(jnp.add, before, sums)
+            counted = {**sums, "embedding": None} if self.tied else sums
+            return sums, jnp.square(optax.tree.norm(counted))[None]
+
+        return self.get(
+            ("accumulate", i, stage), lambda: StageProgram(accumulate, (own, layout.replicated), layout.mesh)
+        )
+
+    def take_back(self) -> StageProgram:
+        """`(gradient of the embedding, that of what was lent, square of the norm of the rest) -> (their sum, square of
+        the norm of all)`."""
+        first = self.layout.stage(0)
+
+        def add(embedding: jax.Array, lent: jax.Array, squared: jax.Array) -> tuple[jax.Array, jax.Array]:
+            whole = embedding + lent
+            return whole, squared + jnp.sum(jnp.square(whole))[None]
+
+        shardings = (first.weight(self.embedding.axes), first.replicated)
+        return self.get("take back", lambda: StageProgram(add, shardings, first.mesh))
+
+    def norm(self) -> StageProgram:
+        """`(squares of the norms of the stages) -> norm`, on all devices."""
+        layout = self.layout
+
+        def norm(squares: jax.Array) -> jax.Array:
+            return jnp.sqrt(squares.sum())
+
+        return self.get("norm", lambda: StageProgram(norm, layout.replicated, layout.mesh))
+
+    def update(self, stage: int) -> StageProgram:
+        """`(params, optimizer state, gradient, norm of the whole gradient) -> (params, optimizer state, metrics)`; the
+        first two are donated."""
+        role, layout = self.role, self.layout.stage(stage)
+        assert role.optimizer is not None
+        config = role.optimizer
+        shardings = (
+            pick(self.shardings, stage, self.num_layers, self.layout),
+            pick(self.state_shardings, stage, self.num_layers, self.layout),
+            layout.replicated,
+        )
+
+        def update(params: Params, state: OptimizerState, gradient: Params, grad_norm: jax.Array) -> Any:
+            return apply_gradient(config, role.num_updates, params, state, gradient, grad_norm)
+
+        return self.get(("update", stage), lambda: StageProgram(update, shardings, layout.mesh, donated=(0, 1)))
+
+    def report(self) -> StageProgram:
+        """`(arrays without rows, weights and metrics of the terms of every update, norms and rates of each, updates so
+        far) -> metrics`."""
+
+        def report(arrays: list[Any], updates: list[Any], more: list[dict[str, Any]], count: jax.Array) -> Any:
+            each = [self.losses.combined(arrays, parts) | m for parts, m in zip(updates, more, strict=True)]
+            stacked = jax.tree.map(lambda *x: jnp.stack(x), *each)
+            return over_updates(stacked, count)
+
+        return self.get("report", lambda: StageProgram(report, self.last.replicated, self.last.mesh))
+
+
+def _added(sums: Params, gradient: Params) -> Params:
+    return jax.tree.map(lambda a, g: a + g[None].astype(a.dtype), sums, gradient)
+
+
+def _not_given(pull: Any, given: Any) -> tuple[Callable[..., Any], list[jax.Array]]:
+    """The arrays in a function that were not given to the program, each once, and how the function is put together
+    again from these and those that were. Weights are given, and are not kept with every micro-batch."""
+    places = {id(x): i for i, x in enumerate(jax.tree.leaves(given))}
+    leaves, structure = jax.tree.flatten(pull)
+    kept = list({id(x): x for x in leaves if id(x) not in places}.values())
+    kept_places = {id(x): i for i, x in enumerate(kept)}
+    at = [(id(x) in places, places.get(id(x), kept_places.get(id(x), 0))) for x in leaves]
+
+    def rebuild(given: Any, kept: list[jax.Array]) -> Any:
+        inputs = jax.tree.leaves(given)
+        return structure.unflatten([inputs[i] if was_given else kept[i] for was_given, i in at])
+
+    return rebuild, kept

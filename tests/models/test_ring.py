@@ -1,0 +1,152 @@
+"""Pipelined generation gives what generation on one device gives."""
+
+import functools
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrlhf.experience import LENGTH, STOP
+from jaxrlhf.models import ring
+from jaxrlhf.models.generate import Responses
+from jaxrlhf.models.ring_weights import abstract_ring, ring_shardings
+from jaxrlhf.sharding.stages import layers_of_stages
+from jaxrlhf.sharding.strategy import Strategy
+from tests.models.ring_cases import (
+    B,
+    P,
+    V,
+    assert_same,
+    given,
+    model,
+    on_one_device,
+    on_stages,
+    over,
+    pipelined,
+    sampling,
+)
+from tests.random_weights import params_of
+from tests.subprocesses import flags_of_one_processor, free_port
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+CASES = {
+    "two stages": (Strategy(pipeline=2, data=2, tensor=2), model(6, tie_embeddings=True), sampling(top_p=0.9), 1.0),
+    "four stages, several samples": (
+        Strategy(pipeline=4),
+        model(7, tie_embeddings=True),
+        sampling(num_samples=2, top_k=20),
+        0.8,
+    ),
+    "four stages, greedy": (Strategy(pipeline=4, tensor=2), model(5), sampling(min_new_tokens=3), 0.0),
+    "one token, two heads": (Strategy(pipeline=2, fsdp=2), model(8, head="both"), sampling(max_new_tokens=1), 0.8),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_responses_are_those_of_one_device(case):
+    strategy, config, drawn, temperature = CASES[case]
+    assert_same(on_stages(config, drawn, temperature, over(strategy)), on_one_device(config, drawn, temperature))
+
+
+def test_what_is_compared_is_worth_comparing():
+    _, *case = CASES["two stages"]
+    rollout = on_one_device(*case)
+    assert set(rollout.finish.tolist()) == {STOP, LENGTH}
+    assert len(set(rollout.lengths.tolist())) > 2
+    assert len(np.unique(rollout.tokens[:, P:][rollout.response])) > 20
+
+
+LONG = sampling(max_new_tokens=16, min_new_tokens=9, stop_ids=tuple(range(0, V, 3)))
+LONG_MODEL = model(5)
+
+
+@functools.cache
+def long_responses() -> tuple[Responses, int, str]:
+    """Responses for which the cache grows, the number of rounds that they took, and the program."""
+    layout = over(Strategy(pipeline=2))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jaxrlhf.models.generate._MIN_GROWTH", 8)
+        assert ring.cache_sizes(16) == [8, 16]
+        args = pipelined(LONG_MODEL, layout), *given(layout, 0.8)
+        lowered = jax.jit(ring.respond, static_argnums=(4, 5, 6)).lower(*args, LONG, LONG_MODEL, layout)
+    program = lowered.compile()
+    responses, num_rounds = program(*args)
+    return jax.device_get(responses), int(num_rounds), program.as_text() or ""
+
+
+def test_a_growing_cache_changes_nothing():
+    responses, _, _ = long_responses()
+    expected = on_one_device(LONG_MODEL, LONG, 0.8)
+    np.testing.assert_array_equal(responses.tokens, expected.tokens[:, P:])
+    np.testing.assert_array_equal(responses.num_new, expected.lengths)
+    np.testing.assert_allclose(responses.logprobs, expected.logprobs, atol=1e-5)
+    assert responses.num_new.max() > 9  # of the cache that has grown
+
+
+def test_it_ends_when_all_have_finished():
+    """A round gives every sequence a token, and those of the first micro-batch begin one ahead of the others."""
+    responses, num_rounds, _ = long_responses()
+    assert num_rounds == max(responses.num_new[0::2].max() - 1, responses.num_new[1::2].max())
+    assert num_rounds < 16
+
+
+def test_no_step_copies_a_cache():
+    _, _, program = long_responses()
+    for num_slots in (P + 8, P + 16):
+        cache = f"= f32[{B // 2},{LONG_MODEL.num_kv_heads},{num_slots},{LONG_MODEL.head_size}]"
+        made = [line for line in program.splitlines() if cache in line]
+        assert any("dynamic-update-slice" in line for line in made)
+        assert not any(" copy(" in line for line in made)
+
+
+def test_in_bfloat16_the_program_runs_and_draws_likely_tokens():
+    """Rounding differs between programs, so the tokens need not be the same."""
+    config = model(2, dtype="bfloat16")
+    rollout = jax.device_get(on_stages(config, sampling(), 0.0, over(Strategy(pipeline=2))))
+    expected = on_one_device(config, sampling(), 0.0)
+    np.testing.assert_array_equal(rollout.mask[:, :P], expected.mask[:, :P])
+    first = rollout.tokens[:, P] == expected.tokens[:, P]
+    assert first.sum() >= B - 1
+    np.testing.assert_allclose(rollout.logprobs[first, 0], expected.logprobs[first, 0], atol=0.05)
+
+
+# Weights
+
+
+@pytest.mark.parametrize("strategy", [Strategy(pipeline=2, fsdp=2), Strategy(pipeline=4, tensor=2)], ids=str)
+def test_the_form_of_the_weights(strategy):
+    layout, config = over(strategy), model(5, head="both")
+    given_, params = params_of(config), pipelined(config, layout)
+    assert jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params) == abstract_ring(config, layout)
+    assert all(jax.tree.leaves(jax.tree.map(lambda x, s: x.sharding == s, params, ring_shardings(config, layout))))
+    assert params.keys() == {"embedding", "layers", "final_norm", "lm_head"}
+    for stage, layers in enumerate(layers_of_stages(5, strategy.pipeline)):
+        for j, slot in enumerate(params["layers"]):
+            for name, weight in slot.items():
+                expected = given_["layers"][layers[j]][name] if j < len(layers) else 0
+                np.testing.assert_array_equal(np.asarray(weight)[stage], expected)
+    for name in ("embedding", "final_norm", "lm_head"):
+        np.testing.assert_array_equal(params[name], given_[name])
+
+
+def test_in_two_processes():
+    command = [sys.executable, "-m", "tests.models.run_ring", f"localhost:{free_port()}", "2"]
+    environment = {"PATH": "", "JAX_PLATFORMS": "cpu", "HOME": str(ROOT), "PYTHONPATH": str(ROOT)}
+    environment["XLA_FLAGS"] = flags_of_one_processor()
+    processes = [
+        subprocess.Popen(
+            [*command, str(i)], cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+        for i in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=200)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert all(output.rstrip().endswith("done") for output in outputs), "\n".join(outputs)
