@@ -118,9 +118,7 @@ class TrainPrograms:
             return sums, given if stage else None  # by what it was given lies as that does
 
         key = ("backward", i, stage, group)
-        return self.get(
-            key, lambda: StageProgram(backward, shardings, layout.mesh, donated=(0,), elsewhere=elsewhere)
-        )
+        return self.get(key, lambda: StageProgram(backward, shardings, layout.mesh, donated=(0,), elsewhere=elsewhere))
 
     def _pull(
         self, params: Params, adapted: Params | None, given: jax.Array, mask_BT: jax.Array, stage: int, layout: Layout
