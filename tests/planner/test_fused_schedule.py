@@ -135,6 +135,7 @@ def test_under_a_cap_too(pipes):
 
 @pytest.mark.parametrize(("first", "second", "micro_batches"), [(8, 8, 8), (8, 4, 8)])
 def test_instances_of_the_paper_reach_the_lower_bound_in_the_memory_of_1f1b(first, second, micro_batches):
+    pytest.importorskip("numba")  # in Python it takes a minute
     pipes = of_the_paper(first, second, micro_batches)
     found = fuse(pipes, moves=20_000)
     validate(found.schedule)
