@@ -43,7 +43,11 @@ def _rounds(compiled: bool) -> tuple[Callable[..., tuple[int, int]], Callable[..
     for name, function in vars(annealing_rounds).items():
         if isinstance(function, types.FunctionType):
             # copies that see one another: compiled functions cannot call those that are not
-            names[name] = numba.njit(cache=True)(types.FunctionType(function.__code__, names, name))
+            copy = types.FunctionType(function.__code__, names, name)
+            try:
+                names[name] = numba.njit(cache=True)(copy)
+            except RuntimeError:  # no folder that it could write to
+                names[name] = numba.njit(copy)
     return names["latency_round"], names["memory_round"]
 
 

@@ -99,12 +99,14 @@ def fuse(
         compiled: Compile with numba, if it is installed. That takes seconds the first time, and is far faster after.
 
     Raises:
-        ScheduleError: Not even serial 1F1B keeps within the cap, or moves are negative.
+        ScheduleError: There are no pipes, not even serial 1F1B keeps within the cap, or moves are negative.
     """
+    if not pipes:
+        raise ScheduleError("pipes of a fused schedule: must be at least one. Got none. Use those of fused_pipes.")
     serial = serial_peak(pipes)
     if memory_cap is not None and serial > memory_cap:
         raise ScheduleError(
-            f"memory_cap of a fused schedule: must leave room for one model after another by 1F1B, which keeps "
+            "memory_cap of a fused schedule: must leave room for one model after another by 1F1B, which keeps "
             f"{serial:g}. Got {memory_cap:g}. Use smaller micro-batches or more stages, or raise the cap."
         )
     if (moves is not None and moves < 0) or processes < 1:
@@ -124,11 +126,12 @@ def fuse(
     one_after_another = as_orders(shop, serial_schedule(pipes))
     found = [_Found(span, peak(shop, orders), orders) for orders, span, _ in search.starts]
     found.append(_Found(_span(shop, one_after_another), peak(shop, one_after_another), one_after_another))
-    found = [each for each in found if each.peak <= search.cap]
     if not any(each.latency <= search.target and each.peak <= search.floor for each in found):
         found += _anneal(search, seeds, processes)
-    orders = min(found, key=lambda each: (each.latency, each.peak)).orders
-    schedule = as_schedule(shop, orders)
+    for each in sorted(found, key=lambda each: (each.latency, each.peak)):
+        schedule = as_schedule(shop, each.orders)
+        if memory_cap is None or max(peak_activations(schedule)) <= memory_cap:
+            break  # the serial schedule is one that fits
     return FusedResult(
         schedule,
         latency=makespan(schedule),
@@ -145,7 +148,7 @@ def fuse_quickly(pipes: Sequence[Pipe], *, memory_cap: float | None = None) -> F
     It compiles nothing, and every process of a run finds the same schedule.
     """
     tasks = sum(2 * pipe.stages * pipe.micro_batches for pipe in pipes)
-    return fuse(pipes, memory_cap=memory_cap, seeds=range(1), moves=40_000 // tasks, compiled=False)
+    return fuse(pipes, memory_cap=memory_cap, seeds=range(1), moves=200_000 // tasks, compiled=False)
 
 
 @dataclass(frozen=True)

@@ -135,6 +135,7 @@ def test_under_a_cap_too(pipes):
 
 @pytest.mark.parametrize(("first", "second", "micro_batches"), [(8, 8, 8), (8, 4, 8)])
 def test_instances_of_the_paper_reach_the_lower_bound_in_the_memory_of_1f1b(first, second, micro_batches):
+    pytest.importorskip("numba")  # in Python it takes a minute
     pipes = of_the_paper(first, second, micro_batches)
     found = fuse(pipes, moves=20_000)
     validate(found.schedule)
@@ -338,6 +339,20 @@ def test_quickly_is_quick_and_needs_no_numba(monkeypatch):
     assert found.latency < found.serial_latency
     assert fuse_quickly(pipes) == found
     assert fuse(pipes, moves=10) == fuse(pipes, moves=10, compiled=False)
+
+
+def test_no_pipes_say_so():
+    with pytest.raises(ScheduleError, match=r"pipes of a fused schedule: must be at least one. Got none"):
+        fuse(())
+
+
+def test_what_keeps_nothing_can_be_fused():
+    inference = (Pipe((0, 1, 2), 3, 2, None), Pipe((2, 1, 0), 3, 1, None, model=1))
+    found = fuse(inference, memory_cap=0, moves=200, compiled=False)
+    validate(found.schedule, memory_cap=0)
+    assert found.lower_bound <= found.latency < found.serial_latency == 10 + 5
+    weightless = (Pipe((0, 1), 3, 0, 1, 0), Pipe((1, 0), 3, 1, 0, 0, model=1))
+    validate(fuse(weightless, memory_cap=0, moves=200, compiled=False).schedule)
 
 
 def test_forward_only_pipes_and_chunks_can_be_fused():

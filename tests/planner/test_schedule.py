@@ -155,6 +155,8 @@ def test_interleaved_1f1b_has_the_bubbles_of_the_formula(stages, chunks, groups)
     validate(schedule)
     expected = (stages - 1) / (stages - 1 + chunks * groups * stages)
     assert bubble_fraction(schedule) == pytest.approx(expected)
+    most = [2 * (stages - node) + (chunks - 1) * stages - 1 for node in range(stages)]
+    assert peak_activations(schedule) == tuple(min(each, chunks * groups * stages) for each in most)
 
 
 def test_interleaved_1f1b_is_the_one_of_the_paper():
