@@ -58,7 +58,8 @@ def reallocate(
         donate: The sources are given up: those of a bucket are deleted when it has arrived.
         bucket_bytes: How much is moved at once. A larger array is a bucket of its own.
 
-    Arrays that are already laid out so are returned as they are, without a copy, and are not deleted either.
+    Arrays that are already laid out so are returned as they are, or under the target's name for the same layout,
+    without a copy, and are not deleted either.
 
     In several processes each must call it, in the same order and with the same shapes and shardings. A process that
     owns no device of a layout gives and gets arrays without local shards.
@@ -158,6 +159,8 @@ def _move(
             if donate and not uses[id(arrays[i])] and id(arrays[i]) not in kept:
                 arrays[i].delete()
 
+    for i in set(range(len(arrays))).difference(*(bucket.members for bucket in buckets)):
+        results[i] = _renamed(arrays[i], signatures[i].target)
     for bucket in buckets:
         if len(under_way) == BUCKETS_IN_FLIGHT:
             arrive(under_way.popleft())
@@ -168,6 +171,15 @@ def _move(
     while donate and under_way:
         arrive(under_way.popleft())
     return results
+
+
+def _renamed(array: jax.Array, target: Sharding) -> jax.Array:
+    """An array whose shards all stay, as the target calls its layout, without a copy: all processes then agree on what
+    it is called, also those that have none of it."""
+    if array.sharding == target:
+        return array
+    shards = [shard.data for shard in array.addressable_shards]
+    return jax.make_array_from_single_device_arrays(array.shape, target, shards, dtype=array.dtype)
 
 
 @functools.lru_cache(maxsize=64)

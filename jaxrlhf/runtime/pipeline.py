@@ -20,7 +20,7 @@ from jaxrlhf.sharding.processes import absent, is_here, meet
 
 MAX_IN_FLIGHT = 8
 """Instructions dispatched and not awaited on a CPU backend, which deadlocks with some dozens of programs that
-communicate. Other backends have a queue for each device, which bounds itself."""
+communicate."""
 
 
 class Worker(Protocol):
@@ -58,6 +58,7 @@ def carry_out(order: Iterable[Instruction], workers: Mapping[int, Worker]) -> An
         flight.add(given)
         if any(x.addressable_shards for x in jax.tree.leaves(given)[:1]):
             end = given
+    flight.land()
     return end
 
 
@@ -66,17 +67,26 @@ class Flight:
 
     def __init__(self) -> None:
         self._under_way: collections.deque[Any] = collections.deque()
-        self._bounded = jax.default_backend() == "cpu"
 
     def add(self, outputs: Any) -> None:
         """Outputs of another one. May wait for an older one."""
-        if not self._bounded:
-            return
         self._under_way.append(jax.tree.leaves(outputs)[:1])
         if len(self._under_way) > MAX_IN_FLIGHT:
-            for x in self._under_way.popleft():
-                if not x.is_deleted():  # given on to a later program, which is awaited in its turn
-                    jax.block_until_ready(x)
+            settle(self._under_way.popleft())
+
+    def land(self) -> None:
+        """May wait for all."""
+        while self._under_way:
+            settle(self._under_way.popleft())
+
+
+def settle(arrays: Any) -> None:
+    """Waits until arrays are there on a CPU backend, which takes few programs at a time; others have a queue for each
+    device."""
+    if jax.default_backend() == "cpu":
+        for x in jax.tree.leaves(arrays):
+            if not x.is_deleted():  # given on to a later program, which is waited for in its turn
+                jax.block_until_ready(x)
 
 
 class StageProgram:

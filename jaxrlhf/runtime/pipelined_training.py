@@ -28,7 +28,7 @@ from jaxrlhf.planner.schedule import gpipe, interleaved_1f1b, topological_order
 from jaxrlhf.reshard.reallocate import reallocate
 from jaxrlhf.runtime.loss_terms import Rebuild
 from jaxrlhf.runtime.optimizer import OptimizerState
-from jaxrlhf.runtime.pipeline import Pipelined, StageProgram, carry_out, compile_all, hand_over
+from jaxrlhf.runtime.pipeline import Pipelined, StageProgram, carry_out, compile_all, hand_over, settle
 from jaxrlhf.runtime.roles import ModelRole
 from jaxrlhf.runtime.stage_programs import TrainPrograms
 from jaxrlhf.sharding.axes import DATA, PIPELINE
@@ -215,6 +215,7 @@ class TrainRun:
             if is_here(layout.stage(stage).mesh):
                 self.end = more
         self._told.append((self._parts, rates[last]))
+        settle((self.params, self.state))
         del self.dealt, self._sums, self._squares, self._seen, self._lent
 
     def result(self) -> tuple[Params, OptimizerState, dict[str, jax.Array]]:
