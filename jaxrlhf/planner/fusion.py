@@ -170,9 +170,11 @@ def check_fusion(plan: Plan, graph: CallGraph) -> None:
             "fuse them."
         )
     try:
-        stages_per_node(one.strategy, two.strategy)
+        merged = stages_per_node(one.strategy, two.strategy)
     except ValueError as error:
         raise PlanError(f"{where}: {error}") from error
+    turned = oppose(plan, graph)[second]
+    _pipes(one, turned, merged, (StageCost(1, 2, 1), StageCost(1, 2, 1)))  # which says if stages lie across
     updates = [
         sizes.mini_batches * sizes.epochs
         for call, placement in ((first, one), (second, two))

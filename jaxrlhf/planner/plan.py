@@ -370,6 +370,9 @@ def plan_rows(plan: Plan, graph: CallGraph, models: Mapping[str, ModelConfig]) -
             "tokens": call.num_tokens if call.role else None,
             "cut into": "-" if call.kind == "host" else _cut(call, plan[call].strategy, models.get(call.role or "")),
         }
+        if call.plan_name in plan.fuse:
+            others = ", ".join(name for name in plan.fuse if name != call.plan_name)
+            row["cut into"] += f"; one pipeline with {others}"
         table.append(row)
     return table
 
