@@ -17,7 +17,7 @@ from jaxrlhf.config.schema import FUSE
 from jaxrlhf.planner.fused_schedule import fuse_quickly
 from jaxrlhf.planner.instructions import Instruction, Pipe, Schedule
 from jaxrlhf.planner.plan import Placement, Plan, PlanError, train_sizes
-from jaxrlhf.planner.schedule import topological_order
+from jaxrlhf.planner.schedule import topological_order, validate
 from jaxrlhf.sharding.strategy import Strategy
 
 
@@ -99,7 +99,9 @@ def fused_order(first: Placement, second: Placement, costs: tuple[StageCost, Sta
 
 @functools.lru_cache(maxsize=64)
 def _schedule(pipes: tuple[Pipe, ...]) -> Schedule:  # units are alike: one search serves all
-    return fuse_quickly(pipes).schedule
+    schedule = fuse_quickly(pipes).schedule
+    validate(schedule)
+    return schedule
 
 
 def _pipes(

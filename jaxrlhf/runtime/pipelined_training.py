@@ -24,7 +24,7 @@ from jaxrlhf.models.params import Params
 from jaxrlhf.models.pipeline import lend_embedding
 from jaxrlhf.models.stages import fill, join, part_of, pick, pick_virtual, seen_from, whole_of
 from jaxrlhf.planner.instructions import Schedule
-from jaxrlhf.planner.schedule import gpipe, interleaved_1f1b, topological_order
+from jaxrlhf.planner.schedule import gpipe, interleaved_1f1b, topological_order, validate
 from jaxrlhf.reshard.reallocate import reallocate
 from jaxrlhf.runtime.loss_terms import Rebuild
 from jaxrlhf.runtime.optimizer import OptimizerState
@@ -40,8 +40,11 @@ from jaxrlhf.sharding.strategy import Strategy
 def schedule_of(strategy: Strategy) -> Schedule:
     """In which order the stages of a train call work."""
     if strategy.schedule == "gpipe":
-        return gpipe(strategy.pipeline, strategy.micro_batches)
-    return interleaved_1f1b(strategy.pipeline, strategy.chunks, strategy.micro_batches)
+        schedule = gpipe(strategy.pipeline, strategy.micro_batches)
+    else:
+        schedule = interleaved_1f1b(strategy.pipeline, strategy.chunks, strategy.micro_batches)
+    validate(schedule)
+    return schedule
 
 
 class PipelinedTraining(Pipelined):
@@ -49,6 +52,11 @@ class PipelinedTraining(Pipelined):
 
     def __init__(self, role: ModelRole, rebuild: Rebuild, has_rows: list[bool], layout: Layout) -> None:
         self.programs = TrainPrograms(role, rebuild, has_rows, layout)
+        self._order = [
+            instruction._replace(pipe=group)
+            for instruction in topological_order(schedule_of(layout.strategy))
+            for group in range(layout.strategy.data)
+        ]
 
     def __call__(
         self,
@@ -59,16 +67,10 @@ class PipelinedTraining(Pipelined):
         adapted: Params | None = None,
     ) -> tuple[Params, OptimizerState, dict[str, jax.Array]]:
         run = TrainRun(self.programs, params, state, noise, arrays, adapted)
-        groups = range(self.programs.layout.strategy.data)
-        order = [
-            instruction._replace(pipe=group)
-            for instruction in topological_order(schedule_of(self.programs.layout.strategy))
-            for group in groups
-        ]
         for update in range(run.num_updates):
             run.begin_update(update)
             for term in range(run.num_terms):
-                carry_out(order, dict(enumerate(run.workers(term))))
+                carry_out(self._order, dict(enumerate(run.workers(term))))
                 run.end_term(term)
             run.end_update()
         self.end = run.end
@@ -122,7 +124,7 @@ class TrainRun:
         params = join(self.params, self.programs.num_layers, self.programs.layout)
         self._lent = self._lend(params)
         self._seen = [
-            jax.tree.map(seen_from, params, self.programs.group_shardings(group))
+            jax.tree.map(seen_from, params, self.programs.group_shardings[group])
             for group in range(len(self.programs.groups))
         ]
 

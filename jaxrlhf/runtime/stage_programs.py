@@ -46,6 +46,8 @@ class TrainPrograms:
         """And gives its gradient back."""
         self.declared = set_of(role).declare(how="list")
         self.shardings = shardings_of(self.declared, layout)
+        self.group_shardings = [shardings_of(self.declared, group) for group in self.groups]
+        """How weights rest in the layouts of the data-parallel groups."""
         self.state_shardings = optimizer_shardings(
             role.optimizer, set_of(role).abstract(how="list"), self.shardings, layout
         )
@@ -192,10 +194,6 @@ class TrainPrograms:
         lora = self.role.lora
         return params if adapted is None or lora is None else adapt(adapted, params, self.role.model, lora)
 
-    def group_shardings(self, group: int) -> Any:
-        """How weights rest in the layout of a data-parallel group."""
-        return shardings_of(self.declared, self.groups[group])
-
     def adapted_shardings(self, group: int) -> Any:
         """The same for the weights that adapters adapt."""
         return param_shardings(self.role.model, self.groups[group])
@@ -203,7 +201,7 @@ class TrainPrograms:
     def gradient_shardings(self, stage: int, group: int) -> Any:
         """Of the gradient that a group adds up on a virtual stage, with a leading axis over the groups."""
         own = self.groups[group].stage(stage)
-        rest = pick_virtual(self.group_shardings(group), stage, self.num_layers, self.num_stages)
+        rest = pick_virtual(self.group_shardings[group], stage, self.num_layers, self.num_stages)
         if self.tied and stage == self.num_stages - 1:
             rest = lend_embedding(rest, own.weight(self.embedding.axes))
         return jax.tree.map(lambda s: NamedSharding(own.mesh, PartitionSpec(DATA, *s.spec)), rest)
