@@ -5,7 +5,8 @@
 
 For a small Llama in float32 and bfloat16: cuDNN's attention against XLA's, values and gradients, on ragged rows; the
 gap between the log-probabilities that sampling records and those of the training forward; seconds of each. Then
-`ppo_arithmetic` on all devices, data-parallel. Exit status 1 if a figure is out of bounds.
+`ppo_arithmetic` on all devices, data-parallel and, where there are several, in two stages with actor and critic fused.
+Exit status 1 if a figure is out of bounds.
 """
 
 import argparse
@@ -50,9 +51,13 @@ def main() -> int:
     print(f"{mesh.num_devices()} x {mesh.device_kind()}, jax {jax.__version__}")
     failures = [name for dtype in ("float32", "bfloat16") for name in check_model(dtype)]
     command = [sys.executable, "-m", "jaxrlhf.train", "--config", "ppo_arithmetic", "--set", "devices=auto"]
-    plan = f"plan={{default: {{data: {mesh.num_devices()}}}}}"
-    if subprocess.run([*command, "--set", plan], check=False).returncode:
-        failures.append("ppo_arithmetic")
+    plans = {"data-parallel": f"{{default: {{data: {mesh.num_devices()}}}}}"}
+    if mesh.num_devices() % 2 == 0:
+        halves = f"pipeline: 2, data: {mesh.num_devices() // 2}, micro_batches: 4"
+        plans["over stages"] = f"{{default: {{{halves}}}, fuse: [actor.train, critic.train]}}"
+    for name, plan in plans.items():
+        if subprocess.run([*command, "--set", f"plan={plan}"], check=False).returncode:
+            failures.append(f"ppo_arithmetic, {name}")
     print(f"Failed: {', '.join(failures)}" if failures else "All within bounds")
     return 1 if failures else 0
 

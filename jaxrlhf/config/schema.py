@@ -24,6 +24,7 @@ from jaxrlhf.suggest import did_you_mean
 
 OFFLOAD, FUSE = "offload", "fuse"
 """The keys of a plan that are no call: roles that rest in host memory, and train calls that run as one pipeline."""
+_LISTS = {OFFLOAD: "a list of roles", FUSE: "a list of two train calls"}
 MAX_VIRTUAL_DEVICES = 1024
 """As many as a processor can appear as in reasonable time."""
 
@@ -274,9 +275,8 @@ class RunConfig:
         )
 
         for name, entry in self.plan.items():
-            lists = {OFFLOAD: "a list of roles", FUSE: "a list of two train calls"}
-            if isinstance(entry, tuple) != (name in lists):
-                written = lists.get(name, "a placement, {data: 2, ...}")
+            if isinstance(entry, tuple) != (name in _LISTS):
+                written = _LISTS.get(name, "a placement, {data: 2, ...}")
                 raise ValueError(f"plan.{name}: must be {written}. Got {brief(to_tree(entry))}.")
 
     @property
@@ -336,6 +336,7 @@ def build_run(tree: Mapping[str, Any], *, where: str) -> RunConfig:
     settings = tree.pop("settings", None) or {}
     _fill_presets(tree, where)
     _join_plan_names(tree)
+    _check_plan_lists(tree, where)
     run = build(RunConfig, tree, where=where)
     try:
         algorithm = load_algorithm(run.algorithm)
@@ -363,6 +364,14 @@ def _fill_presets(tree: dict[str, Any], where: str) -> None:
                     f"{did_you_mean(str(preset), PRESETS)}"
                 )
             role["model"] = {**PRESETS[preset], **{key: value for key, value in model.items() if key != "preset"}}
+
+
+def _check_plan_lists(tree: Mapping[str, Any], where: str) -> None:
+    plan = tree.get("plan")
+    for key, what in _LISTS.items():
+        name = plan.get(key) if isinstance(plan, dict) else None
+        if isinstance(name, str):
+            raise ConfigError(f"{where}: plan.{key}: must be {what}. Got {brief(name)}. Write [{name}].")
 
 
 def _join_plan_names(tree: dict[str, Any]) -> None:

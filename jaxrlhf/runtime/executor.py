@@ -242,8 +242,9 @@ class Executor:
                 program = self._program(key, layout, build)
                 arguments = (params, arrays)
             outputs = program(*arguments) if program is not None else _absent_outputs(call, layout)
-        ends = program.end if isinstance(program, Pipelined) else outputs  # the outputs may be in another process
-        self._watch(ends, call.plan_name, call.kind, layout, ready.dispatched)
+        ends = program.ends if isinstance(program, Pipelined) else {layout: outputs}
+        for where, array in ends.items():
+            self._watch(array, call.plan_name, call.kind, where, ready.dispatched)
         self._bound_in_flight(outputs, layout)
         return outputs
 
@@ -253,7 +254,7 @@ class Executor:
         arguments = [self._training_arguments(each) for each in ready]
         programs: list[Any] = [self._train_program(each) for each in ready]
         results: tuple[Any, Any] = (None, None)
-        ends: Any = ()
+        ends: Mapping[Layout, Any] = {}
         if programs[0] is not None:  # both have the same devices
             key = (FUSE, *(each.key for each in ready))
             if key not in self._programs:
@@ -263,10 +264,11 @@ class Executor:
                 self._programs[key] = FusedTraining(programs[0], programs[1], order)
             fused = self._programs[key]
             results = fused(*arguments)
-            ends = fused.end
+            ends = fused.ends
         outputs = tuple(self._trained(*each) for each in zip(ready, arguments, results, strict=True))
-        for each in ready:
-            self._watch(ends, each.call.plan_name, each.call.kind, each.layout, each.dispatched)
+        name = " + ".join(call.plan_name for call in calls)
+        for where, array in ends.items():
+            self._watch(array, name, "train", where, ready[0].dispatched)
         self._bound_in_flight(outputs[1], ready[1].layout)
         return dict(zip((call.name for call in calls), outputs, strict=True))
 

@@ -35,7 +35,7 @@ class FusedTraining(Pipelined):
                 self._carry_out(runs, term)
             for run in runs:
                 run.end_update()
-        self.end = runs[1].end
+        self.ends = runs[1].ends
         return runs[0].result(), runs[1].result()
 
     def _carry_out(self, runs: list[TrainRun], term: int) -> None:

@@ -10,12 +10,14 @@ import collections
 import concurrent.futures
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import jax
 
 from jaxrlhf.planner.instructions import Instruction
 from jaxrlhf.reshard.reallocate import reallocate
+from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.processes import absent, is_here, meet
 
 MAX_IN_FLIGHT = 8
@@ -36,30 +38,25 @@ class Worker(Protocol):
 class Pipelined:
     """A call that runs as a pipeline."""
 
-    end: Any = None
-    """After a call: an array that is there when what this process did for it is done."""
+    ends: Mapping[Layout, Any] = MappingProxyType({})
+    """After a call: the stages of which this process has devices, and of each an array that is there when it is done.
+    Filled in the order in which they are."""
 
 
-def carry_out(order: Iterable[Instruction], workers: Mapping[int, Worker]) -> Any:
+def carry_out(order: Iterable[Instruction], workers: Mapping[int, Worker]) -> None:
     """Every instruction in its turn.
 
     Args:
         order: As `topological_order` gives it.
         workers: Number of the pipe -> what carries out its instructions.
 
-    Returns:
-        What the last instruction on a device of this process gave.
     """
-    flight, end = Flight(), None
+    flight = Flight()
     for instruction in order:
         worker = workers[instruction.pipe]
         step = worker.forward if instruction.forward else worker.backward
-        given = step(instruction.micro_batch, instruction.stage)
-        flight.add(given)
-        if any(x.addressable_shards for x in jax.tree.leaves(given)[:1]):
-            end = given
+        flight.add(step(instruction.micro_batch, instruction.stage))
     flight.land()
-    return end
 
 
 class Flight:

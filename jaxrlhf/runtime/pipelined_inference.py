@@ -44,7 +44,7 @@ class PipelinedInference(Pipelined):
     def __call__(self, params: Params, arrays: list[Any]) -> list[jax.Array]:
         micro_batches, inverse = self._deal(arrays)
         outputs = self._pass(params, micro_batches)
-        self.end = self._pass.end
+        self.ends = self._pass.ends
         return self._gather(outputs, None if inverse is None else seen_from(inverse, self._inverse))
 
     def _dealt(self, arrays: list[Any]) -> tuple[list[MicroBatch], jax.Array | None]:
@@ -94,7 +94,7 @@ class PipelinedLoss(Pipelined):
         parts = []
         for micro_batches, forward in zip(self._deal(arrays), self._passes, strict=True):
             parts.append(forward(params, micro_batches, others))
-            self.end = forward.end
+            self.ends = forward.ends
         return self._report(others, parts)
 
     def _dealt(self, arrays: list[Any]) -> list[list[MicroBatch]]:
@@ -156,6 +156,7 @@ class ForwardPass(Pipelined):
         self._micro_batches, self._others = micro_batches, others
         self._outputs: dict[int, Any] = {}
         self._given: dict[tuple[int, int], jax.Array] = {}
+        self._handed: dict[int, Any] = {}
         strategy = self._layout.strategy
         self._params = [
             pick(params, stage, self._role.model.num_layers, self._layout) for stage in range(strategy.pipeline)
@@ -166,9 +167,11 @@ class ForwardPass(Pipelined):
             self._params[-1] = lend_embedding(self._params[-1], lent)
         if any(program.is_new for program in self._programs):
             compile_all(self._jobs(), self._layout.mesh)
-        self.end = carry_out(self._order, {0: self})
+        carry_out(self._order, {0: self})
+        ends = {self._layout.stage(stage): self._handed[stage] for stage in range(strategy.num_stages)}
+        self.ends = {layout: handed for layout, handed in ends.items() if layout.own_devices}
         outputs = [self._outputs[m] for m in range(len(micro_batches))]
-        del self._micro_batches, self._others, self._outputs, self._given, self._params
+        del self._micro_batches, self._others, self._outputs, self._given, self._handed, self._params
         return outputs
 
     def forward(self, micro_batch: int, stage: int) -> Any:
@@ -176,6 +179,7 @@ class ForwardPass(Pipelined):
         final = stage == self._layout.strategy.num_stages - 1
         arguments = self._arguments(micro_batch, stage, self._given.pop((micro_batch, stage), None))
         handed = self._programs[stage](*arguments)
+        self._handed[stage] = handed
         if final:
             self._outputs[micro_batch] = handed
         else:

@@ -33,7 +33,6 @@ from jaxrlhf.runtime.roles import ModelRole
 from jaxrlhf.runtime.stage_programs import TrainPrograms
 from jaxrlhf.sharding.axes import DATA, PIPELINE
 from jaxrlhf.sharding.layout import Layout
-from jaxrlhf.sharding.processes import is_here
 from jaxrlhf.sharding.strategy import Strategy
 
 
@@ -73,7 +72,7 @@ class PipelinedTraining(Pipelined):
                 carry_out(self._order, dict(enumerate(run.workers(term))))
                 run.end_term(term)
             run.end_update()
-        self.end = run.end
+        self.ends = run.ends
         return run.result()
 
 
@@ -106,8 +105,8 @@ class TrainRun:
             jax.tree.map(lambda x, stage=stage: seen_from(x, layout.stage(stage).replicated), without_rows)
             for stage in self.stages
         ]
-        self.end: Any = None
-        """After an update: an array that is there when this process is done with it."""
+        self.ends: dict[Layout, Any] = {}
+        """After an update: the stages of which this process has devices, and what is there when each is done."""
         self._told: list[tuple[list[Any], dict[str, Any]]] = []
         self._adapted_in = [
             None if adapted is None else jax.tree.map(seen_from, adapted, programs.adapted_shardings(group))
@@ -214,8 +213,8 @@ class TrainRun:
                 self.params[stage], self.state[stage], sums[stage], own
             )
             rates.append(more)
-            if is_here(layout.stage(stage).mesh):
-                self.end = more
+            if layout.stage(stage).own_devices:
+                self.ends[layout.stage(stage)] = more
         self._told.append((self._parts, rates[last]))
         settle((self.params, self.state))
         del self.dealt, self._sums, self._squares, self._seen, self._lent

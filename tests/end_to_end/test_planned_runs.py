@@ -31,6 +31,46 @@ def test_offloaded_roles_give_the_same_bit_for_bit(train, results):
     assert not any(name.endswith((".offload", ".reload")) for name in events(kept))
 
 
+STAGES = (
+    "plan={default: {pipeline: 2, data: 2}, fuse: [actor.train, critic.train], actor.train: {pipeline: 2, tensor: 2, "
+    "micro_batches: 2}, critic.train: {pipeline: 2, data: 2, micro_batches: 2}}"
+)
+
+
+def test_a_run_over_stages_gives_the_same_and_goes_on_without_them(train, results):
+    """Generation, inference, two fused train calls, evaluation, checkpoints; at last the warm start by itself."""
+    same = ("--set", "roles.actor.model.num_layers=2", "--set", "settings.critic_update.mini_batches=2")
+    # a reward that an untrained model earns some of: without any, the advantages are rounding
+    digits = "roles.reward={function: 'jaxrlhf.testing:share_of_digits'}"
+    same = (*same, "--set", "warm_start=null", "--set", digits)
+    for name, plan in (("plain", "plan={default: {data: 2}}"), ("stages", STAGES)):
+        steps = "steps=2" if name == "stages" else "steps=3"
+        status, _, error = train(*same, "--set", f"name={name}", "--set", plan, "--set", steps)
+        assert status == 0, error
+    plain, stages = (next(Path("runs").glob(f"*{name}*")) for name in ("plain", "stages"))
+    assert "actor.train + critic.train" in events(stages) and "critic.train" not in events(stages)
+    assert json.loads((stages / "plan.json").read_text())["step"]["fuse"] == ["actor.train", "critic.train"]
+    more = ("--set", "name=stages", "--set", "plan={default: {data: 4}}", "--set", "steps=3")
+    status, _, error = train(*same, *more, "--set", f"resume={stages}")
+    assert status == 0, error
+    expected, got = results(plain), results(stages)
+    assert [record["step"] for record in got] == [1, 2, 3]
+    for record, want in zip(got, expected, strict=True):
+        for key in ("actor/pg_loss", "actor/grad_norm", "critic/vf_loss", "critic/grad_norm", "kl/mean"):
+            assert record[key] == pytest.approx(want[key], rel=1e-3, abs=1e-5), (record["step"], key)
+
+
+def test_the_warm_start_runs_over_stages_too(train):
+    losses = {}
+    for name, plan in (("plain", "plan={default: {data: 2}}"), ("stages", STAGES)):
+        model = ("--set", "roles.actor.model.num_layers=2", "--set", "settings.critic_update.mini_batches=2")
+        status, _, error = train(*model, "--set", f"name={name}", "--set", plan, "--set", "steps=0")
+        assert status == 0, error
+        records = read_metrics(next(Path("runs").glob(f"*{name}*")) / "metrics.jsonl")
+        losses[name] = [record["warm_start/actor/loss"] for record in records if "warm_start/step" in record]
+    assert len(losses["plain"]) == 2 and losses["stages"] == pytest.approx(losses["plain"], rel=1e-4)
+
+
 def test_balance_is_a_metric(train):
     status, _, error = train("--set", PLAN % "", "--set", "steps=1")
     assert status == 0, error
@@ -53,7 +93,11 @@ def test_balance_is_a_metric(train):
         ("plan.offload={data: 2}", "plan.offload: must be a list of roles. Got"),
         ("plan.default=[two]", "plan.default: must be a placement, {data: 2, ...}. Got ["),
         ("plan.critic.train.protocol=3D", "plan.critic.train.protocol: must be auto or one of ONE_TO_ALL,"),
-        ("plan.critic.train.pipeline=2", "plan.critic.train.pipeline: only 1 so far. Got 2."),
+        ("plan.critic.train.pipeline=2", "plan.critic.train: pipeline x data x fsdp x tensor must be the number of"),
+        ("plan.fuse=actor.train", "plan.fuse: must be a list of two train calls. Got 'actor.train'."),
+        ("plan.fuse={data: 2}", "plan.fuse: must be a list of two train calls. Got"),
+        ("plan.offload=reference", "plan.offload: must be a list of roles. Got 'reference'. Write [reference]."),
+        ("plan.fuse=[actor.train, ppo_batch]", "plan.fuse: must be two train calls. Got ['actor.train', 'ppo_batch']."),
         ("plan.critic.train.devices='0,2,4,6'", "plan.critic.train.devices: must be a consecutive part of one node"),
     ],
 )
