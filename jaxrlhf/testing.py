@@ -9,7 +9,7 @@
         scores = learning_curve("my_module:my_step", metric="critic/score/mean", steps=40)
         assert max(scores[-5:]) > max(scores[:5]) + 0.3
 
-Both run a model of one layer on virtual CPU devices, through the assembly and the executor of any run, without a run
+Both run a small model on virtual CPU devices, through the assembly and the executor of any run, without a run
 folder. What takes the time is compiling, a few seconds a plan.
 """
 
@@ -67,17 +67,17 @@ def share_of_letters(completions: list[str]) -> list[float]:
     return [sum(c.isalpha() for c in text) / max(len(text), 1) for text in completions]
 
 
-def small_run(algorithm: str, *, learning_rate: float = 3e-4, **config: Any) -> RunConfig:
-    """A run of an algorithm that is as small as it can be: one layer, few rows, short responses, one device.
+def small_run(algorithm: str, *, learning_rate: float = 3e-4, num_layers: int = 2, **config: Any) -> RunConfig:
+    """A run of an algorithm that is as small as it can be: few layers, few rows, short responses, one device.
 
     Args:
         algorithm: As a config names it.
-        learning_rate: Of the small roles.
+        learning_rate, num_layers: Of the small roles.
         config: Keys of a run that are to be others. `settings` go over the small ones key by key. A role replaces the
             small one of its name whole; one that is None is left out.
     """
     known = load_algorithm(algorithm)
-    small = _small_roles(learning_rate)
+    small = _small_roles(learning_rate, num_layers)
     named = {name: small[name] for name in known.roles or small if name in small}
     roles = {name: role for name, role in {**named, **config.pop("roles", {})}.items() if role is not None}
     wanted, where = config.pop("settings", {}), f"test of {algorithm}"
@@ -138,7 +138,7 @@ def learning_curve(
         KeyError: The algorithm has no such metric.
         ValueError: The algorithm or the config is refused, as any run would be.
     """
-    run = small_run(algorithm, steps=steps, learning_rate=learning_rate, **config)
+    run = small_run(algorithm, steps=steps, learning_rate=learning_rate, num_layers=1, **config)
     mesh.use_virtual_cpu_devices(NUM_DEVICES)
     assembly = assemble(run, NUM_DEVICES, DEVICES_PER_NODE)
     metrics = _Trial(run, assembly.train, assembly.train_rows).metrics
@@ -283,13 +283,13 @@ def _random_placement(call: Call, draw: random.Random) -> Placement:
     return Placement(tuple(range(first, first + count)), strategy)
 
 
-def _small_roles(learning_rate: float) -> dict[str, Any]:
+def _small_roles(learning_rate: float, num_layers: int) -> dict[str, Any]:
     """What plays a role unless a test says otherwise."""
     # Adam divides a gradient by its own size: where one is all but zero, it turns rounding into whole steps. A larger
     # eps keeps a comparison about the plan.
     optimizer = {"learning_rate": learning_rate, "eps": 1e-5}
     return {
-        "actor": {"model": SMALL_MODEL, "optimizer": optimizer},
+        "actor": {"model": {**SMALL_MODEL, "num_layers": num_layers}, "optimizer": optimizer},
         "critic": {"init": "actor", "head": "scalar", "optimizer": optimizer},
         "reference": {"init": "actor"},
         "reward": {"function": "jaxrlhf.testing:share_of_digits"},

@@ -63,6 +63,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--platform", choices=("cpu", "auto"), default="cpu")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(arguments)
+    if min(options.stages) < 1 or max(options.stages) > SIZES[options.size]["layers"]:
+        layers = SIZES[options.size]["layers"]
+        parser.error(f"--stages: must lie between 1 and the {layers} layers of {options.size}. Got {options.stages}.")
     if options.platform == "cpu":
         mesh.use_virtual_cpu_devices(max(options.stages))
     rows = [

@@ -369,9 +369,10 @@ def _fill_presets(tree: dict[str, Any], where: str) -> None:
 def _check_plan_lists(tree: Mapping[str, Any], where: str) -> None:
     plan = tree.get("plan")
     for key, what in _LISTS.items():
-        name = plan.get(key) if isinstance(plan, dict) else None
-        if isinstance(name, str):
-            raise ConfigError(f"{where}: plan.{key}: must be {what}. Got {brief(name)}. Write [{name}].")
+        if not isinstance(plan, dict) or isinstance(names := plan.get(key, []), list | tuple):
+            continue
+        written = f"[{names}]" if isinstance(names, str) else "[] for none"
+        raise ConfigError(f"{where}: plan.{key}: must be {what}. Got {brief(names)}. Write {written}.")
 
 
 def _join_plan_names(tree: dict[str, Any]) -> None:

@@ -147,7 +147,7 @@ def fuse_quickly(pipes: Sequence[Pipe], *, memory_cap: float | None = None) -> F
 
     It compiles nothing, and every process of a run finds the same schedule.
     """
-    tasks = sum(2 * pipe.stages * pipe.micro_batches for pipe in pipes)
+    tasks = max(1, sum(2 * pipe.stages * pipe.micro_batches for pipe in pipes))
     return fuse(pipes, memory_cap=memory_cap, seeds=range(1), moves=200_000 // tasks, compiled=False)
 
 

@@ -18,7 +18,12 @@ from jaxrlhf.planner.fused_schedule import fuse_quickly
 from jaxrlhf.planner.instructions import Instruction, Pipe, Schedule
 from jaxrlhf.planner.plan import Placement, Plan, PlanError, train_sizes
 from jaxrlhf.planner.schedule import topological_order, validate
+from jaxrlhf.planner.schedule_bounds import serial_peak
 from jaxrlhf.sharding.strategy import Strategy
+from jaxrlhf.suggest import did_you_mean
+
+MEMORY_CAP = 1.25
+"""What micro-batches may take of a node under a fused schedule, in peaks of 1F1B of one call after the other."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,8 +45,13 @@ class FusedOrder:
     """How many consecutive stages of either call are one stage of its pipes."""
 
 
-def stages_per_node(first: Strategy, second: Strategy) -> tuple[int, int]:
+def stages_per_node(
+    first: Strategy, second: Strategy, names: tuple[str, str] = ("the first", "the second")
+) -> tuple[int, int]:
     """How many consecutive stages of either call lie on one node.
+
+    Args:
+        names: Of the calls, for error messages.
 
     Raises:
         ValueError: The sizes of stages do not divide, or not the number of stages.
@@ -53,11 +63,11 @@ def stages_per_node(first: Strategy, second: Strategy) -> tuple[int, int]:
             f"fsdp x tensor, the devices of a stage, must divide that of the other. Got {sizes[0]} and {sizes[1]}. "
             "Use powers of two."
         )
-    for strategy, count in zip((first, second), merged, strict=True):
+    for strategy, count, name in zip((first, second), merged, names, strict=True):
         if strategy.pipeline % count:
             raise ValueError(
-                f"{count} stages become one beside stages of {max(sizes)} devices, so that pipeline must be a multiple "
-                f"of {count}. Got {strategy.pipeline}."
+                f"{count} stages of {name} become one beside stages of {max(sizes)} devices, so its pipeline must be a "
+                f"multiple of {count}. Got {strategy.pipeline}. Use {count}, say."
             )
     return merged[0], merged[1]
 
@@ -99,7 +109,8 @@ def fused_order(first: Placement, second: Placement, costs: tuple[StageCost, Sta
 
 @functools.lru_cache(maxsize=64)
 def _schedule(pipes: tuple[Pipe, ...]) -> Schedule:  # units are alike: one search serves all
-    schedule = fuse_quickly(pipes).schedule
+    # at most a quarter more than the calls one after the other take, as a rule at no or little cost in latency
+    schedule = fuse_quickly(pipes, memory_cap=MEMORY_CAP * serial_peak(pipes)).schedule
     validate(schedule)
     return schedule
 
@@ -161,6 +172,11 @@ def check_fusion(plan: Plan, graph: CallGraph) -> None:
     _check_independent(where, first, second, graph)
     one, two = plan[first], plan[second]
     for call, placement in ((first, one), (second, two)):
+        if placement.strategy.schedule != "1f1b":
+            raise PlanError(
+                f"{where}: fused calls have a schedule in common. Got {placement.strategy.schedule} for "
+                f"{call.plan_name}. Remove its `schedule`."
+            )
         if placement.strategy.pipeline == 1 or placement.strategy.chunks > 1:
             raise PlanError(
                 f"{where}: {call.plan_name} must have a pipeline without chunks. Got pipeline "
@@ -172,7 +188,7 @@ def check_fusion(plan: Plan, graph: CallGraph) -> None:
             "fuse them."
         )
     try:
-        merged = stages_per_node(one.strategy, two.strategy)
+        merged = stages_per_node(one.strategy, two.strategy, (first.plan_name, second.plan_name))
     except ValueError as error:
         raise PlanError(f"{where}: {error}") from error
     turned = oppose(plan, graph)[second]
@@ -192,8 +208,11 @@ def check_fusion(plan: Plan, graph: CallGraph) -> None:
 def _calls(plan: Plan, graph: CallGraph) -> tuple[Call, Call]:
     calls = {call.plan_name: call for call in graph.calls if call.kind == "train"}
     if len(plan.fuse) != 2 or len(set(plan.fuse)) != 2 or not set(plan.fuse) <= set(calls):
+        wrong = next((name for name in plan.fuse if name not in calls), None)
+        which = f", and '{wrong}' is none.{did_you_mean(wrong, calls)}" if wrong and calls else "."
         raise PlanError(
-            f"plan.{FUSE}: must be two train calls. Got {list(plan.fuse)}. Train calls: {', '.join(calls) or 'none'}."
+            f"plan.{FUSE}: must be two train calls. Got {list(plan.fuse)}{which} Train calls: "
+            f"{', '.join(calls) or 'none'}. {'Name two of them, or remove it' if len(calls) > 1 else 'Remove it'}."
         )
     first, second = sorted((calls[name] for name in plan.fuse), key=graph.calls.index)
     return first, second

@@ -199,8 +199,8 @@ def check_computes(written: Mapping[str, Placement], graphs: Iterable[CallGraph]
 
 
 def stage_warnings(plan: Plan, graph: CallGraph) -> list[str]:
-    """What to say of calls whose stages wait for want of micro-batches."""
-    calls = [call for call in graph.calls if call.kind != "host"]
+    """What to say of calls whose stages wait for want of micro-batches; fused ones work for each other meanwhile."""
+    calls = [call for call in graph.calls if call.kind != "host" and call.plan_name not in plan.fuse]
     return [warning for call in calls if (warning := stage_warning(call, plan[call].strategy)) is not None]
 
 
@@ -372,7 +372,7 @@ def plan_rows(plan: Plan, graph: CallGraph, models: Mapping[str, ModelConfig]) -
         }
         if call.plan_name in plan.fuse:
             others = ", ".join(name for name in plan.fuse if name != call.plan_name)
-            row["cut into"] += f"; one pipeline with {others}"
+            row["cut into"] = row["cut into"].removesuffix(", 1F1B") + f", fused with {others}"
         table.append(row)
     return table
 

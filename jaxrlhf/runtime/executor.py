@@ -245,6 +245,8 @@ class Executor:
         ends = program.ends if isinstance(program, Pipelined) else {layout: outputs}
         for where, array in ends.items():
             self._watch(array, call.plan_name, call.kind, where, ready.dispatched)
+        if isinstance(program, Pipelined):
+            program.ends = {}
         self._bound_in_flight(outputs, layout)
         return outputs
 
@@ -264,7 +266,7 @@ class Executor:
                 self._programs[key] = FusedTraining(programs[0], programs[1], order)
             fused = self._programs[key]
             results = fused(*arguments)
-            ends = fused.ends
+            ends, fused.ends = fused.ends, {}
         outputs = tuple(self._trained(*each) for each in zip(ready, arguments, results, strict=True))
         name = " + ".join(call.plan_name for call in calls)
         for where, array in ends.items():

@@ -111,7 +111,7 @@ def _make_adapters(executor: Executor, phase: Phase, config: RunConfig, name: st
         return
     store.initialize(name, layout, _key(config, name))
     base = store.read_by(name)[1]
-    if "value_head" in kind.declare() and base == name + BASE:
+    if "value_head" in kind.declare() and base == name + BASE and "value_head" in store.sets[base].declare():
         shardings = kind.shardings(layout)
         head = reallocate(store.snapshot(base)[1]["value_head"], shardings["value_head"])
         store.load(name, layout, {**store.snapshot(name)[1], "value_head": head})

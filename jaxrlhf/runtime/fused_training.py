@@ -13,6 +13,7 @@ from jaxrlhf.planner.fusion import FusedOrder, StageCost
 from jaxrlhf.planner.plan import Placement
 from jaxrlhf.runtime.pipeline import Pipelined, Worker, carry_out
 from jaxrlhf.runtime.pipelined_training import PipelinedTraining, TrainRun
+from jaxrlhf.sharding.strategy import Strategy
 
 _FORWARDS = 12
 """The latency of the forward of the slower of two models, in the units in which those of stages are given."""
@@ -79,21 +80,32 @@ def stage_costs(
 ) -> tuple[StageCost, StageCost]:
     """What a micro-batch costs a stage of either model, in whole numbers.
 
-    Operations of the matrix products, per device; a backward computes the stage anew, so that it takes three forwards.
-    What is kept of a micro-batch is what the stage was given.
+    Latencies are operations of the matrix products, per device. A backward takes two forwards, and with remat `layer`,
+    where it computes the stage anew, three. Memory is what a forward keeps for it.
     """
     flops, kept = [], []
     for call, model, placement in zip(calls, models, placements, strict=True):
         strategy = placement.strategy
-        per_device = train_flops(model, rows=call.num_rows, columns=_columns(call), scored=_columns(call)) / 3
-        parts = strategy.micro_batches * len(placement.devices)
-        flops.append(per_device / parts)
-        kept.append(call.num_tokens * model.hidden_size / (strategy.micro_batches * strategy.num_row_shards))
+        columns = max(1, call.num_tokens // max(1, call.num_rows))
+        forward = train_flops(model, rows=call.num_rows, columns=columns, scored=columns) / 3
+        flops.append(forward / (strategy.micro_batches * len(placement.devices)))
+        tokens = call.num_tokens / (strategy.micro_batches * strategy.num_row_shards)
+        kept.append(tokens * kept_per_token(model, strategy))
     units = [max(1, round(_FORWARDS * each / max(flops))) for each in flops]
     sizes = [max(1, round(_FORWARDS * each / max(kept))) for each in kept]
-    first, second = (StageCost(unit, 3 * unit, size) for unit, size in zip(units, sizes, strict=True))
+    first, second = (
+        StageCost(unit, unit * (3 if placement.strategy.remat == "layer" else 2), size)
+        for unit, size, placement in zip(units, sizes, placements, strict=True)
+    )
     return first, second
 
 
-def _columns(call: Call) -> int:
-    return max(1, call.num_tokens // max(1, call.num_rows))
+def kept_per_token(model: ModelConfig, strategy: Strategy) -> float:
+    """Numbers that a stage keeps of a token between forward and backward, on one of its devices: its input; and, unless
+    it is computed anew, of every layer its input, queries, keys, values, attention, and what the MLP multiplies."""
+    if strategy.remat == "layer":
+        return model.hidden_size
+    H, K = model.num_heads * model.head_size, model.num_kv_heads * model.head_size
+    split = (1 if strategy.remat == "dots" else 2) * H + 2 * K + 2 * model.intermediate_size
+    layer = 2 * model.hidden_size + split / strategy.tensor
+    return model.hidden_size + model.num_layers / strategy.num_stages * layer

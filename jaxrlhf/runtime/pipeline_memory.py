@@ -28,7 +28,9 @@ class StageMemory:
 
     @property
     def total(self) -> int:
-        return sum(dataclasses.astuple(self))
+        """With what there is most of at a time: what is kept and worked with, or, at the end of a mini-batch, the sum
+        of the gradients beside those of the groups."""
+        return self.weights + self.optimizer + self.gradients + max(self.kept + self.working, self.gradients)
 
 
 def stage_memory(programs: TrainPrograms, schedule: Schedule) -> list[StageMemory]:

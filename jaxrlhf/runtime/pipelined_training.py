@@ -109,7 +109,7 @@ class TrainRun:
         """After an update: the stages of which this process has devices, and what is there when each is done."""
         self._told: list[tuple[list[Any], dict[str, Any]]] = []
         self._adapted_in = [
-            None if adapted is None else jax.tree.map(seen_from, adapted, programs.adapted_shardings(group))
+            None if adapted is None else _seen(adapted, programs.adapted_shardings(group))
             for group in range(len(programs.groups))
         ]
 
@@ -182,16 +182,14 @@ class TrainRun:
         weight = reallocate(weight, programs.layout.replicated)
         for stage in self.stages:
             layout = programs.layout.stage(stage)
-            own = [
-                fill([sums for v, sums in enumerate(worker.gradients) if v % len(self.stages) == stage])
-                for worker in workers
-            ]
+            own = [fill(worker.hand_in(stage)) for worker in workers]
             spread = jax.tree.map(
                 lambda *x, mesh=layout.mesh: whole_of(x, NamedSharding(mesh, x[0].sharding.spec)), *own
             )
             self._sums[stage], self._squares[stage] = programs.accumulate(term, stage)(
                 spread, seen_from(weight, layout.replicated), self._without_rows[stage], self._sums[stage]
             )
+            del own, spread  # before the next stage, as far as it is on the same devices
         del self._workers
 
     def end_update(self) -> None:
@@ -229,6 +227,11 @@ class TrainRun:
         return join(self.params, layers, layout), join(self.state, layers, layout), metrics
 
 
+def _seen(adapted: Params, shardings: Any) -> Params:
+    """Weights that adapters adapt, as a group sees them; without a head that only another role's model has."""
+    return {name: jax.tree.map(seen_from, x, shardings[name]) for name, x in adapted.items() if name in shardings}
+
+
 class TrainWorker:
     """Carries out the forwards and backwards of one data-parallel group."""
 
@@ -241,7 +244,7 @@ class TrainWorker:
         self._by_output: dict[tuple[int, int], jax.Array] = {}
         self._weights = [run.weights(group, stage) for stage in range(programs.num_stages)]
         trained = [params for params, _ in self._weights]
-        self.gradients = [programs.zeros(stage, group, x)() for stage, x in enumerate(trained)]
+        self.gradients: list[Any] = [programs.zeros(stage, group, x)() for stage, x in enumerate(trained)]
         self.parts: list[Any] = []
 
     def forward(self, micro_batch: int, stage: int) -> Any:
@@ -272,6 +275,14 @@ class TrainWorker:
         if stage:
             self._by_output[micro_batch, stage - 1] = hand_over(by_given, self._layout.stage(stage - 1).rows)
         return by_given if stage else sums
+
+    def hand_in(self, stage: int) -> list[Params]:
+        """Gives the gradients up that were added up on a stage's devices, one for each of its chunks."""
+        chunks = range(stage, self._programs.num_stages, self._programs.layout.strategy.pipeline)
+        gradients = [self.gradients[chunk] for chunk in chunks]
+        for chunk in chunks:
+            self.gradients[chunk] = None
+        return gradients
 
     def compile_jobs(self) -> list[Callable[[], None]]:
         """What compiles the programs of each stage for what they will be called with, where it is to be done."""

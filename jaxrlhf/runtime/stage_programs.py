@@ -244,7 +244,7 @@ class TrainPrograms:
 
     def accumulate(self, i: int, stage: int) -> StageProgram:
         """`(gradients of the groups, weight, arrays without rows, sum over the terms before) -> (sum, square of its
-        norm)`; the first is donated. What is lent is left out of the norm."""
+        norm)`; the last is donated. What is lent is left out of the norm."""
         layout = self.layout.stage(stage)
         own = pick(self.shardings, stage, self.num_layers, self.layout)
         lent = self.tied and stage == self.layout.strategy.pipeline - 1
@@ -259,7 +259,8 @@ class TrainPrograms:
             return sums, jnp.square(optax.tree.norm(counted))[None]
 
         return self.get(
-            ("accumulate", i, stage), lambda: StageProgram(accumulate, (own, layout.replicated), layout.mesh)
+            ("accumulate", i, stage),
+            lambda: StageProgram(accumulate, (own, layout.replicated), layout.mesh, donated=(3,)),
         )
 
     def take_back(self) -> StageProgram:

@@ -42,11 +42,16 @@ class Strategy:
             if value < 1:
                 raise ValueError(f"{name}: must be at least 1. Got {value}.")
         if self.chunks > 1 and self.pipeline == 1:
-            raise ValueError(f"chunks: are parts of a stage, and need a pipeline. Got {self.chunks} with pipeline 1.")
+            raise ValueError(
+                f"chunks: are parts of a stage, and need a pipeline. Got {self.chunks} with pipeline 1. Set "
+                "pipeline to 2, say, or chunks to 1."
+            )
         if self.schedule not in get_args(PipelineSchedule):
             raise ValueError(f"schedule: must be 1f1b or gpipe. Got {self.schedule!r}.")
         if self.chunks > 1 and self.schedule != "1f1b":
-            raise ValueError(f"schedule: with chunks it must be 1f1b, interleaved. Got {self.schedule!r}.")
+            raise ValueError(
+                f"schedule: with chunks it must be 1f1b, interleaved. Got {self.schedule!r}. Remove schedule or chunks."
+            )
         if self.remat not in get_args(Remat):
             raise ValueError(f"remat: must be none, dots or layer. Got {self.remat!r}.")
 

@@ -97,7 +97,7 @@ def test_balance_is_a_metric(train):
         ("plan.fuse=actor.train", "plan.fuse: must be a list of two train calls. Got 'actor.train'."),
         ("plan.fuse={data: 2}", "plan.fuse: must be a list of two train calls. Got"),
         ("plan.offload=reference", "plan.offload: must be a list of roles. Got 'reference'. Write [reference]."),
-        ("plan.fuse=[actor.train, ppo_batch]", "plan.fuse: must be two train calls. Got ['actor.train', 'ppo_batch']."),
+        ("plan.fuse=[actor.train, ppo_batch]", "plan.fuse: must be two train calls. Got ['actor.train', 'ppo_batch'],"),
         ("plan.critic.train.devices='0,2,4,6'", "plan.critic.train.devices: must be a consecutive part of one node"),
     ],
 )

@@ -361,3 +361,9 @@ def test_forward_only_pipes_and_chunks_can_be_fused():
     validate(found.schedule)
     assert found.latency < serial_latency(pipes) == found.serial_latency == 27 + 5
     assert found.peak == max(peak_activations(found.schedule))
+
+
+def test_no_pipes_at_all():
+    for search in (fuse, fuse_quickly):
+        with pytest.raises(ScheduleError, match="pipes of a fused schedule: must be at least one"):
+            search(())

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxrlhf.call_graph import CallGraph
-from jaxrlhf.planner.fusion import StageCost, check_fusion, fused_order, oppose, opposite, stages_per_node
+from jaxrlhf.planner.fusion import MEMORY_CAP, StageCost, check_fusion, fused_order, oppose, opposite, stages_per_node
 from jaxrlhf.planner.instructions import instructions, needed
 from jaxrlhf.planner.plan import DEFAULT, Placement, Plan, PlanError, resolve
 from jaxrlhf.sharding.strategy import Strategy
@@ -136,9 +136,17 @@ UNFIT = {
     "one call": (
         dict(fuse=("actor.train",)),
         "plan.fuse: must be two train calls. Got ['actor.train']. Train calls: actor.train, critic.train, "
-        "critic.train#2.",
+        "critic.train#2. Name two of them, or remove it.",
     ),
-    "what is no train call": (dict(fuse=("actor.train", "halve")), "plan.fuse: must be two train calls."),
+    "what is no train call": (
+        dict(fuse=("actor.train", "critic.trian")),
+        "plan.fuse: must be two train calls. Got ['actor.train', 'critic.trian'], and 'critic.trian' is none. Did you "
+        "mean 'critic.train'?",
+    ),
+    "a schedule of its own": (
+        dict(critic=over(8, pipeline=2, data=2, tensor=2, schedule="gpipe")),
+        "plan.fuse: fused calls have a schedule in common. Got gpipe for critic.train. Remove its `schedule`.",
+    ),
     "the same weights": (
         dict(fuse=("critic.train", "critic.train#2")),
         "plan.fuse: calls must train different weights. Got 'critic' twice. Remove it.",
@@ -166,7 +174,8 @@ UNFIT = {
     ),
     "stages that cannot be merged": (
         dict(actor=over(6, pipeline=3, tensor=1, data=2), critic=over(6, pipeline=3, tensor=2)),
-        "plan.fuse: 2 stages become one beside stages of 2 devices, so that pipeline must be a multiple of 2. Got 3.",
+        "plan.fuse: 2 stages of actor.train become one beside stages of 2 devices, so its pipeline must be a multiple "
+        "of 2. Got 3. Use 2, say.",
     ),
     "other numbers of updates": (
         dict(updates=(Update(), Update(mini_batches=4))),
@@ -181,6 +190,18 @@ def test_what_cannot_be_fused(changes, message):
     plan, graph = plan_of(**{"actor": FOUR, "critic": TWO, **changes})
     with pytest.raises(PlanError, match=re.escape(message)):
         check_fusion(plan, graph)
+
+
+def test_the_order_keeps_little_more_than_one_call_after_the_other():
+    eight = over(8, pipeline=8, micro_batches=16)
+    costs = StageCost(12, 24, 12), StageCost(9, 18, 12)
+    order = fused_order(eight, opposite(eight, eight), costs)
+    kept, most = dict.fromkeys(range(8), 0), 0
+    for x in order.instructions:
+        node = x.stage if x.pipe == 0 else 7 - x.stage
+        kept[node] += 12 if x.forward else -12
+        most = max(most, kept[node])
+    assert most <= MEMORY_CAP * 8 * 12, "1F1B of either keeps 8 micro-batches on its first stage"
 
 
 def test_devices_in_an_order_that_breaks_stages_apart():

@@ -47,7 +47,10 @@ def test_stages():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"chunks": 2}, "chunks: are parts of a stage, and need a pipeline. Got 2 with pipeline 1."),
+        (
+            {"chunks": 2},
+            "chunks: are parts of a stage, and need a pipeline. Got 2 with pipeline 1. Set pipeline to 2, say, or",
+        ),
         ({"pipeline": 2, "schedule": "zb"}, "schedule: must be 1f1b or gpipe. Got 'zb'."),
         (
             {"pipeline": 2, "chunks": 2, "schedule": "gpipe"},
