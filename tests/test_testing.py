@@ -91,3 +91,10 @@ def test_random_plans_are_valid_and_differ():
 def test_an_unknown_metric_names_those_that_are_there():
     with pytest.raises(KeyError, match=r"must have the metric. Got 'score/mean'. It has: .*length"):
         learning_curve(f"{HERE}:idle_step", metric="score/mean", steps=1, roles=ROLES)
+
+
+def test_adapters_under_both_heads_of_one_model():
+    """The head of the values is new: the weights that are adapted have none."""
+    actor = {"model": SMALL_MODEL, "optimizer": {"learning_rate": 1e-2}, "lora": {"rank": 2}}
+    roles = {"actor": actor, "critic": {"shares": "actor", "head": "scalar"}}
+    assert all(x > 0 for x in learning_curve("ppo_shared", metric="actor/grad_norm", steps=2, roles=roles))
