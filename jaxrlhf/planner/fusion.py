@@ -9,6 +9,7 @@ Reference:
 
 import dataclasses
 import functools
+import itertools
 
 import numpy as np
 
@@ -245,3 +246,25 @@ def oppose(plan: Plan, graph: CallGraph) -> Plan:
     if two.devices != tuple(sorted(two.devices)):
         return plan
     return dataclasses.replace(plan, placements={**plan.placements, second.plan_name: opposite(one, two)})
+
+
+def fusion_notes(plan: Plan, graph: CallGraph) -> list[str]:
+    """What to say of fused calls that go over their nodes in the same direction, as `devices` have them do.
+
+    Args:
+        plan: Checked, after `oppose`.
+    """
+    if not plan.fuse:
+        return []
+    first, second = _calls(plan, graph)
+    one, two = plan[first], plan[second]
+    pipes = _pipes(one, two, stages_per_node(one.strategy, two.strategy), (StageCost(1, 2, 1), StageCost(1, 2, 1)))
+    ways = [[pipe.nodes for pipe in pipes if pipe.model == model] for model in range(2)]
+    for a, b in itertools.product(*ways):
+        shared = [node for node in a if node in b]
+        if len(shared) > 1 and shared == [node for node in b if node in a]:
+            return [
+                f"plan.{FUSE}: {first.plan_name} and {second.plan_name} go over their devices in the same direction, "
+                f"and fill few of each other's bubbles. Leave plan.{second.plan_name}.devices out."
+            ]
+    return []

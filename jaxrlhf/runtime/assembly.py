@@ -29,7 +29,7 @@ from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.lora import declare_adapters
 from jaxrlhf.models.params import Weight, num_parameters
 from jaxrlhf.planner.device_order import reuse_training_shards, training_placements
-from jaxrlhf.planner.fusion import check_fusion, oppose
+from jaxrlhf.planner.fusion import check_fusion, fusion_notes, oppose
 from jaxrlhf.planner.plan import (
     DEFAULT,
     Placement,
@@ -252,6 +252,7 @@ def assemble(
     check_names(config.placements, graphs)
     check_computes({name: written[name] for name in config.placements if name != DEFAULT}, graphs)
     waits = [warning for p in made.phases.values() for warning in stage_warnings(p.plan, p.graph)]
+    waits += fusion_notes(train.plan, train.graph)
     made = dataclasses.replace(made, warnings=(*made.warnings, *dict.fromkeys(waits)))
     _check_length(made, models)
     for name, model in models.items():

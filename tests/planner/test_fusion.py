@@ -7,7 +7,16 @@ import jax.numpy as jnp
 import pytest
 
 from jaxrlhf.call_graph import CallGraph
-from jaxrlhf.planner.fusion import MEMORY_CAP, StageCost, check_fusion, fused_order, oppose, opposite, stages_per_node
+from jaxrlhf.planner.fusion import (
+    MEMORY_CAP,
+    StageCost,
+    check_fusion,
+    fused_order,
+    fusion_notes,
+    oppose,
+    opposite,
+    stages_per_node,
+)
 from jaxrlhf.planner.instructions import instructions, needed
 from jaxrlhf.planner.plan import DEFAULT, Placement, Plan, PlanError, resolve
 from jaxrlhf.sharding.strategy import Strategy
@@ -128,8 +137,21 @@ def test_a_fused_plan_that_fits_and_its_second_call_turned():
     chosen = dataclasses.replace(TWO, devices=(7, 6, 5, 4, 3, 2, 1, 0))  # stays as a user wrote it
     plan, graph = plan_of(FOUR, chosen)
     assert oppose(plan, graph).placements["critic.train"] == chosen
+    assert fusion_notes(plan, graph) == [] == fusion_notes(turned, graph)
     assert oppose(dataclasses.replace(plan, fuse=()), graph).placements["critic.train"] == chosen
     assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_calls_that_go_the_same_way_are_noted():
+    same = over(8, pipeline=4, tensor=2)
+    plan, graph = plan_of(FOUR, same)
+    assert fusion_notes(oppose(plan, graph), graph) == []
+    (note,) = fusion_notes(plan, graph)  # as if a user had written these devices
+    assert note == (
+        "plan.fuse: actor.train and critic.train go over their devices in the same direction, and fill few of each "
+        "other's bubbles. Leave plan.critic.train.devices out."
+    )
+    assert fusion_notes(dataclasses.replace(plan, fuse=()), graph) == []
 
 
 UNFIT = {
