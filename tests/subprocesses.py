@@ -3,7 +3,11 @@
 import os
 import random
 import socket
+import subprocess
+import sys
+from pathlib import Path
 
+ROOT = Path(__file__).parents[1]
 _draw = random.Random(os.getpid())
 
 
@@ -26,3 +30,23 @@ def free_port() -> int:
 def flags_of_one_processor() -> str:
     """XLA's flags as conftest.py sets them, but for the number of devices: compiling takes no longer than it must."""
     return " ".join(f for f in os.environ["XLA_FLAGS"].split() if "force_host_platform_device_count" not in f)
+
+
+def run_processes(module: str, count: int, *, seconds: float = 200) -> None:
+    """Runs a module of the tests as so many processes on virtual devices of this processor, with the coordinator's
+    address, their count and their index as arguments, or, as one, without. Each is to end in printing "done"."""
+    address = f"localhost:{free_port()}"
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "XLA_FLAGS": flags_of_one_processor()}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", module, *([address, str(count), str(i)] if count > 1 else [])],
+            cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )
+        for i in range(count)
+    ]  # fmt: skip
+    try:
+        outputs = [process.communicate(timeout=seconds)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert all(output.rstrip().endswith("done") for output in outputs), "\n".join(outputs)

@@ -362,22 +362,23 @@ def plan_rows(plan: Plan, graph: CallGraph, models: Mapping[str, ModelConfig]) -
     """
     table = []
     for call in graph.calls:
+        fused_with = next((name for name in plan.fuse if name != call.plan_name), "")
         row: dict[str, Any] = {
             "call": call.name,
             "needs": ", ".join(graph.dependencies(call)) or "-",
             "placement": "host" if call.kind == "host" else str(plan[call]),
             "rows": call.num_rows * call.num_drawn,
             "tokens": call.num_tokens if call.role else None,
-            "cut into": "-" if call.kind == "host" else _cut(call, plan[call].strategy, models.get(call.role or "")),
+            "cut into": "-",
         }
-        if call.plan_name in plan.fuse:
-            others = ", ".join(name for name in plan.fuse if name != call.plan_name)
-            row["cut into"] = row["cut into"].removesuffix(", 1F1B") + f", fused with {others}"
+        if call.kind != "host":
+            model = models.get(call.role or "")
+            row["cut into"] = _cut(call, plan[call].strategy, model, fused_with if call.plan_name in plan.fuse else "")
         table.append(row)
     return table
 
 
-def _cut(call: Call, strategy: Strategy, model: ModelConfig | None) -> str:
+def _cut(call: Call, strategy: Strategy, model: ModelConfig | None, fused_with: str) -> str:
     """How a call's rows are cut, in words: '4 updates of 128 rows in 2 micro-batches of 64, 16 a device'; and its
     layers: 'through 2 stages of 4 layers, 1F1B'."""
     rows, micro_batches, words = call.num_rows * call.num_drawn, micro_batches_of(call, strategy), []
@@ -394,5 +395,5 @@ def _cut(call: Call, strategy: Strategy, model: ModelConfig | None) -> str:
         rows //= micro_batches
         words.append(f"{micro_batches} micro-batches of {rows}")
     cut = " in ".join(words) + (", " if words else "") + f"{rows // strategy.num_row_shards} a device"
-    stages = stages_in_words(call, strategy, model) if model is not None else ""
+    stages = stages_in_words(call, strategy, model, fused_with) if model is not None else ""
     return f"{cut}; {stages}" if stages else cut

@@ -54,8 +54,12 @@ def micro_batches_of(call: Call, strategy: Strategy) -> int:
     return strategy.micro_batches * (strategy.pipeline if call.kind == "generate" else 1)
 
 
-def stages_in_words(call: Call, strategy: Strategy, model: ModelConfig) -> str:
-    """`through 2 stages of 3 + 2 layers, 1F1B`; empty for a call without stages."""
+def stages_in_words(call: Call, strategy: Strategy, model: ModelConfig, fused_with: str = "") -> str:
+    """`through 2 stages of 3 + 2 layers, 1F1B`; empty for a call without stages.
+
+    Args:
+        fused_with: The call that it shares a schedule with.
+    """
     if strategy.pipeline == 1:
         return ""
     counts = [len(layers) for layers in layers_of_stages(model.num_layers, strategy.num_stages)]
@@ -68,7 +72,9 @@ def stages_in_words(call: Call, strategy: Strategy, model: ModelConfig) -> str:
     if strategy.chunks > 1:
         stages += f" with {strategy.chunks} chunks each"
     words = f"through {stages} of {each}"
-    if call.kind == "train":
+    if fused_with:
+        words += f", fused with {fused_with}"
+    elif call.kind == "train":
         names = {"1f1b": "1F1B", "gpipe": "GPipe"}
         words += f", {'interleaved ' if strategy.chunks > 1 else ''}{names[strategy.schedule]}"
     return words

@@ -39,8 +39,7 @@ class Pipelined:
     """A call that runs as a pipeline."""
 
     ends: Mapping[Layout, Any] = MappingProxyType({})
-    """After a call: the stages of which this process has devices, and of each an array that is there when it is done.
-    Filled in the order in which they are."""
+    """After a call: the stages of which this process has devices, and what of each is there when it is done."""
 
 
 def carry_out(order: Iterable[Instruction], workers: Mapping[int, Worker]) -> None:
@@ -49,7 +48,6 @@ def carry_out(order: Iterable[Instruction], workers: Mapping[int, Worker]) -> No
     Args:
         order: As `topological_order` gives it.
         workers: Number of the pipe -> what carries out its instructions.
-
     """
     flight = Flight()
     for instruction in order:

@@ -195,7 +195,7 @@ class TrainPrograms:
         return params if adapted is None or lora is None else adapt(adapted, params, self.role.model, lora)
 
     def adapted_shardings(self, group: int) -> Any:
-        """The same for the weights that adapters adapt."""
+        """How the weights that adapters adapt rest in the layout of a data-parallel group."""
         return param_shardings(self.role.model, self.groups[group])
 
     def gradient_shardings(self, stage: int, group: int) -> Any:

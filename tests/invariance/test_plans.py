@@ -29,6 +29,17 @@ APART_AND_ACROSS = (
 )
 
 
+STAGES_ACROSS = (
+    "{default: {data: 2, devices: 4-5}, actor.generate: {pipeline: 2, data: 4}, reference.logprobs: {pipeline: 2, "
+    "tensor: 2, micro_batches: 2, devices: 4-7}, actor.train: {pipeline: 2, data: 2, tensor: 2, micro_batches: 2}, "
+    "critic.train: {pipeline: 2, data: 4, micro_batches: 2}, fuse: [actor.train, critic.train]}"
+)
+STAGES_APART = (  # two roles on the same devices, of which one process has none, under other names of the same layout
+    "{default: {data: 4, devices: 4-7}, actor.generate: {data: 1}, actor.train: {fsdp: 2, devices: 2-3}, critic.train: "
+    "{pipeline: 2, tensor: 2, micro_batches: 2, schedule: gpipe, devices: 0-3}}"
+)
+
+
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory):
     folder = tmp_path_factory.mktemp("one")
@@ -71,8 +82,9 @@ def test_plan_does_not_change_the_result(plan, expected, tmp_path):
 
 @pytest.mark.timeout(1500)
 def test_two_processes_do_not_change_the_result(expected, tmp_path):
-    """An actor that lives in both, a critic in one of them and a batch that is made in the other."""
-    plans = [APART_AND_ACROSS, *ALL_PLANS.values()]
+    """An actor that lives in both, a critic in one of them and a batch that is made in the other; then stages in both,
+    and in one."""
+    plans = [APART_AND_ACROSS, STAGES_ACROSS, STAGES_APART, *ALL_PLANS.values()]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(ROOT / "scripts" / "launch_local"), "--processes", str(8 // DEVICES_PER_NODE), "--"]
     command += [sys.executable, str(ROOT / "tests" / "invariance" / "plan_runs.py"), str(tmp_path), *plans]

@@ -1,9 +1,6 @@
 """Pipelined generation gives what generation on one device gives."""
 
 import functools
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -29,10 +26,7 @@ from tests.models.ring_cases import (
     sampling,
 )
 from tests.random_weights import params_of
-from tests.subprocesses import flags_of_one_processor, free_port
-
-ROOT = Path(__file__).parent.parent.parent
-
+from tests.subprocesses import run_processes
 
 CASES = {
     "two stages": (Strategy(pipeline=2, data=2, tensor=2), model(6, tie_embeddings=True), sampling(top_p=0.9), 1.0),
@@ -135,18 +129,4 @@ def test_the_form_of_the_weights(strategy):
 
 
 def test_in_two_processes():
-    command = [sys.executable, "-m", "tests.models.run_ring", f"localhost:{free_port()}", "2"]
-    environment = {"PATH": "", "JAX_PLATFORMS": "cpu", "HOME": str(ROOT), "PYTHONPATH": str(ROOT)}
-    environment["XLA_FLAGS"] = flags_of_one_processor()
-    processes = [
-        subprocess.Popen(
-            [*command, str(i)], cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-        )
-        for i in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=200)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert all(output.rstrip().endswith("done") for output in outputs), "\n".join(outputs)
+    run_processes("tests.models.run_ring", 2)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxrlhf.call_graph import CallGraph
+from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.planner.fusion import (
     MEMORY_CAP,
     StageCost,
@@ -17,8 +18,8 @@ from jaxrlhf.planner.fusion import (
     opposite,
     stages_per_node,
 )
-from jaxrlhf.planner.instructions import instructions, needed
-from jaxrlhf.planner.plan import DEFAULT, Placement, Plan, PlanError, resolve
+from jaxrlhf.planner.instructions import needed
+from jaxrlhf.planner.plan import DEFAULT, Placement, Plan, PlanError, plan_rows, resolve, stage_warnings
 from jaxrlhf.sharding.strategy import Strategy
 from jaxrlhf.tracing import Method, RoleMethods, compute, trace
 from tests.made_up_step import one_term
@@ -125,7 +126,6 @@ def test_every_instruction_of_both_comes_once_and_after_what_it_needs(first, sec
         for p, merged in zip((first, second), order.merged, strict=True)
     )
     assert len(done) == expected
-    assert instructions  # of the planner's own types
 
 
 def test_a_fused_plan_that_fits_and_its_second_call_turned():
@@ -152,6 +152,18 @@ def test_calls_that_go_the_same_way_are_noted():
         "other's bubbles. Leave plan.critic.train.devices out."
     )
     assert fusion_notes(dataclasses.replace(plan, fuse=()), graph) == []
+
+
+def test_the_table_and_the_notes_speak_of_fused_calls_together():
+    few = dataclasses.replace(FOUR, strategy=dataclasses.replace(FOUR.strategy, micro_batches=1))
+    plan, graph = plan_of(few, TWO)
+    model = ModelConfig(num_layers=4)
+    rows = {row["call"]: row["cut into"] for row in plan_rows(plan, graph, {"actor": model, "critic": model})}
+    assert rows["actor.train"].endswith("through 4 stages of 1 layer, fused with critic.train")
+    assert rows["critic.train"].endswith("through 2 stages of 2 layers, fused with actor.train")
+    assert stage_warnings(plan, graph) == []  # each works while the other waits
+    (alone,) = stage_warnings(dataclasses.replace(plan, fuse=()), graph)
+    assert alone.startswith("plan.actor.train: 1 micro-batch for 4 pipeline stages: the devices wait 75% of the time")
 
 
 UNFIT = {

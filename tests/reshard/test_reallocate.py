@@ -1,9 +1,6 @@
 """Reallocation moves every bit to where it belongs, over all ways there are, and says what it cannot do."""
 
 import itertools
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +13,7 @@ from jaxrlhf.reshard import reallocate as module
 from jaxrlhf.reshard.reallocate import reallocate, schedule, signature_of, way_of
 from tests.reshard.layouts import LAYOUTS, PAIRS, assert_holds, mesh, place, shardings, values
 from tests.reshard.staged import STAGED_PAIRS, check_moves
-from tests.subprocesses import flags_of_one_processor, free_port
-
-ROOT = Path(__file__).parents[2]
+from tests.subprocesses import run_processes
 
 
 @pytest.fixture
@@ -198,18 +193,4 @@ def test_between_stages_as_on_accelerators(as_on_accelerators):
 
 
 def test_between_processes():
-    command = [sys.executable, "-m", "tests.reshard.run_processes", f"localhost:{free_port()}", "2"]
-    environment = {"PATH": "", "JAX_PLATFORMS": "cpu", "HOME": str(ROOT), "PYTHONPATH": str(ROOT)}
-    environment["XLA_FLAGS"] = flags_of_one_processor()
-    processes = [
-        subprocess.Popen(
-            [*command, str(i)], cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-        )
-        for i in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=200)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert all(output.rstrip().endswith("done") for output in outputs), "\n".join(outputs)
+    run_processes("tests.reshard.run_processes", 2)

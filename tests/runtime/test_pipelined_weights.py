@@ -2,9 +2,6 @@
 
 import dataclasses
 import functools
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +21,7 @@ from jaxrlhf.runtime.weight_sets import How
 from jaxrlhf.runtime.weights import WeightStore
 from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.strategy import Strategy
-from tests.subprocesses import flags_of_one_processor, free_port
-
-ROOT = Path(__file__).parents[2]
+from tests.subprocesses import run_processes
 
 MODEL = ModelConfig(
     vocab_size=16, hidden_size=8, intermediate_size=8, num_layers=5, num_heads=2, num_kv_heads=2, tie_embeddings=True,
@@ -332,18 +327,4 @@ def test_the_optimizer_starts_on_the_stages():
 
 
 def test_stages_in_two_processes():
-    command = [sys.executable, "-m", "tests.runtime.run_weights", f"localhost:{free_port()}", "2"]
-    environment = {"PATH": "", "JAX_PLATFORMS": "cpu", "HOME": str(ROOT), "PYTHONPATH": str(ROOT)}
-    environment["XLA_FLAGS"] = flags_of_one_processor()
-    processes = [
-        subprocess.Popen(
-            [*command, str(i)], cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-        )
-        for i in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=200)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert all(output.rstrip().endswith("done") for output in outputs), "\n".join(outputs)
+    run_processes("tests.runtime.run_weights", 2)
