@@ -90,7 +90,7 @@ def opposite(first: Placement, second: Placement) -> Placement:
 
 @functools.lru_cache(maxsize=16)
 def fused_order(first: Placement, second: Placement, costs: tuple[StageCost, StageCost]) -> FusedOrder:
-    """A schedule of both calls at once: found in a second or two, the same in every process.
+    """A schedule of both calls at once: found in seconds, the same in every process.
 
     Raises:
         PlanError: The devices of their stages are not the same sets.
