@@ -27,7 +27,7 @@ from jaxrlhf.call_graph import split_args
 from jaxrlhf.config.schema import OptimizerConfig
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.params import abstract_params
-from jaxrlhf.planner.schedule import bubble_fraction
+from jaxrlhf.planner.schedules.schedule import bubble_fraction
 from jaxrlhf.runtime.optimizer import init_optimizer
 from jaxrlhf.runtime.pipeline_memory import stage_memory
 from jaxrlhf.runtime.pipelined_training import PipelinedTraining, schedule_of

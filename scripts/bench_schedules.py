@@ -12,7 +12,7 @@ paper; memory is the peak of a node relative to that of the models trained one a
     serial   one model after another by 1F1B: the sum of (M + S - 1) * (forward + backward)
     1F1B+    the same with half the stages, of twice the latency, and half the micro-batches, in twice the groups
     greedy   always what can start earliest, of the larger model first, and of that a backward first
-    ours     `jaxrlhf.planner.fused_schedule.fuse`
+    ours     `jaxrlhf.planner.schedules.fused_schedule.fuse`
     bound    no schedule is shorter
 
 Seconds are those of the clock, and of processors. numba compiles the search where it is installed, before the first
@@ -28,12 +28,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxrlhf.planner.fused_pipes import TrainedModel, fused_pipes
-from jaxrlhf.planner.fused_schedule import FusedResult, fuse
-from jaxrlhf.planner.instructions import Pipe
-from jaxrlhf.planner.schedule import makespan, peak_activations, validate
-from jaxrlhf.planner.schedule_bounds import greedy_schedule, shallow_serial_latency
-from jaxrlhf.planner.schedule_picture import draw_schedule
+from jaxrlhf.planner.schedules.fused_pipes import TrainedModel, fused_pipes
+from jaxrlhf.planner.schedules.fused_schedule import FusedResult, fuse
+from jaxrlhf.planner.schedules.instructions import Pipe
+from jaxrlhf.planner.schedules.schedule import makespan, peak_activations, validate
+from jaxrlhf.planner.schedules.schedule_bounds import greedy_schedule, shallow_serial_latency
+from jaxrlhf.planner.schedules.schedule_picture import draw_schedule
 
 MODELS: dict[tuple[int, int], tuple[tuple[float, float], tuple[float, float]]] = {
     (8, 4): ((5, 1.95), (4, 2)),

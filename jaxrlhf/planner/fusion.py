@@ -15,11 +15,11 @@ import numpy as np
 
 from jaxrlhf.call_graph import Call, CallGraph
 from jaxrlhf.config.schema import FUSE
-from jaxrlhf.planner.fused_schedule import fuse_quickly
-from jaxrlhf.planner.instructions import Instruction, Pipe, Schedule
 from jaxrlhf.planner.plan import Placement, Plan, PlanError, train_sizes
-from jaxrlhf.planner.schedule import topological_order, validate
-from jaxrlhf.planner.schedule_bounds import serial_peak
+from jaxrlhf.planner.schedules.fused_schedule import fuse_quickly
+from jaxrlhf.planner.schedules.instructions import Instruction, Pipe, Schedule
+from jaxrlhf.planner.schedules.schedule import topological_order, validate
+from jaxrlhf.planner.schedules.schedule_bounds import serial_peak
 from jaxrlhf.sharding.strategy import Strategy
 from jaxrlhf.suggest import did_you_mean
 

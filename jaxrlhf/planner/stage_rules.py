@@ -2,7 +2,7 @@
 
 from jaxrlhf.call_graph import Call
 from jaxrlhf.models.config import ModelConfig
-from jaxrlhf.planner.schedule import bubble_warning
+from jaxrlhf.planner.schedules.schedule import bubble_warning
 from jaxrlhf.sharding.stages import layers_of_stages
 from jaxrlhf.sharding.strategy import Strategy
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import jax
 
-from jaxrlhf.planner.instructions import Instruction
+from jaxrlhf.planner.schedules.instructions import Instruction
 from jaxrlhf.reshard.reallocate import reallocate
 from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.processes import absent, is_here, meet

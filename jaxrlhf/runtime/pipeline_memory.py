@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from jaxrlhf.models.stages import pick, pick_virtual
-from jaxrlhf.planner.instructions import Schedule
+from jaxrlhf.planner.schedules.instructions import Schedule
 from jaxrlhf.runtime.optimizer import init_optimizer
 from jaxrlhf.runtime.stage_programs import TrainPrograms
 from jaxrlhf.runtime.weight_sets import set_of

@@ -11,7 +11,7 @@ from jaxrlhf.models.heads import READINGS
 from jaxrlhf.models.params import Params, declare
 from jaxrlhf.models.pipeline import lend_embedding, run_stage
 from jaxrlhf.models.stages import pick, seen_from
-from jaxrlhf.planner.schedule import forward_only, topological_order
+from jaxrlhf.planner.schedules.schedule import forward_only, topological_order
 from jaxrlhf.runtime.loss_terms import Losses, Rebuild, balanced, combine, cut, is_max
 from jaxrlhf.runtime.pipeline import Pipelined, StageProgram, carry_out, compile_all, hand_over
 from jaxrlhf.runtime.roles import ModelRole, joined_sequences, parted_outputs, term_reading

@@ -23,8 +23,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxrlhf.models.params import Params
 from jaxrlhf.models.pipeline import lend_embedding
 from jaxrlhf.models.stages import fill, join, part_of, pick, pick_virtual, seen_from, whole_of
-from jaxrlhf.planner.instructions import Schedule
-from jaxrlhf.planner.schedule import gpipe, interleaved_1f1b, topological_order, validate
+from jaxrlhf.planner.schedules.instructions import Schedule
+from jaxrlhf.planner.schedules.schedule import gpipe, interleaved_1f1b, topological_order, validate
 from jaxrlhf.reshard.reallocate import reallocate
 from jaxrlhf.runtime.loss_terms import Rebuild
 from jaxrlhf.runtime.optimizer import OptimizerState

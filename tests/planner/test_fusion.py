@@ -18,8 +18,8 @@ from jaxrlhf.planner.fusion import (
     opposite,
     stages_per_node,
 )
-from jaxrlhf.planner.instructions import needed
 from jaxrlhf.planner.plan import DEFAULT, Placement, Plan, PlanError, plan_rows, resolve, stage_warnings
+from jaxrlhf.planner.schedules.instructions import needed
 from jaxrlhf.sharding.strategy import Strategy
 from jaxrlhf.tracing import Method, RoleMethods, compute, trace
 from tests.made_up_step import one_term

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxrlhf.brief import brief
-from jaxrlhf.planner.schedule import Instruction, Pipe, Schedule, ScheduleError, validate
+from jaxrlhf.planner.schedules.schedule import Instruction, Pipe, Schedule, ScheduleError, validate
 
 
 def to_data(schedule: Schedule) -> dict[str, Any]:

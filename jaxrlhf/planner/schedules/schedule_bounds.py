@@ -3,9 +3,9 @@
 import dataclasses
 from collections.abc import Sequence
 
-from jaxrlhf.planner.instructions import Instruction, Pipe, Schedule, ScheduleError, instructions
-from jaxrlhf.planner.job_shop import as_schedule, job_shop, larger_model_first, list_schedule, ranks
-from jaxrlhf.planner.schedule import forward_only, interleaved_1f1b, peak_activations
+from jaxrlhf.planner.schedules.instructions import Instruction, Pipe, Schedule, ScheduleError, instructions
+from jaxrlhf.planner.schedules.job_shop import as_schedule, job_shop, larger_model_first, list_schedule, ranks
+from jaxrlhf.planner.schedules.schedule import forward_only, interleaved_1f1b, peak_activations
 
 
 def lower_bound(pipes: Sequence[Pipe]) -> float:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from jaxrlhf.planner.schedule import (
+from jaxrlhf.planner.schedules.schedule import (
     Instruction,
     Pipe,
     Schedule,
@@ -28,7 +28,7 @@ from jaxrlhf.planner.schedule import (
     topological_order,
     validate,
 )
-from jaxrlhf.planner.schedule_data import from_data, to_data
+from jaxrlhf.planner.schedules.schedule_data import from_data, to_data
 
 SHAPES = [(1, 1), (2, 1), (2, 5), (3, 2), (4, 4), (4, 8), (5, 7)]
 

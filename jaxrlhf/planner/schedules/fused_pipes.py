@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from jaxrlhf.planner.instructions import Pipe, ScheduleError
+from jaxrlhf.planner.schedules.instructions import Pipe, ScheduleError
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from jaxrlhf.planner.annealing import numba_is_there, shorten, slim
-from jaxrlhf.planner.instructions import Pipe, Schedule, ScheduleError
-from jaxrlhf.planner.job_shop import (
+from jaxrlhf.planner.schedules.annealing import numba_is_there, shorten, slim
+from jaxrlhf.planner.schedules.instructions import Pipe, Schedule, ScheduleError
+from jaxrlhf.planner.schedules.job_shop import (
     JobShop,
     Limit,
     Orders,
@@ -29,8 +29,8 @@ from jaxrlhf.planner.job_shop import (
     peak,
     ranks,
 )
-from jaxrlhf.planner.schedule import makespan, peak_activations
-from jaxrlhf.planner.schedule_bounds import lower_bound, serial_latency, serial_peak, serial_schedule
+from jaxrlhf.planner.schedules.schedule import makespan, peak_activations
+from jaxrlhf.planner.schedules.schedule_bounds import lower_bound, serial_latency, serial_peak, serial_schedule
 
 WORK = 300_000_000
 """Moves of a round of annealing times instructions, where nobody says how many moves; but no more than MOVES."""

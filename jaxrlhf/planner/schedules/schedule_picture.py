@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxrlhf.planner.schedule import Schedule, ScheduleError, bubble_fraction, memory_curve, spans
+from jaxrlhf.planner.schedules.schedule import Schedule, ScheduleError, bubble_fraction, memory_curve, spans
 
 _SHADES = (
     (("#9fc5e8", "#cfe2f3"), ("#0b5394", "#3d85c6")),

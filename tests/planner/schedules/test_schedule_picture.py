@@ -5,10 +5,10 @@ import builtins
 import pytest
 
 pytest.importorskip("matplotlib")
-from jaxrlhf.planner.fused_pipes import TrainedModel, fused_pipes
-from jaxrlhf.planner.schedule import ScheduleError, forward_only, one_f_one_b
-from jaxrlhf.planner.schedule_bounds import greedy_schedule, serial_peak
-from jaxrlhf.planner.schedule_picture import draw_schedule
+from jaxrlhf.planner.schedules.fused_pipes import TrainedModel, fused_pipes
+from jaxrlhf.planner.schedules.schedule import ScheduleError, forward_only, one_f_one_b
+from jaxrlhf.planner.schedules.schedule_bounds import greedy_schedule, serial_peak
+from jaxrlhf.planner.schedules.schedule_picture import draw_schedule
 
 
 def test_a_picture_shows_every_instruction_and_both_models(tmp_path):

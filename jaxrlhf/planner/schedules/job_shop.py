@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from jaxrlhf.planner.instructions import Instruction, Pipe, Schedule, instructions, needed
+from jaxrlhf.planner.schedules.instructions import Instruction, Pipe, Schedule, instructions, needed
 
 Orders = list[list[int]]
 """Node -> the numbers of its instructions, in order."""

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxrlhf.planner import annealing_rounds
-from jaxrlhf.planner.annealing_rounds import BUCKETS, PER_UNIT
-from jaxrlhf.planner.job_shop import JobShop, Orders, peak
+from jaxrlhf.planner.schedules import annealing_rounds
+from jaxrlhf.planner.schedules.annealing_rounds import BUCKETS, PER_UNIT
+from jaxrlhf.planner.schedules.job_shop import JobShop, Orders, peak
 
 LEVELS = 100
 """Temperatures of a round."""

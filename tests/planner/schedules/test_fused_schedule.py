@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from jaxrlhf.planner import annealing
-from jaxrlhf.planner.fused_pipes import TrainedModel, fused_pipes
-from jaxrlhf.planner.fused_schedule import fuse, fuse_quickly
-from jaxrlhf.planner.instructions import Instruction, Pipe, ScheduleError, needed
-from jaxrlhf.planner.job_shop import (
+from jaxrlhf.planner.schedules import annealing
+from jaxrlhf.planner.schedules.fused_pipes import TrainedModel, fused_pipes
+from jaxrlhf.planner.schedules.fused_schedule import fuse, fuse_quickly
+from jaxrlhf.planner.schedules.instructions import Instruction, Pipe, ScheduleError, needed
+from jaxrlhf.planner.schedules.job_shop import (
     as_orders,
     as_schedule,
     back_and_forth,
@@ -22,8 +22,8 @@ from jaxrlhf.planner.job_shop import (
     peak,
     ranks,
 )
-from jaxrlhf.planner.schedule import interleaved_1f1b, makespan, one_f_one_b, peak_activations, validate
-from jaxrlhf.planner.schedule_bounds import (
+from jaxrlhf.planner.schedules.schedule import interleaved_1f1b, makespan, one_f_one_b, peak_activations, validate
+from jaxrlhf.planner.schedules.schedule_bounds import (
     greedy_schedule,
     lower_bound,
     serial_latency,

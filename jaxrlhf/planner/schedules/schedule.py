@@ -7,7 +7,15 @@ of a described pipeline: latencies and activation sizes are whatever units the p
 import heapq
 from collections.abc import Sequence
 
-from jaxrlhf.planner.instructions import Instruction, Pipe, Schedule, ScheduleError, instructions, needed, spans
+from jaxrlhf.planner.schedules.instructions import (
+    Instruction,
+    Pipe,
+    Schedule,
+    ScheduleError,
+    instructions,
+    needed,
+    spans,
+)
 
 __all__ = [
     "Instruction", "Pipe", "Schedule", "ScheduleError", "instructions", "needed", "spans",
