@@ -1,0 +1,97 @@
+"""What the search for a plan is given: the calls of a step, the ways to run each of them, and what each way costs.
+
+Plain data, made once by `choices`, so that thousands of plans a second can be compared without asking anything anew.
+A plan is then one number for each call: the index of its choice.
+
+Memory of a device under a plan is
+
+    what rests there: of every set of weights, `resting` of the call that it rests with, on that call's devices
+    + for the call that takes most:  its `working`
+                                     + the copies alive meanwhile: `copy` of every reader of a trained set, on the
+                                       reader's devices, from the reader's place in the step to the train call's.
+
+A set that is trained rests with its first train call. One that never changes rests with each of its readers, once for
+every different layout.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+
+import numpy as np
+
+from jaxrlhf.call_graph import Kind
+from jaxrlhf.sharding.strategy import Strategy
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """One way to run a call. Seconds and bytes are those of the slowest and fullest of its devices."""
+
+    first: int
+    """Position of its first device."""
+    end: int
+    """Position after its last one: devices are consecutive."""
+    strategy: Strategy
+    seconds: float
+    resting: int = 0
+    """Bytes that stay on each device between calls: master weights, optimizer state and gradients of a set that the
+    call trains; weights of a set that never changes. 0 where they rest in host memory."""
+    working: int = 0
+    """Bytes on each device while it runs: activations, keys and values, logits, and what it loads from host memory."""
+    copy: int = 0
+    """Bytes on each device of its own copy of weights that another call trains; alive until that call."""
+    load: float = 0.0
+    """Seconds of bringing its weights from host memory before it; its devices are busy with it. 0: they are there."""
+    unload: float = 0.0
+    """Seconds of bringing them back to host memory after it."""
+    offloaded: bool = False
+    """Whether its set rests in host memory."""
+
+    @property
+    def devices(self) -> range:
+        return range(self.first, self.end)
+
+
+@dataclasses.dataclass(frozen=True)
+class CallChoices:
+    """A call of a step and the ways to run it."""
+
+    name: str
+    """As a plan knows it: `actor.generate`."""
+    kind: Kind
+    role: str
+    weights: str
+    """The set of weights that it reads."""
+    trains: bool
+    needs: tuple[str, ...]
+    """Calls of the same step whose outputs it takes, by way of `compute` and host calls too, or whose weights it waits
+    to be made in the same step, or which must have read the weights before it trains them."""
+    choices: tuple[Choice, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """All that a search needs to know. Calls stand in the order of the step.
+
+    A call that reads a set which is trained waits, in the next iteration, for the last train call of that set before
+    it; a train call waits for all readers of the version before.
+    """
+
+    calls: tuple[CallChoices, ...]
+    num_devices: int
+    devices_per_node: int
+    capacity: tuple[int, ...]
+    """Bytes that each device has for a plan."""
+    reallocations: Mapping[tuple[int, int], np.ndarray]
+    """(train call, reader of its set) -> seconds [choices of the one, choices of the other] of bringing new weights
+    from where they were trained to where they are read. 0: they lie there already."""
+    transfers: Mapping[tuple[int, int], np.ndarray]
+    """(call, call that needs its outputs) -> seconds [choices of the one, choices of the other] of bringing them there.
+    """
+    tokens: int
+    """Tokens that one iteration works on: prompts and responses."""
+
+    @property
+    def size(self) -> float:
+        """How many plans there are."""
+        return float(np.prod([float(len(call.choices)) for call in self.calls]))
