@@ -15,7 +15,6 @@ drains. Seconds that were measured (`calibrate`) take the place of those of a pa
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
 from typing import Protocol
 
 from jaxrlhf.models.params import num_parameters
@@ -37,11 +36,16 @@ class WorkSource(Protocol):
 
 
 class MeasuredPass(Protocol):
-    """Seconds of a pass as they were measured, for one layer and for the rest of a model."""
+    """Seconds of a pass as they were measured, for one layer and for the rest of a model; None where nothing near it
+    was."""
 
-    def __call__(
-        self, call: ModelCall, phase: Phase, *, tensor: int, fsdp: int, remat: Remat, rows: float
-    ) -> "PassSeconds | None": ...
+    def __call__(self, call: ModelCall, phase: Phase, strategy: Strategy, rows: float) -> "PassSeconds | None":
+        """
+        Args:
+            strategy: Of the whole call. Its row shards all work at the same time.
+            rows: Of a micro-batch, on each row shard.
+        """
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +138,9 @@ class CostModel:
         trained = trained_on_device(call, strategy)
         kind = self.cluster.slowest(devices.start, devices.stop)
         update = trained * ADAM_BYTES / memory_rate(kind) + 12 * kind.coefficients.kernel_seconds
-        reduction = self.all_reduce(devices, span(strategy, "data", self.cluster.devices_per_node), trained * _itemsize(call))
+        reduction = self.all_reduce(
+            devices, span(strategy, "data", self.cluster.devices_per_node), trained * _itemsize(call)
+        )
         return _times(dataclasses.replace(one, reduction=reduction, update=update), call.updates)
 
     def _generate(self, call: ModelCall, devices: range, strategy: Strategy) -> CallSeconds:
@@ -185,12 +191,11 @@ class CostModel:
         return max(with_head, max(per_device) * one.layer)
 
     def _pass(self, call: ModelCall, phase: Phase, devices: range, strategy: Strategy, rows: float) -> PassSeconds:
-        degrees = dict(tensor=strategy.tensor, fsdp=strategy.fsdp, remat=strategy.remat)
         if self._measured is not None:
-            measured = self._measured(call, phase, rows=rows, **degrees)
+            measured = self._measured(call, phase, strategy, rows)
             if measured is not None:
                 return measured
-        layer, rest = self._work(call, phase, **degrees)
+        layer, rest = self._work(call, phase, tensor=strategy.tensor, fsdp=strategy.fsdp, remat=strategy.remat)
         seconds = functools.partial(self._work_seconds, call, phase, devices, strategy, rows)
         return PassSeconds(seconds(layer), seconds(rest))
 
@@ -282,10 +287,7 @@ def _parameters(model: object) -> int:
 
 def trained_on_device(call: ModelCall, strategy: Strategy) -> float:
     """Weights that a train call changes, on one device."""
-    whole = _parameters(call.model)
-    if call.lora is not None:
-        whole = call.trained_parameters
-    return whole / (strategy.tensor * strategy.fsdp * strategy.pipeline)
+    return _parameters(call.model) / (strategy.tensor * strategy.fsdp * strategy.pipeline)
 
 
 def _times(seconds: CallSeconds, times: float) -> CallSeconds:
@@ -294,6 +296,3 @@ def _times(seconds: CallSeconds, times: float) -> CallSeconds:
 
 def _itemsize(call: ModelCall) -> int:
     return call.model.compute_dtype.itemsize  # pyright: ignore[reportAttributeAccessIssue]
-
-
-Measure = Callable[..., PassSeconds | None]

@@ -114,6 +114,8 @@ class Coefficients:
 
     matmul_efficiency: float
     """Of peak operations a second, by large matrix products."""
+    half_dim: float
+    """The narrowest dim of a weight at which products with it are half as fast as large ones."""
     memory_efficiency: float
     """Of memory bandwidth."""
     link_efficiency: float
@@ -126,8 +128,10 @@ class Coefficients:
     """The same inside a captured graph of kernels, as the body of a loop may be."""
     dispatch_seconds: float
     """Of one program, before its first kernel."""
+    step_seconds: float
+    """That a device waits for the host in every decoding step: none where the loop runs on the device."""
     collective_seconds: float
-    """Of the smallest collective within a node."""
+    """Of the smallest collective within a node, for each doubling of the devices that take part."""
     network_collective_seconds: float
     """Of the smallest collective between nodes."""
     host_bandwidth: float
@@ -137,7 +141,8 @@ class Coefficients:
     def __post_init__(self) -> None:
         _require_fraction(self, "matmul_efficiency", "memory_efficiency", "link_efficiency", "network_efficiency")
         _require_not_negative(
-            self, "kernel_seconds", "graph_kernel_seconds", "dispatch_seconds", "collective_seconds",
+            self, "half_dim", "kernel_seconds", "graph_kernel_seconds", "dispatch_seconds", "step_seconds",
+            "collective_seconds",
             "network_collective_seconds",
         )  # fmt: skip
         _require_positive(self, "host_bandwidth")

@@ -21,7 +21,11 @@ Phase = Literal["forward", "gradient", "prefill", "decode"]
 """`forward` of inference; `gradient` of one micro-batch of a train call, forward and backward; `prefill` of prompts;
 `decode` of one token of every sequence, with the cache half full."""
 
-PHASES: dict[str, tuple[Phase, ...]] = {"infer": ("forward",), "train": ("gradient",), "generate": ("prefill", "decode")}
+PHASES: dict[str, tuple[Phase, ...]] = {
+    "infer": ("forward",),
+    "train": ("gradient",),
+    "generate": ("prefill", "decode"),
+}
 """Kind of call -> the phases that it has."""
 
 

@@ -96,7 +96,7 @@ class Workload:
             for need in call.needs:
                 if need not in names[:i]:
                     raise ValueError(
-                        f"workload: {call.name}: `needs` are calls that stand before it. Got '{need}'. Before it stand: "
+                        f"workload: {call.name}: `needs` are calls that stand before it. Got '{need}'. Before it: "
                         f"{', '.join(names[:i]) or 'none'}."
                     )
 

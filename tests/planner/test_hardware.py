@@ -78,7 +78,7 @@ def test_every_number_has_its_provenance():
 
 
 def test_kinds_that_come_with_the_package():
-    assert list(kinds()) == ["a100-80g", "a100-40g", "h100", "h200", "v100-32g", "cpu"]
+    assert list(kinds()) == ["a100-80g", "a100-40g", "h100", "h200", "h800", "v100-32g", "cpu"]
     assert kinds()["a100-80g"].peak_flops.bfloat16 == 312e12
     assert kinds()["a100-40g"].peak_flops == kinds()["a100-80g"].peak_flops
     assert kinds()["h200"].memory.bandwidth == 4.8e12
