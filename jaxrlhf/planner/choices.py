@@ -4,11 +4,14 @@ A choice is a range of devices, degrees over them, micro-batches and remat. Not 
 
 - what a plan may not say (degrees that do not divide the model or the rows, more stages than layers) is left out;
 - so is what takes more memory by itself than a device has, and what takes longer than a whole plan that is known;
-- of the choices with the same layout of weights, those that another beats in seconds and in every kind of memory;
-- of the choices on the same devices, those that another beats in all of these by more than `SLACK`, or, for weights
-  that never change, by anything: nothing has to be brought there anew.
+- of the choices on the same devices, those that another beats in seconds and in every kind of memory. Memory counts
+  as more only from `LESS_MEMORY` on; and where weights have to be brought there, one of another layout has to be
+  faster by more than `SLACK`;
+- of what is left on the same devices, all but the `KEPT` fastest and the leanest are left out;
+- in large clusters, parts of a node that are less than a `SMALLEST`-th of the whole.
 
-All but the slack lose nothing.
+The first two lose nothing; the others may lose little. What stands in every plan by name, tensor within nodes and
+pipeline across them on all devices, is always kept.
 """
 
 import dataclasses
@@ -30,6 +33,11 @@ from jaxrlhf.sharding.strategy import Remat, Strategy
 SLACK = 1.15
 """How much slower a choice may be than another on the same devices, before the search no longer looks at it: bringing
 weights there may cost so much less."""
+LESS_MEMORY = 0.9
+"""What a slower choice must take less than, as a part of a faster one's memory, to be worth it."""
+KEPT, KEPT_OF_MANY, MANY = 5, 3, 32
+"""Choices kept on the same devices, and in clusters of more than `MANY` devices."""
+SMALLEST = 32
 MAX_MICRO_BATCHES = 256
 
 
@@ -98,6 +106,8 @@ class _Maker:
         least: tuple[int, range, Strategy] | None = None
         by_kind: dict[tuple[int, str, bool], list[Choice]] = {}
         for mesh in self._cluster.meshes:
+            if len(mesh) * SMALLEST < self._cluster.num_devices:
+                continue
             kind = self._cluster.slowest(mesh.start, mesh.stop)
             key = (len(mesh), kind.name, len(mesh) > self._cluster.devices_per_node)
             if key not in by_kind:
@@ -108,7 +118,12 @@ class _Maker:
                         kept.append(choice)
                     if least is None or taken - kind.capacity < least[0]:
                         least = (taken - kind.capacity, mesh, choice.strategy)
-                by_kind[key] = _worth_keeping(kept, is_trained=call.weights in self._workload.trained)
+                by_kind[key] = _worth_keeping(
+                    kept,
+                    is_trained=call.weights in self._workload.trained,
+                    node_size=self._cluster.devices_per_node,
+                    most=KEPT if self._cluster.num_devices <= MANY else KEPT_OF_MANY,
+                )
             for choice in by_kind[key]:
                 found.append(dataclasses.replace(choice, first=mesh.start, end=mesh.stop))
         if not found:
@@ -221,21 +236,36 @@ def _divisors(number: int) -> tuple[int, ...]:
     return tuple(n for n in range(1, number + 1) if number % n == 0)
 
 
-def _worth_keeping(choices: Sequence[Choice], *, is_trained: bool) -> list[Choice]:
-    """What another choice on the same devices does not beat, as the module says."""
+def _worth_keeping(choices: Sequence[Choice], *, is_trained: bool, node_size: int, most: int) -> list[Choice]:
+    """The choices on the same devices that are worth a look, as the module says."""
     kept: list[Choice] = []
-    for choice in sorted(choices, key=lambda c: (c.seconds + c.load + c.unload, _bytes(c))):
+    for choice in sorted(choices, key=lambda c: (_seconds(c), sum(_bytes(c)))):
         if not any(_beats(other, choice, is_trained=is_trained) for other in kept):
             kept.append(choice)
-    return kept
+    if len(kept) <= most:
+        return kept
+    leanest = {min(kept, key=lambda c, i=i: (_bytes(c)[i], _seconds(c))) for i in range(3)}
+    leanest |= {min(kept, key=lambda c: (sum(_bytes(c)), _seconds(c)))}
+    usual = next((c for c in choices if _is_usual(c, node_size)), None)
+    return kept[:most] + [c for c in kept[most:] if c in leanest] + ([] if usual is None or usual in kept else [usual])
+
+
+def _is_usual(choice: Choice, node_size: int) -> bool:
+    """Tensor within a node, pipeline across nodes."""
+    nodes = len(choice.devices) // node_size
+    return choice.strategy.tensor == node_size and choice.strategy.pipeline == nodes
 
 
 def _beats(one: Choice, other: Choice, *, is_trained: bool) -> bool:
     s, t = one.strategy, other.strategy
     same = (s.pipeline, s.data, s.fsdp, s.tensor) == (t.pipeline, t.data, t.fsdp, t.tensor)
     slack = SLACK if is_trained and not same else 1.0
-    faster = (one.seconds + one.load + one.unload) * slack <= other.seconds + other.load + other.unload
-    return faster and all(a <= b for a, b in zip(_bytes(one), _bytes(other), strict=True))
+    faster = _seconds(one) * slack <= _seconds(other)
+    return faster and all(a * LESS_MEMORY <= b for a, b in zip(_bytes(one), _bytes(other), strict=True))
+
+
+def _seconds(choice: Choice) -> float:
+    return choice.load + choice.seconds + choice.unload
 
 
 def _bytes(choice: Choice) -> tuple[int, int, int]:
@@ -244,7 +274,7 @@ def _bytes(choice: Choice) -> tuple[int, int, int]:
 
 def _known_plan_seconds(workload: Workload, cluster: Cluster, every: Sequence[Sequence[Choice]]) -> float:
     """Seconds of calls one after another, each on all devices with what is fastest of what fits beside the others;
-    infinite where no such plan is found. Reallocation comes on top: so much again is granted for it."""
+    infinite where no such plan is found. Reallocation comes on top: a tenth is granted for it."""
     whole = [[c for c in choices if len(c.devices) == cluster.num_devices] for choices in every]
     if not all(whole):
         return float("inf")
@@ -256,7 +286,7 @@ def _known_plan_seconds(workload: Workload, cluster: Cluster, every: Sequence[Se
             if _taken(tried) <= capacity:
                 picks = tried
                 break
-    return 2 * sum(c.seconds for c in picks) if _taken(picks) <= capacity else float("inf")
+    return 1.1 * sum(c.seconds for c in picks) if _taken(picks) <= capacity else float("inf")
 
 
 def _taken(picks: Sequence[Choice]) -> int:

@@ -24,7 +24,7 @@ class Parts:
     has: np.ndarray
     """[layouts, N] whether it has any."""
     low: np.ndarray
-    """[layouts, N, 3] where its part begins: among layers, along `fsdp`, along `tensor`."""
+    """[3, layouts, N] where its part begins: among layers, along `fsdp`, along `tensor`."""
     high: np.ndarray
     copies: np.ndarray
     """[layouts] copies of every part."""
@@ -37,7 +37,7 @@ def parts_of(choices: Sequence[Choice], num_devices: int, devices_per_node: int,
     are as many, elsewhere."""
     count = len(choices)
     has = np.zeros((count, num_devices), bool)
-    low, high = np.zeros((2, count, num_devices, 3))
+    low, high = np.zeros((2, 3, count, num_devices), np.float32)
     copies, in_node = np.ones((2, count))
     for i, choice in enumerate(choices):
         s, n = choice.strategy, len(choice.devices)
@@ -48,8 +48,8 @@ def parts_of(choices: Sequence[Choice], num_devices: int, devices_per_node: int,
         ends = np.array([[r.start, r.stop] for r in layers]) / num_layers
         where = slice(choice.first, choice.end)
         has[i, where] = True
-        low[i, where] = np.stack([ends[stage, 0], fsdp / s.fsdp, tensor / s.tensor], axis=1)
-        high[i, where] = np.stack([ends[stage, 1], (fsdp + 1) / s.fsdp, (tensor + 1) / s.tensor], axis=1)
+        low[:, i, where] = ends[stage, 0], fsdp / s.fsdp, tensor / s.tensor
+        high[:, i, where] = ends[stage, 1], (fsdp + 1) / s.fsdp, (tensor + 1) / s.tensor
         copies[i] = s.data
         in_node[i] = max(1, min(s.data, devices_per_node // (s.tensor * s.fsdp)))
     return Parts(has, low, high, copies, in_node)
@@ -73,8 +73,8 @@ def reallocation_seconds(
     node_rate = network.bandwidth * costs.network_efficiency
     unique_S, unique_T = (sorted({numbers[_layout(c)] for c in group}) for group in (sources, targets))
     seconds = np.zeros((len(layouts), len(layouts)))
-    high_T, low_T, has_T = parts.high[unique_T], parts.low[unique_T], parts.has[unique_T]
-    whole_TN = np.prod(high_T - low_T, axis=-1) * has_T
+    high_T, low_T, has_T = parts.high[:, unique_T], parts.low[:, unique_T], parts.has[unique_T]
+    whole_TN = _product(high_T - low_T) * has_T
     for s in unique_S:
         near_TN, far_TN = _received(parts, s, low_T, high_T, has_T, whole_TN, nodes, per_node)
         near_TN, far_TN = near_TN * size, far_TN * size
@@ -105,19 +105,24 @@ def _received(
 
     def shared(low: np.ndarray, high: np.ndarray) -> np.ndarray:
         """What a target's part has in common with a source's."""
-        return np.prod(np.clip(np.minimum(high_T, high) - np.maximum(low_T, low), 0.0, None), axis=-1)
+        return _product(np.maximum(np.minimum(high_T, high[:, None]) - np.maximum(low_T, low[:, None]), 0.0))
 
-    own_TN = shared(parts.low[s], parts.high[s]) * (has_T & parts.has[s])
+    own_TN = shared(parts.low[:, s], parts.high[:, s]) * (has_T & parts.has[s])
     in_node_TN = np.zeros((T, N))
     for m in range(per_node):  # what each device of the node has, in turn
         giver = np.arange(N) // per_node * per_node + m
         gives = parts.has[s][giver]
-        in_node_TN += shared(parts.low[s][giver], parts.high[s][giver]) * (has_T & gives)
+        in_node_TN += shared(parts.low[:, s, giver], parts.high[:, s, giver]) * (has_T & gives)
     in_node_TN = np.minimum(in_node_TN / parts.copies_in_node[s], whole_TN)
     far_TN = np.clip(whole_TN - np.maximum(in_node_TN, own_TN), 0.0, None)
     near_TN = np.clip(whole_TN - own_TN - far_TN, 0.0, None)
-    tiny = 1e-9
+    tiny = 1e-6
     return np.where(near_TN > tiny, near_TN, 0.0), np.where(far_TN > tiny, far_TN, 0.0)
+
+
+def _product(intervals: np.ndarray) -> np.ndarray:
+    """Along the first axis, of three."""
+    return intervals[0] * intervals[1] * intervals[2]
 
 
 def _layout(choice: Choice) -> tuple[int, ...]:
