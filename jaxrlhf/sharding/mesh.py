@@ -1,6 +1,7 @@
 """From devices to meshes. The only place that asks JAX which devices there are, or tells it how many to make up."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -56,8 +57,13 @@ def build_mesh(devices: tuple[int, ...], strategy: Strategy) -> Mesh:
     """A mesh over some of JAX's devices, given by their positions in `jax.devices()`."""
     assert len(devices) == strategy.num_devices, (devices, strategy)
     everything = jax.devices()
+    return mesh_of([everything[i] for i in devices], strategy)
+
+
+def mesh_of(devices: Sequence[Any], strategy: Strategy) -> Mesh:
+    """A mesh over devices as JAX has them, or describes them."""
     shape = (strategy.pipeline, strategy.data, strategy.fsdp, strategy.tensor)
-    grid = np.array([everything[i] for i in devices]).reshape(shape)
+    grid = np.array(devices).reshape(shape)
     return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
