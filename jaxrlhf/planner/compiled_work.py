@@ -49,7 +49,8 @@ class CompiledWork:
         if key not in self._made:
             less, more = depths(call)
             one, two = (
-                self._whole(call, phase, remat, tensor, self._counts_of(question)) for question in questions(call, tensor)
+                self._whole(call, phase, remat, tensor, self._counts_of(question))
+                for question in questions(call, tensor)
             )
             layer = _scaled(two, one, 1 / (more - less))
             self._made[key] = LayerWork(layer, _scaled(one, layer * less, 1.0))
@@ -138,7 +139,7 @@ def _scaled(more: Work, less: Work, times: float) -> Work:
 
 
 def _with_weights(compiled: Work, formula: Work, rows: int) -> Work:
-    """What a compiler counted for so many rows, with what formulas say of weights, whose bytes are not those of rows."""
+    """What a compiler counted for so many rows, with the bytes of weights apart, as formulas have them."""
     all_bytes = compiled.row_bytes * rows
     return dataclasses.replace(
         compiled,

@@ -22,7 +22,7 @@ from jaxrlhf.runtime.programs import generate_program, infer_program, loss_progr
 from jaxrlhf.runtime.roles import ModelRole
 from jaxrlhf.runtime.weight_sets import How, WeightSet, set_of
 from jaxrlhf.sharding.layout import Layout
-from jaxrlhf.sharding.mesh import mesh_of
+from jaxrlhf.sharding.mesh import mesh_over
 from jaxrlhf.sharding.strategy import Strategy
 
 
@@ -123,7 +123,7 @@ def lower_question(question: Question, devices: Sequence[Any], *, attention: str
         model = dataclasses.replace(model, attention=attention)
         call = dataclasses.replace(call, role=dataclasses.replace(call.role, model=model))
     strategy = Strategy(tensor=question.tensor)
-    layout = Layout(mesh_of(devices[: question.tensor], strategy), strategy)
+    layout = Layout(mesh_over(devices[: question.tensor], strategy), strategy)
     return call_program(call, layout, num_layers=question.num_layers, rows=question.rows).lower()
 
 
