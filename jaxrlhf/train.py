@@ -40,7 +40,6 @@ from jaxrlhf.runtime.utilization import utilization_line
 from jaxrlhf.sharding import mesh
 from jaxrlhf.sharding.processes import cluster_of, join
 
-
 MEMORY_FRACTION = "0.9"
 """Of a GPU's memory, what a run takes for itself unless the environment says otherwise. Plans count on it."""
 
