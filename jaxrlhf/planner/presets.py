@@ -1,0 +1,188 @@
+"""Strategies of planning: from a problem to a plan, by search or as people place models by hand.
+
+`heuristic`, `colocate`, `standalone`, `split` say on which devices each set of weights is; what is left open, the
+choice of each call there, is the fastest that fits. `hybridflow` is in `mapping`, `search` and `exhaustive` have
+modules of their own.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
+
+from jaxrlhf.planner.exhaustive import exhaustive
+from jaxrlhf.planner.mapping import hybridflow
+from jaxrlhf.planner.placed import all_meshes, fastest_that_fits, result_of
+from jaxrlhf.planner.plan import PlanError
+from jaxrlhf.planner.problem import Choice, Problem
+from jaxrlhf.planner.search import SearchResult, search
+from jaxrlhf.suggest import did_you_mean
+
+
+class PlanBy(Protocol):
+    """A strategy of planning."""
+
+    def __call__(self, problem: Problem, *, seed: int = 0, seconds: float | None = None) -> SearchResult: ...
+
+
+def heuristic(problem: Problem, *, seed: int = 0, seconds: float | None = None) -> SearchResult:
+    """Every call on all devices, all alike: tensor within a node, pipeline across nodes.
+
+    Where a model's heads or layers do not divide so, the nearest degrees: the most tensor, then the most pipeline up to
+    the number of nodes, data for the rest. Of the choices that are so, the fastest that fit together.
+
+    Raises:
+        PlanError: A call has no choice on all devices, or they do not fit together.
+    """
+    del seed, seconds
+    nodes = max(1, problem.num_devices // problem.devices_per_node)
+    options = []
+    for call in problem.calls:
+        whole = [i for i, c in enumerate(call.choices) if len(c.devices) == problem.num_devices]
+        if not whole:
+            raise PlanError(
+                f"heuristic: {call.name} must have a choice on all devices. Got none. Use another strategy."
+            )
+
+        def usual(i: int, choices: Sequence[Choice] = call.choices) -> tuple[int, int, int]:
+            s = choices[i].strategy
+            return s.tensor, s.pipeline if s.pipeline <= nodes else -s.pipeline, -s.fsdp
+
+        best = max(usual(i)[:2] for i in whole)
+        options.append([i for i in whole if usual(i)[:2] == best])
+    return result_of(problem, fastest_that_fits(problem, options, "heuristic"))
+
+
+def colocate(problem: Problem, *, seed: int = 0, seconds: float | None = None) -> SearchResult:
+    """Every call on all devices, each with the fastest choice that fits beside the others.
+
+    Raises:
+        PlanError: As `heuristic`.
+    """
+    del seed, seconds
+    return result_of(problem, _on(problem, dict.fromkeys(_sets(problem), range(problem.num_devices)), "colocate"))
+
+
+def standalone(problem: Problem, *, seed: int = 0, seconds: float | None = None) -> SearchResult:
+    """Every set of weights on devices of its own, in the order of the step; the sizes that give the shortest iteration.
+
+    Raises:
+        PlanError: There are fewer devices than sets, or no sizes fit.
+    """
+    del seed, seconds
+    return _best_parts(problem, [[name] for name in _sets(problem)], "standalone")
+
+
+def split(problem: Problem, *, seed: int = 0, seconds: float | None = None) -> SearchResult:
+    """Two parts: the first set that is trained with every other set of that size or larger that is not, such as its
+    reference; and all others, such as critic and reward. Where there is no second trained set, those never trained are
+    the second part. The sizes are those that give the shortest iteration.
+
+    Raises:
+        PlanError: There are no two parts, or they do not fit.
+    """
+    del seed, seconds
+    trained = [call.weights for call in problem.calls if call.trains]
+    names = _sets(problem)
+    if not trained or len(names) < 2:
+        raise PlanError(f"split: must have two sets of weights, one of them trained. Got {', '.join(names)}.")
+    actor = next((call.weights for call in problem.calls if call.kind == "generate"), trained[0])
+    second = [name for name in dict.fromkeys(trained) if name != actor]
+    likes = _like(problem, actor)
+    first = [actor, *[name for name in names if name not in trained and name in likes]] if second else [actor]
+    return _best_parts(problem, [first, [name for name in names if name not in first]], "split")
+
+
+STRATEGIES: Mapping[str, PlanBy] = {
+    "search": search,
+    "exhaustive": exhaustive,
+    "hybridflow": hybridflow,
+    "heuristic": heuristic,
+    "colocate": colocate,
+    "standalone": standalone,
+    "split": split,
+}
+
+
+def find_strategy(name: str) -> PlanBy:
+    """A strategy by name.
+
+    Raises:
+        PlanError: There is none of that name.
+    """
+    if name not in STRATEGIES:
+        raise PlanError(
+            f"strategy: must be one of {', '.join(STRATEGIES)}. Got {name!r}.{did_you_mean(name, STRATEGIES)}"
+        )
+    return STRATEGIES[name]
+
+
+def _sets(problem: Problem) -> list[str]:
+    """The sets of weights, in the order of the step."""
+    return list(dict.fromkeys(call.weights for call in problem.calls))
+
+
+def _like(problem: Problem, name: str) -> set[str]:
+    """Sets that could be of the same model: what their readers keep or copy is the same to a fiftieth, heads included."""
+
+    def size(weights: str) -> int:
+        readers = [call for call in problem.calls if call.weights == weights and not call.trains]
+        one_device = [c for call in readers for c in call.choices if not c.offloaded]
+        return min((((c.resting or c.copy) * len(c.devices) // _copies(c)) for c in one_device), default=0)
+
+    own = size(name)
+    return {other for other in _sets(problem) if abs(size(other) - own) <= own / 50}
+
+
+def _copies(choice: Choice) -> int:
+    return choice.strategy.data
+
+
+def _on(problem: Problem, devices: Mapping[str, range], strategy: str) -> tuple[int, ...]:
+    """The fastest choices where every set of weights has certain devices."""
+    options = []
+    for call in problem.calls:
+        here = [i for i, c in enumerate(call.choices) if c.devices == devices[call.weights]]
+        if not here:
+            where = devices[call.weights]
+            raise PlanError(f"{strategy}: {call.name} has no choice on devices {where.start}-{where.stop - 1}.")
+        options.append(here)
+    return fastest_that_fits(problem, options, strategy)
+
+
+def _best_parts(problem: Problem, parts: Sequence[Sequence[str]], strategy: str) -> SearchResult:
+    """The shortest iteration where parts of the sets have devices of their own."""
+    best: SearchResult | None = None
+    looked, why = (
+        0,
+        f"{strategy}: {len(parts)} parts must have devices of their own. Got {problem.num_devices} devices.",
+    )
+    for devices in _cuts(problem, len(parts)):
+        placed = {name: mesh for part, mesh in zip(parts, devices, strict=True) for name in part}
+        try:
+            plan = _on(problem, placed, strategy)
+        except PlanError as error:
+            why = str(error)
+            continue
+        looked += 1
+        found = result_of(problem, plan, evaluated=looked)
+        if best is None or found.seconds < best.seconds:
+            best = found
+    if best is None:
+        raise PlanError(why)
+    return best
+
+
+def _cuts(problem: Problem, count: int) -> Iterator[tuple[range, ...]]:
+    """All ways to cut the devices into so many meshes, one after another, in any order of sizes."""
+    meshes = set(all_meshes(problem))
+
+    def cut(first: int, left: int) -> Iterator[tuple[range, ...]]:
+        if left == 0:
+            if first == problem.num_devices:
+                yield ()
+            return
+        for end in range(first + 1, problem.num_devices + 1):
+            if range(first, end) in meshes:
+                for others in cut(end, left - 1):
+                    yield (range(first, end), *others)
+
+    return cut(0, count)
