@@ -1,0 +1,85 @@
+"""Plans as people make them, and HybridFlow's mapping."""
+
+import dataclasses
+import itertools
+
+import pytest
+
+from jaxrlhf.planner.choices import make_problem
+from jaxrlhf.planner.cluster_text import read_cluster
+from jaxrlhf.planner.cost import CostModel
+from jaxrlhf.planner.mapping import hybridflow, partitions
+from jaxrlhf.planner.peak_memory import peak_memory
+from jaxrlhf.planner.placed import fastest_that_fits
+from jaxrlhf.planner.plan import PlanError
+from jaxrlhf.planner.presets import STRATEGIES, colocate, find_strategy, heuristic, split, standalone
+from jaxrlhf.planner.problem import Problem
+from jaxrlhf.planner.search import SearchResult
+from jaxrlhf.planner.simulate import steady_state
+from tests.planner.described_step import TINY, ppo
+
+MODEL = dataclasses.replace(TINY, hidden_size=512, intermediate_size=1536, num_heads=8, num_kv_heads=4, vocab_size=2048)
+CLUSTER = read_cluster("2x4:a100-80g")
+STEP = ppo(MODEL, rows=64, prompt=32, response=32)
+PROBLEM = make_problem(STEP.workload, CLUSTER, CostModel(CLUSTER))
+
+
+def placed(result: SearchResult, problem: Problem = PROBLEM):
+    return {call.name: call.choices[i] for call, i in zip(problem.calls, result.plan, strict=True)}
+
+
+@pytest.mark.parametrize("name", ["heuristic", "colocate", "standalone", "split", "hybridflow"])
+def test_every_strategy_gives_a_plan_that_fits(name):
+    result = find_strategy(name)(PROBLEM)
+    assert result.memory == peak_memory(PROBLEM, result.plan)
+    assert all(taken <= room for taken, room in zip(result.memory, PROBLEM.capacity, strict=True))
+    assert result.seconds == steady_state(PROBLEM, result.plan).seconds
+
+
+def test_the_usual_plan_has_tensor_within_nodes_and_pipeline_across():
+    for choice in placed(heuristic(PROBLEM)).values():
+        assert (choice.devices, choice.strategy.tensor, choice.strategy.pipeline) == (range(8), 4, 2)
+
+
+def test_models_share_all_devices_or_have_their_own():
+    assert {c.devices for c in placed(colocate(PROBLEM)).values()} == {range(8)}
+    own = placed(standalone(PROBLEM))
+    sets = {call.weights: own[call.name].devices for call in PROBLEM.calls}
+    assert sum(len(devices) for devices in sets.values()) == 8
+    assert all(not set(a) & set(b) for a, b in itertools.combinations(sets.values(), 2))
+
+
+def test_the_reference_stays_with_the_actor_and_the_reward_model_with_the_critic():
+    devices = {name: c.devices for name, c in placed(split(PROBLEM)).items()}
+    assert devices["actor.generate"] == devices["actor.train"] == devices["reference.logprobs"]
+    assert devices["critic.values"] == devices["critic.train"] == devices["reward.scores"]
+    assert not set(devices["actor.train"]) & set(devices["critic.train"])
+
+
+def test_a_mapping_is_the_best_of_all():
+    """Beside the plans that are mappings: all on all devices, and each on its own."""
+    found = hybridflow(PROBLEM)
+    assert found.seconds <= min(colocate(PROBLEM).seconds, standalone(PROBLEM).seconds) * (1 + 1e-9)
+    # for each partition of four sets into k, the ways to give 8 devices to k meshes of 1, 2, 4 or 8
+    ways = {1: 1, 2: 1, 3: 3, 4: 13}
+    counts = [sum(len(p) == k for p in partitions(list("abcd"))) for k in (1, 2, 3, 4)]
+    assert (sum(counts), counts) == (15, [1, 7, 6, 1])
+    assert found.evaluated == sum(count * ways[k] for k, count in zip((1, 2, 3, 4), counts, strict=True))
+
+
+def test_leaner_choices_are_taken_where_the_fastest_do_not_fit():
+    everything = [range(len(call.choices)) for call in PROBLEM.calls]
+    fastest = fastest_that_fits(PROBLEM, everything, "test")
+    room = max(peak_memory(PROBLEM, fastest)) - 1
+    tight = dataclasses.replace(PROBLEM, capacity=(room,) * 8)
+    leaner = fastest_that_fits(tight, everything, "test")
+    assert leaner != fastest
+    assert max(peak_memory(tight, leaner)) <= room
+    with pytest.raises(PlanError, match=r"test: its plan must fit the memory of the devices. Got .* too much"):
+        fastest_that_fits(dataclasses.replace(PROBLEM, capacity=(1000,) * 8), everything, "test")
+
+
+def test_an_unknown_strategy_is_refused():
+    with pytest.raises(PlanError, match=r"must be one of search, .*. Got 'colocated'. Did you mean 'colocate'\?"):
+        find_strategy("colocated")
+    assert set(STRATEGIES) == {"search", "exhaustive", "hybridflow", "heuristic", "colocate", "standalone", "split"}
