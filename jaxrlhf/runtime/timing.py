@@ -16,9 +16,9 @@ import numpy as np
 
 LEAST_RUNS = 5
 """That count, of each program."""
-QUIET = 0.08
+QUIET = 0.05
 """Others may have so much of the processors, or Linux counts ticks amiss, before a run waits for a quieter one."""
-WINDOW_SECONDS = 0.1
+WINDOW_SECONDS = 0.2
 """Shorter programs run several times in a row: Linux counts processor time in ticks of 10 ms."""
 
 
