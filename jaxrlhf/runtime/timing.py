@@ -1,7 +1,8 @@
 """How long programs take, on a host whose processors others may use too.
 
 Other processes make runs longer, never shorter. So every run is noted with the part of the processors that others had
-meanwhile, and the quietest runs count.
+meanwhile, and the quietest runs count. Where the devices are these processors, a program that keeps all of them busy
+has the rest: alone, it takes so much less. One that does not is thought shorter than it is, by no more than that part.
 """
 
 import dataclasses
@@ -14,11 +15,13 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxrlhf.sharding import mesh
+
 LEAST_RUNS = 5
 """That count, of each program."""
-QUIET = 0.08
+QUIET = 0.05
 """Others may have so much of the processors, or Linux counts ticks amiss, before a run waits for a quieter one."""
-WINDOW_SECONDS = 0.1
+WINDOW_SECONDS = 0.2
 """Shorter programs run several times in a row: Linux counts processor time in ticks of 10 ms."""
 
 
@@ -60,13 +63,14 @@ def _ticks() -> tuple[float, float, float]:
 
 
 def time_in_turn(programs: Sequence[Callable[[], Any]], *, patience_seconds: float = 3.0) -> list[Timing]:
-    """Runs programs in turn, so that what changes on the machine changes for all of them, and times each.
+    """Runs programs in turn, so that what changes on the machine changes for all of them, and times each, as if it were
+    alone on the machine.
 
     Args:
         programs: What each gives is waited for.
         patience_seconds: How long, beyond the least number of runs, to wait for runs without others.
     """
-    counts = []
+    shares_processors, counts = mesh.platform() == "cpu", []
     for program in programs:
         jax.block_until_ready(program())  # warms up
         started = time.perf_counter()
@@ -81,7 +85,8 @@ def time_in_turn(programs: Sequence[Callable[[], Any]], *, patience_seconds: flo
             began = time.perf_counter()
             for _ in range(count):
                 jax.block_until_ready(program())
-            of_program.append(((time.perf_counter() - began) / count, load.share()))
+            seconds, others = (time.perf_counter() - began) / count, load.share()
+            of_program.append((seconds * (1 - others) if shares_processors else seconds, others))
         done, passed = len(runs[0]), time.perf_counter() - started
         least = passed if done <= LEAST_RUNS else least
         quiet = min(sum(others <= QUIET for _, others in of_program) for of_program in runs)
