@@ -18,7 +18,7 @@ import math
 from typing import Protocol
 
 from jaxrlhf.models.params import num_parameters
-from jaxrlhf.planner.hardware import Cluster, Kind
+from jaxrlhf.planner.hardware import Cluster, Kind, Network
 from jaxrlhf.planner.work import LayerWork, Phase, Work, analytic_work
 from jaxrlhf.planner.workload import ModelCall
 from jaxrlhf.sharding.stages import layers_of_stages
@@ -115,6 +115,22 @@ class CostModel:
         self.cluster = cluster
         self._work = work
         self._measured = measured
+        self._kinds: dict[tuple[int, int], Kind] = {}
+        self._networks: dict[tuple[int, int], Network] = {}
+
+    def _kind(self, devices: range) -> Kind:
+        """The kind of device that the others wait for."""
+        key = devices.start, devices.stop
+        if key not in self._kinds:
+            self._kinds[key] = self.cluster.slowest(*key)
+        return self._kinds[key]
+
+    def _network(self, devices: range) -> Network:
+        """The network that the others wait for."""
+        key = devices.start, devices.stop
+        if key not in self._networks:
+            self._networks[key] = self.cluster.network(*key)
+        return self._networks[key]
 
     def seconds(self, call: ModelCall, devices: range, strategy: Strategy) -> CallSeconds:
         """The seconds of one call."""
@@ -136,7 +152,7 @@ class CostModel:
         stage = self._stage(call, "gradient", devices, strategy, rows)
         one = self._through_stages(call, devices, strategy, stage, rows, passes=2)
         trained = trained_on_device(call, strategy)
-        kind = self.cluster.slowest(devices.start, devices.stop)
+        kind = self._kind(devices)
         update = trained * ADAM_BYTES / memory_rate(kind) + 12 * kind.coefficients.kernel_seconds
         reduction = self.all_reduce(
             devices, span(strategy, "data", self.cluster.devices_per_node), trained * _itemsize(call)
@@ -148,7 +164,7 @@ class CostModel:
         prompts = call.rows / (strategy.micro_batches * stages * strategy.num_row_shards)
         rows = prompts * call.num_samples
         prefill = self._stage(call, "prefill", devices, strategy, prompts)
-        kind = self.cluster.slowest(devices.start, devices.stop)
+        kind = self._kind(devices)
         step = self._stage(call, "decode", devices, strategy, rows) + kind.coefficients.step_seconds
         size = call.model.hidden_size * _itemsize(call)
         send = self._send(devices, strategy, rows * size) if stages > 1 else 0.0
@@ -168,7 +184,7 @@ class CostModel:
         self, call: ModelCall, devices: range, strategy: Strategy, stage: float, rows: float, passes: int
     ) -> CallSeconds:
         """Micro-batches through the stages of a call: forward, or forward and back."""
-        kind = self.cluster.slowest(devices.start, devices.stop)
+        kind = self._kind(devices)
         dispatch = kind.coefficients.dispatch_seconds
         count, stages = strategy.micro_batches, strategy.pipeline
         if stages == 1:
@@ -202,7 +218,7 @@ class CostModel:
     def _work_seconds(
         self, call: ModelCall, phase: Phase, devices: range, strategy: Strategy, rows: float, work: Work
     ) -> float:
-        kind = self.cluster.slowest(devices.start, devices.stop)
+        kind = self._kind(devices)
         costs, memory = kind.coefficients, memory_rate(kind)
         launch = costs.graph_kernel_seconds if phase == "decode" else costs.kernel_seconds
         operations = work.flops + costs.half_dim * work.narrow_flops
@@ -231,13 +247,13 @@ class CostModel:
     def _rings(self, devices: range, group: Span, size: float, count: float) -> float:
         if group.size == 1:
             return 0.0
-        kind = self.cluster.slowest(devices.start, devices.stop)
+        kind = self._kind(devices)
         costs = kind.coefficients
         local, nodes = group.per_node, group.nodes
         seconds = (local - 1) / local * size / (kind.link.bandwidth * costs.link_efficiency)
         latency = costs.collective_seconds * math.log2(local)
         if nodes > 1:
-            network = self.cluster.network(devices.start, devices.stop)
+            network = self._network(devices)
             share = network.shared_by(min(len(devices), self.cluster.devices_per_node))
             seconds += (nodes - 1) / nodes * size / local / (share * costs.network_efficiency)
             latency += costs.network_collective_seconds * math.log2(nodes)
@@ -245,19 +261,19 @@ class CostModel:
 
     def _send(self, devices: range, strategy: Strategy, size: float) -> float:
         """Seconds of what a device of one stage sends to its neighbor of the next."""
-        kind = self.cluster.slowest(devices.start, devices.stop)
+        kind = self._kind(devices)
         costs = kind.coefficients
         per_stage, per_node = len(devices) // strategy.pipeline, self.cluster.devices_per_node
         size /= strategy.tensor  # each of a tensor group sends its part
         if per_stage * strategy.pipeline <= per_node:
             return costs.collective_seconds + size / (kind.link.bandwidth * costs.link_efficiency)
-        network = self.cluster.network(devices.start, devices.stop)
+        network = self._network(devices)
         rate = network.shared_by(min(per_stage, per_node)) * costs.network_efficiency
         return costs.network_collective_seconds + size / rate
 
     def host_copy(self, devices: range, size: float) -> float:
         """Seconds of so many bytes of every device from host memory, or to it."""
-        return size / self.cluster.slowest(devices.start, devices.stop).coefficients.host_bandwidth
+        return size / self._kind(devices).coefficients.host_bandwidth
 
     def hand_over(self, size: float, source: range, target: range) -> float:
         """Seconds of bringing a call's outputs, of so many bytes in all, to the devices of another.
@@ -266,12 +282,12 @@ class CostModel:
         """
         if source == target:
             return 0.0
-        first, last = min(source.start, target.start), max(source.stop, target.stop)
-        kind, per_node = self.cluster.slowest(first, last), self.cluster.devices_per_node
+        both = range(min(source.start, target.start), max(source.stop, target.stop))
+        kind, per_node = self._kind(both), self.cluster.devices_per_node
         costs = kind.coefficients
-        if first // per_node == (last - 1) // per_node:
+        if both.start // per_node == (both.stop - 1) // per_node:
             return costs.collective_seconds + size / (kind.link.bandwidth * costs.link_efficiency)
-        network = self.cluster.network(first, last)
+        network = self._network(both)
         return costs.network_collective_seconds + size / (network.bandwidth * costs.network_efficiency)
 
 

@@ -26,10 +26,10 @@ class Parts:
     low: np.ndarray
     """[3, layouts, N] where its part begins: among layers, along `fsdp`, along `tensor`."""
     high: np.ndarray
-    copies: np.ndarray
-    """[layouts] copies of every part."""
-    copies_in_node: np.ndarray
-    """[layouts] those of them that are in one node."""
+    first: np.ndarray
+    """[layouts] the first device."""
+    givers: tuple[tuple[int, ...], ...]
+    """For each layout the devices of a node, counted from the first one in it, that have all that the node has."""
 
 
 def parts_of(choices: Sequence[Choice], num_devices: int, devices_per_node: int, num_layers: int) -> Parts:
@@ -38,7 +38,8 @@ def parts_of(choices: Sequence[Choice], num_devices: int, devices_per_node: int,
     count = len(choices)
     has = np.zeros((count, num_devices), bool)
     low, high = np.zeros((2, 3, count, num_devices), np.float32)
-    copies, in_node = np.ones((2, count))
+    first = np.array([choice.first for choice in choices])
+    givers = tuple(_givers(choice, devices_per_node) for choice in choices)
     for i, choice in enumerate(choices):
         s, n = choice.strategy, len(choice.devices)
         at = np.arange(n)
@@ -50,9 +51,16 @@ def parts_of(choices: Sequence[Choice], num_devices: int, devices_per_node: int,
         has[i, where] = True
         low[:, i, where] = ends[stage, 0], fsdp / s.fsdp, tensor / s.tensor
         high[:, i, where] = ends[stage, 1], (fsdp + 1) / s.fsdp, (tensor + 1) / s.tensor
-        copies[i] = s.data
-        in_node[i] = max(1, min(s.data, devices_per_node // (s.tensor * s.fsdp)))
-    return Parts(has, low, high, copies, in_node)
+    return Parts(has, low, high, first, givers)
+
+
+def _givers(choice: Choice, devices_per_node: int) -> tuple[int, ...]:
+    """One device for every different part of the weights that a node has."""
+    s, local = choice.strategy, min(len(choice.devices), devices_per_node)
+    copy, stage = s.fsdp * s.tensor, s.data * s.fsdp * s.tensor
+    if stage <= local:
+        return tuple(m for m in range(local) if m // copy % s.data == 0)
+    return tuple(range(min(copy, local)))
 
 
 def reallocation_seconds(
@@ -109,11 +117,11 @@ def _received(
 
     own_TN = shared(parts.low[:, s], parts.high[:, s]) * (has_T & parts.has[s])
     in_node_TN = np.zeros((T, N))
-    for m in range(per_node):  # what each device of the node has, in turn
-        giver = np.arange(N) // per_node * per_node + m
+    for m in parts.givers[s]:  # what each of them has, in turn
+        giver = np.arange(N) // per_node * per_node + parts.first[s] % per_node + m
         gives = parts.has[s][giver]
         in_node_TN += shared(parts.low[:, s, giver], parts.high[:, s, giver]) * (has_T & gives)
-    in_node_TN = np.minimum(in_node_TN / parts.copies_in_node[s], whole_TN)
+    in_node_TN = np.minimum(in_node_TN, whole_TN)
     far_TN = np.clip(whole_TN - np.maximum(in_node_TN, own_TN), 0.0, None)
     near_TN = np.clip(whole_TN - own_TN - far_TN, 0.0, None)
     tiny = 1e-6

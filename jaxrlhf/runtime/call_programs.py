@@ -6,7 +6,7 @@ the call has.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,11 +16,14 @@ from jaxrlhf.call_graph import Call, Ref, split_args
 from jaxrlhf.experience import Term
 from jaxrlhf.models.lora import adapt, merging_pays
 from jaxrlhf.models.params import shardings_of
+from jaxrlhf.planner.compiled_work import Question
 from jaxrlhf.runtime.optimizer import init_optimizer, optimizer_shardings
 from jaxrlhf.runtime.programs import generate_program, infer_program, loss_program, train_program
 from jaxrlhf.runtime.roles import ModelRole
 from jaxrlhf.runtime.weight_sets import How, WeightSet, set_of
 from jaxrlhf.sharding.layout import Layout
+from jaxrlhf.sharding.mesh import mesh_over
+from jaxrlhf.sharding.strategy import Strategy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +109,22 @@ def call_program(call: DescribedCall, layout: Layout, *, num_layers: int, rows: 
     if isinstance(call.args[0], tuple) and all(isinstance(x, Term) for x in call.args[0]):
         return CallProgram(loss_program(role, rebuild, has_rows, layout), (params, arrays))
     return CallProgram(infer_program(role, call.method, rebuild, layout), (params, arrays))
+
+
+def lower_question(question: Question, devices: Sequence[Any], *, attention: str = "auto") -> Any:
+    """The program of a question, lowered for devices that need not exist: the first `tensor` of them.
+
+    Args:
+        attention: How models that leave it open compute attention over whole sequences.
+    """
+    call: DescribedCall = question.origin
+    model = call.role.model
+    if model.attention == "auto":
+        model = dataclasses.replace(model, attention=attention)
+        call = dataclasses.replace(call, role=dataclasses.replace(call.role, model=model))
+    strategy = Strategy(tensor=question.tensor)
+    layout = Layout(mesh_over(devices[: question.tensor], strategy), strategy)
+    return call_program(call, layout, num_layers=question.num_layers, rows=question.rows).lower()
 
 
 def _with_rows(call: DescribedCall, rows: int, layout: Layout) -> tuple[Any, ...]:
