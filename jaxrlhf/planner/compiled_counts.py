@@ -8,7 +8,6 @@ from memory and write to it, where a fusion is one kernel and keeps what it comp
 """
 
 import dataclasses
-import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -135,13 +134,22 @@ class ProgramCounts:
         loops = tuple(dataclasses.replace(loop, round=loop.round.map(change)) for loop in self.loops)
         return ProgramCounts({label: change(counts) for label, counts in self.parts.items()}, loops, self.unknown)
 
-    def to_json(self) -> str:
-        return json.dumps(_program_tree(self))
+    def to_tree(self) -> dict[str, Any]:
+        """As plain data."""
+        return {
+            "parts": {label: _counts_tree(counts) for label, counts in self.parts.items()},
+            "loops": [{**vars(loop), "round": loop.round.to_tree()} for loop in self.loops],
+            "unknown": list(self.unknown),
+        }
 
     @classmethod
-    def from_json(cls, text: str) -> "ProgramCounts":
-        """What `to_json` wrote."""
-        return _program_of(json.loads(text))
+    def from_tree(cls, tree: dict[str, Any]) -> "ProgramCounts":
+        """What `to_tree` gave, also by way of JSON."""
+        return cls(
+            {label: _counts_of(counts) for label, counts in tree["parts"].items()},
+            tuple(Loop(**{**loop, "round": cls.from_tree(loop["round"])}) for loop in tree["loops"]),
+            tuple(tree["unknown"]),
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,22 +174,6 @@ class Loop:
 
 
 Rounds = float | Callable[[Loop], float]
-
-
-def _program_tree(program: ProgramCounts) -> dict[str, Any]:
-    return {
-        "parts": {label: _counts_tree(counts) for label, counts in program.parts.items()},
-        "loops": [{**vars(loop), "round": _program_tree(loop.round)} for loop in program.loops],
-        "unknown": list(program.unknown),
-    }
-
-
-def _program_of(tree: dict[str, Any]) -> ProgramCounts:
-    return ProgramCounts(
-        {label: _counts_of(counts) for label, counts in tree["parts"].items()},
-        tuple(Loop(**{**loop, "round": _program_of(loop["round"])}) for loop in tree["loops"]),
-        tuple(tree["unknown"]),
-    )
 
 
 def _counts_tree(counts: Counts) -> dict[str, Any]:

@@ -48,12 +48,27 @@ class MeasuredPass(Protocol):
         ...
 
 
+class MeasuredUpdate(Protocol):
+    """Seconds of an update beside its passes as they were measured; None where nothing near it was."""
+
+    def __call__(self, call: ModelCall, strategy: Strategy) -> "UpdateSeconds | None": ...
+
+
 @dataclasses.dataclass(frozen=True)
 class PassSeconds:
     """A pass of a micro-batch through one layer, and through embedding, head and loss."""
 
     layer: float
     rest: float
+
+
+@dataclasses.dataclass(frozen=True)
+class UpdateSeconds:
+    """The optimizer over one layer, and over embedding, head and norms."""
+
+    optimizer: PassSeconds
+    includes_reduction: bool
+    """The measured passes of this strategy have in them that gradients are added up over copies of the weights."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,11 +125,16 @@ class CostModel:
     """What calls cost on a cluster."""
 
     def __init__(
-        self, cluster: Cluster, work: WorkSource = analytic_work, measured: MeasuredPass | None = None
+        self,
+        cluster: Cluster,
+        work: WorkSource = analytic_work,
+        measured: MeasuredPass | None = None,
+        measured_update: MeasuredUpdate | None = None,
     ) -> None:
         self.cluster = cluster
         self._work = work
         self._measured = measured
+        self._measured_update = measured_update
         self._kinds: dict[tuple[int, int], Kind] = {}
         self._networks: dict[tuple[int, int], Network] = {}
 
@@ -157,6 +177,10 @@ class CostModel:
         reduction = self.all_reduce(
             devices, span(strategy, "data", self.cluster.devices_per_node), trained * _itemsize(call)
         )
+        measured = self._measured_update(call, strategy) if self._measured_update is not None else None
+        if measured is not None:
+            update = _slowest_stage(call, strategy, measured.optimizer)
+            reduction = 0.0 if measured.includes_reduction else reduction
         return _times(dataclasses.replace(one, reduction=reduction, update=update), call.updates)
 
     def _generate(self, call: ModelCall, devices: range, strategy: Strategy) -> CallSeconds:
@@ -165,7 +189,7 @@ class CostModel:
         rows = prompts * call.num_samples
         prefill = self._stage(call, "prefill", devices, strategy, prompts)
         kind = self._kind(devices)
-        step = self._stage(call, "decode", devices, strategy, rows) + kind.coefficients.step_seconds
+        step = self._stage(call, "decode", devices, strategy, rows)
         size = call.model.hidden_size * _itemsize(call)
         send = self._send(devices, strategy, rows * size) if stages > 1 else 0.0
         first = self._send(devices, strategy, prompts * call.prompt * size) if stages > 1 else 0.0
@@ -200,11 +224,7 @@ class CostModel:
 
     def _stage(self, call: ModelCall, phase: Phase, devices: range, strategy: Strategy, rows: float) -> float:
         """A pass of a micro-batch through the slowest stage: that with most layers and the head."""
-        one = self._pass(call, phase, devices, strategy, rows)
-        counts = [len(layers) for layers in layers_of_stages(call.model.num_layers, strategy.num_stages)]
-        per_device = [sum(counts[i :: strategy.pipeline]) for i in range(strategy.pipeline)]
-        with_head = per_device[-1] * one.layer + one.rest
-        return max(with_head, max(per_device) * one.layer)
+        return _slowest_stage(call, strategy, self._pass(call, phase, devices, strategy, rows))
 
     def _pass(self, call: ModelCall, phase: Phase, devices: range, strategy: Strategy, rows: float) -> PassSeconds:
         if self._measured is not None:
@@ -213,7 +233,9 @@ class CostModel:
                 return measured
         layer, rest = self._work(call, phase, tensor=strategy.tensor, fsdp=strategy.fsdp, remat=strategy.remat)
         seconds = functools.partial(self._work_seconds, call, phase, devices, strategy, rows)
-        return PassSeconds(seconds(layer), seconds(rest))
+        kind = self._kind(devices)
+        waits = kind.coefficients.step_seconds if phase == "decode" else 0.0
+        return PassSeconds(seconds(layer), seconds(rest) + waits)
 
     def _work_seconds(
         self, call: ModelCall, phase: Phase, devices: range, strategy: Strategy, rows: float, work: Work
@@ -304,6 +326,13 @@ def _parameters(model: object) -> int:
 def trained_on_device(call: ModelCall, strategy: Strategy) -> float:
     """Weights that a train call changes, on one device."""
     return _parameters(call.model) / (strategy.tensor * strategy.fsdp * strategy.pipeline)
+
+
+def _slowest_stage(call: ModelCall, strategy: Strategy, one: PassSeconds) -> float:
+    """Of a pass through each stage: that with most layers, or that with the head."""
+    counts = [len(layers) for layers in layers_of_stages(call.model.num_layers, strategy.num_stages)]
+    per_device = [sum(counts[i :: strategy.pipeline]) for i in range(strategy.pipeline)]
+    return max(per_device[-1] * one.layer + one.rest, *(layers * one.layer for layers in per_device[:-1]), 0.0)
 
 
 def _times(seconds: CallSeconds, times: float) -> CallSeconds:

@@ -4,6 +4,7 @@ Labels tell the parts of a program apart, by where in the Python program an inst
 itself has the label of the latest result that it takes, or else of the loop or call that it stands in.
 """
 
+import functools
 import math
 import re
 from collections.abc import Callable
@@ -49,18 +50,18 @@ def count(text: str, classify: Classifier) -> ProgramCounts:
 
 def by_scope(*names: str) -> Classifier:
     """Labels are those of `names` that stand in an `op_name`, the first of them that does."""
+    return functools.partial(_first_scope, names)
 
-    def classify(op_name: str) -> str | None:
-        found = set(scopes(op_name))
-        return next((name for name in names if name in found), None)
 
-    return classify
+def _first_scope(names: tuple[str, ...], op_name: str) -> str | None:
+    found = set(scopes(op_name))
+    return next((name for name in names if name in found), None)
 
 
 def by_phase(op_name: str) -> str | None:
     """`prefill` and `decode` of generation, `forward` and `backward` of a train call, what it computes anew among the
     latter; neither for the rest, such as the update of the weights."""
-    if label := by_scope("decode", "prefill")(op_name):
+    if label := _first_scope(("decode", "prefill"), op_name):
         return label
     return "backward" if "transpose(" in op_name else "forward" if "jvp(" in op_name else None
 

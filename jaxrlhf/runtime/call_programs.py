@@ -17,7 +17,7 @@ from jaxrlhf.experience import Term
 from jaxrlhf.models.lora import adapt, merging_pays
 from jaxrlhf.models.params import shardings_of
 from jaxrlhf.planner.compiled_work import Question
-from jaxrlhf.runtime.optimizer import init_optimizer, optimizer_shardings
+from jaxrlhf.runtime.optimizer import apply_gradient, init_optimizer, optimizer_shardings
 from jaxrlhf.runtime.programs import generate_program, infer_program, loss_program, train_program
 from jaxrlhf.runtime.roles import ModelRole
 from jaxrlhf.runtime.weight_sets import How, WeightSet, set_of
@@ -125,6 +125,26 @@ def lower_question(question: Question, devices: Sequence[Any], *, attention: str
     strategy = Strategy(tensor=question.tensor)
     layout = Layout(mesh_over(devices[: question.tensor], strategy), strategy)
     return call_program(call, layout, num_layers=question.num_layers, rows=question.rows).lower()
+
+
+def update_program(call: DescribedCall, layout: Layout, *, num_layers: int) -> CallProgram:
+    """What a train call does once for each mini-batch: `(params, optimizer state, gradient) -> (params, optimizer
+    state)`, the first two donated, of a model that has fewer layers.
+
+    Args:
+        layout: Without stages.
+    """
+    assert not layout.is_pipelined
+    role = dataclasses.replace(call.role, model=dataclasses.replace(call.role.model, num_layers=num_layers))
+    config, (params, state, _) = role.optimizer, _training_state(role, layout)
+    assert config is not None
+
+    def program(params: Any, state: Any, gradient: Any) -> tuple[Any, Any]:
+        params, state, _ = apply_gradient(config, role.num_updates, params, state, gradient)
+        return params, state
+
+    shardings = jax.tree.map(lambda x: x.sharding, (params, state))
+    return CallProgram(jax.jit(program, donate_argnums=(0, 1), out_shardings=shardings), (params, state, params))
 
 
 def _with_rows(call: DescribedCall, rows: int, layout: Layout) -> tuple[Any, ...]:

@@ -29,6 +29,21 @@ def use_virtual_cpu_devices(count: int) -> None:
             ) from error
 
 
+def first_virtual_devices(count: int) -> tuple[Any, ...]:
+    """So many virtual devices of this host's processor.
+
+    Raises:
+        ValueError: JAX runs with fewer.
+    """
+    devices = jax.devices("cpu")
+    if len(devices) < count:
+        raise ValueError(
+            f"devices: JAX runs with {len(devices)} virtual CPU devices already, and {count} are asked for. Start in a "
+            "fresh process."
+        )
+    return tuple(devices[:count])
+
+
 def num_devices() -> int:
     """Devices that JAX sees."""
     return len(jax.devices())

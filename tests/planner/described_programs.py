@@ -1,15 +1,20 @@
-"""Calls of a small model as DescribedCalls: what is compiled to see what is counted."""
+"""Calls of a small model, described and lowered: what is compiled to see what is counted."""
 
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from jaxrlhf.config.schema import OptimizerConfig
 from jaxrlhf.experience import Prompts, Sampling, Sequences, Term
 from jaxrlhf.models.config import ModelConfig
-from jaxrlhf.runtime.call_programs import DescribedCall, DescribedRows
+from jaxrlhf.planner.described import Described
+from jaxrlhf.runtime.call_programs import DescribedCall, DescribedRows, call_program
 from jaxrlhf.runtime.roles import ModelRole
+from jaxrlhf.sharding.layout import Layout
+from jaxrlhf.sharding.mesh import mesh_over
+from jaxrlhf.sharding.strategy import Strategy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,3 +49,21 @@ def described(kind: str, model: ModelConfig, *, rows: int, columns: int, respons
     )
     args = (prompts, Sampling(max_new_tokens=response))
     return DescribedCall("actor.generate", "generate", "generate", args, ModelRole(model), rows * columns)
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """A call over tensor shards, with all its layers and rows."""
+
+    call: DescribedCall
+    tensor: int = 1
+
+
+def lower(subject: Subject, devices: Described) -> jax.stages.Lowered:
+    """For described devices."""
+    call, strategy = subject.call, Strategy(tensor=subject.tensor)
+    if not devices.has_cudnn:
+        role = dataclasses.replace(call.role, model=dataclasses.replace(call.role.model, attention="xla"))
+        call = dataclasses.replace(call, role=role)
+    layout = Layout(mesh_over(devices.devices, strategy), strategy)
+    return call_program(call, layout, num_layers=call.role.model.num_layers, rows=call.num_rows).lower()

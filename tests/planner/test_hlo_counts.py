@@ -1,5 +1,6 @@
 """What programs do, counted: on instructions written by hand, and on real programs against formulas."""
 
+import json
 import re
 
 import jax
@@ -8,12 +9,11 @@ import pytest
 
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.counts import program_flops
+from jaxrlhf.planner.cluster_text import kinds
 from jaxrlhf.planner.compiled_counts import Collective, Counts, ProgramCounts
+from jaxrlhf.planner.described import described_devices
 from jaxrlhf.planner.hlo_counts import REST, by_phase, by_scope, count
-from jaxrlhf.runtime.call_programs import call_program
-from jaxrlhf.sharding.layout import Layout
-from jaxrlhf.sharding.strategy import Strategy
-from tests.planner.described_programs import described
+from tests.planner.described_programs import Subject, described, lower
 
 
 def unlabelled(op_name: str) -> None:
@@ -261,9 +261,9 @@ def test_labels_are_those_of_scopes_or_of_what_stands_around():
 
 def test_counts_survive_as_json():
     program = of_entry(IN_LOOP, computations=LOOPS)
-    assert ProgramCounts.from_json(program.to_json()) == program
+    assert ProgramCounts.from_tree(json.loads(json.dumps(program.to_tree()))) == program
     with_parts = ProgramCounts({"a": Counts(1, 2, 3, dict(program.loops[0].round.parts[REST].collectives))}, (), ("x",))
-    assert ProgramCounts.from_json(with_parts.to_json()) == with_parts
+    assert ProgramCounts.from_tree(json.loads(json.dumps(with_parts.to_tree()))) == with_parts
 
 
 MODEL = ModelConfig(
@@ -276,13 +276,13 @@ ROWS, COLUMNS, RESPONSE = 8, 201, 96
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_flops_of_real_programs_are_those_of_the_formulas(kind, tensor):
     """A call whose sequences have 201 columns feeds 200: in blocks of 64 queries, the last of 8."""
-    layout = Layout.over(tuple(range(tensor)), Strategy(tensor=tensor))
     call = described(kind, MODEL, rows=ROWS, columns=COLUMNS, response=RESPONSE)
-    program = call_program(call, layout, num_layers=MODEL.num_layers, rows=ROWS).lower().compile()
+    devices = described_devices(kinds()["cpu"], tensor, devices_per_node=8)
+    program = lower(Subject(call, tensor), devices).compile()
     expected = program_flops(
         MODEL, rows=ROWS, columns=COLUMNS - 1, scored=RESPONSE, attention="xla", gradient=kind == "train"
     )
-    counts = count(program.as_text(), by_phase)
+    counts = count(program.as_text() or "", by_phase)
     assert counts.unknown == ()
     assert counts.total().flops == pytest.approx(expected / tensor, rel=0.01)
     sizes = {c.group_size for c in counts.total().collectives}
