@@ -40,6 +40,9 @@ from jaxrlhf.runtime.utilization import utilization_line
 from jaxrlhf.sharding import mesh
 from jaxrlhf.sharding.processes import cluster_of, join
 
+MEMORY_FRACTION = "0.9"
+"""Of a GPU's memory, what a run takes for itself unless the environment says otherwise. Plans count on it."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line.
@@ -147,6 +150,7 @@ def start(config: RunConfig, *, detect: bool = False) -> Channel:
         InputError: There are no such devices, or the other processes cannot be reached.
     """
     try:
+        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", MEMORY_FRACTION)  # before there are devices
         cluster = cluster_of(os.environ, detect=detect)
         count = (cluster.count or 1) if cluster is not None else 1
         if config.num_virtual_devices is not None:

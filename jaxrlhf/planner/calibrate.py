@@ -234,8 +234,9 @@ class Calibration:
 
         Devices of their own take as long however many others have rows too, so any measured number of row shards does.
         Devices that share a processor work on all rows together: what counts is how many these are, and, between
-        measured numbers of shards, the logarithm of how many shards they are in. `fsdp` at one degree stands there for
-        another, with as many shards; its absence does not. `tensor` must be as it was measured.
+        measured numbers of shards, the logarithm of how many shards they are in; the stages of a pipeline, which all
+        work at once, each have their part of it. `fsdp` at one degree stands there for another, with as many shards;
+        its absence does not. `tensor` must be as it was measured.
         """
         found = self._near(call, phase, strategy)
         if found is None:
@@ -243,12 +244,11 @@ class Calibration:
         below, above = found
         if not self.machine.shares_processor:
             return below.at(rows)
-        all_rows, shards = rows * strategy.num_row_shards, (below.case.num_row_shards, above.case.num_row_shards)
-        one, other = below.at(all_rows / shards[0]), above.at(all_rows / shards[1])
-        between = (
-            math.log(strategy.num_row_shards / shards[0]) / math.log(shards[1] / shards[0]) if below != above else 0
-        )
-        return _mixed((one, 1 - between), (other, between))
+        few, many, shards = below.case.num_row_shards, above.case.num_row_shards, strategy.num_row_shards
+        one, other = below.at(rows * shards / few), above.at(rows * shards / many)
+        between = math.log(shards / few) / math.log(many / few) if few < many else 0.0
+        seconds = _mixed((one, 1 - between), (other, between))
+        return dataclasses.replace(seconds, layer=seconds.layer * strategy.pipeline)
 
     def update(self, call: ModelCall, strategy: Strategy) -> UpdateSeconds | None:
         """Seconds of the optimizer; None where nothing near was measured. It is a `cost.MeasuredUpdate`."""

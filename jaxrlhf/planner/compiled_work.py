@@ -4,16 +4,19 @@ A program is compiled for two depths; their difference is a layer, and what is l
 rows and for each `tensor` degree: operations, activations and collectives grow with the rows, weights do not. What does
 not depend on the compiler is not asked of it: bytes of weights, and what is gathered over `fsdp`.
 
-    work = CompiledWork(counts_of)             # Question -> ProgramCounts
+    work, notes = compile_work(workload, cluster, cache=CostCache(default_folder()))
     CostModel(cluster, work).seconds(...)
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jaxrlhf.models.generate import cache_sizes
+from jaxrlhf.planner.compiled import Progress, Question, compile_all
 from jaxrlhf.planner.compiled_counts import Counts, Loop, ProgramCounts
+from jaxrlhf.planner.cost_cache import CostCache
+from jaxrlhf.planner.hardware import Cluster
 from jaxrlhf.planner.work import LayerWork, Phase, Work, analytic_work
 from jaxrlhf.planner.workload import ModelCall, Workload
 from jaxrlhf.sharding.strategy import Remat
@@ -22,13 +25,16 @@ ROWS = {"generate": 16, "infer": 4, "train": 4}
 """Rows on each device for which calls are compiled: enough for products to be large."""
 
 
+LOWER = "jaxrlhf.runtime.call_programs:lower_program"
+"""What lowers a `CallAtDepth`."""
+
+
 @dataclasses.dataclass(frozen=True)
-class Question:
-    """A program whose counts are wanted."""
+class CallAtDepth:
+    """A call whose program is compiled for few layers and rows."""
 
     origin: Any
     """What makes it: the call, described."""
-    kind: str
     num_layers: int
     rows: int
     tensor: int
@@ -37,8 +43,12 @@ class Question:
 class CompiledWork:
     """A source of work for a cost model, from the counts of compiled programs."""
 
-    def __init__(self, counts_of: Callable[[Question], ProgramCounts]) -> None:
-        self._counts_of = counts_of
+    def __init__(self, counts: Mapping[tuple[str, int, int], ProgramCounts]) -> None:
+        """
+        Args:
+            counts: (call, layers, tensor degree) -> what its program does.
+        """
+        self._counts = counts
         self._made: dict[Any, LayerWork] = {}
 
     def __call__(self, call: ModelCall, phase: Phase, *, tensor: int, fsdp: int, remat: Remat) -> LayerWork:
@@ -49,8 +59,7 @@ class CompiledWork:
         if key not in self._made:
             less, more = depths(call)
             one, two = (
-                self._whole(call, phase, remat, tensor, self._counts_of(question))
-                for question in questions(call, tensor)
+                self._whole(call, phase, remat, tensor, self._counts[call.name, n, tensor]) for n in (less, more)
             )
             layer = _scaled(two, one, 1 / (more - less))
             self._made[key] = LayerWork(layer, _scaled(one, layer * less, 1.0))
@@ -78,24 +87,52 @@ def depths(call: ModelCall) -> tuple[int, int]:
     return (2, 3) if call.model.scan_layers and call.kind != "generate" else (1, 2)
 
 
-def questions(call: ModelCall, tensor: int) -> tuple[Question, Question]:
-    """What is asked of the compiler about a call, for one `tensor` degree."""
-    less, more = (Question(call.origin, call.kind, n, ROWS[call.kind], tensor) for n in depths(call))
-    return less, more
+def compile_work(
+    workload: Workload,
+    cluster: Cluster,
+    *,
+    cache: CostCache | None,
+    processes: int = 2,
+    progress: Progress = lambda done, total, name: None,
+) -> tuple[CompiledWork, tuple[str, ...]]:
+    """The work of all calls of a workload that have programs, for every `tensor` degree that a plan may give them.
+
+    In a mixed cluster programs are compiled for the slowest kind of device: what they do hardly differs.
+
+    Returns:
+        The work, and what is to be known of where it comes from.
+
+    Raises:
+        CompileError: A program does not compile.
+    """
+    kind, per_node = cluster.slowest(0, cluster.num_devices), cluster.devices_per_node
+    asked = {
+        (call.name, num_layers, tensor): Question(
+            f"{call.name}, {num_layers} layers, tensor {tensor}",
+            LOWER,
+            CallAtDepth(call.origin, num_layers, ROWS[call.kind], tensor),
+            kind,
+            tensor,
+            devices_per_node=tensor,
+        )
+        for call in workload.calls
+        if call.origin is not None
+        for tensor in tensor_degrees(call, per_node)
+        for num_layers in depths(call)
+    }
+    answers = compile_all(list(asked.values()), cache=cache, processes=processes, progress=progress)
+    counts = {key: answer.counts for key, answer in zip(asked, answers, strict=True)}
+    unknown = {name: None for answer in answers for name in answer.counts.unknown}
+    notes = dict.fromkeys(note for answer in answers for note in answer.notes)
+    notes |= {f"work of {name} is not counted: nobody here knows what it computes": None for name in unknown}
+    return CompiledWork(counts), tuple(notes)
 
 
-def all_questions(workload: Workload, devices_per_node: int) -> list[Question]:
-    """All that planning can ask, so that it can be answered side by side beforehand."""
-    asked: list[Question] = []
-    for call in workload.calls:
-        if call.origin is None:
-            continue
-        model = call.model
-        for tensor in range(1, devices_per_node + 1):
-            sizes = (devices_per_node, model.num_heads, model.num_kv_heads, model.intermediate_size, model.vocab_size)
-            if all(size % tensor == 0 for size in sizes):
-                asked += questions(call, tensor)
-    return asked
+def tensor_degrees(call: ModelCall, devices_per_node: int) -> list[int]:
+    """What divides a node, and what a model splits over `tensor`."""
+    model = call.model
+    sizes = (devices_per_node, model.num_heads, model.num_kv_heads, model.intermediate_size, model.vocab_size)
+    return [n for n in range(1, devices_per_node + 1) if all(size % n == 0 for size in sizes)]
 
 
 def _decoding(call: ModelCall, counts: ProgramCounts) -> Counts:
@@ -133,9 +170,9 @@ def _per_row(counts: Counts, rows: int, tensor: int) -> Work:
 
 
 def _scaled(more: Work, less: Work, times: float) -> Work:
-    """The difference of two programs' work; compilers make no negative layers, but rounding may."""
+    """The difference of two programs' work. The rest can be negative: the last layer computes less than the others."""
     pairs = zip(dataclasses.astuple(more), dataclasses.astuple(less), strict=True)
-    return Work(*(max(0.0, (a - b) * times) for a, b in pairs))
+    return Work(*((a - b) * times for a, b in pairs))
 
 
 def _with_weights(compiled: Work, formula: Work, rows: int) -> Work:
@@ -144,8 +181,8 @@ def _with_weights(compiled: Work, formula: Work, rows: int) -> Work:
     return dataclasses.replace(
         compiled,
         narrow_flops=formula.narrow_flops,
-        row_bytes=max(0.0, all_bytes - formula.weight_bytes) / rows,
-        weight_bytes=min(all_bytes, formula.weight_bytes),
+        row_bytes=(all_bytes - formula.weight_bytes) / rows,
+        weight_bytes=formula.weight_bytes,
         fsdp_collectives=formula.fsdp_collectives,
         fsdp_bytes=formula.fsdp_bytes,
     )

@@ -235,7 +235,8 @@ class CostModel:
         seconds = functools.partial(self._work_seconds, call, phase, devices, strategy, rows)
         kind = self._kind(devices)
         waits = kind.coefficients.step_seconds if phase == "decode" else 0.0
-        return PassSeconds(seconds(layer), seconds(rest) + waits)
+        one = seconds(layer)
+        return PassSeconds(one, seconds(layer + rest) - one + waits)
 
     def _work_seconds(
         self, call: ModelCall, phase: Phase, devices: range, strategy: Strategy, rows: float, work: Work

@@ -19,8 +19,10 @@ from typing import Any
 import jax
 import numpy as np
 
-_ROOMS = ("algorithms", "models", "planner", "runtime", "sharding")
-"""Those whose sources decide what a program is, or how it is counted."""
+_ROOMS = ("algorithms", "models", "runtime", "sharding")
+"""Those whose sources decide what a program is."""
+_COUNTING = ("compiled", "compiled_counts", "described", "hlo", "hlo_counts")
+"""Modules of the planner that decide how it is compiled and counted."""
 
 
 class CostCache:
@@ -63,10 +65,12 @@ def fingerprint(value: Any) -> str:
 
 @functools.cache
 def source_digest() -> str:
-    """Of the sources that decide what programs are."""
+    """Of the sources that decide what programs are, and what is counted of them."""
     folder = Path(__file__).parent.parent
     digest = hashlib.sha256()
-    for path in sorted(path for room in _ROOMS for path in (folder / room).rglob("*.py")):
+    paths = [path for room in _ROOMS for path in (folder / room).rglob("*.py")]
+    paths += [folder / "planner" / f"{name}.py" for name in _COUNTING]
+    for path in sorted(paths):
         digest.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()
 

@@ -1,9 +1,9 @@
 """Devices that are only described: GPUs that are not there, for XLA to compile programs for.
 
-XLA compiles for a GPU from its description, if JAX's CUDA plugin is installed (`jax-cuda13-plugin` and
-`jax-cuda13-pjrt`, without what they depend on), on a machine without a GPU and without CUDA. Where the plugin is
-missing, virtual devices of the processor stand in: products and collectives are the same, but what computes in bfloat16
-is widened to float32, fusions are those of a processor, and memory is none that a GPU would need.
+XLA compiles for a GPU from its description, if JAX's CUDA plugin is installed (the extra `planner`), on a machine
+without a GPU and without CUDA. Where the plugin is missing, virtual devices of the processor stand in: products are the
+same and most collectives, but what computes in bfloat16 is widened to float32, fusions are those of a processor, and
+memory is none that a GPU would need.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from jaxrlhf.sharding.mesh import first_virtual_devices
 
 NO_COMPILER = (
     "no compiler for GPUs: counted on virtual devices of the processor, with bytes of bfloat16 corrected, without "
-    "figures of memory. Install jax-cuda13-plugin and jax-cuda13-pjrt of jax's version with pip's --no-deps"
+    "figures of memory. Install jaxrlhf[planner], on Linux"
 )
 NO_CUDNN = "attention compiled as matrix products: cuDNN's cannot be lowered here"
 _CUDNN_VERSION = 90800

@@ -6,7 +6,7 @@ the call has.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -16,8 +16,9 @@ from jaxrlhf.call_graph import Call, Ref, split_args
 from jaxrlhf.experience import Term
 from jaxrlhf.models.lora import adapt, merging_pays
 from jaxrlhf.models.params import shardings_of
-from jaxrlhf.planner.compiled_work import Question
-from jaxrlhf.runtime.optimizer import apply_gradient, init_optimizer, optimizer_shardings
+from jaxrlhf.planner.compiled_work import CallAtDepth
+from jaxrlhf.planner.described import Described
+from jaxrlhf.runtime.optimizer import init_optimizer, optimizer_shardings
 from jaxrlhf.runtime.programs import generate_program, infer_program, loss_program, train_program
 from jaxrlhf.runtime.roles import ModelRole
 from jaxrlhf.runtime.weight_sets import How, WeightSet, set_of
@@ -111,40 +112,17 @@ def call_program(call: DescribedCall, layout: Layout, *, num_layers: int, rows: 
     return CallProgram(infer_program(role, call.method, rebuild, layout), (params, arrays))
 
 
-def lower_question(question: Question, devices: Sequence[Any], *, attention: str = "auto") -> Any:
-    """The program of a question, lowered for devices that need not exist: the first `tensor` of them.
-
-    Args:
-        attention: How models that leave it open compute attention over whole sequences.
-    """
-    call: DescribedCall = question.origin
+def lower_program(program: CallAtDepth, described: Described) -> Any:
+    """A program for described devices, lowered. Where cuDNN's attention cannot be, it is matrix products."""
+    call: DescribedCall = program.origin
     model = call.role.model
-    if model.attention == "auto":
-        model = dataclasses.replace(model, attention=attention)
-        call = dataclasses.replace(call, role=dataclasses.replace(call.role, model=model))
-    strategy = Strategy(tensor=question.tensor)
-    layout = Layout(mesh_over(devices[: question.tensor], strategy), strategy)
-    return call_program(call, layout, num_layers=question.num_layers, rows=question.rows).lower()
-
-
-def update_program(call: DescribedCall, layout: Layout, *, num_layers: int) -> CallProgram:
-    """What a train call does once for each mini-batch: `(params, optimizer state, gradient) -> (params, optimizer
-    state)`, the first two donated, of a model that has fewer layers.
-
-    Args:
-        layout: Without stages.
-    """
-    assert not layout.is_pipelined
-    role = dataclasses.replace(call.role, model=dataclasses.replace(call.role.model, num_layers=num_layers))
-    config, (params, state, _) = role.optimizer, _training_state(role, layout)
-    assert config is not None
-
-    def program(params: Any, state: Any, gradient: Any) -> tuple[Any, Any]:
-        params, state, _ = apply_gradient(config, role.num_updates, params, state, gradient)
-        return params, state
-
-    shardings = jax.tree.map(lambda x: x.sharding, (params, state))
-    return CallProgram(jax.jit(program, donate_argnums=(0, 1), out_shardings=shardings), (params, state, params))
+    if model.attention == "auto" and not described.has_cudnn:
+        call = dataclasses.replace(
+            call, role=dataclasses.replace(call.role, model=dataclasses.replace(model, attention="xla"))
+        )
+    strategy = Strategy(tensor=program.tensor)
+    layout = Layout(mesh_over(described.devices[: program.tensor], strategy), strategy)
+    return call_program(call, layout, num_layers=program.num_layers, rows=program.rows).lower()
 
 
 def _with_rows(call: DescribedCall, rows: int, layout: Layout) -> tuple[Any, ...]:

@@ -18,7 +18,7 @@ LEAST_RUNS = 5
 """That count, of each program."""
 QUIET = 0.08
 """Others may have so much of the processors, or Linux counts ticks amiss, before a run waits for a quieter one."""
-_WINDOW_SECONDS = 0.1
+WINDOW_SECONDS = 0.1
 """Shorter programs run several times in a row: Linux counts processor time in ticks of 10 ms."""
 
 
@@ -59,9 +59,7 @@ def _ticks() -> tuple[float, float, float]:
     return sum(ticks) / per_second, (ticks[3] + ticks[4]) / per_second, time.process_time()
 
 
-def time_in_turn(
-    programs: Sequence[Callable[[], Any]], *, least_runs: int = LEAST_RUNS, patience_seconds: float = 3.0
-) -> list[Timing]:
+def time_in_turn(programs: Sequence[Callable[[], Any]], *, patience_seconds: float = 3.0) -> list[Timing]:
     """Runs programs in turn, so that what changes on the machine changes for all of them, and times each.
 
     Args:
@@ -73,7 +71,7 @@ def time_in_turn(
         jax.block_until_ready(program())  # warms up
         started = time.perf_counter()
         jax.block_until_ready(program())
-        counts.append(max(1, round(_WINDOW_SECONDS / (time.perf_counter() - started))))
+        counts.append(max(1, round(WINDOW_SECONDS / (time.perf_counter() - started))))
     runs: list[list[tuple[float, float]]] = [[] for _ in programs]
     started, load = time.perf_counter(), OthersLoad()
     least = 0.0
@@ -85,17 +83,17 @@ def time_in_turn(
                 jax.block_until_ready(program())
             of_program.append(((time.perf_counter() - began) / count, load.share()))
         done, passed = len(runs[0]), time.perf_counter() - started
-        least = passed if done <= least_runs else least
+        least = passed if done <= LEAST_RUNS else least
         quiet = min(sum(others <= QUIET for _, others in of_program) for of_program in runs)
-        if done >= least_runs and (quiet >= least_runs or passed > least + patience_seconds):
-            return [timing(of_program, least_runs) for of_program in runs]
+        if done >= LEAST_RUNS and (quiet >= LEAST_RUNS or passed > least + patience_seconds):
+            return [timing(of_program) for of_program in runs]
 
 
-def timing(runs: Sequence[tuple[float, float]], least_runs: int = LEAST_RUNS) -> Timing:
+def timing(runs: Sequence[tuple[float, float]]) -> Timing:
     """Of runs, each with its seconds and the part of the processors that others had: the quiet ones count, or else the
     quietest."""
     ordered = sorted(runs, key=lambda run: run[1])
-    counting = [run for i, run in enumerate(ordered) if i < least_runs or run[1] <= QUIET]
+    counting = [run for i, run in enumerate(ordered) if i < LEAST_RUNS or run[1] <= QUIET]
     seconds, others = np.array(counting).T
     low, median, high = np.quantile(seconds, [0.25, 0.5, 0.75])
     return Timing(float(median), float((high - low) / 2 / median), float(others.mean()))

@@ -42,7 +42,7 @@ def test_a_network_is_shared_by_the_devices_of_a_node():
 
 def test_capacity_is_a_fraction_of_memory():
     kind = kinds()["a100-80g"]
-    assert read_cluster("8x8:a100-80g").capacity(63) == int(0.75 * kind.memory.bytes) < kind.memory.bytes
+    assert read_cluster("8x8:a100-80g").capacity(63) == int(0.9 * kind.memory.bytes) < kind.memory.bytes
 
 
 def test_meshes_are_aligned_parts_of_a_node_or_whole_nodes():

@@ -1,0 +1,58 @@
+"""Seconds of calls, told apart from a run's events, beside what was predicted."""
+
+import pytest
+
+from jaxrlhf.planner.cost import CallSeconds
+from jaxrlhf.planner.plan import Placement, Plan
+from jaxrlhf.runtime.events import Event
+from jaxrlhf.sharding.strategy import Strategy
+from scripts import check_forecast
+from scripts.check_forecast import WatchedTimeline, comparison, full_length, is_out, measured
+
+PLAN = Plan({name: Placement((0, 1), Strategy(data=2)) for name in ("a", "b")})
+
+
+def noted(name, start, end, cpu, others=0.0):
+    return Event(name, "infer", (0, 1), 3, start, end), cpu, others
+
+
+def test_calls_of_one_processor_begin_where_the_one_before_ends():
+    events = [noted("a", 0.0, 1.0, 5.0), noted("b", 0.1, 3.0, 8.0), noted("a", 3.5, 4.0, 9.0)]
+    one_at_a_time = measured(events, one_at_a_time=True)
+    assert one_at_a_time["b"][0].seconds == 2.0
+    assert one_at_a_time["b"][1] == 3.0
+    assert one_at_a_time["a"][0].seconds == 0.5  # dispatched when nothing was at work
+    assert measured(events, one_at_a_time=False)["b"][0].seconds == pytest.approx(2.9)
+
+
+def test_calls_are_noted_and_copies_are_not():
+    timeline = WatchedTimeline()
+    timeline.record(Event("a", "train", (0,), 1, 0.0, 1.0))
+    timeline.record(Event("a.reallocate", "reallocate", (0,), 1, 1.0, 1.5))
+    timeline.record(Event("reward.scores", "host", (), 1, 1.0, 1.5))
+    assert [event.name for event, *_ in timeline.noted] == ["a"]
+    assert len(timeline.events()) == 3
+
+
+def test_long_calls_are_judged():
+    seen = measured(
+        [noted("a", 0.0, 0.0, 0.0), noted("a", 0.0, 0.1, 0.1), noted("b", 0.1, 0.101, 0.1)], one_at_a_time=True
+    )
+    forecast = {"a": CallSeconds(0.12, update=0.02), "b": CallSeconds(1.0)}
+    of_a, of_b = comparison(forecast, seen, PLAN)
+    assert (of_a["predicted_ms"], of_a["measured_ms"], of_a["out by"]) == (140.0, 100.0, "+40 %")
+    assert is_out(of_a)
+    assert not is_out(of_b)  # a millisecond, whatever was predicted
+    assert not is_out(of_a | {"predicted_ms": 129.0})
+
+
+def test_responses_have_their_full_length():
+    config = full_length("ppo_arithmetic", ["settings.sampling.max_new_tokens=7"])
+    assert config.settings.sampling.min_new_tokens == 7
+    assert config.warm_start is None
+    assert full_length("sft_arithmetic", []).evaluation is None
+
+
+def test_without_a_calibration_it_says_how_to_get_one(tmp_path, capsys):
+    assert check_forecast.main(["--calibration", str(tmp_path / "none.json")]) == 1
+    assert "none.json: cannot be read: No such file or directory. Measure this machine" in capsys.readouterr().err
