@@ -24,10 +24,16 @@ from jaxrlhf.suggest import did_you_mean
 
 OFFLOAD, FUSE = "offload", "fuse"
 """The keys of a plan that are no call: roles that rest in host memory, and train calls that run as one pipeline."""
-_LISTS = {OFFLOAD: "a list of roles", FUSE: "a list of two train calls"}
 PLANNED, FROM_FILE, DEFAULT = "auto", "file", "default"
 """Keys of a plan: whether the calls that it does not name are planned for, the file that it is read from, and what
 calls get that it does not name where they are not planned for."""
+_FORMS: dict[str, tuple[type, str]] = {
+    OFFLOAD: (tuple, "a list of roles"),
+    FUSE: (tuple, "a list of two train calls"),
+    PLANNED: (bool, "true or false"),
+    FROM_FILE: (str, "the path of a plan"),
+}
+"""Keys of a plan that are no call -> what stands under them."""
 MAX_VIRTUAL_DEVICES = 1024
 """As many as a processor can appear as in reasonable time."""
 
@@ -281,11 +287,7 @@ class RunConfig:
 
     def _check_plan(self) -> None:
         for name, entry in self.plan.items():
-            form, written = {
-                PLANNED: (bool, "true or false"),
-                FROM_FILE: (str, "the path of a plan"),
-                **{key: (tuple, what) for key, what in _LISTS.items()},
-            }.get(name, (PlacementConfig, "a placement, {data: 2, ...}"))
+            form, written = _FORMS.get(name, (PlacementConfig, "a placement, {data: 2, ...}"))
             if not isinstance(entry, form):
                 raise ValueError(f"plan.{name}: must be {written}. Got {brief(to_tree(entry))}.")
         if self.plan_file and (others := [name for name in self.plan if name != FROM_FILE]):
@@ -374,7 +376,7 @@ def build_run(tree: Mapping[str, Any], *, where: str) -> RunConfig:
     _fill_presets(tree, where)
     _spell_plan_out(tree, where)
     _join_plan_names(tree)
-    _check_plan_lists(tree, where)
+    _check_plan_forms(tree, where)
     run = build(RunConfig, tree, where=where)
     try:
         algorithm = load_algorithm(run.algorithm)
@@ -418,13 +420,19 @@ def _spell_plan_out(tree: dict[str, Any], where: str) -> None:
         tree["plan"] = {FROM_FILE: plan}
 
 
-def _check_plan_lists(tree: Mapping[str, Any], where: str) -> None:
+def _check_plan_forms(tree: Mapping[str, Any], where: str) -> None:
+    """What stands in a plan under a key that is no call is of the form that it must be."""
     plan = tree.get("plan")
-    for key, what in _LISTS.items():
-        if not isinstance(plan, dict) or isinstance(names := plan.get(key, []), list | tuple):
+    for key, (form, what) in _FORMS.items():
+        if not isinstance(plan, dict) or key not in plan:
             continue
-        written = f"[{names}]" if isinstance(names, str) else "[] for none"
-        raise ConfigError(f"{where}: plan.{key}: must be {what}. Got {brief(names)}. Write {written}.")
+        given = plan[key]
+        if isinstance(given, list | tuple) if form is tuple else isinstance(given, form):
+            continue
+        remedy = ""
+        if form is tuple:
+            remedy = f" Write {f'[{given}]' if isinstance(given, str) else '[] for none'}."
+        raise ConfigError(f"{where}: plan.{key}: must be {what}. Got {brief(given)}.{remedy}")
 
 
 def _join_plan_names(tree: dict[str, Any]) -> None:

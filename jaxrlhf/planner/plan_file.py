@@ -8,6 +8,8 @@ saved.check_devices(num_devices=8, devices_per_node=8, kind="NVIDIA H200")
 
 import dataclasses
 import json
+import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -141,9 +143,20 @@ def described_work(workload: Workload) -> dict[str, Any]:
     return {call.name: {field: to_tree(getattr(call, field)) for field in _OF_A_CALL} for call in workload.calls}
 
 
+def plan_text(saved: SavedPlan) -> str:
+    """A plan as JSON that can be read and changed by hand: lists of numbers stand in a line."""
+    text = json.dumps(saved.to_json(), indent=2, allow_nan=False) + "\n"
+    return re.sub(r"\[\n([\d,\s]*)\]", lambda numbers: f"[{', '.join(re.findall(r'[0-9]+', numbers[1]))}]", text)
+
+
 def write_plan(path: Path, saved: SavedPlan) -> None:
-    """Writes a plan as JSON."""
-    path.write_text(json.dumps(saved.to_json(), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    """Writes a plan, whole or not at all."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(plan_text(saved), encoding="utf-8")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def read_plan(path: str | Path) -> SavedPlan:
@@ -155,7 +168,7 @@ def read_plan(path: str | Path) -> SavedPlan:
     where = cut(str(path))
     try:
         text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # ValueError: no UTF-8, or no name that a file can have
         reason = error.strerror if isinstance(error, OSError) else "no text"
         raise PlanError(
             f"{where}: must be what python -m jaxrlhf.plan --out wrote. Got a file that cannot be read: {reason}."

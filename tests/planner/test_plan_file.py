@@ -39,6 +39,13 @@ def test_a_plan_is_read_as_it_was_written(path):
     read.check_devices(num_devices=8, devices_per_node=4, kind="NVIDIA A100-SXM4-80GB")
 
 
+def test_a_file_can_be_read_by_people(path):
+    lines = path.read_text().splitlines()
+    assert sum(line == '      "devices": [0, 1],' for line in lines) == len(NAMES)
+    assert json.loads(path.read_text()) == json.loads(json.dumps(SAVED.to_json()))
+    assert [name.name for name in path.parent.iterdir()] == ["plan.json"]
+
+
 def other(**changes):
     first, *rest = WORK.calls
     return Workload((dataclasses.replace(first, **changes), *rest))
