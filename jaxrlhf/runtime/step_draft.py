@@ -1,7 +1,7 @@
 """The step of a run, from its config to its call graph: all that there is to know of it before it has a plan."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -17,12 +17,12 @@ from jaxrlhf.experience import Sampling
 from jaxrlhf.importing import failure
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.planner.row_keys import RowKeys, count_keys
-from jaxrlhf.planner.workload import Workload, workload_of
-from jaxrlhf.runtime.call_programs import describe_call
+from jaxrlhf.planner.workload import Workload
 from jaxrlhf.runtime.configured_roles import check_roles, check_vocabulary, configured_models, make_role
 from jaxrlhf.runtime.metrics import check_results
 from jaxrlhf.runtime.roles import ModelRole, Role
 from jaxrlhf.runtime.step_rows import StepRows, Tables, check_rows, load_tables
+from jaxrlhf.runtime.step_work import step_workload
 from jaxrlhf.tracing import trace
 
 MAX_BATCH_TOKENS = 2**28
@@ -57,12 +57,7 @@ class StepDraft:
 
     def workload(self) -> Workload:
         """The step as a planner sees it. Every call knows what makes its programs."""
-        roles = {name: role for name, role in self.roles.items() if isinstance(role, ModelRole)}
-        adapters = {name: role.lora for name, role in roles.items() if role.lora is not None}
-        of_models = [call for call in self.graph.calls if call.role in roles]
-        origins = {call.plan_name: describe_call(call, roles[call.role or ""]) for call in of_models}
-        models = {name: role.model for name, role in roles.items()}
-        return workload_of(self.graph, models, origins=origins, adapters=adapters)
+        return step_workload(self.graph, self.roles)
 
 
 def draft_step(config: RunConfig, *, tables: Tables | None = None) -> StepDraft:
@@ -131,12 +126,20 @@ def first_state(algorithm: Algorithm, settings: Any) -> Any:
 
 def with_stop_ids(settings: Any, end_id: int) -> Any:
     """Settings in which every `Sampling` without stop tokens stops at the end of text."""
-    if isinstance(settings, Sampling):
-        return settings if settings.stop_ids else dataclasses.replace(settings, stop_ids=(end_id,))
+
+    def stopped(part: Any) -> Any:
+        is_open = isinstance(part, Sampling) and not part.stop_ids
+        return dataclasses.replace(part, stop_ids=(end_id,)) if is_open else part
+
+    return map_settings(stopped, settings)
+
+
+def map_settings(change: Callable[[Any], Any], settings: Any) -> Any:
+    """Nested settings with every dataclass in them changed, the inner ones first."""
     if not dataclasses.is_dataclass(settings) or isinstance(settings, type):
         return settings
-    changed = {f.name: with_stop_ids(getattr(settings, f.name), end_id) for f in dataclasses.fields(settings) if f.init}
-    return dataclasses.replace(settings, **changed)
+    inner = {f.name: map_settings(change, getattr(settings, f.name)) for f in dataclasses.fields(settings) if f.init}
+    return change(dataclasses.replace(settings, **inner))
 
 
 def samplings_of(settings: Any) -> list[Sampling]:
