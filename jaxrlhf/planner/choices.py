@@ -147,7 +147,8 @@ class _Maker:
 
     def _may_rest_on_host(self, call: ModelCall) -> bool:
         never_changes = call.weights not in self._workload.trained
-        return never_changes and self._readers[call.weights] == 1 and call.lora is None
+        is_own = call.weights == call.role  # else other roles read them too, as adapters that they are the base of
+        return never_changes and is_own and self._readers[call.weights] == 1 and call.lora is None
 
     def _choice(self, call: ModelCall, mesh: range, strategy: Strategy, offloaded: bool) -> Choice:
         seconds = self._costs.seconds(call, mesh, strategy).total

@@ -36,10 +36,10 @@ Tree = dict[str, Any]
 
 VERSION = 1
 """Of the file of kinds that comes with the package."""
-_CPU, _LOCAL = "cpu", "local"
+CPU, LOCAL = "cpu", "local"
 _USUAL_DEVICES_PER_NODE = 8
 _GROUP = re.compile(r"(?P<nodes>\d+)x(?P<devices>\d+):(?P<kind>[^\s:+]+)")
-_PROCESSOR = re.compile(rf"{_CPU}(:(?P<devices>\d+))?")
+_PROCESSOR = re.compile(rf"{CPU}(:(?P<devices>\d+))?")
 _FORMS = "Write nodes x devices : kind, as 8x8:a100-80g or 2x8:h100+4x8:a100-80g; or cpu:8; or local; or a .yaml file."
 
 
@@ -73,10 +73,10 @@ def read_cluster(text: str) -> Cluster:
     """
     if Path(text).suffix in (".yaml", ".yml"):
         return _from_file(text)
-    if text == _LOCAL:
+    if text == LOCAL:
         return local_cluster()
     if match := _PROCESSOR.fullmatch(text):
-        groups = [_Group(1, _CPU, int(match["devices"] or 1))]
+        groups = [_Group(1, CPU, int(match["devices"] or 1))]
     else:
         matches = [_GROUP.fullmatch(part.strip()) for part in text.split("+")]
         groups = [_Group(int(m["nodes"]), m["kind"], int(m["devices"])) for m in matches if m]
@@ -102,7 +102,7 @@ def local_cluster() -> Cluster:
     Raises:
         ConfigError: They are of a kind that is not known.
     """
-    name = _CPU if mesh.platform() == "cpu" else mesh.device_kind()
+    name = CPU if mesh.platform() == "cpu" else mesh.device_kind()
     by_name = {known: kind.name for kind in kinds().values() for known in kind.names}
     if name not in by_name:
         raise ConfigError(
@@ -214,4 +214,4 @@ def _unknown(where: str, name: object, known: Mapping[str, object]) -> str:
 
 def _hint(text: str) -> str:
     """What a text that is no cluster may have meant."""
-    return did_you_mean(text, [_LOCAL, _CPU, *(f"1x8:{name}" for name in kinds())])
+    return did_you_mean(text, [LOCAL, CPU, *(f"1x8:{name}" for name in kinds())])

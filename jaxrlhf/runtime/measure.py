@@ -22,17 +22,16 @@ from jaxrlhf.experience import Sampling
 from jaxrlhf.models.generate import cache_sizes
 from jaxrlhf.planner.calibrate import Case, MeasuredPhase, Point, case_of
 from jaxrlhf.planner.work import analytic_work
-from jaxrlhf.planner.workload import ModelCall, Workload, workload_of
+from jaxrlhf.planner.workload import ModelCall, Workload
 from jaxrlhf.runtime.assembly import Phase
 from jaxrlhf.runtime.call_programs import (
     CallProgram,
     DescribedCall,
     DescribedRows,
     call_program,
-    describe_call,
     update_program,
 )
-from jaxrlhf.runtime.roles import ModelRole
+from jaxrlhf.runtime.step_work import step_workload
 from jaxrlhf.runtime.timing import Timing, time_in_turn
 from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.strategy import Remat, Strategy
@@ -74,13 +73,7 @@ def divides(call: ModelCall, strategy: Strategy) -> bool:
 
 def described_workload(phase: Phase) -> Workload:
     """The calls of a step, each with what makes its programs."""
-    roles = {name: role for name, role in phase.roles.items() if isinstance(role, ModelRole)}
-    origins = {
-        call.plan_name: describe_call(call, roles[call.role]) for call in phase.graph.calls if call.role in roles
-    }
-    adapters = {name: role.lora for name, role in roles.items() if role.lora is not None}
-    models = {name: role.model for name, role in roles.items()}
-    return workload_of(phase.graph, models, origins=origins, adapters=adapters)
+    return step_workload(phase.graph, phase.roles)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -44,6 +44,11 @@ def first_virtual_devices(count: int) -> tuple[Any, ...]:
     return tuple(devices[:count])
 
 
+def use_processor_alone() -> None:
+    """Start no accelerator. Of no effect where JAX runs already."""
+    jax.config.update("jax_platforms", "cpu")
+
+
 def num_devices() -> int:
     """Devices that JAX sees."""
     return len(jax.devices())

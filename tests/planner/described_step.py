@@ -1,7 +1,7 @@
 """PPO of described sizes, for tests of the planner: a traced graph, its roles and its work. No arrays are made."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ from jaxrlhf.algorithms.ppo import PPOConfig, ValueUpdate, ppo_step
 from jaxrlhf.call_graph import CallGraph
 from jaxrlhf.config.algorithms import load_algorithm
 from jaxrlhf.config.schema import OptimizerConfig
-from jaxrlhf.experience import Prompts, Sampling
+from jaxrlhf.experience import Prompts, Sampling, Sequences
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.planner.workload import Workload, workload_of
 from jaxrlhf.runtime.call_programs import describe_call
@@ -59,19 +59,32 @@ def ppo(
         actor_update=PolicyUpdate(mini_batches=mini_batches),
         critic_update=ValueUpdate(mini_batches=mini_batches),
     )
+    return traced(ppo_step, roles, load_algorithm("ppo").init_state(config), config, rows=rows, prompt=prompt)
 
-    def array(*shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+
+def traced(
+    step: Callable[..., Any],
+    roles: Mapping[str, ModelRole],
+    state: Any,
+    config: Any,
+    *,
+    rows: int,
+    prompt: int = 8,
+    response: int = 0,
+) -> DescribedStep:
+    """A step that is given prompts, or demonstrations with so many columns of a response."""
+
+    def array(*shape: int, dtype: Any = jnp.int32) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype)
 
-    prompts: Any = Prompts(
-        tokens=array(rows, prompt),  # pyright: ignore[reportArgumentType]
-        mask=array(rows, prompt, dtype=jnp.bool),  # pyright: ignore[reportArgumentType]
-        row=array(rows),  # pyright: ignore[reportArgumentType]
-        id=array(rows, dtype=jnp.uint32),  # pyright: ignore[reportArgumentType]
-    )
+    tokens, mask = array(rows, prompt + response), array(rows, prompt + response, dtype=jnp.bool)
+    data = Prompts(tokens=tokens, mask=mask, row=array(rows), id=array(rows, dtype=jnp.uint32))
+    if response:
+        data = Sequences(tokens=tokens, mask=mask, response=array(rows, response, dtype=jnp.bool))
     methods = {name: role.methods(name) for name, role in roles.items()}
-    state = jax.tree.map(jnp.asarray, load_algorithm("ppo").init_state(config))
-    graph = trace(ppo_step, methods, state, prompts, config)
-    origins = {call.plan_name: describe_call(call, roles[call.role]) for call in graph.calls if call.role in roles}
+    graph = trace(step, methods, jax.tree.map(jnp.asarray, state), data, config)
+    origins = {
+        call.plan_name: describe_call(call, roles[call.role or ""]) for call in graph.calls if call.role in roles
+    }
     workload = workload_of(graph, {name: role.model for name, role in roles.items()}, origins=origins)
     return DescribedStep(graph, roles, workload)
