@@ -121,7 +121,7 @@ def _sets(problem: Problem) -> list[str]:
 
 
 def _like(problem: Problem, name: str) -> set[str]:
-    """Sets that could be of the same model: what their readers keep or copy is the same to a fiftieth, heads included."""
+    """Sets that could be of the same model, head included: what readers keep or copy is the same to a fiftieth."""
 
     def size(weights: str) -> int:
         readers = [call for call in problem.calls if call.weights == weights and not call.trains]

@@ -29,11 +29,6 @@ def test_fused_calls_fill_the_bubbles_of_one_another():
     fused = fused_seconds(calls, (choice, choice), COSTS)
     assert fused is not None
     assert 8.0 <= fused < 2 * seconds.total  # the work of both on a stage; what they take one after the other
-    apart = (
-        Choice(0, 4, dataclasses.replace(PIPELINE, pipeline=2, fsdp=2), 1.0),
-        Choice(0, 4, dataclasses.replace(PIPELINE, pipeline=1, fsdp=4), 1.0),
-    )
-    assert fused_seconds(calls, apart, COSTS) is None
 
 
 def plan_over_stages():
