@@ -31,11 +31,12 @@ FOUND = 1.05
 class FusedPlan:
     """A plan in which two train calls run as one pipeline."""
 
+    problem: Problem
+    """That was searched, with seconds and working memory of both calls on the first of them, and none on the second."""
     plan: tuple[int, ...]
-    """Call -> its choice, of the problem that was searched."""
+    """Call -> its choice."""
     fuse: tuple[str, str]
     simulation: Simulation
-    """The second call of the two stands in it for a moment only: the first takes the seconds of both."""
     seconds: float
     """Of both calls together."""
     apart: float
@@ -56,6 +57,8 @@ def best_fused(
     best: FusedPlan | None = None
     for i, j in _pairs(problem):
         calls = workload.call(problem.calls[i].name), workload.call(problem.calls[j].name)
+        if calls[0].updates != calls[1].updates:
+            continue
         for a, b in _promising(problem, i, j, calls, costs):
             limit = beat if best is None else best.simulation.seconds
             choices = problem.calls[i].choices[a], problem.calls[j].choices[b]
@@ -72,7 +75,7 @@ def best_fused(
             simulation = steady_state(together, candidate)
             if simulation.seconds < limit:
                 names = problem.calls[i].name, problem.calls[j].name
-                best = FusedPlan(tuple(candidate), names, simulation, seconds, apart)
+                best = FusedPlan(together, tuple(candidate), names, simulation, seconds, apart)
     return best
 
 

@@ -5,7 +5,6 @@ what the algorithm measures on held-out rows.
 """
 
 import dataclasses
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,7 +15,7 @@ from jaxrlhf.algorithms.sft import SFTConfig, SupervisedUpdate, sft_state, sft_s
 from jaxrlhf.brief import brief
 from jaxrlhf.call_graph import CallGraph
 from jaxrlhf.config.reading import ConfigError
-from jaxrlhf.config.schema import EvaluationRunConfig, PlacementConfig, RoleConfig, RunConfig
+from jaxrlhf.config.schema import EvaluationRunConfig, RoleConfig, RunConfig
 from jaxrlhf.data.loader import PromptLoader
 from jaxrlhf.data.prompts import PromptTable
 from jaxrlhf.experience import Prompts, Sampling
@@ -26,6 +25,7 @@ from jaxrlhf.models.lora import declare_adapters
 from jaxrlhf.models.params import Weight, num_parameters
 from jaxrlhf.planner.device_order import reuse_training_shards, training_placements
 from jaxrlhf.planner.fusion import check_fusion, fusion_notes, oppose
+from jaxrlhf.planner.placing import place
 from jaxrlhf.planner.plan import (
     DEFAULT,
     Placement,
@@ -37,8 +37,10 @@ from jaxrlhf.planner.plan import (
     resolve,
     stage_warnings,
 )
+from jaxrlhf.planner.plan_file import SavedPlan
 from jaxrlhf.planner.row_keys import RowKeys
 from jaxrlhf.runtime.configured_roles import describe
+from jaxrlhf.runtime.planned_step import find_plan, is_planned
 from jaxrlhf.runtime.roles import FunctionRole, ModelRole, Role, WeightedSumRole
 from jaxrlhf.runtime.step_draft import (
     StepDraft,
@@ -50,6 +52,7 @@ from jaxrlhf.runtime.step_draft import (
     with_stop_ids,
 )
 from jaxrlhf.runtime.step_rows import StepRows, Tables
+from jaxrlhf.runtime.written_plan import written_plan
 from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.strategy import Strategy
 from jaxrlhf.suggest import did_you_mean
@@ -85,6 +88,8 @@ class Assembly:
     best_by: str
     """The metric by which the best checkpoint is chosen, without `eval/`. Empty: by none."""
     warnings: tuple[str, ...]
+    saved: SavedPlan | None = None
+    """The plan of the step, and what is expected of it; None where the config writes it out."""
 
     @property
     def table(self) -> PromptTable:
@@ -146,6 +151,7 @@ def assemble(
     *,
     tables: Tables | None = None,
     draft: StepDraft | None = None,
+    saved: SavedPlan | None = None,
 ) -> Assembly:
     """Everything that a run needs.
 
@@ -154,17 +160,22 @@ def assemble(
         devices_per_node: How many of them each node has. None: all are in one.
         tables: The rows of its data. None: they are read.
         draft: Its step, traced. None: that is done here.
+        saved: The plan of its step, where the config says that it is planned for or read from a file.
 
     Raises:
         ConfigError, PlanError, GraphError or ValueError: Something in config, data or plan does not fit. Each says
             where, which rule, what it got and what to do.
     """
     draft = draft or draft_step(config, tables=tables)
+    if saved is None and is_planned(draft):
+        saved = find_plan(draft).saved
     algorithm, settings, tables, models = draft.algorithm, draft.settings, draft.tables, draft.models
     table, train_rows, new_tokens, warnings = tables.main, draft.rows, draft.new_tokens, list(draft.warnings)
     loader = PromptLoader(table, config.batch_size, config.seed)
-    written = _written_plan(config.placements, num_devices)
-    check_offload(config.offload, config.roles, draft.owners)
+    written = written_plan(config.placements, num_devices)
+    if saved is None:
+        written = {DEFAULT: Placement(tuple(range(num_devices)), Strategy(data=num_devices)), **written}
+    check_offload(config.offload if saved is None else saved.plan.offload, config.roles, draft.owners)
 
     def planned(
         roles: Mapping[str, Role],
@@ -174,12 +185,21 @@ def assemble(
         trained: Mapping[str, Placement] | None = None,
         fuse: tuple[str, ...] = (),
     ) -> Phase:
-        plan = resolve(written, graph, config.offload, fuse)
+        per_node = devices_per_node or num_devices
+        if saved is None:
+            plan = resolve(written, graph, config.offload, fuse)
+        else:
+            step = saved.plan
+            kept = {**step.placements, **written} if graph is draft.graph else written
+            plan = place(
+                graph, step.placements, models, num_devices=num_devices, devices_per_node=per_node, written=kept,
+                offload=step.offload, fuse=fuse,
+            )  # fmt: skip
         check(plan, graph, models, num_devices, devices_per_node, row_keys)
         check_fusion(plan, graph)
         plan = oppose(plan, graph)
         where = training_placements(plan, graph) if trained is None else trained
-        plan = reuse_training_shards(plan, graph, where, devices_per_node or num_devices)
+        plan = reuse_training_shards(plan, graph, where, per_node)
         return Phase(roles, graph, plan, state)
 
     def phase(
@@ -195,7 +215,8 @@ def assemble(
         graph = trace_step(step, roles, state, data, phase_settings)
         return planned(roles, graph, state, row_keys, trained)
 
-    train = planned(draft.roles, draft.graph, draft.first_state, draft.keys, fuse=config.fuse)
+    fuse = saved.plan.fuse if saved is not None else config.fuse
+    train = planned(draft.roles, draft.graph, draft.first_state, draft.keys, fuse=fuse)
 
     warm_start = None
     if config.warm_start is not None:
@@ -241,7 +262,7 @@ def assemble(
 
     made = Assembly(
         config, tables, loader, train, train_rows, warm_start, evaluation, eval_batches, held_out, held_out_batches,
-        best_by, tuple(warnings),
+        best_by, tuple(warnings), saved,
     )  # fmt: skip
     graphs = [p.graph for p in made.phases.values()]
     check_names(config.placements, graphs)
@@ -276,40 +297,6 @@ def _num_parameters(role: ModelRole) -> str:
         return whole
     adapters = jax.tree.leaves(declare_adapters(role.model, role.lora), is_leaf=lambda x: isinstance(x, Weight))
     return f"{whole}, trained {sum(w.size for w in adapters):,}"
-
-
-def parse_devices(text: str, where: str) -> tuple[int, ...]:
-    """Positions of devices: '0-3', '3,2,1,0', '0-1,4-5'. At most four digits each.
-
-    Raises:
-        ConfigError: Anything else.
-    """
-    devices: list[int] = []
-    for part in text.split(","):
-        span = re.fullmatch(r"\s*([0-9]{1,4})(?:-([0-9]{1,4}))?\s*", part)
-        first, last = (int(span[1]), int(span[2] or span[1])) if span else (1, 0)
-        if last < first:
-            raise ConfigError(f"{where}: must be positions of devices, such as '0-3' or '3,2,1,0'. Got {brief(text)}.")
-        devices.extend(range(first, last + 1))
-    return tuple(devices)
-
-
-def _written_plan(plan: Mapping[str, PlacementConfig], num_devices: int) -> dict[str, Placement]:
-    written = {DEFAULT: Placement(tuple(range(num_devices)), Strategy(data=num_devices))}
-    for name, entry in plan.items():
-        try:
-            strategy = Strategy(
-                data=entry.data, fsdp=entry.fsdp, tensor=entry.tensor, pipeline=entry.pipeline,
-                chunks=entry.chunks, schedule=entry.schedule,
-                micro_batches=entry.micro_batches, remat=entry.remat, balance=entry.balance,
-            )  # fmt: skip
-        except ValueError as error:
-            raise ConfigError(f"plan.{name}.{error}") from error
-        devices = tuple(range(min(strategy.num_devices, num_devices + 1)))  # one too many is refused below
-        if entry.devices:
-            devices = parse_devices(entry.devices, f"plan.{name}.devices")
-        written[name] = Placement(devices, strategy, entry.protocol)
-    return written
 
 
 def _check_length(made: Assembly, models: Mapping[str, ModelConfig]) -> None:
