@@ -4,8 +4,9 @@ import dataclasses
 
 import numpy as np
 
+from jaxrlhf.planner.lean_plans import own_bytes
 from jaxrlhf.planner.problem import Problem
-from jaxrlhf.planner.step_order import layout, step_order
+from jaxrlhf.planner.step_order import layout
 
 
 def prune(problem: Problem, *, exact: bool = False) -> Problem:
@@ -31,10 +32,9 @@ def worth_keeping(problem: Problem, *, exact: bool = False) -> tuple[tuple[int, 
       slower, but there are exceptions: what is ready earlier may get a device before something that is more urgent
       (Graham 1966).
     """
-    order, kept = step_order(problem), []
+    kept, own = [], own_bytes(problem)
     for j, call in enumerate(problem.calls):
-        rests = order.homes[j] in (None, j)
-        sizes = np.array([(x.resting * rests, x.working, x.copy * bool(order.alive[j])) for x in call.choices])
+        sizes = own[j]
         room = [min(problem.capacity[x.first : x.end]) for x in call.choices]
         seconds = [np.array([(x.seconds, x.load, x.unload) for x in call.choices])]
         seconds += [table for (i, _), table in problem.reallocations.items() if i == j]

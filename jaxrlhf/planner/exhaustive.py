@@ -22,7 +22,6 @@ import numpy as np
 
 from jaxrlhf.planner import bound_rounds
 from jaxrlhf.planner.bound_rounds import Leasts, State, sizes_of_state
-from jaxrlhf.planner.dominance import worth_keeping
 from jaxrlhf.planner.flat_problem import Integers, as_integers
 from jaxrlhf.planner.numba_loops import loops, numba_is_there
 from jaxrlhf.planner.problem import Problem
@@ -66,7 +65,7 @@ def exhaustive(
     compiled = compiled and numba_is_there()
     begun = time.monotonic()
     deadline = math.inf if seconds is None else begun + seconds
-    arena = Arena.of(problem, worth_keeping(problem, exact=True), compiled=compiled)
+    arena = Arena.of(problem, exact=True, compiled=compiled)
     if start is None:
         steps = _FIRST_STEPS if compiled else _FIRST_STEPS_IN_PYTHON
         history = walk(arena, seed=seed, steps=steps, chains=4, begun=begun, deadline=deadline)

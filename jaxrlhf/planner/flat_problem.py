@@ -70,7 +70,11 @@ class Groups(NamedTuple):
     """The choices of every call, those on the same devices together."""
 
     begin: Integers
-    """[call] and the number of all groups."""
+    """[call] and the number of all groups. Those on fewer devices come first."""
+    size_begin: Integers
+    """[call] and the number of all of `sizes`."""
+    sizes: Integers
+    """The first group of each number of devices, by call."""
     first: Integers
     """[group]: the first of its devices."""
     end: Integers
@@ -147,17 +151,22 @@ def flat_problem(problem: Problem, *, compiled: bool) -> FlatProblem:
 def groups_of(problem: Problem, *, compiled: bool) -> Groups:
     """The groups of a problem's choices. Choices are numbered as in its `FlatProblem`."""
     begin, ranges, member_begin, members, number = [0], [], [0], [], 0
+    size_begin, sizes = [0], []
     for call in problem.calls:
         by_devices: dict[tuple[int, int], list[int]] = {}
         for k, choice in enumerate(call.choices):
             by_devices.setdefault((choice.first, choice.end), []).append(k)
-        for devices, found in sorted(by_devices.items()):
-            ranges.append(devices)
+        for (first, end), found in sorted(by_devices.items(), key=lambda item: (item[0][1] - item[0][0], item[0])):
+            if len(ranges) == begin[-1] or end - first > ranges[-1][1] - ranges[-1][0]:
+                sizes.append(len(ranges))
+            ranges.append((first, end))
             members += [number + k for k in sorted(found, key=lambda k: (call.choices[k].seconds, k))]
             member_begin.append(len(members))
         begin.append(len(ranges))
+        size_begin.append(len(sizes))
         number += len(call.choices)
-    lists = (begin, [first for first, _ in ranges], [end for _, end in ranges], member_begin, members)
+    firsts, ends = [first for first, _ in ranges], [end for _, end in ranges]
+    lists = (begin, size_begin, sizes, firsts, ends, member_begin, members)
     return Groups(*(as_integers(each, compiled=compiled) for each in lists))
 
 

@@ -13,18 +13,16 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from jaxrlhf.planner import search_rounds
 from jaxrlhf.planner.dominance import with_choices, worth_keeping
 from jaxrlhf.planner.flat_problem import FlatProblem, Groups, Integers, as_integers, flat_problem, groups_of
+from jaxrlhf.planner.lean_plans import fast_to_lean, require_choices
 from jaxrlhf.planner.numba_loops import loops, numba_is_there
 from jaxrlhf.planner.peak_memory import in_gib, memory_at_peak, peak_memory
 from jaxrlhf.planner.plan import PlanError
 from jaxrlhf.planner.problem import Problem
 from jaxrlhf.planner.search_rounds import BUCKETS, NEVER, PER_UNIT, Rivals, Work, sizes_of_work
 from jaxrlhf.planner.simulate import NANOSECONDS, Simulation, steady_state
-from jaxrlhf.planner.step_order import step_order
 
 STEPS = 1_000_000
 STEPS_IN_PYTHON = 4_000
@@ -35,7 +33,7 @@ _COST = 1.5
 """A plan that does not fit costs as much as one that takes so many times as long ..."""
 _COST_OF_LACK = 5.0
 """... and so many times more if it lacks the memory of a whole device."""
-_WAYS = (("on", 0.3, 0.003), ("afresh", 0.2, 0.003), ("best", 0.05, 0.002), ("rival", 0.02, 0.001))
+_WAYS = (("on", 0.3, 0.003, 1.5, 5.0), ("afresh", 0.2, 0.003, 1.5, 5.0), ("best", 0.05, 0.002, 1.5, 5.0), ("rival", 0.02, 0.001, 1.5, 5.0))
 """How chains begin a round, and their first and last temperature, in parts of the shortest iteration: where they are,
 at a random plan, at the best one, at one of the best of another shape."""
 _TEMPERATURES = 32
@@ -133,7 +131,7 @@ def search(
     begun = time.monotonic()
     compiled = compiled and numba_is_there()
     steps = steps if steps is not None else STEPS if compiled else STEPS_IN_PYTHON
-    arena = Arena.of(problem, worth_keeping(problem), compiled=compiled)
+    arena = Arena.of(problem, exact=False, compiled=compiled)
     deadline = math.inf if seconds is None else begun + seconds
     history = walk(arena, seed=seed, steps=steps, chains=chains, begun=begun, deadline=deadline)
     return arena.result(history, history[-1].evaluated)
@@ -156,12 +154,15 @@ class Arena:
     compiled: bool
 
     @classmethod
-    def of(cls, problem: Problem, kept: tuple[tuple[int, ...], ...], *, compiled: bool) -> "Arena":
-        """For some of a problem's choices. All of them where a call would have none: so that it can be said what is
-        lacking."""
-        for call in problem.calls:
-            if not call.choices:
-                raise PlanError(f"plan: {call.name}: must have at least one way to run. Got none. Use more devices.")
+    def of(cls, problem: Problem, *, exact: bool, compiled: bool) -> "Arena":
+        """For the choices of a problem that are worth keeping. For all of them where a call would have none, so that it
+        can be said what is lacking.
+
+        Raises:
+            PlanError: A call has no choices.
+        """
+        require_choices(problem)
+        kept = worth_keeping(problem, exact=exact)
         if not all(kept):
             kept = tuple(tuple(range(len(call.choices))) for call in problem.calls)
         part = with_choices(problem, kept)
@@ -196,13 +197,16 @@ class Arena:
         """Judges plans of the whole problem, those whose choices all take part."""
         for plan in plans:
             if all(k in kept for k, kept in zip(plan, self.kept, strict=True)):
-                numbers = [int(self.flat.begin[c]) + self.kept[c].index(k) for c, k in enumerate(plan)]
-                self.judge(numbers)
+                self.judge(self.numbers(plan))
 
     def judge(self, numbers: Sequence[int]) -> None:
         """Looks at a plan, and notes it if it is among the best."""
         plan = as_integers(numbers, compiled=self.compiled)
         self.loops["judge"](self.flat, plan, self.work, 1.0, 0.0, self.fitting, self.lacking)
+
+    def numbers(self, plan: Sequence[int]) -> list[int]:
+        """A plan as loops take it, of choices that all take part."""
+        return [int(self.flat.begin[c]) + self.kept[c].index(k) for c, k in enumerate(plan)]
 
     def plan(self, numbers: Sequence[int]) -> tuple[int, ...]:
         """Call -> its choice in the whole problem."""
@@ -260,13 +264,13 @@ def walk(arena: Arena, *, seed: int, steps: int, chains: int, begun: float, dead
     numbers = [chance.getrandbits(32) or 1 for _ in range(chains)]
     room = as_integers([0] * len(arena.problem.calls), compiled=arena.compiled)
     table = as_integers([int(math.exp(-b / PER_UNIT) * 2**32) for b in range(BUCKETS)], compiled=arena.compiled)
-    per_byte = _COST_OF_LACK / min(arena.problem.capacity)
+    capacity = min(arena.problem.capacity)
     length = max(1, min(_ROUND, steps // (4 * chains)))
     history: list[Progress] = []
     evaluated = turn = 0
     while evaluated < steps and (turn == 0 or time.monotonic() < deadline):
         chain, length = turn % chains, min(length, steps - evaluated)
-        way, first, last = _WAYS[chain % len(_WAYS)]
+        way, first, last, penalty, penalty_of_lack = _WAYS[chain % len(_WAYS)]
         if turn >= chains:
             plans[chain] = _beginning(arena, way, plans[chain], chance)
         plan = as_integers(plans[chain], compiled=arena.compiled)
@@ -277,7 +281,7 @@ def walk(arena: Arena, *, seed: int, steps: int, chains: int, begun: float, dead
         ]
         numbers[chain] = arena.loops["chain"](
             *(arena.flat, arena.groups, plan, length, numbers[chain], table),
-            *(as_integers(temperatures, compiled=arena.compiled), _COST, per_byte),
+            *(as_integers(temperatures, compiled=arena.compiled), penalty, penalty_of_lack / capacity),
             *(arena.fitting, arena.lacking, room, arena.work),
         )
         plans[chain] = [int(number) for number in plan]
@@ -293,19 +297,10 @@ def walk(arena: Arena, *, seed: int, steps: int, chains: int, begun: float, dead
 
 
 def _starts(arena: Arena) -> list[list[int]]:
-    """The fastest choice of every call; and, in small steps from there towards those that need least, the first plan
-    that fits."""
-    flat, order = arena.flat, step_order(arena.problem)
-    seconds = np.array(flat.seconds) + np.array(flat.load) + np.array(flat.unload)
+    """The fastest choice of every call, and, on the way from there to the leanest, the first plan that fits."""
     found: list[list[int]] = []
-    for weight in (0.0, *(2.0**power for power in range(-8, 9))):
-        numbers = []
-        for c in range(len(arena.problem.calls)):
-            part = slice(int(flat.begin[c]), int(flat.begin[c + 1]))
-            sizes = np.array(flat.working[part]) + np.array(flat.resting[part]) * (order.homes[c] in (None, c))
-            sizes = sizes + np.array(flat.copy[part]) * bool(order.alive[c])
-            costs = seconds[part] / max(1, seconds[part].min()) + weight * sizes / min(arena.problem.capacity)
-            numbers.append(part.start + int(np.argmin(costs)))
+    for plan in fast_to_lean(arena.problem, arena.kept):
+        numbers = arena.numbers(plan)
         arena.judge(numbers)
         if not found or arena.best < NEVER:
             found.append(numbers)

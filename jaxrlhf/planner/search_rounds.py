@@ -426,6 +426,16 @@ def group_on(groups, c, first, end):
     return -1
 
 
+def any_group(groups, c, x):
+    """One of a call's groups, by a random number: every number of devices is as likely as every other."""
+    size = groups.size_begin[c] + (x >> 4) % (groups.size_begin[c + 1] - groups.size_begin[c])
+    first = groups.sizes[size]
+    end = groups.begin[c + 1]
+    if size + 1 < groups.size_begin[c + 1]:
+        end = groups.sizes[size + 1]
+    return first + (x >> 14) % (end - first)
+
+
 def member(groups, g, x):
     """One of a group, by a random number: three times in four one of the fastest, each half as often as the one before
     it, else any."""
@@ -453,13 +463,13 @@ def change(flat, groups, plan, x):
     elif kind < 3:  # where another one is
         g = group_on(groups, a, flat.first[plan[b]], flat.end[plan[b]])
     else:  # anywhere
-        g = groups.begin[a] + (x >> 4) % (groups.begin[a + 1] - groups.begin[a])
+        g = any_group(groups, a, x)
     h = -1
     x = next_random(x)
     if kind == 2:  # and the other one where it was
         h = group_on(groups, b, flat.first[plan[a]], flat.end[plan[a]])
     elif kind == 5 or kind == 6:  # and the other one anywhere
-        h = groups.begin[b] + (x >> 4) % (groups.begin[b + 1] - groups.begin[b])
+        h = any_group(groups, b, x)
     elif kind == 7:  # and the other one there too
         h = group_on(groups, b, groups.first[g], groups.end[g])
     elif kind > 7:  # and the other one beside it, in the other half of a block
@@ -497,6 +507,8 @@ def chain(flat, groups, plan, steps, x, table, temperatures, penalty, per_byte, 
         for c in range(len(plan)):
             before[c] = plan[c]
         x = change(flat, groups, plan, x)
+        if x & 3 == 0:
+            x = change(flat, groups, plan, x)
         changed = judge(flat, plan, work, penalty, per_byte, fitting, lacking)
         x = next_random(x)
         if changed > cost:

@@ -67,8 +67,7 @@ class Simulation:
     busy: tuple[float, ...]
     """Device -> the part of the time in which it does something."""
     critical: tuple[str, ...]
-    """Names of the tasks that follow each other without a gap all the time: what has to be faster for the iteration to
-    be faster."""
+    """Names of the tasks of a circle that never pauses: what has to be faster for the iteration to be faster."""
 
 
 def nanoseconds(seconds: float) -> int:
@@ -265,4 +264,6 @@ def _critical(
         if not ended:
             break
         here = max(ended, key=lambda index: (index in tasks[here].needs, index))
-    return tuple(dict.fromkeys(tasks[index].name for index in reversed(way)))
+    way.reverse()
+    first = min(range(len(way)), key=lambda at: (places[way[at]], at), default=0)
+    return tuple(dict.fromkeys(tasks[index].name for index in way[first:] + way[:first]))
