@@ -10,7 +10,7 @@ from jaxrlhf.config.schema import load_run
 from jaxrlhf.runtime import planned_step
 
 SAME = (
-    "--set", "roles.actor.model.num_layers=2", "--set", "warm_start=null", "--set", "devices=cpu:8",
+    "--set", "warm_start=null", "--set", "devices=cpu:8",
     # a reward that an untrained model earns some of: without any, the advantages are rounding
     "--set", "roles.reward={function: 'jaxrlhf.testing:share_of_digits'}",
 )  # fmt: skip
