@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import jax
+import numpy as np
 
 from jaxrlhf import train
 from jaxrlhf.brief import brief
@@ -130,47 +131,47 @@ Measured = list[tuple[Job, list[tuple[Case, Point]]]]
 def measure_all(
     to_do: Sequence[Job], rates: Rates, console: Console, *, deadline: float, patience_seconds: float
 ) -> Measured:
-    """Runs jobs one after another, and says how it goes; then once more, while there is time, those during which other
-    processes were at work: the quieter measurement counts. What does not fit into memory is left out.
+    """Runs jobs one after another, and says how it goes; then all of them once more while there is time, since no machine
+    is equally fast at all times. What does not fit into memory is left out.
 
     Args:
         deadline: Of `time.perf_counter()`, after which none begins.
     """
-
-    def tried(number: str, job: Job) -> list[tuple[Case, Point]]:
-        what = f"[{number}] {job.call.name}, {job.strategy}, {job.rows} rows"
-        try:
-            pairs = measure(job, dispatch_seconds=rates.dispatch_seconds, patience_seconds=patience_seconds)
-        except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error):
-                raise
-            console.line(f"{what}: does not fit into memory")
-            return []
-        seconds = ", ".join(f"{case.phase} {1e3 * _whole(case, point):.2f} ms" for case, point in pairs)
-        console.line(f"{what}: {seconds}" + (f" (others had {100 * _others(pairs):.0f} %)" if _noisy(pairs) else ""))
-        return pairs
-
     measured: Measured = []
-    for number, job in enumerate(to_do, start=1):
-        if time.perf_counter() > deadline:
-            console.line(f"Note: no time is left for {len(to_do) - number + 1} of {len(to_do)} measurements.")
-            break
-        measured.append((job, tried(f"{number}/{len(to_do)}", job)))
-    for i, (job, pairs) in enumerate(measured):
-        if _noisy(pairs) and time.perf_counter() < deadline:
-            again = tried(f"{i + 1}/{len(to_do)}, again", job)
-            if again and _others(again) < _others(pairs):
-                measured[i] = (job, again)
+    for again in (False, True):
+        left = [job for job, _ in measured] if again else to_do
+        for i, job in enumerate(left):
+            if time.perf_counter() > deadline:
+                console.line(f"Note: no time is left for {len(left) - i} of {len(left)} measurements.")
+                break
+            what = f"[{i + 1}/{len(left)}{', again' if again else ''}] {job.call.name}, {job.strategy}, {job.rows} rows"
+            try:
+                pairs = measure(job, dispatch_seconds=rates.dispatch_seconds, patience_seconds=patience_seconds)
+            except jax.errors.JaxRuntimeError as error:
+                if "RESOURCE_EXHAUSTED" not in str(error):
+                    raise
+                console.line(f"{what}: does not fit into memory")
+                continue
+            seconds = ", ".join(f"{case.phase} {1e3 * _whole(case, point):.2f} ms" for case, point in pairs)
+            others = max((point.others for _, point in pairs), default=0.0)
+            console.line(f"{what}: {seconds}" + (f" (others had {100 * others:.0f} %)" if others > QUIET else ""))
+            if again:
+                before = measured[i][1]
+                pairs = [(case, mean(a, b)) for (case, a), (_, b) in zip(before, pairs, strict=True)]
+                measured[i] = (job, pairs)
+            else:
+                measured.append((job, pairs))
     return measured
 
 
-def _noisy(pairs: Sequence[tuple[Case, Point]]) -> bool:
-    return _others(pairs) > QUIET
-
-
-def _others(pairs: Sequence[tuple[Case, Point]]) -> float:
-    """The part of the processors that others had during a measurement."""
-    return max((point.others for _, point in pairs), default=0.0)
+def mean(one: Point, other: Point) -> Point:
+    """Of two measurements of the same, each of which counts by what it had of the processors; their spread is at least
+    half of what they differ by."""
+    weights = np.array([1 - one.others, 1 - other.others]) + 1e-6
+    both = np.array([dataclasses.astuple(one), dataclasses.astuple(other)])
+    rows, layer, rest, spread, others = (float(x) for x in weights @ both / weights.sum())
+    apart = abs(one.layer - other.layer) / 2 / layer if layer else 0.0
+    return Point(rows, layer, rest, max(spread, apart), others)
 
 
 def rate_rows(rates: Rates) -> list[dict[str, Any]]:

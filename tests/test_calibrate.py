@@ -4,7 +4,7 @@ import pytest
 
 from jaxrlhf import calibrate
 from jaxrlhf.config.reading import ConfigError
-from jaxrlhf.planner.calibrate import read_calibration, this_machine
+from jaxrlhf.planner.calibrate import Point, read_calibration, this_machine
 from jaxrlhf.runtime import timing
 from jaxrlhf.runtime.measure import Degrees
 from tests.planner.test_calibrate import RATES
@@ -56,6 +56,14 @@ def test_a_file_of_another_machine_is_not_added_to(config, capsys):
     config.with_name("measured.json").write_text("{}")
     assert calibrate.main(["--config", str(config), "--out", "measured.json"]) == 1
     assert "measured.json: version: must be 1. Got None. Measure this machine" in capsys.readouterr().err
+
+
+def test_two_measurements_count_by_what_they_had_of_the_processors():
+    quiet, noisy = Point(8, 1.0, 0.2, spread=0.01, others=0.0), Point(8, 4.0, 0.8, spread=0.02, others=0.5)
+    both = calibrate.mean(quiet, noisy)
+    assert (both.rows, both.layer, both.rest) == pytest.approx((8, 2.0, 0.4), rel=1e-5)
+    assert both.spread == pytest.approx(0.75, rel=1e-5)
+    assert calibrate.mean(quiet, quiet) == quiet
 
 
 def test_degrees_are_numbers_of_devices():
