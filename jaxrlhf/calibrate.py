@@ -131,8 +131,8 @@ Measured = list[tuple[Job, list[tuple[Case, Point]]]]
 def measure_all(
     to_do: Sequence[Job], rates: Rates, console: Console, *, deadline: float, patience_seconds: float
 ) -> Measured:
-    """Runs jobs one after another, and says how it goes; then all of them once more while there is time, since no machine
-    is equally fast at all times. What does not fit into memory is left out.
+    """Runs jobs one after another, and says how it goes; then all of them once more while there is time, since no
+    machine is equally fast at all times. What does not fit into memory is left out.
 
     Args:
         deadline: Of `time.perf_counter()`, after which none begins.

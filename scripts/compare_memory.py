@@ -14,15 +14,17 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from jaxrlhf.models.config import PRESETS, ModelConfig
+from jaxrlhf.config.schema import load_run
+from jaxrlhf.models.config import PRESETS
 from jaxrlhf.planner.cluster_text import kinds
 from jaxrlhf.planner.described import described_devices, has_gpu_compiler
 from jaxrlhf.planner.memory import call_memory
 from jaxrlhf.runtime.call_programs import call_program
+from jaxrlhf.runtime.described_sizes import with_described_prompts
+from jaxrlhf.runtime.step_draft import draft_step
 from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.mesh import mesh_over
 from jaxrlhf.sharding.strategy import Strategy
-from tests.planner.described_step import ppo
 
 PROGRAMS = [
     ("actor.generate", 16, Strategy()),
@@ -40,16 +42,21 @@ PROGRAMS = [
 """Call, rows of a micro-batch on each row shard, strategy."""
 
 
-def compare(model: ModelConfig, kind_name: str, columns: int) -> list[dict[str, Any]]:
-    """Ours and XLA's bytes of every program."""
-    workload = ppo(model, rows=512, prompt=columns, response=columns, mini_batches=1).workload
+def compare(preset: str, layers: int, kind_name: str, columns: int) -> list[dict[str, Any]]:
+    """Ours and XLA's bytes of every program of PPO with four models of one size."""
+    model = f"{{preset: {preset}, num_layers: {layers}, scan_layers: false}}"
+    overrides = [f"roles.{role}.model={model}" for role in ("actor", "critic")]
+    overrides += [f"settings.{role}_update.mini_batches=1" for role in ("actor", "critic")]
+    overrides += [f"settings.sampling.max_new_tokens={columns}"]
+    config, tables = with_described_prompts(load_run("ppo_70b_128gpus", overrides), columns)
+    workload = draft_step(config, tables=tables).workload()
     kind, results = kinds()[kind_name], []
     for name, rows, strategy in PROGRAMS:
         devices = described_devices(kind, strategy.num_devices, devices_per_node=min(8, strategy.num_devices))
         layout = Layout(mesh_over(devices.devices, strategy), strategy)
         call = workload.call(name)
         call = dataclasses.replace(call, rows=rows * strategy.num_row_shards * strategy.micro_batches)
-        program = call_program(call.origin, layout, num_layers=model.num_layers, rows=call.rows)
+        program = call_program(call.origin, layout, num_layers=layers, rows=call.rows)
         compiled = program.lower().compile(compiler_options=dict(devices.options)).memory_analysis()
         ours = call_memory(call, strategy, is_trained=name == "actor.generate")
         results.append(
@@ -74,8 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not has_gpu_compiler():
         print("compare_memory.py: needs the compiler of GPUs: pip install 'jaxrlhf[planner]'", file=sys.stderr)
         return 1
-    model = ModelConfig(**{**PRESETS[options.model], "num_layers": options.layers, "scan_layers": False})
-    results = compare(model, options.kind, options.columns)
+    results = compare(options.model, options.layers, options.kind, options.columns)
     if options.json:
         print(json.dumps(results, indent=2))
         return 0
