@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from jaxrlhf.call_graph import CallGraph
 from jaxrlhf.planner.choices import make_problem
 from jaxrlhf.planner.cost import CostModel
-from jaxrlhf.planner.fused_choice import best_fused
+from jaxrlhf.planner.fused_choice import FusedPlan, best_fused
 from jaxrlhf.planner.hardware import Cluster
 from jaxrlhf.planner.peak_memory import DeviceMemory, memory_at_peak, peak_memory
 from jaxrlhf.planner.placing import place
@@ -20,7 +20,7 @@ from jaxrlhf.planner.plan import Placement, Plan, PlanError, check
 from jaxrlhf.planner.plan_file import CallForecast, SavedPlan, described_work, devices_of
 from jaxrlhf.planner.presets import find_strategy
 from jaxrlhf.planner.problem import Choice, Problem
-from jaxrlhf.planner.search import SearchResult
+from jaxrlhf.planner.search import RunnerUp, SearchResult
 from jaxrlhf.planner.simulate import Simulation, steady_state
 from jaxrlhf.planner.workload import Workload
 
@@ -191,9 +191,7 @@ def plan_workload(
     may_fuse = strategy in FUSING and not fuse and not any(call.trains for call in workload.calls if call.name in fixed)
     fused = best_fused(problem, workload, costs, result.plan, beat=result.seconds) if may_fuse else None
     if fused is not None:
-        problem, fuse = fused.problem, fused.fuse
-        memory = peak_memory(problem, fused.plan)
-        result = dataclasses.replace(result, plan=fused.plan, simulation=fused.simulation, memory=memory, proven=False)
+        problem, fuse, result = fused.problem, fused.fuse, _with_fused(result, fused)
         notes.append(
             f"{' and '.join(fuse)} run as one pipeline, each in the bubbles of the other: {fused.seconds:.4g} s, which "
             f"stand beside the first of them. One after the other they would take {fused.apart:.4g} s."
@@ -212,6 +210,20 @@ def plan_workload(
         offload=offload,
         fuse=fuse,
         notes=tuple(notes),
+    )
+
+
+def _with_fused(result: SearchResult, fused: FusedPlan) -> SearchResult:
+    """What a search found with two train calls fused; the plan without that is one that lost."""
+    seconds = fused.simulation.seconds
+    lost = [RunnerUp(result.plan, result.seconds, 0), *result.runners_up]
+    return dataclasses.replace(
+        result,
+        plan=fused.plan,
+        simulation=fused.simulation,
+        memory=peak_memory(fused.problem, fused.plan),
+        runners_up=tuple(each for each in lost if not each.lacking or each.seconds < seconds),
+        proven=False,
     )
 
 

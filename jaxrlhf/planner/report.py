@@ -30,7 +30,7 @@ def call_rows(planned: Planned) -> list[dict[str, Any]]:
                 "micro-batches": strategy.micro_batches,
                 "remat": strategy.remat if planned.workload.call(name).trains else "-",
                 "weights at rest": "host" if choice.offloaded else "devices",
-                "seconds": choice.load + choice.seconds + choice.unload,
+                "seconds": None if name in planned.fuse[1:] else choice.load + choice.seconds + choice.unload,
                 "peak GB": planned.call_memory(name) / GB,
             }
         )
@@ -148,6 +148,7 @@ def plan_json(planned: Planned, plan: Plan) -> dict[str, Any]:
             }
             for name, choice in planned.choices.items()
         },
+        "fused": list(planned.fuse),
         "plan": plan.to_json(),
         "devices": [
             {

@@ -43,6 +43,7 @@ def plan_rows(planned: Planned) -> Rows:
         _event(span, planned, step=number * period + span.task.iteration - begin + 1, later=number * period)
         for number in range(times)
         for span in simulation.spans
+        if not (span.task.kind == "call" and span.task.call in planned.fuse[1:])
     ]
     return trace_rows([ProcessEvents(tuple(events), 0.0)])
 
@@ -52,7 +53,10 @@ def _event(span: Span, planned: Planned, *, step: int, later: int) -> Event:
     task, shift = span.task, later * planned.simulation.seconds
     kind = planned.workload.call(task.call).kind if task.kind == "call" else _KINDS[task.kind]
     devices = tuple(sorted({device for part in task.devices for device in part}))
-    return Event(task.name, kind, devices, step, span.start + shift, span.end + shift)
+    fused = task.kind == "call" and task.call in planned.fuse
+    return Event(
+        " + ".join(planned.fuse) if fused else task.name, kind, devices, step, span.start + shift, span.end + shift
+    )
 
 
 def draw_search(planned: Planned, path: Path) -> None:
@@ -69,12 +73,13 @@ def draw_search(planned: Planned, path: Path) -> None:
         raise PictureError(f"A picture of the search: needs one. Got a plan by {planned.strategy}. Use search.")
     figure = Figure(figsize=(7, 3.2), dpi=100, layout="constrained")
     axes = figure.add_subplot()
-    evaluated = [each.evaluated for each in history]
-    axes.step(evaluated, [each.seconds for each in history], where="post", color="#0b5394", label=planned.strategy)
-    if planned.heuristic is not None:
-        axes.axhline(planned.heuristic.seconds, color="#9a9a9a", linestyle=(0, (4, 3)), label=YARDSTICK)
+    evaluated, seconds = [each.evaluated for each in history], [each.seconds for each in history]
+    axes.step(evaluated, seconds, where="post", color="#0b5394", label=f"{planned.strategy}: {seconds[-1]:.4g} s")
+    axes.set_ylim(0.98 * seconds[-1], 1.02 * max(seconds))
+    if planned.heuristic is not None:  # where it lies outside, its label says so much
+        usual = planned.heuristic.seconds
+        axes.axhline(usual, color="#9a9a9a", linestyle=(0, (4, 3)), label=f"{YARDSTICK}: {usual:.4g} s")
     axes.set_xscale("log")
-    axes.set_ylim(bottom=0)
     axes.set_xlabel("plans looked at", fontsize=8)
     axes.set_ylabel("seconds an iteration", fontsize=8)
     axes.tick_params(labelsize=8)

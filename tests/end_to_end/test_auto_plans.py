@@ -1,5 +1,6 @@
 """Runs that plan for themselves, or take a plan from a file."""
 
+import functools
 import json
 from pathlib import Path
 
@@ -7,26 +8,30 @@ import pytest
 
 from jaxrlhf.config.reading import dump_yaml
 from jaxrlhf.config.schema import load_run
+from jaxrlhf.planner.presets import STRATEGIES
+from jaxrlhf.planner.search import search
 from jaxrlhf.runtime import planned_step
 
 SAME = (
-    "--set", "roles.actor.model.num_layers=2", "--set", "warm_start=null", "--set", "devices=cpu:8",
+    "--set", "warm_start=null", "--set", "devices=cpu:8",
     # a reward that an untrained model earns some of: without any, the advantages are rounding
     "--set", "roles.reward={function: 'jaxrlhf.testing:share_of_digits'}",
 )  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
-def in_a_moment(monkeypatch):
-    monkeypatch.setattr(planned_step, "SEARCH_SECONDS", 0.2)
+def the_same_plan_at_once(monkeypatch):
+    """A short search, and costs that are the same on every machine."""
+    monkeypatch.setitem(STRATEGIES, "search", functools.partial(search, steps=5_000))  # pyright: ignore
+    monkeypatch.setattr(planned_step, "usual_source", lambda cluster: "analytic")
 
 
 def test_a_run_plans_for_itself_tells_how_right_it_was_and_goes_on_as_it_was(train, results):
     for name, plan in (("by_hand", "plan={default: {data: 1}}"), ("auto", "plan=auto")):
-        status, output, error = train(*SAME, "--set", f"name={name}", "--set", plan)
+        status, output, error = train(*SAME, "--set", f"name={name}", "--set", plan, "--set", "steps=2")
         assert status == 0, error
     by_hand, auto = (next(Path("runs").glob(f"*{name}*")) for name in ("by_hand", "auto"))
-    assert "Note: Planned for 1x8:cpu by search in" in output and "Predicted and measured, median of 2 steps" in output
+    assert "Note: Planned for 1x8:cpu by search in" in output and "Predicted and measured, median of 1 step" in output
     for record, want in zip(results(auto), results(by_hand), strict=True):
         for key in ("actor/pg_loss", "actor/grad_norm", "critic/vf_loss", "critic/grad_norm", "kl/mean"):
             assert record[key] == pytest.approx(want[key], rel=1e-3, abs=1e-5), (record["step"], key)
@@ -39,12 +44,12 @@ def test_a_run_plans_for_itself_tells_how_right_it_was_and_goes_on_as_it_was(tra
         assert ran["step"][call]["strategy"] == placement["strategy"]
     assert sorted(ran["evaluation"]["actor.generate"]["devices"]) == planned["plan"]["actor.generate"]["devices"]
     forecast = json.loads((auto / "outcome.json").read_text())["forecast"]
-    assert forecast["steps_measured"] == 2 and set(forecast["calls"]) == set(planned["calls"])
+    assert forecast["steps_measured"] == 1 and set(forecast["calls"]) == set(planned["calls"])
     for name, seconds in forecast["calls"].items():
         assert seconds["predicted"] == planned["calls"][name]["seconds"] and seconds["measured"] > 0
     assert "forecast" not in json.loads((by_hand / "outcome.json").read_text())
 
-    again = (*SAME, "--set", "name=auto", "--set", f"resume={auto}", "--set", "steps=4", "--dry-run")
+    again = (*SAME, "--set", "name=auto", "--set", f"resume={auto}", "--set", "steps=3", "--dry-run")
     assert f"Note: The plan that the run had, {auto.resolve()}" in train(*again, "--set", "plan=auto")[1]
     other = train(*again, "--set", "plan={auto: true, offload: [reference]}")[1]
     assert "Not the plan that the run had: the config asks for another." in other and "Note: Planned for" in other

@@ -68,7 +68,9 @@ def test_calls_that_the_config_places_stay_there(plan):
 
 
 def test_the_plan_for_the_devices_that_are_here_can_be_run(plan, train, results):
-    status, _, error = plan("--cluster", "local", "--set", "devices=cpu:8", "--out", "plan.json", "--seconds", "0.2")
+    status, _, error = plan(
+        "--cluster", "local", "--set", "devices=cpu:8", "--out", "plan.json", "--strategy", "colocate"
+    )
     assert status == 0, error
     assert read_plan("plan.json").devices.names == ("cpu",)
     status, output, error = train("--set", "plan=plan.json", "--dry-run")

@@ -8,8 +8,11 @@ import numpy as np
 import pytest
 
 from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.planner import planning
 from jaxrlhf.planner.cluster_text import read_cluster
 from jaxrlhf.planner.cost import CostModel
+from jaxrlhf.planner.fused_choice import best_fused
+from jaxrlhf.planner.fusion import check_fusion
 from jaxrlhf.planner.plan import Placement, PlanError, check
 from jaxrlhf.planner.plan_file import saved_plan
 from jaxrlhf.planner.planning import Planned, plan_workload, without_needless_offload
@@ -22,6 +25,7 @@ from jaxrlhf.planner.report import (
     summary_lines,
 )
 from jaxrlhf.planner.simulate import steady_state
+from jaxrlhf.runtime.plan_pictures import plan_rows
 from jaxrlhf.sharding.strategy import Strategy
 from tests.planner.described_step import TINY, ppo
 
@@ -157,3 +161,25 @@ def table_with_row_again(table: np.ndarray, key: tuple[int, int], number: int, p
     for axis in (axis for axis, each in enumerate(key) if each == number):
         table = np.concatenate([table, table.take([pick], axis=axis)], axis=axis)
     return table
+
+
+def test_two_train_calls_are_fused_where_that_is_faster(monkeypatch):
+    monkeypatch.setattr(planning, "best_fused", lambda *args, beat: best_fused(*args, beat=math.inf))
+    step = ppo(dataclasses.replace(WIDE, hidden_size=2048, num_layers=16), rows=16, prompt=64, mini_batches=1)
+    cluster = read_cluster("4x1:a100-80g")
+    found = plan_workload(step.workload, cluster, seconds=0.2)
+    assert found.fuse == ("actor.train", "critic.train") and "run as one pipeline" in found.notes[0]
+    plan = found.plan_for(step.graph)
+    check_fusion(plan, step.graph)
+    assert plan.fuse == found.fuse
+    rows = {row["call"]: row for row in call_rows(found)}
+    assert rows["critic.train"]["seconds"] is None and rows["actor.train"]["devices"] == rows["critic.train"]["devices"]
+    apart = found.result.runners_up[0]
+    assert (apart.lacking, apart.plan != found.result.plan) == (0, True)
+    forecast = found.saved(plan).calls
+    assert forecast["critic.train"].seconds == 0.0
+    assert forecast["actor.train"].seconds == pytest.approx(found.choices["actor.train"].seconds)
+    calls = [span for rows in plan_rows(found) for span in rows[1] if span.kind == "train"]
+    assert {event.name for event in calls} == {"actor.train + critic.train"}
+    by_hand = {"actor.train": Placement((0,), Strategy())}
+    assert plan_workload(step.workload, cluster, seconds=0.1, fixed=by_hand).fuse == ()
