@@ -83,6 +83,7 @@ def make_problem(
         reallocations=_reallocations(workload, calls, cluster),
         transfers=_transfers(workload, calls, costs),
         tokens=workload.tokens,
+        one_at_a_time=all(group.kind.target is None for group in cluster.groups) and cluster.num_nodes == 1,
     )
 
 

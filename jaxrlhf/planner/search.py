@@ -33,7 +33,12 @@ _COST = 1.5
 """A plan that does not fit costs as much as one that takes so many times as long ..."""
 _COST_OF_LACK = 5.0
 """... and so many times more if it lacks the memory of a whole device."""
-_WAYS = (("on", 0.3, 0.003, 1.5, 5.0), ("afresh", 0.2, 0.003, 1.5, 5.0), ("best", 0.05, 0.002, 1.5, 5.0), ("rival", 0.02, 0.001, 1.5, 5.0))
+_WAYS = (
+    ("on", 0.3, 0.003, 1.5, 5.0),
+    ("afresh", 0.2, 0.003, 1.5, 5.0),
+    ("best", 0.05, 0.002, 1.5, 5.0),
+    ("rival", 0.02, 0.001, 1.5, 5.0),
+)
 """How chains begin a round, and their first and last temperature, in parts of the shortest iteration: where they are,
 at a random plan, at the best one, at one of the best of another shape."""
 _TEMPERATURES = 32

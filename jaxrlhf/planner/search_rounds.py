@@ -85,11 +85,12 @@ def sizes_of_work(num_calls, num_waits):
 
 
 def find_overlaps(flat, plan, work):
-    """Notes which calls have devices in common."""
+    """Notes which calls have devices in common, or cannot run side by side for another reason."""
     for a in range(len(plan)):
         bits = 0
         for b in range(len(plan)):
-            if flat.first[plan[a]] < flat.end[plan[b]] and flat.first[plan[b]] < flat.end[plan[a]]:
+            apart = flat.first[plan[a]] >= flat.end[plan[b]] or flat.first[plan[b]] >= flat.end[plan[a]]
+            if flat.one_at_a_time or not apart:
                 bits |= 1 << b
         work.overlaps[a] = bits
 

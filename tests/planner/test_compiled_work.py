@@ -1,6 +1,7 @@
 """The work of calls from counts of programs."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -77,7 +78,7 @@ def test_a_decoding_step_is_the_mean_over_growing_caches():
 
 def test_calls_without_programs_are_counted_by_formulas():
     call = dataclasses.replace(STEP.workload.call("critic.values"), origin=None)
-    asked = dict(tensor=1, fsdp=1, remat="none")
+    asked: dict[str, Any] = dict(tensor=1, fsdp=1, remat="none")
     assert CompiledWork({})(call, "forward", **asked) == analytic_work(call, "forward", **asked)
 
 

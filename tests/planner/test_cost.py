@@ -1,6 +1,7 @@
 """Seconds of calls."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -39,7 +40,7 @@ def test_groups_of_axes_lie_side_by_side():
     assert span(Strategy(data=16), "data", 8) == Span(16, 8)
 
 
-def constant(work: Work):
+def constant(work: Work) -> Any:
     return lambda *_, **__: (work, Work())
 
 
@@ -59,14 +60,16 @@ def test_a_pass_is_as_slow_as_what_it_waits_for():
 
 
 def test_measured_seconds_take_the_place_of_modelled_ones():
-    model = CostModel(CLUSTER, measured=lambda call, *_: PassSeconds(1.0, 0.5) if call.kind == "infer" else None)
+    of_inference: Any = lambda call, *_: PassSeconds(1.0, 0.5) if call.kind == "infer" else None  # noqa: E731
+    model = CostModel(CLUSTER, measured=of_inference)
     assert seconds("critic.values", data=8, model=model).passes == 4.5
     assert seconds("actor.train", data=8, model=model) == seconds("actor.train", data=8)
 
 
 def test_stages_fill_and_drain():
     """Passes of the slowest stage, that with the head; one more for every other stage."""
-    model = CostModel(CLUSTER, measured=lambda *_: PassSeconds(1.0, 0.5))
+    always: Any = lambda *_: PassSeconds(1.0, 0.5)  # noqa: E731
+    model = CostModel(CLUSTER, measured=always)
     whole = seconds("critic.values", data=8, model=model)
     halves = seconds("critic.values", data=4, pipeline=2, micro_batches=4, model=model)
     assert (whole.passes, whole.bubbles) == (4.5, 0.0)

@@ -1,6 +1,7 @@
 """Seconds of reallocations: what is received is what is moved."""
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ CLUSTER = read_cluster("4x4:a100-80g")
 SIZE = 64 * 64
 
 
-def choice(first: int, end: int, **strategy: int) -> Choice:
+def choice(first: int, end: int, **strategy: Any) -> Choice:
     return Choice(first, end, Strategy(**strategy), 1.0)
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import os
 import random
 
 import pytest
@@ -28,6 +29,7 @@ def test_the_loops_say_what_the_simulation_says(compiled):
         pytest.importorskip("numba")
     functions, chance, lacks = loops(search_rounds, compiled=compiled), random.Random(0), set()
     some = [ppo_problem(2, 4, seed=1, offload=True, memory=40)] + [random_problem(seed) for seed in range(60)]
+    some[1::4] = [dataclasses.replace(problem, one_at_a_time=True) for problem in some[1::4]]
     for problem in some:
         flat = flat_problem(problem, compiled=compiled)
         sizes = search_rounds.sizes_of_work(len(problem.calls), len(flat.before))
@@ -59,10 +61,14 @@ def test_the_result_depends_on_seed_and_steps_alone():
     assert plans[0] == plans[1] != plans[2]
 
 
-@pytest.mark.parametrize("devices, memory, steps", [(4, 110, 25_000), (8, 80, 60_000)])
+SEEDS = range(20 if os.environ.get("ALL_SEEDS") else 3)
+"""ALL_SEEDS=1 searches from twenty."""
+
+
+@pytest.mark.parametrize("devices, memory, steps", [(4, 110, 100_000), (8, 80, 400_000)])
 def test_on_one_node_it_finds_the_best(devices, memory, steps):
     pytest.importorskip("numba")
-    for seed in range(20):
+    for seed in SEEDS:
         problem = ppo_problem(1, devices, memory=memory, seed=seed, micro_batches=(4,))
         best = exhaustive(problem)
         assert best.proven
