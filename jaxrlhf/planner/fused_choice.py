@@ -67,15 +67,13 @@ def best_fused(
                 continue
             candidate = list(plan)
             candidate[i], candidate[j] = a, b
-            together = _together(problem, i, j, candidate, seconds)
-            if any(
-                taken > room for taken, room in zip(peak_memory(together, candidate), problem.capacity, strict=True)
-            ):
+            merged = as_one(problem, i, j, candidate, seconds)
+            if any(taken > room for taken, room in zip(peak_memory(merged, candidate), problem.capacity, strict=True)):
                 continue
-            simulation = steady_state(together, candidate)
+            simulation = steady_state(merged, candidate)
             if simulation.seconds < limit:
                 names = problem.calls[i].name, problem.calls[j].name
-                best = FusedPlan(together, tuple(candidate), names, simulation, seconds, apart)
+                best = FusedPlan(merged, tuple(candidate), names, simulation, seconds, apart)
     return best
 
 
@@ -134,13 +132,18 @@ def _may_fuse(one: Choice, two: Choice) -> bool:
     return pipelines and max(one.strategy.chunks, two.strategy.chunks) == 1
 
 
-def _together(problem: Problem, i: int, j: int, plan: Sequence[int], seconds: float) -> Problem:
-    """The problem with the seconds and the working memory of both calls on the first, which begins when both can."""
+def as_one(problem: Problem, i: int, j: int, plan: Sequence[int], seconds: float) -> Problem:
+    """The problem in which two calls are one task under a plan, so that it can be simulated: whatever fuses calls
+    enters so, a generation with the inference that begins on its finished rows too.
+
+    The seconds and the working memory of both are those of the first, which begins when both can; the second, which may
+    need the first, takes no time.
+    """
     calls = list(problem.calls)
     first, second = calls[i].choices[plan[i]], calls[j].choices[plan[j]]
     both = dataclasses.replace(first, seconds=seconds, working=first.working + second.working)
     nothing = dataclasses.replace(second, seconds=0.0, working=0)
-    needs = tuple(dict.fromkeys((*calls[i].needs, *calls[j].needs)))
+    needs = tuple(dict.fromkeys(need for k in (i, j) for need in calls[k].needs if need != calls[i].name))
     calls[i] = dataclasses.replace(calls[i], needs=needs, choices=_with(calls[i].choices, plan[i], both))
     calls[j] = dataclasses.replace(
         calls[j], needs=(*calls[j].needs, calls[i].name), choices=_with(calls[j].choices, plan[j], nothing)

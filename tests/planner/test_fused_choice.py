@@ -8,7 +8,7 @@ import pytest
 from jaxrlhf.planner.choices import make_problem
 from jaxrlhf.planner.cluster_text import read_cluster
 from jaxrlhf.planner.cost import CostModel, PassSeconds
-from jaxrlhf.planner.fused_choice import best_fused, fused_seconds
+from jaxrlhf.planner.fused_choice import as_one, best_fused, fused_seconds
 from jaxrlhf.planner.plan import Placement
 from jaxrlhf.planner.problem import Choice
 from jaxrlhf.planner.simulate import steady_state
@@ -54,3 +54,13 @@ def test_nothing_is_fused_where_it_does_not_fit_or_gains_nothing():
     full = dataclasses.replace(problem, capacity=(1,) * 4)
     assert best_fused(full, STEP.workload, COSTS, plan, beat=seconds) is None
     assert TINY.num_layers == 4
+
+
+def test_a_generation_and_the_inference_on_its_rows_are_one_task():
+    """Whatever fuses calls enters the simulation by the seconds of both."""
+    problem, plan, seconds = plan_over_stages()
+    names = [call.name for call in problem.calls]
+    i, j = names.index("actor.generate"), names.index("critic.values")
+    apart = [problem.calls[k].choices[plan[k]].seconds for k in (i, j)]
+    merged = as_one(problem, i, j, plan, sum(apart) - 0.5)
+    assert steady_state(merged, plan).seconds == pytest.approx(seconds - 0.5, abs=0.01)
