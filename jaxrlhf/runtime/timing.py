@@ -34,7 +34,7 @@ class Timing:
     spread: float
     """Half the distance between their quartiles, as a fraction of it."""
     others: float
-    """The part of the host's processors that other processes had during these runs."""
+    """The part of the host's processors that other processes had during these runs. 0 where devices are others."""
 
 
 class OthersLoad:
@@ -85,8 +85,9 @@ def time_in_turn(programs: Sequence[Callable[[], Any]], *, patience_seconds: flo
             began = time.perf_counter()
             for _ in range(count):
                 jax.block_until_ready(program())
-            seconds, others = (time.perf_counter() - began) / count, load.share()
-            of_program.append((seconds * (1 - others) if shares_processors else seconds, others))
+            seconds = (time.perf_counter() - began) / count
+            others = load.share() if shares_processors else 0.0
+            of_program.append((seconds * (1 - others), others))
         done, passed = len(runs[0]), time.perf_counter() - started
         least = passed if done <= LEAST_RUNS else least
         quiet = min(sum(others <= QUIET for _, others in of_program) for of_program in runs)
