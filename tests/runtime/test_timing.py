@@ -24,7 +24,8 @@ def test_where_none_is_quiet_the_quietest_count():
 
 def test_programs_take_what_they_take(monkeypatch):
     monkeypatch.setattr(timing_module, "WINDOW_SECONDS", 0.0)
-    calls = []
+    monkeypatch.setattr(OthersLoad, "share", lambda self: others)
+    others, calls = 0.0, []
 
     def program(name, seconds):
         calls.append(name)
@@ -34,6 +35,10 @@ def test_programs_take_what_they_take(monkeypatch):
     assert 0.002 <= short.seconds < long.seconds
     assert long.seconds >= 0.01
     assert calls[4:10] == ["a", "b", "a", "b", "a", "b"]  # after two of each, to warm up
+    others = 0.75
+    (alone,) = time_in_turn([lambda: program("b", 0.01)], patience_seconds=0.0)
+    assert alone.others == 0.75
+    assert 0.0025 <= alone.seconds < 0.01
 
 
 def test_the_load_of_others_is_a_fraction(monkeypatch):
