@@ -10,7 +10,7 @@ import dataclasses
 import datetime
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -81,12 +81,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console.table("One device, while all of them do the same", rate_rows(rates))
     work = described_workload(step)
     to_do = jobs(work, strategies(work, step.plan, degrees, mesh.num_devices()))
-    deadline = began + 60 * options.minutes
-    measured = measure_all(to_do, rates, console, deadline=deadline, patience_seconds=options.patience)
-    console.table("Passes", pass_rows(work, measured))
     calibration = known or Calibration("", machine, rates)
     calibration = dataclasses.replace(calibration, date=datetime.date.today().isoformat(), rates=rates)
-    write_calibration(path, calibration.with_curves(curves_of([pair for _, pairs in measured for pair in pairs])))
+
+    def save(measured: Measured) -> None:
+        pairs = [pair for _, of_job in measured for pair in of_job]
+        write_calibration(path, calibration.with_curves(curves_of(pairs)))
+
+    save([])
+    deadline = began + 60 * options.minutes
+    measured = measure_all(
+        to_do, rates, console, deadline=deadline, patience_seconds=options.patience, save=save
+    )  # fmt: skip
+    console.table("Passes", pass_rows(work, measured))
     console.line(f"{len(measured)} of {len(to_do)} measured in {time.perf_counter() - began:.0f} s")
     console.line(f"Written to {path}")
     return 0
@@ -129,13 +136,20 @@ Measured = list[tuple[Job, list[tuple[Case, Point]]]]
 
 
 def measure_all(
-    to_do: Sequence[Job], rates: Rates, console: Console, *, deadline: float, patience_seconds: float
+    to_do: Sequence[Job],
+    rates: Rates,
+    console: Console,
+    *,
+    deadline: float,
+    patience_seconds: float,
+    save: Callable[[Measured], None],
 ) -> Measured:
     """Runs jobs one after another, and says how it goes; then all of them once more while there is time, since no
     machine is equally fast at all times. What does not fit into memory is left out.
 
     Args:
         deadline: Of `time.perf_counter()`, after which none begins.
+        save: Given what was measured so far, after each.
     """
     measured: Measured = []
     for again in (False, True):
@@ -161,6 +175,7 @@ def measure_all(
                 measured[i] = (job, pairs)
             else:
                 measured.append((job, pairs))
+            save(measured)
     return measured
 
 

@@ -211,6 +211,12 @@ def step_timing(noted: Sequence[tuple[Event, float, float]]) -> Timing:
     return timing(runs)
 
 
+def _in_words(placement: Placement) -> str:
+    strategy = placement.strategy
+    cut = f" in {strategy.micro_batches} micro-batches" if strategy.micro_batches > 1 else ""
+    return f"{placement}{cut}" + (f", remat {strategy.remat}" if strategy.remat != "none" else "")
+
+
 def compare_pairs(plans: Sequence[tuple[str, float, float]], count: int, seed: int) -> list[dict[str, Any]]:
     """Pairs of `(name, predicted seconds, measured seconds)`, by chance, whose predictions differ by enough."""
     pairs = [(a, b) for a, b in itertools.combinations(sorted(plans, key=lambda p: p[1]), 2) if b[1] > APART * a[1]]
@@ -233,7 +239,7 @@ def check_pairs(assembly: Assembly, calibration: Calibration, options: argparse.
     for number, (plan, seconds) in enumerate(drawn_plans(assembly, work, calibration, options.plans, options.seed)):
         took = step_timing(run_steps(assembly, plan, options.steps))
         ran.append((f"plan {number}", seconds, alone(took)))
-        placements = "; ".join(f"{call.name} {plan.placements[call.name]}" for call in work.calls)
+        placements = "; ".join(f"{call.name} {_in_words(plan.placements[call.name])}" for call in work.calls)
         console.line(
             f"plan {number}: predicted {seconds:.3f} s, took {alone(took):.3f} s alone, {took.seconds:.3f} s while "
             f"others had {100 * took.others:.0f} %: {placements}"

@@ -82,8 +82,9 @@ class Job:
 
     call: ModelCall
     strategy: Strategy
+    """Its micro-batches are those of the program that is run."""
     rows: int
-    """Of all row shards together, of the array that has most."""
+    """Of a micro-batch, of all row shards together, of the array that has most."""
 
     @property
     def rows_per_shard(self) -> float:
@@ -111,7 +112,8 @@ def jobs(workload: Workload, strategies: Mapping[str, Iterable[Strategy]]) -> li
     """What to measure of each call under each strategy: what tells most first.
 
     The rows of a shard are all that it has without micro-batches, then the powers of two a `ROWS_APART`-th of that,
-    and so on. Calls of equal models and shapes are measured once.
+    and so on: these it has in micro-batches, and they are run in some, since a loop over them is faster than as many
+    programs. Calls of equal models and shapes are measured once.
 
     Args:
         strategies: Call -> strategies, of which only degrees and remat matter.
@@ -121,7 +123,7 @@ def jobs(workload: Workload, strategies: Mapping[str, Iterable[Strategy]]) -> li
         for strategy in strategies[call.name]:
             strategy = Strategy(data=strategy.data, fsdp=strategy.fsdp, tensor=strategy.tensor, remat=strategy.remat)
             for level, rows in enumerate(_row_counts(call, strategy)):
-                job = Job(call, strategy, rows)
+                job = Job(call, dataclasses.replace(strategy, micro_batches=ROWS_APART if level else 1), rows)
                 found.setdefault((job.cases, rows), (level, job))
     return [job for _, job in sorted(found.values(), key=lambda item: item[0])]
 
@@ -170,33 +172,33 @@ def measure(job: Job, *, dispatch_seconds: float, patience_seconds: float = 3.0)
 
 def _programs(job: Job, layout: Layout, depth: int) -> list[CallProgram]:
     """What is run for a depth, in the order in which `_of_phase` reads it."""
-    call, described = job.call, job.described
+    call, described, rows = job.call, job.described, job.rows * job.strategy.micro_batches
     if call.kind == "generate":
         long, prompt = min(call.response, DECODED), _decoding_prompt(call)
         responses = [(call.prompt, 1)]
         if call.response > 1:
             responses += [(prompt, long)] + ([(prompt, 1)] if prompt != call.prompt else [])
         return [
-            call_program(_responding(described, *response), layout, num_layers=depth, rows=job.rows)
+            call_program(_responding(described, *response), layout, num_layers=depth, rows=rows)
             for response in responses
         ]
-    program = call_program(described, layout, num_layers=depth, rows=job.rows)
+    program = call_program(described, layout, num_layers=depth, rows=rows)
     return [program, update_program(described, layout, num_layers=depth)] if call.trains else [program]
 
 
 def _of_phase(job: Job, phase: MeasuredPhase, timings: Sequence[Timing]) -> Timing | None:
     """What a phase takes, from the runs of `_programs`. None: the call does not have it."""
-    if phase == "gradient":
-        return _less(timings[0], timings[1])
     if phase == "update":
         return timings[1]
-    if phase == "decode":
+    passes, whole = job.strategy.micro_batches, timings[0]
+    if phase == "gradient":
+        whole = _less(timings[0], timings[1])
+    elif phase == "decode":
         if job.call.response == 1:
             return None
-        steps = min(job.call.response, DECODED) - 1
-        both = _less(timings[1], timings[2] if len(timings) > 2 else timings[0])
-        return dataclasses.replace(both, seconds=both.seconds / steps)
-    return timings[0]
+        passes *= min(job.call.response, DECODED) - 1
+        whole = _less(timings[1], timings[2] if len(timings) > 2 else timings[0])
+    return dataclasses.replace(whole, seconds=whole.seconds / passes)
 
 
 def _less(one: Timing, other: Timing) -> Timing:
