@@ -1,0 +1,114 @@
+"""The memory of devices under a plan, worked out by hand."""
+
+import random
+from collections.abc import Iterable
+
+from jaxrlhf.planner.peak_memory import in_gib, memory_at_peak, peak_memory
+from jaxrlhf.planner.problem import CallChoices, Choice, Problem
+from jaxrlhf.planner.step_order import layout, step_order
+from jaxrlhf.sharding.strategy import Strategy
+from tests.planner.made_up_problem import random_problem
+
+Way = tuple[int, int, int, int, int]
+"""First device, end, resting, working, copy."""
+
+
+def step(*calls: tuple[str, Way]) -> Problem:
+    """Calls named by their set and what they do."""
+    made = []
+    for name, (first, end, resting, working, copy) in calls:
+        weights, method = name.split(".")
+        choice = Choice(first, end, Strategy(data=end - first), 1.0, resting, working, copy)
+        trains = method.startswith("train")
+        made.append(CallChoices(name, "train" if trains else "infer", weights, weights, trains, (), (choice,)))
+    return Problem(tuple(made), 4, 4, (100,) * 4, {}, {}, tokens=1)
+
+
+def plan(problem: Problem) -> list[int]:
+    return [0] * len(problem.calls)
+
+
+def test_what_rests_and_the_call_that_takes_most():
+    problem = step(("a.read", (0, 2, 0, 30, 5)), ("b.read", (1, 3, 7, 10, 0)), ("a.train", (0, 1, 50, 20, 0)))
+    #            a.read              b.read        a.train
+    # device 0   50 + 30 + 5         50 + 5        50 + 20
+    # device 1   7 + 30 + 5          7 + 10 + 5    7
+    # device 2   7                   7 + 10        7
+    assert peak_memory(problem, plan(problem)) == (85, 42, 17, 0)
+    first, second, third, _ = memory_at_peak(problem, plan(problem))
+    assert (first.call, first.resting, first.copies, first.working) == ("a.read", {"a": 50}, {"a.read": 5}, 30)
+    assert (second.call, second.resting, third.call) == ("a.read", {"b": 7}, "b.read")
+    assert (
+        str(first)
+        == "device 0: 85 bytes during a.read: 50 bytes a at rest, 30 bytes a.read at work, 5 bytes a copy for a.read"
+    )
+
+
+def test_a_copy_is_gone_when_its_weights_are_trained():
+    before = step(("a.read", (0, 1, 0, 1, 10)), ("a.train", (0, 1, 20, 5, 0)), ("b.read", (0, 1, 0, 4, 0)))
+    assert peak_memory(before, plan(before))[0] == 20 + 1 + 10
+    after = step(("a.train", (0, 1, 20, 5, 0)), ("a.read", (0, 1, 0, 1, 10)), ("b.read", (0, 1, 0, 4, 0)))
+    assert peak_memory(after, plan(after))[0] == 20 + 4 + 10
+    # made at the end of a step, it is there at the beginning of the next one
+    around = step(("b.read", (0, 1, 0, 9, 0)), ("a.train", (0, 1, 20, 5, 0)), ("a.read", (0, 1, 0, 1, 10)))
+    assert peak_memory(around, plan(around))[0] == 20 + 9 + 10
+
+
+def test_a_copy_lies_on_devices_that_do_nothing():
+    problem = step(("a.read", (0, 2, 0, 1, 10)), ("a.look", (1, 2, 0, 1, 8)), ("a.train", (2, 3, 20, 5, 0)))
+    assert peak_memory(problem, plan(problem))[:2] == (11, 10 + 8 + 1)
+
+
+def test_calls_of_one_layout_have_one_copy():
+    same = step(("a.read", (0, 2, 0, 1, 10)), ("a.look", (0, 2, 0, 2, 11)), ("a.train", (2, 3, 20, 5, 0)))
+    assert peak_memory(same, plan(same))[:2] == (13, 13)
+    assert memory_at_peak(same, plan(same))[0].copies == {"a.read": 11}
+
+
+def test_weights_that_never_change_rest_once_in_every_layout():
+    same = step(("r.read", (0, 2, 10, 1, 0)), ("r.look", (0, 2, 10, 1, 0)), ("r.see", (1, 2, 20, 1, 0)))
+    assert peak_memory(same, plan(same))[:2] == (11, 31)
+    assert memory_at_peak(same, plan(same))[1].resting == {"r": 30}
+
+
+def test_a_set_rests_where_it_is_trained_first():
+    problem = step(("a.train", (0, 1, 50, 0, 0)), ("a.train#2", (1, 2, 60, 0, 0)))
+    assert peak_memory(problem, plan(problem))[:2] == (50, 0)
+
+
+def test_against_a_list_of_all_that_lies_about():
+    for seed in range(100):
+        problem, chance = random_problem(seed), random.Random(seed)
+        choice = [chance.randrange(len(call.choices)) for call in problem.calls]
+        order, every = step_order(problem), range(len(problem.calls))
+        things: dict[object, tuple[range, set[int], int]] = {}
+        """What it is -> its devices, the calls during which it is there, its bytes."""
+
+        def put(key: object, devices: range, during: Iterable[int], size: int, things=things) -> None:
+            _, calls, before = things.get(key, (devices, set(), 0))
+            things[key] = (devices, calls | set(during), max(size, before))
+
+        homes = {}
+        for j, call in enumerate(problem.calls):
+            x = call.choices[choice[j]]
+            put(("working", j), x.devices, [j], x.working)
+            if call.trains:
+                homes.setdefault(call.weights, j)
+            if homes.get(call.weights) == j:
+                put(call.weights, x.devices, every, x.resting)
+            if not any(other.trains for other in problem.calls if other.weights == call.weights):
+                put((call.weights, layout(x)), x.devices, every, x.resting)
+            made_by = order.made_by[j]
+            if order.alive[j] and made_by is not None:
+                put((made_by[0], layout(x)), x.devices, order.alive[j], x.copy)
+        expected = tuple(
+            max(
+                sum(size for devices, calls, size in things.values() if device in devices and c in calls) for c in every
+            )
+            for device in range(problem.num_devices)
+        )
+        assert peak_memory(problem, choice) == expected
+
+
+def test_bytes_in_words():
+    assert [in_gib(n) for n in (17, 3 * 2**29, 80 * 2**30)] == ["17 bytes", "1.5 GiB", "80 GiB"]
