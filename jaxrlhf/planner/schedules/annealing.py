@@ -7,14 +7,13 @@ most moves cost next to nothing. Computed by Python, or compiled by numba where 
 since all is done in integers and from a table of acceptances.
 """
 
-import functools
 import math
-import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+from jaxrlhf.planner.numba_loops import loops
 from jaxrlhf.planner.schedules import annealing_rounds
 from jaxrlhf.planner.schedules.annealing_rounds import BUCKETS, PER_UNIT
 from jaxrlhf.planner.schedules.job_shop import JobShop, Orders, peak
@@ -32,32 +31,10 @@ def acceptance_table(first: float, last: float) -> list[int]:
     return [int(math.exp(-b / PER_UNIT / each) * 2**32) for each in temperatures for b in range(BUCKETS)]
 
 
-@functools.cache
 def _rounds(compiled: bool) -> tuple[Callable[..., tuple[int, int]], Callable[..., tuple[int, int]]]:
     """The two rounds, in Python or compiled."""
-    if not compiled:
-        return annealing_rounds.latency_round, annealing_rounds.memory_round
-    import numba
-
-    names = dict(vars(annealing_rounds))
-    for name, function in vars(annealing_rounds).items():
-        if isinstance(function, types.FunctionType):
-            # copies that see one another: compiled functions cannot call those that are not
-            copy = types.FunctionType(function.__code__, names, name)
-            try:
-                names[name] = numba.njit(cache=True)(copy)
-            except RuntimeError:  # no folder that it could write to
-                names[name] = numba.njit(copy)
-    return names["latency_round"], names["memory_round"]
-
-
-def numba_is_there() -> bool:
-    """Whether the rounds can be compiled."""
-    try:
-        import numba  # noqa: F401 (only whether it is there)
-    except ImportError:
-        return False
-    return True
+    functions = loops(annealing_rounds, compiled=compiled)
+    return functions["latency_round"], functions["memory_round"]
 
 
 def shorten(

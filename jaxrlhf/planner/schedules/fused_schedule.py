@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from jaxrlhf.planner.schedules.annealing import numba_is_there, shorten, slim
+from jaxrlhf.planner.numba_loops import numba_is_there
+from jaxrlhf.planner.schedules.annealing import shorten, slim
 from jaxrlhf.planner.schedules.instructions import Pipe, Schedule, ScheduleError
 from jaxrlhf.planner.schedules.job_shop import (
     JobShop,
