@@ -1,7 +1,7 @@
 """The memory that devices need under a plan, and what it is made of."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from jaxrlhf.planner.problem import Problem
 from jaxrlhf.planner.step_order import StepOrder, layout, step_order
@@ -47,18 +47,23 @@ def peak_memory(problem: Problem, plan: Sequence[int]) -> tuple[int, ...]:
     return tuple(each.total for each in memory_at_peak(problem, plan))
 
 
-def memory_at_peak(problem: Problem, plan: Sequence[int]) -> tuple[DeviceMemory, ...]:
+def memory_at_peak(
+    problem: Problem, plan: Sequence[int], devices: Iterable[int] | None = None
+) -> tuple[DeviceMemory, ...]:
     """Device -> what is there when most is there, as `problem` says.
 
     Calls that read the same trained weights in the same layout have one copy together, from the first of them on. It is
     gone when the weights are trained again.
+
+    Args:
+        devices: The ones asked for. None: all.
     """
     order = step_order(problem)
     chosen = [call.choices[index] for call, index in zip(problem.calls, plan, strict=True)]
     resting = _resting(problem, plan, order)
     copies = _copies(problem, plan, order)
     found = []
-    for device in range(problem.num_devices):
+    for device in range(problem.num_devices) if devices is None else devices:
         rests: dict[str, int] = {}
         for j, size in resting.items():
             if device in chosen[j].devices:
