@@ -1,0 +1,220 @@
+"""HybridFlow's mapping: which sets of weights share devices, how many they get, and how each call runs there.
+
+Reference:
+    Sheng et al. 2024 (HybridFlow), arXiv:2409.19256, section 6 and Algorithm 1.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+
+from jaxrlhf.planner.lean_plans import fast_to_lean, require_choices
+from jaxrlhf.planner.peak_memory import memory_at_peak
+from jaxrlhf.planner.plan import PlanError
+from jaxrlhf.planner.problem import Problem
+from jaxrlhf.planner.simulate import Simulation, steady_state
+
+Group = tuple[str, ...]
+"""Sets of weights that share devices."""
+Colocation = tuple[Group, ...]
+"""All sets of weights."""
+_MOST_SETS = 8
+"""Which have 4140 colocations."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Mapping:
+    """The best mapping by HybridFlow's measure."""
+
+    colocation: Colocation
+    devices: tuple[range, ...]
+    """Of each group of `colocation`."""
+    seconds: float
+    """HybridFlow's latency: of all stages, that of the group that takes longest, of all its calls one after another."""
+    plan: tuple[int, ...]
+    """Call -> its choice."""
+    simulation: Simulation
+    """The same plan, simulated as all others are: iterations overlap, and weights and outputs have to be brought."""
+    colocations: int
+    """Looked at."""
+    allocations: int
+    """Ways to give devices to the groups, of all colocations, looked at."""
+
+
+def colocations(sets: Sequence[str]) -> Iterator[Colocation]:
+    """All ways to say which sets share devices.
+
+    >>> [len(list(colocations("abcdef"[:n]))) for n in range(1, 7)]
+    [1, 2, 5, 15, 52, 203]
+    """
+    if not sets:
+        yield ()
+        return
+    first, *others = sets
+    for rest in colocations(others):
+        yield ((first,), *rest)
+        for k, group in enumerate(rest):
+            yield (*rest[:k], (first, *group), *rest[k + 1 :])
+
+
+def map_sets(problem: Problem, among: Sequence[Colocation] | None = None) -> Mapping:
+    """The mapping with the least latency, by HybridFlow's measure.
+
+    For every colocation, all numbers of devices are tried that its groups can have side by side: those for which there
+    are choices, where no group could have the next larger number. How a group runs best on its devices is found once:
+    the fastest choice of every call or, where those do not fit together, the first that do of `fast_to_lean`. The calls
+    of a stage are equally far from the beginning of the step.
+
+    Args:
+        among: The colocations to look at. None: all.
+
+    Raises:
+        PlanError: None of them fits the devices.
+    """
+    require_choices(problem)
+    sets = tuple(dict.fromkeys(call.weights for call in problem.calls))
+    if among is None and len(sets) > _MOST_SETS:
+        raise PlanError(
+            f"mapping: tries all ways to group sets of weights, of which there may be {_MOST_SETS}. Got {len(sets)}: "
+            f"{', '.join(sets)}. Use the search."
+        )
+    among = list(colocations(sets)) if among is None else list(among)
+    groups, allocations = _Groups(problem), 0
+    best: tuple[float, Colocation, tuple[range, ...]] | None = None
+    for colocation in among:
+        for sizes in _allocations([groups.sizes(group) for group in colocation], problem.num_devices):
+            allocations += 1
+            devices = groups.place(colocation, sizes)
+            seconds = groups.latency(colocation, devices) if devices is not None else math.inf
+            if devices is not None and seconds < (best[0] if best is not None else math.inf):
+                best = (seconds, colocation, devices)
+    if best is None:
+        described = f"the {len(among)} ways" if len(among) > 1 else f"the way {_in_words(among[0])}"
+        raise PlanError(
+            f"mapping: groups of sets must fit on devices of their own. Got none that do, of {described} to group "
+            f"{', '.join(sets)} on {problem.num_devices} devices. Use the search, more devices or larger ones."
+        )
+    seconds, colocation, devices = best
+    plan = groups.plan(colocation, devices)
+    simulation = steady_state(problem, plan)
+    return Mapping(colocation, devices, seconds, plan, simulation, colocations=len(among), allocations=allocations)
+
+
+def _in_words(colocation: Colocation) -> str:
+    return " | ".join(" + ".join(group) for group in colocation)
+
+
+def _allocations(sizes: Sequence[Sequence[int]], num_devices: int) -> Iterator[tuple[int, ...]]:
+    """Numbers of devices for each group, which are there together, and of which none can be the next larger one."""
+
+    def extend(chosen: tuple[int, ...], left: int) -> Iterator[tuple[int, ...]]:
+        if len(chosen) == len(sizes):
+            larger = (
+                min((n for n in each if n > size), default=math.inf) - size
+                for each, size in zip(sizes, chosen, strict=True)
+            )
+            if min(larger, default=math.inf) > left:
+                yield chosen
+            return
+        for size in sizes[len(chosen)]:
+            if size <= left:
+                yield from extend((*chosen, size), left - size)
+
+    yield from extend((), num_devices)
+
+
+class _Groups:
+    """What groups of sets can do with devices. Each is found once."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._places: list[dict[range, list[int]]] = []
+        """Call -> devices -> its choices there."""
+        self._stages: list[int] = []
+        positions = {call.name: j for j, call in enumerate(problem.calls)}
+        for call in problem.calls:
+            places: dict[range, list[int]] = {}
+            for k, choice in enumerate(call.choices):
+                places.setdefault(choice.devices, []).append(k)
+            self._places.append(places)
+            self._stages.append(1 + max((self._stages[positions[need]] for need in call.needs), default=-1))
+        self._where: dict[Group, list[range]] = {}
+        self._ways: dict[tuple[Group, range], dict[int, int] | None] = {}
+        self._seconds: dict[tuple[Group, range], list[float]] = {}
+
+    def where(self, group: Group) -> list[range]:
+        """Devices on which all calls of a group can run, in their order."""
+        if group not in self._where:
+            places = [set(self._places[j]) for j in self._calls(group)]
+            self._where[group] = sorted(set.intersection(*places), key=lambda devices: (devices.start, devices.stop))
+        return self._where[group]
+
+    def sizes(self, group: Group) -> list[int]:
+        """Numbers of devices that a group can have."""
+        return sorted({len(devices) for devices in self.where(group)})
+
+    def place(self, colocation: Colocation, sizes: Sequence[int]) -> tuple[range, ...] | None:
+        """Devices for each group, side by side: the largest number first, each the first that are free. None: there are
+        none."""
+        placed: dict[Group, range] = {}
+        for size, group in sorted(zip(sizes, colocation, strict=True), key=lambda each: -each[0]):
+            for devices in self.where(group):
+                if len(devices) == size and not any(_overlap(devices, other) for other in placed.values()):
+                    placed[group] = devices
+                    break
+            else:
+                return None
+        return tuple(placed[group] for group in colocation)
+
+    def latency(self, colocation: Colocation, devices: Sequence[range]) -> float:
+        """HybridFlow's latency; infinite where a group does not fit on its devices."""
+        of_groups = [self._stage_seconds(group, each) for group, each in zip(colocation, devices, strict=True)]
+        return sum(max(seconds) for seconds in zip(*of_groups, strict=True))
+
+    def plan(self, colocation: Colocation, devices: Sequence[range]) -> tuple[int, ...]:
+        """The best way to run all calls."""
+        chosen: dict[int, int] = {}
+        for group, each in zip(colocation, devices, strict=True):
+            chosen |= self._way(group, each) or {}
+        return tuple(chosen[j] for j in range(len(self._problem.calls)))
+
+    def _calls(self, group: Group) -> list[int]:
+        return [j for j, call in enumerate(self._problem.calls) if call.weights in group]
+
+    def _stage_seconds(self, group: Group, devices: range) -> list[float]:
+        """Stage -> seconds of all its calls, one after another."""
+        if (group, devices) not in self._seconds:
+            way, seconds = self._way(group, devices), [0.0] * (max(self._stages) + 1)
+            for j, k in (way or {}).items():
+                choice = self._problem.calls[j].choices[k]
+                seconds[self._stages[j]] += choice.load + choice.seconds + choice.unload
+            self._seconds[group, devices] = seconds if way is not None else [math.inf] * len(seconds)
+        return self._seconds[group, devices]
+
+    def _way(self, group: Group, devices: range) -> dict[int, int] | None:
+        """Call -> its choice. None where nothing fits."""
+        if (group, devices) in self._ways:
+            return self._ways[group, devices]
+        calls, found = self._calls(group), None
+        names = {self._problem.calls[j].name for j in calls}
+        part = dataclasses.replace(
+            self._problem,
+            calls=tuple(
+                dataclasses.replace(call, needs=tuple(need for need in call.needs if need in names))
+                for call in self._problem.calls
+                if call.name in names
+            ),
+            reallocations={},
+            transfers={},
+        )
+        smallest = min(devices, key=lambda device: self._problem.capacity[device])
+        for plan in fast_to_lean(part, [self._places[j][devices] for j in calls]):
+            if memory_at_peak(part, plan, [smallest])[0].total <= self._problem.capacity[smallest]:
+                found = dict(zip(calls, plan, strict=True))
+                break
+        self._ways[group, devices] = found
+        return found
+
+
+def _overlap(a: range, b: range) -> bool:
+    return a.start < b.stop and b.start < a.stop
