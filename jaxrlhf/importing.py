@@ -8,6 +8,7 @@ import os
 import pathlib
 import sys
 import traceback
+from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
 
@@ -39,6 +40,17 @@ def find_function(name: str, *, what: str) -> Any:
             f"{did_you_mean(attribute, known)}"
         )
     return getattr(module, attribute)
+
+
+def imported_files() -> tuple[str, ...]:
+    """Files that were imported by their paths: what another process must import to know their functions."""
+    return tuple(_files)
+
+
+def import_files(paths: Iterable[str]) -> None:
+    """Import files by their paths, under the same names as in any process."""
+    for path in paths:
+        _import_file(pathlib.Path(path))
 
 
 def last_line(error: BaseException) -> str:

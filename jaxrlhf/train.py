@@ -22,23 +22,30 @@ from jaxrlhf.config.reading import dump_yaml
 from jaxrlhf.config.schema import RunConfig, load_run
 from jaxrlhf.data.tokenizer import JSONTokenizer
 from jaxrlhf.planner.plan import plan_rows
+from jaxrlhf.planner.plan_file import plan_text
 from jaxrlhf.rewards.functions import RewardError
 from jaxrlhf.runtime.assembly import Assembly, assemble
 from jaxrlhf.runtime.channel import Channel
 from jaxrlhf.runtime.checkpoints import check_checkpoint
 from jaxrlhf.runtime.console import Console
+from jaxrlhf.runtime.forecast import Comparison, compare
 from jaxrlhf.runtime.interruption import RunStopped, StopRequest
 from jaxrlhf.runtime.metrics import TrainingError, read_metrics
+from jaxrlhf.runtime.planned_step import FoundPlan, find_plan, is_planned
 from jaxrlhf.runtime.recovery import ResumePoint, find_resume_point, newest_position
 from jaxrlhf.runtime.roles import ModelRole
 from jaxrlhf.runtime.run_folder import RunFolder, RunFolderError, check_run_folder, collect_versions
 from jaxrlhf.runtime.stages import time_rows
+from jaxrlhf.runtime.step_draft import draft_step
 from jaxrlhf.runtime.step_rows import Tables, load_tables
 from jaxrlhf.runtime.trackers import check_trackers
 from jaxrlhf.runtime.trainer import Outcome, Trainer
 from jaxrlhf.runtime.utilization import utilization_line
 from jaxrlhf.sharding import mesh
 from jaxrlhf.sharding.processes import cluster_of, join
+
+MEMORY_FRACTION = "0.9"
+"""Of a GPU's memory, what a run takes for itself unless the environment says otherwise. Plans count on it."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -147,6 +154,7 @@ def start(config: RunConfig, *, detect: bool = False) -> Channel:
         InputError: There are no such devices, or the other processes cannot be reached.
     """
     try:
+        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", MEMORY_FRACTION)  # before there are devices
         cluster = cluster_of(os.environ, detect=detect)
         count = (cluster.count or 1) if cluster is not None else 1
         if config.num_virtual_devices is not None:
@@ -183,18 +191,27 @@ def prepare(config: RunConfig, console: Console, channel: Channel | None = None)
         check_trackers(config.output)
         return find_resume_point(config), load_tables(config)
 
+    def plan() -> FoundPlan:
+        return find_plan(draft, resumed=resume.folder.planned if resume is not None else None, say=console.line)
+
     def check() -> Assembly:
-        assembly = assemble(config, mesh.num_devices(), mesh.devices_per_process(), tables=tables)
+        assembly = assemble(
+            config, mesh.num_devices(), mesh.devices_per_process(), draft=draft, saved=found.saved if found else None
+        )
         if resume is not None and resume.position is not None:
             check_checkpoint(resume, assembly)
         return assembly
 
     try:
         resume, tables = channel.share(find)  # rows are read once, and sent to the other processes
+        draft = channel.together(lambda: draft_step(config, tables=tables))
+        found = channel.share(plan) if is_planned(draft) else None  # a search that time ends finds different plans
         assembly = channel.together(check)
     except ValueError as error:
         raise InputError(str(error)) from error
     _print_assembly(assembly, console)
+    if found is not None:
+        console.line(f"Note: {found.note}")
     for note in resume.notes if resume is not None else ():
         console.line(f"Note: {note}")
     return Run(assembly, resume, channel)
@@ -215,14 +232,16 @@ def execute(run: Run, console: Console) -> Outcome:
             channel.share(lambda: _take_over(run, folder, held))
             outcome = Trainer(run.assembly, folder, console, resume=resume, stop=stop, channel=channel).run()
             if channel.is_first:
-                folder.write_json("outcome.json", outcome.to_json())
+                compared = _compared(run, folder)
+                forecast = {"forecast": compared.to_json()} if compared is not None else {}
+                folder.write_json("outcome.json", outcome.to_json() | forecast)
     except RunFolderError as error:
         raise InputError(str(error)) from error
     except BaseException:
         console.line(f"The run stopped. What it wrote until then is in {folder.path}")
         raise
     if channel.is_first:
-        _print_outcome(outcome, folder, console, time.perf_counter() - started)
+        _print_outcome(outcome, folder, console, time.perf_counter() - started, _compared(run, folder))
     return outcome
 
 
@@ -286,13 +305,27 @@ def _write_assembly(run: Run, folder: RunFolder) -> None:
         shutil.copyfile(folder.config, kept)
     folder.write_json("graph.json", {name: phase.graph.to_rows() for name, phase in assembly.phases.items()})
     folder.write_json("plan.json", {name: phase.plan.to_json() for name, phase in assembly.phases.items()})
+    if assembly.saved is not None:
+        folder.write_text(folder.planned.name, plan_text(assembly.saved))
     folder.write_json("versions.json", collect_versions())
     if isinstance(assembly.table.tokenizer, JSONTokenizer):
         assembly.table.tokenizer.save(folder.path / "tokenizer.json")
     folder.write_text("config.yaml", text)  # last: with it, the folder is that of a run
 
 
-def _print_outcome(outcome: Outcome, folder: RunFolder, console: Console, seconds: float) -> None:
+def _compared(run: Run, folder: RunFolder) -> Comparison | None:
+    """What the plan promised, and what the steps of this start took. None: the plan promised nothing."""
+    saved, resume = run.assembly.saved, run.resume
+    if saved is None:
+        return None
+    position = resume.position if resume is not None else None
+    started_at = position.done if position is not None and position.phase == "steps" else 0
+    return compare(saved, read_metrics(folder.metrics), after=started_at + 1)
+
+
+def _print_outcome(
+    outcome: Outcome, folder: RunFolder, console: Console, seconds: float, compared: Comparison | None
+) -> None:
     if outcome.samples:
         console.samples("Samples", outcome.samples)
     console.header(f"Done in {seconds:.0f} s")
@@ -308,6 +341,11 @@ def _print_outcome(outcome: Outcome, folder: RunFolder, console: Console, second
     console.table("Where the time went", time_rows(records))
     if busy := utilization_line(records):
         console.line(busy)
+    if compared is not None and compared.steps:
+        of_steps = f"median of {compared.steps} step{'s' if compared.steps > 1 else ''}"
+        console.table(f"Predicted and measured, {of_steps}", compared.rows())
+    elif compared is not None:
+        console.line("No step was measured beside the predictions: the first one of every start compiles.")
     written = {"metrics": folder.metrics, "samples": folder.samples, "checkpoints": folder.checkpoints}
     if folder.timeline.exists():
         written["timeline"] = folder.timeline

@@ -11,6 +11,7 @@ MODULES = sorted((ROOT / "jaxrlhf").rglob("*.py"))
 
 # Top to bottom. A room, the first part of a module's name under jaxrlhf, may import itself and the layers below.
 LAYERS = [
+    {"calibrate"},
     {"train", "plan", "timeline", "testing"},
     {"runtime"},
     {"checkpoint", "planner"},

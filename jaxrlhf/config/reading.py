@@ -3,7 +3,8 @@
     name or path --find_config--> file --read_config--> tree --apply_overrides--> tree --build--> dataclass
 
 A tree is plain data: nested mappings of text to values. The fields of a dataclass say what may stand in one: other
-dataclasses, int, float, str, bool, Literal, Any, `X | None`, `tuple[X, ...]`, `tuple[X, Y]` and `Mapping[str, X]`.
+dataclasses, int, float, str, bool, Literal, Any, `X | None`, `tuple[X, ...]`, `tuple[X, Y]` and `Mapping[str, X]`; and
+`X | Y`, of which X takes what is not of the very form of Y.
 Lists come as tuples and mappings as FrozenDicts, so that a configuration is immutable and hashable. Whatever is wrong
 is a ConfigError that names file and key:
 
@@ -165,8 +166,10 @@ def _build(hint: Any, value: Any, where: str, path: str) -> Any:
     if origin in (typing.Union, types.UnionType) and len(options) == 2 and type(None) in options:
         (given,) = (option for option in options if option is not type(None))
         return None if value is None else _build(given, value, where, path)
-    if origin in (typing.Union, types.UnionType) and len(options) == 2 and typing.get_origin(options[1]) is tuple:
-        return _build(options[isinstance(value, list | tuple)], value, where, path)
+    if origin in (typing.Union, types.UnionType) and type(None) not in options:
+        form = tuple if isinstance(value, list) else type(value)
+        alike = (option for option in options if (typing.get_origin(option) or option) is form)
+        return _build(next(alike, options[0]), value, where, path)
     if origin in (list, tuple):
         return _build_list(origin, options, value, where, path)
     if origin in (dict, collections.abc.Mapping) and options[0] is str:

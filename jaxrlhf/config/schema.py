@@ -24,7 +24,16 @@ from jaxrlhf.suggest import did_you_mean
 
 OFFLOAD, FUSE = "offload", "fuse"
 """The keys of a plan that are no call: roles that rest in host memory, and train calls that run as one pipeline."""
-_LISTS = {OFFLOAD: "a list of roles", FUSE: "a list of two train calls"}
+PLANNED, FROM_FILE, DEFAULT = "auto", "file", "default"
+"""Keys of a plan: whether the calls that it does not name are planned for, the file that it is read from, and what
+calls get that it does not name where they are not planned for."""
+_FORMS: dict[str, tuple[type, str]] = {
+    OFFLOAD: (tuple, "a list of roles"),
+    FUSE: (tuple, "a list of two train calls"),
+    PLANNED: (bool, "true or false"),
+    FROM_FILE: (str, "the path of a plan"),
+}
+"""Keys of a plan that are no call -> what stands under them."""
 MAX_VIRTUAL_DEVICES = 1024
 """As many as a processor can appear as in reasonable time."""
 
@@ -247,10 +256,10 @@ class RunConfig:
     devices: str = "auto"
     """`auto` is all that JAX sees; `cpu:8` makes the processor appear as 8 devices."""
     tokenizer: TokenizerConfig = dataclasses.field(default_factory=TokenizerConfig)
-    plan: Mapping[str, PlacementConfig | tuple[str, ...]] = dataclasses.field(default_factory=FrozenDict)
+    plan: Mapping[str, PlacementConfig | tuple[str, ...] | bool | str] = dataclasses.field(default_factory=FrozenDict)
     """Call -> placement; `default` for all the others. Without a default: every row on its own share of all devices.
     `offload`: roles whose weights rest in host memory where no call needs them. `fuse`: two train calls that run as one
-    pipeline."""
+    pipeline. `auto`: calls that are not named are planned for. `file`: the plan is read from there."""
     warm_start: WarmStartConfig | None = None
     evaluation: EvaluationRunConfig | None = None
     resume: str = "never"
@@ -274,10 +283,40 @@ class RunConfig:
             f"must be auto or cpu:<number>, such as cpu:8, with at most {MAX_VIRTUAL_DEVICES}",
         )
 
+        self._check_plan()
+
+    def _check_plan(self) -> None:
         for name, entry in self.plan.items():
-            if isinstance(entry, tuple) != (name in _LISTS):
-                written = _LISTS.get(name, "a placement, {data: 2, ...}")
+            form, written = _FORMS.get(name, (PlacementConfig, "a placement, {data: 2, ...}"))
+            if not isinstance(entry, form):
                 raise ValueError(f"plan.{name}: must be {written}. Got {brief(to_tree(entry))}.")
+        if self.plan_file and (others := [name for name in self.plan if name != FROM_FILE]):
+            raise ValueError(
+                f"plan.{FROM_FILE}: a file has the placements of all calls. Got also {', '.join(others)}. Remove one "
+                "or the other; or change the file, which is JSON."
+            )
+        if self.plan_is_auto and DEFAULT in self.plan:
+            raise ValueError(
+                f"plan.{DEFAULT}: calls that the plan does not name are planned for. Got "
+                f"{brief(to_tree(self.plan[DEFAULT]))} beside `{PLANNED}: true`. Remove one of them."
+            )
+        if self.plan_is_auto and (unnamed := [name for name in self.fuse if name not in self.plan]):
+            raise ValueError(
+                f"plan.{FUSE}: calls that are planned for run by themselves. Got {unnamed[0]}. Give it a placement of "
+                f"its own, or leave {FUSE} out."
+            )
+
+    @property
+    def plan_is_auto(self) -> bool:
+        """Whether calls that the plan does not name are planned for."""
+        return self.plan.get(PLANNED) is True
+
+    @property
+    def plan_file(self) -> str:
+        """The file that the plan is read from. Empty: none."""
+        path = self.plan.get(FROM_FILE, "")
+        assert isinstance(path, str)
+        return path
 
     @property
     def placements(self) -> dict[str, PlacementConfig]:
@@ -335,8 +374,9 @@ def build_run(tree: Mapping[str, Any], *, where: str) -> RunConfig:
     tree = copy.deepcopy(dict(tree))
     settings = tree.pop("settings", None) or {}
     _fill_presets(tree, where)
+    _spell_plan_out(tree, where)
     _join_plan_names(tree)
-    _check_plan_lists(tree, where)
+    _check_plan_forms(tree, where)
     run = build(RunConfig, tree, where=where)
     try:
         algorithm = load_algorithm(run.algorithm)
@@ -366,13 +406,33 @@ def _fill_presets(tree: dict[str, Any], where: str) -> None:
             role["model"] = {**PRESETS[preset], **{key: value for key, value in model.items() if key != "preset"}}
 
 
-def _check_plan_lists(tree: Mapping[str, Any], where: str) -> None:
+def _spell_plan_out(tree: dict[str, Any], where: str) -> None:
+    """`plan: auto` becomes `plan: {auto: true}`, and `plan: path/to/plan.json` becomes `plan: {file: ...}`."""
     plan = tree.get("plan")
-    for key, what in _LISTS.items():
-        if not isinstance(plan, dict) or isinstance(names := plan.get(key, []), list | tuple):
+    if plan == PLANNED:
+        tree["plan"] = {PLANNED: True}
+    elif isinstance(plan, str):
+        if not plan.endswith(".json"):
+            raise ConfigError(
+                f"{where}: plan: must be a mapping of calls to placements, {PLANNED}, or the path of a plan, which "
+                f"ends in .json. Got {brief(plan)}.{did_you_mean(plan, [PLANNED])}"
+            )
+        tree["plan"] = {FROM_FILE: plan}
+
+
+def _check_plan_forms(tree: Mapping[str, Any], where: str) -> None:
+    """What stands in a plan under a key that is no call is of the form that it must be."""
+    plan = tree.get("plan")
+    for key, (form, what) in _FORMS.items():
+        if not isinstance(plan, dict) or key not in plan:
             continue
-        written = f"[{names}]" if isinstance(names, str) else "[] for none"
-        raise ConfigError(f"{where}: plan.{key}: must be {what}. Got {brief(names)}. Write {written}.")
+        given = plan[key]
+        if isinstance(given, list | tuple) if form is tuple else isinstance(given, form):
+            continue
+        remedy = ""
+        if form is tuple:
+            remedy = f" Write {f'[{given}]' if isinstance(given, str) else '[] for none'}."
+        raise ConfigError(f"{where}: plan.{key}: must be {what}. Got {brief(given)}.{remedy}")
 
 
 def _join_plan_names(tree: dict[str, Any]) -> None:

@@ -67,10 +67,8 @@ def full_attention(
 
     q_BKGSh = q_BSHh.reshape(B, S, K, H // K, h).transpose(0, 2, 3, 1, 4)
     k_BKTh, v_BKTh = (x.transpose(0, 2, 1, 3) for x in (k_BTKh, v_BTKh))
-    size = max(_MIN_BLOCK, math.ceil(S / _MAX_BLOCKS))
     blocks = []
-    for start in range(0, S, size):
-        end = min(start + size, S)
+    for start, end in query_blocks(S):
         C, t = end - start, first + end
         allowed_BCt = _allowed(mask_BT[:, :t], first + start, C, t)
         q_BKmh = q_BKGSh[:, :, :, start:end].reshape(B, K, -1, h)
@@ -78,6 +76,20 @@ def full_attention(
         blocks.append(attended.reshape(B, K, -1, C, h))
     attended_BKGSh = blocks[0] if len(blocks) == 1 else jnp.concatenate(blocks, axis=3)
     return attended_BKGSh.transpose(0, 3, 1, 2, 4).reshape(q_BSHh.shape)
+
+
+def query_blocks(num_queries: int) -> list[tuple[int, int]]:
+    """The blocks in which queries are taken where matrix products compute attention: of each, the first and the end."""
+    size = max(_MIN_BLOCK, math.ceil(num_queries / _MAX_BLOCKS))
+    return [(start, min(start + size, num_queries)) for start in range(0, num_queries, size)]
+
+
+def computed_pairs(num_queries: int, num_keys: int, *, implementation: str) -> int:
+    """Pairs of a query and a key that `full_attention` multiplies, those that the mask then hides among them."""
+    if implementation == "cudnn":
+        return (num_queries + num_queries % 2) * (num_keys + num_keys % 2)
+    first = num_keys - num_queries
+    return sum((end - start) * (first + end) for start, end in query_blocks(num_queries))
 
 
 def column_attention(

@@ -142,9 +142,13 @@ def token_scores(
 def logits(
     params: Params, hidden_SD: Float[Array, "*S D"], config: ModelConfig, layout: Layout
 ) -> Float[Array, "*S V"]:
-    """Next-token logits in float32."""
+    """Next-token logits in float32, split along the vocabulary as the head is.
+
+    Said here, lest XLA gather the head, and not its products, where the whole vocabulary is asked for.
+    """
     head_DV = output_embedding(params, config, layout)
-    return jnp.matmul(hidden_SD, head_DV, preferred_element_type=at_least_float32(hidden_SD.dtype))
+    logits_SV = jnp.matmul(hidden_SD, head_DV, preferred_element_type=at_least_float32(hidden_SD.dtype))
+    return layout.activation(logits_SV, ("batch", *[None] * (logits_SV.ndim - 2), "vocab"))
 
 
 def output_embedding(params: Params, config: ModelConfig, layout: Layout) -> Float[Array, "D V"]:

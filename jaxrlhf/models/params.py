@@ -161,7 +161,14 @@ def num_parameters(config: ModelConfig, *, output_embedding: bool = True) -> int
 
 def use(params: Any, declared: Any, layout: Layout, dtype: jax.typing.DTypeLike) -> Any:
     """Weights made ready for computing: in the compute precision, then gathered over `fsdp` (so that less is moved)."""
-    return jax.tree.map(lambda w, d: layout.at_use(w.astype(dtype), d.axes), params, declared)
+
+    def ready(weight: Any, declared: Weight) -> Any:
+        cast = weight.astype(dtype)
+        if layout.strategy.fsdp > 1 and cast.dtype != weight.dtype:
+            cast = jax.lax.optimization_barrier(cast)  # XLA would gather first, and cast what came of it
+        return layout.at_use(cast, declared.axes)
+
+    return jax.tree.map(ready, params, declared)
 
 
 def use_layer(weights: Any, config: ModelConfig, layout: Layout) -> Any:

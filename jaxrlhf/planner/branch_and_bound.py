@@ -5,7 +5,8 @@ the best; where that is not below the fastest plan known, all plans that begin s
 counts with the least of all that it could be. No iteration that plans settle to is shorter than
 
 - all that occupies one device: the calls that are on it, with loading and unloading, and what is brought to it;
-- all device-seconds of all calls, divided by the number of devices;
+- all device-seconds of all calls, divided by the number of devices; or all that there is, where nothing runs beside
+  anything else;
 - a circle of calls that wait for each other, divided by the iterations that it takes: generation, inference, training,
   and generation again, say. A way from one call to another takes at least all calls that are on one device and come
   after the one and before the other, since they take turns.

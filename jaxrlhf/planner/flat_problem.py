@@ -64,6 +64,8 @@ class FlatProblem(NamedTuple):
     """[device]"""
     stretch: Integers
     """First devices of all stretches of equal capacity."""
+    one_at_a_time: int
+    """1: nothing runs beside anything else."""
 
 
 class Groups(NamedTuple):
@@ -145,6 +147,7 @@ def flat_problem(problem: Problem, *, compiled: bool) -> FlatProblem:
         integers([sets.index(call.weights) if j in never else -1 for j, call in enumerate(calls)]),
         integers(capacity),
         integers([d for d in range(problem.num_devices) if d == 0 or capacity[d] != capacity[d - 1]]),
+        int(problem.one_at_a_time),
     )
 
 

@@ -96,7 +96,7 @@ def fused_order(first: Placement, second: Placement, costs: tuple[StageCost, Sta
         PlanError: The devices of their stages are not the same sets.
     """
     merged = stages_per_node(first.strategy, second.strategy)
-    pipes = _pipes(first, second, merged, costs)
+    pipes = pipes_of(first, second, merged, costs)
     timed: list[tuple[int, Instruction]] = []
     for unit in _units(pipes):
         numbers = {node: i for i, node in enumerate(sorted({node for pipe in unit for node in pipes[pipe].nodes}))}
@@ -116,7 +116,7 @@ def _schedule(pipes: tuple[Pipe, ...]) -> Schedule:  # units are alike: one sear
     return schedule
 
 
-def _pipes(
+def pipes_of(
     first: Placement, second: Placement, merged: tuple[int, int], costs: tuple[StageCost, StageCost]
 ) -> list[Pipe]:
     """The groups of both calls, over nodes that are numbered as the first call's groups pass over them."""
@@ -193,7 +193,7 @@ def check_fusion(plan: Plan, graph: CallGraph) -> None:
     except ValueError as error:
         raise PlanError(f"{where}: {error}") from error
     turned = oppose(plan, graph)[second]
-    _pipes(one, turned, merged, (StageCost(1, 2, 1), StageCost(1, 2, 1)))  # which says if stages lie across
+    pipes_of(one, turned, merged, (StageCost(1, 2, 1), StageCost(1, 2, 1)))  # which says if stages lie across
     updates = [
         sizes.mini_batches * sizes.epochs
         for call, placement in ((first, one), (second, two))
@@ -258,7 +258,7 @@ def fusion_notes(plan: Plan, graph: CallGraph) -> list[str]:
         return []
     first, second = _calls(plan, graph)
     one, two = plan[first], plan[second]
-    pipes = _pipes(one, two, stages_per_node(one.strategy, two.strategy), (StageCost(1, 2, 1), StageCost(1, 2, 1)))
+    pipes = pipes_of(one, two, stages_per_node(one.strategy, two.strategy), (StageCost(1, 2, 1), StageCost(1, 2, 1)))
     ways = [[pipe.nodes for pipe in pipes if pipe.model == model] for model in range(2)]
     for a, b in itertools.product(*ways):
         shared = [node for node in a if node in b]

@@ -1,44 +1,34 @@
-"""HybridFlow's mapping: which sets of weights share devices, how many they get, and how each call runs there.
+"""HybridFlow's mapping: which sets of weights share devices, how many devices they get, and how each call runs there.
+
+All ways to say which sets share devices are tried (15 for the four of PPO), and all numbers of devices that they can
+have. A mapping takes as long as its stages one after another, where calls that share devices add up and others run side
+by side. The best by this measure are placed on the devices and simulated as all plans are.
 
 Reference:
     Sheng et al. 2024 (HybridFlow), arXiv:2409.19256, section 6 and Algorithm 1.
 """
 
 import dataclasses
+import heapq
 import math
+import time
 from collections.abc import Iterator, Sequence
 
+from jaxrlhf.planner.arena import SearchResult
 from jaxrlhf.planner.lean_plans import fast_to_lean, require_choices
 from jaxrlhf.planner.peak_memory import memory_at_peak
+from jaxrlhf.planner.placed import fastest_that_fits, options_on, result_of
 from jaxrlhf.planner.plan import PlanError
 from jaxrlhf.planner.problem import Problem
-from jaxrlhf.planner.simulate import Simulation, steady_state
 
+SIMULATED = 50
+"""Of all mappings that fit, so many of the fastest are simulated."""
+_MOST_SETS = 8
+"""Which can share devices in 4140 ways."""
 Group = tuple[str, ...]
 """Sets of weights that share devices."""
 Colocation = tuple[Group, ...]
 """All sets of weights."""
-_MOST_SETS = 8
-"""Which have 4140 colocations."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Mapping:
-    """The best mapping by HybridFlow's measure."""
-
-    colocation: Colocation
-    devices: tuple[range, ...]
-    """Of each group of `colocation`."""
-    seconds: float
-    """HybridFlow's latency: of all stages, that of the group that takes longest, of all its calls one after another."""
-    plan: tuple[int, ...]
-    """Call -> its choice."""
-    simulation: Simulation
-    """The same plan, simulated as all others are: iterations overlap, and weights and outputs have to be brought."""
-    colocations: int
-    """Looked at."""
-    allocations: int
-    """Ways to give devices to the groups, of all colocations, looked at."""
 
 
 def colocations(sets: Sequence[str]) -> Iterator[Colocation]:
@@ -57,47 +47,63 @@ def colocations(sets: Sequence[str]) -> Iterator[Colocation]:
             yield (*rest[:k], (first, *group), *rest[k + 1 :])
 
 
-def map_sets(problem: Problem, among: Sequence[Colocation] | None = None) -> Mapping:
-    """The mapping with the least latency, by HybridFlow's measure.
+def hybridflow(problem: Problem, *, seed: int = 0, seconds: float | None = None) -> SearchResult:
+    """The best mapping of all. It is the same for every seed; `seconds` only cut the simulation of the best ones.
 
-    For every colocation, all numbers of devices are tried that its groups can have side by side: those for which there
-    are choices, where no group could have the next larger number. How a group runs best on its devices is found once:
+    Raises:
+        PlanError: There are too many sets of weights, or no mapping fits.
+    """
+    del seed
+    require_choices(problem)
+    sets = list(dict.fromkeys(call.weights for call in problem.calls))
+    if len(sets) > _MOST_SETS:
+        raise PlanError(
+            f"hybridflow: tries all ways to group sets of weights, of which there may be {_MOST_SETS}. Got "
+            f"{len(sets)}: {', '.join(sets)}. Use search."
+        )
+    return best_mapping(problem, list(colocations(sets)), "hybridflow", seconds=seconds)
+
+
+def best_mapping(
+    problem: Problem, among: Sequence[Colocation], strategy: str, *, seconds: float | None = None
+) -> SearchResult:
+    """The best mapping of certain colocations.
+
+    For each of them, all numbers of devices are tried that its groups can have side by side: those for which there are
+    choices, where no group could have the next larger number. How long a group takes on its devices is found once: with
     the fastest choice of every call or, where those do not fit together, the first that do of `fast_to_lean`. The calls
-    of a stage are equally far from the beginning of the step.
+    of a stage are equally far from the beginning of the step. It takes as long as the group that takes longest.
 
     Args:
-        among: The colocations to look at. None: all.
+        strategy: Whose mapping it is, for errors.
+        seconds: After which no further mapping is simulated.
 
     Raises:
         PlanError: None of them fits the devices.
     """
-    require_choices(problem)
-    sets = tuple(dict.fromkeys(call.weights for call in problem.calls))
-    if among is None and len(sets) > _MOST_SETS:
-        raise PlanError(
-            f"mapping: tries all ways to group sets of weights, of which there may be {_MOST_SETS}. Got {len(sets)}: "
-            f"{', '.join(sets)}. Use the search."
-        )
-    among = list(colocations(sets)) if among is None else list(among)
-    groups, allocations = _Groups(problem), 0
-    best: tuple[float, Colocation, tuple[range, ...]] | None = None
+    begun, groups, looked = time.monotonic(), _Groups(problem), 0
+    ranked: list[tuple[float, int, Colocation, tuple[range, ...]]] = []
     for colocation in among:
         for sizes in _allocations([groups.sizes(group) for group in colocation], problem.num_devices):
-            allocations += 1
+            looked += 1
             devices = groups.place(colocation, sizes)
-            seconds = groups.latency(colocation, devices) if devices is not None else math.inf
-            if devices is not None and seconds < (best[0] if best is not None else math.inf):
-                best = (seconds, colocation, devices)
+            if devices is not None and (latency := groups.latency(colocation, devices)) < math.inf:
+                ranked.append((latency, looked, colocation, devices))
+    best: SearchResult | None = None
+    for _, _, colocation, devices in heapq.nsmallest(SIMULATED, ranked):
+        if best is not None and seconds is not None and time.monotonic() - begun > seconds:
+            break
+        placed = {name: each for group, each in zip(colocation, devices, strict=True) for name in group}
+        found = result_of(problem, fastest_that_fits(problem, options_on(problem, placed), strategy), evaluated=looked)
+        if best is None or found.seconds < best.seconds:
+            best = found
     if best is None:
-        described = f"the {len(among)} ways" if len(among) > 1 else f"the way {_in_words(among[0])}"
+        described = f"of {len(among)} ways to group them" if len(among) > 1 else f"in groups {_in_words(among[0])}"
         raise PlanError(
-            f"mapping: groups of sets must fit on devices of their own. Got none that do, of {described} to group "
-            f"{', '.join(sets)} on {problem.num_devices} devices. Use the search, more devices or larger ones."
+            f"{strategy}: sets of weights must fit on devices of their own, {described}. Got "
+            f"{problem.num_devices} devices, on which they do not. Use search, more devices or larger ones."
         )
-    seconds, colocation, devices = best
-    plan = groups.plan(colocation, devices)
-    simulation = steady_state(problem, plan)
-    return Mapping(colocation, devices, seconds, plan, simulation, colocations=len(among), allocations=allocations)
+    return best
 
 
 def _in_words(colocation: Colocation) -> str:
@@ -170,13 +176,6 @@ class _Groups:
         """HybridFlow's latency; infinite where a group does not fit on its devices."""
         of_groups = [self._stage_seconds(group, each) for group, each in zip(colocation, devices, strict=True)]
         return sum(max(seconds) for seconds in zip(*of_groups, strict=True))
-
-    def plan(self, colocation: Colocation, devices: Sequence[range]) -> tuple[int, ...]:
-        """The best way to run all calls."""
-        chosen: dict[int, int] = {}
-        for group, each in zip(colocation, devices, strict=True):
-            chosen |= self._way(group, each) or {}
-        return tuple(chosen[j] for j in range(len(self._problem.calls)))
 
     def _calls(self, group: Group) -> list[int]:
         return [j for j, call in enumerate(self._problem.calls) if call.weights in group]

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from jaxrlhf.call_graph import Call, CallGraph, Ref
-from jaxrlhf.config.schema import FUSE, OFFLOAD
+from jaxrlhf.config.schema import DEFAULT, FUSE, OFFLOAD
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.planner.row_keys import BATCH_SIZE, RowKeys
 from jaxrlhf.planner.stage_rules import (
@@ -25,9 +25,6 @@ from jaxrlhf.planner.stage_rules import (
 from jaxrlhf.reshard.protocols import AUTO, Grid, find
 from jaxrlhf.sharding.strategy import Strategy
 from jaxrlhf.suggest import did_you_mean
-
-DEFAULT = "default"
-"""The name under which a plan written by hand says what every call gets that it does not name."""
 
 
 class PlanError(ValueError):
@@ -227,15 +224,27 @@ def check(
             continue
         if call.plan_name not in plan.placements:
             raise PlanError(f"plan: needs a placement for every call. Got none for '{call.plan_name}'.")
-        where, placement = f"plan.{call.plan_name}", plan[call]
-        _check_devices(where, placement, num_devices, devices_per_node or num_devices)
-        if call.role is not None:
-            _check_model(where, placement.strategy, models[call.role])
-            fault = stage_fault(call, placement.strategy, models[call.role])
-            if fault:
-                raise PlanError(where + fault)
-        _check_rows(row_keys, call, placement.strategy)
-        _check_protocol(where, call, placement)
+        check_call(call, plan[call], models, num_devices, devices_per_node, row_keys)
+
+
+def check_call(
+    call: Call,
+    placement: Placement,
+    models: Mapping[str, ModelConfig],
+    num_devices: int,
+    devices_per_node: int | None = None,
+    row_keys: RowKeys = BATCH_SIZE,
+) -> None:
+    """A placement fits one call of a graph. Arguments and errors are those of `check`."""
+    where = f"plan.{call.plan_name}"
+    _check_devices(where, placement, num_devices, devices_per_node or num_devices)
+    if call.role is not None:
+        _check_model(where, placement.strategy, models[call.role])
+        fault = stage_fault(call, placement.strategy, models[call.role])
+        if fault:
+            raise PlanError(where + fault)
+    _check_rows(row_keys, call, placement.strategy)
+    _check_protocol(where, call, placement)
 
 
 def _check_devices(where: str, placement: Placement, num_devices: int, devices_per_node: int) -> None:

@@ -1,163 +1,142 @@
-"""Ways to come to a plan, by name: fixed placements as other systems have them, and the searches.
+"""Strategies of planning: from a problem to a plan, by search or as people place models by hand.
 
-Placements say where calls run. How they run there is then the fastest way that fits.
-
-References:
-    Mei et al. 2024 (ReaL), arXiv:2406.14088, section 8 (heuristic).
-    Sheng et al. 2024 (HybridFlow), arXiv:2409.19256, 8.3 (colocate, standalone, split, hybridflow).
+`heuristic`, `colocate`, `standalone`, `split` say on which devices each set of weights is; what is left open, the
+choice of each call there, is the fastest that fits. `hybridflow` is in `mapping`, `search` and `exhaustive` have
+modules of their own.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
-from jaxrlhf.planner import search as searches
-from jaxrlhf.planner.dominance import with_choices
-from jaxrlhf.planner.lean_plans import require_choices
-from jaxrlhf.planner.mapping import map_sets
+from jaxrlhf.planner.arena import SearchResult
+from jaxrlhf.planner.mapping import best_mapping, hybridflow
+from jaxrlhf.planner.placed import fastest_that_fits, options_on, result_of
 from jaxrlhf.planner.plan import PlanError
-from jaxrlhf.planner.problem import CallChoices, Problem
+from jaxrlhf.planner.problem import Choice, Problem
+from jaxrlhf.planner.search import exhaustive, search
 from jaxrlhf.suggest import did_you_mean
 
-Preset = Callable[[Problem], tuple[int, ...]]
-"""Problem -> plan: for each call the index of its choice. Raises PlanError where nothing fits."""
-_BOUNDS = 500_000
-"""Of branch and bound, for the calls of a fixed placement."""
-_OF_POLICIES = ("generate", "logprobs")
-"""Methods of models that give tokens; others score or value them."""
+
+class PlanBy(Protocol):
+    """A strategy of planning."""
+
+    def __call__(self, problem: Problem, *, seed: int = 0, seconds: float | None = None) -> SearchResult: ...
 
 
-def heuristic(problem: Problem) -> tuple[int, ...]:
-    """Every call on all devices with the same degrees, as for pretraining: tensor parallelism within a node, as few
-    stages across nodes as fit, rows split over what is left.
+def heuristic(problem: Problem, *, seed: int = 0, seconds: float | None = None) -> SearchResult:
+    """Every call on all devices, all alike: tensor within a node, pipeline across nodes.
 
-    A call that cannot have one of the degrees has the nearest: the next lower tensor, the next higher pipeline or, if
-    there is none, the highest. One that cannot be on all devices is on as many as it can.
+    Where a model's heads or layers do not divide so, the nearest degrees: the most tensor, then the most pipeline up to
+    the number of nodes, data for the rest. Of the choices that are so, the fastest that fit together.
+
+    Raises:
+        PlanError: A call has no choice on all devices, or they do not fit together.
     """
-    require_choices(problem)
-    widest = [_widest(call) for call in problem.calls]
-    tensors = [
-        max(call.choices[k].strategy.tensor for k in some) for call, some in zip(problem.calls, widest, strict=True)
-    ]
-    widest = [
-        [k for k in some if call.choices[k].strategy.tensor == min(max(tensors), tensor)]
-        for call, some, tensor in zip(problem.calls, widest, tensors, strict=True)
-    ]
-    stages = {call.choices[k].strategy.pipeline for call, some in zip(problem.calls, widest, strict=True) for k in some}
-    error = None
-    for pipeline in sorted(stages):
-        try:
-            return _fastest(
-                problem, [_nearest_stages(c, s, pipeline) for c, s in zip(problem.calls, widest, strict=True)]
+    del seed, seconds
+    nodes = max(1, problem.num_devices // problem.devices_per_node)
+    options = []
+    for call in problem.calls:
+        whole = [i for i, c in enumerate(call.choices) if len(c.devices) == problem.num_devices]
+        if not whole:
+            raise PlanError(
+                f"heuristic: {call.name} must have a choice on all devices. Got none. Use another strategy."
             )
-        except PlanError as nothing_fits:
-            error = nothing_fits
-    assert error is not None
-    raise error
+
+        def usual(i: int, choices: Sequence[Choice] = call.choices) -> tuple[int, int, int]:
+            s = choices[i].strategy
+            return s.tensor, s.pipeline if s.pipeline <= nodes else -s.pipeline, -s.fsdp
+
+        best = max(usual(i)[:2] for i in whole)
+        options.append([i for i in whole if usual(i)[:2] == best])
+    return result_of(problem, fastest_that_fits(problem, options, "heuristic"))
 
 
-def colocate(problem: Problem) -> tuple[int, ...]:
-    """Every call on all devices, or as many as it can be on."""
-    require_choices(problem)
-    return _fastest(problem, [_widest(call) for call in problem.calls])
+def colocate(problem: Problem, *, seed: int = 0, seconds: float | None = None) -> SearchResult:
+    """Every call on all devices, each with the fastest choice that fits beside the others.
 
-
-def standalone(problem: Problem) -> tuple[int, ...]:
-    """Every set of weights on devices of its own, as many as `mapping` finds best."""
-    return map_sets(problem, [tuple((name,) for name in _sets(problem))]).plan
-
-
-def split(problem: Problem) -> tuple[int, ...]:
-    """Policies on one half of the devices, models that score and value on the other: the actor and its reference, and
-    critic and reward.
-
-    Where all are of one kind, those that are trained have one half, and those that never change the other; where these
-    are all alike too, all have all devices. Halves are as equal as calls can have them.
+    Raises:
+        PlanError: As `heuristic`.
     """
-    require_choices(problem)
-    policies = {call.weights for call in problem.calls if call.name.split(".")[-1].split("#")[0] in _OF_POLICIES}
-    trained = {call.weights for call in problem.calls if call.trains}
-    for first in (policies, trained):
-        if first and first != set(_sets(problem)):
-            return _fastest(problem, _halves(problem, first))
-    return colocate(problem)
+    del seed, seconds
+    options = options_on(problem, dict.fromkeys(_sets(problem), range(problem.num_devices)))
+    return result_of(problem, fastest_that_fits(problem, options, "colocate"))
 
 
-def hybridflow(problem: Problem) -> tuple[int, ...]:
-    """What HybridFlow's auto-mapping finds."""
-    return map_sets(problem).plan
+def standalone(problem: Problem, *, seed: int = 0, seconds: float | None = None) -> SearchResult:
+    """Every set of weights on devices of its own, in the order of the step; the sizes that give the shortest iteration.
+
+    Raises:
+        PlanError: There are fewer devices than sets, or no sizes fit.
+    """
+    del seed, seconds
+    return _best_parts(problem, [[name] for name in _sets(problem)], "standalone")
 
 
-def search(problem: Problem) -> tuple[int, ...]:
-    """The best that some seconds of searching find."""
-    return searches.search(problem).plan
+def split(problem: Problem, *, seed: int = 0, seconds: float | None = None) -> SearchResult:
+    """Two parts: the first set that is trained with every other set of that size or larger that is not, such as its
+    reference; and all others, such as critic and reward. Where there is no second trained set, those never trained are
+    the second part. The sizes are those that give the shortest iteration.
+
+    Raises:
+        PlanError: There are no two parts, or they do not fit.
+    """
+    del seed, seconds
+    trained = [call.weights for call in problem.calls if call.trains]
+    names = _sets(problem)
+    if not trained or len(names) < 2:
+        raise PlanError(f"split: must have two sets of weights, one of them trained. Got {', '.join(names)}.")
+    actor = next((call.weights for call in problem.calls if call.kind == "generate"), trained[0])
+    second = [name for name in dict.fromkeys(trained) if name != actor]
+    likes = _like(problem, actor)
+    first = [actor, *[name for name in names if name not in trained and name in likes]] if second else [actor]
+    return _best_parts(problem, [first, [name for name in names if name not in first]], "split")
 
 
-def exhaustive(problem: Problem) -> tuple[int, ...]:
-    """The best there is, however long it takes to be sure."""
-    return searches.exhaustive(problem).plan
-
-
-PRESETS: Mapping[str, Preset] = {
+STRATEGIES: Mapping[str, PlanBy] = {
     "search": search,
+    "exhaustive": exhaustive,
+    "hybridflow": hybridflow,
     "heuristic": heuristic,
     "colocate": colocate,
     "standalone": standalone,
     "split": split,
-    "hybridflow": hybridflow,
-    "exhaustive": exhaustive,
 }
 
 
-def find(name: str) -> Preset:
-    """The preset of a name.
+def find_strategy(name: str) -> PlanBy:
+    """A strategy by name.
 
     Raises:
-        PlanError: There is none.
+        PlanError: There is none of that name.
     """
-    if name not in PRESETS:
-        known = ", ".join(PRESETS)
-        raise PlanError(f"strategy: must be one of {known}. Got {name!r}.{did_you_mean(name, PRESETS)}")
-    return PRESETS[name]
+    if name not in STRATEGIES:
+        raise PlanError(
+            f"strategy: must be one of {', '.join(STRATEGIES)}. Got {name!r}.{did_you_mean(name, STRATEGIES)}"
+        )
+    return STRATEGIES[name]
 
 
 def _sets(problem: Problem) -> list[str]:
+    """The sets of weights, in the order of the step."""
     return list(dict.fromkeys(call.weights for call in problem.calls))
 
 
-def _fastest(problem: Problem, among: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """The fastest plan whose calls have certain choices only."""
-    kept = tuple(tuple(some) for some in among)
-    found = searches.exhaustive(with_choices(problem, kept), bounds=_BOUNDS).plan
-    return tuple(some[k] for some, k in zip(kept, found, strict=True))
+def _like(problem: Problem, name: str) -> set[str]:
+    """Sets that could be of the same model, head included: what readers keep or copy is the same to a fiftieth."""
+
+    def size(weights: str) -> int:
+        readers = [call for call in problem.calls if call.weights == weights and not call.trains]
+        one_device = [c for call in readers for c in call.choices if not c.offloaded]
+        return min((((c.resting or c.copy) * len(c.devices) // _copies(c)) for c in one_device), default=0)
+
+    own = size(name)
+    return {other for other in _sets(problem) if abs(size(other) - own) <= own / 50}
 
 
-def _widest(call: CallChoices) -> list[int]:
-    """The choices on the most devices; of several such places, on the first."""
-    devices = max((choice.devices for choice in call.choices), key=lambda devices: (len(devices), -devices.start))
-    return [k for k, choice in enumerate(call.choices) if choice.devices == devices]
+def _copies(choice: Choice) -> int:
+    return choice.strategy.data
 
 
-def _nearest_stages(call: CallChoices, among: Sequence[int], pipeline: int) -> list[int]:
-    """The choices with so many stages, or the next more; else with the most."""
-    there = {call.choices[k].strategy.pipeline for k in among}
-    nearest = min((stages for stages in there if stages >= pipeline), default=max(there))
-    return [k for k in among if call.choices[k].strategy.pipeline == nearest]
-
-
-def _halves(problem: Problem, first: set[str]) -> list[list[int]]:
-    """The choices of every call on its half: of sets in `first`, on the first one."""
-
-    def on(call: CallChoices, middle: int) -> list[int]:
-        half = range(middle) if call.weights in first else range(middle, problem.num_devices)
-        return [k for k, choice in enumerate(call.choices) if choice.devices == half]
-
-    middles = [middle for middle in range(1, problem.num_devices) if all(on(call, middle) for call in problem.calls)]
-    if not middles:
-        names = " | ".join(
-            ", ".join(name for name in _sets(problem) if (name in first) == here) for here in (True, False)
-        )
-        raise PlanError(
-            f"split: all calls must have a way to run on their half of the devices ({names}). Got "
-            f"{problem.num_devices} devices, of which there are no such halves. Use colocate, or more devices."
-        )
-    middle = min(middles, key=lambda middle: abs(2 * middle - problem.num_devices))
-    return [on(call, middle) for call in problem.calls]
+def _best_parts(problem: Problem, parts: Sequence[Sequence[str]], strategy: str) -> SearchResult:
+    """The best where parts of the sets have devices of their own."""
+    return best_mapping(problem, [tuple(tuple(part) for part in parts)], strategy)

@@ -90,6 +90,8 @@ class Problem:
     """
     tokens: int
     """Tokens that one iteration works on: prompts and responses."""
+    one_at_a_time: bool = False
+    """Devices share what computes, as those of one processor do: nothing runs beside anything else."""
 
     @property
     def size(self) -> float:

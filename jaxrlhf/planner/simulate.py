@@ -136,6 +136,8 @@ def unroll(problem: Problem, plan: Sequence[int], iterations: int) -> tuple[Task
 
     def add(kind: TaskKind, iteration: int, i: int, j: int, seconds: float, needs: list[int]) -> list[int]:
         devices = tuple(dict.fromkeys((chosen[i].devices, chosen[j].devices)))
+        if problem.one_at_a_time:
+            devices = (range(problem.num_devices),)
         name = calls[j].name if kind == "call" else f"{calls[j].name}: {kind}"
         if i != j:
             name += f" from {calls[i].name}"

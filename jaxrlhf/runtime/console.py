@@ -124,6 +124,28 @@ class Console:
                 )
             yield progress
 
+    @contextlib.contextmanager
+    def status(self, *, every: float = 5.0) -> Iterator[Callable[[str], None]]:
+        """Shows what is going on, in one line that changes; where nobody sees it change, in lines that stay.
+
+        Args:
+            every: Seconds that such lines keep apart.
+        """
+        live = self._out.is_terminal and not self._out.is_dumb_terminal and not self._out.quiet
+        if live:
+            with self._out.status("") as shown:
+                yield lambda line: shown.update(self._text(line))
+            return
+        printed = -math.inf
+
+        def say(line: str) -> None:
+            nonlocal printed
+            if self._clock() - printed >= every:
+                printed = self._clock()
+                self.line(line)
+
+        yield say
+
     def evaluation(self, evaluations: Sequence[tuple[int, Mapping[str, float]]], num_prompts: int) -> None:
         """One line on the last of a run's evaluations, (steps done, metrics), and how it stands to the best so far."""
         done, metrics = evaluations[-1]

@@ -50,7 +50,17 @@ def generate_program(role: ModelRole, rebuild: Rebuild, layout: Layout) -> Calla
         rollout = _in_micro_batches(respond, prompts, layout)
         return jax.tree.leaves(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), rollout))
 
-    return jax.jit(program, out_shardings=layout.rows)
+    return jax.jit(program, out_shardings=layout.rows, compiler_options=_decoding_options(layout))
+
+
+def _decoding_options(layout: Layout) -> dict[str, Any] | None:
+    """What XLA is told about a program that decodes.
+
+    On GPUs it would make one product of those with the same input, by joining their weights in every step: with weights
+    split over `tensor`, more bytes than the products themselves read. Where they are not split they are joined before.
+    """
+    on_gpu = layout.mesh.devices.flat[0].platform in ("gpu", "cuda")
+    return {"xla_gpu_dot_merger_threshold_mb": 0} if on_gpu else None
 
 
 def infer_program(role: ModelRole, method: str, rebuild: Rebuild, layout: Layout) -> Callable[..., Any]:

@@ -95,6 +95,11 @@ class RunFolder:
         return self.path / "plan.json"
 
     @property
+    def planned(self) -> Path:
+        """The plan of the step as it was found, with what is expected of it. There where nobody wrote it by hand."""
+        return self.path / "planned.json"
+
+    @property
     def versions(self) -> Path:
         return self.path / "versions.json"
 

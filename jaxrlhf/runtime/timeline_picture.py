@@ -55,6 +55,15 @@ def check_matplotlib() -> None:
         ) from error
 
 
+def has_matplotlib() -> bool:
+    """Whether pictures can be drawn."""
+    try:
+        check_matplotlib()
+    except PictureError:
+        return False
+    return True
+
+
 def choose_steps(rows: Rows, text: str | None) -> tuple[int, int]:
     """The first and the last step to draw, from '7' or '3-5'. None: the last ones that the timeline has.
 

@@ -1,6 +1,7 @@
 """From devices to meshes. The only place that asks JAX which devices there are, or tells it how many to make up."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -26,6 +27,26 @@ def use_virtual_cpu_devices(count: int) -> None:
                 f"devices: JAX already runs on {len(jax.devices())} {jax.default_backend()} devices, and this run "
                 f"asks for {count} virtual CPU devices. Start it in a fresh process."
             ) from error
+
+
+def first_virtual_devices(count: int) -> tuple[Any, ...]:
+    """So many virtual devices of this host's processor.
+
+    Raises:
+        ValueError: JAX runs with fewer.
+    """
+    devices = jax.devices("cpu")
+    if len(devices) < count:
+        raise ValueError(
+            f"devices: JAX runs with {len(devices)} virtual CPU devices already, and {count} are asked for. Start in a "
+            "fresh process."
+        )
+    return tuple(devices[:count])
+
+
+def use_processor_alone() -> None:
+    """Start no accelerator. Of no effect where JAX runs already."""
+    jax.config.update("jax_platforms", "cpu")
 
 
 def num_devices() -> int:
@@ -54,11 +75,15 @@ def processor() -> Any:
 @functools.cache
 def build_mesh(devices: tuple[int, ...], strategy: Strategy) -> Mesh:
     """A mesh over some of JAX's devices, given by their positions in `jax.devices()`."""
-    assert len(devices) == strategy.num_devices, (devices, strategy)
     everything = jax.devices()
+    return mesh_over([everything[i] for i in devices], strategy)
+
+
+def mesh_over(devices: Sequence[Any], strategy: Strategy) -> Mesh:
+    """A mesh over devices as JAX knows them, be they there or only described."""
+    assert len(devices) == strategy.num_devices, (devices, strategy)
     shape = (strategy.pipeline, strategy.data, strategy.fsdp, strategy.tensor)
-    grid = np.array([everything[i] for i in devices]).reshape(shape)
-    return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+    return Mesh(np.array(devices).reshape(shape), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
 @functools.cache

@@ -5,7 +5,8 @@ import itertools
 
 import pytest
 
-from jaxrlhf.planner.mapping import colocations, map_sets
+from jaxrlhf.planner.arena import SearchResult
+from jaxrlhf.planner.mapping import Colocation, best_mapping, colocations, hybridflow
 from jaxrlhf.planner.peak_memory import peak_memory
 from jaxrlhf.planner.plan import PlanError
 from jaxrlhf.planner.problem import CallChoices, Choice, Problem
@@ -40,6 +41,15 @@ def problem_of(seconds: dict[str, float], devices: int = 4, resting: int = 1, ca
     return Problem(tuple(calls), devices, devices, (capacity,) * devices, {}, {}, tokens=1)
 
 
+def best(problem: Problem, *among: Colocation) -> SearchResult:
+    return best_mapping(problem, among, "test")
+
+
+def devices(problem: Problem, result: SearchResult) -> dict[str, range]:
+    return {call.name: call.choices[k].devices for call, k in zip(problem.calls, result.plan, strict=True)}
+
+
+APART = tuple((name,) for name in SETS)
 PPO = {
     "actor.generate": 8.0,
     "reference.logprobs": 4.0,
@@ -50,67 +60,78 @@ PPO = {
 }
 
 
-def test_a_stage_is_as_long_as_the_group_that_takes_longest():
+def test_groups_are_side_by_side():
     problem = problem_of(PPO)
-    apart = map_sets(problem, [tuple((name,) for name in SETS)])
-    assert apart.seconds == 8 + 4 + 12 and apart.allocations == 1
-    assert map_sets(problem, [(SETS,)]).seconds == (8 + 4 + 2 + 2 + 12 + 4) / 4
-    halves = map_sets(problem, [(("actor", "reference"), ("critic", "reward"))])
+    apart = best(problem, APART)
+    assert apart.evaluated == 1 and len(set(devices(problem, apart).values())) == 4
+    assert best(problem, (SETS,)).seconds == (8 + 4 + 2 + 2 + 12 + 4) / 4
+    halves = best(problem, (("actor", "reference"), ("critic", "reward")))
+    assert devices(problem, halves) == {
+        "actor.generate": range(2),
+        "reference.logprobs": range(2),
+        "critic.values": range(2, 4),
+        "reward.scores": range(2, 4),
+        "actor.train": range(2),
+        "critic.train": range(2, 4),
+    }
     assert halves.seconds == 8 / 2 + max(4 / 2, (2 + 2) / 2) + max(12 / 2, 4 / 2)
-    assert halves.devices == (range(2), range(2, 4))
-    assert [problem.calls[j].choices[k].devices for j, k in enumerate(halves.plan)] == [
-        *(range(2), range(2), range(2, 4), range(2, 4)),
-        *(range(2), range(2, 4)),
-    ]
+
+
+def test_the_larger_part_goes_to_those_that_take_longest():
+    problem = problem_of({**PPO, "actor.train": 24.0})
+    groups = (("critic",), ("actor", "reference"), ("reward",))
+    found = devices(problem, best(problem, groups))
+    assert found["actor.train"] == found["reference.logprobs"] == range(2)
+    assert {found["critic.train"], found["reward.scores"]} == {range(2, 3), range(3, 4)}
 
 
 def test_the_best_of_all_is_simulated_as_other_plans_are():
     problem = problem_of(PPO)
-    mapping = map_sets(problem)
-    assert mapping.colocations == 15
+    found = hybridflow(problem)
     # all together, on 2 + 2, on 2 + 1 + 1 in any order, and each alone
-    assert mapping.allocations == 1 + 7 + 6 * 3 + 1
-    assert mapping.colocation == (SETS,) and mapping.seconds == 8.0
-    assert mapping.simulation == steady_state(problem, mapping.plan)
+    assert found.evaluated == 1 + 7 + 6 * 3 + 1
+    assert found.seconds == steady_state(problem, found.plan).seconds == 8.0
 
 
 def test_what_does_not_fit_together_is_kept_apart():
     problem = problem_of(PPO, resting=40)
-    mapping = map_sets(problem)
-    assert max(len(group) for group in mapping.colocation) == 2
-    assert max(peak_memory(problem, mapping.plan)) == 80
+    found = hybridflow(problem)
+    assert max(found.memory) == max(peak_memory(problem, found.plan)) == 80
+    assert len(set(devices(problem, found).values())) >= 2
     with pytest.raises(
-        PlanError, match=r"on devices of their own. Got none that do, of the 15 ways to group actor, .* on 4"
+        PlanError, match=r"hybridflow: sets of weights must fit .*, of 15 ways to group them. Got 4 d"
     ):
-        map_sets(problem_of(PPO, resting=101))
+        hybridflow(problem_of(PPO, resting=101))
 
 
 def test_a_leaner_way_is_taken_where_the_fastest_does_not_fit():
     problem = problem_of(PPO, resting=20)
     fast = [dataclasses.replace(x, seconds=x.seconds * 0.9, working=90) for x in problem.calls[0].choices]
     first = dataclasses.replace(problem.calls[0], choices=(*fast, *problem.calls[0].choices))
-    mapping = map_sets(dataclasses.replace(problem, calls=(first, *problem.calls[1:])), [(SETS,)])
-    assert mapping.plan[0] >= len(fast) and mapping.seconds == 8.0
+    found = best(dataclasses.replace(problem, calls=(first, *problem.calls[1:])), (SETS,))
+    assert found.plan[0] >= len(fast) and found.seconds == 8.0
 
 
 def test_every_group_has_devices_of_its_own():
     problem = ppo_problem(2, 8, actor=7.0, critic=3.0, micro_batches=(4,))
     for colocation in colocations(SETS):
-        mapping = map_sets(problem, [colocation])
-        for a, b in itertools.combinations(mapping.devices, 2):
-            assert set(a).isdisjoint(b)
-        for call, k in zip(problem.calls, mapping.plan, strict=True):
-            group = next(g for g in colocation if call.weights in g)
-            assert call.choices[k].devices == mapping.devices[colocation.index(group)]
-        assert max(peak_memory(problem, mapping.plan)) <= problem.capacity[0]
+        found = best(problem, colocation)
+        of_sets = {call.weights: call.choices[k].devices for call, k in zip(problem.calls, found.plan, strict=True)}
+        for call, k in zip(problem.calls, found.plan, strict=True):
+            assert call.choices[k].devices == of_sets[call.weights]
+        for group in colocation:
+            assert len({of_sets[name] for name in group}) == 1
+        for a, b in itertools.combinations(colocation, 2):
+            assert set(of_sets[a[0]]).isdisjoint(of_sets[b[0]])
+        assert max(found.memory) <= problem.capacity[0]
 
 
 def test_more_groups_than_devices_are_an_error():
-    with pytest.raises(PlanError, match=r"of the way actor \| reference \| critic \| reward to group"):
-        map_sets(problem_of(PPO, devices=2), [tuple((name,) for name in SETS)])
+    with pytest.raises(PlanError, match=r"test: .*, in groups actor \| reference \| critic \| reward. Got 2 devices"):
+        best(problem_of(PPO, devices=2), APART)
 
 
 def test_too_many_sets_are_an_error():
     names = [f"r{n}.scores" for n in range(9)]
     with pytest.raises(PlanError, match=r"of which there may be 8. Got 9: r0, r1"):
-        map_sets(problem_of(dict.fromkeys(names, 1.0)))
+        hybridflow(problem_of(dict.fromkeys(names, 1.0)))

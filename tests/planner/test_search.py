@@ -28,6 +28,7 @@ def test_the_loops_say_what_the_simulation_says(compiled):
         pytest.importorskip("numba")
     functions, chance, lacks = loops(search_rounds, compiled=compiled), random.Random(0), set()
     some = [ppo_problem(2, 4, seed=1, offload=True, memory=40)] + [random_problem(seed) for seed in range(60)]
+    some[1::4] = [dataclasses.replace(problem, one_at_a_time=True) for problem in some[1::4]]
     for problem in some:
         flat = flat_problem(problem, compiled=compiled)
         sizes = search_rounds.sizes_of_work(len(problem.calls), len(flat.before))

@@ -92,6 +92,19 @@ def test_chosen_columns_and_missing_values() -> None:
     assert (title, heading.split(), first.split(), second.split()) == ("T", ["b", "c"], ["2"], ["3"])
 
 
+def test_what_is_going_on_leaves_a_line_now_and_then_where_no_line_can_change() -> None:
+    shown = Shown()
+    with shown.console.status(every=5.0) as say:
+        for number in range(12):
+            say(f"program {number}\x1b[2J")
+            shown.clock.now += 1.0
+    assert shown.lines() == [f"program {number}\\x1b[2J" for number in (0, 5, 10)]
+    quiet = Shown(quiet=True)
+    with quiet.console.status() as say:
+        say("program")
+    assert quiet.text() == ""
+
+
 def test_an_empty_table_says_so() -> None:
     shown = Shown()
     shown.console.table("T", [])

@@ -1,0 +1,214 @@
+"""Measures this machine for a run: seconds of its calls' passes, and what its devices do in a second.
+
+python -m jaxrlhf.calibrate --config NAME_OR_PATH [--set a.b=c ...] [--degrees tensor=1,2 data=1,8] [--out FILE]
+
+The file is kept for this machine and this version of jax, and further runs add to it; planning reads it.
+"""
+
+import argparse
+import dataclasses
+import datetime
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import jax
+import numpy as np
+
+from jaxrlhf import train
+from jaxrlhf.brief import brief
+from jaxrlhf.config.reading import ConfigError
+from jaxrlhf.planner.calibrate import (
+    Calibration,
+    Case,
+    Point,
+    Rates,
+    calibration_file,
+    curves_of,
+    read_calibration,
+    this_machine,
+    write_calibration,
+)
+from jaxrlhf.planner.plan import Plan
+from jaxrlhf.planner.workload import Workload
+from jaxrlhf.runtime.assembly import assemble
+from jaxrlhf.runtime.console import Console
+from jaxrlhf.runtime.measure import Degrees, Job, described_workload, jobs, measure
+from jaxrlhf.runtime.measure_machine import measure_machine
+from jaxrlhf.runtime.timing import QUIET
+from jaxrlhf.sharding import mesh
+from jaxrlhf.sharding.strategy import Remat, Strategy
+
+_DEGREES = tuple(field.name for field in dataclasses.fields(Degrees))
+_EXAMPLE = "Write --degrees tensor=1,2 fsdp=1, say."
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line. Returns the exit status: 0, or 1 after an error that the user can mend."""
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxrlhf.calibrate", description="Measure this machine for the calls of a run."
+    )
+    parser.add_argument("--config", metavar="NAME_OR_PATH", required=True, help="as of jaxrlhf.train")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a value of it")
+    parser.add_argument(
+        "--degrees", nargs="+", default=[], metavar="NAME=N,N",
+        help="beside those of the run's own plan: data, fsdp, tensor and remat, all that go together",
+    )  # fmt: skip
+    parser.add_argument("--out", metavar="FILE", type=Path, help="otherwise one for this machine, in ~/.cache/jaxrlhf")
+    parser.add_argument("--minutes", type=float, default=10.0, help="after which no measurement begins (default: 10)")
+    parser.add_argument(
+        "--patience", type=float, default=3.0, metavar="SECONDS",
+        help="how long each measurement waits for other processes to be quiet (default: 3)",
+    )  # fmt: skip
+    options = parser.parse_args(arguments)
+    console, began = Console(), time.perf_counter()
+    try:
+        config = train.read(options.config, options.set)
+        if train.start(config).count > 1:
+            raise ConfigError("calibrate: measures the devices of one process. Got several. Start one, on one node.")
+        degrees = parse_degrees(options.degrees, all_devices=mesh.num_devices())
+        step = assemble(config, mesh.num_devices(), mesh.devices_per_process()).train
+        machine = this_machine()
+        path = options.out or calibration_file(machine)
+        known = read_calibration(path, machine=machine) if path.exists() else None
+    except ValueError as error:
+        console.error(str(error))
+        return 1
+    console.line(f"Measuring {machine}, as {mesh.num_devices()} devices")
+    rates = measure_machine(patience_seconds=options.patience)
+    console.table("One device, while all of them do the same", rate_rows(rates))
+    work = described_workload(step)
+    to_do = jobs(work, strategies(work, step.plan, degrees, mesh.num_devices()))
+    deadline = began + 60 * options.minutes
+    measured = measure_all(to_do, rates, console, deadline=deadline, patience_seconds=options.patience)
+    console.table("Passes", pass_rows(work, measured))
+    calibration = known or Calibration("", machine, rates)
+    calibration = dataclasses.replace(calibration, date=datetime.date.today().isoformat(), rates=rates)
+    write_calibration(path, calibration.with_curves(curves_of([pair for _, pairs in measured for pair in pairs])))
+    console.line(f"{len(measured)} of {len(to_do)} measured in {time.perf_counter() - began:.0f} s")
+    console.line(f"Written to {path}")
+    return 0
+
+
+def parse_degrees(texts: Sequence[str], *, all_devices: int) -> Degrees:
+    """What `--degrees` says. Without `data`, it is 1, and where devices share a processor, all of them too.
+
+    Raises:
+        ConfigError: It is not as it should be.
+    """
+    found: dict[str, Any] = {"data": (1, all_devices)} if mesh.platform() == "cpu" and all_devices > 1 else {}
+    for text in texts:
+        name, equals, values = text.partition("=")
+        if name not in _DEGREES or not equals:
+            raise ConfigError(f"--degrees: must be of {', '.join(_DEGREES)}. Got {brief(text)}. {_EXAMPLE}")
+        if name == "remat":
+            known = get_args(Remat)
+            if not set(values.split(",")) <= set(known):
+                raise ConfigError(f"--degrees: remat: must be of {', '.join(known)}. Got {brief(values)}. {_EXAMPLE}")
+            found[name] = tuple(values.split(","))
+            continue
+        if not all(value.isdecimal() and 1 <= int(value) <= all_devices for value in values.split(",")):
+            raise ConfigError(
+                f"--degrees: {name}: must be numbers from 1 to {all_devices}, the devices that there are, with commas "
+                f"between. Got {brief(values)}. {_EXAMPLE}"
+            )
+        found[name] = tuple(int(value) for value in values.split(","))
+    return Degrees(**found)
+
+
+def strategies(work: Workload, plan: Plan, degrees: Degrees, num_devices: int) -> dict[str, list[Strategy]]:
+    """Call -> what to measure it under: its own strategy in the run's plan first."""
+    return {
+        call.name: [plan.placements[call.name].strategy, *degrees.strategies(call, num_devices)] for call in work.calls
+    }
+
+
+Measured = list[tuple[Job, list[tuple[Case, Point]]]]
+
+
+def measure_all(
+    to_do: Sequence[Job], rates: Rates, console: Console, *, deadline: float, patience_seconds: float
+) -> Measured:
+    """Runs jobs one after another, and says how it goes; then all of them once more while there is time, since no
+    machine is equally fast at all times. What does not fit into memory is left out.
+
+    Args:
+        deadline: Of `time.perf_counter()`, after which none begins.
+    """
+    measured: Measured = []
+    for again in (False, True):
+        left = [job for job, _ in measured] if again else to_do
+        for i, job in enumerate(left):
+            if time.perf_counter() > deadline:
+                console.line(f"Note: no time is left for {len(left) - i} of {len(left)} measurements.")
+                break
+            what = f"[{i + 1}/{len(left)}{', again' if again else ''}] {job.call.name}, {job.strategy}, {job.rows} rows"
+            try:
+                pairs = measure(job, dispatch_seconds=rates.dispatch_seconds, patience_seconds=patience_seconds)
+            except jax.errors.JaxRuntimeError as error:
+                if "RESOURCE_EXHAUSTED" not in str(error):
+                    raise
+                console.line(f"{what}: does not fit into memory")
+                continue
+            seconds = ", ".join(f"{case.phase} {1e3 * _whole(case, point):.2f} ms" for case, point in pairs)
+            others = max((point.others for _, point in pairs), default=0.0)
+            console.line(f"{what}: {seconds}" + (f" (others had {100 * others:.0f} %)" if others > QUIET else ""))
+            if again:
+                before = measured[i][1]
+                pairs = [(case, mean(a, b)) for (case, a), (_, b) in zip(before, pairs, strict=True)]
+                measured[i] = (job, pairs)
+            else:
+                measured.append((job, pairs))
+    return measured
+
+
+def mean(one: Point, other: Point) -> Point:
+    """Of two measurements of the same, each of which counts by what it had of the processors; their spread is at least
+    half of what they differ by."""
+    weights = np.array([1 - one.others, 1 - other.others]) + 1e-6
+    both = np.array([dataclasses.astuple(one), dataclasses.astuple(other)])
+    rows, layer, rest, spread, others = (float(x) for x in weights @ both / weights.sum())
+    apart = abs(one.layer - other.layer) / 2 / layer if layer else 0.0
+    return Point(rows, layer, rest, max(spread, apart), others)
+
+
+def rate_rows(rates: Rates) -> list[dict[str, Any]]:
+    """Rates as a table."""
+    units = {"flops": ("Gflop/s", 1e-9), "bandwidth": ("GB/s", 1e-9), "seconds": ("us", 1e6)}
+    rows = []
+    for name, value in dataclasses.asdict(rates).items():
+        unit, scale = units.get(name.rpartition("_")[2], ("", 1.0))
+        rows.append({"what": name.replace("_", " "), "measured": round(value * scale, 3), "unit": unit})
+    return rows
+
+
+def pass_rows(work: Workload, measured: Measured) -> list[dict[str, Any]]:
+    """Measurements of passes as a table, call by call."""
+    rows = []
+    for call in work.calls:
+        for job, pairs in measured:
+            rows += [
+                {
+                    "call": call.name,
+                    "pass": case.phase,
+                    "strategy": str(job.strategy) + (f", remat {case.remat}" if case.remat != "none" else ""),
+                    "rows a shard": int(point.rows),
+                    "ms": round(1e3 * _whole(case, point), 3),
+                    "+-": f"{100 * point.spread:.0f} %",
+                    "others": f"{100 * point.others:.0f} %",
+                }
+                for case, point in pairs
+                if job.call == call
+            ]
+    return rows
+
+
+def _whole(case: Case, point: Point) -> float:
+    """Seconds of a pass through the whole model."""
+    return case.model.num_layers * point.layer + point.rest
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,157 @@
+"""The fastest plan of a run, for a cluster that need not be there.
+
+python -m jaxrlhf.plan --config NAME_OR_PATH [--set a.b=c ...] [--cluster 16x8:a100-80g] [--out plan.json]
+
+Nothing is run and no accelerator is needed. `plan: plan.json` in a config takes what `--out` wrote.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxrlhf.config.schema import RunConfig, load_run
+from jaxrlhf.planner.cluster_text import LOCAL, read_cluster
+from jaxrlhf.planner.compiled import CompileError
+from jaxrlhf.planner.costs import SOURCES
+from jaxrlhf.planner.hardware import Cluster
+from jaxrlhf.planner.plan import Plan
+from jaxrlhf.planner.plan_file import write_plan
+from jaxrlhf.planner.planning import SEARCH, Planned
+from jaxrlhf.planner.presets import STRATEGIES, find_strategy
+from jaxrlhf.planner.report import call_rows, memory_rows, plan_json, runner_up_lines, summary_lines
+from jaxrlhf.runtime.console import Console
+from jaxrlhf.runtime.described_sizes import with_described_prompts, with_response_tokens
+from jaxrlhf.runtime.plan_pictures import draw_plan, draw_search
+from jaxrlhf.runtime.planned_step import left_out, plan_draft
+from jaxrlhf.runtime.step_draft import StepDraft, draft_step
+from jaxrlhf.runtime.timeline_picture import check_matplotlib, has_matplotlib
+from jaxrlhf.sharding import mesh
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line. Returns the exit status: 0, or 1 after an error that the user can mend."""
+    options = _parser().parse_args(arguments)
+    console = Console(quiet=options.json)
+    try:
+        find_strategy(options.strategy)
+        pictures = _pictures_folder(options)
+        sizes = [] if options.batch_size is None else [f"batch_size={options.batch_size}"]
+        config = load_run(options.config, [*options.set, *sizes])
+        cluster = _cluster(options.cluster, config)
+        draft = _draft(options, config)
+        with console.status() as say:
+            planned = plan_draft(
+                draft, cluster, strategy=options.strategy, seconds=options.seconds, seed=options.seed,
+                costs=options.costs, say=say,
+            )  # fmt: skip
+        plan = planned.plan_for(draft.graph)
+        written = _write(planned, plan, out=options.out, pictures=pictures)
+    except (ValueError, OSError, CompileError) as error:
+        console.error(str(error))
+        return 1
+    if options.json:
+        print(json.dumps(plan_json(planned, plan), indent=2, allow_nan=False))
+    else:
+        _show(planned, draft, written, console)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxrlhf.plan",
+        description="Find the fastest plan of a run, for a cluster that need not be there.",
+    )
+    parser.add_argument("--config", metavar="NAME_OR_PATH", required=True, help="as of jaxrlhf.train")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a value of it")
+    parser.add_argument(
+        "--cluster", metavar="CLUSTER", default=LOCAL,
+        help="16x8:a100-80g, 2x8:h100+4x8:a100-80g, cpu:8, a .yaml file; otherwise the devices that are here",
+    )  # fmt: skip
+    parser.add_argument("--strategy", default=SEARCH, metavar="NAME", help=f"one of {', '.join(STRATEGIES)}")
+    parser.add_argument("--costs", choices=SOURCES, help="otherwise measured, if this machine was, or analytic")
+    parser.add_argument("--seconds", type=float, help="the most that the search may take")
+    parser.add_argument("--seed", type=int, help="of the search; otherwise that of the config")
+    parser.add_argument("--batch-size", type=int, metavar="N", help="the same as --set batch_size=N")
+    parser.add_argument(
+        "--prompt-tokens", type=int, metavar="N", help="plan for prompts of N tokens; the config's data is not read"
+    )
+    parser.add_argument("--response-tokens", type=int, metavar="N", help="plan for responses of N tokens")
+    parser.add_argument(
+        "--out", type=Path, metavar="PLAN.JSON", help="write the plan, for `plan: PLAN.JSON` in a config"
+    )
+    parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="otherwise beside the plan, if it is written")
+    parser.add_argument("--json", action="store_true", help="print everything as one JSON document")
+    return parser
+
+
+def _cluster(text: str, config: RunConfig) -> Cluster:
+    """The cluster that is planned for. Of the devices that are here, an accelerator is started only for `local`."""
+    if text != LOCAL:
+        mesh.use_processor_alone()
+    elif config.num_virtual_devices is not None:
+        mesh.use_virtual_cpu_devices(config.num_virtual_devices)
+    return read_cluster(text)
+
+
+def _draft(options: argparse.Namespace, config: RunConfig) -> StepDraft:
+    """The step of the config, with the sizes that the command line names."""
+    if options.response_tokens is not None:
+        config = with_response_tokens(config, options.response_tokens)
+    if options.prompt_tokens is None:
+        return draft_step(config)
+    config, tables = with_described_prompts(config, options.prompt_tokens)
+    return draft_step(config, tables=tables)
+
+
+def _pictures_folder(options: argparse.Namespace) -> Path | None:
+    """Where pictures go: as the command line says, else beside the plan, if they can be drawn. None: nowhere.
+
+    The folders are made, so that no plan is looked for that cannot be written.
+    """
+    if options.pictures is not None:
+        check_matplotlib()
+    for folder in (options.pictures, options.out and options.out.parent):
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+    if options.pictures is not None or options.out is None:
+        return options.pictures
+    return options.out.parent if has_matplotlib() else None
+
+
+def _write(planned: Planned, plan: Plan, *, out: Path | None, pictures: Path | None) -> dict[str, Path]:
+    """Writes the plan and its pictures, as far as they are asked for. Returns what is where."""
+    written: dict[str, Path] = {}
+    if out is not None:
+        write_plan(out, planned.saved(plan))
+        written["plan"] = out
+    if pictures is not None:
+        stem = out.stem if out is not None else "plan"
+        written["timeline"] = pictures / f"{stem}_timeline.png"
+        draw_plan(planned, written["timeline"])
+        if planned.result.history:
+            written["search"] = pictures / f"{stem}_search.png"
+            draw_search(planned, written["search"])
+    return written
+
+
+def _show(planned: Planned, draft: StepDraft, written: dict[str, Path], console: Console) -> None:
+    console.line(planned.summary())
+    console.table("Plan", call_rows(planned))
+    console.table("Memory", memory_rows(planned))
+    console.header("Forecast")
+    for line in summary_lines(planned):
+        console.line(line)
+    if planned.result.runners_up:
+        console.header("Plans that lost")
+    for line in runner_up_lines(planned):
+        console.line(line)
+    for note in (*planned.notes, *left_out(draft), *draft.warnings):
+        console.line(f"Note: {note}")
+    if written:
+        console.where(written)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,335 @@
+"""The ways to run each call of a step on a cluster, and what each costs: what a search chooses from.
+
+A choice is a range of devices, degrees over them, micro-batches and remat. Not all that are possible are kept:
+
+- what a plan may not say (degrees that do not divide the model or the rows, more stages than layers) is left out;
+- so is what takes more memory by itself than a device has, and what takes longer than a whole plan that is known;
+- of the choices on the same devices, those that another beats in seconds and in every kind of memory. Memory counts
+  as more only from `LESS_MEMORY` on; and where weights have to be brought there, one of another layout has to be
+  faster by more than `SLACK`;
+- of what is left on the same devices, all but the `KEPT` fastest and the leanest are left out;
+- in large clusters, parts of a node that are less than a `SMALLEST`-th of the whole.
+
+The first two lose nothing; the others may lose little. What stands in every plan by name, tensor within nodes and
+pipeline across them on all devices, is always kept.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from jaxrlhf.planner.cost import CostModel
+from jaxrlhf.planner.hardware import Cluster
+from jaxrlhf.planner.memory import CallMemory, call_memory, itemsize, weight_bytes
+from jaxrlhf.planner.plan import Placement, PlanError
+from jaxrlhf.planner.problem import CallChoices, Choice, Problem
+from jaxrlhf.planner.reallocation import reallocation_seconds
+from jaxrlhf.planner.workload import ModelCall, Workload
+from jaxrlhf.sharding.strategy import Remat, Strategy
+
+SLACK = 1.15
+"""How much slower a choice may be than another on the same devices, before the search no longer looks at it: bringing
+weights there may cost so much less."""
+LESS_MEMORY = 0.9
+"""What a slower choice must take less than, as a part of a faster one's memory, to be worth it."""
+KEPT, KEPT_OF_MANY, MANY = 5, 3, 32
+"""Choices kept on the same devices, and in clusters of more than `MANY` devices."""
+SMALLEST = 32
+MAX_MICRO_BATCHES = 256
+
+
+def make_problem(
+    workload: Workload,
+    cluster: Cluster,
+    costs: CostModel,
+    *,
+    fixed: Mapping[str, Placement] | None = None,
+    offload: Iterable[str] = (),
+    may_offload: bool = True,
+) -> Problem:
+    """Everything that a search for the plan of a workload needs.
+
+    Args:
+        fixed: Call -> the placement that it has to keep.
+        offload: Roles that must rest in host memory.
+        may_offload: Whether other roles that never change may.
+
+    Raises:
+        PlanError: A call cannot run on the cluster at all: says by how much.
+    """
+    fixed, offload = fixed or {}, frozenset(offload)
+    maker = _Maker(workload, cluster, costs, offload, may_offload)
+    every = [
+        [maker.fixed(call, fixed[call.name])] if call.name in fixed else maker.choices(call) for call in workload.calls
+    ]
+    bound = _known_plan_seconds(workload, cluster, every)
+    capacity = tuple(cluster.capacity(device) for device in range(cluster.num_devices))
+    calls = []
+    for call, choices in zip(workload.calls, every, strict=True):
+        kept = [c for c in choices if c.seconds <= bound] or choices
+        calls.append(
+            CallChoices(
+                call.name, call.kind, call.role, call.weights, call.trains, call.needs, tuple(dict.fromkeys(kept))
+            )
+        )
+    return Problem(
+        calls=tuple(calls),
+        num_devices=cluster.num_devices,
+        devices_per_node=cluster.devices_per_node,
+        capacity=capacity,
+        reallocations=_reallocations(workload, calls, cluster),
+        transfers=_transfers(workload, calls, costs),
+        tokens=workload.tokens,
+        one_at_a_time=all(group.kind.target is None for group in cluster.groups) and cluster.num_nodes == 1,
+    )
+
+
+class _Maker:
+    """Makes the choices of calls. Devices that are alike are looked at once."""
+
+    def __init__(
+        self, workload: Workload, cluster: Cluster, costs: CostModel, offload: frozenset[str], may_offload: bool
+    ) -> None:
+        self._workload, self._cluster, self._costs = workload, cluster, costs
+        self._offload, self._may_offload = offload, may_offload
+        self._readers = {w: len(workload.readers(w)) for w in {call.weights for call in workload.calls}}
+
+    def choices(self, call: ModelCall) -> list[Choice]:
+        """All that are worth keeping, on all devices that a call may have.
+
+        Raises:
+            PlanError: There is none.
+        """
+        found: list[Choice] = []
+        least: tuple[int, range, Strategy] | None = None
+        by_kind: dict[tuple[int, str, bool], list[Choice]] = {}
+        for mesh in self._cluster.meshes:
+            if len(mesh) * SMALLEST < self._cluster.num_devices:
+                continue
+            kind = self._cluster.slowest(mesh.start, mesh.stop)
+            key = (len(mesh), kind.name, len(mesh) > self._cluster.devices_per_node)
+            if key not in by_kind:
+                kept: list[Choice] = []
+                for choice in self._on(call, mesh):
+                    taken = choice.resting + choice.working + choice.copy
+                    if taken <= kind.capacity:
+                        kept.append(choice)
+                    if least is None or taken - kind.capacity < least[0]:
+                        least = (taken - kind.capacity, mesh, choice.strategy)
+                by_kind[key] = _worth_keeping(
+                    kept,
+                    is_trained=call.weights in self._workload.trained,
+                    node_size=self._cluster.devices_per_node,
+                    most=KEPT if self._cluster.num_devices <= MANY else KEPT_OF_MANY,
+                )
+            for choice in by_kind[key]:
+                found.append(dataclasses.replace(choice, first=mesh.start, end=mesh.stop))
+        if not found:
+            raise PlanError(self._nothing_fits(call, least))
+        return found
+
+    def fixed(self, call: ModelCall, placement: Placement) -> Choice:
+        """The choice of a placement that is given."""
+        first, end = min(placement.devices), max(placement.devices) + 1
+        offloaded = call.role in self._offload
+        return self._choice(call, range(first, end), placement.strategy, offloaded)
+
+    def _on(self, call: ModelCall, mesh: range) -> Iterator[Choice]:
+        """Every choice on some devices."""
+        offloads = {call.role in self._offload}
+        if self._may_offload and self._may_rest_on_host(call):
+            offloads.add(True)
+        for strategy in strategies(call, len(mesh), self._cluster.devices_per_node):
+            for offloaded in sorted(offloads):
+                yield self._choice(call, mesh, strategy, offloaded)
+
+    def _may_rest_on_host(self, call: ModelCall) -> bool:
+        never_changes = call.weights not in self._workload.trained
+        is_own = call.weights == call.role  # else other roles read them too, as adapters that they are the base of
+        return never_changes and is_own and self._readers[call.weights] == 1 and call.lora is None
+
+    def _choice(self, call: ModelCall, mesh: range, strategy: Strategy, offloaded: bool) -> Choice:
+        seconds = self._costs.seconds(call, mesh, strategy).total
+        memory = self._memory(call, strategy)
+        choice = Choice(
+            mesh.start, mesh.stop, strategy, seconds, resting=memory.resting, working=memory.working, copy=memory.copy
+        )
+        if not offloaded:
+            return choice
+        moved = self._costs.host_copy(mesh, memory.resting)
+        return dataclasses.replace(
+            choice,
+            resting=0,
+            working=memory.working + memory.resting,
+            load=moved,
+            unload=moved if call.trains else 0.0,
+            offloaded=True,
+        )
+
+    def _memory(self, call: ModelCall, strategy: Strategy) -> CallMemory:
+        return call_memory(call, strategy, is_trained=call.weights in self._workload.trained)
+
+    def _nothing_fits(self, call: ModelCall, least: tuple[int, range, Strategy] | None) -> str:
+        where, model = f"plan.{call.name}", call.model
+        if least is None:
+            return (
+                f"{where}: no degrees divide both the model and its rows on this cluster. Got {call.rows} rows"
+                f"{f' in {call.mini_batches} mini-batches' if call.trains else ''}, {model.num_heads} heads, "
+                f"{model.num_kv_heads} key-value heads, {model.num_layers} layers. Use another batch size."
+            )
+        missing, mesh, strategy = least
+        memory = self._memory(call, strategy)
+        parts = {"weights and optimizer": memory.resting, "weights": memory.copy}
+        parts |= {f.name: getattr(memory, f.name) for f in dataclasses.fields(memory) if f.name not in _WEIGHT_PARTS}
+        listed = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in parts.items() if size)
+        capacity = self._cluster.capacity(mesh.start)
+        taken = capacity + missing
+        return (
+            f"{where}: must fit into {capacity / 1e9:.1f} GB of each device. Got {taken / 1e9:.1f} GB at the least, "
+            f"{missing / 1e9:.1f} GB too much, on {len(mesh)} devices as {strategy} ({listed} GB). About "
+            f"{-(-taken * len(mesh) // capacity)} such devices would do; or use fewer rows, shorter responses, or a "
+            "larger device."
+        )
+
+
+_WEIGHT_PARTS = ("resting", "copy")
+
+
+def strategies(call: ModelCall, num_devices: int, devices_per_node: int) -> Iterator[Strategy]:
+    """Every strategy of a call over so many devices that a plan may say, and that could be worth it.
+
+    `tensor` stays within a node. Weights are split over `fsdp` in whole, within a node, or not at all, and not where
+    they are decoded with. Remat is none or layer.
+    """
+    model = call.model
+    remats: tuple[Remat, ...] = ("none", "layer") if call.trains else ("none",)
+    for tensor in _divisors(min(num_devices, devices_per_node)):
+        sizes = (model.num_heads, model.num_kv_heads, model.intermediate_size, model.vocab_size)
+        if num_devices % tensor or any(size % tensor for size in sizes):
+            continue
+        for pipeline in _divisors(num_devices // tensor):
+            if pipeline > model.num_layers:
+                continue
+            rest = num_devices // (tensor * pipeline)
+            near = max(1, min(rest, devices_per_node // tensor))
+            shards = {1} if call.kind == "generate" else {1, rest, near if rest % near == 0 else 1}
+            for fsdp in sorted(shards):
+                if model.hidden_size % fsdp:
+                    continue
+                for micro_batches in _micro_batches(call, rest * (pipeline if call.kind == "generate" else 1)):
+                    for remat in remats:
+                        yield Strategy(
+                            data=rest // fsdp, fsdp=fsdp, tensor=tensor, pipeline=pipeline, micro_batches=micro_batches,
+                            remat=remat,
+                        )  # fmt: skip
+
+
+def _micro_batches(call: ModelCall, shards: int) -> list[int]:
+    """Powers of two into which the rows of every shard can be cut."""
+    counts = [2**i for i in range(MAX_MICRO_BATCHES.bit_length())]
+    return [n for n in counts if n <= MAX_MICRO_BATCHES and all(rows % (n * shards) == 0 for rows in call.divisible)]
+
+
+@functools.cache
+def _divisors(number: int) -> tuple[int, ...]:
+    return tuple(n for n in range(1, number + 1) if number % n == 0)
+
+
+def _worth_keeping(choices: Sequence[Choice], *, is_trained: bool, node_size: int, most: int) -> list[Choice]:
+    """The choices on the same devices that are worth a look, as the module says."""
+    kept: list[Choice] = []
+    for choice in sorted(choices, key=lambda c: (_seconds(c), sum(_bytes(c)))):
+        if not any(_beats(other, choice, is_trained=is_trained) for other in kept):
+            kept.append(choice)
+    if len(kept) <= most:
+        return kept
+    leanest = {min(kept, key=lambda c, i=i: (_bytes(c)[i], _seconds(c))) for i in range(3)}
+    leanest |= {min(kept, key=lambda c: (sum(_bytes(c)), _seconds(c)))}
+    usual = next((c for c in choices if _is_usual(c, node_size)), None)
+    return kept[:most] + [c for c in kept[most:] if c in leanest] + ([] if usual is None or usual in kept else [usual])
+
+
+def _is_usual(choice: Choice, node_size: int) -> bool:
+    """Tensor within a node, pipeline across nodes."""
+    nodes = len(choice.devices) // node_size
+    return choice.strategy.tensor == node_size and choice.strategy.pipeline == nodes
+
+
+def _beats(one: Choice, other: Choice, *, is_trained: bool) -> bool:
+    s, t = one.strategy, other.strategy
+    same = (s.pipeline, s.data, s.fsdp, s.tensor) == (t.pipeline, t.data, t.fsdp, t.tensor)
+    slack = SLACK if is_trained and not same else 1.0
+    faster = _seconds(one) * slack <= _seconds(other)
+    return faster and all(a * LESS_MEMORY <= b for a, b in zip(_bytes(one), _bytes(other), strict=True))
+
+
+def _seconds(choice: Choice) -> float:
+    return choice.load + choice.seconds + choice.unload
+
+
+def _bytes(choice: Choice) -> tuple[int, int, int]:
+    return choice.resting, choice.working, choice.copy
+
+
+def _known_plan_seconds(workload: Workload, cluster: Cluster, every: Sequence[Sequence[Choice]]) -> float:
+    """Seconds of calls one after another, each on all devices with what is fastest of what fits beside the others;
+    infinite where no such plan is found. Reallocation comes on top: a tenth is granted for it."""
+    whole = [[c for c in choices if len(c.devices) == cluster.num_devices] for choices in every]
+    if not all(whole):
+        return float("inf")
+    capacity = min(cluster.capacity(device) for device in range(cluster.num_devices))
+    picks = [min(choices, key=lambda c: c.resting + c.copy + c.working) for choices in whole]
+    for i, choices in enumerate(whole):
+        for choice in sorted(choices, key=lambda c: c.seconds):
+            tried = [*picks[:i], choice, *picks[i + 1 :]]
+            if _taken(tried) <= capacity:
+                picks = tried
+                break
+    return 1.1 * sum(c.seconds for c in picks) if _taken(picks) <= capacity else float("inf")
+
+
+def _taken(picks: Sequence[Choice]) -> int:
+    return sum(c.resting + c.copy for c in picks) + max(c.working for c in picks)
+
+
+def _reallocations(
+    workload: Workload, calls: Sequence[CallChoices], cluster: Cluster
+) -> dict[tuple[int, int], np.ndarray]:
+    """Seconds between where sets are trained and where they are read."""
+    tables = {}
+    for (i, train), (j, reader) in itertools.product(enumerate(calls), enumerate(calls)):
+        if not train.trains or reader.trains or train.weights != reader.weights:
+            continue
+        model = workload.calls[j].model
+        size = weight_bytes(model, Strategy(), itemsize(model), lora=workload.calls[j].lora)
+        tables[i, j] = reallocation_seconds(
+            train.choices, reader.choices, size=size, num_layers=model.num_layers, cluster=cluster
+        )
+    return tables
+
+
+def _transfers(workload: Workload, calls: Sequence[CallChoices], costs: CostModel) -> dict[tuple[int, int], np.ndarray]:
+    """Seconds of handing outputs to the calls that wait for them."""
+    numbers = {call.name: i for i, call in enumerate(calls)}
+    tables = {}
+    for j, call in enumerate(calls):
+        for name in call.needs:
+            i = numbers[name]
+            size = workload.calls[i].output_bytes
+            if size:
+                tables[i, j] = _by_devices(calls[i].choices, call.choices, functools.partial(costs.hand_over, size))
+    return tables
+
+
+def _by_devices(
+    sources: Sequence[Choice], targets: Sequence[Choice], seconds: Callable[[range, range], float]
+) -> np.ndarray:
+    """A table of seconds that depend on the devices alone."""
+    froms = {c.devices: None for c in sources}
+    tos = {c.devices: None for c in targets}
+    unique = np.array([[seconds(a, b) for b in tos] for a in froms])
+    at_from, at_to = ({devices: i for i, devices in enumerate(group)} for group in (froms, tos))
+    return unique[np.ix_([at_from[c.devices] for c in sources], [at_to[c.devices] for c in targets])]

@@ -1,0 +1,344 @@
+"""Seconds of a call: from its work, what its devices do in a second, and how a strategy lays the one over the other.
+
+    model = CostModel(cluster)
+    model.seconds(call, range(0, 16), Strategy(data=2, tensor=8)).total
+
+A pass of a micro-batch through a part of a model takes
+
+    max(flops / matmul rate, weight bytes / memory rate) + row bytes / memory rate + kernels x launch + collectives
+
+since products wait for weights or for arithmetic, and everything else for memory. Over stages, a call takes as many
+passes of its slowest stage as there are micro-batches, and one more for every other stage, while the pipeline fills and
+drains. Seconds that were measured (`calibrate`) take the place of those of a pass where they exist.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Protocol
+
+from jaxrlhf.models.params import num_parameters
+from jaxrlhf.planner.hardware import Cluster, Kind, Network
+from jaxrlhf.planner.work import LayerWork, Phase, Work, analytic_work
+from jaxrlhf.planner.workload import ModelCall
+from jaxrlhf.sharding.stages import layers_of_stages
+from jaxrlhf.sharding.strategy import Remat, Strategy
+
+ADAM_BYTES = 7 * 4
+"""That an update reads and writes for each trained weight: itself, two moments, its gradient, and the first three back.
+"""
+
+
+class WorkSource(Protocol):
+    """Where the work of a phase of a call comes from: formulas, or compiled programs."""
+
+    def __call__(self, call: ModelCall, phase: Phase, *, tensor: int, fsdp: int, remat: Remat) -> LayerWork: ...
+
+
+class MeasuredPass(Protocol):
+    """Seconds of a pass as they were measured, for one layer and for the rest of a model; None where nothing near it
+    was."""
+
+    def __call__(self, call: ModelCall, phase: Phase, strategy: Strategy, rows: float) -> "PassSeconds | None":
+        """
+        Args:
+            strategy: Of the whole call. Its row shards all work at the same time.
+            rows: Of a micro-batch, on each row shard.
+        """
+        ...
+
+
+class MeasuredUpdate(Protocol):
+    """Seconds of an update beside its passes as they were measured; None where nothing near it was."""
+
+    def __call__(self, call: ModelCall, strategy: Strategy) -> "UpdateSeconds | None": ...
+
+
+@dataclasses.dataclass(frozen=True)
+class PassSeconds:
+    """A pass of a micro-batch through one layer, and through embedding, head and loss."""
+
+    layer: float
+    rest: float
+
+
+@dataclasses.dataclass(frozen=True)
+class UpdateSeconds:
+    """The optimizer over one layer, and over embedding, head and norms."""
+
+    optimizer: PassSeconds
+    includes_reduction: bool
+    """The measured passes of this strategy have in them that gradients are added up over copies of the weights."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CallSeconds:
+    """Where the seconds of a call go."""
+
+    passes: float
+    """Stages at work."""
+    bubbles: float = 0.0
+    """Stages that wait for the first micro-batches to come, or for the last ones to come back."""
+    sends: float = 0.0
+    """Activations from stage to stage."""
+    reduction: float = 0.0
+    """Gradients added up over copies of the weights."""
+    update: float = 0.0
+    """The optimizer."""
+    dispatch: float = 0.0
+    """Programs started, as far as devices wait for it."""
+
+    @property
+    def total(self) -> float:
+        return self.passes + self.bubbles + self.sends + self.reduction + self.update + self.dispatch
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """The devices of an axis of a mesh: groups of `size`, of which `per_node` are in one node."""
+
+    size: int
+    per_node: int
+
+    @property
+    def nodes(self) -> int:
+        return self.size // self.per_node
+
+
+def span(strategy: Strategy, axis: str, devices_per_node: int) -> Span:
+    """How the groups of an axis lie over nodes: axes stand in the order pipeline, data, fsdp, tensor, the last ones
+    side by side."""
+    inner = {
+        "tensor": 1,
+        "fsdp": strategy.tensor,
+        "data": strategy.tensor * strategy.fsdp,
+        "pipeline": strategy.tensor * strategy.fsdp * strategy.data,
+    }[axis]
+    size = getattr(strategy, axis)
+    within = max(1, min(size, devices_per_node // inner)) if inner <= devices_per_node else 1
+    while size % within:
+        within -= 1
+    return Span(size, within)
+
+
+class CostModel:
+    """What calls cost on a cluster."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        work: WorkSource = analytic_work,
+        measured: MeasuredPass | None = None,
+        measured_update: MeasuredUpdate | None = None,
+    ) -> None:
+        self.cluster = cluster
+        self._work = work
+        self._measured = measured
+        self._measured_update = measured_update
+        self._kinds: dict[tuple[int, int], Kind] = {}
+        self._networks: dict[tuple[int, int], Network] = {}
+
+    def _kind(self, devices: range) -> Kind:
+        """The kind of device that the others wait for."""
+        key = devices.start, devices.stop
+        if key not in self._kinds:
+            self._kinds[key] = self.cluster.slowest(*key)
+        return self._kinds[key]
+
+    def _network(self, devices: range) -> Network:
+        """The network that the others wait for."""
+        key = devices.start, devices.stop
+        if key not in self._networks:
+            self._networks[key] = self.cluster.network(*key)
+        return self._networks[key]
+
+    def seconds(self, call: ModelCall, devices: range, strategy: Strategy) -> CallSeconds:
+        """The seconds of one call."""
+        if call.kind == "generate":
+            return self._generate(call, devices, strategy)
+        if call.kind == "train":
+            return self._train(call, devices, strategy)
+        return self._infer(call, devices, strategy)
+
+    # -- calls ---------------------------------------------------------------------------------------------------------
+
+    def _infer(self, call: ModelCall, devices: range, strategy: Strategy) -> CallSeconds:
+        rows = call.rows / (strategy.micro_batches * strategy.num_row_shards)
+        stage = self._stage(call, "forward", devices, strategy, rows)
+        return self._through_stages(call, devices, strategy, stage, rows, passes=1)
+
+    def _train(self, call: ModelCall, devices: range, strategy: Strategy) -> CallSeconds:
+        rows = call.rows / call.mini_batches / (strategy.micro_batches * strategy.num_row_shards)
+        stage = self._stage(call, "gradient", devices, strategy, rows)
+        one = self._through_stages(call, devices, strategy, stage, rows, passes=2)
+        trained = trained_on_device(call, strategy)
+        kind = self._kind(devices)
+        update = trained * ADAM_BYTES / memory_rate(kind) + 12 * kind.coefficients.kernel_seconds
+        reduction = self.all_reduce(
+            devices, span(strategy, "data", self.cluster.devices_per_node), trained * _itemsize(call)
+        )
+        measured = self._measured_update(call, strategy) if self._measured_update is not None else None
+        if measured is not None:
+            update = _slowest_stage(call, strategy, measured.optimizer)
+            reduction = 0.0 if measured.includes_reduction else reduction
+        return _times(dataclasses.replace(one, reduction=reduction, update=update), call.updates)
+
+    def _generate(self, call: ModelCall, devices: range, strategy: Strategy) -> CallSeconds:
+        stages = strategy.pipeline
+        prompts = call.rows / (strategy.micro_batches * stages * strategy.num_row_shards)
+        rows = prompts * call.num_samples
+        prefill = self._stage(call, "prefill", devices, strategy, prompts)
+        kind = self._kind(devices)
+        step = self._stage(call, "decode", devices, strategy, rows)
+        size = call.model.hidden_size * _itemsize(call)
+        send = self._send(devices, strategy, rows * size) if stages > 1 else 0.0
+        first = self._send(devices, strategy, prompts * call.prompt * size) if stages > 1 else 0.0
+        steps = call.response - 1
+        return _times(
+            CallSeconds(
+                passes=stages * (prefill + steps * step),
+                bubbles=(stages - 1) * (prefill + step),
+                sends=stages * (first + steps * send),
+                dispatch=kind.coefficients.dispatch_seconds,
+            ),
+            strategy.micro_batches,
+        )
+
+    def _through_stages(
+        self, call: ModelCall, devices: range, strategy: Strategy, stage: float, rows: float, passes: int
+    ) -> CallSeconds:
+        """Micro-batches through the stages of a call: forward, or forward and back."""
+        kind = self._kind(devices)
+        dispatch = kind.coefficients.dispatch_seconds
+        count, stages = strategy.micro_batches, strategy.pipeline
+        if stages == 1:
+            return CallSeconds(passes=count * stage, dispatch=dispatch)
+        activations = rows * call.columns * call.model.hidden_size * _itemsize(call)
+        send = self._send(devices, strategy, activations) * strategy.chunks * passes
+        busy, waiting = count * stage, (stages - 1) * stage / strategy.chunks
+        programs = count * strategy.num_stages * passes * strategy.data
+        held_up = max(0.0, programs * dispatch - busy - waiting)  # one thread starts them all
+        return CallSeconds(busy, waiting, sends=(stages - 1 + count) * send, dispatch=dispatch + held_up)
+
+    # -- passes --------------------------------------------------------------------------------------------------------
+
+    def _stage(self, call: ModelCall, phase: Phase, devices: range, strategy: Strategy, rows: float) -> float:
+        """A pass of a micro-batch through the slowest stage: that with most layers and the head."""
+        return _slowest_stage(call, strategy, self._pass(call, phase, devices, strategy, rows))
+
+    def _pass(self, call: ModelCall, phase: Phase, devices: range, strategy: Strategy, rows: float) -> PassSeconds:
+        if self._measured is not None:
+            measured = self._measured(call, phase, strategy, rows)
+            if measured is not None:
+                return measured
+        layer, rest = self._work(call, phase, tensor=strategy.tensor, fsdp=strategy.fsdp, remat=strategy.remat)
+        seconds = functools.partial(self._work_seconds, call, phase, devices, strategy, rows)
+        kind = self._kind(devices)
+        waits = kind.coefficients.step_seconds if phase == "decode" else 0.0
+        one = seconds(layer)
+        return PassSeconds(one, seconds(layer + rest) - one + waits)
+
+    def _work_seconds(
+        self, call: ModelCall, phase: Phase, devices: range, strategy: Strategy, rows: float, work: Work
+    ) -> float:
+        kind = self._kind(devices)
+        costs, memory = kind.coefficients, memory_rate(kind)
+        launch = costs.graph_kernel_seconds if phase == "decode" else costs.kernel_seconds
+        operations = work.flops + costs.half_dim * work.narrow_flops
+        products = max(operations * rows / kind.matmul_flops(call.model.dtype), work.weight_bytes / memory)
+        others = work.row_bytes * rows / memory
+        seconds = max(products + others, work.kernels * launch)
+        per_node = self.cluster.devices_per_node
+        if work.tensor_collectives:
+            group = span(strategy, "tensor", per_node)
+            seconds += self.all_reduce(devices, group, work.tensor_bytes * rows, work.tensor_collectives)
+        if work.fsdp_collectives:
+            group = span(strategy, "fsdp", per_node)
+            seconds += self.all_gather(devices, group, work.fsdp_bytes, work.fsdp_collectives)
+        return seconds
+
+    # -- communication -------------------------------------------------------------------------------------------------
+
+    def all_reduce(self, devices: range, group: Span, size: float, count: float = 1.0) -> float:
+        """Seconds of `count` all-reduces of `size` bytes in all, in rings within nodes and between them."""
+        return self._rings(devices, group, 2 * size, count)
+
+    def all_gather(self, devices: range, group: Span, size: float, count: float = 1.0) -> float:
+        """Seconds of `count` all-gathers, or reduce-scatters, of `size` bytes in all: of the whole arrays."""
+        return self._rings(devices, group, size, count)
+
+    def _rings(self, devices: range, group: Span, size: float, count: float) -> float:
+        if group.size == 1:
+            return 0.0
+        kind = self._kind(devices)
+        costs = kind.coefficients
+        local, nodes = group.per_node, group.nodes
+        seconds = (local - 1) / local * size / (kind.link.bandwidth * costs.link_efficiency)
+        latency = costs.collective_seconds * math.log2(local)
+        if nodes > 1:
+            network = self._network(devices)
+            share = network.shared_by(min(len(devices), self.cluster.devices_per_node))
+            seconds += (nodes - 1) / nodes * size / local / (share * costs.network_efficiency)
+            latency += costs.network_collective_seconds * math.log2(nodes)
+        return seconds + count * latency
+
+    def _send(self, devices: range, strategy: Strategy, size: float) -> float:
+        """Seconds of what a device of one stage sends to its neighbor of the next."""
+        kind = self._kind(devices)
+        costs = kind.coefficients
+        per_stage, per_node = len(devices) // strategy.pipeline, self.cluster.devices_per_node
+        size /= strategy.tensor  # each of a tensor group sends its part
+        if per_stage * strategy.pipeline <= per_node:
+            return costs.collective_seconds + size / (kind.link.bandwidth * costs.link_efficiency)
+        network = self._network(devices)
+        rate = network.shared_by(min(per_stage, per_node)) * costs.network_efficiency
+        return costs.network_collective_seconds + size / rate
+
+    def host_copy(self, devices: range, size: float) -> float:
+        """Seconds of so many bytes of every device from host memory, or to it."""
+        return size / self._kind(devices).coefficients.host_bandwidth
+
+    def hand_over(self, size: float, source: range, target: range) -> float:
+        """Seconds of bringing a call's outputs, of so many bytes in all, to the devices of another.
+
+        Every source device sends its part, every device of the target may get all of it.
+        """
+        if source == target:
+            return 0.0
+        both = range(min(source.start, target.start), max(source.stop, target.stop))
+        kind, per_node = self._kind(both), self.cluster.devices_per_node
+        costs = kind.coefficients
+        if both.start // per_node == (both.stop - 1) // per_node:
+            return costs.collective_seconds + size / (kind.link.bandwidth * costs.link_efficiency)
+        network = self._network(both)
+        return costs.network_collective_seconds + size / (network.bandwidth * costs.network_efficiency)
+
+
+def memory_rate(kind: Kind) -> float:
+    """Bytes a second that kernels read and write."""
+    return kind.memory.bandwidth * kind.coefficients.memory_efficiency
+
+
+@functools.lru_cache(maxsize=4096)
+def _parameters(model: object) -> int:
+    return num_parameters(model)  # pyright: ignore[reportArgumentType]
+
+
+def trained_on_device(call: ModelCall, strategy: Strategy) -> float:
+    """Weights that a train call changes, on one device."""
+    return _parameters(call.model) / (strategy.tensor * strategy.fsdp * strategy.pipeline)
+
+
+def _slowest_stage(call: ModelCall, strategy: Strategy, one: PassSeconds) -> float:
+    """Of a pass through each stage: that with most layers, or that with the head."""
+    counts = [len(layers) for layers in layers_of_stages(call.model.num_layers, strategy.num_stages)]
+    per_device = [sum(counts[i :: strategy.pipeline]) for i in range(strategy.pipeline)]
+    return max(per_device[-1] * one.layer + one.rest, *(layers * one.layer for layers in per_device[:-1]), 0.0)
+
+
+def _times(seconds: CallSeconds, times: float) -> CallSeconds:
+    return CallSeconds(*(x * times for x in dataclasses.astuple(seconds)))
+
+
+def _itemsize(call: ModelCall) -> int:
+    return call.model.compute_dtype.itemsize  # pyright: ignore[reportAttributeAccessIssue]

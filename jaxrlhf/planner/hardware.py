@@ -1,0 +1,334 @@
+"""A cluster as the planner sees it: kinds of devices, nodes of them, the links between, and who may work together.
+
+Devices are numbers, node after node, group after group, as in `jax.devices()`. Rates are those of one device, of links
+in one direction; bytes a second, seconds, and operations a second, where a multiplication and an addition are two.
+Numbers come with their provenance, in `source`; `cluster_text` reads them.
+"""
+
+import dataclasses
+import functools
+import math
+import re
+from typing import Any
+
+MAX_NODES = 1024
+"""Of a cluster. A call may have any consecutive ones of them, so there are half a million ways to choose."""
+AS_GIVEN = "as given"
+"""The provenance of numbers whose `source` nobody wrote."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PeakFlops:
+    """Operations a second that matrix products could reach, by what their factors are."""
+
+    float32: float
+    tf32: float
+    """float32 rounded to TF32, as JAX multiplies float32 on GPUs unless asked for more precision."""
+    bfloat16: float
+    source: str = AS_GIVEN
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "float32", "tf32", "bfloat16")
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """A device's own memory."""
+
+    bytes: int
+    bandwidth: float
+    usable: float
+    """The fraction that a plan may fill."""
+    source: str = AS_GIVEN
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "bytes", "bandwidth")
+        _require_fraction(self, "usable")
+
+
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """The way from one device to another."""
+
+    bandwidth: float
+    latency: float
+    source: str = AS_GIVEN
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "bandwidth")
+        _require_not_negative(self, "latency")
+
+
+@dataclasses.dataclass(frozen=True)
+class Network:
+    """The way out of a node, which its devices share."""
+
+    bandwidth: float
+    """Of the whole node."""
+    latency: float
+    adapters: int = 1
+    """Between which the bandwidth is divided: two devices that talk alone have that of one."""
+    source: str = AS_GIVEN
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "bandwidth", "adapters")
+        _require_not_negative(self, "latency")
+
+    def shared_by(self, num_devices: int) -> float:
+        """Bytes a second that each of so many devices of a node has when all of them talk."""
+        return self.bandwidth / self.adapters * min(1.0, self.adapters / num_devices)
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """What XLA's compiler asks about a GPU that is not there."""
+
+    capability: str
+    """Of CUDA: '8.0'."""
+    cores: int
+    """Streaming multiprocessors."""
+    float_units_per_core: int
+    clock_ghz: float
+    shared_memory_per_core: int
+    shared_memory_per_block: int
+    """The most that a kernel may ask for."""
+    l2_bytes: int
+    accelerated: bool = False
+    """Whether it has instructions that only this capability has, as Hopper's sm_90a."""
+    source: str = AS_GIVEN
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"\d+\.\d+", self.capability):
+            raise ValueError(
+                f"capability: must be two numbers with a point between. Got {self.capability!r}. Write '8.0' in quotes."
+            )
+        _require_positive(
+            self, "cores", "float_units_per_core", "clock_ghz", "shared_memory_per_core", "shared_memory_per_block",
+            "l2_bytes",
+        )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Coefficients:
+    """What of its peaks a device reaches, and what everything costs that does no work."""
+
+    matmul_efficiency: float
+    """Of peak operations a second, by large matrix products."""
+    half_dim: float
+    """The narrowest dim of a weight at which products with it are half as fast as large ones."""
+    memory_efficiency: float
+    """Of memory bandwidth."""
+    link_efficiency: float
+    """Of a link's bandwidth within a node, by large collectives."""
+    network_efficiency: float
+    """The same between nodes."""
+    kernel_seconds: float
+    """The least between the starts of two kernels."""
+    graph_kernel_seconds: float
+    """The same inside a captured graph of kernels, as the body of a loop may be."""
+    dispatch_seconds: float
+    """Of one program, before its first kernel."""
+    step_seconds: float
+    """That a device waits for the host in every decoding step: none where the loop runs on the device."""
+    collective_seconds: float
+    """Of the smallest collective within a node, for each doubling of the devices that take part."""
+    network_collective_seconds: float
+    """Of the smallest collective between nodes."""
+    host_bandwidth: float
+    """Bytes a second between a device and pinned memory of its host, when all devices of the node copy."""
+    source: str = AS_GIVEN
+
+    def __post_init__(self) -> None:
+        _require_fraction(self, "matmul_efficiency", "memory_efficiency", "link_efficiency", "network_efficiency")
+        _require_not_negative(
+            self, "half_dim", "kernel_seconds", "graph_kernel_seconds", "dispatch_seconds", "step_seconds",
+            "collective_seconds",
+            "network_collective_seconds",
+        )  # fmt: skip
+        _require_positive(self, "host_bandwidth")
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """A kind of device, with what links it to others in nodes that are made of it."""
+
+    name: str
+    """By which a description of a cluster knows it: 'a100-80g'."""
+    names: tuple[str, ...]
+    """By which JAX knows it: 'NVIDIA A100-SXM4-80GB'."""
+    peak_flops: PeakFlops
+    memory: Memory
+    link: Link
+    """Between devices of a node."""
+    network: Network
+    """Of a node that does not say otherwise."""
+    coefficients: Coefficients
+    target: Target | None = None
+    """None: a processor."""
+
+    @property
+    def capacity(self) -> int:
+        """Bytes that a plan may fill."""
+        return int(self.memory.bytes * self.memory.usable)
+
+    def matmul_flops(self, dtype: str) -> float:
+        """Operations a second that large matrix products reach, of factors in 'float32' or 'bfloat16'."""
+        peaks = {"float32": self.peak_flops.tf32, "bfloat16": self.peak_flops.bfloat16}
+        return peaks[dtype] * self.coefficients.matmul_efficiency
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Nodes that are alike."""
+
+    nodes: int
+    devices_per_node: int
+    kind: Kind
+    network: Network
+
+    def __post_init__(self) -> None:
+        for name in ("nodes", "devices_per_node"):
+            if not 1 <= getattr(self, name) <= MAX_NODES:
+                raise ValueError(f"{name}: must be 1 to {MAX_NODES}. Got {getattr(self, name)}.")
+
+    @property
+    def num_devices(self) -> int:
+        return self.nodes * self.devices_per_node
+
+    def __str__(self) -> str:
+        return f"{self.nodes}x{self.devices_per_node}:{self.kind.name}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Cluster:
+    """Groups of nodes, all of as many devices."""
+
+    groups: tuple[Group, ...]
+
+    def __post_init__(self) -> None:
+        if not self.groups:
+            raise ValueError("groups: must not be empty. Got []. Describe at least one group of nodes.")
+        sizes = [group.devices_per_node for group in self.groups]
+        if len(set(sizes)) > 1:
+            raise ValueError(
+                f"groups: their nodes must have as many devices as one another. Got {sizes}. Describe a larger node as "
+                f"several of {math.gcd(*sizes)}."
+            )
+        if self.num_nodes > MAX_NODES:
+            raise ValueError(f"groups: must have at most {MAX_NODES} nodes together. Got {self.num_nodes}.")
+
+    def __str__(self) -> str:
+        return "+".join(map(str, self.groups))
+
+    @property
+    def num_devices(self) -> int:
+        return sum(group.num_devices for group in self.groups)
+
+    @property
+    def num_nodes(self) -> int:
+        return sum(group.nodes for group in self.groups)
+
+    @property
+    def devices_per_node(self) -> int:
+        return self.groups[0].devices_per_node
+
+    def node_of(self, device: int) -> int:
+        return device // self.devices_per_node
+
+    def group_of(self, device: int) -> Group:
+        """The group of the node that a device is in.
+
+        Raises:
+            ValueError: There is no such device.
+        """
+        if 0 <= device < self.num_devices:
+            first = 0
+            for group in self.groups:
+                first += group.num_devices
+                if device < first:
+                    return group
+        raise ValueError(f"device: must be one of 0 to {self.num_devices - 1}. Got {device}.")
+
+    def kind_of(self, device: int) -> Kind:
+        return self.group_of(device).kind
+
+    def capacity(self, device: int) -> int:
+        """Bytes of a device's memory that a plan may fill."""
+        return self.kind_of(device).capacity
+
+    def slowest(self, first: int, end: int) -> Kind:
+        """Of the kinds of devices `first` to `end - 1`, that with the fewest operations a second; of equals, that with
+        the slower memory."""
+        kinds = {self.kind_of(device) for device in range(first, end, self.devices_per_node)}
+        kinds.add(self.kind_of(end - 1))
+        return min(kinds, key=lambda kind: (kind.peak_flops.bfloat16, kind.memory.bandwidth, kind.name))
+
+    def network(self, first: int, end: int) -> Network:
+        """The way out of the nodes of devices `first` to `end - 1`: where they differ, the slowest."""
+        networks = {self.group_of(device).network for device in range(first, end, self.devices_per_node)}
+        networks.add(self.group_of(end - 1).network)
+        return min(networks, key=lambda network: (network.bandwidth, -network.latency))
+
+    def link(self, one: int, other: int) -> Link:
+        """The way between two devices that talk alone. Between nodes it is as slow as the slower end."""
+        if self.node_of(one) == self.node_of(other):
+            return self.kind_of(one).link
+        ends = (self.group_of(one).network, self.group_of(other).network)
+        slower = min(ends, key=lambda network: network.shared_by(1))
+        return Link(slower.shared_by(1), max(network.latency for network in ends), slower.source)
+
+    @functools.cached_property
+    def meshes(self) -> tuple[range, ...]:
+        """All devices that a call may have: a part of a node that is a power of two, divides it and starts at a
+        multiple of itself; or consecutive whole nodes. From the smallest on, then from the first device on.
+
+        Reference:
+            Mei et al. 2024, arXiv:2406.14088, section 4 (ReaL).
+        """
+        per_node = self.devices_per_node
+        parts = [2**i for i in range(per_node.bit_length()) if 2**i < per_node and per_node % 2**i == 0]
+        within = [range(first, first + size) for size in parts for first in range(0, self.num_devices, size)]
+        whole = [
+            range(node * per_node, (node + nodes) * per_node)
+            for nodes in range(1, self.num_nodes + 1)
+            for node in range(self.num_nodes - nodes + 1)
+        ]
+        return (*within, *whole)
+
+
+def degrees(num_devices: int, *, devices_per_node: int) -> list[tuple[int, int, int]]:
+    """All (pipeline, data, tensor) whose product is `num_devices`. What is split by `tensor` stays within a node."""
+    found = []
+    for tensor in range(1, min(num_devices, devices_per_node) + 1):
+        if num_devices % tensor or devices_per_node % tensor:
+            continue
+        rest = num_devices // tensor
+        found += [(pipeline, rest // pipeline, tensor) for pipeline in range(1, rest + 1) if rest % pipeline == 0]
+    return found
+
+
+def num_options(cluster: Cluster) -> int:
+    """In how many ways one call could run: devices, and (pipeline, data, tensor) over them."""
+    per_node = cluster.devices_per_node
+    return sum(len(degrees(len(mesh), devices_per_node=per_node)) for mesh in cluster.meshes)
+
+
+def _require_positive(value: Any, *names: str) -> None:
+    for name in names:
+        number = getattr(value, name)
+        if not (math.isfinite(number) and number > 0):
+            raise ValueError(f"{name}: must be finite and positive. Got {number}.")
+
+
+def _require_not_negative(value: Any, *names: str) -> None:
+    for name in names:
+        number = getattr(value, name)
+        if not (math.isfinite(number) and number >= 0):
+            raise ValueError(f"{name}: must be finite, not negative. Got {number}.")
+
+
+def _require_fraction(value: Any, *names: str) -> None:
+    for name in names:
+        number = getattr(value, name)
+        if not 0 < number <= 1:
+            raise ValueError(f"{name}: must lie in (0, 1]. Got {number}.")

@@ -1,0 +1,239 @@
+"""Plans on disk: a plan, what it was made for, and what is expected of it.
+
+write_plan(path, saved)
+saved = read_plan(path)
+saved.check_work(workload)
+saved.check_devices(num_devices=8, devices_per_node=8, kind="NVIDIA H200")
+"""
+
+import dataclasses
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from flax.core import FrozenDict
+
+from jaxrlhf.brief import brief, cut
+from jaxrlhf.config.reading import ConfigError, build, to_tree
+from jaxrlhf.planner.hardware import Cluster
+from jaxrlhf.planner.plan import Plan, PlanError
+from jaxrlhf.planner.workload import Workload
+
+VERSION = 1
+"""Of the file."""
+_AGAIN = "Plan again: python -m jaxrlhf.plan --config ... --out {}."
+_OF_A_CALL = (
+    "role", "kind", "model", "weights", "rows", "prompt", "response", "needs", "scored", "num_samples", "mini_batches",
+    "epochs", "lora",
+)  # fmt: skip
+"""What of a call a plan depends on."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Devices:
+    """The devices that a plan is for."""
+
+    cluster: str
+    """As a user describes it: '2x8:h100'."""
+    num_devices: int
+    devices_per_node: int
+    names: tuple[str, ...] = ()
+    """What JAX may call them: 'NVIDIA H200'. Empty: not known."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CallForecast:
+    """What is expected of a call."""
+
+    seconds: float
+    memory_bytes: int
+    """Of the fullest of its devices, with all that is there while it runs or at other times."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedPlan:
+    """A plan, what it was made for, and what is expected of it."""
+
+    plan: Plan
+    devices: Devices
+    work: Mapping[str, Any]
+    """Call -> its sizes, as plain data."""
+    strategy: str
+    """By which it was found."""
+    step_seconds: float
+    """Of one iteration of many."""
+    calls: Mapping[str, CallForecast]
+    asked: Any = None
+    """What the config said under `plan`, as plain data. None: nothing that it knows of."""
+    source: str = "plan"
+    """Where it was read, for error messages."""
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data."""
+        return {
+            "version": VERSION,
+            "devices": to_tree(self.devices),
+            "strategy": self.strategy,
+            "step_seconds": self.step_seconds,
+            "calls": to_tree(self.calls),
+            "plan": self.plan.to_json(),
+            "work": to_tree(self.work),
+            "asked": to_tree(self.asked),
+        }
+
+    def check_work(self, workload: Workload) -> None:
+        """The plan was made for the calls of this workload.
+
+        Raises:
+            PlanError: For others: says what differs.
+        """
+        here, there = described_work(workload), to_tree(self.work)
+        if here == there:
+            return
+        missing, unknown = [n for n in here if n not in there], [n for n in there if n not in here]
+        if missing or unknown:
+            listed = [f"no plan for {', '.join(missing)}"] if missing else []
+            listed += [f"a plan for {', '.join(unknown)}, which this run does not have"] if unknown else []
+            got = " and ".join(listed)
+        else:
+            before, now = _leaves(there), _leaves(here)
+            key = next(k for k in [*before, *now] if before.get(k) != now.get(k))
+            got = f"{key}: {before.get(key, 'not set')} there, {now.get(key, 'not set')} in this run"
+        raise PlanError(
+            f"{self.source}: must have been made for the calls of this run. Got {got}. {_AGAIN.format(self.source)}"
+        )
+
+    def check_devices(self, *, num_devices: int, devices_per_node: int, kind: str) -> None:
+        """The plan was made for such devices.
+
+        Args:
+            kind: As JAX calls them.
+
+        Raises:
+            PlanError: For others: says what differs.
+        """
+        planned = self.devices
+        nodes = (planned.num_devices // planned.devices_per_node, planned.devices_per_node)
+        here = (num_devices // devices_per_node, devices_per_node)
+        if nodes != here:
+            raise PlanError(
+                f"{self.source}: must have been made for as many nodes and devices as there are. Got a plan for "
+                f"{planned.cluster}, {nodes[0]} nodes of {nodes[1]} devices, where there are {here[0]} of {here[1]}. "
+                f"{_AGAIN.format(self.source)}"
+            )
+        if planned.names and kind not in planned.names:
+            raise PlanError(
+                f"{self.source}: must have been made for the kind of devices that there are. Got a plan for "
+                f"{planned.cluster}, where there are {kind}. {_AGAIN.format(self.source)}"
+            )
+
+
+def devices_of(cluster: Cluster) -> Devices:
+    """The devices of a cluster."""
+    kinds = {group.kind for group in cluster.groups}
+    names = tuple(sorted({name for kind in kinds for name in kind.names})) if all(k.names for k in kinds) else ()
+    return Devices(str(cluster), cluster.num_devices, cluster.devices_per_node, names)
+
+
+def described_work(workload: Workload) -> dict[str, Any]:
+    """Call -> what of it a plan depends on, as plain data."""
+    return {call.name: {field: to_tree(getattr(call, field)) for field in _OF_A_CALL} for call in workload.calls}
+
+
+def plan_text(saved: SavedPlan) -> str:
+    """A plan as JSON that can be read and changed by hand: lists of numbers stand in a line."""
+    text = json.dumps(saved.to_json(), indent=2, allow_nan=False) + "\n"
+    return re.sub(r"\[\n([\d,\s]*)\]", lambda numbers: f"[{', '.join(re.findall(r'[0-9]+', numbers[1]))}]", text)
+
+
+def write_plan(path: Path, saved: SavedPlan) -> None:
+    """Writes a plan, whole or not at all."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(plan_text(saved), encoding="utf-8")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def read_plan(path: str | Path) -> SavedPlan:
+    """The plan that `write_plan` wrote.
+
+    Raises:
+        PlanError: There is no such file, or it is none.
+    """
+    where = cut(str(path))
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:  # ValueError: no UTF-8, or no name that a file can have
+        reason = error.strerror if isinstance(error, OSError) else "no text"
+        raise PlanError(
+            f"{where}: must be what python -m jaxrlhf.plan --out wrote. Got a file that cannot be read: {reason}."
+        ) from error
+    try:
+        tree = json.loads(text)
+    except ValueError as error:
+        raise PlanError(f"{where}: must be JSON. Got {error}. {_AGAIN.format(where)}") from error
+    return saved_plan(tree, where=where)
+
+
+def saved_plan(tree: Any, *, where: str) -> SavedPlan:
+    """The plan that `SavedPlan.to_json` gave.
+
+    Raises:
+        PlanError: Something is missing, unknown or not as it should be.
+    """
+    version = tree.get("version") if isinstance(tree, Mapping) else None
+    if version != VERSION:
+        raise PlanError(
+            f"{where}: must be a plan of version {VERSION}, as python -m jaxrlhf.plan --out writes it. Got "
+            f"{'version ' + brief(version) if version is not None else 'something else'}. {_AGAIN.format(where)}"
+        )
+    try:
+        file = build(_File, tree, where=where)
+        plan = Plan.from_json(file.plan)
+    except ConfigError as error:
+        raise PlanError(str(error)) from error
+    except PlanError as error:
+        raise PlanError(f"{where}: {error}") from error
+    if missing := [name for name in file.work if name not in plan.placements or name not in file.calls]:
+        raise PlanError(
+            f"{where}: must have a placement and a forecast for each of its calls. Got none for {missing[0]}. "
+            f"{_AGAIN.format(where)}"
+        )
+    return SavedPlan(
+        plan, file.devices, file.work, file.strategy, file.step_seconds, file.calls, file.asked, source=where
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _File:
+    """The form of a file."""
+
+    version: int
+    devices: Devices
+    strategy: str
+    step_seconds: float
+    calls: Mapping[str, CallForecast]
+    plan: Any
+    work: Mapping[str, Any]
+    asked: Any = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.plan, FrozenDict):
+            raise ValueError(f"plan: must be a mapping of calls to placements. Got {brief(self.plan)}.")
+        devices = self.devices
+        if devices.devices_per_node < 1 or devices.num_devices < 1 or devices.num_devices % devices.devices_per_node:
+            raise ValueError(
+                f"devices: must be whole nodes. Got {devices.num_devices} devices, {devices.devices_per_node} a node."
+            )
+
+
+def _leaves(tree: Any, path: str = "") -> dict[str, Any]:
+    """Dotted keys -> values that are no mappings."""
+    if not isinstance(tree, Mapping):
+        return {path: tree}
+    return {k: v for key, item in tree.items() for k, v in _leaves(item, f"{path}.{key}" if path else key).items()}

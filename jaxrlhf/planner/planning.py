@@ -1,0 +1,262 @@
+"""From a workload and a cluster to a plan, and everything that there is to say about it.
+
+planned = plan_workload(workload, read_cluster("16x8:a100-80g"))
+planned.seconds, planned.gain                  # of an iteration; over the plan that everybody writes
+plan = planned.plan_for(graph)
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterable, Mapping
+
+from jaxrlhf.call_graph import CallGraph
+from jaxrlhf.planner.arena import RunnerUp, SearchResult
+from jaxrlhf.planner.choices import make_problem
+from jaxrlhf.planner.cost import CostModel
+from jaxrlhf.planner.fused_choice import FusedPlan, best_fused
+from jaxrlhf.planner.hardware import Cluster
+from jaxrlhf.planner.peak_memory import DeviceMemory, memory_at_peak, peak_memory
+from jaxrlhf.planner.placing import place
+from jaxrlhf.planner.plan import Placement, Plan, PlanError, check
+from jaxrlhf.planner.plan_file import CallForecast, SavedPlan, described_work, devices_of
+from jaxrlhf.planner.presets import find_strategy
+from jaxrlhf.planner.problem import Choice, Problem
+from jaxrlhf.planner.simulate import Simulation, steady_state
+from jaxrlhf.planner.workload import Workload
+
+SEARCH, YARDSTICK = "search", "heuristic"
+"""Strategies: the one that is used unless another is asked for, and the one that others are compared with, as it is
+what is usually written by hand."""
+FUSING = (SEARCH, "exhaustive")
+"""Strategies whose plan may have two train calls run as one pipeline, where that is faster."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Planned:
+    """A plan, how it was found, and what is expected of it."""
+
+    workload: Workload
+    cluster: Cluster
+    problem: Problem
+    result: SearchResult
+    strategy: str
+    heuristic: Simulation | None
+    """Of the plan that is usually written by hand; None where it does not fit."""
+    heuristic_note: str
+    """Why it does not."""
+    memory: tuple[DeviceMemory, ...]
+    """Device -> what is there when most is there."""
+    planning_seconds: float
+    fixed: Mapping[str, Placement] = dataclasses.field(default_factory=dict)
+    """Placements that were given."""
+    offload: tuple[str, ...] = ()
+    """Roles that were to rest in host memory."""
+    fuse: tuple[str, ...] = ()
+    """Train calls that run as one pipeline."""
+    notes: tuple[str, ...] = ()
+    """What is to be known of these numbers."""
+
+    @property
+    def simulation(self) -> Simulation:
+        """What consecutive iterations settle to."""
+        return self.result.simulation
+
+    @property
+    def seconds(self) -> float:
+        """Of an iteration."""
+        return self.simulation.seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.workload.tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def gain(self) -> float | None:
+        """How many times as many iterations in the same time as under the heuristic plan. None: it does not fit."""
+        return self.heuristic.seconds / self.seconds if self.heuristic is not None and self.seconds else None
+
+    @property
+    def choices(self) -> dict[str, Choice]:
+        """Call -> how it runs."""
+        return chosen(self.problem, self.result.plan)
+
+    @property
+    def offloaded(self) -> tuple[str, ...]:
+        """Roles whose weights rest in host memory."""
+        weights = {call.weights for call in self.workload.calls if self.choices[call.name].offloaded}
+        return tuple(dict.fromkeys((*self.offload, *(w for w in weights))))
+
+    def summary(self) -> str:
+        """The plan in a line."""
+        gain = "" if self.gain is None else f", {self.gain:.2f} x as fast as the {YARDSTICK} plan"
+        how = f"{self.cluster} by {self.strategy} in {self.planning_seconds:.1f} s"
+        return f"Planned for {how}: {self.seconds:.4g} s a step{gain}"
+
+    def call_memory(self, name: str) -> int:
+        """Bytes on the fullest of a call's devices, with all that is there at any time."""
+        return max(self.memory[device].total for device in self.choices[name].devices)
+
+    def placements(self) -> dict[str, Placement]:
+        """Call -> its placement, of the calls of models."""
+        return {
+            name: self.fixed.get(name) or Placement(tuple(choice.devices), choice.strategy)
+            for name, choice in self.choices.items()
+        }
+
+    def plan_for(self, graph: CallGraph) -> Plan:
+        """The plan with a placement for every call of a graph that takes devices, `compute` calls too.
+
+        Raises:
+            PlanError: The graph has a call of a model that was not planned for.
+        """
+        models = {call.role: call.model for call in self.workload.calls}
+        known = {call.name for call in self.workload.calls}
+        for call in graph.calls:
+            if call.role in models and call.plan_name not in known:
+                raise PlanError(
+                    f"plan.{call.plan_name}: must be a call of the workload that was planned for. Got one that is not. "
+                    f"Its calls: {', '.join(known)}."
+                )
+        num_devices, devices_per_node = self.cluster.num_devices, self.cluster.devices_per_node
+        plan = place(
+            graph, self.placements(), models, num_devices=num_devices, devices_per_node=devices_per_node,
+            written=self.fixed, offload=self.offloaded, fuse=self.fuse,
+        )  # fmt: skip
+        check(plan, graph, models, num_devices, devices_per_node)
+        return plan
+
+    def saved(self, plan: Plan | None = None, *, asked: object = None) -> SavedPlan:
+        """What is written to disk.
+
+        Args:
+            plan: For all calls of a graph. None: for the calls of models alone.
+            asked: What the config said under `plan`, as plain data.
+        """
+        seconds = {call.name: self.choices[call.name].seconds for call in self.workload.calls}
+        return SavedPlan(
+            plan=plan or Plan(self.placements(), self.offloaded),
+            devices=devices_of(self.cluster),
+            work=described_work(self.workload),
+            strategy=self.strategy,
+            step_seconds=self.seconds,
+            calls={name: CallForecast(seconds[name], self.call_memory(name)) for name in seconds},
+            asked=asked,
+        )
+
+
+def plan_workload(
+    workload: Workload,
+    cluster: Cluster,
+    *,
+    strategy: str = SEARCH,
+    costs: CostModel | None = None,
+    fixed: Mapping[str, Placement] | None = None,
+    offload: Iterable[str] = (),
+    fuse: Iterable[str] = (),
+    seed: int = 0,
+    seconds: float | None = None,
+    notes: Iterable[str] = (),
+    say: Callable[[str], None] = lambda line: None,
+) -> Planned:
+    """The plan of a workload on a cluster.
+
+    Args:
+        strategy: One of `presets.STRATEGIES`.
+        costs: What calls cost. None: by formulas and the numbers of the cluster's devices.
+        fixed: Call -> the placement that it keeps.
+        offload: Roles whose weights must rest in host memory.
+        fuse: Train calls that are to run as one pipeline. They are counted as if they ran by themselves.
+        seconds: The most that the search may take. None: as long as it is set up for.
+        notes: On where the costs come from.
+        say: Told what is going on, in lines.
+
+    Raises:
+        PlanError: The strategy is not known; or no plan fits: says by how much.
+    """
+    started = time.perf_counter()
+    if seconds is not None and not seconds > 0:
+        raise PlanError(f"seconds: the time to look for a plan must be positive. Got {seconds}.")
+    plan_by, costs, fixed, offload = (
+        find_strategy(strategy),
+        costs or CostModel(cluster),
+        dict(fixed or {}),
+        tuple(offload),
+    )
+    say(f"Counting what {len(workload.calls)} calls cost on {cluster}")
+    problem = make_problem(workload, cluster, costs, fixed=fixed, offload=offload)
+    say(f"Looking for a plan by {strategy}, of {problem.size:.2g}")
+    result = without_needless_offload(problem, plan_by(problem, seed=seed, seconds=seconds))
+    heuristic, why_not = _yardstick(problem)
+    fuse, notes = tuple(fuse), list(notes)
+    may_fuse = strategy in FUSING and not fuse and not any(call.trains for call in workload.calls if call.name in fixed)
+    fused = best_fused(problem, workload, costs, result.plan, beat=result.seconds) if may_fuse else None
+    if fused is not None:
+        problem, fuse, result = fused.problem, fused.fuse, _with_fused(result, fused)
+        notes.append(
+            f"{' and '.join(fuse)} run as one pipeline, each in the bubbles of the other: {fused.seconds:.4g} s, which "
+            f"stand beside the first of them. One after the other they would take {fused.apart:.4g} s."
+        )
+    return Planned(
+        workload=workload,
+        cluster=cluster,
+        problem=problem,
+        result=result,
+        strategy=strategy,
+        heuristic=heuristic,
+        heuristic_note=why_not,
+        memory=memory_at_peak(problem, result.plan),
+        planning_seconds=time.perf_counter() - started,
+        fixed=fixed,
+        offload=offload,
+        fuse=fuse,
+        notes=tuple(notes),
+    )
+
+
+def _with_fused(result: SearchResult, fused: FusedPlan) -> SearchResult:
+    """What a search found with two train calls fused; the plan without that is one that lost."""
+    seconds = fused.simulation.seconds
+    lost = [RunnerUp(result.plan, result.seconds, 0), *result.runners_up]
+    return dataclasses.replace(
+        result,
+        plan=fused.plan,
+        simulation=fused.simulation,
+        memory=peak_memory(fused.problem, fused.plan),
+        runners_up=tuple(each for each in lost if not each.lacking or each.seconds < seconds),
+        proven=False,
+    )
+
+
+def without_needless_offload(problem: Problem, result: SearchResult) -> SearchResult:
+    """The same plan with weights on the devices where they fit, and the iteration takes no longer for it: to a search,
+    copies from the host that nobody waits for are as good."""
+    for number, call in enumerate(problem.calls):
+        choice = call.choices[result.plan[number]]
+        at_home = (i for i, c in enumerate(call.choices) if not c.offloaded and _same_place(c, choice))
+        other = next(at_home, None) if choice.offloaded else None
+        if other is None:
+            continue
+        plan = (*result.plan[:number], other, *result.plan[number + 1 :])
+        memory, simulation = peak_memory(problem, plan), steady_state(problem, plan)
+        fits = all(taken <= room for taken, room in zip(memory, problem.capacity, strict=True))
+        if fits and simulation.seconds <= result.seconds:
+            result = dataclasses.replace(result, plan=plan, simulation=simulation, memory=memory)
+    return result
+
+
+def _same_place(one: Choice, other: Choice) -> bool:
+    return (one.devices, one.strategy) == (other.devices, other.strategy)
+
+
+def _yardstick(problem: Problem) -> tuple[Simulation | None, str]:
+    """The heuristic plan's simulation, or why it is none."""
+    try:
+        found = find_strategy(YARDSTICK)(problem)
+    except PlanError as error:
+        return None, str(error)
+    return found.simulation, ""
+
+
+def chosen(problem: Problem, plan: Iterable[int]) -> dict[str, Choice]:
+    """Call -> its choice under a plan."""
+    return {call.name: call.choices[pick] for call, pick in zip(problem.calls, plan, strict=True)}

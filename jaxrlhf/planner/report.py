@@ -1,0 +1,198 @@
+"""What there is to say about a plan: as rows of tables, as lines, as plain data for machines."""
+
+import dataclasses
+import math
+import statistics
+from typing import Any
+
+from jaxrlhf.planner.peak_memory import DeviceMemory
+from jaxrlhf.planner.plan import Plan
+from jaxrlhf.planner.planning import YARDSTICK, Planned, chosen
+from jaxrlhf.planner.problem import Choice
+
+GB = 1e9
+JSON_VERSION = 1
+
+
+def call_rows(planned: Planned) -> list[dict[str, Any]]:
+    """The calls, each with its devices, its strategy, its seconds and the memory of its fullest device."""
+    rows = []
+    for name, choice in planned.choices.items():
+        strategy = choice.strategy
+        rows.append(
+            {
+                "call": name,
+                "devices": devices_in_words(choice.first, choice.end, planned.cluster.devices_per_node),
+                "data": strategy.data,
+                "fsdp": strategy.fsdp,
+                "tensor": strategy.tensor,
+                "pipeline": strategy.pipeline,
+                "micro-batches": strategy.micro_batches,
+                "remat": strategy.remat if planned.workload.call(name).trains else "-",
+                "weights at rest": "host" if choice.offloaded else "devices",
+                "seconds": None if name in planned.fuse[1:] else choice.load + choice.seconds + choice.unload,
+                "peak GB": planned.call_memory(name) / GB,
+            }
+        )
+    return rows
+
+
+def devices_in_words(first: int, end: int, devices_per_node: int) -> str:
+    """Consecutive devices, and the nodes that they are where they are whole ones: '0-15, 2 nodes'."""
+    where = str(first) if end == first + 1 else f"{first}-{end - 1}"
+    nodes, rest = divmod(end - first, devices_per_node)
+    return where if rest or first % devices_per_node else f"{where}, {nodes} node{'s' if nodes > 1 else ''}"
+
+
+def memory_rows(planned: Planned) -> list[dict[str, Any]]:
+    """The memory of devices when they are fullest, beside what they have. Neighbours that are alike share a row."""
+    groups: list[list[DeviceMemory]] = []
+    for each in planned.memory:
+        if groups and _parts(groups[-1][-1]) == _parts(each):
+            groups[-1].append(each)
+        else:
+            groups.append([each])
+    rows = []
+    for group in groups:
+        first, last, capacity = group[0], group[-1], planned.cluster.capacity(group[0].device)
+        parts = {f"{name} at rest": size for name, size in first.resting.items()}
+        parts |= {f"copy for {name}": size for name, size in first.copies.items()}
+        parts["at work"] = first.working
+        listed = [f"{name} {size / GB:.3g}" for name, size in sorted(parts.items(), key=lambda x: -x[1]) if size]
+        rows.append(
+            {
+                "devices": str(first.device) if first is last else f"{first.device}-{last.device}",
+                "peak GB": first.total / GB,
+                "of GB": capacity / GB,
+                "full": f"{first.total / capacity:.0%}",
+                "during": first.call,
+                "made of GB": ", ".join(listed),
+            }
+        )
+    return rows
+
+
+def _parts(memory: DeviceMemory) -> tuple[Any, ...]:
+    """What tells devices apart."""
+    return memory.call, dict(memory.resting), dict(memory.copies), memory.working
+
+
+def summary_lines(planned: Planned) -> list[str]:
+    """The plan in short: seconds of an iteration, tokens per second, the gain over the heuristic plan."""
+    lines = [
+        f"{planned.seconds:.4g} s an iteration, {planned.tokens_per_second:,.0f} tokens/s "
+        f"({planned.workload.tokens:,} tokens an iteration)",
+        f"Devices are busy {statistics.mean(planned.simulation.busy):.0%} of the time; what decides is "
+        f"{', '.join(planned.simulation.critical) or 'no call'}",
+    ]
+    if planned.gain is None:
+        lines.append(f"No {YARDSTICK} plan to compare with: {planned.heuristic_note}")
+    elif planned.strategy != YARDSTICK:
+        assert planned.heuristic is not None
+        lines.append(
+            f"{planned.gain:.2f} x as fast as the {YARDSTICK} plan, which takes {planned.heuristic.seconds:.4g} s: "
+            "every call on all devices, tensor within nodes, pipeline across them"
+        )
+    return lines
+
+
+def runner_up_lines(planned: Planned) -> list[str]:
+    """The best plans that lost: why, and what they have otherwise."""
+    lines = []
+    for runner_up in planned.result.runners_up:
+        others = chosen(planned.problem, runner_up.plan)
+        differing = [
+            f"{name} {placement_in_words(other, planned.cluster.devices_per_node)}"
+            for name, other in others.items()
+            if other != planned.choices[name]
+        ]
+        lines.append(f"{runner_up.seconds:.4g} s, {runner_up.why(planned.seconds)}: {'; '.join(differing)}")
+    return lines
+
+
+def placement_in_words(choice: Choice, devices_per_node: int) -> str:
+    """Devices and degrees: 'tensor 8 x pipeline 2, 4 micro-batches on 0-15, 2 nodes'."""
+    micro = choice.strategy.micro_batches
+    cut = f", {micro} micro-batches" if micro > 1 else ""
+    kept = ", from the host" if choice.offloaded else ""
+    where = devices_in_words(choice.first, choice.end, devices_per_node)
+    return f"{choice.strategy}{cut}{kept} on {where}"
+
+
+def plan_json(planned: Planned, plan: Plan) -> dict[str, Any]:
+    """All of it as plain data, for machines. Seconds and bytes.
+
+    Args:
+        plan: For the calls of a graph, `compute` calls too.
+    """
+    simulation, heuristic = planned.simulation, planned.heuristic
+    return {
+        "version": JSON_VERSION,
+        "cluster": str(planned.cluster),
+        "strategy": planned.strategy,
+        "step_seconds": planned.seconds,
+        "tokens": planned.workload.tokens,
+        "tokens_per_second": planned.tokens_per_second,
+        "heuristic_step_seconds": None if heuristic is None else heuristic.seconds,
+        "heuristic_note": planned.heuristic_note,
+        "times_heuristic": planned.gain,
+        "calls": {
+            name: {
+                "devices": [choice.first, choice.end - 1],
+                "strategy": dataclasses.asdict(choice.strategy),
+                "offloaded": choice.offloaded,
+                "seconds": choice.seconds,
+                "load_seconds": choice.load,
+                "unload_seconds": choice.unload,
+                "memory_bytes": planned.call_memory(name),
+            }
+            for name, choice in planned.choices.items()
+        },
+        "fused": list(planned.fuse),
+        "plan": plan.to_json(),
+        "devices": [
+            {
+                "busy": busy,
+                "memory_bytes": memory.total,
+                "capacity_bytes": planned.cluster.capacity(memory.device),
+                "fullest_during": memory.call,
+                "resting_bytes": dict(memory.resting),
+                "copy_bytes": dict(memory.copies),
+                "working_bytes": memory.working,
+            }
+            for memory, busy in zip(planned.memory, simulation.busy, strict=True)
+        ],
+        "timeline": [
+            {
+                "name": span.task.name,
+                "call": span.task.call,
+                "kind": span.task.kind,
+                "devices": [[part.start, part.stop - 1] for part in span.task.devices],
+                "start": span.start,
+                "end": span.end,
+            }
+            for span in simulation.spans
+        ],
+        "iterations_in_timeline": max(1, simulation.period),
+        "critical": list(simulation.critical),
+        "runners_up": [
+            {
+                "step_seconds": each.seconds,
+                "lacking_bytes": each.lacking,
+                "why": each.why(planned.seconds),
+                "calls": {
+                    name: {"devices": [c.first, c.end - 1], "strategy": dataclasses.asdict(c.strategy)}
+                    for name, c in chosen(planned.problem, each.plan).items()
+                },
+            }
+            for each in planned.result.runners_up
+        ],
+        "search": {
+            "plans_possible": planned.problem.size,
+            "plans_evaluated": planned.result.evaluated,
+            "proven": planned.result.proven,
+            "planning_seconds": planned.planning_seconds,
+            "history": [dataclasses.asdict(each) for each in planned.result.history if math.isfinite(each.seconds)],
+        },
+        "notes": list(planned.notes),
+    }

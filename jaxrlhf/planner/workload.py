@@ -1,0 +1,181 @@
+"""The work of a step, as a planner sees it: its model function calls with their sizes, and who waits for whom.
+
+Made from a call graph, or written out by hand for a system that has no step function yet. Calls of arrays alone
+(`compute`) and on the host are left out: they take next to no time on devices, and whoever waits for them waits for
+what they need.
+
+Letters: B rows, P prompt columns, R response columns, T = P + R.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from jaxrlhf.call_graph import Call, CallGraph, Kind
+from jaxrlhf.experience import Sampling
+from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.models.lora import LoRAConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelCall:
+    """One model function call of a step."""
+
+    name: str
+    """As a plan knows it: `actor.generate`."""
+    role: str
+    kind: Kind
+    model: ModelConfig
+    weights: str
+    """The set of weights that it reads, and trains if it is a train call."""
+    rows: int
+    """Sequences that it works on, of all devices together; of `generate`, prompts."""
+    prompt: int
+    """P."""
+    response: int
+    """R; of `generate`, the most tokens that it draws."""
+    needs: tuple[str, ...] = ()
+    """Calls of the same step that must end before it begins."""
+    scored: int = 0
+    """Columns that get an output of the head; 0: all of the response."""
+    num_samples: int = 1
+    """Sequences drawn for each prompt."""
+    mini_batches: int = 1
+    epochs: int = 1
+    lora: LoRAConfig | None = None
+    """It trains, or reads, adapters of its model."""
+    row_counts: tuple[int, ...] = ()
+    """Rows of each array that is split over row shards, which must divide them. Empty: `rows`."""
+    output_bytes: int = 0
+    """What calls that wait for it get of it."""
+    origin: Any = None
+    """What makes the call's real programs; None: it is described by its sizes alone."""
+
+    @property
+    def trains(self) -> bool:
+        return self.kind == "train"
+
+    @property
+    def sequences(self) -> int:
+        """Sequences that pass through the model: of `generate`, those drawn."""
+        return self.rows * self.num_samples
+
+    @property
+    def columns(self) -> int:
+        """T."""
+        return self.prompt + self.response
+
+    @property
+    def outputs(self) -> int:
+        """Columns of a sequence that get an output of the head."""
+        return self.scored or self.response
+
+    @property
+    def updates(self) -> int:
+        """Updates of the weights in one call."""
+        return self.mini_batches * self.epochs if self.trains else 0
+
+    @property
+    def divisible(self) -> tuple[int, ...]:
+        """Row counts that micro-batches and row shards must divide: of a train call, those of a mini-batch."""
+        return tuple(n // self.mini_batches for n in self.row_counts or (self.rows,))
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """The calls of a step, in its order."""
+
+    calls: tuple[ModelCall, ...]
+
+    def __post_init__(self) -> None:
+        names = [call.name for call in self.calls]
+        for i, call in enumerate(self.calls):
+            if names.count(call.name) > 1:
+                raise ValueError(f"workload: every call has a name of its own. Got '{call.name}' twice. Rename one.")
+            for need in call.needs:
+                if need not in names[:i]:
+                    raise ValueError(
+                        f"workload: {call.name}: `needs` are calls that stand before it. Got '{need}'. Before it: "
+                        f"{', '.join(names[:i]) or 'none'}."
+                    )
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of prompts and responses that one step works on: of its generations, or of its largest call."""
+        drawn = [call.sequences * call.columns for call in self.calls if call.kind == "generate"]
+        return sum(drawn) or max((call.sequences * call.columns for call in self.calls), default=0)
+
+    @property
+    def trained(self) -> frozenset[str]:
+        """Sets of weights that a step changes."""
+        return frozenset(call.weights for call in self.calls if call.trains)
+
+    def call(self, name: str) -> ModelCall:
+        return next(call for call in self.calls if call.name == name)
+
+    def readers(self, weights: str) -> tuple[ModelCall, ...]:
+        """The calls that read a set of weights and do not train it."""
+        return tuple(call for call in self.calls if call.weights == weights and not call.trains)
+
+
+def workload_of(
+    graph: CallGraph,
+    models: Mapping[str, ModelConfig],
+    *,
+    origins: Mapping[str, Any] | None = None,
+    adapters: Mapping[str, LoRAConfig] | None = None,
+) -> Workload:
+    """The work of a traced step of one iteration.
+
+    Args:
+        models: Role -> model, for roles that have one.
+        origins: Call -> what makes its real programs.
+        adapters: Role -> its adapters, for roles that train or read some.
+    """
+    behind: dict[str, tuple[str, ...]] = {}  # call -> the calls of models that it waits for
+    calls = []
+    for call in graph.calls:
+        waits = [name for need in graph.dependencies(call) for name in behind[need]]
+        needs = tuple(dict.fromkeys(waits))
+        if call.role is None or call.role not in models:
+            behind[call.name] = needs
+            continue
+        behind[call.name] = (call.plan_name,)
+        calls.append(_model_call(call, needs, models, origins or {}, adapters or {}))
+    return Workload(tuple(calls))
+
+
+def _model_call(
+    call: Call,
+    needs: tuple[str, ...],
+    models: Mapping[str, ModelConfig],
+    origins: Mapping[str, Any],
+    adapters: Mapping[str, LoRAConfig],
+) -> ModelCall:
+    assert call.role is not None
+    common: dict[str, Any] = dict(
+        name=call.plan_name, role=call.role, kind=call.kind, model=models[call.role], needs=needs,
+        weights=call.weights or call.role, origin=origins.get(call.plan_name), lora=adapters.get(call.role),
+        output_bytes=sum(ref.dtype.itemsize * _size(ref.shape) for ref in call.output_refs if ref.has_rows),
+    )  # fmt: skip
+    if call.kind == "generate":
+        prompts, sampling = call.args
+        assert isinstance(sampling, Sampling)
+        rows, prompt = prompts.tokens.shape
+        return ModelCall(
+            rows=rows, prompt=prompt, response=sampling.max_new_tokens, num_samples=sampling.num_samples, **common
+        )
+    sequences = [x for x in call.sequences if hasattr(x, "response")]
+    shapes = [(*x.tokens.shape, x.response.shape[1]) for x in sequences]
+    columns, response = max((T for _, T, _ in shapes), default=0), max((R for *_, R in shapes), default=0)
+    counts = {ref.shape[0] for ref in call.refs if ref.has_rows}
+    passes = dict(mini_batches=call.update.mini_batches, epochs=call.update.epochs) if call.kind == "train" else {}
+    return ModelCall(
+        rows=sum(B for B, *_ in shapes), prompt=columns - response, response=response,
+        scored=1 if call.method == "scores" else 0, row_counts=tuple(sorted(counts)), **passes, **common,
+    )  # fmt: skip
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    return math.prod(shape)

@@ -1,0 +1,73 @@
+"""What a plan promised and what a run took: seconds of each call and of a step, predicted and measured."""
+
+import dataclasses
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxrlhf.planner.plan_file import SavedPlan
+from jaxrlhf.runtime.stages import TIMING, stage_of
+
+STEP = "step"
+"""What a whole step is called beside the calls."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """Predicted and measured seconds."""
+
+    seconds: Mapping[str, tuple[float, float | None]]
+    """Call, or `STEP` -> what was predicted, and the median of what was measured. None: no step told."""
+    steps: int
+    """Those that were measured."""
+
+    def rows(self) -> list[dict[str, Any]]:
+        """As rows of a table."""
+        return [
+            {
+                "call": name,
+                "predicted seconds": predicted,
+                "measured seconds": measured,
+                "error": f"{100 * (predicted / measured - 1):+.0f} %" if measured else "",
+            }
+            for name, (predicted, measured) in self.seconds.items()
+        ]
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data."""
+        both = {name: {"predicted": p, "measured": m} for name, (p, m) in self.seconds.items()}
+        return {"steps_measured": self.steps, STEP: both.pop(STEP), "calls": both}
+
+
+def compare(saved: SavedPlan, records: Sequence[Mapping[str, Any]], *, after: int) -> Comparison:
+    """What was predicted of a step and of its calls, beside what the records of a run's metrics say.
+
+    Args:
+        after: Steps up to this one are left out: in the first step of every start, programs are compiled.
+    """
+    steps = [record for record in records if f"{TIMING}step" in record and record["step"] > after]
+    seconds = {name: (predicted, _median(steps, _names(name, saved))) for name, predicted in _predicted(saved).items()}
+    return Comparison(seconds, len(steps))
+
+
+def _predicted(saved: SavedPlan) -> dict[str, float]:
+    """Call, or two that are fused -> seconds; and those of a step. Of fused calls it is the sum."""
+    seconds = {name: forecast.seconds for name, forecast in saved.calls.items()}
+    if fused := [name for name in saved.plan.fuse if name in seconds]:
+        seconds[" + ".join(fused)] = sum(seconds.pop(name) for name in fused)
+    return {**seconds, STEP: saved.step_seconds}
+
+
+def _names(call: str, saved: SavedPlan) -> list[str]:
+    """The metrics that may have a call's seconds, the most precise first."""
+    if call == STEP:
+        return [f"{TIMING}step"]
+    stage = stage_of(call, saved.work[call.partition(" + ")[0]]["kind"])
+    return [f"{TIMING}{stage}/{call}", f"{TIMING}{stage}"]
+
+
+def _median(steps: Sequence[Mapping[str, Any]], names: Sequence[str]) -> float | None:
+    for name in names:
+        if values := [record[name] for record in steps if name in record]:
+            return statistics.median(values)
+    return None

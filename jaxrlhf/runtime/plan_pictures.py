@@ -1,0 +1,92 @@
+"""Pictures of a plan: what every device does in some iterations, and how the search for it went.
+
+They need matplotlib, as those of timelines do, and look like them.
+"""
+
+import math
+from pathlib import Path
+
+from jaxrlhf.planner.planning import YARDSTICK, Planned
+from jaxrlhf.planner.simulate import Span
+from jaxrlhf.runtime.chrome_trace import Rows, trace_rows
+from jaxrlhf.runtime.events import MOVING, Event, ProcessEvents
+from jaxrlhf.runtime.timeline_picture import DEFAULT_STEPS, PictureError, check_matplotlib, draw_timeline
+
+REALLOCATE, OFFLOAD = MOVING
+_KINDS = {"weights": REALLOCATE, "data": REALLOCATE, "load": OFFLOAD, "unload": OFFLOAD}
+"""Kind of a simulated task that is no call -> kind of event."""
+
+
+def draw_plan(planned: Planned, path: Path) -> None:
+    """Draws what every device does in some iterations, once they have settled.
+
+    Raises:
+        PictureError: matplotlib is not there, or does not know the format.
+    """
+    rows, steps = plan_rows(planned), first_shown(planned)
+    title = f"{planned.cluster}, {planned.strategy}: {planned.seconds:.3g} s an iteration"
+    draw_timeline(rows, path, steps=(steps, steps + DEFAULT_STEPS - 1), title=title)
+
+
+def first_shown(planned: Planned) -> int:
+    """The first iteration of the rows that all that reaches into it is there for."""
+    return 2 * max(1, planned.simulation.period) + 1
+
+
+def plan_rows(planned: Planned) -> Rows:
+    """The rows of a timeline with as many iterations as it takes to draw some of them."""
+    simulation = planned.simulation
+    period = max(1, simulation.period)
+    begin = min(span.task.iteration for span in simulation.spans)
+    times = 2 + math.ceil(DEFAULT_STEPS / period) + 2
+    events = [
+        _event(span, planned, step=number * period + span.task.iteration - begin + 1, later=number * period)
+        for number in range(times)
+        for span in simulation.spans
+        if not (span.task.kind == "call" and span.task.call in planned.fuse[1:])
+    ]
+    return trace_rows([ProcessEvents(tuple(events), 0.0)])
+
+
+def _event(span: Span, planned: Planned, *, step: int, later: int) -> Event:
+    """A task as an event of a timeline. `later`: by how many iterations."""
+    task, shift = span.task, later * planned.simulation.seconds
+    kind = planned.workload.call(task.call).kind if task.kind == "call" else _KINDS[task.kind]
+    devices = tuple(sorted({device for part in task.devices for device in part}))
+    fused = task.kind == "call" and task.call in planned.fuse
+    return Event(
+        " + ".join(planned.fuse) if fused else task.name, kind, devices, step, span.start + shift, span.end + shift
+    )
+
+
+def draw_search(planned: Planned, path: Path) -> None:
+    """Draws how many seconds an iteration took under the best plan known, by the plans that had been looked at.
+
+    Raises:
+        PictureError: matplotlib is not there, does not know the format, or there was no search.
+    """
+    check_matplotlib()
+    from matplotlib.figure import Figure
+
+    history = [each for each in planned.result.history if math.isfinite(each.seconds)]
+    if not history:
+        raise PictureError(f"A picture of the search: needs one. Got a plan by {planned.strategy}. Use search.")
+    figure = Figure(figsize=(7, 3.2), dpi=100, layout="constrained")
+    axes = figure.add_subplot()
+    evaluated, seconds = [each.evaluated for each in history], [each.seconds for each in history]
+    axes.step(evaluated, seconds, where="post", color="#0b5394", label=f"{planned.strategy}: {seconds[-1]:.4g} s")
+    axes.set_ylim(0.98 * seconds[-1], 1.02 * max(seconds))
+    if planned.heuristic is not None:  # where it lies outside, its label says so much
+        usual = planned.heuristic.seconds
+        axes.axhline(usual, color="#9a9a9a", linestyle=(0, (4, 3)), label=f"{YARDSTICK}: {usual:.4g} s")
+    axes.set_xscale("log")
+    axes.set_xlabel("plans looked at", fontsize=8)
+    axes.set_ylabel("seconds an iteration", fontsize=8)
+    axes.tick_params(labelsize=8)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    axes.legend(fontsize=8, frameon=False)
+    axes.set_title(
+        f"{planned.cluster}: {planned.result.evaluated:,} plans in {history[-1].elapsed:.1f} s", fontsize=9, loc="left"
+    )
+    figure.savefig(path)

@@ -1,0 +1,120 @@
+"""Runs that plan for themselves, or take a plan from a file."""
+
+import functools
+import json
+from pathlib import Path
+
+import pytest
+
+from jaxrlhf.config.reading import dump_yaml
+from jaxrlhf.config.schema import load_run
+from jaxrlhf.planner.presets import STRATEGIES
+from jaxrlhf.planner.search import search
+from jaxrlhf.runtime import planned_step
+
+SAME = (
+    "--set", "warm_start=null", "--set", "devices=cpu:8",
+    # a reward that an untrained model earns some of: without any, the advantages are rounding
+    "--set", "roles.reward={function: 'jaxrlhf.testing:share_of_digits'}",
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def the_same_plan_at_once(monkeypatch):
+    """A short search, and costs that are the same on every machine."""
+    monkeypatch.setitem(STRATEGIES, "search", functools.partial(search, steps=5_000))  # pyright: ignore
+    monkeypatch.setattr(planned_step, "usual_source", lambda cluster: "analytic")
+
+
+def test_a_run_plans_for_itself_tells_how_right_it_was_and_goes_on_as_it_was(train, results):
+    for name, plan in (("by_hand", "plan={default: {data: 1}}"), ("auto", "plan=auto")):
+        status, output, error = train(*SAME, "--set", f"name={name}", "--set", plan, "--set", "steps=2")
+        assert status == 0, error
+    by_hand, auto = (next(Path("runs").glob(f"*{name}*")) for name in ("by_hand", "auto"))
+    assert "Note: Planned for 1x8:cpu by search in" in output and "Predicted and measured, median of 1 step" in output
+    for record, want in zip(results(auto), results(by_hand), strict=True):
+        for key in ("actor/pg_loss", "actor/grad_norm", "critic/vf_loss", "critic/grad_norm", "kl/mean"):
+            assert record[key] == pytest.approx(want[key], rel=1e-3, abs=1e-5), (record["step"], key)
+
+    planned, ran = (json.loads((auto / name).read_text()) for name in ("planned.json", "plan.json"))
+    assert ran["step"].get("offload") == planned["plan"].get("offload")
+    for call in planned["calls"]:
+        placement = planned["plan"][call]
+        assert sorted(ran["step"][call]["devices"]) == placement["devices"]
+        assert ran["step"][call]["strategy"] == placement["strategy"]
+    assert sorted(ran["evaluation"]["actor.generate"]["devices"]) == planned["plan"]["actor.generate"]["devices"]
+    forecast = json.loads((auto / "outcome.json").read_text())["forecast"]
+    assert forecast["steps_measured"] == 1 and set(forecast["calls"]) == set(planned["calls"])
+    for name, seconds in forecast["calls"].items():
+        assert seconds["predicted"] == planned["calls"][name]["seconds"] and seconds["measured"] > 0
+    assert "forecast" not in json.loads((by_hand / "outcome.json").read_text())
+
+    again = (*SAME, "--set", "name=auto", "--set", f"resume={auto}", "--set", "steps=3", "--dry-run")
+    assert f"Note: The plan that the run had, {auto.resolve()}" in train(*again, "--set", "plan=auto")[1]
+    other = train(*again, "--set", "plan={auto: true, offload: [reference]}")[1]
+    assert "Not the plan that the run had: the config asks for another." in other and "Note: Planned for" in other
+    fewer = train(*again, "--set", "plan=auto", "--set", "seed=0", "--set", "settings.sampling.max_new_tokens=12")[1]
+    assert "Not the plan that the run had: " in fewer and "actor.generate.response: 10 there, 12 in this run" in fewer
+
+
+def test_written_calls_stay_and_the_rest_is_planned_for(train):
+    written = "plan={auto: true, critic.train: {fsdp: 2, devices: 4-5}, critic.values: {data: 2, devices: '3,2'}}"
+    status, output, error = train(*SAME, "--set", written, "--dry-run")
+    assert status == 0, error
+    assert "fsdp 2 on 4-5" in output and "data 2 on 3,2" in output
+
+
+def test_other_parts_of_a_run_fit_themselves_to_a_plan(train):
+    """Rows of the warm start and the evaluation that the degrees of the step do not divide."""
+    over_all = "plan={auto: true, reference.logprobs: {data: 8}}"
+    odd = ("--set", "evaluation={num_prompts: 9, scorers: [exact_match]}", "--set", "warm_start.batch_size=6")
+    status, output, error = train("--set", "devices=cpu:8", "--set", over_all, *odd, "--dry-run")
+    assert status == 0, error
+    assert "Plan of the warm start" in output and "Plan of the evaluation" in output
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "plan=aut",
+            "plan: must be a mapping of calls to placements, auto, or the path of a plan, which ends in .json. ",
+        ),
+        ("plan=aut", "Got 'aut'. Did you mean 'auto'?"),
+        (
+            "plan=gone.json",
+            "gone.json: must be what python -m jaxrlhf.plan --out wrote. Got a file that cannot be read",
+        ),
+        ("plan={auto: yes please}", "plan.auto: must be true or false. Got 'yes please'."),
+        (
+            "plan={auto: true, default: {data: 2}}",
+            "plan.default: calls that the plan does not name are planned for. Got",
+        ),
+        (
+            "plan={file: a.json, actor.train: {data: 2}}",
+            "plan.file: a file has the placements of all calls. Got also act",
+        ),
+        (
+            "plan={auto: true, fuse: [actor.train, critic.train]}",
+            "plan.fuse: calls that are planned for run by themselve",
+        ),
+        ("plan={auto: true, actor.trian: {data: 2}}", "plan.actor.trian: no call of this run has that name."),
+        (
+            "plan={auto: true, critic.train: {data: 3}}",
+            "plan.critic.train, in the step: micro_batches x data x fsdp must",
+        ),
+        ("plan={auto: true, offload: [reward]}", "plan.offload: 'reward' has no weights of its own to offload."),
+        ("plan={default: {data: 2}, file: 3}", "plan.file: must be the path of a plan. Got 3."),
+    ],
+)
+def test_plans_that_are_refused(train, override, message):
+    status, _, error = train("--dry-run", "--set", "devices=cpu:8", "--set", override)
+    assert status == 1 and message in " ".join(error.split())
+
+
+@pytest.mark.parametrize("plan", ["auto", "plans/mine.json", "{auto: true, offload: [reference]}"])
+def test_a_config_is_written_as_it_is_read(tmp_path, plan):
+    run = load_run("ppo_arithmetic", [f"plan={plan}"])
+    (tmp_path / "again.yaml").write_text(dump_yaml(run))
+    assert load_run(tmp_path / "again.yaml") == run
+    assert run.plan_file == (plan if plan.endswith(".json") else "") and run.plan_is_auto == (not run.plan_file)

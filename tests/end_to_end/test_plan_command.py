@@ -1,0 +1,113 @@
+"""The command that plans a run, as it is called."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from jaxrlhf.plan import main
+from jaxrlhf.planner.plan_file import read_plan
+
+
+@pytest.fixture
+def plan(train, capsys) -> Callable[..., tuple[int, str, str]]:
+    """Runs the command on a small config; returns exit status, standard output and error."""
+
+    def run(*arguments: str, config: str = "tiny.yaml") -> tuple[int, str, str]:
+        status = main(["--config", config, "--cluster", "1x2:a100-80g", "--costs", "analytic", *arguments])
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return run
+
+
+def test_it_prints_the_plan_and_writes_it_with_pictures(plan):
+    status, output, error = plan("--out", "plans/tiny.json", "--seconds", "0.2")
+    assert status == 0, error
+    for words in (
+        "Planned for 1x2:a100-80g by search in", "Plan\n", "Memory\n", "s an iteration, ", "the heuristic plan",
+        "Plans that lost", "Note: Costs: counted by formulas.", "Note: What a100-80g reach of their peaks: assumed",
+        "Note: What the config says under `plan` is not kept to",
+    ):  # fmt: skip
+        assert words in output, words
+    saved = read_plan("plans/tiny.json")
+    assert saved.devices.cluster == "1x2:a100-80g" and "ppo_batch" in saved.plan.placements
+    for name in ("tiny_timeline.png", "tiny_search.png"):
+        assert Path("plans", name).read_bytes().startswith(b"\x89PNG")
+        assert f"plans/{name}" in output
+
+
+def test_machines_get_one_document(plan):
+    status, output, error = plan("--json", "--strategy", "heuristic", "--response-tokens", "20", "--prompt-tokens", "9")
+    assert status == 0, error
+    document = json.loads(output)
+    assert document["strategy"] == "heuristic" and document["times_heuristic"] == pytest.approx(1.0)
+    assert document["tokens"] == 16 * 29
+    assert set(document["plan"]) == {*document["calls"], "ppo_batch"}
+
+
+def test_sizes_of_data_that_is_not_there_can_be_planned_for(plan):
+    gone = ("--set", "data={path: gone.jsonl}", "--set", "tokenizer={kind: file, path: gone}")
+    status, output, error = plan(
+        "--json", *gone, "--prompt-tokens", "100", "--batch-size", "32", "--strategy", "colocate"
+    )
+    assert status == 0, error
+    assert json.loads(output)["tokens"] == 32 * 110
+    status, _, error = plan(*gone)
+    assert status == 1 and "gone" in error
+
+
+def test_calls_that_the_config_places_stay_there(plan):
+    written = "plan={auto: true, critic.train: {devices: '1'}, exact_match.scores: {data: 2}}"
+    status, output, error = plan("--set", written, "--out", "plan.json", "--seconds", "0.2")
+    assert status == 0, error
+    assert read_plan("plan.json").plan.placements["critic.train"].devices == (1,)
+    assert "Note: plan.exact_match.scores: no call of the step has that name." in output
+
+
+def test_the_plan_for_the_devices_that_are_here_can_be_run(plan, train, results):
+    status, _, error = plan(
+        "--cluster", "local", "--set", "devices=cpu:8", "--out", "plan.json", "--strategy", "colocate"
+    )
+    assert status == 0, error
+    assert read_plan("plan.json").devices.names == ("cpu",)
+    status, output, error = train("--set", "plan=plan.json", "--dry-run")
+    assert status == 0 and "Note: The plan of plan.json" in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--cluster", "1x8:h101"), "unknown kind of device 'h101'. Known: "),
+        (("--cluster", "eight"), "cluster: must be groups of nodes. Got 'eight'."),
+        (("--strategy", "serch"), "Got 'serch'. "),
+        (("--set", "roles.actor.model={preset: 70b}"), "must fit into "),
+        (("--set", "batch_size=7"), "plan.actor.train, in the step: mini_batches must divide the rows of the"),
+        (("--prompt-tokens", "0"), "--prompt-tokens: must be at least 1. Got 0."),
+        (("--response-tokens", "-1"), "--response-tokens: must be at least 1. Got -1."),
+        (("--costs", "measured"), "--costs measured: is for clusters of devices like those of this machine,"),
+        (("--out", "tiny.yaml/plan.json"), "File exists: 'tiny.yaml'"),
+        (("--set", "plan={auto: true, critic.train: {data: 4}}"), "plan.critic.train.devices: must be among the 2"),
+        (("--set", "plan={auto: true, offload: [referee]}"), "plan.offload: must be roles of the run. Got 'referee'."),
+    ],
+)  # fmt: skip
+def test_what_is_refused(plan, arguments, message):
+    status, output, error = plan(*arguments)
+    assert status == 1 and re.search(re.escape(message), " ".join(error.split())), error
+    assert "Plan\n" not in output
+
+
+def test_an_algorithm_that_draws_nothing_has_no_response_tokens(plan):
+    Path("own.py").write_text("def step(roles, state, prompts, config):\n    return {}, state\n")
+    status, _, error = plan("--response-tokens", "5", "--set", "algorithm=own.py:step", "--set", "settings={}")
+    assert status == 1 and "--response-tokens: is for algorithms whose settings have max_new_tokens." in error
+
+
+def test_without_matplotlib_there_are_no_pictures(plan, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    status, _, error = plan("--strategy", "colocate", "--out", "plan.json")
+    assert status == 0 and Path("plan.json").exists() and not list(Path().glob("*.png")), error
+    status, _, error = plan("--strategy", "colocate", "--pictures", "pictures")
+    assert status == 1 and "needs matplotlib" in error

@@ -1,0 +1,90 @@
+"""PPO of described sizes, for tests of the planner: a traced graph, its roles and its work. No arrays are made."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxrlhf.algorithms.policy import PolicyUpdate
+from jaxrlhf.algorithms.ppo import PPOConfig, ValueUpdate, ppo_step
+from jaxrlhf.call_graph import CallGraph
+from jaxrlhf.config.algorithms import load_algorithm
+from jaxrlhf.config.schema import OptimizerConfig
+from jaxrlhf.experience import Prompts, Sampling, Sequences
+from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.planner.workload import Workload, workload_of
+from jaxrlhf.runtime.call_programs import describe_call
+from jaxrlhf.runtime.roles import ModelRole
+from jaxrlhf.tracing import trace
+
+TINY = ModelConfig(
+    vocab_size=96, hidden_size=32, intermediate_size=64, num_layers=4, num_heads=4, num_kv_heads=2,
+    max_position_embeddings=64,
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class DescribedStep:
+    graph: CallGraph
+    roles: Mapping[str, ModelRole]
+    workload: Workload
+
+    @property
+    def models(self) -> dict[str, ModelConfig]:
+        return {name: role.model for name, role in self.roles.items()}
+
+
+def ppo(
+    actor: ModelConfig = TINY,
+    critic: ModelConfig | None = None,
+    *,
+    rows: int = 16,
+    prompt: int = 8,
+    response: int = 8,
+    mini_batches: int = 2,
+    num_samples: int = 1,
+) -> DescribedStep:
+    """One step of PPO whose reference is as large as its actor, and its reward model as its critic."""
+    critic = dataclasses.replace(critic or actor, head="scalar")
+    roles = {
+        "actor": ModelRole(actor, OptimizerConfig()),
+        "reference": ModelRole(actor),
+        "critic": ModelRole(critic, OptimizerConfig()),
+        "reward": ModelRole(critic),
+    }
+    config = PPOConfig(
+        sampling=Sampling(max_new_tokens=response, num_samples=num_samples),
+        actor_update=PolicyUpdate(mini_batches=mini_batches),
+        critic_update=ValueUpdate(mini_batches=mini_batches),
+    )
+    return traced(ppo_step, roles, load_algorithm("ppo").init_state(config), config, rows=rows, prompt=prompt)
+
+
+def traced(
+    step: Callable[..., Any],
+    roles: Mapping[str, ModelRole],
+    state: Any,
+    config: Any,
+    *,
+    rows: int,
+    prompt: int = 8,
+    response: int = 0,
+) -> DescribedStep:
+    """A step that is given prompts, or demonstrations with so many columns of a response."""
+
+    def array(*shape: int, dtype: Any = jnp.int32) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    tokens, mask = array(rows, prompt + response), array(rows, prompt + response, dtype=jnp.bool)
+    data = Prompts(tokens=tokens, mask=mask, row=array(rows), id=array(rows, dtype=jnp.uint32))
+    if response:
+        data = Sequences(tokens=tokens, mask=mask, response=array(rows, response, dtype=jnp.bool))
+    methods = {name: role.methods(name) for name, role in roles.items()}
+    graph = trace(step, methods, jax.tree.map(jnp.asarray, state), data, config)
+    origins = {
+        call.plan_name: describe_call(call, roles[call.role or ""]) for call in graph.calls if call.role in roles
+    }
+    workload = workload_of(graph, {name: role.model for name, role in roles.items()}, origins=origins)
+    return DescribedStep(graph, roles, workload)

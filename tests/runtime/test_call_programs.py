@@ -1,0 +1,32 @@
+"""Programs of calls with described arguments are those that run."""
+
+import jax
+import pytest
+
+from jaxrlhf.runtime.call_programs import call_program
+from jaxrlhf.sharding.layout import Layout
+from jaxrlhf.sharding.strategy import Strategy
+from tests.planner.described_step import ppo
+
+STEP = ppo()
+
+
+@pytest.mark.parametrize("name", [call.name for call in STEP.workload.calls])
+def test_every_call_can_be_lowered(name):
+    layout = Layout.over((0, 1), Strategy(tensor=2))
+    call = STEP.workload.call(name)
+    program = call_program(call.origin, layout, num_layers=1, rows=4)
+    shapes = [x.shape for x in jax.tree.leaves(program.arguments) if x.sharding == layout.rows]
+    assert {shape[0] for shape in shapes} == {4}
+    lowered = program.lower()
+    outputs = jax.tree.leaves(lowered.out_info)
+    if call.kind != "train":
+        assert {x.shape[0] for x in outputs} == {4}
+
+
+def test_rows_are_split_over_shards():
+    layout = Layout.over((0, 1, 2, 3), Strategy(data=2, fsdp=2))
+    program = call_program(STEP.workload.call("critic.train").origin, layout, num_layers=2, rows=8)
+    params, *_ = program.arguments
+    assert len(params["layers"]) == 2
+    assert params["layers"][0]["gate"].sharding.shard_shape((32, 64)) == (16, 64)

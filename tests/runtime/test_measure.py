@@ -1,0 +1,107 @@
+"""What is measured of calls and machines, and that it is."""
+
+import dataclasses
+
+import pytest
+
+from jaxrlhf.planner.calibrate import case_of
+from jaxrlhf.runtime import measure as measure_module
+from jaxrlhf.runtime import measure_machine as machine_module
+from jaxrlhf.runtime import timing as timing_module
+from jaxrlhf.runtime.measure import Degrees, Job, divides, jobs, measure
+from jaxrlhf.runtime.timing import Timing
+from jaxrlhf.sharding.strategy import Strategy
+from tests.planner.described_step import TINY, ppo
+
+STEP = ppo(rows=64)
+SMALL = ppo(dataclasses.replace(TINY, num_layers=1), rows=16).workload
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    monkeypatch.setattr(timing_module, "WINDOW_SECONDS", 0.0)
+
+
+def test_rows_are_powers_of_two_and_the_most_come_first():
+    call = STEP.workload.call("actor.train")
+    found = jobs(
+        dataclasses.replace(STEP.workload, calls=(dataclasses.replace(call, needs=()),)),
+        {"actor.train": [Strategy(), Strategy(data=2, micro_batches=4)]},
+    )
+    assert [(job.strategy, job.rows, job.rows_per_shard) for job in found] == [
+        (Strategy(), 32, 32), (Strategy(data=2), 32, 16),
+        (Strategy(), 8, 8), (Strategy(data=2), 8, 4),
+        (Strategy(), 2, 2), (Strategy(data=2), 2, 1),
+    ]  # fmt: skip
+    assert {job.cases[1].phase for job in found} == {"update"}
+
+
+def test_equal_calls_are_measured_once():
+    strategies = {call.name: [Strategy()] for call in STEP.workload.calls}
+    names = [job.call.name for job in jobs(STEP.workload, strategies)]
+    both = [call.name for call in STEP.workload.calls if call.name in ("actor.train", "critic.train")]
+    assert set(both) <= set(names)
+    again = dataclasses.replace(STEP.workload.call("critic.values"), name="again", needs=("critic.values",))
+    more = dataclasses.replace(STEP.workload, calls=(*STEP.workload.calls, again))
+    assert "again" not in [job.call.name for job in jobs(more, {**strategies, "again": [Strategy()]})]
+
+
+def test_degrees_are_those_that_divide():
+    call = STEP.workload.call("actor.train")
+    found = Degrees(data=(1, 8, 64), fsdp=(1, 2), tensor=(1, 2, 4), remat=("none", "layer")).strategies(call, 8)
+    assert {(s.data, s.fsdp, s.tensor) for s in found} == {(1, 1, 1), (1, 1, 2), (1, 2, 1), (1, 2, 2), (8, 1, 1)}
+    assert {s.remat for s in found} == {"none", "layer"}
+    assert not divides(call, Strategy(tensor=4))  # two key-value heads
+    assert not divides(call, Strategy(data=64))  # a mini-batch has 32 rows
+
+
+def test_a_long_response_is_measured_by_steps_with_the_slots_of_an_average_one():
+    call = STEP.workload.call("actor.generate")
+    assert measure_module._decoding_prompt(call) == call.prompt
+    longer = dataclasses.replace(call, response=100)
+    # the cache grows by 32 slots: 32 steps see 8 + 32 slots, 32 see 72, 32 see 104, and 3 see 108
+    average = (32 * 40 + 32 * 72 + 32 * 104 + 3 * 108) / 99
+    assert measure_module._decoding_prompt(longer) == round(average) - measure_module.DECODED
+
+
+def test_seconds_of_two_depths_make_a_layer_and_the_rest():
+    call = dataclasses.replace(STEP.workload.call("critic.values"), model=dataclasses.replace(TINY, num_layers=16))
+    timings = [Timing(0.5, 0.01, 0.0), Timing(0.8, 0.02, 0.1)]
+    point = measure_module._point(Job(call, Strategy(), 64), "forward", (2, 4), timings)
+    assert (point.layer, point.rest) == (pytest.approx(0.15), pytest.approx(0.2))
+    assert (point.spread, point.others) == (0.02, 0.1)
+    whole = measure_module._point(
+        Job(STEP.workload.call("critic.values"), Strategy(), 64), "forward", (4,), timings[:1]
+    )
+    assert 4 * whole.layer + whole.rest == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("name", ["critic.values", "actor.train", "actor.generate"])
+def test_calls_are_measured(name, impatient):
+    call = SMALL.call(name)
+    job = Job(call, Strategy(), 4)
+    found = dict(measure(job, dispatch_seconds=0.0, patience_seconds=0.0))
+    phases = {"infer": ["forward"], "train": ["gradient", "update"], "generate": ["prefill", "decode"]}[call.kind]
+    assert [case.phase for case in found] == phases
+    assert all(case == case_of(call, case.phase, Strategy()) for case in found)
+    for case, point in found.items():
+        assert point.layer * call.model.num_layers + point.rest > 0
+        assert point.rows == (0 if case.phase == "update" else 4)
+
+
+def test_a_deeper_model_is_measured_by_two_depths(impatient, monkeypatch):
+    monkeypatch.setattr(measure_module, "DEPTHS", (1, 2))
+    call = STEP.workload.call("critic.values")
+    deep = dataclasses.replace(call, model=dataclasses.replace(call.model, num_layers=64))
+    ((_, point),) = measure(Job(deep, Strategy(data=2), 64), dispatch_seconds=0.0, patience_seconds=0.0)
+    assert point.rows == 32
+    assert point.layer > 0
+
+
+def test_a_machine_is_measured(impatient, monkeypatch):
+    monkeypatch.setattr(machine_module, "NARROW_DIMS", (16, 64))
+    rates = machine_module.measure_machine(large=2**14, patience_seconds=0.0)  # refuses what is not positive
+    assert rates.num_devices == 8
+    for name in ("dispatch_seconds", "collective_seconds", "link_bandwidth", "copy_seconds", "copy_bandwidth"):
+        assert getattr(rates, name) > 0
+    assert rates.dispatch_seconds < 1
