@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import numpy as np
 
 from jaxrlhf.planner.cost import CostModel
-from jaxrlhf.planner.hardware import Cluster
+from jaxrlhf.planner.hardware import Cluster, Kind, Network
 from jaxrlhf.planner.memory import CallMemory, call_memory, itemsize, weight_bytes
 from jaxrlhf.planner.plan import Placement, PlanError
 from jaxrlhf.planner.problem import CallChoices, Choice, Problem
@@ -69,7 +69,7 @@ def make_problem(
     capacity = tuple(cluster.capacity(device) for device in range(cluster.num_devices))
     calls = []
     for call, choices in zip(workload.calls, every, strict=True):
-        kept = [c for c in choices if c.seconds <= bound] or choices
+        kept = [c for c in choices if c.seconds <= bound or _is_usual_of(c, cluster)] or choices
         calls.append(
             CallChoices(
                 call.name, call.kind, call.role, call.weights, call.trains, call.needs, tuple(dict.fromkeys(kept))
@@ -105,12 +105,13 @@ class _Maker:
         """
         found: list[Choice] = []
         least: tuple[int, range, Strategy] | None = None
-        by_kind: dict[tuple[int, str, bool], list[Choice]] = {}
+        by_kind: dict[tuple[int, Kind, Network, bool], list[Choice]] = {}
         for mesh in self._cluster.meshes:
             if len(mesh) * SMALLEST < self._cluster.num_devices:
                 continue
             kind = self._cluster.slowest(mesh.start, mesh.stop)
-            key = (len(mesh), kind.name, len(mesh) > self._cluster.devices_per_node)
+            network = self._cluster.network(mesh.start, mesh.stop)
+            key = (len(mesh), kind, network, len(mesh) > self._cluster.devices_per_node)
             if key not in by_kind:
                 kept: list[Choice] = []
                 for choice in self._on(call, mesh):
@@ -244,18 +245,23 @@ def _worth_keeping(choices: Sequence[Choice], *, is_trained: bool, node_size: in
     for choice in sorted(choices, key=lambda c: (_seconds(c), sum(_bytes(c)))):
         if not any(_beats(other, choice, is_trained=is_trained) for other in kept):
             kept.append(choice)
-    if len(kept) <= most:
-        return kept
-    leanest = {min(kept, key=lambda c, i=i: (_bytes(c)[i], _seconds(c))) for i in range(3)}
-    leanest |= {min(kept, key=lambda c: (sum(_bytes(c)), _seconds(c)))}
-    usual = next((c for c in choices if _is_usual(c, node_size)), None)
-    return kept[:most] + [c for c in kept[most:] if c in leanest] + ([] if usual is None or usual in kept else [usual])
+    usual = min((c for c in choices if _is_usual(c, node_size)), key=_seconds, default=None)
+    if len(kept) > most:
+        leanest = {min(kept, key=lambda c, i=i: (_bytes(c)[i], _seconds(c))) for i in range(3)}
+        leanest |= {min(kept, key=lambda c: (sum(_bytes(c)), _seconds(c)))}
+        kept = kept[:most] + [c for c in kept[most:] if c in leanest]
+    return kept if usual is None or usual in kept else [*kept, usual]
 
 
 def _is_usual(choice: Choice, node_size: int) -> bool:
     """Tensor within a node, pipeline across nodes."""
     nodes = len(choice.devices) // node_size
     return choice.strategy.tensor == node_size and choice.strategy.pipeline == nodes
+
+
+def _is_usual_of(choice: Choice, cluster: Cluster) -> bool:
+    """The same, on all devices of a cluster."""
+    return len(choice.devices) == cluster.num_devices and _is_usual(choice, cluster.devices_per_node)
 
 
 def _beats(one: Choice, other: Choice, *, is_trained: bool) -> bool:

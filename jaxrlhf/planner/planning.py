@@ -83,8 +83,8 @@ class Planned:
     @property
     def offloaded(self) -> tuple[str, ...]:
         """Roles whose weights rest in host memory."""
-        weights = {call.weights for call in self.workload.calls if self.choices[call.name].offloaded}
-        return tuple(dict.fromkeys((*self.offload, *(w for w in weights))))
+        weights = [call.weights for call in self.workload.calls if self.choices[call.name].offloaded]
+        return tuple(dict.fromkeys((*self.offload, *weights)))
 
     def summary(self) -> str:
         """The plan in a line."""

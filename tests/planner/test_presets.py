@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 
-from jaxrlhf.planner.choices import make_problem
+from jaxrlhf.planner.choices import make_problem, strategies
 from jaxrlhf.planner.cluster_text import read_cluster
 from jaxrlhf.planner.cost import CostModel
 from jaxrlhf.planner.mapping import colocations, hybridflow
@@ -83,3 +83,18 @@ def test_an_unknown_strategy_is_refused():
     with pytest.raises(PlanError, match=r"must be one of search, .*. Got 'colocated'. Did you mean 'colocate'\?"):
         find_strategy("colocated")
     assert set(STRATEGIES) == {"search", "exhaustive", "hybridflow", "heuristic", "colocate", "standalone", "split"}
+
+
+def test_the_usual_plan_is_as_fast_as_its_degrees_allow():
+    """The yardstick must not be slowed by micro-batches or remat that nobody would choose."""
+    costs = CostModel(CLUSTER)
+    plan = heuristic(PROBLEM)
+    for call, i in zip(PROBLEM.calls, plan.plan, strict=True):
+        degrees = call.choices[i].strategy
+        work = STEP.workload.call(call.name)
+        alike = [
+            costs.seconds(work, range(8), s).total
+            for s in strategies(work, 8, 4)
+            if (s.tensor, s.pipeline, s.data, s.fsdp) == (degrees.tensor, degrees.pipeline, degrees.data, degrees.fsdp)
+        ]
+        assert call.choices[i].seconds == pytest.approx(min(alike))
