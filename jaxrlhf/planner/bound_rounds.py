@@ -64,14 +64,19 @@ def sizes_of_state(num_calls, num_waits):
     return (1, 2 * num_calls, num_calls, num_calls, num_calls, num_calls * num_calls, num_waits, num_calls, 1)
 
 
-def has(groups, g, device):
+def _has(groups, g, device):
     """Whether a device is one of a group's."""
     return groups.first[g] <= device < groups.end[g]
 
 
-def find_brought(flat, groups, leasts, state):
-    """Notes the least that each wait takes, and how long that keeps the first devices of calls busy."""
+def _find_brought(flat, groups, leasts, state):
+    """Notes the least that each wait takes, and how long that keeps the first devices of calls busy.
+
+    Returns:
+        The least that all of them take together.
+    """
     num_calls = len(state.group)
+    total = 0
     for c in range(num_calls):
         state.load[c] = 0
     for w in range(len(flat.before)):
@@ -97,20 +102,22 @@ def find_brought(flat, groups, leasts, state):
             busy = data
             if leasts.alone[w] > 0:
                 busy += weights
+            total += busy
             if busy > 0:
                 for c in range(num_calls):
                     g = state.group[c]
                     if g >= 0 and (
-                        has(groups, state.group[a], groups.first[g]) or has(groups, state.group[b], groups.first[g])
+                        _has(groups, state.group[a], groups.first[g]) or _has(groups, state.group[b], groups.first[g])
                     ):
                         state.load[c] += busy
         state.brought[w] = max(weights, data)
+    return total
 
 
-def least_nanoseconds(flat, groups, leasts, state, num_devices):
+def _least_nanoseconds(flat, groups, leasts, state, num_devices):
     """No plan with these groups and choices has shorter iterations."""
     num_calls = len(state.group)
-    find_brought(flat, groups, leasts, state)
+    total = _find_brought(flat, groups, leasts, state)
     area = 0
     for c in range(num_calls):
         g = state.group[c]
@@ -118,6 +125,7 @@ def least_nanoseconds(flat, groups, leasts, state, num_devices):
         if g < 0:
             state.seconds[c] = leasts.seconds[c]
             area += leasts.area[c]
+            total += leasts.seconds[c]
             continue
         if x < 0:
             state.seconds[c] = leasts.group_seconds[g]
@@ -125,12 +133,15 @@ def least_nanoseconds(flat, groups, leasts, state, num_devices):
         else:
             state.seconds[c] = flat.seconds[x] + flat.load[x]
             busy = state.seconds[c] + flat.unload[x]
+        total += busy
         area += busy * (groups.end[g] - groups.first[g])
         for other in range(num_calls):
             at = state.group[other]
-            if at >= 0 and has(groups, g, groups.first[at]):
+            if at >= 0 and _has(groups, g, groups.first[at]):
                 state.load[other] += busy
     least = area // num_devices
+    if flat.one_at_a_time:
+        least = total
     for c in range(num_calls):
         least = max(least, state.load[c])
 
@@ -158,7 +169,7 @@ def least_nanoseconds(flat, groups, leasts, state, num_devices):
                         together = state.seconds[a] + state.seconds[b]
                         for other in range(a + 1, b):
                             g = state.group[other]
-                            if between >> other & 1 and g >= 0 and has(groups, g, groups.first[at]):
+                            if between >> other & 1 and g >= 0 and _has(groups, g, groups.first[at]):
                                 together += state.seconds[other]
                         way = max(way, together)
             state.path[a * num_calls + b] = way
@@ -180,14 +191,14 @@ def least_nanoseconds(flat, groups, leasts, state, num_devices):
     return least
 
 
-def same_layout(flat, state, a, b):
+def _same_layout(flat, state, a, b):
     """Whether two calls have their weights in the same layout, or still could have."""
     if state.choice[a] >= 0 and state.choice[b] >= 0:
         return flat.layout[state.choice[a]] == flat.layout[state.choice[b]]
     return True
 
 
-def least_memory_lacking(flat, groups, leasts, state):
+def _least_memory_lacking(flat, groups, leasts, state):
     """In every plan with these groups and choices, some device lacks at least so many bytes."""
     num_calls = len(state.group)
     lacking = -(1 << 62)
@@ -201,7 +212,7 @@ def least_memory_lacking(flat, groups, leasts, state):
         here = 0
         for a in range(num_calls):
             g = state.group[a]
-            if g >= 0 and has(groups, g, device):
+            if g >= 0 and _has(groups, g, device):
                 here |= 1 << a
         resting = 0
         for k in range(len(flat.resters)):
@@ -212,7 +223,7 @@ def least_memory_lacking(flat, groups, leasts, state):
             for m in range(k):
                 b = flat.resters[m]
                 if here >> b & 1 and flat.rests[a] >= 0 and flat.rests[b] == flat.rests[a]:
-                    counted = counted or (groups_are_alike(groups, state, a, b) and same_layout(flat, state, a, b))
+                    counted = counted or (_on_the_same(groups, state, a, b) and _same_layout(flat, state, a, b))
             if not counted:
                 resting += flat.resting[state.choice[a]] if state.choice[a] >= 0 else leasts.resting[state.group[a]]
         most = 0
@@ -229,7 +240,7 @@ def least_memory_lacking(flat, groups, leasts, state):
                 for m in range(k):
                     b = flat.copies[m]
                     if alive >> b & 1 and flat.copied_from[b] == flat.copied_from[a]:
-                        counted = counted or (groups_are_alike(groups, state, a, b) and same_layout(flat, state, a, b))
+                        counted = counted or (_on_the_same(groups, state, a, b) and _same_layout(flat, state, a, b))
                 if not counted:
                     size += flat.copy[state.choice[a]] if state.choice[a] >= 0 else leasts.copy[state.group[a]]
             most = max(most, size)
@@ -237,7 +248,7 @@ def least_memory_lacking(flat, groups, leasts, state):
     return lacking
 
 
-def groups_are_alike(groups, state, a, b):
+def _on_the_same(groups, state, a, b):
     """Whether two calls are on the same devices."""
     return (
         groups.first[state.group[a]] == groups.first[state.group[b]]
@@ -247,6 +258,8 @@ def groups_are_alike(groups, state, a, b):
 
 def next_plans(flat, groups, leasts, state, num_devices, limit, limit_of_lack, found, most_looked):
     """Goes on through all plans, and notes those that could take less than a limit and lack less than another.
+
+    Calls are on many devices first, and run the fastest way first.
 
     Args:
         limit: In nanoseconds.
@@ -267,12 +280,12 @@ def next_plans(flat, groups, leasts, state, num_devices, limit, limit_of_lack, f
             return num_found, False
         c = leasts.order[level % num_calls]
         if level < num_calls:
-            candidate = groups.begin[c] + state.tried[level]
-            end = groups.begin[c + 1]
+            candidate = groups.begin[c + 1] - 1 - state.tried[level]
+            left = candidate - groups.begin[c] + 1
         else:
             candidate = groups.member_begin[state.group[c]] + state.tried[level]
-            end = groups.member_begin[state.group[c] + 1]
-        if candidate == end:
+            left = groups.member_begin[state.group[c] + 1] - candidate
+        if left == 0:
             if level < num_calls:
                 state.group[c] = -1
             else:
@@ -288,9 +301,9 @@ def next_plans(flat, groups, leasts, state, num_devices, limit, limit_of_lack, f
         else:
             state.choice[c] = groups.members[candidate]
         state.looked[0] += 1
-        if least_nanoseconds(flat, groups, leasts, state, num_devices) >= limit:
+        if _least_nanoseconds(flat, groups, leasts, state, num_devices) >= limit:
             continue
-        if least_memory_lacking(flat, groups, leasts, state) >= limit_of_lack:
+        if _least_memory_lacking(flat, groups, leasts, state) >= limit_of_lack:
             continue
         if level + 1 < 2 * num_calls:
             state.level[0] = level + 1

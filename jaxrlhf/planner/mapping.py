@@ -1,145 +1,219 @@
-"""HybridFlow's mapping: which models share devices, how many devices they get, and the best strategy of each there.
+"""HybridFlow's mapping: which sets of weights share devices, how many devices they get, and how each call runs there.
 
-All partitions of the models into sets that share devices (PPO's four models: 15), and all allocations of devices to the
-sets. A call's strategy on so many devices is the fastest one, found once. A mapping takes as long as its stages one
-after another, where models that share devices add up and others run side by side. The best mappings are placed on the
-devices and simulated as all plans are.
+All ways to say which sets share devices are tried (15 for the four of PPO), and all numbers of devices that they can
+have. A mapping takes as long as its stages one after another, where calls that share devices add up and others run side
+by side. The best by this measure are placed on the devices and simulated as all plans are.
 
 Reference:
     Sheng et al. 2024 (HybridFlow), arXiv:2409.19256, section 6 and Algorithm 1.
 """
 
+import dataclasses
 import heapq
+import math
 import time
 from collections.abc import Iterator, Sequence
 
-from jaxrlhf.planner.placed import all_meshes, fastest_that_fits, result_of
+from jaxrlhf.planner.arena import SearchResult
+from jaxrlhf.planner.lean_plans import fast_to_lean, require_choices
+from jaxrlhf.planner.peak_memory import memory_at_peak
+from jaxrlhf.planner.placed import fastest_that_fits, options_on, result_of
 from jaxrlhf.planner.plan import PlanError
 from jaxrlhf.planner.problem import Problem
-from jaxrlhf.planner.search import SearchResult
 
 SIMULATED = 50
-"""Of all mappings, so many of the fastest are placed and simulated."""
+"""Of all mappings that fit, so many of the fastest are simulated."""
+_MOST_SETS = 8
+"""Which can share devices in 4140 ways."""
+Group = tuple[str, ...]
+"""Sets of weights that share devices."""
+Colocation = tuple[Group, ...]
+"""All sets of weights."""
+
+
+def colocations(sets: Sequence[str]) -> Iterator[Colocation]:
+    """All ways to say which sets share devices.
+
+    >>> [len(list(colocations("abcdef"[:n]))) for n in range(1, 7)]
+    [1, 2, 5, 15, 52, 203]
+    """
+    if not sets:
+        yield ()
+        return
+    first, *others = sets
+    for rest in colocations(others):
+        yield ((first,), *rest)
+        for k, group in enumerate(rest):
+            yield (*rest[:k], (first, *group), *rest[k + 1 :])
 
 
 def hybridflow(problem: Problem, *, seed: int = 0, seconds: float | None = None) -> SearchResult:
-    """The best mapping. It is the same for every seed; `seconds` only cut the simulation of the best ones.
+    """The best mapping of all. It is the same for every seed; `seconds` only cut the simulation of the best ones.
 
     Raises:
-        PlanError: No mapping fits.
+        PlanError: There are too many sets of weights, or no mapping fits.
     """
     del seed
-    begun, best, why = time.monotonic(), None, "hybridflow: no allocation of devices fits the models."
-    looked, leading = _ranked(problem)
-    for _, _, sets, sizes in leading:
+    require_choices(problem)
+    sets = list(dict.fromkeys(call.weights for call in problem.calls))
+    if len(sets) > _MOST_SETS:
+        raise PlanError(
+            f"hybridflow: tries all ways to group sets of weights, of which there may be {_MOST_SETS}. Got "
+            f"{len(sets)}: {', '.join(sets)}. Use search."
+        )
+    return best_mapping(problem, list(colocations(sets)), "hybridflow", seconds=seconds)
+
+
+def best_mapping(
+    problem: Problem, among: Sequence[Colocation], strategy: str, *, seconds: float | None = None
+) -> SearchResult:
+    """The best mapping of certain colocations.
+
+    For each of them, all numbers of devices are tried that its groups can have side by side: those for which there are
+    choices, where no group could have the next larger number. How long a group takes on its devices is found once: with
+    the fastest choice of every call or, where those do not fit together, the first that do of `fast_to_lean`. The calls
+    of a stage are equally far from the beginning of the step. It takes as long as the group that takes longest.
+
+    Args:
+        strategy: Whose mapping it is, for errors.
+        seconds: After which no further mapping is simulated.
+
+    Raises:
+        PlanError: None of them fits the devices.
+    """
+    begun, groups, looked = time.monotonic(), _Groups(problem), 0
+    ranked: list[tuple[float, int, Colocation, tuple[range, ...]]] = []
+    for colocation in among:
+        for sizes in _allocations([groups.sizes(group) for group in colocation], problem.num_devices):
+            looked += 1
+            devices = groups.place(colocation, sizes)
+            if devices is not None and (latency := groups.latency(colocation, devices)) < math.inf:
+                ranked.append((latency, looked, colocation, devices))
+    best: SearchResult | None = None
+    for _, _, colocation, devices in heapq.nsmallest(SIMULATED, ranked):
         if best is not None and seconds is not None and time.monotonic() - begun > seconds:
             break
-        try:
-            found = _placed(problem, sets, sizes, looked)
-        except PlanError as error:
-            why = str(error)
-            continue
+        placed = {name: each for group, each in zip(colocation, devices, strict=True) for name in group}
+        found = result_of(problem, fastest_that_fits(problem, options_on(problem, placed), strategy), evaluated=looked)
         if best is None or found.seconds < best.seconds:
             best = found
     if best is None:
-        raise PlanError(why)
+        described = f"of {len(among)} ways to group them" if len(among) > 1 else f"in groups {_in_words(among[0])}"
+        raise PlanError(
+            f"{strategy}: sets of weights must fit on devices of their own, {described}. Got "
+            f"{problem.num_devices} devices, on which they do not. Use search, more devices or larger ones."
+        )
     return best
 
 
-def partitions(items: Sequence[str]) -> Iterator[list[list[str]]]:
-    """All partitions of distinct items into sets.
-
-    >>> len(list(partitions(["actor", "critic", "reference", "reward"])))
-    15
-    """
-    if not items:
-        yield []
-        return
-    first, *others = items
-    for smaller in partitions(others):
-        yield [[first], *smaller]
-        for i in range(len(smaller)):
-            yield [*smaller[:i], [first, *smaller[i]], *smaller[i + 1 :]]
+def _in_words(colocation: Colocation) -> str:
+    return " | ".join(" + ".join(group) for group in colocation)
 
 
-Ranked = tuple[float, int, list[list[str]], tuple[int, ...]]
+def _allocations(sizes: Sequence[Sequence[int]], num_devices: int) -> Iterator[tuple[int, ...]]:
+    """Numbers of devices for each group, which are there together, and of which none can be the next larger one."""
 
-
-def _ranked(problem: Problem) -> tuple[int, list[Ranked]]:
-    """How many mappings there are, and the fastest of them: seconds, number, sets of models, devices of each set."""
-    sizes = sorted({len(mesh) for mesh in all_meshes(problem)})
-    fastest = [_fastest_by_size(problem, i, sizes) for i in range(len(problem.calls))]
-    stages = _stages(problem)
-    models = list(dict.fromkeys(call.weights for call in problem.calls))
-    heap: list[tuple[float, int, list[list[str]], tuple[int, ...]]] = []
-    looked = 0
-    for sets in partitions(models):
-        at = {name: i for i, names in enumerate(sets) for name in names}
-        sets_of_calls = [at[call.weights] for call in problem.calls]
-        for allocation in _allocations(problem.num_devices, len(sets), sizes):
-            looked += 1
-            total = 0.0
-            for stage in stages:
-                of_set = [0.0] * len(sets)
-                for i in stage:
-                    of_set[sets_of_calls[i]] += fastest[i].get(allocation[sets_of_calls[i]], float("inf"))
-                total += max(of_set)
-            if total == float("inf"):
-                continue
-            entry = (-total, looked, sets, allocation)
-            if len(heap) < SIMULATED:
-                heapq.heappush(heap, entry)
-            elif entry[:2] > heap[0][:2]:
-                heapq.heapreplace(heap, entry)
-    return looked, sorted((-negative, number, sets, allocation) for negative, number, sets, allocation in heap)
-
-
-def _fastest_by_size(problem: Problem, call: int, sizes: Sequence[int]) -> dict[int, float]:
-    """Devices -> seconds of a call on so many."""
-    choices = problem.calls[call].choices
-    found: dict[int, float] = {}
-    for size in sizes:
-        seconds = [c.load + c.seconds + c.unload for c in choices if len(c.devices) == size]
-        if seconds:
-            found[size] = min(seconds)
-    return found
-
-
-def _stages(problem: Problem) -> list[list[int]]:
-    """The calls by stage: generation, what is computed of the responses, training."""
-    order = ("generate", "infer", "train")
-    return [stage for kind in order if (stage := [i for i, c in enumerate(problem.calls) if c.kind == kind])]
-
-
-def _allocations(num_devices: int, count: int, sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Sizes of the sets' meshes that fill the devices and can be placed: parts of nodes are powers of two, so that,
-    the larger first, they always can where their sum is whole nodes."""
-    allowed = set(sizes)
-
-    def choose(left: int, remaining: int) -> Iterator[tuple[int, ...]]:
-        if remaining == 1:
-            if left in allowed:
-                yield (left,)
+    def extend(chosen: tuple[int, ...], left: int) -> Iterator[tuple[int, ...]]:
+        if len(chosen) == len(sizes):
+            larger = (
+                min((n for n in each if n > size), default=math.inf) - size
+                for each, size in zip(sizes, chosen, strict=True)
+            )
+            if min(larger, default=math.inf) > left:
+                yield chosen
             return
-        for size in sizes:
-            if size < left:
-                for others in choose(left - size, remaining - 1):
-                    yield (size, *others)
+        for size in sizes[len(chosen)]:
+            if size <= left:
+                yield from extend((*chosen, size), left - size)
 
-    return choose(num_devices, count)
+    yield from extend((), num_devices)
 
 
-def _placed(problem: Problem, sets: list[list[str]], sizes: tuple[int, ...], looked: int) -> SearchResult:
-    """A mapping on devices, the larger sets first, with the fastest choices there that fit together."""
-    devices: dict[str, range] = {}
-    first = 0
-    for names, size in sorted(zip(sets, sizes, strict=True), key=lambda each: -each[1]):
-        devices |= dict.fromkeys(names, range(first, first + size))
-        first += size
-    options = []
-    for call in problem.calls:
-        here = [i for i, c in enumerate(call.choices) if c.devices == devices[call.weights]]
-        if not here:
-            raise PlanError(f"hybridflow: {call.name} has no choice on {devices[call.weights]}.")
-        options.append(here)
-    return result_of(problem, fastest_that_fits(problem, options, "hybridflow"), evaluated=looked)
+class _Groups:
+    """What groups of sets can do with devices. Each is found once."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._places: list[dict[range, list[int]]] = []
+        """Call -> devices -> its choices there."""
+        self._stages: list[int] = []
+        positions = {call.name: j for j, call in enumerate(problem.calls)}
+        for call in problem.calls:
+            places: dict[range, list[int]] = {}
+            for k, choice in enumerate(call.choices):
+                places.setdefault(choice.devices, []).append(k)
+            self._places.append(places)
+            self._stages.append(1 + max((self._stages[positions[need]] for need in call.needs), default=-1))
+        self._where: dict[Group, list[range]] = {}
+        self._ways: dict[tuple[Group, range], dict[int, int] | None] = {}
+        self._seconds: dict[tuple[Group, range], list[float]] = {}
+
+    def where(self, group: Group) -> list[range]:
+        """Devices on which all calls of a group can run, in their order."""
+        if group not in self._where:
+            places = [set(self._places[j]) for j in self._calls(group)]
+            self._where[group] = sorted(set.intersection(*places), key=lambda devices: (devices.start, devices.stop))
+        return self._where[group]
+
+    def sizes(self, group: Group) -> list[int]:
+        """Numbers of devices that a group can have."""
+        return sorted({len(devices) for devices in self.where(group)})
+
+    def place(self, colocation: Colocation, sizes: Sequence[int]) -> tuple[range, ...] | None:
+        """Devices for each group, side by side: the largest number first, each the first that are free. None: there are
+        none."""
+        placed: dict[Group, range] = {}
+        for size, group in sorted(zip(sizes, colocation, strict=True), key=lambda each: -each[0]):
+            for devices in self.where(group):
+                if len(devices) == size and not any(_overlap(devices, other) for other in placed.values()):
+                    placed[group] = devices
+                    break
+            else:
+                return None
+        return tuple(placed[group] for group in colocation)
+
+    def latency(self, colocation: Colocation, devices: Sequence[range]) -> float:
+        """HybridFlow's latency; infinite where a group does not fit on its devices."""
+        of_groups = [self._stage_seconds(group, each) for group, each in zip(colocation, devices, strict=True)]
+        return sum(max(seconds) for seconds in zip(*of_groups, strict=True))
+
+    def _calls(self, group: Group) -> list[int]:
+        return [j for j, call in enumerate(self._problem.calls) if call.weights in group]
+
+    def _stage_seconds(self, group: Group, devices: range) -> list[float]:
+        """Stage -> seconds of all its calls, one after another."""
+        if (group, devices) not in self._seconds:
+            way, seconds = self._way(group, devices), [0.0] * (max(self._stages) + 1)
+            for j, k in (way or {}).items():
+                choice = self._problem.calls[j].choices[k]
+                seconds[self._stages[j]] += choice.load + choice.seconds + choice.unload
+            self._seconds[group, devices] = seconds if way is not None else [math.inf] * len(seconds)
+        return self._seconds[group, devices]
+
+    def _way(self, group: Group, devices: range) -> dict[int, int] | None:
+        """Call -> its choice. None where nothing fits."""
+        if (group, devices) in self._ways:
+            return self._ways[group, devices]
+        calls, found = self._calls(group), None
+        names = {self._problem.calls[j].name for j in calls}
+        part = dataclasses.replace(
+            self._problem,
+            calls=tuple(
+                dataclasses.replace(call, needs=tuple(need for need in call.needs if need in names))
+                for call in self._problem.calls
+                if call.name in names
+            ),
+            reallocations={},
+            transfers={},
+        )
+        smallest = min(devices, key=lambda device: self._problem.capacity[device])
+        for plan in fast_to_lean(part, [self._places[j][devices] for j in calls]):
+            if memory_at_peak(part, plan, [smallest])[0].total <= self._problem.capacity[smallest]:
+                found = dict(zip(calls, plan, strict=True))
+                break
+        self._ways[group, devices] = found
+        return found
+
+
+def _overlap(a: range, b: range) -> bool:
+    return a.start < b.stop and b.start < a.stop

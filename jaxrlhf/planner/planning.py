@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 
 from jaxrlhf.call_graph import CallGraph
+from jaxrlhf.planner.arena import RunnerUp, SearchResult
 from jaxrlhf.planner.choices import make_problem
 from jaxrlhf.planner.cost import CostModel
 from jaxrlhf.planner.fused_choice import FusedPlan, best_fused
@@ -20,7 +21,6 @@ from jaxrlhf.planner.plan import Placement, Plan, PlanError, check
 from jaxrlhf.planner.plan_file import CallForecast, SavedPlan, described_work, devices_of
 from jaxrlhf.planner.presets import find_strategy
 from jaxrlhf.planner.problem import Choice, Problem
-from jaxrlhf.planner.search import RunnerUp, SearchResult
 from jaxrlhf.planner.simulate import Simulation, steady_state
 from jaxrlhf.planner.workload import Workload
 

@@ -5,15 +5,15 @@ choice of each call there, is the fastest that fits. `hybridflow` is in `mapping
 modules of their own.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from jaxrlhf.planner.exhaustive import exhaustive
-from jaxrlhf.planner.mapping import hybridflow
-from jaxrlhf.planner.placed import all_meshes, fastest_that_fits, result_of
+from jaxrlhf.planner.arena import SearchResult
+from jaxrlhf.planner.mapping import best_mapping, hybridflow
+from jaxrlhf.planner.placed import fastest_that_fits, options_on, result_of
 from jaxrlhf.planner.plan import PlanError
 from jaxrlhf.planner.problem import Choice, Problem
-from jaxrlhf.planner.search import SearchResult, search
+from jaxrlhf.planner.search import exhaustive, search
 from jaxrlhf.suggest import did_you_mean
 
 
@@ -58,7 +58,8 @@ def colocate(problem: Problem, *, seed: int = 0, seconds: float | None = None) -
         PlanError: As `heuristic`.
     """
     del seed, seconds
-    return result_of(problem, _on(problem, dict.fromkeys(_sets(problem), range(problem.num_devices)), "colocate"))
+    options = options_on(problem, dict.fromkeys(_sets(problem), range(problem.num_devices)))
+    return result_of(problem, fastest_that_fits(problem, options, "colocate"))
 
 
 def standalone(problem: Problem, *, seed: int = 0, seconds: float | None = None) -> SearchResult:
@@ -136,53 +137,6 @@ def _copies(choice: Choice) -> int:
     return choice.strategy.data
 
 
-def _on(problem: Problem, devices: Mapping[str, range], strategy: str) -> tuple[int, ...]:
-    """The fastest choices where every set of weights has certain devices."""
-    options = []
-    for call in problem.calls:
-        here = [i for i, c in enumerate(call.choices) if c.devices == devices[call.weights]]
-        if not here:
-            where = devices[call.weights]
-            raise PlanError(f"{strategy}: {call.name} has no choice on devices {where.start}-{where.stop - 1}.")
-        options.append(here)
-    return fastest_that_fits(problem, options, strategy)
-
-
 def _best_parts(problem: Problem, parts: Sequence[Sequence[str]], strategy: str) -> SearchResult:
-    """The shortest iteration where parts of the sets have devices of their own."""
-    best: SearchResult | None = None
-    looked, why = (
-        0,
-        f"{strategy}: {len(parts)} parts must have devices of their own. Got {problem.num_devices} devices.",
-    )
-    for devices in _cuts(problem, len(parts)):
-        placed = {name: mesh for part, mesh in zip(parts, devices, strict=True) for name in part}
-        try:
-            plan = _on(problem, placed, strategy)
-        except PlanError as error:
-            why = str(error)
-            continue
-        looked += 1
-        found = result_of(problem, plan, evaluated=looked)
-        if best is None or found.seconds < best.seconds:
-            best = found
-    if best is None:
-        raise PlanError(why)
-    return best
-
-
-def _cuts(problem: Problem, count: int) -> Iterator[tuple[range, ...]]:
-    """All ways to cut the devices into so many meshes, one after another, in any order of sizes."""
-    meshes = set(all_meshes(problem))
-
-    def cut(first: int, left: int) -> Iterator[tuple[range, ...]]:
-        if left == 0:
-            if first == problem.num_devices:
-                yield ()
-            return
-        for end in range(first + 1, problem.num_devices + 1):
-            if range(first, end) in meshes:
-                for others in cut(end, left - 1):
-                    yield (range(first, end), *others)
-
-    return cut(0, count)
+    """The best where parts of the sets have devices of their own."""
+    return best_mapping(problem, [tuple(tuple(part) for part in parts)], strategy)

@@ -84,7 +84,7 @@ def sizes_of_work(num_calls, num_waits):
     )
 
 
-def find_overlaps(flat, plan, work):
+def _find_overlaps(flat, plan, work):
     """Notes which calls have devices in common, or cannot run side by side for another reason."""
     for a in range(len(plan)):
         bits = 0
@@ -147,7 +147,7 @@ def memory_lacking(flat, plan, work):
     return lacking
 
 
-def tasks_of(flat, plan, work):
+def _tasks_of(flat, plan, work):
     """Notes how long it takes to bring what, what each call waits for, and the slots of all tasks.
 
     Returns:
@@ -203,7 +203,7 @@ def tasks_of(flat, plan, work):
     return num_tasks
 
 
-def settled(work, last, num_slots, num_tasks):
+def _settled(work, last, num_slots, num_tasks):
     """After how many iterations all tasks of one and of the one before come again; 0 if not yet."""
     for period in range(1, last - RUN_AHEAD + 1):
         here = last * num_slots
@@ -224,11 +224,11 @@ def settled(work, last, num_slots, num_tasks):
 
 def iteration_length(flat, plan, work):
     """Nanoseconds of an iteration of those that a plan settles to."""
-    find_overlaps(flat, plan, work)
+    _find_overlaps(flat, plan, work)
     num_calls = len(plan)
     per_call = num_calls + 4
     num_slots = num_calls * per_call
-    num_tasks = tasks_of(flat, plan, work)
+    num_tasks = _tasks_of(flat, plan, work)
     num_reached = 0
     for iteration in range(ITERATIONS):
         work.timed[iteration] = 0
@@ -338,7 +338,7 @@ def iteration_length(flat, plan, work):
         while work.timed[last] == num_tasks:
             period = 0
             if last >= FIRST_SETTLED:
-                period = settled(work, last, num_slots, num_tasks)
+                period = _settled(work, last, num_slots, num_tasks)
             slot = work.slots[0]
             if period == 0 and last == LAST_SETTLED:
                 period = last - last // 2
@@ -351,14 +351,14 @@ def iteration_length(flat, plan, work):
             last += 1
 
 
-def next_random(x):
+def _next_random(x):
     """The next number of a 32-bit xorshift generator (Marsaglia 2003)."""
     x ^= (x << 13) & 0xFFFFFFFF
     x ^= x >> 17
     return x ^ ((x << 5) & 0xFFFFFFFF)
 
 
-def shape_of(flat, plan, work):
+def _shape_of(flat, plan, work):
     """A number that is the same for plans that are alike but for which devices are which."""
     number = 0
     for c in range(len(plan)):
@@ -367,7 +367,7 @@ def shape_of(flat, plan, work):
     return number
 
 
-def note(rivals, shape, rank, nanoseconds, lacking, plan):
+def _note(rivals, shape, rank, nanoseconds, lacking, plan):
     """Keeps a plan if it is the lowest in rank of its shape, and its shape among the lowest."""
     place = 0
     for k in range(len(rivals.rank)):
@@ -386,7 +386,7 @@ def note(rivals, shape, rank, nanoseconds, lacking, plan):
         rivals.plans[place * len(plan) + c] = plan[c]
 
 
-def lowest(rivals):
+def _lowest(rivals):
     """The lowest rank of all."""
     rank = rivals.rank[0]
     for k in range(1, len(rivals.rank)):
@@ -394,9 +394,8 @@ def lowest(rivals):
     return rank
 
 
-def judge(flat, plan, work, penalty, per_byte, fitting, lacking):
-    """The cost of a plan: nanoseconds of an iteration; times `penalty`, and `per_byte` more for every byte that it
-    lacks, where it does not fit.
+def judge(flat, plan, work, per_byte, fitting, lacking):
+    """The cost of a plan: nanoseconds of an iteration, and `per_byte` times as many more for every byte that it lacks.
 
     Notes it among those that fit, by nanoseconds, or, if it would be faster than they, among those that lack memory, by
     what they lack.
@@ -404,11 +403,11 @@ def judge(flat, plan, work, penalty, per_byte, fitting, lacking):
     missing = memory_lacking(flat, plan, work)
     nanoseconds = iteration_length(flat, plan, work)
     if missing <= 0:
-        note(fitting, shape_of(flat, plan, work), nanoseconds, nanoseconds, missing, plan)
+        _note(fitting, _shape_of(flat, plan, work), nanoseconds, nanoseconds, missing, plan)
         return nanoseconds
-    if nanoseconds < lowest(fitting):
-        note(lacking, shape_of(flat, plan, work), missing, nanoseconds, missing, plan)
-    return int(nanoseconds * (penalty + per_byte * missing))
+    if nanoseconds < _lowest(fitting):
+        _note(lacking, _shape_of(flat, plan, work), missing, nanoseconds, missing, plan)
+    return int(nanoseconds * (1.0 + per_byte * missing))
 
 
 def judge_each(flat, plans, number, plan, work, fitting, lacking):
@@ -416,10 +415,10 @@ def judge_each(flat, plans, number, plan, work, fitting, lacking):
     for k in range(number):
         for c in range(len(plan)):
             plan[c] = plans[k * len(plan) + c]
-        judge(flat, plan, work, 1.0, 0.0, fitting, lacking)
+        judge(flat, plan, work, 0.0, fitting, lacking)
 
 
-def group_on(groups, c, first, end):
+def _group_on(groups, c, first, end):
     """The choices of a call on certain devices; -1 if there are none."""
     for g in range(groups.begin[c], groups.begin[c + 1]):
         if groups.first[g] == first and groups.end[g] == end:
@@ -451,44 +450,44 @@ def member(groups, g, x):
     return groups.members[groups.member_begin[g] + rank]
 
 
-def change(flat, groups, plan, x):
+def _change(flat, groups, plan, x):
     """Gives one call or two others of their choices, in place, by a random number. Returns the next random number."""
     num_calls = len(plan)
-    x = next_random(x)
+    x = _next_random(x)
     kind = (x >> 4) % 10
     a = (x >> 8) % num_calls
     b = (a + 1 + (x >> 16) % max(1, num_calls - 1)) % num_calls
-    x = next_random(x)
+    x = _next_random(x)
     if kind == 0:  # where it is
-        g = group_on(groups, a, flat.first[plan[a]], flat.end[plan[a]])
+        g = _group_on(groups, a, flat.first[plan[a]], flat.end[plan[a]])
     elif kind < 3:  # where another one is
-        g = group_on(groups, a, flat.first[plan[b]], flat.end[plan[b]])
+        g = _group_on(groups, a, flat.first[plan[b]], flat.end[plan[b]])
     else:  # anywhere
         g = any_group(groups, a, x)
     h = -1
-    x = next_random(x)
+    x = _next_random(x)
     if kind == 2:  # and the other one where it was
-        h = group_on(groups, b, flat.first[plan[a]], flat.end[plan[a]])
+        h = _group_on(groups, b, flat.first[plan[a]], flat.end[plan[a]])
     elif kind == 5 or kind == 6:  # and the other one anywhere
         h = any_group(groups, b, x)
     elif kind == 7:  # and the other one there too
-        h = group_on(groups, b, groups.first[g], groups.end[g])
+        h = _group_on(groups, b, groups.first[g], groups.end[g])
     elif kind > 7:  # and the other one beside it, in the other half of a block
         size = groups.end[g] - groups.first[g]
         first = groups.first[g] - size
         if groups.first[g] // size % 2 == 0:
             first = groups.end[g]
-        h = group_on(groups, b, first, first + size)
+        h = _group_on(groups, b, first, first + size)
     if g >= 0:
-        x = next_random(x)
+        x = _next_random(x)
         plan[a] = member(groups, g, x)
     if h >= 0:
-        x = next_random(x)
+        x = _next_random(x)
         plan[b] = member(groups, h, x)
     return x
 
 
-def chain(flat, groups, plan, steps, x, table, temperatures, penalty, per_byte, fitting, lacking, before, work):
+def chain(flat, groups, plan, steps, x, table, temperatures, per_byte, fitting, lacking, before, work):
     """Metropolis-Hastings, at temperatures that fall, in place.
 
     Args:
@@ -502,16 +501,16 @@ def chain(flat, groups, plan, steps, x, table, temperatures, penalty, per_byte, 
     Returns:
         The next random number.
     """
-    cost = judge(flat, plan, work, penalty, per_byte, fitting, lacking)
+    cost = judge(flat, plan, work, per_byte, fitting, lacking)
     for step in range(steps):
         temperature = temperatures[step * len(temperatures) // steps]
         for c in range(len(plan)):
             before[c] = plan[c]
-        x = change(flat, groups, plan, x)
+        x = _change(flat, groups, plan, x)
         if x & 3 == 0:
-            x = change(flat, groups, plan, x)
-        changed = judge(flat, plan, work, penalty, per_byte, fitting, lacking)
-        x = next_random(x)
+            x = _change(flat, groups, plan, x)
+        changed = judge(flat, plan, work, per_byte, fitting, lacking)
+        x = _next_random(x)
         if changed > cost:
             bucket = ((changed - cost) * PER_UNIT + temperature - 1) // temperature
             if bucket >= BUCKETS or x >= table[bucket]:

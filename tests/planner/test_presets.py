@@ -8,7 +8,7 @@ import pytest
 from jaxrlhf.planner.choices import make_problem, strategies
 from jaxrlhf.planner.cluster_text import read_cluster
 from jaxrlhf.planner.cost import CostModel
-from jaxrlhf.planner.mapping import hybridflow, partitions
+from jaxrlhf.planner.mapping import colocations, hybridflow
 from jaxrlhf.planner.peak_memory import peak_memory
 from jaxrlhf.planner.placed import fastest_that_fits
 from jaxrlhf.planner.plan import PlanError
@@ -62,7 +62,7 @@ def test_a_mapping_is_the_best_of_all():
     assert found.seconds <= min(colocate(PROBLEM).seconds, standalone(PROBLEM).seconds) * (1 + 1e-9)
     # for each partition of four sets into k, the ways to give 8 devices to k meshes of 1, 2, 4 or 8
     ways = {1: 1, 2: 1, 3: 3, 4: 13}
-    counts = [sum(len(p) == k for p in partitions(list("abcd"))) for k in (1, 2, 3, 4)]
+    counts = [sum(len(p) == k for p in colocations("abcd")) for k in (1, 2, 3, 4)]
     assert (sum(counts), counts) == (15, [1, 7, 6, 1])
     assert found.evaluated == sum(count * ways[k] for k, count in zip((1, 2, 3, 4), counts, strict=True))
 
@@ -75,7 +75,7 @@ def test_leaner_choices_are_taken_where_the_fastest_do_not_fit():
     leaner = fastest_that_fits(tight, everything, "test")
     assert leaner != fastest
     assert max(peak_memory(tight, leaner)) <= room
-    with pytest.raises(PlanError, match=r"test: its plan must fit the memory of the devices. Got .* too much"):
+    with pytest.raises(PlanError, match=r"test: every device must have room for what it holds. Got .* too much"):
         fastest_that_fits(dataclasses.replace(PROBLEM, capacity=(1000,) * 8), everything, "test")
 
 

@@ -1,15 +1,15 @@
 """Branch and bound against all plans, one by one."""
 
+import dataclasses
 import itertools
 import math
 
 import pytest
 
-from jaxrlhf.planner.exhaustive import exhaustive
 from jaxrlhf.planner.peak_memory import peak_memory
 from jaxrlhf.planner.plan import PlanError
 from jaxrlhf.planner.problem import Problem
-from jaxrlhf.planner.search import search
+from jaxrlhf.planner.search import exhaustive, search
 from jaxrlhf.planner.simulate import steady_state
 from tests.planner.made_up_problem import ppo_problem, random_problem
 
@@ -27,7 +27,7 @@ def every_plan(problem: Problem) -> list[tuple[float, int]]:
 
 @pytest.mark.parametrize("seed", SMALL[:24])
 def test_against_every_plan_there_is(seed):
-    problem = random_problem(seed, most_choices=3)
+    problem = dataclasses.replace(random_problem(seed, most_choices=3), one_at_a_time=seed % 5 == 0)
     plans = every_plan(problem)
     best = min((seconds for seconds, lacking in plans if lacking <= 0), default=math.inf)
     compiled = seed % 2 == 0
@@ -48,21 +48,18 @@ def test_of_these_some_fit_and_some_do_not():
 
 def test_it_says_whether_it_went_through_all():
     problem = ppo_problem(1, 4, memory=100, seed=2, micro_batches=(4,))
-    part = exhaustive(problem, bounds=50, compiled=False)
-    assert not part.proven
+    assert not exhaustive(problem, bounds=50, compiled=False).proven
     assert not exhaustive(problem, seconds=0.0, compiled=False).proven
 
 
-def test_it_goes_on_from_what_a_search_found():
+def test_a_search_goes_on_where_its_chains_end():
     pytest.importorskip("numba")
     problem = ppo_problem(1, 8, memory=80, seed=2)
-    start = search(problem, steps=1000)
-    result = exhaustive(problem, start=start)
-    assert result.proven and result.seconds < start.seconds
-    assert result.history[: len(start.history)] == start.history
-    elapsed = [progress.elapsed for progress in result.history]
-    assert elapsed == sorted(elapsed)
-    assert result.history[-1].seconds == result.seconds
+    chains = search(problem, steps=1000, bounds=0)
+    result = search(problem, steps=1000)
+    assert result.proven and result.seconds < chains.seconds
+    assert [x.seconds for x in result.history[: len(chains.history) - 1]] == [x.seconds for x in chains.history[:-1]]
+    assert result.history[-1].seconds == result.seconds == exhaustive(problem).seconds
 
 
 def test_the_least_memory_that_any_plan_needs():

@@ -1,11 +1,12 @@
-"""The fastest plan there is, by branch and bound.
+"""Branch and bound: whether any plan is faster than those that are known.
 
 First every call gets devices, then a way to run on them. What is chosen so far says how short an iteration can get at
 the best; where that is not below the fastest plan known, all plans that begin so are left out. What is not chosen yet
 counts with the least of all that it could be. No iteration that plans settle to is shorter than
 
 - all that occupies one device: the calls that are on it, with loading and unloading, and what is brought to it;
-- all device-seconds of all calls, divided by the number of devices;
+- all device-seconds of all calls, divided by the number of devices; or all that there is, where nothing runs beside
+  anything else;
 - a circle of calls that wait for each other, divided by the iterations that it takes: generation, inference, training,
   and generation again, say. A way from one call to another takes at least all calls that are on one device and come
   after the one and before the other, since they take turns.
@@ -14,125 +15,77 @@ These hold for any order in which calls get their devices. So no plan is lost, w
 but one that settles to nothing in as many iterations as are simulated, whose average may be below the bounds.
 """
 
-import math
-import time
 from collections.abc import Iterable
 
 import numpy as np
 
 from jaxrlhf.planner import bound_rounds
+from jaxrlhf.planner.arena import Arena
 from jaxrlhf.planner.bound_rounds import Leasts, State, sizes_of_state
 from jaxrlhf.planner.flat_problem import Integers, as_integers
-from jaxrlhf.planner.numba_loops import loops, numba_is_there
-from jaxrlhf.planner.problem import Problem
-from jaxrlhf.planner.search import Arena, Progress, SearchResult, walk
+from jaxrlhf.planner.numba_loops import loops
 from jaxrlhf.planner.search_rounds import NEVER
-from jaxrlhf.planner.simulate import NANOSECONDS
 from jaxrlhf.planner.step_order import Wait, step_order
 
-_FIRST_STEPS = 20_000
-_FIRST_STEPS_IN_PYTHON = 400
-"""Plans looked at before, so that there is something to compare with."""
 _PLANS = 256
 """Plans judged at a time."""
-_BOUNDS = 50_000
+_BOUNDS = 20_000
 """Bounds computed before the clock is looked at."""
 _BOUNDS_OF_LACK = 1_000_000
 """Bounds computed for the least memory that any plan needs."""
 
 
-def exhaustive(
-    problem: Problem,
-    *,
-    seed: int = 0,
-    bounds: int | None = None,
-    seconds: float | None = None,
-    start: SearchResult | None = None,
-    compiled: bool = True,
-) -> SearchResult:
-    """The fastest plan there is; `proven` says whether all were gone through.
+def go_through(arena: Arena, *, bounds: float) -> bool:
+    """Goes through all plans of an arena that could be better than those found, and notes those that are.
+
+    Where none fits, goes through all that could lack less memory.
 
     Args:
-        seed: Of the short search that comes first, unless there is a start.
-        bounds: To compute at the most. None: no limit.
-        seconds: To stop after. None: no limit.
-        start: What a search of the same problem has found.
-        compiled: Whether numba is used, if it is installed. It changes nothing but the time.
+        bounds: To compute at the most.
 
-    Raises:
-        PlanError: No plan fits the memory of the devices.
+    Returns:
+        Whether it has gone through all, before the bounds or the time of the search were used up.
     """
-    compiled = compiled and numba_is_there()
-    begun = time.monotonic()
-    deadline = math.inf if seconds is None else begun + seconds
-    arena = Arena.of(problem, exact=True, compiled=compiled)
-    if start is None:
-        steps = _FIRST_STEPS if compiled else _FIRST_STEPS_IN_PYTHON
-        history = walk(arena, seed=seed, steps=steps, chains=4, begun=begun, deadline=deadline)
-    else:
-        arena.add([start.plan, *(runner_up.plan for runner_up in start.runners_up)])
-        history = list(start.history)
-        begun -= history[-1].elapsed
-    evaluated, most = history[-1].evaluated, math.inf if bounds is None else bounds
-    search, complete = _BranchAndBound(arena), False
-    while not complete and search.looked < most and time.monotonic() < deadline:
-        best = arena.best
-        complete = search.go_on(best, 1, int(min(_BOUNDS, most - search.looked)))
-        if arena.best < best:
-            found = evaluated + search.judged
-            history.append(Progress(found, arena.best / NANOSECONDS, time.monotonic() - begun))
-    proven = complete
-    if complete and arena.best == NEVER:
-        proven = _find_leanest(arena)
-    shortest = arena.best / NANOSECONDS if arena.best < NEVER else math.inf
-    history.append(Progress(evaluated + search.judged, shortest, time.monotonic() - begun))
-    return arena.result(history, evaluated + search.judged, proven=proven)
+    branches = _Branches(arena)
+    while not branches.at_end and branches.looked < bounds and not arena.time_is_up():
+        branches.go_on(arena.best, 1, int(min(_BOUNDS, bounds - branches.looked)))
+    if branches.at_end and arena.best == NEVER:
+        branches = _Branches(arena)
+        while not branches.at_end and branches.looked < min(bounds, _BOUNDS_OF_LACK) and not arena.time_is_up():
+            branches.go_on(NEVER, arena.found(arena.lacking)[0][0], _BOUNDS)
+    return branches.at_end
 
 
-def _find_leanest(arena: Arena) -> bool:
-    """Notes the plan that lacks least, where none fits. Whether it is sure that there is no other."""
-    search, complete = _BranchAndBound(arena), False
-    while not complete and search.looked < _BOUNDS_OF_LACK:
-        complete = search.go_on(NEVER, arena.found(arena.lacking)[0][0], _BOUNDS)
-    return complete
-
-
-class _BranchAndBound:
-    """Goes through all plans of an arena, once."""
+class _Branches:
+    """All plans of an arena, gone through once."""
 
     def __init__(self, arena: Arena) -> None:
-        self._arena, compiled = arena, arena.compiled
-        size = len(arena.problem.calls)
-        state = State(*(as_integers([0] * n, compiled=compiled) for n in sizes_of_state(size, len(arena.flat.before))))
+        self._arena, size = arena, len(arena.problem.calls)
+        self._state = State(*(arena.room(n) for n in sizes_of_state(size, len(arena.flat.before))))
         for c in range(size):
-            state.group[c] = state.choice[c] = -1
-        self._state, self._leasts = state, _leasts(arena)
-        self._found = as_integers([0] * (_PLANS * size), compiled=compiled)
-        self._room = as_integers([0] * size, compiled=compiled)
-        self._loops = loops(bound_rounds, compiled=compiled)
-        self.judged = 0
+            self._state.group[c] = self._state.choice[c] = -1
+        self._leasts = _leasts(arena)
+        self._found, self._plan = arena.room(_PLANS * size), arena.room(size)
+        self._next_plans = loops(bound_rounds, compiled=arena.compiled)["next_plans"]
+        self.at_end = False
 
     @property
     def looked(self) -> int:
         """Bounds computed."""
         return int(self._state.looked[0])
 
-    def go_on(self, limit: int, limit_of_lack: int, bounds: int) -> bool:
-        """Looks for plans below a limit of nanoseconds that lack fewer bytes than another, and judges them.
-
-        Returns:
-            Whether it has gone through all plans.
-        """
-        arena, state = self._arena, self._state
-        number, complete = self._loops["next_plans"](
-            *(arena.flat, arena.groups, self._leasts, state, arena.problem.num_devices),
+    def go_on(self, limit: int, limit_of_lack: int, bounds: int) -> None:
+        """Judges the next plans that could be below a limit of nanoseconds and lack fewer bytes than another."""
+        arena = self._arena
+        number, at_end = self._next_plans(
+            *(arena.flat, arena.groups, self._leasts, self._state, arena.problem.num_devices),
             *(limit, limit_of_lack, self._found, bounds),
         )
         arena.loops["judge_each"](
-            *(arena.flat, self._found, number, self._room, arena.work, arena.fitting, arena.lacking)
+            *(arena.flat, self._found, number, self._plan, arena.work, arena.fitting, arena.lacking)
         )
-        self.judged += int(number)
-        return bool(complete)
+        arena.looked_at(int(number))
+        self.at_end = bool(at_end)
 
 
 def _leasts(arena: Arena) -> Leasts:
