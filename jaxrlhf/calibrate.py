@@ -8,6 +8,7 @@ The file is kept for this machine and this version of jax, and further runs add 
 import argparse
 import dataclasses
 import datetime
+import math
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -65,6 +66,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     console, began = Console(), time.perf_counter()
     try:
+        if not 0 < options.minutes < math.inf:
+            raise ConfigError(f"--minutes: must be positive. Got {options.minutes}.")
+        if not 0 <= options.patience < math.inf:
+            raise ConfigError(f"--patience: must not be negative. Got {options.patience}.")
         config = train.read(options.config, options.set)
         if train.start(config).count > 1:
             raise ConfigError("calibrate: measures the devices of one process. Got several. Start one, on one node.")
@@ -88,11 +93,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         pairs = [pair for _, of_job in measured for pair in of_job]
         write_calibration(path, calibration.with_curves(curves_of(pairs)))
 
-    save([])
     deadline = began + 60 * options.minutes
-    measured = measure_all(
-        to_do, rates, console, deadline=deadline, patience_seconds=options.patience, save=save
-    )  # fmt: skip
+    measured = measure_all(to_do, rates, console, deadline=deadline, patience_seconds=options.patience, save=save)
+    if not measured:
+        console.error(f"calibrate: no pass was measured in {options.minutes:g} minutes. Nothing is written.")
+        return 1
     console.table("Passes", pass_rows(work, measured))
     console.line(f"{len(measured)} of {len(to_do)} measured in {time.perf_counter() - began:.0f} s")
     console.line(f"Written to {path}")

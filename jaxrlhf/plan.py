@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from jaxrlhf.config.reading import ConfigError
 from jaxrlhf.config.schema import RunConfig, load_run
 from jaxrlhf.planner.cluster_text import LOCAL, read_cluster
 from jaxrlhf.planner.compiled import CompileError
@@ -36,6 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(quiet=options.json)
     try:
         find_strategy(options.strategy)
+        _check_out(options.out)
         pictures = _pictures_folder(options)
         sizes = [] if options.batch_size is None else [f"batch_size={options.batch_size}"]
         config = load_run(options.config, [*options.set, *sizes])
@@ -103,6 +105,17 @@ def _draft(options: argparse.Namespace, config: RunConfig) -> StepDraft:
         return draft_step(config)
     config, tables = with_described_prompts(config, options.prompt_tokens)
     return draft_step(config, tables=tables)
+
+
+def _check_out(path: Path | None) -> None:
+    """A plan can be written there, and a config can name it: no plan is looked for that cannot.
+
+    Raises:
+        ConfigError: It cannot.
+    """
+    if path is not None and (path.suffix != ".json" or path.is_dir()):
+        got = "a folder" if path.is_dir() else repr(str(path))
+        raise ConfigError(f"--out: must be a file whose name ends in .json. Got {got}. Write --out plan.json, say.")
 
 
 def _pictures_folder(options: argparse.Namespace) -> Path | None:

@@ -47,9 +47,23 @@ def test_a_run_is_measured_and_more_is_added(config, capsys):
         (phase, data) for phase in ("gradient", "update") for data in (1, 2)
     }
     assert first.rates == RATES
-    assert calibrate.main([*command, "--minutes", "0"]) == 0
-    assert "no time is left for" in capsys.readouterr().out
-    assert read_calibration(path).curves == first.curves
+    assert calibrate.main([*command, "--minutes", "1e-9"]) == 1
+    shown = capsys.readouterr()
+    assert "no time is left for" in shown.out and "no pass was measured in 1e-09 minutes" in shown.err
+    assert read_calibration(path) == first
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--minutes", "0"], "--minutes: must be positive. Got 0.0."),
+        (["--minutes", "nan"], "--minutes: must be positive. Got nan."),
+        (["--patience", "-1"], "--patience: must not be negative. Got -1.0."),
+    ],
+)
+def test_times_that_are_refused(config, capsys, arguments, message):
+    assert calibrate.main(["--config", str(config), *arguments]) == 1
+    assert message in capsys.readouterr().err
 
 
 def test_a_file_of_another_machine_is_not_added_to(config, capsys):

@@ -10,8 +10,8 @@ from jaxrlhf.planner.dominance import with_choices, worth_keeping
 from jaxrlhf.planner.flat_problem import Integers, as_integers, flat_problem, groups_of
 from jaxrlhf.planner.lean_plans import require_choices
 from jaxrlhf.planner.numba_loops import loops
-from jaxrlhf.planner.peak_memory import in_gib, memory_at_peak, peak_memory
-from jaxrlhf.planner.plan import PlanError
+from jaxrlhf.planner.peak_memory import in_gb, memory_at_peak, peak_memory
+from jaxrlhf.planner.plan import NoRoomError, PlanError
 from jaxrlhf.planner.problem import Problem
 from jaxrlhf.planner.search_rounds import NEVER, Rivals, Work, sizes_of_work
 from jaxrlhf.planner.simulate import NANOSECONDS, Simulation, steady_state
@@ -47,12 +47,12 @@ class RunnerUp:
 
         >>> RunnerUp((0,), 5.5, 0).why(5.0)
         '10.0 % slower, by 0.5 s'
-        >>> RunnerUp((0,), 4.5, 2**31).why(5.0)
-        '10.0 % faster, but a device lacks 2 GiB'
+        >>> RunnerUp((0,), 4.5, 2 * 10**9).why(5.0)
+        '10.0 % faster, but a device lacks 2 GB'
         """
         part = f"{abs(self.seconds / best - 1):.1%}".replace("%", " %")
         if self.lacking:
-            return f"{part} faster, but a device lacks {in_gib(self.lacking)}"
+            return f"{part} faster, but a device lacks {in_gb(self.lacking)}"
         return f"{part} slower, by {self.seconds - best:.3g} s"
 
 
@@ -187,10 +187,10 @@ class Arena:
         """The error where devices have too little memory, by the plan that lacks least."""
         capacity = self.problem.capacity
         full = max(memory_at_peak(self.problem, leanest), key=lambda each: each.total - capacity[each.device])
+        room = capacity[full.device]
         least = "No plan needs less" if proven else "No plan was found that needs less"
-        return PlanError(
-            "plan: every device must have room for what it holds. Got "
-            f"{in_gib(full.total - capacity[full.device])} too much of it: device {full.device} has "
-            f"{in_gib(capacity[full.device])}, and {full}. {least}. Use devices with at least {in_gib(full.total)}, or "
-            "more of them, smaller batches, more micro-batches, or offload roles."
+        return NoRoomError(
+            f"plan: must fit into the {in_gb(room)} that a plan may fill of a device. Got {full}, "
+            f"{in_gb(full.total - room)} too much. {least}. Use more devices or larger ones, smaller batches, or "
+            "shorter responses."
         )

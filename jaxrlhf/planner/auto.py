@@ -29,6 +29,7 @@ Reference:
 """
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar, get_args
 
@@ -76,8 +77,8 @@ def auto(
     batch_size: int,
     prompt_tokens: int,
     response_tokens: int,
-    nodes: int = 1,
-    devices_per_node: int = 8,
+    nodes: int | None = None,
+    devices_per_node: int | None = None,
     gpu: str = "",
     cluster: str = "",
     data: Sequence[str] = ("prompts",),
@@ -87,13 +88,14 @@ def auto(
 
     Args:
         batch_size: Prompts in a step.
-        nodes, devices_per_node, gpu: The devices, of a known kind.
+        nodes, devices_per_node, gpu: The devices, of a known kind: otherwise one node of 8.
         cluster: The same as a text, as `cluster_text` reads it, in their place.
         data: Names of inputs that come with the data.
         options: For `planning.plan_workload`; `plan()` may be given others.
 
     Raises:
-        ValueError: The class has no `calls`, or one of the two names already; or a number is not positive.
+        ValueError: The class has no `calls`, or one of the two names already; a number is not positive; or an option
+            is not known.
     """
     sizes = {"batch_size": batch_size, "prompt_tokens": prompt_tokens, "response_tokens": response_tokens}
     for name, number in sizes.items():
@@ -104,7 +106,18 @@ def auto(
             f"auto: exactly one of gpu and cluster must be given. Got gpu={gpu!r} and cluster={cluster!r}. Write "
             "nodes=8, gpu='a100-80g', or cluster='2x8:h100+4x8:a100-80g'."
         )
-    text = cluster or f"{nodes}x{devices_per_node}:{gpu}"
+    if cluster and (nodes or devices_per_node):
+        raise ValueError(
+            f"auto: nodes and devices_per_node go with gpu. Got them beside cluster={cluster!r}. Remove them."
+        )
+    known = [
+        name for name, each in inspect.signature(plan_workload).parameters.items() if each.kind == each.KEYWORD_ONLY
+    ]
+    if unknown := [name for name in options if name not in known]:
+        raise ValueError(
+            f"auto: unknown option {unknown[0]!r}. Known: {', '.join(known)}.{did_you_mean(unknown[0], known)}"
+        )
+    text = cluster or f"{nodes or 1}x{devices_per_node or 8}:{gpu}"
 
     def workload(experiment: Any) -> Workload:
         """The calls of the experiment as a planner sees them."""

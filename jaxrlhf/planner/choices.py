@@ -3,14 +3,16 @@
 A choice is a range of devices, degrees over them, micro-batches and remat. Not all that are possible are kept:
 
 - what a plan may not say (degrees that do not divide the model or the rows, more stages than layers) is left out;
-- so is what takes more memory by itself than a device has, and what takes longer than a whole plan that is known;
+- so is what takes more memory by itself than a device has;
+- and what takes longer than a whole plan that is known, with a tenth of its seconds granted for reallocation;
 - of the choices on the same devices, those that another beats in seconds and in every kind of memory. Memory counts
   as more only from `LESS_MEMORY` on; and where weights have to be brought there, one of another layout has to be
   faster by more than `SLACK`;
 - of what is left on the same devices, all but the `KEPT` fastest and the leanest are left out;
-- in large clusters, parts of a node that are less than a `SMALLEST`-th of the whole.
+- in large clusters, devices that are fewer than a `SMALLEST`-th of all: from 257 on, of nodes of 8, parts of a node.
 
-The first two lose nothing; the others may lose little. What stands in every plan by name, tensor within nodes and
+The first two lose nothing; nor does the third, unless bringing weights takes more than that tenth. The others may lose
+little. What stands in every plan by name, tensor within nodes and
 pipeline across them on all devices, is always kept.
 """
 
@@ -24,7 +26,8 @@ import numpy as np
 from jaxrlhf.planner.cost import CostModel
 from jaxrlhf.planner.hardware import Cluster, Kind, Network
 from jaxrlhf.planner.memory import CallMemory, call_memory, itemsize, weight_bytes
-from jaxrlhf.planner.plan import Placement, PlanError
+from jaxrlhf.planner.peak_memory import in_gb
+from jaxrlhf.planner.plan import NoRoomError, Placement, PlanError
 from jaxrlhf.planner.problem import CallChoices, Choice, Problem
 from jaxrlhf.planner.reallocation import reallocation_seconds
 from jaxrlhf.planner.workload import ModelCall, Workload
@@ -49,6 +52,7 @@ def make_problem(
     fixed: Mapping[str, Placement] | None = None,
     offload: Iterable[str] = (),
     may_offload: bool = True,
+    say: Callable[[str], None] = lambda line: None,
 ) -> Problem:
     """Everything that a search for the plan of a workload needs.
 
@@ -56,15 +60,18 @@ def make_problem(
         fixed: Call -> the placement that it has to keep.
         offload: Roles that must rest in host memory.
         may_offload: Whether other roles that never change may.
+        say: Told how far it is, in lines.
 
     Raises:
-        PlanError: A call cannot run on the cluster at all: says by how much.
+        NoRoomError: A call does not fit on the cluster even by itself: says by how much.
+        PlanError: No degrees divide a call's model and rows.
     """
     fixed, offload = fixed or {}, frozenset(offload)
     maker = _Maker(workload, cluster, costs, offload, may_offload)
-    every = [
-        [maker.fixed(call, fixed[call.name])] if call.name in fixed else maker.choices(call) for call in workload.calls
-    ]
+    every = []
+    for number, call in enumerate(workload.calls, start=1):
+        say(f"Counting what {call.name} costs on {cluster}, {number} of {len(workload.calls)}")
+        every.append([maker.fixed(call, fixed[call.name])] if call.name in fixed else maker.choices(call))
     bound = _known_plan_seconds(workload, cluster, every)
     capacity = tuple(cluster.capacity(device) for device in range(cluster.num_devices))
     calls = []
@@ -75,6 +82,7 @@ def make_problem(
                 call.name, call.kind, call.role, call.weights, call.trains, call.needs, tuple(dict.fromkeys(kept))
             )
         )
+    say(f"Counting what it costs to move weights and data between {sum(len(c.choices) for c in calls):,} placements")
     return Problem(
         calls=tuple(calls),
         num_devices=cluster.num_devices,
@@ -129,7 +137,7 @@ class _Maker:
             for choice in by_kind[key]:
                 found.append(dataclasses.replace(choice, first=mesh.start, end=mesh.stop))
         if not found:
-            raise PlanError(self._nothing_fits(call, least))
+            raise self._nothing_fits(call, least)
         return found
 
     def fixed(self, call: ModelCall, placement: Placement) -> Choice:
@@ -173,10 +181,10 @@ class _Maker:
     def _memory(self, call: ModelCall, strategy: Strategy) -> CallMemory:
         return call_memory(call, strategy, is_trained=call.weights in self._workload.trained)
 
-    def _nothing_fits(self, call: ModelCall, least: tuple[int, range, Strategy] | None) -> str:
+    def _nothing_fits(self, call: ModelCall, least: tuple[int, range, Strategy] | None) -> PlanError:
         where, model = f"plan.{call.name}", call.model
         if least is None:
-            return (
+            return PlanError(
                 f"{where}: no degrees divide both the model and its rows on this cluster. Got {call.rows} rows"
                 f"{f' in {call.mini_batches} mini-batches' if call.trains else ''}, {model.num_heads} heads, "
                 f"{model.num_kv_heads} key-value heads, {model.num_layers} layers. Use another batch size."
@@ -185,14 +193,13 @@ class _Maker:
         memory = self._memory(call, strategy)
         parts = {"weights and optimizer": memory.resting, "weights": memory.copy}
         parts |= {f.name: getattr(memory, f.name) for f in dataclasses.fields(memory) if f.name not in _WEIGHT_PARTS}
-        listed = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in parts.items() if size)
+        listed = ", ".join(f"{name} {in_gb(size)}" for name, size in parts.items() if size)
         capacity = self._cluster.capacity(mesh.start)
-        taken = capacity + missing
-        return (
-            f"{where}: must fit into {capacity / 1e9:.1f} GB of each device. Got {taken / 1e9:.1f} GB at the least, "
-            f"{missing / 1e9:.1f} GB too much, on {len(mesh)} devices as {strategy} ({listed} GB). About "
-            f"{-(-taken * len(mesh) // capacity)} such devices would do; or use fewer rows, shorter responses, or a "
-            "larger device."
+        devices = "one device" if len(mesh) == 1 else f"{len(mesh)} devices as {strategy}"
+        return NoRoomError(
+            f"{where}: must fit into the {in_gb(capacity)} that a plan may fill of a device. Got "
+            f"{in_gb(capacity + missing)} at the least, {in_gb(missing)} too much, on {devices} ({listed}). Use more "
+            "devices or larger ones, fewer rows, or shorter responses."
         )
 
 

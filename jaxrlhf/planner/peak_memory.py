@@ -1,7 +1,7 @@
 """The memory that devices need under a plan, and what it is made of."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from jaxrlhf.planner.problem import Problem
 from jaxrlhf.planner.step_order import StepOrder, layout, step_order
@@ -29,17 +29,17 @@ class DeviceMemory:
         parts = {f"{name} at rest": size for name, size in self.resting.items()}
         parts |= {f"a copy for {name}": size for name, size in self.copies.items()}
         parts[f"{self.call} at work"] = self.working
-        listed = [f"{in_gib(size)} {name}" for name, size in sorted(parts.items(), key=lambda x: -x[1]) if size]
-        return f"device {self.device}: {in_gib(self.total)} during {self.call}: {', '.join(listed)}"
+        listed = [f"{name} {in_gb(size)}" for name, size in sorted(parts.items(), key=lambda x: -x[1]) if size]
+        return f"{in_gb(self.total)} on device {self.device} during {self.call} ({', '.join(listed)})"
 
 
-def in_gib(size: int) -> str:
+def in_gb(size: float) -> str:
     """Bytes as text.
 
-    >>> in_gib(3 * 2**29)
-    '1.5 GiB'
+    >>> in_gb(1.5e9), in_gb(128e9), in_gb(4096)
+    ('1.5 GB', '128 GB', '4,096 bytes')
     """
-    return f"{size / 2**30:.3g} GiB" if size >= 2**20 else f"{size} bytes"
+    return f"{size / 1e9:.3g} GB" if size >= 1e6 else f"{size:,.0f} bytes"
 
 
 def peak_memory(problem: Problem, plan: Sequence[int]) -> tuple[int, ...]:
@@ -58,12 +58,28 @@ def memory_at_peak(
     Args:
         devices: The ones asked for. None: all.
     """
+    which = range(problem.num_devices) if devices is None else devices
+    return tuple(max(states, key=lambda state: state.total) for states in _states(problem, plan, which))
+
+
+def memory_during(problem: Problem, plan: Sequence[int]) -> dict[str, DeviceMemory]:
+    """Call -> what is on the fullest of its devices while it runs: its own and what rests there of others."""
+    found: dict[str, DeviceMemory] = {}
+    for states in _states(problem, plan, range(problem.num_devices)):
+        for call, index, state in zip(problem.calls, plan, states, strict=True):
+            fullest = found.get(call.name)
+            if state.device in call.choices[index].devices and (fullest is None or state.total > fullest.total):
+                found[call.name] = state
+    return found
+
+
+def _states(problem: Problem, plan: Sequence[int], devices: Iterable[int]) -> Iterator[list[DeviceMemory]]:
+    """For each device: call -> what is there while it runs, there or elsewhere."""
     order = step_order(problem)
     chosen = [call.choices[index] for call, index in zip(problem.calls, plan, strict=True)]
     resting = _resting(problem, plan, order)
     copies = _copies(problem, plan, order)
-    found = []
-    for device in range(problem.num_devices) if devices is None else devices:
+    for device in devices:
         rests: dict[str, int] = {}
         for j, size in resting.items():
             if device in chosen[j].devices:
@@ -76,8 +92,7 @@ def memory_at_peak(
             states.append(
                 DeviceMemory(device, call.name, rests, {problem.calls[j].name: x for j, x in there.items()}, working)
             )
-        found.append(max(states, key=lambda state: state.total))
-    return tuple(found)
+        yield states
 
 
 def _resting(problem: Problem, plan: Sequence[int], order: StepOrder) -> dict[int, int]:

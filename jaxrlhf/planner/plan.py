@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from jaxrlhf.brief import brief
 from jaxrlhf.call_graph import Call, CallGraph, Ref
 from jaxrlhf.config.schema import DEFAULT, FUSE, OFFLOAD
 from jaxrlhf.models.config import ModelConfig
@@ -29,6 +30,10 @@ from jaxrlhf.suggest import did_you_mean
 
 class PlanError(ValueError):
     """A plan that does not fit its graph, its models or the devices."""
+
+
+class NoRoomError(PlanError):
+    """Devices have too little memory for any plan."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,19 +88,24 @@ class Plan:
             if name in (OFFLOAD, FUSE):
                 continue
             try:
-                if unknown := set(entry) - {"devices", "strategy", "protocol"}:
-                    raise TypeError(f"unknown: {', '.join(sorted(unknown))}")
-                placements[name] = Placement(
-                    tuple(map(operator.index, entry["devices"])),
-                    Strategy(**entry["strategy"]),
-                    entry.get("protocol", AUTO),
-                )
+                placements[name] = _placement(entry)
             except (KeyError, TypeError, ValueError) as error:
+                reason = f"no {error}" if isinstance(error, KeyError) else str(error)
                 raise PlanError(
-                    f"plan: {name}: a placement is {{devices: [...], strategy: {{data: ..., ...}}}}. Got {entry!r} "
-                    f"({error})."
+                    f"plan.{name}: must be a placement, {{devices: [...], strategy: {{data: ..., ...}}}}. Got one with "
+                    f"a fault: {reason}"
                 ) from error
         return cls(placements, tuple(data.get(OFFLOAD, ())), tuple(data.get(FUSE, ())))
+
+
+def _placement(entry: Any) -> Placement:
+    """A placement from plain data."""
+    fields = {"devices", "strategy", "protocol"}, {field.name for field in dataclasses.fields(Strategy)}
+    for tree, known in zip((entry, entry["strategy"]), fields, strict=True):
+        if unknown := [key for key in tree if key not in known]:
+            raise ValueError(f"unknown key {brief(unknown[0])}.{did_you_mean(unknown[0], known)}")
+    devices = tuple(map(operator.index, entry["devices"]))
+    return Placement(devices, Strategy(**entry["strategy"]), entry.get("protocol", AUTO))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,14 +3,14 @@
 write_plan(path, saved)
 saved = read_plan(path)
 saved.check_work(workload)
-saved.check_devices(num_devices=8, devices_per_node=8, kind="NVIDIA H200")
+saved.check_devices(devices_per_node=8, kinds=["NVIDIA H200"])
 """
 
 import dataclasses
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,17 +40,17 @@ class Devices:
     """As a user describes it: '2x8:h100'."""
     num_devices: int
     devices_per_node: int
-    names: tuple[str, ...] = ()
-    """What JAX may call them: 'NVIDIA H200'. Empty: not known."""
+    names: tuple[tuple[str, ...], ...] = ()
+    """Node -> what JAX may call its devices: 'NVIDIA H200'. Empty: not known."""
 
 
 @dataclasses.dataclass(frozen=True)
 class CallForecast:
-    """What is expected of a call."""
+    """What is expected of a call; of two that are fused, each has what is expected of both together."""
 
     seconds: float
     memory_bytes: int
-    """Of the fullest of its devices, with all that is there while it runs or at other times."""
+    """On the fullest of its devices while it runs, with what rests there of others."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,35 +106,37 @@ class SavedPlan:
             f"{self.source}: must have been made for the calls of this run. Got {got}. {_AGAIN.format(self.source)}"
         )
 
-    def check_devices(self, *, num_devices: int, devices_per_node: int, kind: str) -> None:
+    def check_devices(self, *, devices_per_node: int, kinds: Sequence[str]) -> None:
         """The plan was made for such devices.
 
         Args:
-            kind: As JAX calls them.
+            kinds: Node -> its devices, as JAX calls them.
 
         Raises:
             PlanError: For others: says what differs.
         """
         planned = self.devices
         nodes = (planned.num_devices // planned.devices_per_node, planned.devices_per_node)
-        here = (num_devices // devices_per_node, devices_per_node)
+        here = (len(kinds), devices_per_node)
         if nodes != here:
             raise PlanError(
                 f"{self.source}: must have been made for as many nodes and devices as there are. Got a plan for "
                 f"{planned.cluster}, {nodes[0]} nodes of {nodes[1]} devices, where there are {here[0]} of {here[1]}. "
                 f"{_AGAIN.format(self.source)}"
             )
-        if planned.names and kind not in planned.names:
-            raise PlanError(
-                f"{self.source}: must have been made for the kind of devices that there are. Got a plan for "
-                f"{planned.cluster}, where there are {kind}. {_AGAIN.format(self.source)}"
-            )
+        for node, (kind, names) in enumerate(zip(kinds, planned.names or [()] * len(kinds), strict=True)):
+            if names and kind not in names:
+                where = f", of {kind} on node {node}" if len(set(kinds)) > 1 or len(set(planned.names)) > 1 else ""
+                raise PlanError(
+                    f"{self.source}: must have been made for the kind of devices that there are. Got a plan for "
+                    f"{planned.cluster}, where there are {', '.join(dict.fromkeys(kinds))}{where}. "
+                    f"{_AGAIN.format(self.source)}"
+                )
 
 
 def devices_of(cluster: Cluster) -> Devices:
     """The devices of a cluster."""
-    kinds = {group.kind for group in cluster.groups}
-    names = tuple(sorted({name for kind in kinds for name in kind.names})) if all(k.names for k in kinds) else ()
+    names = tuple(group.kind.names for group in cluster.groups for _ in range(group.nodes))
     return Devices(str(cluster), cluster.num_devices, cluster.devices_per_node, names)
 
 
@@ -230,6 +232,9 @@ class _File:
             raise ValueError(
                 f"devices: must be whole nodes. Got {devices.num_devices} devices, {devices.devices_per_node} a node."
             )
+        nodes = devices.num_devices // devices.devices_per_node
+        if devices.names and len(devices.names) != nodes:
+            raise ValueError(f"devices: names: must be those of {nodes} nodes. Got those of {len(devices.names)}.")
 
 
 def _leaves(tree: Any, path: str = "") -> dict[str, Any]:

@@ -6,6 +6,7 @@ plan = planned.plan_for(graph)
 """
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Iterable, Mapping
 
@@ -15,13 +16,15 @@ from jaxrlhf.planner.choices import make_problem
 from jaxrlhf.planner.cost import CostModel
 from jaxrlhf.planner.fused_choice import FusedPlan, best_fused
 from jaxrlhf.planner.hardware import Cluster
-from jaxrlhf.planner.peak_memory import DeviceMemory, memory_at_peak, peak_memory
+from jaxrlhf.planner.peak_memory import DeviceMemory, memory_at_peak, memory_during, peak_memory
 from jaxrlhf.planner.placing import place
-from jaxrlhf.planner.plan import Placement, Plan, PlanError, check
+from jaxrlhf.planner.plan import NoRoomError, Placement, Plan, PlanError, check
 from jaxrlhf.planner.plan_file import CallForecast, SavedPlan, described_work, devices_of
 from jaxrlhf.planner.presets import find_strategy
 from jaxrlhf.planner.problem import Choice, Problem
+from jaxrlhf.planner.search import warm_up
 from jaxrlhf.planner.simulate import Simulation, steady_state
+from jaxrlhf.planner.what_fits import what_would_fit
 from jaxrlhf.planner.workload import Workload
 
 SEARCH, YARDSTICK = "search", "heuristic"
@@ -88,13 +91,24 @@ class Planned:
 
     def summary(self) -> str:
         """The plan in a line."""
-        gain = "" if self.gain is None else f", {self.gain:.2f} x as fast as the {YARDSTICK} plan"
+        compared = self.gain is not None and self.strategy != YARDSTICK
+        gain = f", {self.gain:.2f} x as fast as the {YARDSTICK} plan" if compared else ""
         how = f"{self.cluster} by {self.strategy} in {self.planning_seconds:.1f} s"
         return f"Planned for {how}: {self.seconds:.4g} s a step{gain}"
 
+    def call_seconds(self, name: str) -> float:
+        """Of a call, without loading; of two that run as one pipeline, of both together."""
+        choices = self.choices
+        return sum(choices[each].seconds for each in (self.fuse if name in self.fuse else (name,)))
+
     def call_memory(self, name: str) -> int:
-        """Bytes on the fullest of a call's devices, with all that is there at any time."""
-        return max(self.memory[device].total for device in self.choices[name].devices)
+        """Bytes on the fullest of a call's devices while it runs, with what rests there of others."""
+        together = self.fuse if name in self.fuse else (name,)
+        return max(self._during[each].total for each in together)
+
+    @functools.cached_property
+    def _during(self) -> dict[str, DeviceMemory]:
+        return memory_during(self.problem, self.result.plan)
 
     def placements(self) -> dict[str, Placement]:
         """Call -> its placement, of the calls of models."""
@@ -132,14 +146,14 @@ class Planned:
             plan: For all calls of a graph. None: for the calls of models alone.
             asked: What the config said under `plan`, as plain data.
         """
-        seconds = {call.name: self.choices[call.name].seconds for call in self.workload.calls}
+        names = [call.name for call in self.workload.calls]
         return SavedPlan(
             plan=plan or Plan(self.placements(), self.offloaded),
             devices=devices_of(self.cluster),
             work=described_work(self.workload),
             strategy=self.strategy,
             step_seconds=self.seconds,
-            calls={name: CallForecast(seconds[name], self.call_memory(name)) for name in seconds},
+            calls={name: CallForecast(self.call_seconds(name), self.call_memory(name)) for name in names},
             asked=asked,
         )
 
@@ -171,7 +185,8 @@ def plan_workload(
         say: Told what is going on, in lines.
 
     Raises:
-        PlanError: The strategy is not known; or no plan fits: says by how much.
+        NoRoomError: No plan fits: says by how much, and what would.
+        PlanError: The strategy is not known, or has no plan for the workload.
     """
     started = time.perf_counter()
     if seconds is not None and not seconds > 0:
@@ -182,10 +197,15 @@ def plan_workload(
         dict(fixed or {}),
         tuple(offload),
     )
-    say(f"Counting what {len(workload.calls)} calls cost on {cluster}")
-    problem = make_problem(workload, cluster, costs, fixed=fixed, offload=offload)
-    say(f"Looking for a plan by {strategy}, of {problem.size:.2g}")
-    result = without_needless_offload(problem, plan_by(problem, seed=seed, seconds=seconds))
+    try:
+        problem = make_problem(workload, cluster, costs, fixed=fixed, offload=offload, say=say)
+        say("Compiling the loops of the search, if they are not on disk")
+        warm_up()
+        say(f"Looking for a plan by {strategy}, of {problem.size:.2g}")
+        result = without_needless_offload(problem, plan_by(problem, seed=seed, seconds=seconds))
+    except NoRoomError as error:
+        fitting = what_would_fit(workload, cluster, fixed=fixed, offload=offload, say=say)
+        raise NoRoomError(f"{error} {fitting}".rstrip()) from error
     heuristic, why_not = _yardstick(problem)
     fuse, notes = tuple(fuse), list(notes)
     may_fuse = strategy in FUSING and not fuse and not any(call.trains for call in workload.calls if call.name in fixed)
@@ -193,8 +213,8 @@ def plan_workload(
     if fused is not None:
         problem, fuse, result = fused.problem, fused.fuse, _with_fused(result, fused)
         notes.append(
-            f"{' and '.join(fuse)} run as one pipeline, each in the bubbles of the other: {fused.seconds:.4g} s, which "
-            f"stand beside the first of them. One after the other they would take {fused.apart:.4g} s."
+            f"{' and '.join(fuse)} run as one pipeline, each in the bubbles of the other: {fused.seconds:.4g} s both. "
+            f"One after the other they would take {fused.apart:.4g} s."
         )
     return Planned(
         workload=workload,

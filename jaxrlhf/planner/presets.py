@@ -24,7 +24,8 @@ class PlanBy(Protocol):
 
 
 def heuristic(problem: Problem, *, seed: int = 0, seconds: float | None = None) -> SearchResult:
-    """Every call on all devices, all alike: tensor within a node, pipeline across nodes.
+    """Every call on all devices, all alike: tensor within a node, pipeline across nodes. One that has a single choice,
+    as where a user placed it, keeps that.
 
     Where a model's heads or layers do not divide so, the nearest degrees: the most tensor, then the most pipeline up to
     the number of nodes, data for the rest. Of the choices that are so, the fastest that fit together.
@@ -37,6 +38,9 @@ def heuristic(problem: Problem, *, seed: int = 0, seconds: float | None = None) 
     options = []
     for call in problem.calls:
         whole = [i for i, c in enumerate(call.choices) if len(c.devices) == problem.num_devices]
+        if len(call.choices) == 1:  # its placement is given
+            options.append([0])
+            continue
         if not whole:
             raise PlanError(
                 f"heuristic: {call.name} must have a choice on all devices. Got none. Use another strategy."

@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxrlhf.planner.peak_memory import DeviceMemory
 from jaxrlhf.planner.plan import Plan
-from jaxrlhf.planner.planning import YARDSTICK, Planned, chosen
+from jaxrlhf.planner.planning import FUSING, YARDSTICK, Planned, chosen
 from jaxrlhf.planner.problem import Choice
 
 GB = 1e9
@@ -15,10 +15,11 @@ JSON_VERSION = 1
 
 
 def call_rows(planned: Planned) -> list[dict[str, Any]]:
-    """The calls, each with its devices, its strategy, its seconds and the memory of its fullest device."""
+    """The calls, each with its devices, its strategy, its seconds, and the memory of its fullest device while it runs.
+    The seconds of two that are fused stand beside the first."""
     rows = []
     for name, choice in planned.choices.items():
-        strategy = choice.strategy
+        strategy, moved = choice.strategy, choice.load + choice.unload
         rows.append(
             {
                 "call": name,
@@ -30,7 +31,7 @@ def call_rows(planned: Planned) -> list[dict[str, Any]]:
                 "micro-batches": strategy.micro_batches,
                 "remat": strategy.remat if planned.workload.call(name).trains else "-",
                 "weights at rest": "host" if choice.offloaded else "devices",
-                "seconds": None if name in planned.fuse[1:] else choice.load + choice.seconds + choice.unload,
+                "seconds": "(fused)" if name in planned.fuse[1:] else moved + planned.call_seconds(name),
                 "peak GB": planned.call_memory(name) / GB,
             }
         )
@@ -82,9 +83,11 @@ def summary_lines(planned: Planned) -> list[str]:
     lines = [
         f"{planned.seconds:.4g} s an iteration, {planned.tokens_per_second:,.0f} tokens/s "
         f"({planned.workload.tokens:,} tokens an iteration)",
-        f"Devices are busy {statistics.mean(planned.simulation.busy):.0%} of the time; what decides is "
-        f"{', '.join(planned.simulation.critical) or 'no call'}",
+        f"Devices are busy {statistics.mean(planned.simulation.busy):.0%} of the time",
+        f"What decides: {', '.join(planned.simulation.critical) or 'no call'}",
     ]
+    if planned.strategy in FUSING:
+        lines.append(_proof(planned))
     if planned.gain is None:
         lines.append(f"No {YARDSTICK} plan to compare with: {planned.heuristic_note}")
     elif planned.strategy != YARDSTICK:
@@ -96,17 +99,23 @@ def summary_lines(planned: Planned) -> list[str]:
     return lines
 
 
+def _proof(planned: Planned) -> str:
+    """Whether branch and bound went through all that could be faster."""
+    if planned.result.proven:
+        return "Proven: no other plan of the choices that took part is faster"
+    if planned.fuse:
+        return "Not proven: other placements of the calls that are fused were not searched"
+    return f"Not proven: the search ended after {planned.result.evaluated:,} plans; a faster one may be left"
+
+
 def runner_up_lines(planned: Planned) -> list[str]:
-    """The best plans that lost: why, and what they have otherwise."""
+    """The best plans that lost: a line that says why, then one for each call that they place otherwise."""
     lines = []
     for runner_up in planned.result.runners_up:
-        others = chosen(planned.problem, runner_up.plan)
-        differing = [
-            f"{name} {placement_in_words(other, planned.cluster.devices_per_node)}"
-            for name, other in others.items()
-            if other != planned.choices[name]
-        ]
-        lines.append(f"{runner_up.seconds:.4g} s, {runner_up.why(planned.seconds)}: {'; '.join(differing)}")
+        lines.append(f"{runner_up.seconds:.4g} s, {runner_up.why(planned.seconds)}:")
+        for name, other in chosen(planned.problem, runner_up.plan).items():
+            if other != planned.choices[name]:
+                lines.append(f"  {name}  {placement_in_words(other, planned.cluster.devices_per_node)}")
     return lines
 
 
@@ -141,7 +150,7 @@ def plan_json(planned: Planned, plan: Plan) -> dict[str, Any]:
                 "devices": [choice.first, choice.end - 1],
                 "strategy": dataclasses.asdict(choice.strategy),
                 "offloaded": choice.offloaded,
-                "seconds": choice.seconds,
+                "seconds": planned.call_seconds(name),
                 "load_seconds": choice.load,
                 "unload_seconds": choice.unload,
                 "memory_bytes": planned.call_memory(name),

@@ -3,13 +3,17 @@
 Some hundred thousand plans a second are looked at where numba is installed, some hundred where it is not.
 """
 
+import functools
 import math
+
+import numpy as np
 
 from jaxrlhf.planner.arena import Arena, SearchResult
 from jaxrlhf.planner.branch_and_bound import go_through
 from jaxrlhf.planner.metropolis import WAYS, walk
 from jaxrlhf.planner.numba_loops import numba_is_there
-from jaxrlhf.planner.problem import Problem
+from jaxrlhf.planner.problem import CallChoices, Choice, Problem
+from jaxrlhf.sharding.strategy import Strategy
 
 STEPS, STEPS_IN_PYTHON = 500_000, 2_000
 """Plans that chains look at where nobody says how many."""
@@ -55,6 +59,18 @@ def search(
     walk(arena, seed=seed, steps=steps, chains=chains, part=_PART_OF_CHAINS if bounds else 1.0)
     proven = go_through(arena, bounds=bounds) if bounds else False
     return arena.result(proven=proven)
+
+
+@functools.cache
+def warm_up() -> None:
+    """Compiles the loops of searches, or reads them from disk, so that the time of the next one is all for plans."""
+    choice = Choice(0, 1, Strategy(), 1.0, resting=1, working=1, copy=1)
+    calls = (
+        CallChoices("actor.generate", "generate", "actor", "actor", False, (), (choice,)),
+        CallChoices("actor.train", "train", "actor", "actor", True, ("actor.generate",), (choice,)),
+    )
+    seconds = np.zeros((1, 1))
+    search(Problem(calls, 1, 1, (10,), {(1, 0): seconds}, {(0, 1): seconds}, tokens=1), steps=1, bounds=100)
 
 
 def exhaustive(

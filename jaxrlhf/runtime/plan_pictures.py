@@ -23,24 +23,20 @@ def draw_plan(planned: Planned, path: Path) -> None:
     Raises:
         PictureError: matplotlib is not there, or does not know the format.
     """
-    rows, steps = plan_rows(planned), first_shown(planned)
     title = f"{planned.cluster}, {planned.strategy}: {planned.seconds:.3g} s an iteration"
-    draw_timeline(rows, path, steps=(steps, steps + DEFAULT_STEPS - 1), title=title)
-
-
-def first_shown(planned: Planned) -> int:
-    """The first iteration of the rows that all that reaches into it is there for."""
-    return 2 * max(1, planned.simulation.period) + 1
+    draw_timeline(plan_rows(planned), path, steps=(1, DEFAULT_STEPS), title=title)
 
 
 def plan_rows(planned: Planned) -> Rows:
-    """The rows of a timeline with as many iterations as it takes to draw some of them."""
+    """The rows of a timeline with as many iterations as it takes to draw steps from 1 on; those before, from which
+    calls may reach into it, are 0 and less."""
     simulation = planned.simulation
     period = max(1, simulation.period)
     begin = min(span.task.iteration for span in simulation.spans)
     times = 2 + math.ceil(DEFAULT_STEPS / period) + 2
+    before = 2 * period
     events = [
-        _event(span, planned, step=number * period + span.task.iteration - begin + 1, later=number * period)
+        _event(span, planned, step=number * period + span.task.iteration - begin + 1 - before, later=number * period)
         for number in range(times)
         for span in simulation.spans
         if not (span.task.kind == "call" and span.task.call in planned.fuse[1:])
@@ -75,7 +71,11 @@ def draw_search(planned: Planned, path: Path) -> None:
     axes = figure.add_subplot()
     evaluated, seconds = [each.evaluated for each in history], [each.seconds for each in history]
     axes.step(evaluated, seconds, where="post", color="#0b5394", label=f"{planned.strategy}: {seconds[-1]:.4g} s")
-    axes.set_ylim(0.98 * seconds[-1], 1.02 * max(seconds))
+    least = min(seconds[-1], planned.seconds)
+    axes.set_ylim(0.98 * least, 1.02 * max(seconds))
+    if planned.fuse:
+        label = f"{' + '.join(planned.fuse)} fused: {planned.seconds:.4g} s"
+        axes.plot(evaluated[-1:], [planned.seconds], "o", color="#b45f06", clip_on=False, label=label)
     if planned.heuristic is not None:  # where it lies outside, its label says so much
         usual = planned.heuristic.seconds
         axes.axhline(usual, color="#9a9a9a", linestyle=(0, (4, 3)), label=f"{YARDSTICK}: {usual:.4g} s")

@@ -20,6 +20,7 @@ from jaxrlhf.runtime.step_draft import StepDraft
 from jaxrlhf.runtime.written_plan import written_plan
 from jaxrlhf.sharding import mesh
 from jaxrlhf.sharding.strategy import Strategy
+from jaxrlhf.suggest import did_you_mean
 
 SEARCH_SECONDS = 5.0
 """The most that a run looks for its plan before it starts."""
@@ -74,14 +75,22 @@ def find_plan(
 
 
 def _check(saved: SavedPlan, draft: StepDraft) -> None:
-    """A plan was made for this step and these devices.
+    """A plan was made for this step and these devices, and fits them still where it was changed by hand.
 
     Raises:
-        PlanError: It was not.
+        PlanError: It was not, or does not.
     """
     saved.check_work(draft.workload())
-    kind = CPU if mesh.platform() == "cpu" else mesh.device_kind()
-    saved.check_devices(num_devices=mesh.num_devices(), devices_per_node=mesh.devices_per_process(), kind=kind)
+    devices_per_node, kinds = mesh.devices_per_process(), mesh.kinds_of_processes()
+    saved.check_devices(
+        devices_per_node=devices_per_node, kinds=[CPU] * len(kinds) if mesh.platform() == "cpu" else kinds
+    )
+    try:
+        for call in draft.graph.calls:
+            if placement := saved.plan.placements.get(call.plan_name):
+                check_call(call, placement, draft.models, mesh.num_devices(), devices_per_node, draft.keys)
+    except PlanError as error:
+        raise PlanError(f"{saved.source}: {error}") from error
 
 
 def plan_draft(
@@ -137,6 +146,7 @@ def fixed_placements(draft: StepDraft, cluster: Cluster) -> dict[str, Placement]
     """
     if not draft.config.plan_is_auto:
         return {}
+    _check_names(draft)
     num_devices, devices_per_node = cluster.num_devices, cluster.devices_per_node
     written = written_plan(draft.config.placements, num_devices)
     found = {}
@@ -146,6 +156,23 @@ def fixed_placements(draft: StepDraft, cluster: Cluster) -> dict[str, Placement]
             check_call(call, placement, draft.models, num_devices, devices_per_node, draft.keys)
             found[call.plan_name] = placement
     return found
+
+
+def _check_names(draft: StepDraft) -> None:
+    """Every call that the config places could be one of the run: of its step, or of its warm start or evaluations, of
+    which nothing is known yet but the methods of roles.
+
+    Raises:
+        PlanError: One could not.
+    """
+    known = {f"{name}.{method}" for name, role in draft.roles.items() for method in role.methods(name).methods}
+    known |= {call.plan_name.partition("#")[0] for call in draft.graph.calls}
+    for name in draft.config.placements:
+        if name.partition("#")[0] not in known:
+            calls = sorted({call.plan_name for call in draft.graph.calls if call.kind != "host"})
+            raise PlanError(
+                f"plan.{name}: no call of this run has that name. Calls: {', '.join(calls)}.{did_you_mean(name, known)}"
+            )
 
 
 def left_out(draft: StepDraft) -> list[str]:

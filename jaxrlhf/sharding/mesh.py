@@ -59,6 +59,12 @@ def device_kind() -> str:
     return jax.devices()[0].device_kind
 
 
+def kinds_of_processes() -> list[str]:
+    """Process -> what its devices are, in JAX's words."""
+    kinds = {device.process_index: device.device_kind for device in jax.devices()}
+    return [kinds[process] for process in sorted(kinds)]
+
+
 def platform() -> str:
     """'cpu', 'gpu' or 'tpu'."""
     return jax.default_backend()

@@ -72,7 +72,7 @@ def test_the_plan_for_the_devices_that_are_here_can_be_run(plan, train, results)
         "--cluster", "local", "--set", "devices=cpu:8", "--out", "plan.json", "--strategy", "colocate"
     )
     assert status == 0, error
-    assert read_plan("plan.json").devices.names == ("cpu",)
+    assert read_plan("plan.json").devices.names == (("cpu",),)
     status, output, error = train("--set", "plan=plan.json", "--dry-run")
     assert status == 0 and "Note: The plan of plan.json" in output
 
@@ -83,12 +83,14 @@ def test_the_plan_for_the_devices_that_are_here_can_be_run(plan, train, results)
         (("--cluster", "1x8:h101"), "unknown kind of device 'h101'. Known: "),
         (("--cluster", "eight"), "cluster: must be groups of nodes. Got 'eight'."),
         (("--strategy", "serch"), "Got 'serch'. "),
-        (("--set", "roles.actor.model={preset: 70b}"), "must fit into "),
+        (("--set", "roles.actor.model={preset: 70b}"), " GB too much, on 2 devices as tensor 2 (weights and "),
         (("--set", "batch_size=7"), "plan.actor.train, in the step: mini_batches must divide the rows of the"),
         (("--prompt-tokens", "0"), "--prompt-tokens: must be at least 1. Got 0."),
         (("--response-tokens", "-1"), "--response-tokens: must be at least 1. Got -1."),
         (("--costs", "measured"), "--costs measured: is for clusters of devices like those of this machine,"),
         (("--out", "tiny.yaml/plan.json"), "File exists: 'tiny.yaml'"),
+        (("--out", "plan"), "--out: must be a file whose name ends in .json. Got 'plan'."),
+        (("--set", "plan={auto: true, critic.trian: {data: 2}}"), "plan.critic.trian: no call of this run has that"),
         (("--set", "plan={auto: true, critic.train: {data: 4}}"), "plan.critic.train.devices: must be among the 2"),
         (("--set", "plan={auto: true, offload: [referee]}"), "plan.offload: must be roles of the run. Got 'referee'."),
     ],

@@ -3,11 +3,11 @@
 import random
 from collections.abc import Iterable
 
-from jaxrlhf.planner.peak_memory import in_gib, memory_at_peak, peak_memory
+from jaxrlhf.planner.peak_memory import in_gb, memory_at_peak, memory_during, peak_memory
 from jaxrlhf.planner.problem import CallChoices, Choice, Problem
 from jaxrlhf.planner.step_order import layout, step_order
 from jaxrlhf.sharding.strategy import Strategy
-from tests.planner.made_up_problem import random_problem
+from tests.planner.made_up_problem import ppo_problem, random_problem
 
 Way = tuple[int, int, int, int, int]
 """First device, end, resting, working, copy."""
@@ -38,10 +38,8 @@ def test_what_rests_and_the_call_that_takes_most():
     first, second, third, _ = memory_at_peak(problem, plan(problem))
     assert (first.call, first.resting, first.copies, first.working) == ("a.read", {"a": 50}, {"a.read": 5}, 30)
     assert (second.call, second.resting, third.call) == ("a.read", {"b": 7}, "b.read")
-    assert (
-        str(first)
-        == "device 0: 85 bytes during a.read: 50 bytes a at rest, 30 bytes a.read at work, 5 bytes a copy for a.read"
-    )
+    parts = "a at rest 50 bytes, a.read at work 30 bytes, a copy for a.read 5 bytes"
+    assert str(first) == f"85 bytes on device 0 during a.read ({parts})"
 
 
 def test_a_copy_is_gone_when_its_weights_are_trained():
@@ -110,5 +108,23 @@ def test_against_a_list_of_all_that_lies_about():
         assert peak_memory(problem, choice) == expected
 
 
+def test_what_is_there_during_each_call():
+    """Never more than the peak of its device, and that where the device is fullest while the call runs on it."""
+    problem = ppo_problem(1, 4)
+    rng = random.Random(3)
+    for _ in range(50):
+        plan = [rng.randrange(len(call.choices)) for call in problem.calls]
+        during = memory_during(problem, plan)
+        assert set(during) == {call.name for call in problem.calls}
+        for call, index in zip(problem.calls, plan, strict=True):
+            choice, there = call.choices[index], during[call.name]
+            assert there.call == call.name and there.device in choice.devices
+            assert choice.working <= there.total <= peak_memory(problem, plan)[there.device]
+        devices = {c.name: c.choices[i].devices for c, i in zip(problem.calls, plan, strict=True)}
+        for fullest in memory_at_peak(problem, plan):
+            if fullest.device in devices[fullest.call]:
+                assert during[fullest.call].total >= fullest.total
+
+
 def test_bytes_in_words():
-    assert [in_gib(n) for n in (17, 3 * 2**29, 80 * 2**30)] == ["17 bytes", "1.5 GiB", "80 GiB"]
+    assert [in_gb(n) for n in (1700, 1_500_000_000, 80e9)] == ["1,700 bytes", "1.5 GB", "80 GB"]

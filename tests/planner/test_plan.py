@@ -460,20 +460,20 @@ GOOD = {"devices": [0], "strategy": {"data": 1}}
 @pytest.mark.parametrize(
     ("entry", "why"),
     [
-        ({"devices": [0]}, "'strategy'"),
-        ({"strategy": {}}, "'devices'"),
+        ({"devices": [0]}, "no 'strategy'"),
+        ({"strategy": {}}, "no 'devices'"),
         ({"devices": 0, "strategy": {}}, "not iterable"),
         ({"devices": ["0"], "strategy": {}}, "cannot be interpreted as an integer"),
-        ({"devices": [0], "strategy": {"datas": 1}}, "unexpected keyword argument 'datas'"),
+        ({"devices": [0], "strategy": {"datas": 1}}, "unknown key 'datas'. Did you mean 'data'?"),
         ({"devices": [0], "strategy": {"data": 0}}, "data: must be at least 1. Got 0."),
         ({"devices": [0], "strategy": {"remat": "all"}}, "remat: must be none, dots or layer. Got 'all'."),
-        (GOOD | {"offload": True}, "unknown: offload"),
+        (GOOD | {"offload": True}, "unknown key 'offload'."),
         ("everywhere", ""),
         (None, ""),
     ],
 )
 def test_json_that_is_no_plan(entry, why):
-    message = f"plan: halve: a placement is {{devices: [...], strategy: {{data: ..., ...}}}}. Got {entry!r} ("
+    message = "plan.halve: must be a placement, {devices: [...], strategy: {data: ..., ...}}. Got one with a fault: "
     with pytest.raises(PlanError, match=re.escape(message)) as raised:
         Plan.from_json({"actor.train": GOOD, "halve": entry})
     assert why in str(raised.value)

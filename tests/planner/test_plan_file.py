@@ -36,7 +36,7 @@ def test_a_plan_is_read_as_it_was_written(path):
     read = read_plan(path)
     assert read.to_json() == SAVED.to_json() and read.plan == SAVED.plan and read.calls == SAVED.calls
     read.check_work(WORK)
-    read.check_devices(num_devices=8, devices_per_node=4, kind="NVIDIA A100-SXM4-80GB")
+    read.check_devices(devices_per_node=4, kinds=["NVIDIA A100-SXM4-80GB"] * 2)
 
 
 def test_a_file_can_be_read_by_people(path):
@@ -75,15 +75,32 @@ def test_a_plan_for_other_calls_is_refused(path, work, message):
 @pytest.mark.parametrize(
     ("devices", "message"),
     [
-        ((4, 4, "NVIDIA A100-SXM4-80GB"), r"as many nodes .* Got a plan for 2x4:a100-80g, 2 nodes of 4 devices, where"),
-        ((8, 8, "NVIDIA A100-SXM4-80GB"), r"there are 1 of 8\. Plan again"),
-        ((8, 4, "NVIDIA H200"), r"the kind of devices .* Got a plan for 2x4:a100-80g, where there are NVIDIA H200\."),
+        ((4, ["NVIDIA A100-SXM4-80GB"]), r"as many nodes .* Got a plan for 2x4:a100-80g, 2 nodes of 4 devices, where"),
+        ((8, ["NVIDIA A100-SXM4-80GB"]), r"there are 1 of 8\. Plan again"),
+        (
+            (4, ["NVIDIA H200"] * 2),
+            r"the kind of devices .* Got a plan for 2x4:a100-80g, where there are NVIDIA H200\.",
+        ),
+        (
+            (4, ["NVIDIA A100-SXM4-80GB", "NVIDIA H200"]),
+            r"NVIDIA A100-SXM4-80GB, NVIDIA H200, of NVIDIA H200 on node 1",
+        ),
     ],
 )
 def test_a_plan_for_other_devices_is_refused(path, devices, message):
-    num_devices, devices_per_node, kind = devices
+    devices_per_node, kinds = devices
     with pytest.raises(PlanError, match=message):
-        read_plan(path).check_devices(num_devices=num_devices, devices_per_node=devices_per_node, kind=kind)
+        read_plan(path).check_devices(devices_per_node=devices_per_node, kinds=kinds)
+
+
+def test_nodes_of_different_kinds_stand_in_their_order(tmp_path):
+    mixed = dataclasses.replace(SAVED, devices=devices_of(read_cluster("1x4:h100+1x4:a100-80g")))
+    write_plan(tmp_path / "mixed.json", mixed)
+    h100, a100 = "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB"
+    read_plan(tmp_path / "mixed.json").check_devices(devices_per_node=4, kinds=[h100, a100])
+    for kinds in ([a100, h100], [h100, h100], [a100, a100]):
+        with pytest.raises(PlanError, match="must have been made for the kind of devices"):
+            read_plan(tmp_path / "mixed.json").check_devices(devices_per_node=4, kinds=kinds)
 
 
 def without(*keys):
@@ -125,7 +142,11 @@ def put(*keys, value):
             without("calls", "actor.train"),
             "must have a placement and a forecast for each of its calls. Got none",
         ),
-        (put("plan", "actor.train", "strategy", "data", value=0), "plan: actor.train: a placement is {devices: [...],"),
+        (
+            put("plan", "actor.train", "strategy", "data", value=0),
+            "plan.actor.train: must be a placement, {devices: [...],",
+        ),
+        (put("plan", "actor.train", "strategy", "tensr", value=2), "unknown key 'tensr'. Did you mean 'tensor'?"),
     ],
 )
 def test_what_is_no_plan_is_refused(path, change, message):
