@@ -37,6 +37,7 @@ from jaxrlhf.planner.workload import Workload
 from jaxrlhf.runtime.assembly import assemble
 from jaxrlhf.runtime.console import Console
 from jaxrlhf.runtime.measure import Degrees, Job, described_workload, jobs, measure
+from jaxrlhf.runtime.measure_host import host_seconds
 from jaxrlhf.runtime.measure_machine import measure_machine
 from jaxrlhf.runtime.timing import QUIET
 from jaxrlhf.sharding import mesh
@@ -74,7 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if train.start(config).count > 1:
             raise ConfigError("calibrate: measures the devices of one process. Got several. Start one, on one node.")
         degrees = parse_degrees(options.degrees, all_devices=mesh.num_devices())
-        step = assemble(config, mesh.num_devices(), mesh.devices_per_process()).train
+        assembly = assemble(config, mesh.num_devices(), mesh.devices_per_process())
+        step = assembly.train
         machine = this_machine()
         path = options.out or calibration_file(machine)
         known = read_calibration(path, machine=machine) if path.exists() else None
@@ -83,6 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     console.line(f"Measuring {machine}, as {mesh.num_devices()} devices")
     rates = measure_machine(patience_seconds=options.patience)
+    rates = dataclasses.replace(rates, host_seconds=host_seconds(assembly, machine.num_cores))
     console.table("One device, while all of them do the same", rate_rows(rates))
     work = described_workload(step)
     to_do = jobs(work, strategies(work, step.plan, degrees, mesh.num_devices()))

@@ -46,9 +46,8 @@ from jaxrlhf.planner.workload import ModelCall, Workload
 from jaxrlhf.runtime.assembly import Assembly, assemble
 from jaxrlhf.runtime.console import Console
 from jaxrlhf.runtime.events import Event
-from jaxrlhf.runtime.executor import Executor
-from jaxrlhf.runtime.first_weights import load_first_weights
 from jaxrlhf.runtime.measure import described_workload
+from jaxrlhf.runtime.measure_host import COMPILING_STEPS, run_steps
 from jaxrlhf.runtime.timeline import Timeline
 from jaxrlhf.runtime.timing import OthersLoad, Timing, timing
 from jaxrlhf.sharding import mesh
@@ -59,9 +58,6 @@ LONG_SECONDS = 0.05
 """Shorter calls are shown, and not judged."""
 APART, RIGHT = 1.2, 0.8
 """How many times as long the slower of a pair takes, as predicted; in how many of them that must be so."""
-COMPILING_STEPS = 2
-"""The first steps, which are not measured."""
-
 
 CALLS = ("generate", "infer", "train", "compute")
 """Kinds of events that keep devices busy. Copies go on beside them."""
@@ -97,18 +93,10 @@ def predicted(work: Workload, plan: Plan, calibration: Calibration) -> dict[str,
     return found
 
 
-def run_steps(assembly: Assembly, plan: Plan, steps: int) -> list[tuple[Event, float, float]]:
+def noted_steps(assembly: Assembly, plan: Plan, steps: int) -> list[tuple[Event, float, float]]:
     """Steps of a run, after those that compile: its calls in the order of their ends, as `WatchedTimeline.noted`."""
-    phase, timeline = assembly.train, WatchedTimeline()
-    executor = Executor(phase.roles, seed=assembly.config.seed, timeline=timeline)
-    load_first_weights(executor, phase, assembly.config, {})
-    state = phase.first_state
-    for step in range(COMPILING_STEPS + steps):
-        state = executor.run(phase.graph, plan, state, assembly.train_rows(step), step=step).state
-        if step < COMPILING_STEPS:
-            executor.wait()
-    executor.wait()
-    executor.close()
+    timeline = WatchedTimeline()
+    run_steps(assembly, plan, steps, timeline=timeline)
     return sorted((x for x in timeline.noted if x[0].step > COMPILING_STEPS), key=lambda noted: noted[0].end)
 
 
@@ -237,7 +225,7 @@ def check_pairs(assembly: Assembly, calibration: Calibration, options: argparse.
     """Runs pairs of plans. Returns the exit status."""
     work, ran = described_workload(assembly.train), []
     for number, (plan, seconds) in enumerate(drawn_plans(assembly, work, calibration, options.plans, options.seed)):
-        took = step_timing(run_steps(assembly, plan, options.steps))
+        took = step_timing(noted_steps(assembly, plan, options.steps))
         ran.append((f"plan {number}", seconds, alone(took)))
         placements = "; ".join(f"{call.name} {_in_words(plan.placements[call.name])}" for call in work.calls)
         console.line(
@@ -284,7 +272,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return check_pairs(assembly, calibration, options, console)
     plan = assembly.train.plan
     forecast = predicted(described_workload(assembly.train), plan, calibration)
-    seen = measured(run_steps(assembly, plan, options.steps), one_at_a_time=machine.shares_processor)
+    seen = measured(noted_steps(assembly, plan, options.steps), one_at_a_time=machine.shares_processor)
     rows = comparison(forecast, seen, plan)
     if options.json:
         print(json.dumps(rows, indent=2))

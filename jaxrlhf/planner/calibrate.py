@@ -109,6 +109,9 @@ class Rates:
     copy_seconds: float = 0.0
     """Of the smallest copy from one device to another."""
     copy_bandwidth: float = 0.0
+    host_seconds: float = 0.0
+    """By which the program's own work makes a call of a run longer, for each device of it. 0: devices are others than
+    the host's processors."""
 
     def __post_init__(self) -> None:
         positive = ("num_devices", "float32_flops", "bfloat16_flops", "memory_bandwidth", "host_bandwidth")
@@ -328,6 +331,7 @@ def measured_kind(kind: Kind, rates: Rates, *, scale: float, source: str) -> Kin
             step_seconds=rates.step_seconds,
             collective_seconds=rates.collective_seconds or costs.collective_seconds,
             host_bandwidth=rates.host_bandwidth * scale,
+            host_seconds=rates.host_seconds,
             source=source,
         ),
     )

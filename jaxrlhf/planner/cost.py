@@ -87,10 +87,12 @@ class CallSeconds:
     """The optimizer."""
     dispatch: float = 0.0
     """Programs started, as far as devices wait for it."""
+    host: float = 0.0
+    """The program's own work, as far as it takes from the devices."""
 
     @property
     def total(self) -> float:
-        return self.passes + self.bubbles + self.sends + self.reduction + self.update + self.dispatch
+        return self.passes + self.bubbles + self.sends + self.reduction + self.update + self.dispatch + self.host
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,11 +156,9 @@ class CostModel:
 
     def seconds(self, call: ModelCall, devices: range, strategy: Strategy) -> CallSeconds:
         """The seconds of one call."""
-        if call.kind == "generate":
-            return self._generate(call, devices, strategy)
-        if call.kind == "train":
-            return self._train(call, devices, strategy)
-        return self._infer(call, devices, strategy)
+        of_kind = {"generate": self._generate, "train": self._train}.get(call.kind, self._infer)
+        seconds = of_kind(call, devices, strategy)
+        return dataclasses.replace(seconds, host=len(devices) * self._kind(devices).coefficients.host_seconds)
 
     # -- calls ---------------------------------------------------------------------------------------------------------
 

@@ -136,6 +136,9 @@ class Coefficients:
     """Of the smallest collective between nodes."""
     host_bandwidth: float
     """Bytes a second between a device and pinned memory of its host, when all devices of the node copy."""
+    host_seconds: float = 0.0
+    """By which the program's own work, arguments and layouts and dispatch, makes a call longer, for each device of it:
+    where devices are the host's processors, it takes from them."""
     source: str = AS_GIVEN
 
     def __post_init__(self) -> None:
@@ -143,7 +146,7 @@ class Coefficients:
         _require_not_negative(
             self, "half_dim", "kernel_seconds", "graph_kernel_seconds", "dispatch_seconds", "step_seconds",
             "collective_seconds",
-            "network_collective_seconds",
+            "network_collective_seconds", "host_seconds",
         )  # fmt: skip
         _require_positive(self, "host_bandwidth")
 
