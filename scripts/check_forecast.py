@@ -9,8 +9,9 @@ Predicted is the cost model's, with what `jaxrlhf.calibrate` measured on this ma
 steps of the run, in its own plan, without warm start and evaluation. Responses all have their full length, whatever the
 model draws, since a generation goes on until the last one has ended and predictions are of full ones.
 
-Where virtual devices share a processor, calls run one at a time, and the seconds of a call are those since the end of
-the one before it; CPU-seconds are those of the whole process in that time, its Python functions included. Other
+Where virtual devices share a processor, calls beside one another slow each other, and nobody could tell whose seconds
+are whose. So each call is started when all before it have ended. CPU-seconds are those of the whole process in that
+time. Beside the calls stands a step as it runs, with nothing held back, and their sum as what was predicted. Other
 processes make calls longer: the steps count in which they had least of the processors. What a call takes `alone` is the
 median times what others left of the processors; where others had a twentieth at most, the two are nearly the same.
 The exit status is 1 where a call of more than 50 ms, alone, is out by more than 30 %.
@@ -93,10 +94,12 @@ def predicted(work: Workload, plan: Plan, calibration: Calibration) -> dict[str,
     return found
 
 
-def noted_steps(assembly: Assembly, plan: Plan, steps: int) -> list[tuple[Event, float, float]]:
+def noted_steps(
+    assembly: Assembly, plan: Plan, steps: int, *, one_at_a_time: bool = False
+) -> list[tuple[Event, float, float]]:
     """Steps of a run, after those that compile: its calls in the order of their ends, as `WatchedTimeline.noted`."""
     timeline = WatchedTimeline()
-    run_steps(assembly, plan, steps, timeline=timeline)
+    run_steps(assembly, plan, steps, timeline=timeline, one_at_a_time=one_at_a_time)
     return sorted((x for x in timeline.noted if x[0].step > COMPILING_STEPS), key=lambda noted: noted[0].end)
 
 
@@ -138,6 +141,22 @@ def comparison(
             }
         )
     return rows
+
+
+def step_row(forecast: Mapping[str, CallSeconds], took: Timing) -> dict[str, Any]:
+    """The row of a whole step, which is shown and not judged: not all that it does is a call of a model."""
+    seconds = sum(each.total for each in forecast.values())
+    return {
+        "call": "step",
+        "placement": "",
+        "predicted ms": round(1e3 * seconds, 1),
+        "alone ms": round(1e3 * alone(took), 1),
+        "out by": f"{100 * (seconds / alone(took) - 1):+.0f} %",
+        "measured ms": round(1e3 * took.seconds, 1),
+        "+-": f"{100 * took.spread:.0f} %",
+        "others": f"{100 * took.others:.0f} %",
+        "judged": False,
+    }
 
 
 def is_out(row: Mapping[str, Any]) -> bool:
@@ -272,8 +291,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return check_pairs(assembly, calibration, options, console)
     plan = assembly.train.plan
     forecast = predicted(described_workload(assembly.train), plan, calibration)
-    seen = measured(noted_steps(assembly, plan, options.steps), one_at_a_time=machine.shares_processor)
+    apart = machine.shares_processor
+    seen = measured(noted_steps(assembly, plan, options.steps, one_at_a_time=apart), one_at_a_time=apart)
     rows = comparison(forecast, seen, plan)
+    rows.append(step_row(forecast, step_timing(noted_steps(assembly, plan, options.steps))))
     if options.json:
         print(json.dumps(rows, indent=2))
     else:

@@ -96,8 +96,16 @@ class Executor:
         seed: int,
         timeline: Timeline | None = None,
         channel: Channel | None = None,
+        one_at_a_time: bool = False,
     ) -> None:
+        """
+        Args:
+            one_at_a_time: Each call waits until those before it have ended, and what is brought to it is there: for
+                measuring calls where all devices share a processor, so that calls beside one another would slow
+                each other.
+        """
         self._roles = roles
+        self._one_at_a_time = one_at_a_time
         self._channel = channel or Channel()
         self._seed = seed
         self._timeline = timeline or Timeline()
@@ -147,6 +155,8 @@ class Executor:
                 continue
             if call.kind == "host":
                 values[call.name] = self._call_host(call, values)
+                if self._one_at_a_time:
+                    concurrent.futures.wait([values[call.name]])
                 continue
             later = graph.calls[i + 1 :]
             together = (waiting, call) if waiting is not None and call.plan_name in plan.fuse else (call,)
@@ -162,6 +172,8 @@ class Executor:
                 values[call.name] = self._call_device(call, plan, values, step)
             for one in together:
                 self._offload_after(one, later, plan)
+            if self._one_at_a_time:
+                self.wait()
         self.weights.unpin()
         new_state = jax.tree.map(lambda ref: _lookup(values, ref, self._wait), graph.state)
         phase, number = self._at

@@ -14,14 +14,19 @@ COMPILING_STEPS = 2
 _STEPS = 8
 
 
-def run_steps(assembly: Assembly, plan: Plan, steps: int, *, timeline: Timeline | None = None) -> float:
+def run_steps(
+    assembly: Assembly, plan: Plan, steps: int, *, timeline: Timeline | None = None, one_at_a_time: bool = False
+) -> float:
     """Runs some steps of a run, after those that compile.
+
+    Args:
+        one_at_a_time: As of `Executor`.
 
     Returns:
         Seconds of a processor that its main thread took for a step: for arguments, layouts, and starting programs.
     """
     phase = assembly.train
-    executor = Executor(phase.roles, seed=assembly.config.seed, timeline=timeline)
+    executor = Executor(phase.roles, seed=assembly.config.seed, timeline=timeline, one_at_a_time=one_at_a_time)
     load_first_weights(executor, phase, assembly.config, {})
     state, began = phase.first_state, 0.0
     for step in range(COMPILING_STEPS + steps):

@@ -34,7 +34,7 @@ CPU = Machine("cpu", "cpu", "some processor", 2, "0.10.2", "0.10.2")
 RATES = Rates(
     num_devices=8, float32_flops=5e9, bfloat16_flops=7e9, half_dim=20.0, memory_bandwidth=3e9, kernel_seconds=2e-6,
     graph_kernel_seconds=1e-6, dispatch_seconds=1e-4, step_seconds=1e-5, host_bandwidth=4e8, collective_seconds=3e-5,
-    link_bandwidth=2e9, copy_seconds=1e-5, copy_bandwidth=9e9,
+    link_bandwidth=2e9, copy_seconds=1e-5, copy_bandwidth=9e9, host_seconds=2e-4,
 )  # fmt: skip
 
 
@@ -153,7 +153,7 @@ def test_the_cost_model_takes_what_was_measured():
     assert seconds.passes == pytest.approx(layers + 0.1)
     assert seconds.update == pytest.approx(layers * 0.8 + 0.08)
     assert seconds.reduction == 0  # it is in the passes
-    assert seconds.dispatch == RATES.dispatch_seconds
+    assert (seconds.dispatch, seconds.host) == (RATES.dispatch_seconds, 8 * RATES.host_seconds)
     quarters = model.seconds(TRAIN, range(8), Strategy(data=8, micro_batches=4))
     assert quarters.passes == pytest.approx(seconds.passes)
     assert model.seconds(TRAIN, range(8), Strategy(data=4, tensor=2)).reduction > 0  # counted, not measured

@@ -1,5 +1,6 @@
 """Roles that score: several at once with weights, and Python functions that are slow or break, beside the devices."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -9,8 +10,10 @@ import pytest
 from jaxrlhf.config.schema import RunConfig, load_run
 from jaxrlhf.runtime.assembly import Assembly, assemble
 from jaxrlhf.runtime.console import Console
+from jaxrlhf.runtime.events import MOVING
 from jaxrlhf.runtime.executor import Executor
 from jaxrlhf.runtime.first_weights import load_first_weights
+from jaxrlhf.runtime.measure_host import COMPILING_STEPS, run_steps
 from jaxrlhf.runtime.run_folder import RunFolder
 from jaxrlhf.runtime.timeline import Timeline
 from jaxrlhf.runtime.trainer import Trainer
@@ -126,6 +129,19 @@ def test_a_slow_reward_holds_up_nobody_who_does_not_need_it(load):
         assert events[name].end > scoring.end
     waits = [event.name for event in timeline.events() if event.kind == "wait" and event.step == 1]
     assert "digits.scores" in waits
+
+
+def test_one_at_a_time_no_call_runs_beside_another(load):
+    """As calls are measured where all devices share a processor."""
+    slow = ["roles.digits.function=digits.py:slow", "roles.reward={weighted_sum: {digits: 1, taste: 1}}"]
+    assembly, timeline = assemble(load("evaluation=null", *slow), 8), Timeline()
+    taken = run_steps(assembly, assembly.train.plan, 1, timeline=timeline, one_at_a_time=True)
+    assert 0 < taken < 5
+    events = [event for event in timeline.events() if event.step == COMPILING_STEPS + 1 and event.kind != "wait"]
+    assert {event.kind for event in events} >= {"generate", "infer", "train", "host", "compute"}
+    calls = sorted((e for e in events if e.kind not in MOVING), key=lambda event: event.start)
+    for before, after in itertools.pairwise(calls):
+        assert before.end <= after.start, f"{after.name} began before {before.name} had ended"
 
 
 @pytest.mark.parametrize(

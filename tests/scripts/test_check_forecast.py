@@ -5,6 +5,7 @@ import pytest
 from jaxrlhf.planner.cost import CallSeconds
 from jaxrlhf.planner.plan import Placement, Plan
 from jaxrlhf.runtime.events import Event
+from jaxrlhf.runtime.timing import Timing
 from jaxrlhf.sharding.strategy import Strategy
 from scripts import check_forecast
 from scripts.check_forecast import (
@@ -14,6 +15,7 @@ from scripts.check_forecast import (
     full_length,
     is_out,
     measured,
+    step_row,
     step_timing,
 )
 
@@ -52,6 +54,11 @@ def test_long_calls_are_judged():
     assert is_out(of_a)
     assert not is_out(of_b)  # a millisecond, whatever was predicted
     assert not is_out(of_a | {"predicted ms": 129.0})
+
+
+def test_a_step_stands_beside_the_sum_of_its_calls():
+    row = step_row({"a": CallSeconds(0.12), "b": CallSeconds(0.2, host=0.01)}, Timing(0.5, 0.1, others=0.4))
+    assert (row["predicted ms"], row["alone ms"], row["out by"], row["judged"]) == (330.0, 300.0, "+10 %", False)
 
 
 def test_what_others_had_is_not_blamed_on_a_call():
