@@ -17,8 +17,8 @@ from typing import Any
 from jaxrlhf.config.schema import load_run
 from jaxrlhf.models.config import PRESETS
 from jaxrlhf.planner.cluster_text import kinds
-from jaxrlhf.planner.described import described_devices, has_gpu_compiler
 from jaxrlhf.planner.memory import call_memory
+from jaxrlhf.planner.programs.described import described_devices, has_gpu_compiler
 from jaxrlhf.runtime.call_programs import call_program
 from jaxrlhf.runtime.described_sizes import with_described_prompts
 from jaxrlhf.runtime.step_draft import draft_step

@@ -23,11 +23,11 @@ import jax
 from jaxrlhf.brief import cut
 from jaxrlhf.config.schema import MAX_VIRTUAL_DEVICES
 from jaxrlhf.importing import import_files, imported_files
-from jaxrlhf.planner.compiled_counts import Collective, Counts, ProgramCounts
-from jaxrlhf.planner.cost_cache import CostCache, fingerprint, source_digest
-from jaxrlhf.planner.described import Described, described_devices, has_gpu_compiler, target_config
 from jaxrlhf.planner.hardware import Kind
-from jaxrlhf.planner.hlo_counts import Classifier, by_phase, count
+from jaxrlhf.planner.programs.compiled_counts import Collective, Counts, ProgramCounts
+from jaxrlhf.planner.programs.cost_cache import CostCache, fingerprint, source_digest
+from jaxrlhf.planner.programs.described import Described, described_devices, has_gpu_compiler, target_config
+from jaxrlhf.planner.programs.hlo_counts import Classifier, by_phase, count
 from jaxrlhf.sharding.mesh import use_virtual_cpu_devices
 
 _USUAL_PROCESSES = 2

@@ -7,10 +7,10 @@ from typing import Literal, get_args
 
 from jaxrlhf.config.reading import ConfigError
 from jaxrlhf.planner.calibrate import calibration_file, read_calibration, this_machine
-from jaxrlhf.planner.compiled_work import compile_work
 from jaxrlhf.planner.cost import CostModel
-from jaxrlhf.planner.cost_cache import CostCache, default_folder
 from jaxrlhf.planner.hardware import Cluster
+from jaxrlhf.planner.programs.compiled_work import compile_work
+from jaxrlhf.planner.programs.cost_cache import CostCache, default_folder
 from jaxrlhf.planner.workload import Workload
 
 CostSource = Literal["analytic", "compiled", "measured"]

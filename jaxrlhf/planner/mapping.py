@@ -14,12 +14,12 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 
-from jaxrlhf.planner.arena import SearchResult
-from jaxrlhf.planner.lean_plans import fast_to_lean, require_choices
 from jaxrlhf.planner.peak_memory import memory_at_peak
 from jaxrlhf.planner.placed import fastest_that_fits, options_on, result_of
 from jaxrlhf.planner.plan import PlanError
 from jaxrlhf.planner.problem import Problem
+from jaxrlhf.planner.searching.arena import SearchResult
+from jaxrlhf.planner.searching.lean_plans import fast_to_lean, require_choices
 
 SIMULATED = 50
 """Of all mappings that fit, so many of the fastest are simulated."""

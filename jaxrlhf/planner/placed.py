@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 
-from jaxrlhf.planner.arena import SearchResult
-from jaxrlhf.planner.dominance import with_choices
 from jaxrlhf.planner.peak_memory import peak_memory
 from jaxrlhf.planner.plan import PlanError
 from jaxrlhf.planner.problem import Problem
 from jaxrlhf.planner.search import search
+from jaxrlhf.planner.searching.arena import SearchResult
+from jaxrlhf.planner.searching.dominance import with_choices
 from jaxrlhf.planner.simulate import steady_state
 
 _STEPS, _BOUNDS = 1_000, 5_000

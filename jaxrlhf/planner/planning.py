@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 
 from jaxrlhf.call_graph import CallGraph
-from jaxrlhf.planner.arena import RunnerUp, SearchResult
 from jaxrlhf.planner.choices import make_problem
 from jaxrlhf.planner.cost import CostModel
 from jaxrlhf.planner.fused_choice import FusedPlan, best_fused
@@ -23,6 +22,7 @@ from jaxrlhf.planner.plan_file import CallForecast, SavedPlan, described_work, d
 from jaxrlhf.planner.presets import find_strategy
 from jaxrlhf.planner.problem import Choice, Problem
 from jaxrlhf.planner.search import warm_up
+from jaxrlhf.planner.searching.arena import RunnerUp, SearchResult
 from jaxrlhf.planner.simulate import Simulation, steady_state
 from jaxrlhf.planner.what_fits import what_would_fit
 from jaxrlhf.planner.workload import Workload

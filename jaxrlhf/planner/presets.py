@@ -8,12 +8,12 @@ modules of their own.
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from jaxrlhf.planner.arena import SearchResult
 from jaxrlhf.planner.mapping import best_mapping, hybridflow
 from jaxrlhf.planner.placed import fastest_that_fits, options_on, result_of
 from jaxrlhf.planner.plan import PlanError
 from jaxrlhf.planner.problem import Choice, Problem
 from jaxrlhf.planner.search import exhaustive, search
+from jaxrlhf.planner.searching.arena import SearchResult
 from jaxrlhf.suggest import did_you_mean
 
 

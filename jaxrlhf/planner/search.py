@@ -8,11 +8,11 @@ import math
 
 import numpy as np
 
-from jaxrlhf.planner.arena import Arena, SearchResult
-from jaxrlhf.planner.branch_and_bound import go_through
-from jaxrlhf.planner.metropolis import WAYS, walk
 from jaxrlhf.planner.numba_loops import numba_is_there
 from jaxrlhf.planner.problem import CallChoices, Choice, Problem
+from jaxrlhf.planner.searching.arena import Arena, SearchResult
+from jaxrlhf.planner.searching.branch_and_bound import go_through
+from jaxrlhf.planner.searching.metropolis import WAYS, walk
 from jaxrlhf.sharding.strategy import Strategy
 
 STEPS, STEPS_IN_PYTHON = 500_000, 2_000

@@ -16,8 +16,8 @@ from jaxrlhf.call_graph import Call, Ref, split_args
 from jaxrlhf.experience import Term
 from jaxrlhf.models.lora import adapt, merging_pays
 from jaxrlhf.models.params import shardings_of
-from jaxrlhf.planner.compiled_work import CallAtDepth
-from jaxrlhf.planner.described import Described
+from jaxrlhf.planner.programs.compiled_work import CallAtDepth
+from jaxrlhf.planner.programs.described import Described
 from jaxrlhf.runtime.optimizer import apply_gradient, init_optimizer, optimizer_shardings
 from jaxrlhf.runtime.programs import generate_program, infer_program, loss_program, train_program
 from jaxrlhf.runtime.roles import ModelRole

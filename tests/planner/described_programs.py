@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxrlhf.config.schema import OptimizerConfig
 from jaxrlhf.experience import Prompts, Sampling, Sequences, Term
 from jaxrlhf.models.config import ModelConfig
-from jaxrlhf.planner.described import Described
+from jaxrlhf.planner.programs.described import Described
 from jaxrlhf.runtime.call_programs import DescribedCall, DescribedRows, call_program
 from jaxrlhf.runtime.roles import ModelRole
 from jaxrlhf.sharding.layout import Layout

@@ -15,11 +15,11 @@ from jaxrlhf.importing import find_function
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.counts import program_flops
 from jaxrlhf.models.params import num_parameters
-from jaxrlhf.planner import described
 from jaxrlhf.planner.cluster_text import kinds
 from jaxrlhf.planner.compiled import Compilation, CompileError, Question, answer, compile_all
-from jaxrlhf.planner.cost_cache import CostCache
-from jaxrlhf.planner.described import (
+from jaxrlhf.planner.programs import described
+from jaxrlhf.planner.programs.cost_cache import CostCache
+from jaxrlhf.planner.programs.described import (
     NO_COMPILER,
     NO_CUDNN,
     Described,
@@ -27,7 +27,7 @@ from jaxrlhf.planner.described import (
     has_gpu_compiler,
     target_config,
 )
-from jaxrlhf.planner.hlo_counts import by_scope
+from jaxrlhf.planner.programs.hlo_counts import by_scope
 from tests.planner import described_programs
 from tests.planner.described_programs import Subject
 

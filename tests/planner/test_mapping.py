@@ -5,11 +5,11 @@ import itertools
 
 import pytest
 
-from jaxrlhf.planner.arena import SearchResult
 from jaxrlhf.planner.mapping import Colocation, best_mapping, colocations, hybridflow
 from jaxrlhf.planner.peak_memory import peak_memory
 from jaxrlhf.planner.plan import PlanError
 from jaxrlhf.planner.problem import CallChoices, Choice, Problem
+from jaxrlhf.planner.searching.arena import SearchResult
 from jaxrlhf.planner.simulate import steady_state
 from jaxrlhf.sharding.strategy import Strategy
 from tests.planner.made_up_problem import INFERENCE, ppo_problem

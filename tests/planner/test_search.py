@@ -6,14 +6,14 @@ import random
 
 import pytest
 
-from jaxrlhf.planner import search_rounds
-from jaxrlhf.planner.arena import RunnerUp, SearchResult
-from jaxrlhf.planner.flat_problem import as_integers, flat_problem
 from jaxrlhf.planner.numba_loops import loops
 from jaxrlhf.planner.peak_memory import peak_memory
 from jaxrlhf.planner.plan import PlanError
 from jaxrlhf.planner.problem import Problem
 from jaxrlhf.planner.search import exhaustive, search
+from jaxrlhf.planner.searching import search_rounds
+from jaxrlhf.planner.searching.arena import RunnerUp, SearchResult
+from jaxrlhf.planner.searching.flat_problem import as_integers, flat_problem
 from jaxrlhf.planner.simulate import nanoseconds, steady_state
 from tests.planner.made_up_problem import ppo_problem, random_problem
 

@@ -14,9 +14,9 @@ from typing import Any
 
 from jaxrlhf.models.generate import cache_sizes
 from jaxrlhf.planner.compiled import Progress, Question, compile_all
-from jaxrlhf.planner.compiled_counts import Counts, Loop, ProgramCounts
-from jaxrlhf.planner.cost_cache import CostCache
 from jaxrlhf.planner.hardware import Cluster
+from jaxrlhf.planner.programs.compiled_counts import Counts, Loop, ProgramCounts
+from jaxrlhf.planner.programs.cost_cache import CostCache
 from jaxrlhf.planner.work import LayerWork, Phase, Work, analytic_work
 from jaxrlhf.planner.workload import ModelCall, Workload
 from jaxrlhf.sharding.strategy import Remat

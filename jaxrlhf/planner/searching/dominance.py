@@ -4,8 +4,8 @@ import dataclasses
 
 import numpy as np
 
-from jaxrlhf.planner.lean_plans import own_bytes
 from jaxrlhf.planner.problem import Problem
+from jaxrlhf.planner.searching.lean_plans import own_bytes
 from jaxrlhf.planner.step_order import layout
 
 

@@ -8,9 +8,9 @@ import pytest
 from jaxrlhf.models.counts import forward_flops
 from jaxrlhf.models.generate import cache_sizes
 from jaxrlhf.planner.cluster_text import read_cluster
-from jaxrlhf.planner.compiled_counts import Collective, Counts, Loop, ProgramCounts
-from jaxrlhf.planner.compiled_work import ROWS, CompiledWork, compile_work, depths, tensor_degrees
-from jaxrlhf.planner.cost_cache import CostCache
+from jaxrlhf.planner.programs.compiled_counts import Collective, Counts, Loop, ProgramCounts
+from jaxrlhf.planner.programs.compiled_work import ROWS, CompiledWork, compile_work, depths, tensor_degrees
+from jaxrlhf.planner.programs.cost_cache import CostCache
 from jaxrlhf.planner.work import analytic_work
 from jaxrlhf.planner.workload import Workload
 from tests.planner.described_step import TINY, ppo

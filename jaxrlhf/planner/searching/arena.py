@@ -5,15 +5,15 @@ import math
 import time
 from collections.abc import Iterable, Sequence
 
-from jaxrlhf.planner import search_rounds
-from jaxrlhf.planner.dominance import with_choices, worth_keeping
-from jaxrlhf.planner.flat_problem import Integers, as_integers, flat_problem, groups_of
-from jaxrlhf.planner.lean_plans import require_choices
 from jaxrlhf.planner.numba_loops import loops
 from jaxrlhf.planner.peak_memory import in_gb, memory_at_peak, peak_memory
 from jaxrlhf.planner.plan import NoRoomError, PlanError
 from jaxrlhf.planner.problem import Problem
-from jaxrlhf.planner.search_rounds import NEVER, Rivals, Work, sizes_of_work
+from jaxrlhf.planner.searching import search_rounds
+from jaxrlhf.planner.searching.dominance import with_choices, worth_keeping
+from jaxrlhf.planner.searching.flat_problem import Integers, as_integers, flat_problem, groups_of
+from jaxrlhf.planner.searching.lean_plans import require_choices
+from jaxrlhf.planner.searching.search_rounds import NEVER, Rivals, Work, sizes_of_work
 from jaxrlhf.planner.simulate import NANOSECONDS, Simulation, steady_state
 
 _RIVALS = 16

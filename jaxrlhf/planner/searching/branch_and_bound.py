@@ -19,12 +19,12 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from jaxrlhf.planner import bound_rounds
-from jaxrlhf.planner.arena import Arena
-from jaxrlhf.planner.bound_rounds import Leasts, State, sizes_of_state
-from jaxrlhf.planner.flat_problem import Integers, as_integers
 from jaxrlhf.planner.numba_loops import loops
-from jaxrlhf.planner.search_rounds import NEVER
+from jaxrlhf.planner.searching import bound_rounds
+from jaxrlhf.planner.searching.arena import Arena
+from jaxrlhf.planner.searching.bound_rounds import Leasts, State, sizes_of_state
+from jaxrlhf.planner.searching.flat_problem import Integers, as_integers
+from jaxrlhf.planner.searching.search_rounds import NEVER
 from jaxrlhf.planner.step_order import Wait, step_order
 
 _PLANS = 256

@@ -8,11 +8,11 @@ import math
 import random
 from typing import NamedTuple
 
-from jaxrlhf.planner import search_rounds
-from jaxrlhf.planner.arena import Arena
-from jaxrlhf.planner.flat_problem import Integers, as_integers
-from jaxrlhf.planner.lean_plans import fast_to_lean
-from jaxrlhf.planner.search_rounds import BUCKETS, NEVER, PER_UNIT
+from jaxrlhf.planner.searching import search_rounds
+from jaxrlhf.planner.searching.arena import Arena
+from jaxrlhf.planner.searching.flat_problem import Integers, as_integers
+from jaxrlhf.planner.searching.lean_plans import fast_to_lean
+from jaxrlhf.planner.searching.search_rounds import BUCKETS, NEVER, PER_UNIT
 
 
 class _Way(NamedTuple):

@@ -10,9 +10,9 @@ import pytest
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.counts import program_flops
 from jaxrlhf.planner.cluster_text import kinds
-from jaxrlhf.planner.compiled_counts import Collective, Counts, ProgramCounts
-from jaxrlhf.planner.described import described_devices
-from jaxrlhf.planner.hlo_counts import REST, by_phase, by_scope, count
+from jaxrlhf.planner.programs.compiled_counts import Collective, Counts, ProgramCounts
+from jaxrlhf.planner.programs.described import described_devices
+from jaxrlhf.planner.programs.hlo_counts import REST, by_phase, by_scope, count
 from tests.planner.described_programs import Subject, described, lower
 
 

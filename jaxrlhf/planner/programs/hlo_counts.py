@@ -9,8 +9,8 @@ import math
 import re
 from collections.abc import Callable
 
-from jaxrlhf.planner.compiled_counts import Collective, Counts, Loop, ProgramCounts
-from jaxrlhf.planner.hlo import Computation, Instruction, Module, device_groups, parse, scopes
+from jaxrlhf.planner.programs.compiled_counts import Collective, Counts, Loop, ProgramCounts
+from jaxrlhf.planner.programs.hlo import Computation, Instruction, Module, device_groups, parse, scopes
 
 Classifier = Callable[[str], str | None]
 """`op_name` of an instruction -> its label; None: that of what it stands in."""

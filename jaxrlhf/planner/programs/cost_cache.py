@@ -21,7 +21,7 @@ import numpy as np
 
 _ROOMS = ("algorithms", "models", "runtime", "sharding")
 """Those whose sources decide what a program is."""
-_COUNTING = ("compiled", "compiled_counts", "described", "hlo", "hlo_counts")
+_COUNTING = ("compiled", *(f"programs/{name}" for name in ("compiled_counts", "described", "hlo", "hlo_counts")))
 """Modules of the planner that decide how it is compiled and counted."""
 
 
@@ -66,7 +66,7 @@ def fingerprint(value: Any) -> str:
 @functools.cache
 def source_digest() -> str:
     """Of the sources that decide what programs are, and what is counted of them."""
-    folder = Path(__file__).parent.parent
+    folder = Path(__file__).parents[2]
     digest = hashlib.sha256()
     paths = [path for room in _ROOMS for path in (folder / room).rglob("*.py")]
     paths += [folder / "planner" / f"{name}.py" for name in _COUNTING]

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jaxrlhf.models.config import ModelConfig
-from jaxrlhf.planner.cost_cache import CostCache, default_folder, fingerprint, source_digest
+from jaxrlhf.planner.programs.cost_cache import CostCache, default_folder, fingerprint, source_digest
 from tests.subprocesses import ROOT
 
 
@@ -43,8 +43,9 @@ def test_fingerprints_differ_with_content_alone():
 
 def test_fingerprints_are_the_same_in_every_process():
     program = (
-        "from tests.planner.test_cost_cache import VALUES\nfrom jaxrlhf.planner.cost_cache import fingerprint, "
-        "source_digest\nprint(fingerprint(VALUES), source_digest())"
+        "from tests.planner.programs.test_cost_cache import VALUES\n"
+        "from jaxrlhf.planner.programs.cost_cache import fingerprint, source_digest\n"
+        "print(fingerprint(VALUES), source_digest())"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.split() == [fingerprint(VALUES), source_digest()]

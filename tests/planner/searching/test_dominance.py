@@ -6,10 +6,10 @@ import itertools
 import numpy as np
 import pytest
 
-from jaxrlhf.planner.dominance import prune, worth_keeping
 from jaxrlhf.planner.peak_memory import peak_memory
 from jaxrlhf.planner.problem import CallChoices, Choice, Problem
 from jaxrlhf.planner.search import exhaustive
+from jaxrlhf.planner.searching.dominance import prune, worth_keeping
 from jaxrlhf.planner.simulate import steady_state
 from jaxrlhf.sharding.strategy import Strategy
 from tests.planner.made_up_problem import ppo_problem, random_problem

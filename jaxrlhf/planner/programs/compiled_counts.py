@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from jaxrlhf.planner.hlo import Groups
+from jaxrlhf.planner.programs.hlo import Groups
 
 _PER_DEVICE_OF_GROUP = {
     # as many of the operand's bytes as a device sends in a ring of n

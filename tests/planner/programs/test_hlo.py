@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 
-from jaxrlhf.planner.hlo import HloError, Shape, bits_of, device_groups, parse, scopes
+from jaxrlhf.planner.programs.hlo import HloError, Shape, bits_of, device_groups, parse, scopes
 
 MODULE = """HloModule jit_f, is_scheduled=true, entry_computation_layout={(f32[4,8]{1,0})->f32[4]{0}}, num_partitions=4
 
