@@ -9,7 +9,8 @@ A choice is a range of devices, degrees over them, micro-batches and remat. Not 
   as more only from `LESS_MEMORY` on; and where weights have to be brought there, one of another layout has to be
   faster by more than `SLACK`;
 - of what is left on the same devices, all but the `KEPT` fastest and the leanest are left out;
-- in large clusters, devices that are fewer than a `SMALLEST`-th of all: from 257 on, of nodes of 8, parts of a node.
+- in large clusters, devices that are fewer than a `SMALLEST`-th of all: from 257 on, of nodes of 8, parts of a node;
+- with more than `GRID` nodes, whole nodes that do not lie on a grid of as many parts, or are a power of two within one.
 
 The first two lose nothing; nor does the third, unless bringing weights takes more than that tenth. The others may lose
 little. What stands in every plan by name, tensor within nodes and
@@ -19,6 +20,7 @@ pipeline across them on all devices, is always kept.
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
@@ -41,6 +43,7 @@ LESS_MEMORY = 0.9
 KEPT, KEPT_OF_MANY, MANY = 5, 3, 32
 """Choices kept on the same devices, and in clusters of more than `MANY` devices."""
 SMALLEST = 32
+GRID = 16
 MAX_MICRO_BATCHES = 256
 
 
@@ -115,7 +118,7 @@ class _Maker:
         least: tuple[int, range, Strategy] | None = None
         by_kind: dict[tuple[int, Kind, Network, bool], list[Choice]] = {}
         for mesh in self._cluster.meshes:
-            if len(mesh) * SMALLEST < self._cluster.num_devices:
+            if len(mesh) * SMALLEST < self._cluster.num_devices or not _on_grid(mesh, self._cluster):
                 continue
             kind = self._cluster.slowest(mesh.start, mesh.stop)
             network = self._cluster.network(mesh.start, mesh.stop)
@@ -204,6 +207,18 @@ class _Maker:
 
 
 _WEIGHT_PARTS = ("resting", "copy")
+
+
+def _on_grid(devices: range, cluster: Cluster) -> bool:
+    """Whether devices are worth looking at in a cluster of many nodes: there are as many ranges of nodes as pairs of
+    them, and weights can go from each range to each other."""
+    per_node, nodes = cluster.devices_per_node, cluster.num_nodes
+    size, start = len(devices) // per_node, devices.start // per_node
+    if nodes <= GRID or size == 0 or size == nodes:
+        return True
+    grid = 2 ** math.ceil(math.log2(nodes / GRID))
+    part = size if size < grid and size.bit_count() == 1 else grid
+    return size % part == 0 and start % part == 0
 
 
 def strategies(call: ModelCall, num_devices: int, devices_per_node: int) -> Iterator[Strategy]:

@@ -337,7 +337,7 @@ def _slowest_stage(call: ModelCall, strategy: Strategy, one: PassSeconds) -> flo
 
 
 def _times(seconds: CallSeconds, times: float) -> CallSeconds:
-    return CallSeconds(*(x * times for x in dataclasses.astuple(seconds)))
+    return CallSeconds(*(getattr(seconds, field.name) * times for field in dataclasses.fields(CallSeconds)))
 
 
 def _itemsize(call: ModelCall) -> int:

@@ -10,7 +10,7 @@ Reference:
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from jaxrlhf.planner.cost import CallSeconds, CostModel
 from jaxrlhf.planner.fusion import StageCost, opposite, pipes_of, stages_per_node
@@ -44,9 +44,9 @@ class FusedPlan:
 
 
 def best_fused(
-    problem: Problem, workload: Workload, costs: CostModel, plan: Sequence[int], *, beat: float
+    problem: Problem, workload: Workload, costs: CostModel, plans: Iterable[Sequence[int]], *, beat: float
 ) -> FusedPlan | None:
-    """The fastest plan that differs from a given one in its train calls alone, two of which are fused.
+    """The fastest plan that differs from one of some others in its train calls alone, two of which are fused.
 
     Args:
         beat: Seconds of an iteration that it must be faster than.
@@ -55,7 +55,7 @@ def best_fused(
         None: fusing makes nothing faster, or does not fit.
     """
     best: FusedPlan | None = None
-    for i, j in _pairs(problem):
+    for plan, (i, j) in itertools.product(plans, _pairs(problem)):
         calls = workload.call(problem.calls[i].name), workload.call(problem.calls[j].name)
         if calls[0].updates != calls[1].updates:
             continue

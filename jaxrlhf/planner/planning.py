@@ -5,6 +5,7 @@ planned.seconds, planned.gain                  # of an iteration; over the plan 
 plan = planned.plan_for(graph)
 """
 
+import contextlib
 import dataclasses
 import functools
 import time
@@ -209,7 +210,10 @@ def plan_workload(
     heuristic, why_not = _yardstick(problem)
     fuse, notes = tuple(fuse), list(notes)
     may_fuse = strategy in FUSING and not fuse and not any(call.trains for call in workload.calls if call.name in fixed)
-    fused = best_fused(problem, workload, costs, result.plan, beat=result.seconds) if may_fuse else None
+    if may_fuse:
+        say("Looking whether two train calls as one pipeline are faster")
+    plans = _plans_to_fuse(problem, result) if may_fuse else []
+    fused = best_fused(problem, workload, costs, plans, beat=result.seconds)
     if fused is not None:
         problem, fuse, result = fused.problem, fused.fuse, _with_fused(result, fused)
         notes.append(
@@ -231,6 +235,15 @@ def plan_workload(
         fuse=fuse,
         notes=tuple(notes),
     )
+
+
+def _plans_to_fuse(problem: Problem, result: SearchResult) -> list[tuple[int, ...]]:
+    """Plans whose train calls may be faster as one pipeline: the best, those that lost, and that of calls which are all
+    on all devices, where there is most to share."""
+    plans = [result.plan, *(each.plan for each in result.runners_up if not each.lacking)]
+    with contextlib.suppress(PlanError):  # it does not fit, or rows do not divide so
+        plans.append(find_strategy("colocate")(problem).plan)
+    return plans
 
 
 def _with_fused(result: SearchResult, fused: FusedPlan) -> SearchResult:

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import statistics
+from collections.abc import Sequence
 from typing import Any
 
 from jaxrlhf.planner.peak_memory import DeviceMemory
@@ -84,7 +85,7 @@ def summary_lines(planned: Planned) -> list[str]:
         f"{planned.seconds:.4g} s an iteration, {planned.tokens_per_second:,.0f} tokens/s "
         f"({planned.workload.tokens:,} tokens an iteration)",
         f"Devices are busy {statistics.mean(planned.simulation.busy):.0%} of the time",
-        f"What decides: {', '.join(planned.simulation.critical) or 'no call'}",
+        _what_decides(planned.simulation.critical),
     ]
     if planned.strategy in FUSING:
         lines.append(_proof(planned))
@@ -97,6 +98,13 @@ def summary_lines(planned: Planned) -> list[str]:
             "every call on all devices, tensor within nodes, pipeline across them"
         )
     return lines
+
+
+def _what_decides(critical: Sequence[str]) -> str:
+    """The calls of a chain that the iteration takes as long as."""
+    calls = [name for name in critical if ":" not in name]  # the others move weights and data for one of these
+    moved = " and what is brought to them" if len(calls) < len(critical) else ""
+    return f"What decides: {', '.join(dict.fromkeys(calls)) or 'no call'}{moved}"
 
 
 def _proof(planned: Planned) -> str:

@@ -42,7 +42,7 @@ def plan_over_stages():
 
 def test_a_plan_becomes_faster_by_what_fusing_saves():
     problem, plan, seconds = plan_over_stages()
-    found = best_fused(problem, STEP.workload, COSTS, plan, beat=seconds)
+    found = best_fused(problem, STEP.workload, COSTS, [plan], beat=seconds)
     assert found is not None
     assert found.fuse == ("actor.train", "critic.train")
     assert found.simulation.seconds == pytest.approx(seconds - (found.apart - found.seconds), rel=1e-3)
@@ -50,9 +50,9 @@ def test_a_plan_becomes_faster_by_what_fusing_saves():
 
 def test_nothing_is_fused_where_it_does_not_fit_or_gains_nothing():
     problem, plan, seconds = plan_over_stages()
-    assert best_fused(problem, STEP.workload, COSTS, plan, beat=seconds / 100) is None
+    assert best_fused(problem, STEP.workload, COSTS, [plan], beat=seconds / 100) is None
     full = dataclasses.replace(problem, capacity=(1,) * 4)
-    assert best_fused(full, STEP.workload, COSTS, plan, beat=seconds) is None
+    assert best_fused(full, STEP.workload, COSTS, [plan], beat=seconds) is None
     assert TINY.num_layers == 4
 
 
