@@ -16,6 +16,7 @@ from jaxrlhf.planner.choices import make_problem
 from jaxrlhf.planner.cost import CostModel
 from jaxrlhf.planner.fused_choice import FusedPlan, best_fused
 from jaxrlhf.planner.hardware import Cluster
+from jaxrlhf.planner.numba_loops import numba_is_there
 from jaxrlhf.planner.peak_memory import DeviceMemory, memory_at_peak, memory_during, peak_memory
 from jaxrlhf.planner.placing import place
 from jaxrlhf.planner.plan import NoRoomError, Placement, Plan, PlanError, check
@@ -214,6 +215,8 @@ def plan_workload(
         say("Looking whether two train calls as one pipeline are faster")
     plans = _plans_to_fuse(problem, result) if may_fuse else []
     fused = best_fused(problem, workload, costs, plans, beat=result.seconds)
+    if strategy in FUSING and not numba_is_there():
+        notes.append("numba is not installed: few plans were looked at. pip install 'jaxrlhf[planner]'.")
     if fused is not None:
         problem, fuse, result = fused.problem, fused.fuse, _with_fused(result, fused)
         notes.append(

@@ -54,6 +54,17 @@ def test_choices_have_seconds_bytes_and_tables():
         assert any(c.strategy.tensor == 2 and c.strategy.pipeline == 1 for c in call.choices) or TINY.num_kv_heads < 2
 
 
+def test_in_a_cluster_of_many_nodes_devices_lie_on_a_grid():
+    large = problem(ppo(rows=80, mini_batches=1), read_cluster("40x1:a100-80g"))
+    ranges = {(len(choice.devices), choice.first) for call in large.calls for choice in call.choices}
+    assert (40, 0) in ranges
+    pairs = {(size, first) for size, first in ranges if size == 2}
+    assert pairs and all(first % 2 == 0 for _, first in pairs)
+    assert all(size % 4 == first % 4 == 0 for size, first in ranges - pairs)
+    small = problem(ppo(rows=80, mini_batches=1), read_cluster("10x1:a100-80g"))
+    assert {(5, 3), (2, 7)} <= {(len(c.devices), c.first) for call in small.calls for c in call.choices}
+
+
 def test_degrees_divide_what_they_split():
     call = ppo(rows=12, mini_batches=1).workload.call("critic.values")
     found = list(strategies(call, 8, 8))
