@@ -25,7 +25,7 @@ class PlanBy(Protocol):
 
 def heuristic(problem: Problem, *, seed: int = 0, seconds: float | None = None) -> SearchResult:
     """Every call on all devices, all alike: tensor within a node, pipeline across nodes. One that has a single choice,
-    as where a user placed it, keeps that.
+    as where a user placed it, keeps that. Where rows do not divide over all devices, on as many as they do.
 
     Where a model's heads or layers do not divide so, the nearest degrees: the most tensor, then the most pipeline up to
     the number of nodes, data for the rest. Of the choices that are so, the fastest that fit together.
@@ -34,17 +34,14 @@ def heuristic(problem: Problem, *, seed: int = 0, seconds: float | None = None) 
         PlanError: A call has no choice on all devices, or they do not fit together.
     """
     del seed, seconds
-    nodes = max(1, problem.num_devices // problem.devices_per_node)
+    devices = _most_devices(problem, "heuristic")
+    nodes = max(1, len(devices) // problem.devices_per_node)
     options = []
     for call in problem.calls:
-        whole = [i for i, c in enumerate(call.choices) if len(c.devices) == problem.num_devices]
-        if len(call.choices) == 1:  # its placement is given
+        if len(call.choices) == 1:
             options.append([0])
             continue
-        if not whole:
-            raise PlanError(
-                f"heuristic: {call.name} must have a choice on all devices. Got none. Use another strategy."
-            )
+        whole = [i for i, c in enumerate(call.choices) if c.devices == devices]
 
         def usual(i: int, choices: Sequence[Choice] = call.choices) -> tuple[int, int, int]:
             s = choices[i].strategy
@@ -56,13 +53,15 @@ def heuristic(problem: Problem, *, seed: int = 0, seconds: float | None = None) 
 
 
 def colocate(problem: Problem, *, seed: int = 0, seconds: float | None = None) -> SearchResult:
-    """Every call on all devices, each with the fastest choice that fits beside the others.
+    """Every call on all devices, or as many as rows divide over, each with the fastest choice that fits beside the
+    others.
 
     Raises:
         PlanError: As `heuristic`.
     """
     del seed, seconds
-    options = options_on(problem, dict.fromkeys(_sets(problem), range(problem.num_devices)))
+    options = options_on(problem, dict.fromkeys(_sets(problem), _most_devices(problem, "colocate")))
+    options = [[0] if len(call.choices) == 1 else some for call, some in zip(problem.calls, options, strict=True)]
     return result_of(problem, fastest_that_fits(problem, options, "colocate"))
 
 
@@ -118,6 +117,21 @@ def find_strategy(name: str) -> PlanBy:
             f"strategy: must be one of {', '.join(STRATEGIES)}. Got {name!r}.{did_you_mean(name, STRATEGIES)}"
         )
     return STRATEGIES[name]
+
+
+def _most_devices(problem: Problem, strategy: str) -> range:
+    """The most devices on which every call has a choice, but those that have a single one.
+
+    Raises:
+        PlanError: There are none.
+    """
+    open_calls = [call for call in problem.calls if len(call.choices) > 1]
+    common = set.intersection(*({c.devices for c in call.choices} for call in open_calls)) if open_calls else set()
+    if open_calls and not common:
+        raise PlanError(
+            f"{strategy}: all calls must have a choice on the same devices. Got none. Use another strategy."
+        )
+    return max(common, key=lambda devices: (len(devices), -devices.start), default=range(problem.num_devices))
 
 
 def _sets(problem: Problem) -> list[str]:

@@ -95,7 +95,7 @@ def summary_lines(planned: Planned) -> list[str]:
         assert planned.heuristic is not None
         lines.append(
             f"{planned.gain:.2f} x as fast as the {YARDSTICK} plan, which takes {planned.heuristic.seconds:.4g} s: "
-            "every call on all devices, tensor within nodes, pipeline across them"
+            "every call on the same devices, tensor within nodes, pipeline across them"
         )
     return lines
 

@@ -11,11 +11,12 @@ from jaxrlhf.planner.cost import CostModel
 from jaxrlhf.planner.mapping import colocations, hybridflow
 from jaxrlhf.planner.peak_memory import peak_memory
 from jaxrlhf.planner.placed import fastest_that_fits
-from jaxrlhf.planner.plan import PlanError
+from jaxrlhf.planner.plan import Placement, PlanError
 from jaxrlhf.planner.presets import STRATEGIES, colocate, find_strategy, heuristic, split, standalone
 from jaxrlhf.planner.problem import Problem
 from jaxrlhf.planner.search import SearchResult
 from jaxrlhf.planner.simulate import steady_state
+from jaxrlhf.sharding.strategy import Strategy
 from tests.planner.described_step import TINY, ppo
 
 MODEL = dataclasses.replace(TINY, hidden_size=512, intermediate_size=1536, num_heads=8, num_kv_heads=4, vocab_size=2048)
@@ -77,6 +78,16 @@ def test_leaner_choices_are_taken_where_the_fastest_do_not_fit():
     assert max(peak_memory(tight, leaner)) <= room
     with pytest.raises(PlanError, match=r"test: must fit into the 1,000 bytes .* too much"):
         fastest_that_fits(dataclasses.replace(PROBLEM, capacity=(1000,) * 8), everything, "test")
+
+
+def test_where_rows_do_not_divide_over_all_nodes_plans_are_on_as_many_as_they_do():
+    cluster = read_cluster("3x2:a100-80g")
+    given = Placement((0, 1), Strategy(tensor=2))
+    step = ppo(rows=32, mini_batches=2)
+    problem = make_problem(step.workload, cluster, CostModel(cluster), fixed={"reference.logprobs": given})
+    for plan_by in (heuristic, colocate):
+        for name, choice in placed(plan_by(problem), problem).items():
+            assert choice.devices == (range(2) if name == "reference.logprobs" else range(4)), name
 
 
 def test_an_unknown_strategy_is_refused():
