@@ -4,9 +4,15 @@ What every device lacks is exact: its part of the weights in the one layout, les
 of it comes from its own node is what the devices of its node have together. `reshard.traffic` counts the same from the
 moves themselves, for one pair.
 
-Letters: S source layouts, T target layouts, N devices, M devices of a node.
+What the devices of a node receive depends on what the node has in the one layout and is to have in the other. Nodes
+have the same in many layouts, and in many places of one: what two nodes have is compared once, however many pairs of
+layouts have them in the same place.
+
+Letters: S source layouts, T target layouts, M devices of a node, G different parts that a node has, U different nodes
+of a source layout, V different nodes of all target layouts, E nodes of one target layout after another.
 """
 
+import collections
 import dataclasses
 from collections.abc import Sequence
 
@@ -16,124 +22,150 @@ from jaxrlhf.planner.hardware import Cluster
 from jaxrlhf.planner.problem import Choice
 from jaxrlhf.sharding.stages import layers_of_stages
 
+TINY = 1e-6
+"""A fraction of a model that counts as nothing."""
+
 
 @dataclasses.dataclass(frozen=True)
-class Parts:
-    """The part of a model's layers that every device has in some layouts, as intervals in [0, 1)."""
+class Shape:
+    """What decides where weights lie, but for the node that it begins with."""
 
-    has: np.ndarray
-    """[layouts, N] whether it has any."""
-    low: np.ndarray
-    """[3, layouts, N] where its part begins: among layers, along `fsdp`, along `tensor`."""
-    high: np.ndarray
-    first: np.ndarray
-    """[layouts] the first device."""
-    givers: tuple[tuple[int, ...], ...]
-    """For each layout the devices of a node, counted from the first one in it, that have all that the node has."""
+    skipped: int
+    """Devices of that node before the first one."""
+    num_devices: int
+    pipeline: int
+    data: int
+    fsdp: int
+    tensor: int
 
 
-def parts_of(choices: Sequence[Choice], num_devices: int, devices_per_node: int, num_layers: int) -> Parts:
-    """Where the layers of a model lie under some choices. Pipelines with chunks count as without: the layers of a stage
-    are as many, elsewhere."""
-    count = len(choices)
-    has = np.zeros((count, num_devices), bool)
-    low, high = np.zeros((2, 3, count, num_devices), np.float32)
-    first = np.array([choice.first for choice in choices])
-    givers = tuple(_givers(choice, devices_per_node) for choice in choices)
-    for i, choice in enumerate(choices):
-        s, n = choice.strategy, len(choice.devices)
-        at = np.arange(n)
-        tensor, fsdp = at % s.tensor, at // s.tensor % s.fsdp
-        stage = at // (s.tensor * s.fsdp * s.data)
-        layers = layers_of_stages(num_layers, s.pipeline)
-        ends = np.array([[r.start, r.stop] for r in layers]) / num_layers
-        where = slice(choice.first, choice.end)
-        has[i, where] = True
-        low[:, i, where] = ends[stage, 0], fsdp / s.fsdp, tensor / s.tensor
-        high[:, i, where] = ends[stage, 1], (fsdp + 1) / s.fsdp, (tensor + 1) / s.tensor
-    return Parts(has, low, high, first, givers)
+def shape_of(choice: Choice, devices_per_node: int) -> Shape:
+    s = choice.strategy
+    return Shape(choice.first % devices_per_node, len(choice.devices), s.pipeline, s.data, s.fsdp, s.tensor)
 
 
-def _givers(choice: Choice, devices_per_node: int) -> tuple[int, ...]:
-    """One device for every different part of the weights that a node has."""
-    s, local = choice.strategy, min(len(choice.devices), devices_per_node)
-    copy, stage = s.fsdp * s.tensor, s.data * s.fsdp * s.tensor
-    if stage <= local:
-        return tuple(m for m in range(local) if m // copy % s.data == 0)
-    return tuple(range(min(copy, local)))
+def node_parts(shape: Shape, devices_per_node: int, num_layers: int) -> np.ndarray:
+    """The part of a model's layers that every device has, in every node that has any.
+
+    Pipelines with chunks count as without: the layers of a stage are as many, elsewhere.
+
+    Returns:
+        [nodes, 2, 3, M] where parts begin and end, in [0, 1]: among layers, along `fsdp`, along `tensor`. Devices that
+        have nothing begin and end at 0.
+    """
+    at, first, end = np.arange(shape.num_devices), shape.skipped, shape.skipped + shape.num_devices
+    tensor, fsdp = at % shape.tensor, at // shape.tensor % shape.fsdp
+    stage = at // (shape.tensor * shape.fsdp * shape.data)
+    layers = np.array([[r.start, r.stop] for r in layers_of_stages(num_layers, shape.pipeline)])[stage] / num_layers
+    nodes = -(-end // devices_per_node)
+    parts = np.zeros((2, 3, nodes * devices_per_node))
+    parts[0, :, first:end] = layers[:, 0], fsdp / shape.fsdp, tensor / shape.tensor
+    parts[1, :, first:end] = layers[:, 1], (fsdp + 1) / shape.fsdp, (tensor + 1) / shape.tensor
+    return np.moveaxis(parts.reshape(2, 3, nodes, devices_per_node), 2, 0)
+
+
+def received(parts: np.ndarray, wanted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Fractions of the model [V, M] that each device gets from its own node, and from others.
+
+    Args:
+        parts: [2, 3, M] what the devices of a node have, as `node_parts` says.
+        wanted: [2, 3, V, M] what they are to have, in several ways.
+    """
+    different, number = _different(np.moveaxis(parts, 2, 0))
+    low, high = np.moveaxis(different, 0, 2)[..., None, None]
+    shared_GVM = _product(np.maximum(np.minimum(wanted[1][:, None], high) - np.maximum(wanted[0][:, None], low), 0.0))
+    own_VM = shared_GVM[number, :, np.arange(len(number))].T
+    in_node_VM = shared_GVM.sum(axis=0)  # parts that differ have nothing in common
+    far_VM = _product(wanted[1] - wanted[0]) - in_node_VM
+    near_VM = in_node_VM - own_VM
+    return np.where(near_VM > TINY, near_VM, 0.0), np.where(far_VM > TINY, far_VM, 0.0)
 
 
 def reallocation_seconds(
     sources: Sequence[Choice], targets: Sequence[Choice], *, size: float, num_layers: int, cluster: Cluster
 ) -> np.ndarray:
-    """Seconds [S, T] of bringing weights of `size` bytes from each source's layout to each target's.
+    """Seconds [sources, targets] of bringing weights of `size` bytes from each source's layout to each target's.
 
     Every link is as slow as that of the slowest device of the cluster; a device sends and receives at the same time.
     """
-    nodes, per_node = cluster.num_nodes, cluster.devices_per_node
-    layouts = {_layout(c): c for c in (*sources, *targets)}
-    numbers = {layout: i for i, layout in enumerate(layouts)}
-    parts = parts_of(list(layouts.values()), cluster.num_devices, per_node, num_layers)
+    per_node = cluster.devices_per_node
     kind = cluster.slowest(0, cluster.num_devices)
     costs, network = kind.coefficients, cluster.network(0, cluster.num_devices)
     near_rate = kind.link.bandwidth * costs.link_efficiency
     device_rate = network.shared_by(1) * costs.network_efficiency
     node_rate = network.bandwidth * costs.network_efficiency
-    unique_S, unique_T = (sorted({numbers[_layout(c)] for c in group}) for group in (sources, targets))
-    seconds = np.zeros((len(layouts), len(layouts)))
-    high_T, low_T, has_T = parts.high[:, unique_T], parts.low[:, unique_T], parts.has[unique_T]
-    whole_TN = _product(high_T - low_T) * has_T
-    for s in unique_S:
-        near_TN, far_TN = _received(parts, s, low_T, high_T, has_T, whole_TN, nodes, per_node)
-        near_TN, far_TN = near_TN * size, far_TN * size
-        far_of_node = far_TN.reshape(len(unique_T), nodes, per_node).sum(axis=-1)
-        sending_nodes = max(1, int(parts.has[s].reshape(nodes, per_node).any(axis=1).sum()))
-        received = np.maximum(far_TN.max(axis=1) / device_rate, far_of_node.max(axis=1) / node_rate)
-        sent = far_of_node.sum(axis=1) / sending_nodes / node_rate
-        moved = near_TN.max(axis=1) / near_rate + np.maximum(received, sent)
-        latency = np.where(far_TN.any(axis=1), costs.network_collective_seconds, costs.collective_seconds)
-        seconds[s, unique_T] = np.where(moved > 0, moved + latency, 0.0)
-    rows = [numbers[_layout(c)] for c in sources]
-    columns = [numbers[_layout(c)] for c in targets]
-    return seconds[np.ix_(rows, columns)]
+
+    places = [[(shape_of(c, per_node), c.first // per_node) for c in group] for group in (sources, targets)]
+    rows, columns = ({place: i for i, place in enumerate(dict.fromkeys(group))} for group in places)
+    parts_V, node_E, at_E, begins_T = _nodes_of(list(columns), per_node, num_layers)
+    seconds = np.zeros((len(rows), len(columns)))
+    starts = collections.defaultdict(list)
+    for shape, start in rows:
+        starts[shape].append(start)
+    for shape in starts:
+        parts_U, number = _different(node_parts(shape, per_node, num_layers))
+        pairs = [_number_at(at_E - start, number, none=len(parts_U)) * len(parts_V) + node_E for start in starts[shape]]
+        near, far, far_of_node = _tables(parts_U, parts_V, pairs)
+        for start, pair_E in zip(starts[shape], pairs, strict=True):
+            near_T, far_T, most_T = (np.maximum.reduceat(table[pair_E], begins_T) for table in (near, far, far_of_node))
+            sum_T = np.add.reduceat(far_of_node[pair_E], begins_T)
+            arriving = np.maximum(far_T / device_rate, most_T / node_rate)
+            leaving = sum_T / len(number) / node_rate  # every node of the source sends as much
+            moved = size * (near_T / near_rate + np.maximum(arriving, leaving))
+            latency = np.where(far_T > 0, costs.network_collective_seconds, costs.collective_seconds)
+            seconds[rows[shape, start]] = np.where(moved > 0, moved + latency, 0.0)
+    return seconds[np.ix_([rows[place] for place in places[0]], [columns[place] for place in places[1]])]
 
 
-def _received(
-    parts: Parts,
-    s: int,
-    low_T: np.ndarray,
-    high_T: np.ndarray,
-    has_T: np.ndarray,
-    whole_TN: np.ndarray,
-    nodes: int,
-    per_node: int,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Fractions of the model [T, N] that each device gets from its own node, and from others."""
-    T, N = has_T.shape
+def _nodes_of(
+    layouts: Sequence[tuple[Shape, int]], devices_per_node: int, num_layers: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """The nodes of layouts that begin with given nodes.
 
-    def shared(low: np.ndarray, high: np.ndarray) -> np.ndarray:
-        """What a target's part has in common with a source's."""
-        return _product(np.maximum(np.minimum(high_T, high[:, None]) - np.maximum(low_T, low[:, None]), 0.0))
+    Returns:
+        What is different in them, [V, 2, 3, M]; which of it each node has, [E]; which node of the cluster it is, [E];
+        where in E each layout begins, [T].
+    """
+    parts = {shape: node_parts(shape, devices_per_node, num_layers) for shape in dict.fromkeys(s for s, _ in layouts)}
+    parts_V, number = _different(np.concatenate(list(parts.values())))
+    pieces = np.split(number, np.cumsum([len(p) for p in parts.values()])[:-1])
+    numbers = dict(zip(parts, pieces, strict=True))
+    node_E = np.concatenate([numbers[shape] for shape, _ in layouts])
+    at_E = np.concatenate([start + np.arange(len(numbers[shape])) for shape, start in layouts])
+    begins_T = np.cumsum([0] + [len(numbers[shape]) for shape, _ in layouts[:-1]])
+    return parts_V, node_E, at_E, begins_T
 
-    own_TN = shared(parts.low[:, s], parts.high[:, s]) * (has_T & parts.has[s])
-    in_node_TN = np.zeros((T, N))
-    for m in parts.givers[s]:  # what each of them has, in turn
-        giver = np.arange(N) // per_node * per_node + parts.first[s] % per_node + m
-        gives = parts.has[s][giver]
-        in_node_TN += shared(parts.low[:, s, giver], parts.high[:, s, giver]) * (has_T & gives)
-    in_node_TN = np.minimum(in_node_TN, whole_TN)
-    far_TN = np.clip(whole_TN - np.maximum(in_node_TN, own_TN), 0.0, None)
-    near_TN = np.clip(whole_TN - own_TN - far_TN, 0.0, None)
-    tiny = 1e-6
-    return np.where(near_TN > tiny, near_TN, 0.0), np.where(far_TN > tiny, far_TN, 0.0)
+
+def _number_at(position: np.ndarray, number: np.ndarray, *, none: int) -> np.ndarray:
+    """`number` at positions of it, `none` at others."""
+    return np.where((position >= 0) & (position < len(number)), number.take(position, mode="clip"), none)
+
+
+def _tables(parts_U: np.ndarray, parts_V: np.ndarray, pairs: Sequence[np.ndarray]) -> np.ndarray:
+    """[3, (U + 1) * V] the most that a device gets from its own node, the most that one gets from others, and what all
+    devices of the node get from others. The last V are of a node that has nothing. Only the given pairs are looked at.
+    """
+    U, V, M = len(parts_U), len(parts_V), parts_U.shape[-1]
+    parts_U = np.concatenate([parts_U, np.zeros((1, 2, 3, M))])
+    is_given = np.zeros((U + 1) * V, bool)
+    for pair in pairs:
+        is_given[pair] = True
+    wanted = np.ascontiguousarray(np.moveaxis(parts_V, 0, 2))
+    tables = np.zeros((3, U + 1, V))
+    for u, given in enumerate(is_given.reshape(U + 1, V)):
+        v = np.flatnonzero(given)
+        near_VM, far_VM = received(parts_U[u], wanted[:, :, v])
+        tables[:, u, v] = near_VM.max(axis=1), far_VM.max(axis=1), far_VM.sum(axis=1)
+    return tables.reshape(3, -1)
+
+
+def _different(arrays: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Along the first axis, what is different, and for each which of that it is."""
+    numbers: dict[bytes, int] = {}
+    number = np.array([numbers.setdefault(array.tobytes(), len(numbers)) for array in arrays])
+    return arrays[np.unique(number, return_index=True)[1]], number
 
 
 def _product(intervals: np.ndarray) -> np.ndarray:
     """Along the first axis, of three."""
     return intervals[0] * intervals[1] * intervals[2]
-
-
-def _layout(choice: Choice) -> tuple[int, ...]:
-    """What decides where weights lie."""
-    s = choice.strategy
-    return choice.first, choice.end, s.pipeline, s.data, s.fsdp, s.tensor
