@@ -13,8 +13,8 @@ A choice is a range of devices, degrees over them, micro-batches and remat. Not 
 - with more than `GRID` nodes, whole nodes that do not lie on a grid of as many parts, or are a power of two within one.
 
 The first two lose nothing; nor does the third, unless bringing weights takes more than that tenth. The others may lose
-little. What stands in every plan by name, tensor within nodes and
-pipeline across them on all devices, is always kept.
+little. Plans that place each set of weights by itself are made without the third (`among="any"`), and the plan that is
+usually written by hand has choices of its own (`among="usual"`).
 """
 
 import dataclasses
@@ -22,6 +22,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Literal
 
 import numpy as np
 
@@ -45,6 +46,10 @@ KEPT, KEPT_OF_MANY, MANY = 5, 3, 32
 SMALLEST = 32
 GRID = 16
 MAX_MICRO_BATCHES = 256
+Among = Literal["fast", "any", "usual"]
+"""What a problem has choices of: `fast`, those that could be part of the fastest plan; `any`, those too that could not;
+`usual`, those of the plan that is usually written by hand, tensor within nodes and pipeline across them, with all
+micro-batches and remat."""
 
 
 def make_problem(
@@ -55,6 +60,7 @@ def make_problem(
     fixed: Mapping[str, Placement] | None = None,
     offload: Iterable[str] = (),
     may_offload: bool = True,
+    among: Among = "fast",
     say: Callable[[str], None] = lambda line: None,
 ) -> Problem:
     """Everything that a search for the plan of a workload needs.
@@ -63,6 +69,7 @@ def make_problem(
         fixed: Call -> the placement that it has to keep.
         offload: Roles that must rest in host memory.
         may_offload: Whether other roles that never change may.
+        among: See `Among`.
         say: Told how far it is, in lines.
 
     Raises:
@@ -71,15 +78,19 @@ def make_problem(
     """
     fixed, offload = fixed or {}, frozenset(offload)
     maker = _Maker(workload, cluster, costs, offload, may_offload)
+    usual = maker.usual_degrees(c for c in workload.calls if c.name not in fixed) if among == "usual" else {}
     every = []
     for number, call in enumerate(workload.calls, start=1):
         say(f"Counting what {call.name} costs on {cluster}, {number} of {len(workload.calls)}")
-        every.append([maker.fixed(call, fixed[call.name])] if call.name in fixed else maker.choices(call))
-    bound = _known_plan_seconds(workload, cluster, every)
+        if call.name in fixed:
+            every.append([maker.fixed(call, fixed[call.name])])
+        else:
+            every.append(maker.usual(call, *usual[call.name]) if among == "usual" else maker.choices(call))
+    bound = _known_plan_seconds(workload, cluster, every) if among == "fast" else math.inf
     capacity = tuple(cluster.capacity(device) for device in range(cluster.num_devices))
     calls = []
     for call, choices in zip(workload.calls, every, strict=True):
-        kept = [c for c in choices if c.seconds <= bound or _is_usual_of(c, cluster)] or choices
+        kept = [c for c in choices if c.seconds <= bound] or choices
         calls.append(
             CallChoices(
                 call.name, call.kind, call.role, call.weights, call.trains, call.needs, tuple(dict.fromkeys(kept))
@@ -134,7 +145,6 @@ class _Maker:
                 by_kind[key] = _worth_keeping(
                     kept,
                     is_trained=call.weights in self._workload.trained,
-                    node_size=self._cluster.devices_per_node,
                     most=KEPT if self._cluster.num_devices <= MANY else KEPT_OF_MANY,
                 )
             for choice in by_kind[key]:
@@ -142,6 +152,44 @@ class _Maker:
         if not found:
             raise self._nothing_fits(call, least)
         return found
+
+    def usual_degrees(self, calls: Iterable[ModelCall]) -> dict[str, tuple[range, Strategy]]:
+        """Call -> devices, the same for all, and degrees: tensor within a node, pipeline across nodes; where heads or
+        layers do not divide so, the most tensor, then the most pipeline up to the number of nodes, data for the rest.
+
+        All devices, or as many nodes, or such a part of one, as the rows of all calls divide over.
+
+        Raises:
+            PlanError: They divide over none.
+        """
+        calls, per_node = list(calls), self._cluster.devices_per_node
+        for mesh in sorted((m for m in self._cluster.meshes if m.start == 0), key=len, reverse=True):
+            nodes = max(1, len(mesh) // per_node)
+            found = {}
+            for call in calls:
+                ways = [s for s in strategies(call, len(mesh), per_node) if s.pipeline <= nodes and s.fsdp == 1]
+                if ways:
+                    found[call.name] = mesh, max(ways, key=lambda s: (s.tensor, s.pipeline))
+            if len(found) == len(calls):
+                return found
+        raise PlanError("heuristic: all calls must have degrees over the same devices. Got none. Use another strategy.")
+
+    def usual(self, call: ModelCall, mesh: range, degrees: Strategy) -> list[Choice]:
+        """All choices of given degrees that fit, but those that another beats in seconds and memory.
+
+        Raises:
+            NoRoomError: There is none.
+        """
+        kind, kept = self._cluster.slowest(mesh.start, mesh.stop), []
+        same = [c for c in self._on(call, mesh) if _degrees(c.strategy) == _degrees(degrees)]
+        leanest = min(same, key=lambda c: sum(_bytes(c)))
+        if sum(_bytes(leanest)) > kind.capacity:
+            raise self._nothing_fits(call, (sum(_bytes(leanest)) - kind.capacity, mesh, leanest.strategy))
+        for choice in sorted(same, key=lambda c: (_seconds(c), sum(_bytes(c)))):
+            beaten = any(all(a <= b for a, b in zip(_bytes(c), _bytes(choice), strict=True)) for c in kept)
+            if sum(_bytes(choice)) <= kind.capacity and not beaten:
+                kept.append(choice)
+        return kept
 
     def fixed(self, call: ModelCall, placement: Placement) -> Choice:
         """The choice of a placement that is given."""
@@ -261,37 +309,28 @@ def _divisors(number: int) -> tuple[int, ...]:
     return tuple(n for n in range(1, number + 1) if number % n == 0)
 
 
-def _worth_keeping(choices: Sequence[Choice], *, is_trained: bool, node_size: int, most: int) -> list[Choice]:
+def _worth_keeping(choices: Sequence[Choice], *, is_trained: bool, most: int) -> list[Choice]:
     """The choices on the same devices that are worth a look, as the module says."""
     kept: list[Choice] = []
     for choice in sorted(choices, key=lambda c: (_seconds(c), sum(_bytes(c)))):
         if not any(_beats(other, choice, is_trained=is_trained) for other in kept):
             kept.append(choice)
-    usual = min((c for c in choices if _is_usual(c, node_size)), key=_seconds, default=None)
     if len(kept) > most:
         leanest = {min(kept, key=lambda c, i=i: (_bytes(c)[i], _seconds(c))) for i in range(3)}
         leanest |= {min(kept, key=lambda c: (sum(_bytes(c)), _seconds(c)))}
         kept = kept[:most] + [c for c in kept[most:] if c in leanest]
-    return kept if usual is None or usual in kept else [*kept, usual]
-
-
-def _is_usual(choice: Choice, node_size: int) -> bool:
-    """Tensor within a node, pipeline across nodes."""
-    nodes = len(choice.devices) // node_size
-    return choice.strategy.tensor == node_size and choice.strategy.pipeline == nodes
-
-
-def _is_usual_of(choice: Choice, cluster: Cluster) -> bool:
-    """The same, on all devices of a cluster."""
-    return len(choice.devices) == cluster.num_devices and _is_usual(choice, cluster.devices_per_node)
+    return kept
 
 
 def _beats(one: Choice, other: Choice, *, is_trained: bool) -> bool:
     s, t = one.strategy, other.strategy
-    same = (s.pipeline, s.data, s.fsdp, s.tensor) == (t.pipeline, t.data, t.fsdp, t.tensor)
-    slack = SLACK if is_trained and not same else 1.0
+    slack = SLACK if is_trained and _degrees(s) != _degrees(t) else 1.0
     faster = _seconds(one) * slack <= _seconds(other)
     return faster and all(a * LESS_MEMORY <= b for a, b in zip(_bytes(one), _bytes(other), strict=True))
+
+
+def _degrees(strategy: Strategy) -> tuple[int, ...]:
+    return strategy.pipeline, strategy.data, strategy.fsdp, strategy.tensor
 
 
 def _seconds(choice: Choice) -> float:

@@ -21,7 +21,7 @@ from jaxrlhf.planner.peak_memory import DeviceMemory, memory_at_peak, memory_dur
 from jaxrlhf.planner.placing import place
 from jaxrlhf.planner.plan import NoRoomError, Placement, Plan, PlanError, check
 from jaxrlhf.planner.plan_file import CallForecast, SavedPlan, described_work, devices_of
-from jaxrlhf.planner.presets import find_strategy
+from jaxrlhf.planner.presets import AMONG, find_strategy
 from jaxrlhf.planner.problem import Choice, Problem
 from jaxrlhf.planner.search import warm_up
 from jaxrlhf.planner.searching.arena import RunnerUp, SearchResult
@@ -200,7 +200,7 @@ def plan_workload(
         tuple(offload),
     )
     try:
-        problem = make_problem(workload, cluster, costs, fixed=fixed, offload=offload, say=say)
+        problem = _problem(strategy, workload, cluster, costs, fixed, offload, say)
         say("Compiling the loops of the search, if they are not on disk")
         warm_up()
         say(f"Looking for a plan by {strategy}, of {problem.size:.2g}")
@@ -208,7 +208,9 @@ def plan_workload(
     except NoRoomError as error:
         fitting = what_would_fit(workload, cluster, fixed=fixed, offload=offload, say=say)
         raise NoRoomError(f"{error} {fitting}".rstrip()) from error
-    heuristic, why_not = _yardstick(problem)
+    heuristic, why_not = result.simulation, ""
+    if strategy != YARDSTICK:
+        heuristic, why_not = _yardstick(workload, cluster, costs, fixed, offload)
     fuse, notes = tuple(fuse), list(notes)
     may_fuse = strategy in FUSING and not fuse and not any(call.trains for call in workload.calls if call.name in fixed)
     if may_fuse:
@@ -284,10 +286,27 @@ def _same_place(one: Choice, other: Choice) -> bool:
     return (one.devices, one.strategy) == (other.devices, other.strategy)
 
 
-def _yardstick(problem: Problem) -> tuple[Simulation | None, str]:
-    """The heuristic plan's simulation, or why it is none."""
+def _problem(
+    strategy: str,
+    workload: Workload,
+    cluster: Cluster,
+    costs: CostModel,
+    fixed: Mapping[str, Placement],
+    offload: Iterable[str],
+    say: Callable[[str], None] = lambda line: None,
+) -> Problem:
+    """What a strategy chooses from."""
+    among = AMONG.get(strategy, "fast")
+    return make_problem(workload, cluster, costs, fixed=fixed, offload=offload, among=among, say=say)
+
+
+def _yardstick(
+    workload: Workload, cluster: Cluster, costs: CostModel, fixed: Mapping[str, Placement], offload: Iterable[str]
+) -> tuple[Simulation | None, str]:
+    """The heuristic plan's simulation, or why there is none."""
     try:
-        found = find_strategy(YARDSTICK)(problem)
+        problem = _problem(YARDSTICK, workload, cluster, costs, fixed, offload)
+        found = without_needless_offload(problem, find_strategy(YARDSTICK)(problem))
     except PlanError as error:
         return None, str(error)
     return found.simulation, ""

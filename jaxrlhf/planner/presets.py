@@ -8,6 +8,7 @@ modules of their own.
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from jaxrlhf.planner.choices import Among
 from jaxrlhf.planner.mapping import best_mapping, hybridflow
 from jaxrlhf.planner.placed import fastest_that_fits, options_on, result_of
 from jaxrlhf.planner.plan import PlanError
@@ -24,32 +25,14 @@ class PlanBy(Protocol):
 
 
 def heuristic(problem: Problem, *, seed: int = 0, seconds: float | None = None) -> SearchResult:
-    """Every call on all devices, all alike: tensor within a node, pipeline across nodes. One that has a single choice,
-    as where a user placed it, keeps that. Where rows do not divide over all devices, on as many as they do.
-
-    Where a model's heads or layers do not divide so, the nearest degrees: the most tensor, then the most pipeline up to
-    the number of nodes, data for the rest. Of the choices that are so, the fastest that fit together.
+    """Every call on all devices, all alike: tensor within a node, pipeline across nodes; the fastest micro-batches and
+    remat that fit together. The problem has no other choices (`choices.Among`, `usual`).
 
     Raises:
-        PlanError: A call has no choice on all devices, or they do not fit together.
+        PlanError: They do not fit together.
     """
     del seed, seconds
-    devices = _most_devices(problem, "heuristic")
-    nodes = max(1, len(devices) // problem.devices_per_node)
-    options = []
-    for call in problem.calls:
-        if len(call.choices) == 1:
-            options.append([0])
-            continue
-        whole = [i for i, c in enumerate(call.choices) if c.devices == devices]
-
-        def usual(i: int, choices: Sequence[Choice] = call.choices) -> tuple[int, int, int]:
-            s = choices[i].strategy
-            return s.tensor, s.pipeline if s.pipeline <= nodes else -s.pipeline, -s.fsdp
-
-        best = max(usual(i)[:2] for i in whole)
-        options.append([i for i in whole if usual(i)[:2] == best])
-    return result_of(problem, fastest_that_fits(problem, options, "heuristic"))
+    return result_of(problem, fastest_that_fits(problem, [range(len(c.choices)) for c in problem.calls], "heuristic"))
 
 
 def colocate(problem: Problem, *, seed: int = 0, seconds: float | None = None) -> SearchResult:
@@ -57,7 +40,7 @@ def colocate(problem: Problem, *, seed: int = 0, seconds: float | None = None) -
     others.
 
     Raises:
-        PlanError: As `heuristic`.
+        PlanError: Calls have no choice on the same devices, or they do not fit together.
     """
     del seed, seconds
     options = options_on(problem, dict.fromkeys(_sets(problem), _most_devices(problem, "colocate")))
@@ -104,6 +87,10 @@ STRATEGIES: Mapping[str, PlanBy] = {
     "standalone": standalone,
     "split": split,
 }
+
+
+AMONG: Mapping[str, Among] = {"heuristic": "usual", "standalone": "any", "split": "any"}
+"""Strategy -> the choices that its problem has. Of the others: those of `fast` plans."""
 
 
 def find_strategy(name: str) -> PlanBy:

@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 
+from jaxrlhf.models.config import PRESETS, ModelConfig
 from jaxrlhf.planner.choices import make_problem, strategies
 from jaxrlhf.planner.cluster_text import read_cluster
 from jaxrlhf.planner.cost import CostModel
@@ -12,6 +13,7 @@ from jaxrlhf.planner.mapping import colocations, hybridflow
 from jaxrlhf.planner.peak_memory import peak_memory
 from jaxrlhf.planner.placed import fastest_that_fits
 from jaxrlhf.planner.plan import Placement, PlanError
+from jaxrlhf.planner.planning import plan_workload
 from jaxrlhf.planner.presets import STRATEGIES, colocate, find_strategy, heuristic, split, standalone
 from jaxrlhf.planner.problem import Problem
 from jaxrlhf.planner.search import SearchResult
@@ -23,6 +25,7 @@ MODEL = dataclasses.replace(TINY, hidden_size=512, intermediate_size=1536, num_h
 CLUSTER = read_cluster("2x4:a100-80g")
 STEP = ppo(MODEL, rows=64, prompt=32, response=32)
 PROBLEM = make_problem(STEP.workload, CLUSTER, CostModel(CLUSTER))
+USUAL = make_problem(STEP.workload, CLUSTER, CostModel(CLUSTER), among="usual")
 
 
 def placed(result: SearchResult, problem: Problem = PROBLEM):
@@ -31,14 +34,15 @@ def placed(result: SearchResult, problem: Problem = PROBLEM):
 
 @pytest.mark.parametrize("name", ["heuristic", "colocate", "standalone", "split", "hybridflow"])
 def test_every_strategy_gives_a_plan_that_fits(name):
-    result = find_strategy(name)(PROBLEM)
-    assert result.memory == peak_memory(PROBLEM, result.plan)
-    assert all(taken <= room for taken, room in zip(result.memory, PROBLEM.capacity, strict=True))
-    assert result.seconds == steady_state(PROBLEM, result.plan).seconds
+    problem = USUAL if name == "heuristic" else PROBLEM
+    result = find_strategy(name)(problem)
+    assert result.memory == peak_memory(problem, result.plan)
+    assert all(taken <= room for taken, room in zip(result.memory, problem.capacity, strict=True))
+    assert result.seconds == steady_state(problem, result.plan).seconds
 
 
 def test_the_usual_plan_has_tensor_within_nodes_and_pipeline_across():
-    for choice in placed(heuristic(PROBLEM)).values():
+    for choice in placed(heuristic(USUAL), USUAL).values():
         assert (choice.devices, choice.strategy.tensor, choice.strategy.pipeline) == (range(8), 4, 2)
 
 
@@ -84,10 +88,27 @@ def test_where_rows_do_not_divide_over_all_nodes_plans_are_on_as_many_as_they_do
     cluster = read_cluster("3x2:a100-80g")
     given = Placement((0, 1), Strategy(tensor=2))
     step = ppo(rows=32, mini_batches=2)
-    problem = make_problem(step.workload, cluster, CostModel(cluster), fixed={"reference.logprobs": given})
-    for plan_by in (heuristic, colocate):
-        for name, choice in placed(plan_by(problem), problem).items():
-            assert choice.devices == (range(2) if name == "reference.logprobs" else range(4)), name
+    fixed = {"reference.logprobs": given}
+    for name in ("heuristic", "colocate"):
+        plan = plan_workload(step.workload, cluster, strategy=name, fixed=fixed)
+        for call, choice in plan.choices.items():
+            assert choice.devices == (range(2) if call == "reference.logprobs" else range(4)), call
+
+
+@pytest.mark.parametrize("cluster", ["1x8:a100-80g", "1x8:a100-40g"])
+def test_the_usual_plan_is_as_lean_as_it_has_to_be(cluster):
+    """7 billion parameters for four models, on one node: with many micro-batches and remat."""
+    work = ppo(ModelConfig(**PRESETS["7b"]), rows=512, prompt=1024, response=1024, mini_batches=8).workload
+    plan = plan_workload(work, read_cluster(cluster), strategy="heuristic")
+    assert {(c.strategy.tensor, c.strategy.num_devices) for c in plan.choices.values()} == {(8, 8)}
+    assert plan.choices["actor.train"].strategy.micro_batches > 1
+
+
+def test_sets_by_themselves_may_take_longer_than_a_plan_that_is_known():
+    """On a processor, where calls on fewer devices are no slower together, all of them on all devices are faster."""
+    plan = plan_workload(ppo(rows=64).workload, read_cluster("cpu:8"), strategy="standalone")
+    devices = {call.weights: plan.choices[call.name].devices for call in plan.workload.calls}
+    assert all(not set(a) & set(b) for a, b in itertools.combinations(devices.values(), 2))
 
 
 def test_an_unknown_strategy_is_refused():
@@ -99,8 +120,8 @@ def test_an_unknown_strategy_is_refused():
 def test_the_usual_plan_is_as_fast_as_its_degrees_allow():
     """The yardstick must not be slowed by micro-batches or remat that nobody would choose."""
     costs = CostModel(CLUSTER)
-    plan = heuristic(PROBLEM)
-    for call, i in zip(PROBLEM.calls, plan.plan, strict=True):
+    plan = heuristic(USUAL)
+    for call, i in zip(USUAL.calls, plan.plan, strict=True):
         degrees = call.choices[i].strategy
         work = STEP.workload.call(call.name)
         alike = [
