@@ -38,6 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         find_strategy(options.strategy)
         _check_out(options.out)
+        if options.calibration and options.costs not in (None, "measured"):
+            raise ConfigError(f"--calibration: goes with --costs measured. Got {options.costs}. Leave one out.")
         pictures = _pictures_folder(options)
         sizes = [] if options.batch_size is None else [f"batch_size={options.batch_size}"]
         config = load_run(options.config, [*options.set, *sizes])
@@ -46,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with console.status() as say:
             planned = plan_draft(
                 draft, cluster, strategy=options.strategy, seconds=options.seconds, seed=options.seed,
-                costs=options.costs, say=say,
+                costs="measured" if options.calibration else options.costs, calibration=options.calibration, say=say,
             )  # fmt: skip
         plan = planned.plan_for(draft.graph)
         written = _write(planned, plan, out=options.out, pictures=pictures)
@@ -73,6 +75,9 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--strategy", default=SEARCH, metavar="NAME", help=f"one of {', '.join(STRATEGIES)}")
     parser.add_argument("--costs", choices=SOURCES, help="otherwise measured, if this machine was, or analytic")
+    parser.add_argument(
+        "--calibration", type=Path, metavar="FILE", help="what jaxrlhf.calibrate --out wrote; means --costs measured"
+    )
     parser.add_argument("--seconds", type=float, help="the most that the search may take")
     parser.add_argument("--seed", type=int, help="of the search; otherwise that of the config")
     parser.add_argument("--batch-size", type=int, metavar="N", help="the same as --set batch_size=N")

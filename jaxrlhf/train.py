@@ -211,7 +211,8 @@ def prepare(config: RunConfig, console: Console, channel: Channel | None = None)
         raise InputError(str(error)) from error
     _print_assembly(assembly, console)
     if found is not None:
-        console.line(f"Note: {found.note}")
+        for note in (found.note, *found.notes):
+            console.line(f"Note: {note}")
     for note in resume.notes if resume is not None else ():
         console.line(f"Note: {note}")
     return Run(assembly, resume, channel)

@@ -106,7 +106,7 @@ def auto(
             f"auto: exactly one of gpu and cluster must be given. Got gpu={gpu!r} and cluster={cluster!r}. Write "
             "nodes=8, gpu='a100-80g', or cluster='2x8:h100+4x8:a100-80g'."
         )
-    if cluster and (nodes or devices_per_node):
+    if cluster and (nodes, devices_per_node) != (None, None):
         raise ValueError(
             f"auto: nodes and devices_per_node go with gpu. Got them beside cluster={cluster!r}. Remove them."
         )
@@ -117,7 +117,8 @@ def auto(
         raise ValueError(
             f"auto: unknown option {unknown[0]!r}. Known: {', '.join(known)}.{did_you_mean(unknown[0], known)}"
         )
-    text = cluster or f"{nodes or 1}x{devices_per_node or 8}:{gpu}"
+    counts = 1 if nodes is None else nodes, 8 if devices_per_node is None else devices_per_node
+    text = cluster or f"{counts[0]}x{counts[1]}:{gpu}"
 
     def workload(experiment: Any) -> Workload:
         """The calls of the experiment as a planner sees them."""
@@ -155,6 +156,8 @@ def workload_of_calls(
     Raises:
         ValueError: Calls wait for what nobody gives, or for each other; or a role has no model or several.
     """
+    if not calls:
+        raise ValueError("calls: must be at least one FunctionCall. Got none.")
     models, made_by = _models(calls), _makers(calls, data)
     needs = {call.name: _needs(call, calls, made_by) for call in calls}
     rows = dict.fromkeys(data, batch_size)

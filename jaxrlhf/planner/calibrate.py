@@ -29,13 +29,13 @@ from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.lora import LoRAConfig
 from jaxrlhf.planner.cost import PassSeconds, UpdateSeconds
 from jaxrlhf.planner.hardware import Cluster, Kind
+from jaxrlhf.planner.programs.cost_cache import default_folder
 from jaxrlhf.planner.workload import ModelCall
 from jaxrlhf.sharding import mesh
 from jaxrlhf.sharding.strategy import Remat, Strategy
 
 VERSION = 1
 """Of the file."""
-FOLDER = "~/.cache/jaxrlhf/calibration"
 _COMMAND = "Measure this machine: python -m jaxrlhf.calibrate --config NAME_OR_PATH."
 
 MeasuredPhase = Literal["forward", "gradient", "prefill", "decode", "update"]
@@ -348,10 +348,10 @@ def curves_of(points: Sequence[tuple[Case, Point]]) -> tuple[Curve, ...]:
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
-def calibration_file(machine: Machine, folder: str | Path = FOLDER) -> Path:
-    """Where what was measured on a machine is kept."""
+def calibration_file(machine: Machine, folder: Path | None = None) -> Path:
+    """Where what was measured on a machine is kept. Without a folder: in that of the user's caches."""
     text = f"{machine.device_kind} {machine.processor} {machine.num_cores} jax {machine.jax}"
-    return Path(folder).expanduser() / f"{re.sub(r'[^A-Za-z0-9.]+', '-', text).strip('-').lower()}.json"
+    return (folder or default_folder("calibration")) / f"{re.sub(r'[^A-Za-z0-9.]+', '-', text).strip('-').lower()}.json"
 
 
 def read_calibration(path: Path, *, machine: Machine | None = None) -> Calibration:

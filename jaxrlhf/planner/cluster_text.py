@@ -205,7 +205,7 @@ def _tree(kind: Kind) -> Tree:
 
 def _unknown(where: str, name: object, known: Mapping[str, object]) -> str:
     alike = [other for other in known if isinstance(name, str) and other.startswith(name.lower())]
-    suggestion = did_you_mean(name, alike or known) if isinstance(name, str) else ""
+    suggestion = did_you_mean(name.lower(), alike or known) if isinstance(name, str) else ""
     return (
         f"{where}: unknown kind of device {brief(name)}. Known: {', '.join(known)}; or describe yours in a .yaml file."
         f"{suggestion}"

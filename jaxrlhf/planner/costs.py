@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from jaxrlhf.config.reading import ConfigError
-from jaxrlhf.planner.calibrate import calibration_file, read_calibration, this_machine
+from jaxrlhf.planner.calibrate import Calibration, calibration_file, read_calibration, this_machine
 from jaxrlhf.planner.cost import CostModel
 from jaxrlhf.planner.hardware import Cluster
 from jaxrlhf.planner.programs.compiled_work import compile_work
 from jaxrlhf.planner.programs.cost_cache import CostCache, default_folder
+from jaxrlhf.planner.work import PHASES
 from jaxrlhf.planner.workload import Workload
 
 CostSource = Literal["analytic", "compiled", "measured"]
@@ -26,11 +27,17 @@ class Costs:
 
 
 def costs_from(
-    source: CostSource, workload: Workload, cluster: Cluster, *, say: Callable[[str], None] = lambda line: None
+    source: CostSource,
+    workload: Workload,
+    cluster: Cluster,
+    *,
+    calibration: Path | None = None,
+    say: Callable[[str], None] = lambda line: None,
 ) -> Costs:
     """What the calls of a workload cost on a cluster.
 
     Args:
+        calibration: The file of what was measured. None: that of this machine.
         say: Told how far compiling is, in lines.
 
     Raises:
@@ -44,8 +51,8 @@ def costs_from(
         )  # fmt: skip
         return Costs(CostModel(cluster, work), ("Costs: counted in compiled programs.", *notes, _efficiencies(cluster)))
     if source == "measured":
-        return _measured(cluster, calibration_file(this_machine()))
-    return Costs(CostModel(cluster), ("Costs: counted by formulas.", _efficiencies(cluster)))
+        return _measured(workload, cluster, calibration or calibration_file(this_machine()))
+    return Costs(CostModel(cluster), (_FORMULAS + _measure_first(cluster), _efficiencies(cluster)))
 
 
 def usual_source(cluster: Cluster) -> CostSource:
@@ -56,7 +63,7 @@ def usual_source(cluster: Cluster) -> CostSource:
     return "measured" if known and calibration_file(machine).exists() else "analytic"
 
 
-def _measured(cluster: Cluster, path: Path) -> Costs:
+def _measured(workload: Workload, cluster: Cluster, path: Path) -> Costs:
     machine = this_machine()
     if others := [str(group) for group in cluster.groups if machine.device_kind not in group.kind.names]:
         raise ConfigError(
@@ -65,7 +72,31 @@ def _measured(cluster: Cluster, path: Path) -> Costs:
         )
     calibration = read_calibration(path, machine=machine)
     model = CostModel(calibration.on(cluster), measured=calibration, measured_update=calibration.update)
-    return Costs(model, (f"Costs: measured on this machine on {calibration.date}, as far as {path} has them.",))
+    note = f"Costs: measured on this machine on {calibration.date} ({path}): {_covered(workload, calibration)}."
+    return Costs(model, (note,))
+
+
+_FORMULAS = "Costs: counted by formulas."
+
+
+def _measure_first(cluster: Cluster) -> str:
+    """What to do where formulas say little."""
+    if all(group.kind.target is not None for group in cluster.groups):
+        return ""
+    return (
+        " On a processor these are far too short for small models, and the plan need not be faster than one written by "
+        "hand. Measure it first: python -m jaxrlhf.calibrate --config ..."
+    )
+
+
+def _covered(workload: Workload, calibration: Calibration) -> str:
+    """Which calls were measured, in words."""
+    known = {(curve.case.model, curve.case.phase) for curve in calibration.curves}
+    measured = [c.name for c in workload.calls if all((c.model, phase) in known for phase in PHASES[c.kind])]
+    others = [call.name for call in workload.calls if call.name not in measured]
+    if not others:
+        return "all calls, at some degrees and rows; between them by the rates of its devices"
+    return f"{', '.join(measured) or 'no call'}; of {', '.join(others)} only what the devices do in a second"
 
 
 def _efficiencies(cluster: Cluster) -> str:

@@ -104,6 +104,10 @@ def _placement(entry: Any) -> Placement:
     for tree, known in zip((entry, entry["strategy"]), fields, strict=True):
         if unknown := [key for key in tree if key not in known]:
             raise ValueError(f"unknown key {brief(unknown[0])}.{did_you_mean(unknown[0], known)}")
+    for field in dataclasses.fields(Strategy):
+        value = entry["strategy"].get(field.name, field.default)
+        if type(value) is not type(field.default):
+            raise ValueError(f"{field.name}: must be like {field.default!r}. Got {brief(value)}.")
     devices = tuple(map(operator.index, entry["devices"]))
     return Placement(devices, Strategy(**entry["strategy"]), entry.get("protocol", AUTO))
 

@@ -129,7 +129,8 @@ class SavedPlan:
                 where = f", of {kind} on node {node}" if len(set(kinds)) > 1 or len(set(planned.names)) > 1 else ""
                 raise PlanError(
                     f"{self.source}: must have been made for the kind of devices that there are. Got a plan for "
-                    f"{planned.cluster}, where there are {', '.join(dict.fromkeys(kinds))}{where}. "
+                    f"{planned.cluster} ({' or '.join(names)}), where there are {', '.join(dict.fromkeys(kinds))}"
+                    f"{where}. "
                     f"{_AGAIN.format(self.source)}"
                 )
 

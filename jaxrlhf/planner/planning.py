@@ -61,6 +61,9 @@ class Planned:
     notes: tuple[str, ...] = ()
     """What is to be known of these numbers."""
 
+    def __repr__(self) -> str:
+        return f"<{self.summary()}>"  # all that it has would fill a hundred lines
+
     @property
     def simulation(self) -> Simulation:
         """What consecutive iterations settle to."""

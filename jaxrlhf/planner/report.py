@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxrlhf.planner.peak_memory import DeviceMemory
@@ -17,10 +17,11 @@ JSON_VERSION = 1
 
 def call_rows(planned: Planned) -> list[dict[str, Any]]:
     """The calls, each with its devices, its strategy, its seconds, and the memory of its fullest device while it runs.
-    The seconds of two that are fused stand beside the first."""
+    The seconds of two that are fused stand beside the first; those of bringing weights from the host and back stand
+    apart."""
     rows = []
     for name, choice in planned.choices.items():
-        strategy, moved = choice.strategy, choice.load + choice.unload
+        strategy = choice.strategy
         rows.append(
             {
                 "call": name,
@@ -32,7 +33,8 @@ def call_rows(planned: Planned) -> list[dict[str, Any]]:
                 "micro-batches": strategy.micro_batches,
                 "remat": strategy.remat if planned.workload.call(name).trains else "-",
                 "weights at rest": "host" if choice.offloaded else "devices",
-                "seconds": "(fused)" if name in planned.fuse[1:] else moved + planned.call_seconds(name),
+                "seconds": "(fused)" if name in planned.fuse[1:] else planned.call_seconds(name),
+                **({"loading": choice.load + choice.unload} if planned.offloaded else {}),
                 "peak GB": planned.call_memory(name) / GB,
             }
         )
@@ -120,11 +122,26 @@ def runner_up_lines(planned: Planned) -> list[str]:
     """The best plans that lost: a line that says why, then one for each call that they place otherwise."""
     lines = []
     for runner_up in planned.result.runners_up:
-        lines.append(f"{runner_up.seconds:.4g} s, {runner_up.why(planned.seconds)}:")
-        for name, other in chosen(planned.problem, runner_up.plan).items():
+        others = chosen(planned.problem, runner_up.plan)
+        lines.append(f"{runner_up.seconds:.4g} s, {runner_up.why(planned.seconds)}{_longest(planned, others)}:")
+        for name, other in others.items():
             if other != planned.choices[name]:
                 lines.append(f"  {name}  {placement_in_words(other, planned.cluster.devices_per_node)}")
     return lines
+
+
+def _longest(planned: Planned, others: Mapping[str, Choice]) -> str:
+    """The call that takes most longer than in the plan that was chosen, in words; empty where none does."""
+    longer: dict[str, float] = {}
+    for name, other in others.items():
+        together = planned.fuse if name in planned.fuse else (name,)
+        longer[" + ".join(together)] = sum(others[each].seconds for each in together) - planned.call_seconds(name)
+        if other == planned.choices[name] and len(together) == 1:
+            longer.pop(name)
+    name = max(longer, key=lambda each: longer[each], default="")
+    if not name or longer[name] <= 0:
+        return ""
+    return f"; {name} {'take' if ' + ' in name else 'takes'} {longer[name]:.3g} s more"
 
 
 def placement_in_words(choice: Choice, devices_per_node: int) -> str:
@@ -155,7 +172,7 @@ def plan_json(planned: Planned, plan: Plan) -> dict[str, Any]:
         "times_heuristic": planned.gain,
         "calls": {
             name: {
-                "devices": [choice.first, choice.end - 1],
+                "devices": list(choice.devices),
                 "strategy": dataclasses.asdict(choice.strategy),
                 "offloaded": choice.offloaded,
                 "seconds": planned.call_seconds(name),
@@ -184,7 +201,7 @@ def plan_json(planned: Planned, plan: Plan) -> dict[str, Any]:
                 "name": span.task.name,
                 "call": span.task.call,
                 "kind": span.task.kind,
-                "devices": [[part.start, part.stop - 1] for part in span.task.devices],
+                "devices": sorted({device for part in span.task.devices for device in part}),
                 "start": span.start,
                 "end": span.end,
             }
@@ -198,7 +215,7 @@ def plan_json(planned: Planned, plan: Plan) -> dict[str, Any]:
                 "lacking_bytes": each.lacking,
                 "why": each.why(planned.seconds),
                 "calls": {
-                    name: {"devices": [c.first, c.end - 1], "strategy": dataclasses.asdict(c.strategy)}
+                    name: {"devices": list(c.devices), "strategy": dataclasses.asdict(c.strategy)}
                     for name, c in chosen(planned.problem, each.plan).items()
                 },
             }

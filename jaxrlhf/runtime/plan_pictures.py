@@ -13,6 +13,8 @@ from jaxrlhf.runtime.events import MOVING, Event, ProcessEvents
 from jaxrlhf.runtime.timeline_picture import DEFAULT_STEPS, PictureError, check_matplotlib, draw_timeline
 
 REALLOCATE, OFFLOAD = MOVING
+_FAR = 2.0
+"""Times the slowest plan of a search that the yardstick may take to be in its picture."""
 _KINDS = {"weights": REALLOCATE, "data": REALLOCATE, "load": OFFLOAD, "unload": OFFLOAD}
 """Kind of a simulated task that is no call -> kind of event."""
 
@@ -72,7 +74,10 @@ def draw_search(planned: Planned, path: Path) -> None:
     evaluated, seconds = [each.evaluated for each in history], [each.seconds for each in history]
     axes.step(evaluated, seconds, where="post", color="#0b5394", label=f"{planned.strategy}: {seconds[-1]:.4g} s")
     least = min(seconds[-1], planned.seconds)
-    axes.set_ylim(0.98 * least, 1.02 * max(seconds))
+    highest = max(seconds)
+    if planned.heuristic is not None and planned.heuristic.seconds < _FAR * highest:
+        highest = max(highest, planned.heuristic.seconds)
+    axes.set_ylim(0.98 * least, 1.02 * highest)
     if planned.fuse:
         label = f"{' + '.join(planned.fuse)} fused: {planned.seconds:.4g} s"
         axes.plot(evaluated[-1:], [planned.seconds], "o", color="#b45f06", clip_on=False, label=label)

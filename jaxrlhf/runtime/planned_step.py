@@ -13,7 +13,7 @@ from jaxrlhf.config.schema import FUSE, PLANNED
 from jaxrlhf.planner.cluster_text import CPU, local_cluster
 from jaxrlhf.planner.costs import CostSource, costs_from, usual_source
 from jaxrlhf.planner.hardware import Cluster
-from jaxrlhf.planner.plan import Placement, PlanError, check_call, check_offload
+from jaxrlhf.planner.plan import Placement, PlanError, check_call, check_names, check_offload
 from jaxrlhf.planner.plan_file import SavedPlan, read_plan
 from jaxrlhf.planner.planning import Planned, plan_workload
 from jaxrlhf.runtime.step_draft import StepDraft
@@ -33,6 +33,8 @@ class FoundPlan:
     saved: SavedPlan
     note: str
     """In words."""
+    notes: tuple[str, ...] = ()
+    """What is to be known of its forecast."""
 
 
 def is_planned(draft: StepDraft) -> bool:
@@ -71,7 +73,7 @@ def find_plan(
         _check(saved, draft)
         return FoundPlan(saved, f"The plan of {config.plan_file}")
     planned = plan_draft(draft, local_cluster(), seconds=SEARCH_SECONDS, say=say)
-    return FoundPlan(planned.saved(planned.plan_for(draft.graph), asked=asked), planned.summary())
+    return FoundPlan(planned.saved(planned.plan_for(draft.graph), asked=asked), planned.summary(), planned.notes)
 
 
 def _check(saved: SavedPlan, draft: StepDraft) -> None:
@@ -86,6 +88,7 @@ def _check(saved: SavedPlan, draft: StepDraft) -> None:
         devices_per_node=devices_per_node, kinds=[CPU] * len(kinds) if mesh.platform() == "cpu" else kinds
     )
     try:
+        check_names(saved.plan.placements, [draft.graph])
         for call in draft.graph.calls:
             if placement := saved.plan.placements.get(call.plan_name):
                 check_call(call, placement, draft.models, mesh.num_devices(), devices_per_node, draft.keys)
@@ -101,6 +104,7 @@ def plan_draft(
     seconds: float | None = None,
     seed: int | None = None,
     costs: CostSource | None = None,
+    calibration: Path | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> Planned:
     """Looks for the plan of a step on a cluster. Calls that its config places stay there, if the rest is to be planned.
@@ -109,6 +113,7 @@ def plan_draft(
         seconds: The most that the search may take. None: as long as it is set up for.
         seed: Of the search. None: that of the config.
         costs: Where they come from. None: from where it takes no time.
+        calibration: As of `costs_from`.
         say: Told what is going on, in lines.
 
     Raises:
@@ -122,7 +127,7 @@ def plan_draft(
         if call.kind != "host":  # whatever the plan, mini-batches divide the rows
             check_call(call, Placement((0,), Strategy()), draft.models, 1, 1, draft.keys)
     fixed = fixed_placements(draft, cluster)
-    known = costs_from(costs or usual_source(cluster), workload, cluster, say=say)
+    known = costs_from(costs or usual_source(cluster), workload, cluster, calibration=calibration, say=say)
     return plan_workload(
         workload,
         known.model.cluster,

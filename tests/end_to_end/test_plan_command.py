@@ -89,6 +89,7 @@ def test_the_plan_for_the_devices_that_are_here_can_be_run(plan, train, results)
         (("--response-tokens", "-1"), "--response-tokens: must be at least 1. Got -1."),
         (("--costs", "measured"), "--costs measured: is for clusters of devices like those of this machine,"),
         (("--out", "tiny.yaml/plan.json"), "File exists: 'tiny.yaml'"),
+        (("--calibration", "none.json"), "--calibration: goes with --costs measured. Got analytic. Leave one out."),
         (("--out", "plan"), "--out: must be a file whose name ends in .json. Got 'plan'."),
         (("--set", "plan={auto: true, critic.trian: {data: 2}}"), "plan.critic.trian: no call of this run has that"),
         (("--set", "plan={auto: true, critic.train: {data: 4}}"), "plan.critic.train.devices: must be among the 2"),

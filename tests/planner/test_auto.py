@@ -137,6 +137,7 @@ def test_an_experiment_is_planned_for_under_the_hood():
         (SIZES, "auto: exactly one of gpu and cluster must be given. Got gpu='' and cluster=''."),
         ({**SIZES, "gpu": "h100", "cluster": "cpu:8"}, "Got gpu='h100' and cluster='cpu:8'."),
         ({**SIZES, "cluster": "cpu:8", "nodes": 2}, "auto: nodes and devices_per_node go with gpu. Got them beside"),
+        ({**SIZES, "cluster": "cpu:8", "nodes": 0}, "auto: nodes and devices_per_node go with gpu. Got them beside"),
         (
             {**SIZES, "gpu": "h100", "stratgy": "split"},
             "auto: unknown option 'stratgy'. Known: strategy, costs, fixed,",

@@ -79,7 +79,7 @@ def test_a_plan_for_other_calls_is_refused(path, work, message):
         ((8, ["NVIDIA A100-SXM4-80GB"]), r"there are 1 of 8\. Plan again"),
         (
             (4, ["NVIDIA H200"] * 2),
-            r"the kind of devices .* Got a plan for 2x4:a100-80g, where there are NVIDIA H200\.",
+            r"the kind of devices .* Got a plan for 2x4:a100-80g \(NVIDIA A100.*\), where there are NVIDIA H200\.",
         ),
         (
             (4, ["NVIDIA A100-SXM4-80GB", "NVIDIA H200"]),
@@ -146,6 +146,7 @@ def put(*keys, value):
             put("plan", "actor.train", "strategy", "data", value=0),
             "plan.actor.train: must be a placement, {devices: [...],",
         ),
+        (put("plan", "actor.train", "strategy", "tensor", value="2"), "fault: tensor: must be like 1. Got '2'."),
         (put("plan", "actor.train", "strategy", "tensr", value=2), "unknown key 'tensr'. Did you mean 'tensor'?"),
     ],
 )

@@ -46,9 +46,9 @@ class CostCache:
         os.replace(file.name, self.folder / f"{key}.json")
 
 
-def default_folder() -> Path:
+def default_folder(name: str = "costs") -> Path:
     """Where a user's programs keep what can be made anew."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxrlhf" / "costs"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxrlhf" / name
 
 
 def fingerprint(value: Any) -> str:
