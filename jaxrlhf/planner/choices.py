@@ -12,6 +12,8 @@ A choice is a range of devices, degrees over them, micro-batches and remat. Not 
 - in large clusters, devices that are fewer than a `SMALLEST`-th of all: from 257 on, of nodes of 8, parts of a node;
 - with more than `GRID` nodes, whole nodes that do not lie on a grid of as many parts, or are a power of two within one.
 
+What may be fused is kept: of training over all devices, the fastest choice of every tensor and pipeline degree.
+
 The first two lose nothing; nor does the third, unless bringing weights takes more than that tenth. The others may lose
 little. Plans that place each set of weights by itself are made without the third (`among="any"`), and the plan that is
 usually written by hand has choices of its own (`among="usual"`).
@@ -90,7 +92,7 @@ def make_problem(
     capacity = tuple(cluster.capacity(device) for device in range(cluster.num_devices))
     calls = []
     for call, choices in zip(workload.calls, every, strict=True):
-        kept = [c for c in choices if c.seconds <= bound] or choices
+        kept = [c for c in choices if c.seconds <= bound or _may_be_fused(call, c, cluster)] or choices
         calls.append(
             CallChoices(
                 call.name, call.kind, call.role, call.weights, call.trains, call.needs, tuple(dict.fromkeys(kept))
@@ -147,6 +149,8 @@ class _Maker:
                     is_trained=call.weights in self._workload.trained,
                     most=KEPT if self._cluster.num_devices <= MANY else KEPT_OF_MANY,
                 )
+                fusible = [c for c in kept if _may_be_fused(call, c, self._cluster)]
+                by_kind[key] += [c for c in _fastest_of_stages(fusible) if c not in by_kind[key]]
             for choice in by_kind[key]:
                 found.append(dataclasses.replace(choice, first=mesh.start, end=mesh.stop))
         if not found:
@@ -255,6 +259,19 @@ class _Maker:
 
 
 _WEIGHT_PARTS = ("resting", "copy")
+
+
+def _may_be_fused(call: ModelCall, choice: Choice, cluster: Cluster) -> bool:
+    """Whether it is training over the stages of a pipeline on all devices, the bubbles of which another could fill."""
+    return call.trains and len(choice.devices) == cluster.num_devices and choice.strategy.pipeline > 1
+
+
+def _fastest_of_stages(choices: Iterable[Choice]) -> list[Choice]:
+    """Of choices on the same devices, the fastest of every tensor and pipeline degree."""
+    fastest: dict[tuple[int, int], Choice] = {}
+    for choice in sorted(choices, key=_seconds):
+        fastest.setdefault((choice.strategy.tensor, choice.strategy.pipeline), choice)
+    return list(fastest.values())
 
 
 def _on_grid(devices: range, cluster: Cluster) -> bool:

@@ -21,8 +21,9 @@ from jaxrlhf.planner.schedules.schedule_bounds import lower_bound
 from jaxrlhf.planner.simulate import Simulation, steady_state
 from jaxrlhf.planner.workload import ModelCall, Workload
 
-LOOKED_AT = 40
-"""Pairs of choices that are looked at closely: those that would be fastest without bubbles."""
+LOOKED_AT, SIMULATED = 200, 40
+"""Pairs of choices that are looked at closely, those that would be fastest without bubbles; and how many of them are
+tried in whole plans, those that are fastest with them."""
 FOUND = 1.05
 """How much longer than the lower bound the schedules are that are found at the start of a run, at most as a rule."""
 
@@ -55,15 +56,15 @@ def best_fused(
         None: fusing makes nothing faster, or does not fit.
     """
     best: FusedPlan | None = None
-    for plan, (i, j) in itertools.product(plans, _pairs(problem)):
+    plans = list(plans)
+    for i, j in _pairs(problem):
         calls = workload.call(problem.calls[i].name), workload.call(problem.calls[j].name)
         if calls[0].updates != calls[1].updates:
             continue
-        for a, b in _promising(problem, i, j, calls, costs):
+        ways = _fastest_ways(problem, i, j, calls, costs) if plans else []
+        for plan, (seconds, apart, a, b) in itertools.product(plans, ways):
             limit = beat if best is None else best.simulation.seconds
-            choices = problem.calls[i].choices[a], problem.calls[j].choices[b]
-            seconds, apart = fused_seconds(calls, choices, costs), choices[0].seconds + choices[1].seconds
-            if seconds is None or seconds >= min(apart, limit):
+            if seconds >= limit:
                 continue
             candidate = list(plan)
             candidate[i], candidate[j] = a, b
@@ -75,6 +76,20 @@ def best_fused(
                 names = problem.calls[i].name, problem.calls[j].name
                 best = FusedPlan(merged, tuple(candidate), names, simulation, seconds, apart)
     return best
+
+
+def _fastest_ways(
+    problem: Problem, i: int, j: int, calls: tuple[ModelCall, ModelCall], costs: CostModel
+) -> list[tuple[float, float, int, int]]:
+    """(seconds fused, seconds apart, choice of the one, choice of the other) of pairs that are faster fused, from the
+    fastest on."""
+    ways = []
+    for a, b in _promising(problem, i, j, calls, costs):
+        choices = problem.calls[i].choices[a], problem.calls[j].choices[b]
+        seconds, apart = fused_seconds(calls, choices, costs), choices[0].seconds + choices[1].seconds
+        if seconds is not None and seconds < apart:
+            ways.append((seconds, apart, a, b))
+    return sorted(ways)[:SIMULATED]
 
 
 def _promising(
