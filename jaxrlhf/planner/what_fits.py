@@ -26,9 +26,10 @@ def what_would_fit(
     offload: Iterable[str] = (),
     say: Callable[[str], None] = lambda line: None,
 ) -> str:
-    """In a sentence: the smallest cluster of more such devices, and that of as many larger ones, that have room.
+    """In a sentence, the first clusters that have room: of those with twice as many such devices, four times as many
+    and so on, and of those with as many devices of more memory. Empty where none has.
 
-    Sizes double from one that is looked at to the next, so half as many may have room too.
+    Fewer devices than named, but more than half as many, may do too.
 
     Args:
         cluster: Has too little room.

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import strategies as st
 
 from jaxrlhf.config.reading import ConfigError, to_tree
+from jaxrlhf.planner import costs
 from jaxrlhf.planner.calibrate import (
     Calibration,
     Curve,
@@ -24,6 +25,7 @@ from jaxrlhf.planner.calibrate import (
 )
 from jaxrlhf.planner.cluster_text import read_cluster
 from jaxrlhf.planner.cost import CostModel, PassSeconds
+from jaxrlhf.planner.workload import Workload
 from jaxrlhf.sharding.strategy import Strategy
 from tests.planner.described_step import TINY, ppo
 
@@ -157,6 +159,17 @@ def test_the_cost_model_takes_what_was_measured():
     quarters = model.seconds(TRAIN, range(8), Strategy(data=8, micro_batches=4))
     assert quarters.passes == pytest.approx(seconds.passes)
     assert model.seconds(TRAIN, range(8), Strategy(data=4, tensor=2)).reduction > 0  # counted, not measured
+
+
+def test_forecasts_say_what_they_rest_on(tmp_path, monkeypatch):
+    calibration = measured(CPU, (INFER, "forward", Strategy(), {8: 1.0}))
+    write_calibration(tmp_path / "here.json", calibration)
+    monkeypatch.setattr(costs, "this_machine", lambda: CPU)
+    work, cluster = Workload(tuple(dataclasses.replace(c, needs=()) for c in (INFER, TRAIN))), read_cluster("cpu:8")
+    (note,) = costs.costs_from("measured", work, cluster, calibration=tmp_path / "here.json").notes
+    assert f": {INFER.name}; of {TRAIN.name} only what the devices do in a second." in note
+    assert "Measure it first" in costs.costs_from("analytic", work, cluster).notes[0]
+    assert "Measure" not in costs.costs_from("analytic", work, read_cluster("1x8:h100")).notes[0]
 
 
 def test_a_sum_over_row_shards_that_was_not_measured_is_counted():

@@ -54,6 +54,15 @@ def test_choices_have_seconds_bytes_and_tables():
         assert any(c.strategy.tensor == 2 and c.strategy.pipeline == 1 for c in call.choices) or TINY.num_kv_heads < 2
 
 
+def test_pipelines_that_could_be_fused_are_kept_however_slow_they_are_alone():
+    cluster = read_cluster("1x4:a100-80g")
+    calls = {call.name: call for call in problem(cluster=cluster).calls}
+    for call in STEP.workload.calls:
+        there = {c.strategy.pipeline for c in calls[call.name].choices if len(c.devices) == 4}
+        possible = {s.pipeline for s in strategies(call, 4, 4)}
+        assert call.kind != "train" or there >= possible - {1} != set(), call.name
+
+
 def test_in_a_cluster_of_many_nodes_devices_lie_on_a_grid():
     large = problem(ppo(rows=80, mini_batches=1), read_cluster("40x1:a100-80g"))
     ranges = {(len(choice.devices), choice.first) for call in large.calls for choice in call.choices}
