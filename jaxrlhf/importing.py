@@ -1,5 +1,6 @@
 """A user's own Python, by the name that a config calls it: `module:name` or `path/to/file.py:name`."""
 
+import functools
 import hashlib
 import importlib
 import importlib.util
@@ -9,7 +10,7 @@ import pathlib
 import sys
 import traceback
 from collections.abc import Iterable
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 from jaxrlhf.brief import brief, cut
@@ -17,6 +18,10 @@ from jaxrlhf.suggest import did_you_mean
 
 _files: dict[str, tuple[tuple[int, int], ModuleType]] = {}
 """Path -> time and size of the file when it was imported, and its module."""
+_given: dict[str, Any] = {}
+"""Name -> what Python code handed over, which no other process can find."""
+GIVEN = "python"
+"""Where a name says that it stands for something handed over: `python:name`."""
 
 
 def find_function(name: str, *, what: str) -> Any:
@@ -32,6 +37,13 @@ def find_function(name: str, *, what: str) -> Any:
     """
     where = f"{what} {brief(name)}"
     place, _, attribute = name.rpartition(":")
+    if place == GIVEN:
+        if attribute not in _given:
+            raise ValueError(
+                f"{where}: must have been handed over by Python in this process. Got {', '.join(_given) or 'none'}. "
+                "Go on with the run from there, or put the function into a file: path/to/file.py:name."
+            )
+        return _given[attribute]
     module = _import(where, place)
     if not hasattr(module, attribute):
         known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
@@ -40,6 +52,19 @@ def find_function(name: str, *, what: str) -> Any:
             f"{did_you_mean(attribute, known)}"
         )
     return getattr(module, attribute)
+
+
+def name_of(function: Any) -> str:
+    """The name by which `find_function` finds a function.
+
+    `module:name` where the function is there under its name, so that any process finds it. A function of a notebook or
+    a script, of another function, or without a name is kept here, the latest under its name.
+    """
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", type(function).__name__)
+    if module not in (None, "__main__") and getattr(sys.modules.get(module), name, None) is function:
+        return f"{module}:{name}"
+    _given[name] = function
+    return f"{GIVEN}:{name}"
 
 
 def imported_files() -> tuple[str, ...]:
@@ -53,31 +78,39 @@ def import_files(paths: Iterable[str]) -> None:
         _import_file(pathlib.Path(path))
 
 
-def last_line(error: BaseException) -> str:
-    """Where an error was raised, as file:line."""
-    if isinstance(error, SyntaxError) and error.filename:
-        return f"{error.filename}:{error.lineno}"
-    frames = traceback.extract_tb(error.__traceback__)
-    return f"{frames[-1].filename}:{frames[-1].lineno}"
-
-
-def failure(error: BaseException, function: Any) -> str:
-    """An error inside a user's function, and the line of the user's code where it was raised.
+def failure(error: BaseException, function: Any = None) -> str:
+    """An error of a user's code, and the line of that code where it was raised.
 
     That is the last line, after the call itself, outside of this package and of what Python is installed with. Where
-    there is none, it is that of the function.
+    there is none, it is the last one in the file of the function, else the last of all.
+
+    Args:
+        function: What was called. None: a module was imported.
     """
     others = (str(pathlib.Path(__file__).parent) + os.sep, str(pathlib.Path(os.__file__).parent) + os.sep, "<")
     frames = traceback.extract_tb(error.__traceback__)[1:]
     own = [frame for frame in frames if not frame.filename.startswith(others) and "site-packages" not in frame.filename]
-    code = getattr(inspect.unwrap(function), "__code__", None)
+    code = _code(function)
     at = ""
-    if own or frames:
-        last = (own or frames)[-1]
+    if isinstance(error, SyntaxError) and error.filename:
+        at = f", at {error.filename}:{error.lineno}"
+    elif own or frames:
+        last = (own or [frame for frame in frames if code and frame.filename == code.co_filename] or frames)[-1]
         at = f", at {last.filename}:{last.lineno}"
     elif code is not None:
         at = f", at {code.co_filename}:{code.co_firstlineno}"
-    return f"{type(error).__name__}: {cut(str(error)).removesuffix('.')}{at}"
+    said = cut(" ".join(str(error).split())).removesuffix(".")
+    return f"{type(error).__name__}{': ' if said else ''}{said}{at}"
+
+
+def _code(function: Any) -> CodeType | None:
+    """The code of a function, of what a partial one or a decorator is around, or of an object that can be called."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    if not callable(function):
+        return None
+    function = inspect.unwrap(function)
+    return getattr(function if hasattr(function, "__code__") else type(function).__call__, "__code__", None)
 
 
 def _import(where: str, place: str) -> ModuleType:
@@ -86,9 +119,7 @@ def _import(where: str, place: str) -> ModuleType:
     try:
         return _import_file(pathlib.Path(place)) if place.endswith(".py") else importlib.import_module(place)
     except (Exception, SystemExit) as error:
-        raise ValueError(
-            f"{where}: its module must import. Got {type(error).__name__}: {cut(str(error))}, at {last_line(error)}."
-        ) from error
+        raise ValueError(f"{where}: its module must import. Got {failure(error)}.") from error
 
 
 def _import_file(path: pathlib.Path) -> ModuleType:

@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sizes = [] if options.batch_size is None else [f"batch_size={options.batch_size}"]
         config = load_run(options.config, [*options.set, *sizes])
         cluster = _cluster(options.cluster, config)
-        draft = _draft(options, config)
+        draft = _draft(options, config, on_cpu=all(group.kind.target is None for group in cluster.groups))
         with console.status() as say:
             planned = plan_draft(
                 draft, cluster, strategy=options.strategy, seconds=options.seconds, seed=options.seed,
@@ -99,17 +99,18 @@ def _cluster(text: str, config: RunConfig) -> Cluster:
         mesh.use_processor_alone()
     elif config.num_virtual_devices is not None:
         mesh.use_virtual_cpu_devices(config.num_virtual_devices)
-    return read_cluster(text)
+    return read_cluster(text, config.devices_memory)
 
 
-def _draft(options: argparse.Namespace, config: RunConfig) -> StepDraft:
-    """The step of the config, with the sizes that the command line names."""
+def _draft(options: argparse.Namespace, config: RunConfig, *, on_cpu: bool) -> StepDraft:
+    """The step of the config, with the sizes that the command line names, in the precision that it would run in on the
+    cluster's devices."""
     if options.response_tokens is not None:
         config = with_response_tokens(config, options.response_tokens)
     if options.prompt_tokens is None:
-        return draft_step(config)
+        return draft_step(config, on_cpu=on_cpu)
     config, tables = with_described_prompts(config, options.prompt_tokens)
-    return draft_step(config, tables=tables)
+    return draft_step(config, tables=tables, on_cpu=on_cpu)
 
 
 def _check_out(path: Path | None) -> None:

@@ -6,43 +6,53 @@ python -m jaxrlhf.train --config NAME_OR_PATH [--set a.b=c ...] [--dry-run]
 import argparse
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import os
 import shutil
 import sys
 import time
+import traceback
+import types
 from collections.abc import Sequence
 from pathlib import Path
 
 import jax
 
+import jaxrlhf
+from jaxrlhf.checkpoint.manifest import find_damage
 from jaxrlhf.checkpoint.store import CheckpointError
 from jaxrlhf.config.reading import dump_yaml
 from jaxrlhf.config.schema import RunConfig, load_run
 from jaxrlhf.data.tokenizer import JSONTokenizer
+from jaxrlhf.planner.cluster_text import local_cluster
+from jaxrlhf.planner.memory_forecast import MemoryForecast, forecast_memory
 from jaxrlhf.planner.plan import plan_rows
 from jaxrlhf.planner.plan_file import plan_text
 from jaxrlhf.rewards.functions import RewardError
 from jaxrlhf.runtime.assembly import Assembly, assemble
 from jaxrlhf.runtime.channel import Channel
 from jaxrlhf.runtime.checkpoints import check_checkpoint
+from jaxrlhf.runtime.compilation_cache import complaints_said_once
 from jaxrlhf.runtime.console import Console
 from jaxrlhf.runtime.forecast import Comparison, compare
+from jaxrlhf.runtime.function_threads import any_left_behind
 from jaxrlhf.runtime.interruption import RunStopped, StopRequest
 from jaxrlhf.runtime.metrics import TrainingError, read_metrics
 from jaxrlhf.runtime.planned_step import FoundPlan, find_plan, is_planned
-from jaxrlhf.runtime.recovery import ResumePoint, find_resume_point, newest_position
+from jaxrlhf.runtime.recovery import ResumePoint, find_resume_point, newest_position, set_aside, what_is_kept
 from jaxrlhf.runtime.roles import ModelRole
 from jaxrlhf.runtime.run_folder import RunFolder, RunFolderError, check_run_folder, collect_versions
 from jaxrlhf.runtime.stages import time_rows
-from jaxrlhf.runtime.step_draft import draft_step
+from jaxrlhf.runtime.step_draft import StepDraft, draft_step
 from jaxrlhf.runtime.step_rows import Tables, load_tables
 from jaxrlhf.runtime.trackers import check_trackers
 from jaxrlhf.runtime.trainer import Outcome, Trainer
 from jaxrlhf.runtime.utilization import utilization_line
 from jaxrlhf.sharding import mesh
-from jaxrlhf.sharding.processes import cluster_of, join
+from jaxrlhf.sharding.processes import cluster_of, join, process_count
+from jaxrlhf.writing import UnwritableError
 
 MEMORY_FRACTION = "0.9"
 """Of a GPU's memory, what a run takes for itself unless the environment says otherwise. Plans count on it."""
@@ -82,9 +92,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console = Console(quiet=not channel.is_first)
         run = prepare(config, console, channel)
         if not options.dry_run:
-            execute(run, console)
+            execute(run, console, owns_process=True)
         channel.close()
-    except (InputError, RewardError, TrainingError, CheckpointError) as error:
+    except (InputError, RewardError, TrainingError, CheckpointError, UnwritableError) as error:
         if channel.count == 1 or (channel.is_first and _is_in_all(error, channel)):
             console.error(str(error))
         return _end_after(error, channel, 1)
@@ -112,7 +122,7 @@ def _end_after(error: BaseException, channel: Channel, status: int) -> int:
     if channel.count == 1 or _is_in_all(error, channel):
         channel.close()
         return status
-    known = isinstance(error, InputError | RewardError | CheckpointError | KeyboardInterrupt)
+    known = isinstance(error, InputError | RewardError | CheckpointError | UnwritableError | KeyboardInterrupt)
     channel.abort(error, status=status, message=(str(error) or "Interrupted.") if known else None)
     return status
 
@@ -207,9 +217,10 @@ def prepare(config: RunConfig, console: Console, channel: Channel | None = None)
         draft = channel.together(lambda: draft_step(config, tables=tables))
         found = channel.share(plan) if is_planned(draft) else None  # a search that time ends finds different plans
         assembly = channel.together(check)
+        memory = channel.share(lambda: _memory(assembly, draft))  # what the first process's machine has
     except ValueError as error:
         raise InputError(str(error)) from error
-    _print_assembly(assembly, console)
+    _print_assembly(assembly, memory, console)
     if found is not None:
         for note in (found.note, *found.notes):
             console.line(f"Note: {note}")
@@ -218,18 +229,23 @@ def prepare(config: RunConfig, console: Console, channel: Channel | None = None)
     return Run(assembly, resume, channel)
 
 
-def execute(run: Run, console: Console) -> Outcome:
+def execute(run: Run, console: Console, *, owns_process: bool = False) -> Outcome:
     """Run what was prepared, in a folder of its own or in that of the run which it goes on with.
 
+    Args:
+        owns_process: Ctrl-C may end the process where it stops the run at once. Otherwise it raises KeyboardInterrupt.
+
     Raises:
-        RewardError, TrainingError, CheckpointError: The run could not go on.
+        RewardError, TrainingError, CheckpointError, UnwritableError: The run could not go on.
         RunStopped: It was asked to stop, and has saved.
     """
     started = time.perf_counter()
     resume, channel = run.resume, run.channel
     folder = channel.share(lambda: _folder_of(run))
     try:
-        with contextlib.ExitStack() as held, StopRequest() as stop:
+        end = functools.partial(_end_at_once, console=console, channel=channel) if owns_process else None
+        stop = StopRequest(console.line, end)
+        with contextlib.ExitStack() as held, stop, complaints_said_once(console.line):
             channel.share(lambda: _take_over(run, folder, held))
             outcome = Trainer(run.assembly, folder, console, resume=resume, stop=stop, channel=channel).run()
             if channel.is_first:
@@ -238,12 +254,53 @@ def execute(run: Run, console: Console) -> Outcome:
                 folder.write_json("outcome.json", outcome.to_json() | forecast)
     except RunFolderError as error:
         raise InputError(str(error)) from error
-    except BaseException:
+    except UnwritableError as error:
+        raise UnwritableError(f"{error} {what_is_kept(folder)}") from error
+    except BaseException as error:
         console.line(f"The run stopped. What it wrote until then is in {folder.path}")
+        if isinstance(error, RewardError) and error.__cause__ is not None and channel.is_first:
+            raise _with_traceback(error, folder) from error
         raise
     if channel.is_first:
         _print_outcome(outcome, folder, console, time.perf_counter() - started, _compared(run, folder))
     return outcome
+
+
+def _with_traceback(error: RewardError, folder: RunFolder) -> RewardError:
+    """An error of a reward function that names the file where all of its traceback is."""
+    assert error.__cause__ is not None
+    try:
+        folder.reward_error.write_text("".join(traceback.format_exception(error.__cause__)), encoding="utf-8")
+    except OSError as why:
+        return RewardError(f"{error} Its traceback could not be written: {why}.")
+    return RewardError(f"{error} The whole traceback is in {folder.reward_error}")
+
+
+def _end_at_once(status: int, *, console: Console, channel: Channel) -> None:
+    """Ends this process from a thread beside the main one, which may be in the midst of anything.
+
+    The interpreter is not torn down: that takes devices and threads away under programs that still run. Nothing is lost
+    by it: lines of metrics are in their files, and a checkpoint is there whole or not at all.
+    """
+    console.release()
+    channel.abort(KeyboardInterrupt(), status=status, message="Interrupted.")
+    _exit_now(status)
+
+
+def _exit_now(status: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _leave(status: int) -> None:
+    """Ends the process after `main`. A function that was left behind would run on in an interpreter that is being torn
+    down."""
+    if any_left_behind():
+        if process_count() > 1:
+            jax.distributed.shutdown()
+        _exit_now(status)
+    sys.exit(status)
 
 
 def _folder_of(run: Run) -> RunFolder:
@@ -257,6 +314,9 @@ def _take_over(run: Run, folder: RunFolder, held: contextlib.ExitStack) -> None:
     """Keeps everybody else from a run's folder as long as `held` is open, and writes there what the run is."""
     held.enter_context(folder.locked())
     resume = run.resume
+    for path in resume.damaged if resume is not None else ():
+        if path.exists() and find_damage(path):  # nobody was faster
+            set_aside(path)
     if resume is not None and not resume.is_branch and newest_position(folder) != resume.position:
         raise RunFolderError(
             f"{folder.path}: must stand where it did when it was looked at, {resume.position or 'at its start'}. Got "
@@ -285,13 +345,25 @@ def _read_options(options: argparse.Namespace) -> RunConfig:
     )
 
 
-def _print_assembly(assembly: Assembly, console: Console) -> None:
-    console.line(f"{mesh.num_devices()} devices of kind {mesh.device_kind()}")
+def _memory(assembly: Assembly, draft: StepDraft) -> MemoryForecast:
+    """What the step will take of the devices that are here."""
+    limits = assembly.config.devices_memory
+    cluster = local_cluster(limits, any_kind=True)
+    return forecast_memory(draft.workload(), cluster, assembly.train.plan, limit=limits.host_bytes)
+
+
+def _print_assembly(assembly: Assembly, memory: MemoryForecast, console: Console) -> None:
+    count = mesh.num_devices()
+    console.line(f"{count} device{'s' if count > 1 else ''} of kind {mesh.device_kind()}")
     console.table("Roles", assembly.role_rows())
     for name, phase in assembly.phases.items():
         models = {role: x.model for role, x in phase.roles.items() if isinstance(x, ModelRole)}
         console.table(f"Plan of the {name}", plan_rows(phase.plan, phase.graph, models))
-    for warning in assembly.warnings:
+    if memory.rows:
+        console.table(f"Memory of the step's calls, {memory.unit} on each device", memory.rows)
+        for line in memory.lines:
+            console.line(line)
+    for warning in (*assembly.warnings, *memory.notes):
         console.line(f"Note: {warning}")
 
 
@@ -353,5 +425,12 @@ def _print_outcome(
     console.where(written | outcome.shown_at | {"all": folder.path})
 
 
+class _CallableModule(types.ModuleType):
+    """Keeps `jaxrlhf.train(...)` a call after an import of this module, which gives the package's name to it."""
+
+    __call__ = staticmethod(jaxrlhf.train)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    _leave(main())
+sys.modules[__name__].__class__ = _CallableModule

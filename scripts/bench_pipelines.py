@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         layers = SIZES[options.size]["layers"]
         parser.error(f"--stages: must lie between 1 and the {layers} layers of {options.size}. Got {options.stages}.")
     if options.platform == "cpu":
-        mesh.use_virtual_cpu_devices(max(options.stages))
+        mesh.use_virtual_cpu_devices(max(options.stages), or_more=True)
     rows = [
         measure(strategy, options)
         for remat in options.remat

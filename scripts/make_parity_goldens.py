@@ -148,7 +148,8 @@ def check(name: str) -> None:
 
     from jaxrlhf.experience import Sequences
     from jaxrlhf.models import heads
-    from jaxrlhf.models.huggingface import load_params, read_config, save_params
+    from jaxrlhf.models.config_json import read_config
+    from jaxrlhf.models.huggingface import load_params, save_params
     from jaxrlhf.models.params import init_params
     from jaxrlhf.models.transformer import hidden_states
     from jaxrlhf.sharding.layout import Layout
@@ -193,7 +194,8 @@ def check_adapters(name: str) -> None:
     from jaxrlhf.experience import Sequences
     from jaxrlhf.models import heads
     from jaxrlhf.models.adapter_files import load_adapters, save_adapters
-    from jaxrlhf.models.huggingface import read_config, save_params
+    from jaxrlhf.models.config_json import read_config
+    from jaxrlhf.models.huggingface import save_params
     from jaxrlhf.models.lora import LoRAConfig, adapt, init_adapters
     from jaxrlhf.models.params import init_params
     from jaxrlhf.models.transformer import hidden_states

@@ -4,11 +4,20 @@ import os
 import pathlib
 from collections.abc import Callable
 
+from jaxrlhf.xla_flags import known_flags
+
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
-# Many tiny programs: compiling is what takes the time. The older of two code generators takes half as long.
-os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
-os.environ["XLA_FLAGS"] += " --xla_cpu_parallel_codegen_split_count=1"
+# Many tiny programs: compiling is what takes the time. The older of two code generators takes half as long, where XLA
+# still has it.
+os.environ["XLA_FLAGS"] = " ".join([
+    *os.environ.get("XLA_FLAGS", "").split(),
+    *(f"--{name}={value}" for name, value in known_flags({
+        "xla_force_host_platform_device_count": 8,
+        "xla_backend_optimization_level": 0,
+        "xla_cpu_use_fusion_emitters": "false",
+        "xla_cpu_parallel_codegen_split_count": 1,
+    }).items()),
+])  # fmt: skip
 
 import beartype
 import hypothesis

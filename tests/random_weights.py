@@ -12,8 +12,9 @@ from jaxrlhf.models.params import abstract_params
 
 
 @functools.cache
+@jax.ensure_compile_time_eval()
 def params_of(config: ModelConfig) -> Any:
-    """Weights of a model, the same in every test."""
+    """Weights of a model, the same in every test, also when the first test to ask for them is tracing."""
     rng = np.random.default_rng(0)
 
     def random(path: Any, x: jax.ShapeDtypeStruct) -> jax.Array:

@@ -49,4 +49,6 @@ def run_processes(module: str, count: int, *, seconds: float = 200) -> None:
     finally:
         for process in processes:
             process.kill()
+            with process:  # closes its pipe and waits: the test that ends here is the one that fails
+                pass
     assert all(output.rstrip().endswith("done") for output in outputs), "\n".join(outputs)

@@ -28,6 +28,7 @@ from jaxrlhf.config.reading import to_tree
 from jaxrlhf.config.schema import (
     AverageConfig,
     EvaluationRunConfig,
+    MemoryLimits,
     OptimizerConfig,
     OutputConfig,
     PlacementConfig,
@@ -58,6 +59,7 @@ METRICS = ROOT / "docs" / "metrics.md"
 
 SECTIONS: dict[str, type[Any]] = {
     "A run": RunConfig,
+    "`devices_memory`": MemoryLimits,
     "`data`": DataConfig,
     "`data.arithmetic`": ArithmeticConfig,
     "`tokenizer`": TokenizerConfig,

@@ -41,8 +41,17 @@ def masked_means(x_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"]) -> Floa
 
 def masked_variance(x_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"]) -> Float[Array, ""]:
     """Population variance (divided by n, not n - 1) of `x_BT` where `mask_BT` is True."""
-    deviation_BT = jnp.where(mask_BT, x_BT, 0.0) - masked_mean(x_BT, mask_BT)
-    return masked_mean(jnp.square(deviation_BT), mask_BT)
+    return masked_mean(jnp.square(centered(x_BT, mask_BT)), mask_BT)
+
+
+def centered(x_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"]) -> Float[Array, "B T"]:
+    """`x_BT` less its mean where `mask_BT` is True.
+
+    The mean of values far from zero is rounded coarsely. What it misses is the mean of the differences, which is
+    subtracted in turn, so that scaling the result up scales up no rounding, in whatever order the values are summed.
+    """
+    once_BT = jnp.where(mask_BT, x_BT, 0.0) - masked_mean(x_BT, mask_BT)
+    return once_BT - masked_mean(once_BT, mask_BT)
 
 
 def masked_max(x_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"], *, floor: float) -> Float[Array, ""]:
@@ -60,7 +69,6 @@ def whiten(x_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"]) -> Float[Arra
     Returns:
         The whitened values, zero where `mask_BT` is False.
     """
-    mean = masked_mean(x_BT, mask_BT)
-    scale = 1.0 / jnp.sqrt(masked_variance(x_BT, mask_BT) + VARIANCE_FLOOR)
-    whitened_BT = (jnp.where(mask_BT, x_BT, 0.0) - mean) * scale
-    return jnp.where(mask_BT, whitened_BT, 0.0)
+    centered_BT = centered(x_BT, mask_BT)
+    scale = 1.0 / jnp.sqrt(masked_mean(jnp.square(centered_BT), mask_BT) + VARIANCE_FLOOR)
+    return jnp.where(mask_BT, centered_BT * scale, 0.0)

@@ -1,4 +1,4 @@
-"""Which algorithm a config names: a built-in one, or a user's own step function."""
+"""Which algorithm a config names: a built-in one, or a user's own step function; and a base of another one."""
 
 import dataclasses
 import inspect
@@ -8,7 +8,7 @@ from typing import Any
 from jaxrlhf.algorithms import ALGORITHMS
 from jaxrlhf.algorithms.algorithm import Algorithm, NoSettings
 from jaxrlhf.brief import brief
-from jaxrlhf.config.reading import ConfigError
+from jaxrlhf.config.reading import ConfigError, Tree, known_part
 from jaxrlhf.importing import find_function
 from jaxrlhf.suggest import did_you_mean
 
@@ -51,6 +51,49 @@ def load_algorithm(name: str) -> Algorithm:
                 f"`lambda config: ...`."
             )
     return algorithm
+
+
+def for_another_algorithm(below: Tree, above: Tree, where: str, *, notes: list[str]) -> Tree:
+    """A config without what is of no use to the algorithm that is chosen over it; notes of what that was are added.
+
+    That is settings that the algorithm does not have, and placements of roles that it has no part for.
+
+    Args:
+        below: The config, as a tree that came from `where`.
+        above: What is laid over it.
+    """
+    before, name = below.get("algorithm", "ppo"), above.get("algorithm")
+    if name in (None, before):
+        return below
+    try:
+        old, new = load_algorithm(before), load_algorithm(name)
+    except (ConfigError, TypeError):  # said where the run is built
+        return below
+    settings, plan = below.get("settings"), below.get("plan")
+    if isinstance(settings, dict) and isinstance(above.get("settings", {}), dict):
+        known, unknown = known_part(new.config, settings)
+        below = {**below, "settings": known}
+        if unknown:
+            notes.append(
+                f"{where}: settings of {before} that {name} does not have are left out: {', '.join(unknown)}. Those "
+                f"that it has apply to it: {', '.join(known) or 'none'}."
+            )
+    gone = set(old.roles) - set(new.roles)
+    if isinstance(plan, dict) and isinstance(above.get("plan", {}), dict) and new.roles:
+        left_out = [key for key, entry in plan.items() if not gone.isdisjoint(_roles_of(key, entry))]
+        below = {**below, "plan": {key: entry for key, entry in plan.items() if key not in left_out}}
+        if left_out:
+            notes.append(
+                f"{where}: what its plan says of {', '.join(left_out)} is left out: {name} has no "
+                f"{' and no '.join(sorted(gone))}."
+            )
+    return below
+
+
+def _roles_of(key: str, entry: Any) -> set[str]:
+    """The roles whose calls an entry of a plan is about: `critic.train`, or `fuse: [actor.train, critic.train]`."""
+    calls = [str(call) for call in entry if "." in str(call)] if isinstance(entry, list) else [key]
+    return {call.partition(".")[0] for call in calls}
 
 
 def _check_step(where: str, step: Any) -> None:

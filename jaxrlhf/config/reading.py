@@ -4,7 +4,7 @@
 
 A tree is plain data: nested mappings of text to values. The fields of a dataclass say what may stand in one: other
 dataclasses, int, float, str, bool, Literal, Any, `X | None`, `tuple[X, ...]`, `tuple[X, Y]` and `Mapping[str, X]`; and
-`X | Y`, of which X takes what is not of the very form of Y.
+`X | Y`, of which X takes what is not of the very form of Y; and `Stated[X]`, some of the fields of a dataclass X.
 Lists come as tuples and mappings as FrozenDicts, so that a configuration is immutable and hashable. Whatever is wrong
 is a ConfigError that names file and key:
 
@@ -19,9 +19,9 @@ import os
 import sys
 import types
 import typing
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from flax.core import FrozenDict
 
@@ -32,6 +32,11 @@ from jaxrlhf.suggest import did_you_mean
 
 T = TypeVar("T")
 Tree = dict[str, Any]
+
+
+class Stated(FrozenDict[str, Any], Generic[T]):
+    """Those fields of a dataclass that a config states, each of its type. The others come from elsewhere."""
+
 
 _SCALARS: dict[Any, tuple[str, str]] = {
     bool: ("expected true or false", "Write true or false."),
@@ -80,8 +85,14 @@ def read_yaml(path: str | Path) -> Tree:
     return tree
 
 
-def read_config(name_or_path: str | Path) -> tuple[Tree, str]:
-    """The tree of a configuration over the one that it names as its `base`, and what to call its source in errors."""
+def read_config(
+    name_or_path: str | Path, *, adapt: Callable[[Tree, Tree, str], Tree] = lambda below, above, where: below
+) -> tuple[Tree, str]:
+    """The tree of a configuration over the one that it names as its `base`, and what to call its source in errors.
+
+    Args:
+        adapt: Given the tree of a base, the one that is laid over it and the source of the base: what it becomes.
+    """
     trees, paths = [], []
     path = find_config(name_or_path)
     while True:
@@ -97,10 +108,26 @@ def read_config(name_or_path: str | Path) -> tuple[Tree, str]:
         if not isinstance(base, str):
             raise _error(_shown(path), "base", "expected the name of a config or a path", base, "")
         path = find_config(base, beside=path.parent)
-    merged: Tree = {}
-    for tree in reversed(trees):
-        merged = _merge(merged, tree)
+    merged = trees[-1]
+    for index in reversed(range(len(trees) - 1)):
+        merged = merge(adapt(merged, trees[index], _shown(paths[index + 1])), trees[index])
     return merged, " over ".join(_shown(path) for path in paths)
+
+
+def known_part(cls: type[Any], tree: Tree) -> tuple[Tree, list[str]]:
+    """The part of a tree that a dataclass has keys for, and the keys that it does not have: `update.clip`."""
+    hints = typing.get_type_hints(cls)
+    fields = {field.name for field in dataclasses.fields(cls) if field.init}
+    known, unknown = {}, [key for key in tree if key not in fields]
+    for key in (key for key in tree if key in fields):
+        known[key] = tree[key]
+        is_union = typing.get_origin(hints[key]) in (typing.Union, types.UnionType)
+        options = typing.get_args(hints[key]) if is_union else (hints[key],)
+        inner = next((option for option in options if dataclasses.is_dataclass(option)), None)
+        if isinstance(inner, type) and isinstance(tree[key], dict):
+            known[key], more = known_part(inner, tree[key])
+            unknown += [f"{key}.{name}" for name in more]
+    return known, unknown
 
 
 def apply_overrides(tree: Tree, overrides: Sequence[str]) -> Tree:
@@ -175,6 +202,8 @@ def _build(hint: Any, value: Any, where: str, path: str) -> Any:
     if origin in (dict, collections.abc.Mapping) and options[0] is str:
         items = _mapping(value, where, path).items()
         return FrozenDict({key: _build(options[1], item, where, _join(path, key)) for key, item in items})
+    if origin is Stated:
+        return Stated(_build_fields(options[0], value, where, path, all_of_them=False))
     raise TypeError(
         f"{path}: no config can hold a field of type {hint}. Declare it as bool, int, float, str, a Literal, a frozen "
         "dataclass, one of these or None, or a tuple or mapping of them."
@@ -182,6 +211,16 @@ def _build(hint: Any, value: Any, where: str, path: str) -> Any:
 
 
 def _build_dataclass(cls: Any, value: Any, where: str, path: str) -> Any:
+    arguments = _build_fields(cls, value, where, path, all_of_them=True)
+    try:
+        return cls(**arguments)
+    except ValueError as error:
+        fields = [field.name for field in dataclasses.fields(cls) if field.init]
+        raise ConfigError(f"{where}: {_located(str(error), path, fields)}") from error
+
+
+def _build_fields(cls: Any, value: Any, where: str, path: str, *, all_of_them: bool) -> dict[str, Any]:
+    """The fields of a dataclass that a tree states. `all_of_them`: those without a default must be there."""
     fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
     hints = typing.get_type_hints(cls)
     tree = _mapping(value, where, path)
@@ -191,19 +230,16 @@ def _build_dataclass(cls: Any, value: Any, where: str, path: str) -> Any:
                 f"{_place(where, path)}: unknown key {brief(key)}. Known: {', '.join(fields) or 'none'}."
                 f"{did_you_mean(key, fields)}"
             )
-    for name, field in fields.items():
+    for name, field in fields.items() if all_of_them else ():
         if name not in tree and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             raise ConfigError(f"{_place(where, _join(path, name))}: required. Got nothing. Write `{name}: ...`.")
     arguments = {}
     for name, item in tree.items():
         default = fields[name].default
         if dataclasses.is_dataclass(default) and isinstance(item, Mapping):  # what it leaves out stays as it was here
-            item = _merge(to_tree(default), dict(item))
+            item = merge(to_tree(default), dict(item))
         arguments[name] = _build(hints[name], item, where, _join(path, name))
-    try:
-        return cls(**arguments)
-    except ValueError as error:
-        raise ConfigError(f"{where}: {_located(str(error), path, fields)}") from error
+    return arguments
 
 
 def _located(message: str, path: str, fields: Collection[str]) -> str:
@@ -259,12 +295,12 @@ def _frozen(value: Any) -> Any:
     return tuple(_frozen(item) for item in value) if isinstance(value, list) else value
 
 
-def _merge(below: Tree, above: Tree) -> Tree:
+def merge(below: Tree, above: Tree) -> Tree:
     """`above` over `below`: mappings merge, anything else replaces."""
     merged = dict(below)
     for key, value in above.items():
         both = isinstance(value, dict) and isinstance(merged.get(key), dict)
-        merged[key] = _merge(merged[key], value) if both else value
+        merged[key] = merge(merged[key], value) if both else value
     return merged
 
 

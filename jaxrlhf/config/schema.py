@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -11,29 +12,27 @@ from typing import Any, Literal
 from flax.core import FrozenDict
 
 from jaxrlhf.brief import brief
-from jaxrlhf.config.algorithms import load_algorithm
-from jaxrlhf.config.reading import ConfigError, apply_overrides, build, read_config, to_tree
+from jaxrlhf.config.algorithms import for_another_algorithm, load_algorithm
+from jaxrlhf.config.reading import ConfigError, Stated, apply_overrides, build, read_config, to_tree
+from jaxrlhf.config.shorthand import (
+    DEFAULT,
+    FROM_FILE,
+    FUSE,
+    OFFLOAD,
+    PLAN_FORMS,
+    PLANNED,
+    RANDOM,
+    spell_out,
+)
 from jaxrlhf.data.config import DataConfig
 from jaxrlhf.data.tokenizer import TokenizerConfig
 from jaxrlhf.experience import Sampling
-from jaxrlhf.models.config import PRESETS, Head, ModelConfig
+from jaxrlhf.models.config import Head, ModelConfig
 from jaxrlhf.models.lora import LoRAConfig
+from jaxrlhf.names import check_name
 from jaxrlhf.reshard.protocols import AUTO
 from jaxrlhf.sharding.strategy import PipelineSchedule, Remat
-from jaxrlhf.suggest import did_you_mean
 
-OFFLOAD, FUSE = "offload", "fuse"
-"""The keys of a plan that are no call: roles that rest in host memory, and train calls that run as one pipeline."""
-PLANNED, FROM_FILE, DEFAULT = "auto", "file", "default"
-"""Keys of a plan: whether the calls that it does not name are planned for, the file that it is read from, and what
-calls get that it does not name where they are not planned for."""
-_FORMS: dict[str, tuple[type, str]] = {
-    OFFLOAD: (tuple, "a list of roles"),
-    FUSE: (tuple, "a list of two train calls"),
-    PLANNED: (bool, "true or false"),
-    FROM_FILE: (str, "the path of a plan"),
-}
-"""Keys of a plan that are no call -> what stands under them."""
 MAX_VIRTUAL_DEVICES = 1024
 """As many as a processor can appear as in reasonable time."""
 
@@ -96,12 +95,13 @@ class AverageConfig:
 class RoleConfig:
     """A role: a model, trained if it has an optimizer; a Python function of completions; or a sum of other roles."""
 
-    model: ModelConfig | None = None
-    """Left out: that of the role or the checkpoint which `init` names."""
+    model: Stated[ModelConfig] | None = None
+    """Where weights are random, the whole model; otherwise what is laid over that of the role or folder which `init`
+    names. Left out: that model as it is."""
     head: Head | None = None
     """None: the head of that model. A scalar head that the weights do not hold starts at zero where it is trained, and
     at random where it never is."""
-    init: str = "random"
+    init: str = RANDOM
     """Where its weights come from: `random`, the name of another role, or a folder in Hugging Face's format."""
     optimizer: OptimizerConfig | None = None
     lora: LoRAConfig | None = None
@@ -124,6 +124,11 @@ class RoleConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.timeout_seconds <= 1e9:
             raise ValueError(f"timeout_seconds: must lie between 0 and 1e9. Got {self.timeout_seconds}.")
+        if self.model is not None and self.init == RANDOM:
+            try:
+                ModelConfig(**dict[str, Any](self.model))
+            except ValueError as error:
+                raise ValueError(f"model.{error}") from error
         if self.weighted_sum is not None and not self.weighted_sum:
             raise ValueError("weighted_sum: must have at least one part, as in {correct: 1.0}. Got {}.")
         for part, weight in (self.weighted_sum or {}).items():
@@ -238,6 +243,42 @@ class OutputConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class MemoryLimits:
+    """The most memory that a plan may take of what is available: sizes such as `20 GB` or `24 GiB`. Empty: not said."""
+
+    device: str = ""
+    """Limit of each device that has memory of its own."""
+    host: str = ""
+    """Limit of the host: for a whole run on virtual CPU devices, which share it; on GPUs, for offloaded roles."""
+
+    def __post_init__(self) -> None:
+        for name in ("device", "host"):
+            text = getattr(self, name)
+            if text and not (_bytes_of(text) or 0) >= 1:
+                raise ValueError(
+                    f"{name}: must be a size: a positive number and one of {', '.join(_UNITS)}. Got {brief(text)}. "
+                    "Write 20 GB, say."
+                )
+
+    @property
+    def device_bytes(self) -> int | None:
+        return _bytes_of(self.device)
+
+    @property
+    def host_bytes(self) -> int | None:
+        return _bytes_of(self.host)
+
+
+_UNITS = {"MB": 10**6, "GB": 10**9, "TB": 10**12, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+
+def _bytes_of(text: str) -> int | None:
+    """The size that a text says. None: it says none."""
+    match = re.fullmatch(rf"\s*(\d+(?:\.\d+)?)\s*({'|'.join(_UNITS)})\s*", text)
+    return int(float(match[1]) * _UNITS[match[2]]) if match else None
+
+
+@dataclasses.dataclass(frozen=True)
 class RunConfig:
     """One run, from data to checkpoints. All sizes are global."""
 
@@ -255,6 +296,8 @@ class RunConfig:
     seed: int = 0
     devices: str = "auto"
     """`auto` is all that JAX sees; `cpu:8` makes the processor appear as 8 devices."""
+    devices_memory: MemoryLimits = MemoryLimits()
+    """`20 GB` is that for both."""
     tokenizer: TokenizerConfig = dataclasses.field(default_factory=TokenizerConfig)
     plan: Mapping[str, PlacementConfig | tuple[str, ...] | bool | str] = dataclasses.field(default_factory=FrozenDict)
     """Call -> placement; `default` for all the others. Without a default: every row on its own share of all devices.
@@ -268,12 +311,17 @@ class RunConfig:
     output: OutputConfig = dataclasses.field(default_factory=OutputConfig)
     compilation_cache: str = "~/.cache/jaxrlhf/xla"
     """Folder of compiled programs, kept between runs. Empty: none."""
+    notes: tuple[str, ...] = dataclasses.field(default=(), init=False, compare=False)
+    """Remarks for the user on how the config was read. Not a key of it."""
 
     def __post_init__(self) -> None:
         def require(holds: bool, field: str, rule: str) -> None:
             if not holds:
                 raise ValueError(f"{field}: {rule}. Got {brief(getattr(self, field))}.")
 
+        for field in ("roles", "datasets"):
+            for name in getattr(self, field):
+                check_name(name, field)
         require(self.steps >= 0, "steps", "must not be negative")
         require(self.batch_size >= 1, "batch_size", "must be at least 1")
         require(0 <= self.seed < 2**32, "seed", "must lie between 0 and 2^32 - 1")
@@ -287,7 +335,7 @@ class RunConfig:
 
     def _check_plan(self) -> None:
         for name, entry in self.plan.items():
-            form, written = _FORMS.get(name, (PlacementConfig, "a placement, {data: 2, ...}"))
+            form, written = PLAN_FORMS.get(name, (PlacementConfig, "a placement, {data: 2, ...}"))
             if not isinstance(entry, form):
                 raise ValueError(f"plan.{name}: must be {written}. Got {brief(to_tree(entry))}.")
         if self.plan_file and (others := [name for name in self.plan if name != FROM_FILE]):
@@ -358,25 +406,27 @@ def load_run(name_or_path: str | Path, overrides: Sequence[str] = ()) -> RunConf
     Raises:
         ConfigError: Something is unknown, missing or of a wrong type or value: says the file and the key.
     """
-    tree, where = read_config(name_or_path)
-    tree = apply_overrides(tree, overrides)
+    notes: list[str] = []
+    adapt = functools.partial(for_another_algorithm, notes=notes)
+    tree, where = read_config(name_or_path, adapt=adapt)
+    tree = apply_overrides(adapt(tree, apply_overrides({}, overrides), where), overrides)
     if overrides:
         where = f"{where} with --set"
-    return build_run(tree, where=where)
+    return build_run(tree, where=where, notes=notes)
 
 
-def build_run(tree: Mapping[str, Any], *, where: str) -> RunConfig:
+def build_run(tree: Mapping[str, Any], *, where: str, notes: Sequence[str] = ()) -> RunConfig:
     """The run that a config describes, as a tree that came from `where`.
+
+    Args:
+        notes: Remarks on how the tree came about, which the run tells its user.
 
     Raises:
         ConfigError: As `load_run` does.
     """
     tree = copy.deepcopy(dict(tree))
     settings = tree.pop("settings", None) or {}
-    _fill_presets(tree, where)
-    _spell_plan_out(tree, where)
-    _join_plan_names(tree)
-    _check_plan_forms(tree, where)
+    spell_out(tree, where)
     run = build(RunConfig, tree, where=where)
     try:
         algorithm = load_algorithm(run.algorithm)
@@ -386,70 +436,6 @@ def build_run(tree: Mapping[str, Any], *, where: str) -> RunConfig:
         built = build(algorithm.config, settings, where=where, path="settings")
     except TypeError as error:  # of a user's own dataclass
         raise ConfigError(f"{where}: {error}") from error
-    return dataclasses.replace(run, settings=built)
-
-
-def _fill_presets(tree: dict[str, Any], where: str) -> None:
-    """`model: tiny` and `model: {preset: tiny, num_layers: 4}` become all the fields of a model."""
-    roles = tree.get("roles")
-    for name, role in roles.items() if isinstance(roles, dict) else ():
-        model = role.get("model") if isinstance(role, dict) else None
-        if isinstance(model, str):
-            model = {"preset": model}
-        if isinstance(model, dict) and "preset" in model:
-            preset = model["preset"]
-            if not isinstance(preset, str) or preset not in PRESETS:
-                raise ConfigError(
-                    f"{where}: roles.{name}.model.preset: must be one of {', '.join(PRESETS)}. Got {brief(preset)}."
-                    f"{did_you_mean(str(preset), PRESETS)}"
-                )
-            role["model"] = {**PRESETS[preset], **{key: value for key, value in model.items() if key != "preset"}}
-
-
-def _spell_plan_out(tree: dict[str, Any], where: str) -> None:
-    """`plan: auto` becomes `plan: {auto: true}`, and `plan: path/to/plan.json` becomes `plan: {file: ...}`."""
-    plan = tree.get("plan")
-    if plan == PLANNED:
-        tree["plan"] = {PLANNED: True}
-    elif isinstance(plan, str):
-        if not plan.endswith(".json"):
-            raise ConfigError(
-                f"{where}: plan: must be a mapping of calls to placements, {PLANNED}, or the path of a plan, which "
-                f"ends in .json. Got {brief(plan)}.{did_you_mean(plan, [PLANNED])}"
-            )
-        tree["plan"] = {FROM_FILE: plan}
-
-
-def _check_plan_forms(tree: Mapping[str, Any], where: str) -> None:
-    """What stands in a plan under a key that is no call is of the form that it must be."""
-    plan = tree.get("plan")
-    for key, (form, what) in _FORMS.items():
-        if not isinstance(plan, dict) or key not in plan:
-            continue
-        given = plan[key]
-        if isinstance(given, list | tuple) if form is tuple else isinstance(given, form):
-            continue
-        remedy = ""
-        if form is tuple:
-            remedy = f" Write {f'[{given}]' if isinstance(given, str) else '[] for none'}."
-        raise ConfigError(f"{where}: plan.{key}: must be {what}. Got {brief(given)}.{remedy}")
-
-
-def _join_plan_names(tree: dict[str, Any]) -> None:
-    """`plan: {actor: {train: ...}}`, as `--set plan.actor.train.data=2` makes it, becomes `plan: {actor.train: ..}`.
-
-    Both ways of writing may stand side by side; what is written later goes over what was there.
-    """
-    plan = tree.get("plan")
-    if not isinstance(plan, dict):
-        return
-    joined: dict[str, Any] = {}
-    for name, entry in plan.items():
-        is_role = isinstance(entry, dict) and entry and all(isinstance(value, dict) for value in entry.values())
-        entries = {f"{name}.{method}": placement for method, placement in entry.items()} if is_role else {name: entry}
-        for call, placement in entries.items():
-            before = joined.get(call)
-            if isinstance(before, dict) and isinstance(placement, dict):
-                placement = {**before, **placement}
-            joined[call] = placement
-    tree["plan"] = joined
+    run = dataclasses.replace(run, settings=built)
+    object.__setattr__(run, "notes", tuple(notes))
+    return run

@@ -1,82 +1,22 @@
-"""Conversations to text, by the Jinja templates that tokenizers bring; rendered as transformers renders them."""
+"""Conversations, and the chat templates that tokenizers bring: what is in a row, checked, and what makes text of it."""
 
 import dataclasses
-import datetime
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
-
-import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-import jinja2.sandbox
+from typing import Any
 
 from jaxrlhf.brief import brief
+from jaxrlhf.data.chat_process import ChatTemplate, Conversation, render_chats
 from jaxrlhf.suggest import did_you_mean
 
 Message = Mapping[str, Any]
-"""At least a `role` and a `content`, both text."""
+"""At least a `role` and a `content`, both text; the content may be missing beside `tool_calls`."""
 
 DEFAULT = "default"
 """The name of the template that a tokenizer's only one has, and of the one taken where none is named."""
-
-
-@dataclasses.dataclass(frozen=True)
-class ChatTemplate:
-    """A compiled template and what it is given beside the messages."""
-
-    where: str
-    """Where it was found, for error messages."""
-    compiled: jinja2.Template
-    special_tokens: Mapping[str, str]
-    """Such as bos_token and eos_token."""
-
-    def render(self, messages: Sequence[Message], *, source: str) -> str:
-        """The text of a conversation, up to where the assistant's next message begins.
-
-        Raises:
-            ValueError: The template refuses these messages; `source` is where they were read.
-        """
-        try:
-            return self.compiled.render(
-                messages=list(messages),
-                tools=None,
-                documents=None,
-                add_generation_prompt=True,
-                **self.special_tokens,
-            )
-        except Exception as error:  # a template is a program and may fail in any way
-            roles = ", ".join(message["role"] for message in messages)
-            raise ValueError(
-                f"{source}: the chat template of {self.where} must take every conversation. Got {error} for messages "
-                f"of {roles}."
-            ) from error
-
-
-def compile_template(text: str, *, where: str, special_tokens: Mapping[str, str], date: str) -> ChatTemplate:
-    """A template ready to render.
-
-    Args:
-        date: What `strftime_now` takes for today, as in '2024-07-26'.
-
-    Raises:
-        ValueError: It is no Jinja.
-    """
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _clock(date)
-    try:
-        compiled = environment.from_string(text)
-    except (jinja2.TemplateError, RecursionError) as error:
-        line = f", line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
-        raise ValueError(f"{where}{line}: must be a Jinja template. Got {error}.") from error
-    return ChatTemplate(where, compiled, special_tokens)
 
 
 def find_template(wanted: str, known: Mapping[str, str], *, tokenizer: str) -> tuple[str, str]:
@@ -103,7 +43,7 @@ def find_template(wanted: str, known: Mapping[str, str], *, tokenizer: str) -> t
         )
     if os.path.isfile(wanted):
         try:
-            return wanted, Path(wanted).read_text(encoding="utf-8")
+            return wanted, Path(wanted).read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"data.chat_template: must be readable text. Got {brief(wanted)}: {error}.") from error
     if "{" in wanted:
@@ -115,7 +55,9 @@ def find_template(wanted: str, known: Mapping[str, str], *, tokenizer: str) -> t
 
 
 def check_messages(value: Any, *, column: str, source: str) -> list[Message]:
-    """A conversation, if that is what `value` is. Keys without a value, as parquet fills them in, are left out.
+    """A conversation, if that is what `value` is. Parts of text, of which a content may be a list, are joined.
+
+    Keys without a value, as parquet fills them in, are left out; templates are given all others.
 
     Raises:
         ValueError: It is something else.
@@ -128,47 +70,117 @@ def check_messages(value: Any, *, column: str, source: str) -> list[Message]:
         )
     if not value:
         raise ValueError(f"{where} must hold at least one message. Got []. Remove the row or fill it in.")
+    messages = []
     for index, message in enumerate(value):
         if not isinstance(message, dict):
             raise ValueError(f"{where}[{index}] must be a message, {{role, content}}. Got {_shown(message)}.")
+        message = {key: item for key, item in message.items() if item is not None}
+        if isinstance(message.get("content"), list):
+            message["content"] = _joined(message["content"], f"{where}[{index}].content")
         for key in ("role", "content"):
-            if not isinstance(message.get(key), str):
-                got = (
-                    _shown(message[key]) if message.get(key) is not None else f"only {', '.join(message) or 'nothing'}"
-                )
+            if not isinstance(message.get(key), str) and not (key == "content" and _only_calls(message)):
+                got = _shown(message[key]) if key in message else f"only {', '.join(message) or 'nothing'}"
                 raise ValueError(f"{where}[{index}] must have a {key} of text. Got {got}.")
-    return [{key: item for key, item in message.items() if item is not None} for message in value]
+        messages.append(message)
+    return messages
 
 
-def split_completion(messages: Sequence[Message]) -> tuple[Sequence[Message], str | None]:
-    """The messages to answer, and the answer: the last message where it is the assistant's."""
-    if messages[-1]["role"] == "assistant":
-        return messages[:-1], messages[-1]["content"]
-    return messages, None
+def check_tools(value: Any, *, column: str, source: str) -> list[Any] | None:
+    """The functions that an assistant may call, as a list of JSON objects or as JSON text of one; None for none.
+
+    Raises:
+        ValueError: It is something else.
+    """
+    tools = value
+    if isinstance(value, str):
+        try:
+            tools = json.loads(value or "null")
+        except (ValueError, RecursionError):
+            tools = value
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise ValueError(
+            f"{source}: {column} must be a list of JSON objects, each of which describes a function. Got "
+            f"{_shown(value)}. Set data.tools_column to '' where it is something else."
+        )
+    return tools or None
 
 
-class _Generation(jinja2.ext.Extension):
-    """`{% generation %}`, by which some templates mark what the assistant says. It changes nothing here."""
+def check_tools_are_known(template: ChatTemplate, messages: Sequence[Message], tools: Any, *, source: str) -> None:
+    """Asks that a template reads tools and calls of them where a conversation has some.
 
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
-    """As it is, where Jinja's own filter would escape what HTML takes for tags."""
-    return json.dumps(value, ensure_ascii=False, indent=indent, **options)
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
+    Raises:
+        ValueError: It never does, and would leave them out.
+    """
+    calls = next((index for index, message in enumerate(messages) if message.get("tool_calls")), None)
+    for word, got in (("tool_calls", calls), ("tools", tools)):
+        if got is not None and not re.search(rf"\b{word}\b", template.text):
+            what = "tools" if word == "tools" else f"tool_calls in message {got}"
+            raise ValueError(
+                f"{source}: the chat template of {template.where} must read {word}. Got {what}, which it would leave "
+                "out. Set data.chat_template to one that knows tools, or take them out of the row."
+            )
 
 
-def _clock(date: str) -> Callable[[str], str]:
-    today = datetime.datetime.fromisoformat(date)
-    return lambda form: today.strftime(form)
+def check_tool_messages(template: ChatTemplate, conversations: Sequence[Conversation]) -> None:
+    """Asks that a template writes out what tools answer, by the first conversation in which one does.
+
+    Raises:
+        ValueError: It leaves that out, as some do with messages of roles that they do not know.
+    """
+    answer = "\U00020000"  # what no template writes by itself
+    for conversation in conversations:
+        tools = [index for index, message in enumerate(conversation.messages) if message["role"] == "tool"]
+        if not tools:
+            continue
+        messages = [
+            {**message, "content": answer} if message["role"] == "tool" else message
+            for message in conversation.messages
+        ]
+        if answer not in render_chats(template, [dataclasses.replace(conversation, messages=messages)])[0]:
+            raise ValueError(
+                f"{conversation.source}: the chat template of {template.where} must write out messages of the role "
+                f"tool. Got one as message {tools[0]}, which it leaves out. Set data.chat_template to one that knows "
+                "tools, or take them out of the row."
+            )
+        return
+
+
+def split_completion(messages: Sequence[Message], *, where: str) -> tuple[Sequence[Message], str | None]:
+    """The messages to answer, and the answer: the last message where it is the assistant's.
+
+    Raises:
+        ValueError: The answer calls tools, which would have to become text that is to be learned.
+    """
+    last = messages[-1]
+    if last["role"] != "assistant":
+        return messages, None
+    if last.get("tool_calls"):
+        raise ValueError(
+            f"{where}: an assistant's last message, which is the completion, must be text alone. Got tool_calls. Write "
+            "them into its content as the model is to write them, or end the row with the message before."
+        )
+    return messages[:-1], last["content"]
+
+
+def _only_calls(message: Message) -> bool:
+    """Tests for a message with tool calls in place of a content."""
+    return bool(message.get("tool_calls")) and "content" not in message
+
+
+def _joined(parts: list[Any], where: str) -> str:
+    """The text of a content that is a list of parts."""
+    texts = []
+    for index, part in enumerate(parts):
+        kind = part.get("type", "text") if isinstance(part, dict) else "text"
+        text = part.get("text") if isinstance(part, dict) else part
+        if kind != "text" or not isinstance(text, str):
+            got = f"a part of type {brief(kind)}" if kind != "text" else _shown(part)
+            raise ValueError(
+                f"{where}[{index}] must be text, {{type: text, text: ...}}. Got {got}. The models here read text "
+                "alone: remove the part, or the row."
+            )
+        texts.append(text)
+    return "".join(texts)
 
 
 def _shown(value: Any) -> str:

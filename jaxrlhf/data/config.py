@@ -19,10 +19,11 @@ class DataConfig:
     """The name of a built-in task."""
     arithmetic: ArithmeticConfig = ArithmeticConfig()
     """The options of task `arithmetic`."""
-    path: str = ""
-    """Rows for training: .jsonl, one object per line, or that as .jsonl.gz; .json, a list of objects; or .parquet."""
-    eval_path: str = ""
-    """Rows held out. Empty: `eval_rows` rows of `path`."""
+    path: str | tuple[str, ...] = ""
+    """Rows for training: .jsonl, one object per line, or that as .jsonl.gz; .json, a list of objects; or .parquet. A
+    file, a folder of them, a pattern, "data/*.parquet", or a list of these."""
+    eval_path: str | tuple[str, ...] = ""
+    """Rows held out, in the same way. Empty: `eval_rows` rows of `path`."""
     eval_rows: int = 512
     """How many rows of `path` are held out where `eval_path` is empty: the last ones of a fixed shuffle."""
     prompt_column: str = "prompt"
@@ -51,6 +52,11 @@ class DataConfig:
     """What chat templates take for today (`strftime_now`), so that a run is the same on every day."""
     system_prompt: str = ""
     """A system message before the messages of every row that begins with none."""
+    tools_column: str = "tools"
+    """Of chats: the functions that the assistant may call, which the template is given. Rows may lack it."""
+    control_tokens: Literal["text", "allow"] = "text"
+    """What a control token of the tokenizer, <|im_end|>, becomes in the text of a row. `text`: the tokens that spell
+    it. `allow`: that control token. Those that templates write are control tokens in either case."""
     max_prompt_tokens: int = 0
     """Columns of a prompt batch. 0: as many as the longest prompt has tokens."""
     overlong: Literal["error", "drop"] = "error"
@@ -84,6 +90,8 @@ class DataConfig:
         for field in ("overlong", "malformed"):
             if getattr(self, field) not in ("error", "drop"):
                 raise ValueError(f"data.{field}: must be 'error' or 'drop'. Got {brief(getattr(self, field))}.")
+        if self.control_tokens not in ("text", "allow"):
+            raise ValueError(f"data.control_tokens: must be 'text' or 'allow'. Got {brief(self.control_tokens)}.")
         self._check_pairs()
         self._check_template()
         self._check_chat()

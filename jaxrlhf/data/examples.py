@@ -1,11 +1,23 @@
 """Rows to prompts and completions: a column, a filled template, or a rendered conversation."""
 
 import dataclasses
+import json
+import re
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from jaxrlhf.brief import brief
-from jaxrlhf.data.chat import Message, compile_template, find_template, split_completion
+from jaxrlhf.data.chat import (
+    Message,
+    check_tool_messages,
+    check_tools,
+    check_tools_are_known,
+    find_template,
+    split_completion,
+)
+from jaxrlhf.data.chat_process import ChatTemplate, Conversation, render_chats
 from jaxrlhf.data.config import DataConfig, template_fields
+from jaxrlhf.data.control_tokens import MarkedText, control_pattern, mark_text, mark_tokens
 from jaxrlhf.data.files import Row
 from jaxrlhf.data.pairs import MalformedPair, Pair, read_messages, read_pair
 from jaxrlhf.data.tokenizer import Tokenizer
@@ -26,6 +38,8 @@ class Example:
     """The other one."""
     margin: float = 0.0
     """By how much the first was preferred."""
+    tools: list[Any] | None = None
+    """The functions that the assistant of a chat may call."""
 
 
 def read_example(row: Row, config: DataConfig) -> Example:
@@ -47,7 +61,7 @@ def read_example(row: Row, config: DataConfig) -> Example:
     if not isinstance(messages, list) or not messages:
         column = config.prompt_column
         row.require_column(column, "Set data.prompt_column.")
-        messages, answer = split_completion(read_messages(row, column))
+        messages, answer = split_completion(read_messages(row, column), where=f"{row.source}: {column}")
         if not messages:
             raise ValueError(
                 f"{row.source}: {column} must hold a message before the assistant's. Got only that. Remove the row."
@@ -73,7 +87,9 @@ def _example(
     completion = completion if pair.chosen is None else pair.chosen
     if completion is not None and completion == pair.rejected:
         raise MalformedPair(row, "a rejected completion must differ from the chosen one", f"{brief(completion)} twice")
-    return Example(row, prompt, messages, completion, pair.rejected, pair.margin)
+    tools = row.columns.get(config.tools_column) if config.chat != "none" else None
+    tools = check_tools(tools, column=config.tools_column, source=row.source)
+    return Example(row, prompt, messages, completion, pair.rejected, pair.margin, tools)
 
 
 def _with_system(messages: Sequence[Message], config: DataConfig) -> Sequence[Message]:
@@ -82,14 +98,49 @@ def _with_system(messages: Sequence[Message], config: DataConfig) -> Sequence[Me
     return [{"role": "system", "content": config.system_prompt}, *messages]
 
 
-def prompt_texts(examples: Sequence[Example], config: DataConfig, tokenizer: Tokenizer) -> list[str]:
-    """The text of every row's prompt: of a chat, what its template makes of the messages."""
-    if config.chat == "none":
-        return [example.prompt for example in examples]
+def prompt_texts(examples: Sequence[Example], config: DataConfig, tokenizer: Tokenizer) -> list[MarkedText]:
+    """The text of every row's prompt: of a chat, what its template makes of the messages.
+
+    Control tokens in what the rows hold are marked, unless the config allows them; those of templates are not.
+    """
+    tokens = tokens_as_text(config, tokenizer)
+    if config.chat != "none":
+        return _chat_texts(examples, config, tokenizer)
+    if not config.template:
+        return [mark_text(example.prompt, tokens) for example in examples]
+    texts = []
+    for example in examples:
+        columns, mark = mark_tokens(example.row.columns, tokens, avoid=config.template)
+        filled = _prompt(dataclasses.replace(example.row, columns=columns), config) if mark else example.prompt
+        texts.append(MarkedText(filled, mark))
+    return texts
+
+
+def tokens_as_text(config: DataConfig, tokenizer: Tokenizer) -> re.Pattern[str] | None:
+    """Pattern of the control tokens that stay text where a row's text has them."""
+    return control_pattern(() if config.control_tokens == "allow" else tokenizer.control_tokens)
+
+
+def _chat_texts(examples: Sequence[Example], config: DataConfig, tokenizer: Tokenizer) -> list[MarkedText]:
+    """The same of chats."""
     where, text = find_template(config.chat_template, tokenizer.chat_templates, tokenizer=tokenizer.name)
-    template = compile_template(text, where=where, special_tokens=tokenizer.special_tokens, date=config.chat_date)
-    texts = (template.render(example.messages, source=example.row.source) for example in examples)
-    return [example.row.text("the rendered chat", text) for example, text in zip(examples, texts, strict=True)]
+    template = ChatTemplate(where, text, tokenizer.special_tokens, config.chat_date)
+    tokens = tokens_as_text(config, tokenizer)
+    conversations, marks = [], []
+    for example in examples:
+        check_tools_are_known(template, example.messages, example.tools, source=example.row.source)
+        given, mark = mark_tokens([example.messages, example.tools], tokens, avoid=text)
+        conversations.append(Conversation(example.row.source, *given))
+        marks.append(mark)
+    rendered = render_chats(template, conversations)
+    check_tool_messages(template, conversations)
+    texts = []
+    for example, mark, text in zip(examples, marks, rendered, strict=True):
+        if mark:
+            text = text.replace(json.dumps(mark)[1:-1], mark)  # as tojson(ensure_ascii=true) writes it
+        example.row.text("the rendered chat", text)
+        texts.append(MarkedText(text, mark))
+    return texts
 
 
 def _prompt(row: Row, config: DataConfig) -> str:
@@ -111,7 +162,7 @@ def _prompt(row: Row, config: DataConfig) -> str:
 def learnable_texts(examples: Sequence[Example]) -> Iterator[str]:
     """What a tokenizer learns from: of each row the prompt or its messages, the completion, and all columns of text."""
     for example in examples:
-        messages = [message["content"] for message in example.messages]
+        messages = [message.get("content", "") for message in example.messages]
         columns = [value for value in example.row.columns.values() if isinstance(value, str)]
         texts = dict.fromkeys([example.prompt, *messages, *columns, example.completion or ""])
         yield from (text.encode(errors="replace").decode() for text in texts)

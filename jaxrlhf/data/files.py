@@ -1,11 +1,13 @@
-"""The rows of files, each with the place where it was read: JSON lines, a JSON list, or parquet."""
+"""The files of a path, and their rows, each with the place where it was read: JSON lines, a JSON list, or parquet."""
 
+import codecs
 import dataclasses
+import glob
 import gzip
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,26 +47,82 @@ class Row:
         return value
 
 
-def read_rows(field: str, path: str) -> list[Row]:
-    """The rows of a file, read by its suffix. `field` is the key of the config that names the file.
+def read_rows(field: str, paths: str | Sequence[str]) -> list[Row]:
+    """The rows of a file, or of several one after another, read by their suffixes.
+
+    Args:
+        field: The key of the config that names them.
+        paths: As `find_files` takes them.
 
     Raises:
-        ValueError: The file is missing, empty, of an unknown kind or malformed: says the file and the row.
+        ValueError: A file is missing, of an unknown kind or malformed, or all are empty: says the file and the row.
     """
-    if not os.path.isfile(path):
-        raise ValueError(f"{field}: must be an existing file. Got {brief(path)}.")
-    suffix = "".join(Path(path).suffixes[-2:] if path.lower().endswith(".gz") else Path(path).suffixes[-1:]).lower()
+    files = find_files(field, paths)
+    rows = [row for path in files for row in _read_file(field, path)]
+    if not rows:
+        got = f"the empty file {brief(files[0])}" if len(files) == 1 else f"{len(files)} empty files"
+        raise ValueError(f"{field}: must hold at least one row. Got {got}.")
+    return rows
+
+
+def find_files(field: str, paths: str | Sequence[str]) -> list[str]:
+    """The files that a path stands for: itself, those of a folder, or those that match a pattern, sorted by name.
+
+    Of several paths, those of one after those of another. In a folder, hidden files, those of no kind that can be read,
+    and folders are left out.
+
+    Raises:
+        ValueError: There are none, one is there twice, or those of a folder are of several kinds.
+    """
+    files = [file for path in ([paths] if isinstance(paths, str) else paths) for file in _files_of(field, path)]
+    if not files:
+        raise ValueError(f"{field}: must name at least one file. Got [].")
+    if twice := [path for path in files if files.count(path) > 1]:
+        raise ValueError(f"{field}: must name each file once. Got {brief(twice[0])} {files.count(twice[0])} times.")
+    return files
+
+
+def _files_of(field: str, path: str) -> list[str]:
+    if os.path.isfile(path):
+        return [path]
+    if os.path.isdir(path) and path:
+        names = sorted(name for name in os.listdir(path) if not name.startswith("."))
+        files = [os.path.join(path, name) for name in names if _suffix(name) in READERS]
+        files = [file for file in files if os.path.isfile(file)]
+        kinds = dict.fromkeys(_suffix(file) for file in files)
+        if len(kinds) > 1:
+            raise ValueError(
+                f"{field}: the files of a folder must be of one kind. Got {' and '.join(kinds)} in {brief(path)}. Name "
+                f"those that are meant by a pattern, as in '{os.path.join(path, '*' + next(iter(kinds)))}'."
+            )
+        if not files:
+            raise ValueError(
+                f"{field}: a folder must have files of a known kind ({', '.join(READERS)}). Got {brief(path)}, with "
+                f"{', '.join(names[:5]) or 'nothing in it'}."
+            )
+        return files
+    if glob.has_magic(path) and "\0" not in path:
+        if files := sorted(file for file in glob.glob(path, recursive=True) if os.path.isfile(file)):
+            return files
+        raise ValueError(f"{field}: a pattern must match at least one file. Got {brief(path)}.")
+    raise ValueError(f"{field}: must be an existing file, a folder or a pattern of files. Got {brief(path)}.")
+
+
+def _suffix(path: str) -> str:
+    suffixes = Path(path).suffixes
+    return "".join(suffixes[-2:] if path.lower().endswith(".gz") else suffixes[-1:]).lower()
+
+
+def _read_file(field: str, path: str) -> list[Row]:
+    suffix = _suffix(path)
     if suffix not in READERS:
         raise ValueError(
             f"{field}: must be a file of a known kind ({', '.join(READERS)}). Got {brief(path)}. Unpack or convert it."
         )
     try:
-        rows = list(READERS[suffix](path))
+        return list(READERS[suffix](path))
     except OSError as error:
         raise ValueError(f"{field}: must be a file that can be read. Got {brief(path)}: {error}.") from error
-    if not rows:
-        raise ValueError(f"{field}: must hold at least one row. Got the empty file {brief(path)}.")
-    return rows
 
 
 def _read_json_lines(path: str) -> Iterator[Row]:
@@ -82,14 +140,14 @@ def _read_packed_json_lines(path: str) -> Iterator[Row]:
 
 
 def _json_lines(path: str, text: bytes) -> Iterator[Row]:
-    for number, line in enumerate(text.split(b"\n"), start=1):
+    for number, line in enumerate(text.removeprefix(codecs.BOM_UTF8).split(b"\n"), start=1):
         if line.strip():
             yield _row(f"{path}:{number}", _parsed(f"{path}:{number}", line))
 
 
 def _read_json(path: str) -> Iterator[Row]:
     """The objects of a JSON list; a file that does not begin with one has an object per line."""
-    text = Path(path).read_bytes()
+    text = Path(path).read_bytes().removeprefix(codecs.BOM_UTF8)
     if not text.lstrip().startswith(b"["):
         yield from _read_json_lines(path)
         return

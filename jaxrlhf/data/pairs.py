@@ -49,7 +49,7 @@ def read_messages(row: Row, column: str) -> list[Message]:
     """The list of messages in a column, its texts checked."""
     messages = check_messages(row.columns[column], column=column, source=row.source)
     for index, message in enumerate(messages):
-        row.text(f"{column}[{index}]", message["content"], may_be_empty=True)
+        row.text(f"{column}[{index}]", message.get("content", ""), may_be_empty=True)
     return messages
 
 
@@ -57,7 +57,7 @@ def _split(row: Row, column: str, config: DataConfig) -> tuple[str | list[Messag
     """The prompt in a column of the pair, empty where it holds a reply alone, and the reply."""
     value = row.columns[column]
     if config.chat == "messages" and isinstance(value, list):
-        messages, reply = split_completion(read_messages(row, column))
+        messages, reply = split_completion(read_messages(row, column), where=f"{row.source}: {column}")
         if reply is None:
             raise MalformedPair(row, f"{column} must end with the assistant's message", f"the {messages[-1]['role']}'s")
         return list(messages), reply

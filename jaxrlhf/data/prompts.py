@@ -6,6 +6,7 @@ Letters: B rows, P prompt columns, R response columns, T = P + R columns.
 import dataclasses
 import functools
 import hashlib
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,8 +14,9 @@ import numpy as np
 
 from jaxrlhf.brief import brief
 from jaxrlhf.data.config import TASKS, DataConfig, template_fields
-from jaxrlhf.data.examples import Example, learnable_texts, prompt_texts, read_example
-from jaxrlhf.data.files import Row, read_rows
+from jaxrlhf.data.control_tokens import MarkedText, mark_text
+from jaxrlhf.data.examples import Example, learnable_texts, prompt_texts, read_example, tokens_as_text
+from jaxrlhf.data.files import Row, find_files, read_rows
 from jaxrlhf.data.pairs import MalformedPair
 from jaxrlhf.data.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
 from jaxrlhf.experience import Preferences, Prompts, Sequences
@@ -35,6 +37,10 @@ class PromptTable:
     """Rows whose prompt was too long."""
     num_malformed: int
     """Rows whose pair was none."""
+    withheld: tuple[str, ...]
+    """Columns that no reward function is given, since it gets something else by their names."""
+    notes: tuple[str, ...]
+    """Further remarks on the rows, printed at the start."""
     prompt_length: int
     """P."""
     prompts: Sequence[str]
@@ -216,19 +222,31 @@ def load_prompts(config: DataConfig, tokenizer: TokenizerConfig | Tokenizer) -> 
     num_read = len(train) + len(held_out)
     train, held_out = _read_examples(train, config), _read_examples(held_out, config)
     if not train:
-        raise ValueError(f"data.malformed: must leave rows for training. Got 'drop', which drops all of {config.path}.")
+        raise ValueError(
+            f"data.malformed: must leave rows for training. Got 'drop', which drops all of {_shown(config.path)}."
+        )
     examples = train + held_out
     rows = [example.row for example in examples]
     if isinstance(tokenizer, TokenizerConfig):
         tokenizer = load_tokenizer(tokenizer, learnable_texts(train))
     prompts = prompt_texts(examples, config, tokenizer)
-    tokens = [np.asarray(tokenizer.encode(prompt), np.int32) for prompt in prompts]
+    tokens = [np.asarray(tokenizer.encode(prompt.marked, mark=prompt.mark), np.int32) for prompt in prompts]
     kept, prompt_length = _fitting(tokens, [row.source for row in rows], config)
     num_train = sum(index < len(train) for index in kept)
     if num_train == 0:
         raise ValueError(
             f"data.max_prompt_tokens: must leave rows for training. Got {config.max_prompt_tokens}, which "
             f"drops all {len(train)}. Raise it to at least {min(map(len, tokens[: len(train)]))}."
+        )
+    control = tokens_as_text(config, tokenizer)
+    completions = {i: _marked_response(examples[i].completion, tokenizer, control) for i in kept}
+    rejected = {i: _marked_response(examples[i].rejected, tokenizer, control) for i in kept}
+    as_text = [i for i in kept if any(text and text.mark for text in (prompts[i], completions[i], rejected[i]))]
+    notes = _files_read(config)
+    if as_text:
+        notes.append(
+            f"{len(as_text)} rows have control tokens in their texts, the first at {rows[as_text[0]].source}. They are "
+            "encoded as text. Where they are meant as control tokens, set data.control_tokens to 'allow'."
         )
     is_prompt = config.chat == "none" and not config.template
     other = [name for name in names if name != config.prompt_column or not is_prompt]
@@ -238,13 +256,15 @@ def load_prompts(config: DataConfig, tokenizer: TokenizerConfig | Tokenizer) -> 
         num_eval=len(kept) - num_train,
         num_dropped=len(rows) - len(kept),
         num_malformed=num_read - len(rows),
+        withheld=tuple(name for name in other if name in RESERVED_COLUMNS),
+        notes=tuple(notes),
         prompt_length=prompt_length,
-        prompts=[prompts[i] for i in kept],
+        prompts=[prompts[i].plain for i in kept],
         tokens=[tokens[i] for i in kept],
-        completions=[_response(examples[i].completion, tokenizer) for i in kept],
-        rejected=[_response(examples[i].rejected, tokenizer) for i in kept],
+        completions=[_response(completions[i], tokenizer) for i in kept],
+        rejected=[_response(rejected[i], tokenizer) for i in kept],
         margins=[examples[i].margin for i in kept],
-        other={name: [rows[i].columns.get(name) for i in kept] for name in other},
+        other={name: [rows[i].columns.get(name) for i in kept] for name in other if name not in RESERVED_COLUMNS},
         sources=[rows[i].source for i in kept],
     )
 
@@ -262,12 +282,30 @@ def _read_splits(config: DataConfig) -> tuple[list[Row], list[Row]]:
         return rows, read_rows("data.eval_path", config.eval_path)
     if config.eval_rows >= len(rows):
         raise ValueError(
-            f"data.eval_rows: must leave rows for training out of the {len(rows)} of {config.path}. Got "
+            f"data.eval_rows: must leave rows for training out of the {len(rows)} of {_shown(config.path)}. Got "
             f"{config.eval_rows}. Hold out fewer, or name a file in data.eval_path."
         )
     order = np.random.default_rng(0).permutation(len(rows))
     num_train = len(rows) - config.eval_rows
     return [rows[i] for i in sorted(order[:num_train])], [rows[i] for i in order[num_train:]]
+
+
+def _files_read(config: DataConfig) -> list[str]:
+    """Notes on which files rows come from, where a path stands for several."""
+    notes = []
+    for key, paths in (("path", config.path), ("eval_path", config.eval_path)):
+        files = find_files(f"data.{key}", paths) if paths else []
+        if len(files) > 1:
+            notes.append(f"data.{key}: {len(files)} files in this order: {', '.join(files[:3])}{_others(files[3:])}.")
+    return notes
+
+
+def _others(files: list[str]) -> str:
+    return f" ... {files[-1]}" if files else ""
+
+
+def _shown(paths: str | Sequence[str]) -> str:
+    return paths if isinstance(paths, str) else ", ".join(paths)
 
 
 def _read_examples(rows: list[Row], config: DataConfig) -> list[Example]:
@@ -283,7 +321,7 @@ def _read_examples(rows: list[Row], config: DataConfig) -> list[Example]:
 
 
 def _check_columns(config: DataConfig, names: list[str]) -> None:
-    """Asks that the template names columns which some row has, and that no column bears the name of something else."""
+    """Asks that the config names columns which some row has."""
     for field in template_fields(config.template):
         if field not in names:
             raise ValueError(
@@ -295,12 +333,6 @@ def _check_columns(config: DataConfig, names: list[str]) -> None:
             f"data.margin_column: must name a column of the rows. Got {brief(config.margin_column)}. Known: "
             f"{', '.join(names)}.{did_you_mean(config.margin_column, names)}"
         )
-    for name in names:
-        if name in RESERVED_COLUMNS:
-            raise ValueError(
-                f"data: no column may be called {', '.join(RESERVED_COLUMNS)}, which reward functions get "
-                f"anyway. Got a column {brief(name)}. Rename it."
-            )
 
 
 def _fitting(tokens: list[np.ndarray], sources: list[str], config: DataConfig) -> tuple[list[int], int]:
@@ -321,9 +353,21 @@ def _fitting(tokens: list[np.ndarray], sources: list[str], config: DataConfig) -
     return kept, limit
 
 
-def _response(completion: str | None, tokenizer: Tokenizer) -> np.ndarray | None:
+def _marked_response(
+    completion: str | None, tokenizer: Tokenizer, control: re.Pattern[str] | None
+) -> MarkedText | None:
+    """A completion with control tokens marked, but for an end of text at its end, which is one."""
+    if completion is None:
+        return None
+    end = tokenizer.special_tokens.get("eos_token", "")
+    if control is not None and end in tokenizer.control_tokens:
+        completion = completion.removesuffix(end)
+    return mark_text(completion, control)
+
+
+def _response(completion: MarkedText | None, tokenizer: Tokenizer) -> np.ndarray | None:
     """The tokens of a completion, which end by the end of text, once."""
     if completion is None:
         return None
-    tokens = tokenizer.encode(completion)
+    tokens = tokenizer.encode(completion.marked, mark=completion.mark)
     return np.asarray(tokens if tokens[-1:] == [tokenizer.end_id] else [*tokens, tokenizer.end_id], np.int32)

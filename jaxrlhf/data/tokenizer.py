@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
@@ -11,6 +11,8 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from jaxrlhf.brief import brief
+from jaxrlhf.data.control_tokens import control_pattern
+from jaxrlhf.data.tokenizer_files import byte_backend, read_files, tokens_by_id, write_files
 from jaxrlhf.suggest import did_you_mean
 
 END_TOKENS = ("<|endoftext|>", "</s>", "<|eot_id|>", "<|im_end|>", "<eos>", "<|end_of_text|>")
@@ -21,7 +23,7 @@ REPLACEMENT = "\ufffd"
 MIN_BPE_VOCAB_SIZE = 258
 """256 bytes, padding, end of text."""
 
-Kind = Literal["bytes", "file", "train"]
+Kind = Literal["auto", "bytes", "file", "train"]
 
 
 class Tokenizer(Protocol):
@@ -53,12 +55,25 @@ class Tokenizer(Protocol):
         """End of text: what stops a response."""
         ...
 
-    def encode(self, text: str) -> list[int]:
-        """The ids of `text` alone: no beginning, no end of text is added."""
+    @property
+    def control_tokens(self) -> Collection[str]:
+        """Texts that are encoded as one token each, which is no text to the model: <|im_end|> ..."""
+        ...
+
+    def encode(self, text: str, *, mark: str = "") -> list[int]:
+        """The ids of `text` alone: no beginning, no end of text is added.
+
+        Args:
+            mark: The character by which `mark_tokens` marked control tokens in it that are to be encoded as text.
+        """
         ...
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`. Padding and end of text are dropped; an id outside the vocabulary becomes U+FFFD."""
+        ...
+
+    def export(self, folder: Path) -> None:
+        """Write the files by which others read the tokenizer, beside those of a model."""
         ...
 
 
@@ -66,18 +81,19 @@ class Tokenizer(Protocol):
 class TokenizerConfig:
     """Which tokenizer a run uses."""
 
-    kind: Kind = "bytes"
-    """`bytes`: one token per byte of UTF-8. `file`: a tokenizer.json. `train`: learned from the training rows."""
+    kind: Kind = "auto"
+    """`auto`: that of the folder which roles start from; where none does, bytes. `bytes`: one token per byte of UTF-8.
+    `file`: a tokenizer.json. `train`: learned from the training rows."""
     path: str = ""
     """Kind `file`: the tokenizer.json, or its folder. tokenizer_config.json and chat_template.jinja beside it count."""
     vocab_size: int = 2048
     """Kind `train`: how many tokens to learn, bytes and special tokens included. Few texts may give fewer."""
     end_token: str = ""
-    """Kind `file`: the name of the end-of-text token. Empty: tokenizer_config.json's, else the first of the common
-    names that the vocabulary has."""
+    """Of a tokenizer.json, the name of the end-of-text token. Empty: tokenizer_config.json's, else config.json's, else
+    the first of the common names that the vocabulary has."""
     pad_token: str = ""
-    """Kind `file`: the name of the padding token. Empty: tokenizer_config.json's, else a common name, else the
-    end-of-text token."""
+    """Of a tokenizer.json, the name of the padding token. Empty: tokenizer_config.json's, else config.json's, else a
+    common name, else the end-of-text token."""
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
@@ -88,7 +104,7 @@ class TokenizerConfig:
         if self.kind == "file" and not self.path:
             raise ValueError("tokenizer.path: kind 'file' needs a path. Got ''. Name a tokenizer.json.")
         for field in ("path", "end_token", "pad_token"):
-            if self.kind != "file" and getattr(self, field):
+            if self.kind != "file" and getattr(self, field) and (self.kind != "auto" or field == "path"):
                 raise ValueError(
                     f"tokenizer.{field}: only kind 'file' has one. Got {brief(getattr(self, field))} with kind "
                     f"{brief(self.kind)}. Leave it out or set tokenizer.kind to 'file'."
@@ -109,10 +125,11 @@ class ByteTokenizer:
     end_id = 257
     special_tokens: Mapping[str, str] = {}
     chat_templates: Mapping[str, str] = {}
+    control_tokens: Collection[str] = ()
 
-    def encode(self, text: str) -> list[int]:
-        """The ids of `text` alone."""
-        return list(text.encode())
+    def encode(self, text: str, *, mark: str = "") -> list[int]:
+        """The ids of `text` alone, without its marks."""
+        return list((text.replace(mark, "") if mark else text).encode())
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`; bytes that are no UTF-8 and ids outside the vocabulary become U+FFFD."""
@@ -123,6 +140,10 @@ class ByteTokenizer:
             elif token not in (self.pad_id, self.end_id):
                 text.extend(REPLACEMENT.encode())
         return text.decode(errors="replace")
+
+    def export(self, folder: Path) -> None:
+        """Write a tokenizer.json that gives the same ids."""
+        JSONTokenizer(byte_backend("<|pad|>", "<|endoftext|>"), name=self.name).export(folder)
 
 
 class JSONTokenizer:
@@ -140,11 +161,13 @@ class JSONTokenizer:
         end_token: str = "",
         pad_token: str = "",
         settings: Mapping[str, Any] | None = None,
+        files: Mapping[str, bytes] | None = None,
     ) -> None:
         """Wraps `backend`.
 
         Args:
             settings: What its tokenizer_config.json holds: names of special tokens and chat templates.
+            files: The files that it was read from, by name.
 
         Raises:
             ValueError: A token is not in the vocabulary, or none of the common names of an end of text is.
@@ -155,6 +178,9 @@ class JSONTokenizer:
         self._backend = backend
         self._known = frozenset(vocabulary.values())
         self._settings = dict(settings or {})
+        self._files = dict(files or {})
+        named = {"eos_token": end_token, "pad_token": pad_token}
+        self._renamed = {key: token for key, token in named.items() if token}
         special = _special_tokens(self._settings)
         end = _find_token(vocabulary, end_token, special.get("eos_token", ""), END_TOKENS, "end_token", name)
         if end is None:
@@ -167,6 +193,10 @@ class JSONTokenizer:
         self.pad_id = self.end_id if pad is None else vocabulary[pad]
         self.special_tokens: Mapping[str, str] = {**special, "eos_token": end, **({"pad_token": pad} if pad else {})}
         self.chat_templates: Mapping[str, str] = _chat_templates(self._settings, name)
+        added, named = backend.get_added_tokens_decoder(), set(self.special_tokens.values())
+        control = {number: token.content for number, token in added.items() if token.special or token.content in named}
+        self.control_tokens: Collection[str] = tuple(control.values())
+        self._control, self._control_ids = control_pattern(self.control_tokens), frozenset(control)
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str], *, end_token: str = "", pad_token: str = "") -> "JSONTokenizer":
@@ -189,13 +219,40 @@ class JSONTokenizer:
             ) from error
         backend.no_truncation()
         backend.no_padding()
-        return cls(
-            backend, name=name, end_token=end_token, pad_token=pad_token, settings=_read_settings(Path(name).parent)
-        )
+        folder = Path(name).parent
+        settings = {**tokens_by_id(folder, backend), **_read_settings(folder)}
+        files = read_files(Path(name))
+        return cls(backend, name=name, end_token=end_token, pad_token=pad_token, settings=settings, files=files)
 
-    def encode(self, text: str) -> list[int]:
-        """The ids of `text` alone. Names of special tokens in it become those tokens."""
-        return self._backend.encode(text, add_special_tokens=False).ids
+    def encode(self, text: str, *, mark: str = "") -> list[int]:
+        """The ids of `text` alone. Names of control tokens in it become those tokens, unless they are marked.
+
+        Text with marks, between control tokens without, is encoded by itself; all else as it is without marks.
+        """
+        if not mark or self._control is None:
+            return self._ids(text.replace(mark, "") if mark else text)
+        ids, unmarked = [], ""
+        for part in self._control.split(text):
+            if mark not in part:
+                unmarked += part
+                continue
+            ids += self._ids(unmarked) + self._ids_of_text(part, mark)
+            unmarked = ""
+        return ids + self._ids(unmarked)
+
+    def _ids(self, text: str) -> list[int]:
+        return self._backend.encode(text, add_special_tokens=False).ids if text else []
+
+    def _ids_of_text(self, text: str, mark: str) -> list[int]:
+        """The ids of a text in which all control tokens are text."""
+        self._backend.encode_special_tokens = True
+        try:
+            ids = self._ids(text.replace(mark, ""))
+            if not self._control_ids.isdisjoint(ids):  # the vocabulary has them as words too: halves are none
+                ids = [number for half in text.split(mark) for number in self._ids(half)]
+        finally:
+            self._backend.encode_special_tokens = False
+        return ids
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`; padding and end of text are dropped, an id outside the vocabulary becomes U+FFFD."""
@@ -215,6 +272,15 @@ class JSONTokenizer:
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", **self._settings, **self.special_tokens}
         text = json.dumps(settings, indent=2, ensure_ascii=False)
         (Path(path).parent / "tokenizer_config.json").write_text(text, encoding="utf-8")
+
+    def export(self, folder: Path) -> None:
+        """Write the files that it was read from, with the special tokens that the config named; `save`, where it was
+        read from none."""
+        if self._files:
+            write_files(self._files, folder, renamed=self._renamed)
+        else:
+            folder.mkdir(parents=True, exist_ok=True)
+            self.save(folder / "tokenizer.json")
 
 
 def train_bpe(texts: Iterable[str], *, vocab_size: int) -> JSONTokenizer:
@@ -244,9 +310,9 @@ def train_bpe(texts: Iterable[str], *, vocab_size: int) -> JSONTokenizer:
 
 
 def load_tokenizer(config: TokenizerConfig, texts: Iterable[str]) -> Tokenizer:
-    """The tokenizer that `config` names. `texts` is read for kind `train` alone."""
+    """The tokenizer that `config` names, which for kind `auto` is bytes. `texts` is read for kind `train` alone."""
     match config.kind:
-        case "bytes":
+        case "auto" | "bytes":
             return ByteTokenizer()
         case "file":
             return JSONTokenizer.from_file(config.path, end_token=config.end_token, pad_token=config.pad_token)
@@ -276,7 +342,7 @@ def _read_settings(folder: Path) -> dict[str, Any]:
         if not file.is_file():
             continue
         try:
-            read = json.loads(file.read_text(encoding="utf-8"))
+            read = json.loads(file.read_text(encoding="utf-8-sig"))
         except (OSError, ValueError, RecursionError) as error:
             raise ValueError(f"{file}: must be JSON in UTF-8. Got {error}. Mend it or take it away.") from error
         if not isinstance(read, dict):
@@ -285,7 +351,7 @@ def _read_settings(folder: Path) -> dict[str, Any]:
     template = folder / "chat_template.jinja"
     if template.is_file():
         try:
-            text = template.read_text(encoding="utf-8")
+            text = template.read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"{template}: must be text in UTF-8. Got {error}. Mend it or take it away.") from error
         named = settings.get("chat_template")

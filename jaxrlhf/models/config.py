@@ -110,6 +110,11 @@ class ModelConfig:
         return jnp.dtype(self.dtype)
 
 
+CHOSEN = ("head", "dtype", "attention", "scan_layers", "logits_chunk_tokens")
+"""Fields that are free to choose for weights that are there: which head is read, and how to compute. All others say
+what the weights are."""
+
+
 def at_least_float32(dtype: jax.typing.DTypeLike) -> jax.typing.DTypeLike:
     """What sums and exponentials are computed in where matrix products compute in `dtype`."""
     return jnp.promote_types(dtype, jnp.float32)

@@ -5,11 +5,9 @@ model.safetensors.index.json lists. Their matrices are [out, in], ours [in, out]
 """
 
 import contextlib
-import dataclasses
 import json
 import os
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,20 +18,14 @@ from jax.sharding import NamedSharding
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from jaxrlhf.models.config import Head, ModelConfig, RopeScaling
+from jaxrlhf.brief import brief
+from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.models.config_json import CONFIG, GENERATION, Origin, exported_config, read_json, stated, stated_precision
 from jaxrlhf.models.params import Params, Weight, declare, shardings_of
+from jaxrlhf.names import check_file_name
 from jaxrlhf.sharding.layout import Layout
 
-_CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-_LM, _SCALAR = "ForCausalLM", "ForSequenceClassification"
-_SIZES = {  # field of ModelConfig -> field of config.json
-    "vocab_size": "vocab_size",
-    "hidden_size": "hidden_size",
-    "intermediate_size": "intermediate_size",
-    "num_layers": "num_hidden_layers",
-    "num_heads": "num_attention_heads",
-    "max_position_embeddings": "max_position_embeddings",
-}
+_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _NAMES = {
     "embedding": "model.embed_tokens.weight",
     "final_norm": "model.norm.weight",
@@ -58,67 +50,21 @@ _NAMES_IN_LAYER = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class _Family:
-    """What an architecture means by its name alone, or by leaving a field of config.json out."""
-
-    model_type: str
-    attention_bias: bool = False
-    qk_norm: bool = False
-    num_kv_heads: int | None = None
-    """None is one a query head."""
-    head_dim: int | None = None
-    """None is hidden_size / num_heads."""
-    window: Literal["none", "all layers", "by flag"] = "none"
-    """Whether `sliding_window` counts: never, in every layer, or where `use_sliding_window` says so."""
-
-
-_FAMILIES: Mapping[str, _Family] = {
-    "Llama": _Family("llama"),
-    "Mistral": _Family("mistral", num_kv_heads=8, window="all layers"),
-    "Qwen2": _Family("qwen2", attention_bias=True, num_kv_heads=32, window="by flag"),
-    "Qwen3": _Family("qwen3", qk_norm=True, num_kv_heads=32, head_dim=128, window="by flag"),
-}
-
-
-def read_config(folder: Path, *, head: Head = "lm") -> ModelConfig:
-    """The architecture that a folder's config.json describes; how to compute (dtype, attention ...) is left as default.
+def read_origin(folder: Path) -> Origin:
+    """What a model's folder says beside its weights; their precision is read from them where config.json says none.
 
     Raises:
-        ValueError: config.json is missing or malformed, or describes what this transformer does not compute.
+        ValueError: A file is missing or malformed.
     """
-    where = folder / _CONFIG
-    fields = _read_json(where)
-    family = _family(where, fields, head)
-    if "quantization_config" in fields:
-        raise ValueError(
-            f"{where}: quantization_config: weights must be in floating point. Got {fields['quantization_config']}. "
-            "Use the checkpoint that this one was quantized from."
-        )
-    for field, supported in {"hidden_act": "silu", "mlp_bias": False, "partial_rotary_factor": 1.0}.items():
-        _require(where, field, supported, fields.get(field, supported))
-    if not family.attention_bias:  # where it can be chosen, it puts a bias on the output projection too
-        _require(where, "attention_bias", False, fields.get("attention_bias", False))
-    sizes = {ours: _stated(where, fields, theirs) for ours, theirs in _SIZES.items()}
-    _require_full_attention(where, fields, family, sizes)
-    rope_theta, rope_scaling = _rope(where, fields)
-    head_dim = fields.get("head_dim") or family.head_dim or 0
-    if "num_key_value_heads" in fields:
-        num_kv_heads = fields["num_key_value_heads"] or sizes["num_heads"]
-    else:
-        num_kv_heads = family.num_kv_heads or sizes["num_heads"]
-    return ModelConfig(
-        **sizes,
-        num_kv_heads=num_kv_heads,
-        head_dim=0 if head_dim * sizes["num_heads"] == sizes["hidden_size"] else head_dim,
-        rope_theta=rope_theta,
-        rope_scaling=rope_scaling,
-        norm_eps=fields.get("rms_norm_eps", 1e-6),
-        attention_bias=family.attention_bias,
-        qk_norm=family.qk_norm,
-        tie_embeddings=fields.get("tie_word_embeddings", False),
-        head=head,
-    )
+    fields = read_json(folder / CONFIG)
+    generation = read_json(folder / GENERATION) if (folder / GENERATION).is_file() else {}
+    precision = stated_precision(fields)
+    if not precision:
+        with contextlib.ExitStack() as stack:
+            files, name = _open_weights(folder, stack), _NAMES["embedding"]
+            stored = files[name].get_slice(name).get_dtype() if name in files else ""
+        precision = {"BF16": "bfloat16", "F16": "float16"}.get(stored, "float32")
+    return Origin(fields, generation, precision)
 
 
 def check_params(folder: Path, config: ModelConfig) -> None:
@@ -177,21 +123,23 @@ def save_params(
     dtype: Literal["float32", "bfloat16"],
     end_id: int | None = None,
     pad_id: int | None = None,
+    origin: Origin | None = None,
 ) -> None:
     """Write a checkpoint that transformers loads: config.json and model.safetensors, made or replaced in `folder`.
 
-    Host memory holds the whole model in `dtype` meanwhile. The architecture is the family that has the config's biases
-    and norms: Qwen2, Qwen3 or else Llama.
+    Host memory holds the whole model in `dtype` meanwhile. Without an origin, the architecture is the family that has
+    the config's biases and norms: Qwen2, Qwen3 or else Llama.
 
     Args:
         params: With layers as a list or stacked, in any layout whose devices this process can reach.
         end_id: The token at which transformers stops generating, unless told otherwise.
         pad_id: The token by which transformers finds the end of a padded sequence that it scores.
+        origin: What the folder says that the weights came from: it is said again.
 
     Raises:
         ValueError: No family has the config's combination of biases and norms.
     """
-    fields = _config_fields(config, dtype, end_id, pad_id)
+    said = exported_config(config, dtype, end_id=end_id, pad_id=pad_id, origin=origin)
     tensors = {}
     for path, weight in jax.tree_util.tree_flatten_with_path(params)[0]:
         if isinstance(params["layers"], dict) and len(path) == 2:
@@ -203,93 +151,10 @@ def save_params(
     folder.mkdir(parents=True, exist_ok=True)
     partial = folder / f".{_WEIGHTS}.partial"  # so that an interrupted run leaves no half-written weights behind
     save_file(tensors, partial, metadata={"format": "pt"})
-    (folder / _CONFIG).write_text(json.dumps(fields, indent=2) + "\n")
-    shutil.copymode(folder / _CONFIG, partial)  # safetensors makes files that only their owner can read
+    for name, fields in said.items():
+        (folder / name).write_text(json.dumps(fields, indent=2) + "\n")
+    shutil.copymode(folder / CONFIG, partial)  # safetensors makes files that only their owner can read
     os.replace(partial, folder / _WEIGHTS)
-
-
-def _family(where: Path, fields: dict[str, Any], head: Head) -> _Family:
-    architecture = (fields.get("architectures") or [None])[0]
-    known = {stem + suffix: family for stem, family in _FAMILIES.items() for suffix in (_LM, _SCALAR)}
-    if architecture not in known:
-        raise ValueError(
-            f"{where}: architectures: must begin with one that is supported. Got {architecture!r}. Supported: "
-            f"{', '.join(known)}."
-        )
-    if head != "scalar" and architecture.endswith(_SCALAR):
-        raise ValueError(
-            f"{where}: architectures: a language-model head is asked for, so the checkpoint must have one. "
-            f"Got {architecture!r}. Load it with a scalar head, or use a checkpoint of "
-            f"{architecture.removesuffix(_SCALAR) + _LM}."
-        )
-    return known[architecture]
-
-
-def _require_full_attention(where: Path, fields: dict[str, Any], family: _Family, sizes: dict[str, int]) -> None:
-    """A window that no sequence outgrows, or that no layer uses, is none."""
-    if family.window == "none":
-        return
-    by_flag = family.window == "by flag"
-    window = fields.get("sliding_window", 4096)
-    if window is None or (by_flag and not fields.get("use_sliding_window", False)):
-        return
-    num_layers, most = sizes["num_layers"], sizes["max_position_embeddings"]
-    num_full = fields.get("max_window_layers", 28) if by_flag else 0
-    layer_types = fields.get("layer_types")
-    slides = num_full < num_layers if layer_types is None else any(kind != "full_attention" for kind in layer_types)
-    if slides and window < most:
-        raise ValueError(
-            f"{where}: sliding_window: only full attention is supported. Got a window of {window} with "
-            f"max_position_embeddings={most}. Set max_position_embeddings to {window}: shorter sequences do not "
-            "outgrow the window."
-        )
-
-
-def _rope(where: Path, fields: dict[str, Any]) -> tuple[float, RopeScaling | None]:
-    """Rotary positions, as written by transformers 5 (`rope_parameters`) or before (`rope_theta`, `rope_scaling`)."""
-    field = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
-    rope = fields.get(field) or {}
-    theta = float(rope.get("rope_theta", fields.get("rope_theta", 10000.0)))
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", "llama3") or any(isinstance(value, dict) for value in rope.values()):
-        raise ValueError(
-            f"{where}: {field}: the type must be 'default' or 'llama3', the same in all layers. Got {rope}. Use a "
-            "checkpoint without other scaling; several families scale positions only in their long-context variants."
-        )
-    _require(where, f"{field}.partial_rotary_factor", 1.0, rope.get("partial_rotary_factor", 1.0))
-    if kind == "default":
-        return theta, None
-    return theta, RopeScaling(
-        **{f.name: _stated(where, rope, f.name, inside=f"{field}.") for f in dataclasses.fields(RopeScaling)}
-    )
-
-
-def _require(where: Path, field: str, supported: Any, value: Any) -> None:
-    if value != supported:
-        raise ValueError(
-            f"{where}: {field}: only {json.dumps(supported)} is supported. Got {json.dumps(value)}. Use a checkpoint "
-            "of another model: these weights would compute something else here."
-        )
-
-
-def _stated(where: Path, fields: dict[str, Any], field: str, *, inside: str = "") -> Any:
-    if fields.get(field) is None:
-        raise ValueError(f"{where}: {inside}{field}: must be given. Got {', '.join(fields) or 'nothing'}. Add it.")
-    return fields[field]
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ValueError(
-            f"{path}: a checkpoint must have this file. Got none. Give the folder into which the model was downloaded."
-        ) from error
-    except ValueError as error:
-        raise ValueError(f"{path}: must be JSON. Got {error}. Download it again.") from error
-    if not isinstance(fields, dict):
-        raise ValueError(f"{path}: must be a JSON object. Got {type(fields).__name__}. Download it again.")
-    return fields
 
 
 def _open_weights(folder: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
@@ -297,8 +162,7 @@ def _open_weights(folder: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
     if (folder / _WEIGHTS).exists():
         paths = [folder / _WEIGHTS]
     elif (folder / _INDEX).exists():
-        names = _stated(folder / _INDEX, _read_json(folder / _INDEX), "weight_map").values()
-        paths = [folder / name for name in sorted(set(names))]
+        paths = [folder / name for name in _listed_files(folder / _INDEX)]
     else:
         found = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
         raise ValueError(
@@ -313,6 +177,19 @@ def _open_weights(folder: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
             raise ValueError(f"{path}: must be a whole safetensors file. Got {error}. Download it again.") from error
         files |= dict.fromkeys(file.keys(), file)
     return files
+
+
+def _listed_files(index: Path) -> list[str]:
+    """The weight files that an index lists, all of them in its folder. There they may be links to anywhere, as in the
+    cache of huggingface_hub."""
+    listed = stated(index, read_json(index), "weight_map")
+    if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
+        raise ValueError(
+            f"{index}: weight_map: must be tensors and their files. Got {brief(listed)}. Download it again."
+        )
+    for name in listed.values():
+        check_file_name(name, f"{index}: weight_map", example="model-00001-of-00002.safetensors")
+    return sorted(set(listed.values()))
 
 
 def _check_weights(folder: Path, files: dict[str, Any], config: ModelConfig) -> None:
@@ -356,38 +233,6 @@ def _check_weights(folder: Path, files: dict[str, Any], config: ModelConfig) -> 
             f"{folder}: {head}: must equal {embedding}, since the config ties them. Got other numbers. Set "
             "tie_word_embeddings to false in config.json."
         )
-
-
-def _config_fields(config: ModelConfig, dtype: str, end_id: int | None, pad_id: int | None) -> dict[str, Any]:
-    stem = "Qwen3" if config.qk_norm else "Qwen2" if config.attention_bias else "Llama"
-    if config.attention_bias and config.qk_norm:
-        raise ValueError(
-            "attention_bias and qk_norm: a checkpoint of Qwen2 has the one, of Qwen3 the other. Got both. Train a "
-            "model that has one of them to export it."
-        )
-    fields = {
-        "architectures": [stem + (_SCALAR if config.head == "scalar" else _LM)],
-        "model_type": _FAMILIES[stem].model_type,
-        "torch_dtype": dtype,
-        **{theirs: getattr(config, ours) for ours, theirs in _SIZES.items()},
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_size,
-        "hidden_act": "silu",
-        "rms_norm_eps": config.norm_eps,
-        # the spelling of transformers 4, which 5 reads too
-        "rope_theta": config.rope_theta,
-        "rope_scaling": None,
-        "tie_word_embeddings": config.tie_embeddings,
-        # Llama means tokens 1 and 2 where these are left out
-        "bos_token_id": None,
-        "eos_token_id": end_id,
-        "pad_token_id": pad_id,
-    }
-    if config.rope_scaling is not None:
-        fields["rope_scaling"] = {"rope_type": "llama3", **dataclasses.asdict(config.rope_scaling)}
-    if config.head == "scalar":
-        fields |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}  # how many outputs the head has
-    return fields
 
 
 def _exported(path: Any, weight: jax.Array | np.ndarray, dtype: str) -> np.ndarray:

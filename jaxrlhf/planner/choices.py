@@ -30,8 +30,8 @@ import numpy as np
 
 from jaxrlhf.planner.cost import CostModel
 from jaxrlhf.planner.hardware import Cluster, Kind, Network
-from jaxrlhf.planner.memory import CallMemory, call_memory, itemsize, weight_bytes
-from jaxrlhf.planner.peak_memory import in_gb
+from jaxrlhf.planner.memory import CallMemory, call_memory, evenness, itemsize, weight_bytes
+from jaxrlhf.planner.peak_memory import in_gb, remedy, room_in_words
 from jaxrlhf.planner.plan import NoRoomError, Placement, PlanError
 from jaxrlhf.planner.problem import CallChoices, Choice, Problem
 from jaxrlhf.planner.reallocation import reallocation_seconds
@@ -89,7 +89,6 @@ def make_problem(
         else:
             every.append(maker.usual(call, *usual[call.name]) if among == "usual" else maker.choices(call))
     bound = _known_plan_seconds(workload, cluster, every) if among == "fast" else math.inf
-    capacity = tuple(cluster.capacity(device) for device in range(cluster.num_devices))
     calls = []
     for call, choices in zip(workload.calls, every, strict=True):
         kept = [c for c in choices if c.seconds <= bound or _may_be_fused(call, c, cluster)] or choices
@@ -103,21 +102,53 @@ def make_problem(
         calls=tuple(calls),
         num_devices=cluster.num_devices,
         devices_per_node=cluster.devices_per_node,
-        capacity=capacity,
+        capacity=_capacity(cluster),
         reallocations=_reallocations(workload, calls, cluster),
         transfers=_transfers(workload, calls, costs),
         tokens=workload.tokens,
-        one_at_a_time=all(group.kind.target is None for group in cluster.groups) and cluster.num_nodes == 1,
+        one_at_a_time=on_cpu(cluster) and cluster.num_nodes == 1,
+        devices_per_memory=cluster.devices_per_memory,
     )
+
+
+def on_cpu(cluster: Cluster) -> bool:
+    """Whether its devices are virtual ones of CPUs."""
+    return all(group.kind.target is None for group in cluster.groups)
+
+
+def memory_problem(
+    workload: Workload, cluster: Cluster, placements: Mapping[str, Placement], offload: Iterable[str] = ()
+) -> Problem:
+    """A problem with one choice for each call, a placement that is given: what `peak_memory` asks for, and no costs."""
+    maker = _Maker(workload, cluster, None, frozenset(offload), may_offload=False)
+    calls = [
+        CallChoices(c.name, c.kind, c.role, c.weights, c.trains, c.needs, (maker.fixed(c, placements[c.name]),))
+        for c in workload.calls
+    ]
+    return Problem(
+        calls=tuple(calls),
+        num_devices=cluster.num_devices,
+        devices_per_node=cluster.devices_per_node,
+        capacity=_capacity(cluster),
+        reallocations={},
+        transfers={},
+        tokens=workload.tokens,
+        devices_per_memory=cluster.devices_per_memory,
+    )
+
+
+def _capacity(cluster: Cluster) -> tuple[int, ...]:
+    """Memory -> bytes that a plan may fill."""
+    return tuple(cluster.capacity(device) for device in range(0, cluster.num_devices, cluster.devices_per_memory))
 
 
 class _Maker:
     """Makes the choices of calls. Devices that are alike are looked at once."""
 
     def __init__(
-        self, workload: Workload, cluster: Cluster, costs: CostModel, offload: frozenset[str], may_offload: bool
+        self, workload: Workload, cluster: Cluster, costs: CostModel | None, offload: frozenset[str], may_offload: bool
     ) -> None:
-        self._workload, self._cluster, self._costs = workload, cluster, costs
+        self._workload, self._cluster, self._costs, self._on_cpu = workload, cluster, costs, on_cpu(cluster)
         self._offload, self._may_offload = offload, may_offload
         self._readers = {w: len(workload.readers(w)) for w in {call.weights for call in workload.calls}}
 
@@ -208,33 +239,58 @@ class _Maker:
             offloads.add(True)
         for strategy in strategies(call, len(mesh), self._cluster.devices_per_node):
             for offloaded in sorted(offloads):
-                yield self._choice(call, mesh, strategy, offloaded)
+                if not offloaded or call.role in self._offload or self._host_has_room(call, mesh, strategy):
+                    yield self._choice(call, mesh, strategy, offloaded)
 
     def _may_rest_on_host(self, call: ModelCall) -> bool:
+        if self._on_cpu:  # whose devices have the host's memory
+            return False
         never_changes = call.weights not in self._workload.trained
         is_own = call.weights == call.role  # else other roles read them too, as adapters that they are the base of
         return never_changes and is_own and self._readers[call.weights] == 1 and call.lora is None
 
+    def _host_has_room(self, call: ModelCall, mesh: range, strategy: Strategy) -> bool:
+        """Whether weights can rest on hosts where all that may do so have an equal part of their memory."""
+        rooms = [group.host_bytes for group in self._cluster.groups if group.host_bytes is not None]
+        others = {c.weights for c in self._workload.calls if c.role in self._offload or self._may_rest_on_host(c)}
+        on_a_node = min(len(mesh), self._cluster.devices_per_node) * self._memory(call, strategy).resting
+        return not rooms or on_a_node * len(others) <= min(rooms)
+
     def _choice(self, call: ModelCall, mesh: range, strategy: Strategy, offloaded: bool) -> Choice:
-        seconds = self._costs.seconds(call, mesh, strategy).total
+        seconds = 0.0 if self._costs is None else self._costs.seconds(call, mesh, strategy).total
         memory = self._memory(call, strategy)
-        choice = Choice(
-            mesh.start, mesh.stop, strategy, seconds, resting=memory.resting, working=memory.working, copy=memory.copy
-        )
+        resting, working, copy = self._of_a_memory(call, mesh, strategy, memory)
+        choice = Choice(mesh.start, mesh.stop, strategy, seconds, resting=resting, working=working, copy=copy)
         if not offloaded:
             return choice
-        moved = self._costs.host_copy(mesh, memory.resting)
+        moved = 0.0 if self._costs is None else self._costs.host_copy(mesh, memory.resting)
         return dataclasses.replace(
             choice,
-            resting=0,
-            working=memory.working + memory.resting,
+            resting=resting if self._on_cpu else 0,
+            working=working + resting,
             load=moved,
             unload=moved if call.trains else 0.0,
             offloaded=True,
         )
 
+    def _of_a_memory(
+        self, call: ModelCall, mesh: range, strategy: Strategy, memory: CallMemory
+    ) -> tuple[int, int, int]:
+        """What rests, works and is copied in each memory, from what is on each device."""
+        together = min(len(mesh), self._cluster.devices_per_memory)
+        if together == 1:
+            return memory.resting, memory.working, memory.copy
+        held = together * evenness(call.model, strategy, lora=call.lora if call.trains else None)
+        copies = held / math.gcd(strategy.data, together)  # those that are moved there share what is alike
+        return (
+            int(memory.resting * (held if call.trains else copies)),
+            memory.working * together,
+            int(memory.copy * copies),
+        )
+
     def _memory(self, call: ModelCall, strategy: Strategy) -> CallMemory:
-        return call_memory(call, strategy, is_trained=call.weights in self._workload.trained)
+        is_trained = call.weights in self._workload.trained
+        return call_memory(call, strategy, is_trained=is_trained, on_cpu=self._on_cpu)
 
     def _nothing_fits(self, call: ModelCall, least: tuple[int, range, Strategy] | None) -> PlanError:
         where, model = f"plan.{call.name}", call.model
@@ -251,14 +307,15 @@ class _Maker:
         listed = ", ".join(f"{name} {in_gb(size)}" for name, size in parts.items() if size)
         capacity = self._cluster.capacity(mesh.start)
         devices = "one device" if len(mesh) == 1 else f"{len(mesh)} devices as {strategy}"
+        listed += " on each" if len(mesh) > 1 else ""
         return NoRoomError(
-            f"{where}: must fit into the {in_gb(capacity)} that a plan may fill of a device. Got "
-            f"{in_gb(capacity + missing)} at the least, {in_gb(missing)} too much, on {devices} ({listed}). Use more "
-            "devices or larger ones, fewer rows, or shorter responses."
+            f"{where}: must fit into {room_in_words(capacity, self._cluster.devices_per_memory)}. Got "
+            f"{in_gb(capacity + missing)} at the least, {in_gb(missing)} too much, on {devices} ({listed}). "
+            f"{remedy(self._cluster.devices_per_memory)}"
         )
 
 
-_WEIGHT_PARTS = ("resting", "copy")
+_WEIGHT_PARTS = ("resting", "optimizer", "copy")
 
 
 def _may_be_fused(call: ModelCall, choice: Choice, cluster: Cluster) -> bool:

@@ -2,7 +2,7 @@
 
 8x8:a100-80g                  8 nodes of 8 A100s
 2x8:h100+4x8:a100-80g         nodes of two kinds
-cpu:8                         this machine's processor, as 8 virtual devices
+cpu:8                         this machine's processor, as 8 virtual devices, which share its memory
 local                         the devices that JAX shows
 path/to/cluster.yaml          groups of nodes, with kinds and networks of the user's own:
 
@@ -20,7 +20,7 @@ import functools
 import importlib.resources
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,9 @@ from flax.core import FrozenDict
 
 from jaxrlhf.brief import brief, cut
 from jaxrlhf.config.reading import ConfigError, build, read_yaml
-from jaxrlhf.planner.hardware import AS_GIVEN, Cluster, Group, Kind, Network, PeakFlops
+from jaxrlhf.config.schema import MemoryLimits
+from jaxrlhf.planner.hardware import AS_GIVEN, Cluster, Group, Kind, Memory, Network, PeakFlops
+from jaxrlhf.planner.host_memory import UNLIMITED, for_arrays, host_room
 from jaxrlhf.sharding import mesh
 from jaxrlhf.suggest import did_you_mean
 
@@ -65,8 +67,11 @@ class _Description:
     """Kinds of the user's own, by name, for `_kinds_of`."""
 
 
-def read_cluster(text: str) -> Cluster:
+def read_cluster(text: str, limits: MemoryLimits | None = None) -> Cluster:
     """The cluster that a text describes, as at the top of this file.
+
+    Args:
+        limits: Of memory, where the cluster is this machine.
 
     Raises:
         ConfigError: The text or the file is not as it should be, or names a kind that is not known.
@@ -74,7 +79,7 @@ def read_cluster(text: str) -> Cluster:
     if Path(text).suffix in (".yaml", ".yml"):
         return _from_file(text)
     if text == LOCAL:
-        return local_cluster()
+        return local_cluster(limits)
     if match := _PROCESSOR.fullmatch(text):
         groups = [_Group(1, CPU, int(match["devices"] or 1))]
     else:
@@ -82,7 +87,7 @@ def read_cluster(text: str) -> Cluster:
         groups = [_Group(int(m["nodes"]), m["kind"], int(m["devices"])) for m in matches if m]
         if len(groups) < len(matches):
             raise ConfigError(f"cluster: must be groups of nodes. Got {brief(text)}. {_FORMS}{_hint(text)}")
-    return _cluster(groups, kinds(), where=f"cluster: {brief(text)}")
+    return _cluster(groups, kinds(), where=f"cluster: {brief(text)}", limits=limits)
 
 
 @functools.cache
@@ -96,14 +101,20 @@ def kinds() -> Mapping[str, Kind]:
     return _kinds_of(tree["kinds"], {}, where=path.name)
 
 
-def local_cluster() -> Cluster:
-    """The devices that JAX shows, each process of which is taken for a node.
+def local_cluster(limits: MemoryLimits | None = None, *, any_kind: bool = False) -> Cluster:
+    """The devices that JAX shows, each process of which is taken for a node, with the memory that is available.
+
+    Args:
+        any_kind: Devices of a kind that is not known have the memory that JAX says, and are an H100 otherwise.
 
     Raises:
         ConfigError: They are of a kind that is not known.
     """
     name = CPU if mesh.platform() == "cpu" else mesh.device_kind()
-    by_name = {known: kind.name for kind in kinds().values() for known in kind.names}
+    by_name = {known: kind for kind in kinds().values() for known in kind.names}
+    if name not in by_name and any_kind:
+        memory = dataclasses.replace(kinds()["h100"].memory, bytes=mesh.memory_bytes() or UNLIMITED, usable=1.0)
+        by_name[name] = dataclasses.replace(kinds()["h100"], name=name, names=(name,), memory=memory)
     if name not in by_name:
         raise ConfigError(
             f"cluster: local: must be devices of a known kind. Got {brief(name)}. Known: {', '.join(by_name)}. "
@@ -111,29 +122,40 @@ def local_cluster() -> Cluster:
         )
     devices_per_node = mesh.devices_per_process()
     nodes = mesh.num_devices() // devices_per_node
-    return _cluster([_Group(nodes, by_name[name], devices_per_node)], kinds(), where="cluster: local")
+    kind, limits = by_name[name], limits or MemoryLimits()
+    groups = [_Group(nodes, kind.name, devices_per_node)]
+    cluster = _cluster(groups, {kind.name: kind}, where="cluster: local", limits=limits)
+    group = cluster.groups[0]
+    if group.kind.target is None:
+        return cluster
+    own = [size for size in (mesh.memory_bytes(), limits.device_bytes) if size is not None]
+    kind = dataclasses.replace(group.kind, memory=_at_most(group.kind.memory, own))
+    return Cluster((dataclasses.replace(group, kind=kind, host_bytes=host_room(limits.host_bytes)),))
 
 
-def _shared_processor(core: Kind, num_devices: int) -> Kind:
-    """A virtual device of this machine's processor, whose cores and memory so many of them share."""
+def _at_most(memory: Memory, limits: Iterable[int]) -> Memory:
+    """A memory of which plans fill no more than some limits."""
+    capacity = int(memory.bytes * memory.usable)
+    least = min([capacity, *limits])
+    return memory if least == capacity else dataclasses.replace(memory, bytes=least, usable=1.0)
+
+
+def _shared_processor(core: Kind, num_devices: int, limit: int | None) -> Kind:
+    """A virtual device of this machine's processor, whose cores so many of them share, and its memory, up to a limit.
+
+    Plans fill what is left of it beside the process itself.
+    """
     share = (os.cpu_count() or 1) / num_devices
-    peaks, memory = core.peak_flops, core.memory
+    peaks, memory, room = core.peak_flops, core.memory, host_room(limit)
+    if room is None:
+        memory = dataclasses.replace(memory, bytes=memory.bytes * num_devices)
+    else:
+        memory = dataclasses.replace(memory, bytes=for_arrays(room), usable=1.0)
     return dataclasses.replace(
         core,
         peak_flops=PeakFlops(peaks.float32 * share, peaks.tf32 * share, peaks.bfloat16 * share, peaks.source),
-        memory=dataclasses.replace(
-            memory,
-            bytes=_memory_bytes(memory.bytes * num_devices) // num_devices,
-            bandwidth=memory.bandwidth * share,
-        ),
+        memory=dataclasses.replace(memory, bandwidth=memory.bandwidth * share),
     )
-
-
-def _memory_bytes(otherwise: int) -> int:
-    """Of this machine, where it tells."""
-    names = ("SC_PHYS_PAGES", "SC_PAGE_SIZE")
-    known = getattr(os, "sysconf_names", {})
-    return os.sysconf(names[0]) * os.sysconf(names[1]) if all(name in known for name in names) else otherwise
 
 
 def _from_file(text: str) -> Cluster:
@@ -145,7 +167,9 @@ def _from_file(text: str) -> Cluster:
     return _cluster(description.groups, known, where=text)
 
 
-def _cluster(groups: Sequence[_Group], known: Mapping[str, Kind], *, where: str) -> Cluster:
+def _cluster(
+    groups: Sequence[_Group], known: Mapping[str, Kind], *, where: str, limits: MemoryLimits | None = None
+) -> Cluster:
     made = []
     try:
         for group in groups:
@@ -153,7 +177,7 @@ def _cluster(groups: Sequence[_Group], known: Mapping[str, Kind], *, where: str)
                 raise ConfigError(_unknown(where, group.kind, known))
             kind = known[group.kind]
             if kind.target is None and group.devices_per_node > 0:
-                kind = _shared_processor(kind, group.devices_per_node)
+                kind = _shared_processor(kind, group.devices_per_node, limits.host_bytes if limits else None)
             if group.host_bandwidth is not None:
                 coefficients = dataclasses.replace(kind.coefficients, host_bandwidth=group.host_bandwidth)
                 kind = dataclasses.replace(kind, coefficients=coefficients)

@@ -29,6 +29,7 @@ from jaxrlhf.planner.programs.cost_cache import CostCache, fingerprint, source_d
 from jaxrlhf.planner.programs.described import Described, described_devices, has_gpu_compiler, target_config
 from jaxrlhf.planner.programs.hlo_counts import Classifier, by_phase, count
 from jaxrlhf.sharding.mesh import use_virtual_cpu_devices
+from jaxrlhf.xla_flags import known_flags
 
 _USUAL_PROCESSES = 2
 """Each takes about half a gigabyte."""
@@ -191,7 +192,7 @@ def compile_counts(lowered: jax.stages.Lowered, described: Described, classify: 
     program = lowered.as_text()
     options = dict(described.options)
     if described.is_gpu and not any(name in program for name in _FUSED_ATTENTION):
-        options |= _WITHOUT_SOFTMAX_SEARCH
+        options |= known_flags(_WITHOUT_SOFTMAX_SEARCH)
     compiled = lowered.compile(compiler_options=options)
     text = compiled.as_text()
     assert text is not None

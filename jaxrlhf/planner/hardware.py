@@ -33,7 +33,7 @@ class PeakFlops:
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """A device's own memory."""
+    """A device's own memory; of virtual devices, that of their host, which they share."""
 
     bytes: int
     bandwidth: float
@@ -188,6 +188,8 @@ class Group:
     devices_per_node: int
     kind: Kind
     network: Network
+    host_bytes: int | None = None
+    """Of a node's own memory that a plan may fill with weights that rest there. None: nobody tells."""
 
     def __post_init__(self) -> None:
         for name in ("nodes", "devices_per_node"):
@@ -255,8 +257,13 @@ class Cluster:
     def kind_of(self, device: int) -> Kind:
         return self.group_of(device).kind
 
+    @property
+    def devices_per_memory(self) -> int:
+        """Devices that share one memory: all of a node where they are virtual devices of its CPU."""
+        return self.devices_per_node if all(group.kind.target is None for group in self.groups) else 1
+
     def capacity(self, device: int) -> int:
-        """Bytes of a device's memory that a plan may fill."""
+        """Bytes that a plan may fill of a device's memory, or of the one that it shares."""
         return self.kind_of(device).capacity
 
     def slowest(self, first: int, end: int) -> Kind:

@@ -206,7 +206,7 @@ class _Groups:
             reallocations={},
             transfers={},
         )
-        smallest = min(devices, key=lambda device: self._problem.capacity[device])
+        smallest = min(self._problem.memories(devices), key=lambda memory: self._problem.capacity[memory])
         for plan in fast_to_lean(part, [self._places[j][devices] for j in calls]):
             if memory_at_peak(part, plan, [smallest])[0].total <= self._problem.capacity[smallest]:
                 found = dict(zip(calls, plan, strict=True))

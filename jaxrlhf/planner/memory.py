@@ -4,6 +4,10 @@ What stays between calls is exact, counted from the declared weights and the rul
 there while a call runs (keys and values, activations, logits, gradients) is counted from what the programs keep, which
 tests compare with what compiled programs report.
 
+Programs of a CPU keep more than those of a GPU, since their compiler puts off nothing: weights that are split over
+`fsdp` are gathered in whole before the first layer, those that are joined are joined in all layers, gradients are added
+up over copies into new arrays, and numbers are float32. A tied embedding counts twice: as it is looked up, and as head.
+
 Reference:
     Mei et al. 2024, arXiv:2406.14088, section 5.1 and Table 2 (ReaL): static memory, and dynamic memory.
 """
@@ -34,7 +38,9 @@ class CallMemory:
 
     resting: int
     """That stay between calls: master weights and moments where it trains, weights where nothing trains them."""
-    copy: int
+    optimizer: int = 0
+    """What of that is moments."""
+    copy: int = 0
     """Its own copy of weights that another call trains."""
     gradients: int = 0
     activations: int = 0
@@ -51,27 +57,30 @@ class CallMemory:
         return self.gradients + self.activations + self.logits + self.cache + self.gathered
 
 
-def call_memory(call: ModelCall, strategy: Strategy, *, is_trained: bool) -> CallMemory:
+def call_memory(call: ModelCall, strategy: Strategy, *, is_trained: bool, on_cpu: bool = False) -> CallMemory:
     """The memory of a call.
 
     Args:
         is_trained: Whether any call trains the set of weights that it reads.
+        on_cpu: Its programs are compiled for a CPU, not for a GPU.
     """
     if call.kind == "train":
-        return _train_memory(call, strategy)
+        memory = _train_memory(call, strategy)
+        return _trained_on_cpu(call, strategy, memory) if on_cpu else memory
     size = itemsize(call.model)
     weights = weight_bytes(call.model, strategy, size)
     adapted = 0 if call.lora is None else weight_bytes(call.model, strategy, size, lora=call.lora)
     of_changing = (weights + adapted if call.lora is not None else weights) if is_trained else 0
     resting = weights if not is_trained or call.lora is not None else 0
+    held = dict(resting=resting, copy=of_changing, **({"gathered": _gathered_on_cpu(call, strategy)} if on_cpu else {}))
     if call.kind == "generate":
-        return dataclasses.replace(_generate_memory(call, strategy), resting=resting, copy=of_changing)
+        return dataclasses.replace(_generate_memory(call, strategy), **held)
     rows = call.rows / (strategy.micro_batches * strategy.num_row_shards)
     activations = int(rows * call.columns * size * (_at_work(call.model, strategy) + _passing(call.model, strategy)))
     logits, gathered = _logits(call, strategy, rows), _gathered(call, strategy)
     if logits > activations + gathered:
-        return CallMemory(resting, of_changing, logits=logits)
-    return CallMemory(resting, of_changing, activations=activations, gathered=gathered)
+        return CallMemory(logits=logits, **held)
+    return CallMemory(activations=activations, **{"gathered": gathered, **held})
 
 
 def weight_bytes(model: ModelConfig, strategy: Strategy, size: int, *, lora: LoRAConfig | None = None) -> int:
@@ -81,8 +90,17 @@ def weight_bytes(model: ModelConfig, strategy: Strategy, size: int, *, lora: LoR
         size: Bytes of a number.
         lora: Count the adapters in place of the weights.
     """
-    degrees = (strategy.pipeline, strategy.chunks, strategy.fsdp, strategy.tensor)
-    return max(_stage_numbers(model, lora, *degrees)) * size
+    return max(_stage_numbers(model, lora, *_splits(strategy))) * size
+
+
+def evenness(model: ModelConfig, strategy: Strategy, *, lora: LoRAConfig | None = None) -> float:
+    """Weights of a device, on average, as a part of those of the device that has most of them."""
+    numbers = _stage_numbers(model, lora, *_splits(strategy))
+    return sum(numbers) / len(numbers) / max(numbers)
+
+
+def _splits(strategy: Strategy) -> tuple[int, int, int, int]:
+    return strategy.pipeline, strategy.chunks, strategy.fsdp, strategy.tensor
 
 
 @functools.lru_cache(maxsize=4096)
@@ -160,9 +178,46 @@ def _train_memory(call: ModelCall, strategy: Strategy) -> CallMemory:
     accumulated = MASTER_BYTES if strategy.micro_batches > 1 or strategy.pipeline > 1 else size
     resting, gathered = trained * (MASTER_BYTES + MOMENT_BYTES) + base, _gathered(call, strategy)
     logits, gradients = 2 * _logits(call, strategy, rows), trained * accumulated
+    held = dict(resting=resting, optimizer=trained * MOMENT_BYTES, gathered=gathered)
     if strategy.micro_batches == 1 and logits > at_work + gradients:  # the head comes before most gradients are there
-        return CallMemory(resting, 0, activations=int(kept), logits=logits, gathered=gathered)
-    return CallMemory(resting, 0, gradients=gradients, activations=int(kept + at_work), gathered=gathered)
+        return CallMemory(activations=int(kept), logits=logits, **held)
+    return CallMemory(gradients=gradients, activations=int(kept + at_work), **held)
+
+
+def _trained_on_cpu(call: ModelCall, strategy: Strategy, memory: CallMemory) -> CallMemory:
+    """What a train call takes on a CPU. A loop over mini-batches holds what it gathers once more, one over
+    micro-batches its gradients."""
+    whole, embedding, again = _whole_on_cpu(call.model, strategy)
+    adapters = 0 if call.lora is None else weight_bytes(call.model, strategy, MASTER_BYTES, lora=call.lora)
+    gradients, gathered = adapters or whole + again, 0
+    if strategy.num_row_shards > 1:
+        gradients *= 2
+    if call.lora is not None:
+        gathered = _gathered_on_cpu(call, strategy)
+    elif strategy.fsdp > 1:
+        gathered = whole * ((call.updates > 1) + (strategy.data == 1))
+        if strategy.data == 1:  # gradients are split as they are made, but for those of the embedding
+            gradients = embedding + 2 * again
+    if strategy.micro_batches > 1:
+        gradients *= 2
+    return dataclasses.replace(memory, gradients=gradients, gathered=gathered)
+
+
+def _gathered_on_cpu(call: ModelCall, strategy: Strategy) -> int:
+    """Weights as a pass without gradients uses them on a CPU, beside those that are there."""
+    if strategy.fsdp == 1:
+        return _gathered(call, strategy, all_layers=True)
+    whole, _, again = _whole_on_cpu(call.model, strategy)
+    return whole + again
+
+
+def _whole_on_cpu(model: ModelConfig, strategy: Strategy) -> tuple[int, int, int]:
+    """Bytes of a stage's weights in float32, not split over `fsdp`; of the embedding; and of that again if it is the
+    output head too."""
+    split = dataclasses.replace(strategy, fsdp=1)
+    embedding = model.vocab_size * model.hidden_size // strategy.tensor * MASTER_BYTES
+    is_head = model.tie_embeddings and model.head != "scalar"
+    return weight_bytes(model, split, MASTER_BYTES), embedding, embedding if is_head else 0
 
 
 def _kept(model: ModelConfig, strategy: Strategy) -> float:

@@ -1,36 +1,41 @@
-"""The memory that devices need under a plan, and what it is made of."""
+"""The memory that a plan takes, of each device or of devices that share one, and what it is made of."""
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from jaxrlhf.planner.problem import Problem
+from jaxrlhf.planner.problem import Choice, Problem
 from jaxrlhf.planner.step_order import StepOrder, layout, step_order
 
 
 @dataclasses.dataclass(frozen=True)
 class DeviceMemory:
-    """What is on a device when most is there, in bytes."""
+    """What is in a memory when most is there, in bytes."""
 
-    device: int
+    devices: range
+    """Those that it belongs to: one, or the virtual devices of a host."""
     call: str
-    """The call of a step that runs then, on this device or on others; the first of several."""
+    """The call of a step that runs then, on these devices or on others; the first of several."""
     resting: Mapping[str, int]
     """Set of weights -> what rests of it, in all its layouts."""
     copies: Mapping[str, int]
     """Call -> its copy of weights that others train. One that several calls share is the first's."""
     working: int
     """Of that call; 0 where it runs on other devices."""
+    beside: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """A call that may run at the same time on other devices that share the memory -> what it works with."""
 
     @property
     def total(self) -> int:
-        return sum(self.resting.values()) + sum(self.copies.values()) + self.working
+        return sum(self.resting.values()) + sum(self.copies.values()) + self.working + sum(self.beside.values())
 
     def __str__(self) -> str:
         parts = {f"{name} at rest": size for name, size in self.resting.items()}
         parts |= {f"a copy for {name}": size for name, size in self.copies.items()}
-        parts[f"{self.call} at work"] = self.working
+        parts |= {f"{name} at work": size for name, size in (*self.beside.items(), (self.call, self.working))}
         listed = [f"{name} {in_gb(size)}" for name, size in sorted(parts.items(), key=lambda x: -x[1]) if size]
-        return f"{in_gb(self.total)} on device {self.device} during {self.call} ({', '.join(listed)})"
+        first, last = self.devices.start, self.devices.stop - 1
+        where = f"on device {first}" if first == last else f"in the memory that devices {first}-{last} share"
+        return f"{in_gb(self.total)} {where} during {self.call} ({', '.join(listed)})"
 
 
 def in_gb(size: float) -> str:
@@ -42,61 +47,94 @@ def in_gb(size: float) -> str:
     return f"{size / 1e9:.3g} GB" if size >= 1e6 else f"{size:,.0f} bytes"
 
 
+def room_in_words(capacity: int, devices_per_memory: int) -> str:
+    """What a plan must fit into.
+
+    >>> room_in_words(10**10, 8)
+    "the 10 GB that a plan may fill of the host's memory, which 8 devices share"
+    """
+    of = "a device" if devices_per_memory == 1 else f"the host's memory, which {devices_per_memory} devices share"
+    return f"the {in_gb(capacity)} that a plan may fill of {of}"
+
+
+def remedy(devices_per_memory: int) -> str:
+    """What to do where nothing fits."""
+    if devices_per_memory == 1:
+        return "Use more devices or larger ones, smaller batches, or shorter responses."
+    return (
+        "Use a smaller model or adapters, or end other programs. Where more of what is available may be taken, say so: "
+        "`devices_memory: 20 GB`."
+    )
+
+
 def peak_memory(problem: Problem, plan: Sequence[int]) -> tuple[int, ...]:
-    """Device -> bytes that it needs under a plan."""
+    """Memory -> bytes that it needs under a plan."""
     return tuple(each.total for each in memory_at_peak(problem, plan))
 
 
 def memory_at_peak(
-    problem: Problem, plan: Sequence[int], devices: Iterable[int] | None = None
+    problem: Problem, plan: Sequence[int], memories: Iterable[int] | None = None
 ) -> tuple[DeviceMemory, ...]:
-    """Device -> what is there when most is there, as `problem` says.
+    """Memory -> what is there when most is there, as `problem` says.
 
     Calls that read the same trained weights in the same layout have one copy together, from the first of them on. It is
     gone when the weights are trained again.
 
     Args:
-        devices: The ones asked for. None: all.
+        memories: The ones asked for. None: all.
     """
-    which = range(problem.num_devices) if devices is None else devices
+    which = range(len(problem.capacity)) if memories is None else memories
     return tuple(max(states, key=lambda state: state.total) for states in _states(problem, plan, which))
 
 
 def memory_during(problem: Problem, plan: Sequence[int]) -> dict[str, DeviceMemory]:
-    """Call -> what is on the fullest of its devices while it runs: its own and what rests there of others."""
+    """Call -> what is in the fullest memory of its devices while it runs: its own and what rests there of others."""
     found: dict[str, DeviceMemory] = {}
-    for states in _states(problem, plan, range(problem.num_devices)):
+    for memory, states in enumerate(_states(problem, plan, range(len(problem.capacity)))):
         for call, index, state in zip(problem.calls, plan, states, strict=True):
-            fullest = found.get(call.name)
-            if state.device in call.choices[index].devices and (fullest is None or state.total > fullest.total):
+            fullest, own = found.get(call.name), problem.memories(call.choices[index].devices)
+            if memory in own and (fullest is None or state.total > fullest.total):
                 found[call.name] = state
     return found
 
 
-def _states(problem: Problem, plan: Sequence[int], devices: Iterable[int]) -> Iterator[list[DeviceMemory]]:
-    """For each device: call -> what is there while it runs, there or elsewhere."""
-    order = step_order(problem)
+def _states(problem: Problem, plan: Sequence[int], memories: Iterable[int]) -> Iterator[list[DeviceMemory]]:
+    """For each memory: call -> what is there while it runs, there or elsewhere."""
+    order, shared_by = step_order(problem), problem.devices_per_memory
     chosen = [call.choices[index] for call, index in zip(problem.calls, plan, strict=True)]
+    own = [problem.memories(choice.devices) for choice in chosen]
     resting = _resting(problem, plan, order)
     copies = _copies(problem, plan, order)
-    for device in devices:
+    for memory in memories:
+        devices = range(memory * shared_by, (memory + 1) * shared_by)
         rests: dict[str, int] = {}
         for j, size in resting.items():
-            if device in chosen[j].devices:
+            if memory in own[j]:
                 weights = problem.calls[j].weights
                 rests[weights] = rests.get(weights, 0) + size
         states = []
         for c, call in enumerate(problem.calls):
-            there = {j: size for j, size in copies.items() if c in order.alive[j] and device in chosen[j].devices}
-            working = chosen[c].working if device in chosen[c].devices else 0
+            there = {j: size for j, size in copies.items() if c in order.alive[j] and memory in own[j]}
+            working = chosen[c].working if memory in own[c] else 0
+            beside = _beside(order, chosen, c) if shared_by > 1 and memory in own[c] else []
+            most = max((j for j in beside if memory in own[j]), key=lambda j: chosen[j].working, default=None)
             states.append(
-                DeviceMemory(device, call.name, rests, {problem.calls[j].name: x for j, x in there.items()}, working)
-            )
+                DeviceMemory(
+                    devices, call.name, rests, {problem.calls[j].name: x for j, x in there.items()}, working,
+                    {} if most is None else {problem.calls[most].name: chosen[most].working},
+                )
+            )  # fmt: skip
         yield states
 
 
+def _beside(order: StepOrder, chosen: Sequence[Choice], c: int) -> list[int]:
+    """Calls that may run while a call does, on other devices."""
+    one = chosen[c]
+    return [j for j in order.beside[c] if chosen[j].first >= one.end or one.first >= chosen[j].end]
+
+
 def _resting(problem: Problem, plan: Sequence[int], order: StepOrder) -> dict[int, int]:
-    """Call -> bytes that rest on each of its devices because of it."""
+    """Call -> bytes that rest in each of its memories because of it."""
     sizes: dict[int, int] = {}
     first: dict[tuple[str, tuple[int, ...]], int] = {}
     for j, (call, index) in enumerate(zip(problem.calls, plan, strict=True)):
@@ -110,7 +148,7 @@ def _resting(problem: Problem, plan: Sequence[int], order: StepOrder) -> dict[in
 
 
 def _copies(problem: Problem, plan: Sequence[int], order: StepOrder) -> dict[int, int]:
-    """Call -> bytes of the copy of trained weights that is made for it on each of its devices."""
+    """Call -> bytes of the copy of trained weights that is made for it in each of its memories."""
     chosen = [call.choices[index] for call, index in zip(problem.calls, plan, strict=True)]
     readers = [j for j, alive in enumerate(order.alive) if alive]
     sizes: dict[int, int] = {}

@@ -267,9 +267,11 @@ def _check_devices(where: str, placement: Placement, num_devices: int, devices_p
         raise PlanError(f"{where}.devices: a device may stand there once. Got {list(devices)}.")
     missing = [d for d in devices if not 0 <= d < num_devices]
     if missing:
+        there = f"the {num_devices} devices of this run, 0 to {num_devices - 1}"
+        there = "device 0, the only one of this run" if num_devices == 1 else f"among {there}"
         raise PlanError(
-            f"{where}.devices: must be among the {num_devices} devices of this run, 0 to {num_devices - 1}. Got "
-            f"{missing}. Lower the degrees, or run on more devices."
+            f"{where}.devices: must be {there}. Got {', '.join(map(str, missing))}. Lower the degrees, or run on more "
+            "devices."
         )
     if len(devices) != strategy.num_devices:
         raise PlanError(

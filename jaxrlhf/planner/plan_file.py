@@ -50,7 +50,7 @@ class CallForecast:
 
     seconds: float
     memory_bytes: int
-    """On the fullest of its devices while it runs, with what rests there of others."""
+    """In the fullest memory of its devices while it runs, with what rests there of others."""
 
 
 @dataclasses.dataclass(frozen=True)

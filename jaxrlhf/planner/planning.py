@@ -50,7 +50,7 @@ class Planned:
     heuristic_note: str
     """Why it does not."""
     memory: tuple[DeviceMemory, ...]
-    """Device -> what is there when most is there."""
+    """Memory -> what is there when most is there."""
     planning_seconds: float
     fixed: Mapping[str, Placement] = dataclasses.field(default_factory=dict)
     """Placements that were given."""
@@ -107,7 +107,7 @@ class Planned:
         return sum(choices[each].seconds for each in (self.fuse if name in self.fuse else (name,)))
 
     def call_memory(self, name: str) -> int:
-        """Bytes on the fullest of a call's devices while it runs, with what rests there of others."""
+        """Bytes in the fullest memory of a call's devices while it runs, with what rests there of others."""
         together = self.fuse if name in self.fuse else (name,)
         return max(self._during[each].total for each in together)
 

@@ -3,12 +3,14 @@
 Plain data, made once by `choices`, so that thousands of plans a second can be compared without asking anything anew.
 A plan is then one number for each call: the index of its choice.
 
-Memory of a device under a plan is
+Every device has a memory of its own, or all devices of a node share one, as the virtual devices of a CPU do. What a
+memory holds under a plan is
 
-    what rests there: of every set of weights, `resting` of the call that it rests with, on that call's devices
+    what rests there: of every set of weights, `resting` of the call that it rests with, in that call's memories
     + for the call that takes most:  its `working`
-                                     + the copies alive meanwhile: `copy` of every reader of a trained set, on the
-                                       reader's devices, from the reader's place in the step to the train call's.
+                                     + `working` of one call that may run beside it, on other devices of the memory
+                                     + the copies alive meanwhile: `copy` of every reader of a trained set, in the
+                                       reader's memories, from the reader's place in the step to the train call's.
 
 A set that is trained rests with its first train call. One that never changes rests with each of its readers, once for
 every different layout.
@@ -25,7 +27,7 @@ from jaxrlhf.sharding.strategy import Strategy
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """One way to run a call. Seconds and bytes are those of the slowest and fullest of its devices."""
+    """One way to run a call. Seconds are those of its slowest device, bytes those of its fullest memory."""
 
     first: int
     """Position of its first device."""
@@ -34,12 +36,12 @@ class Choice:
     strategy: Strategy
     seconds: float
     resting: int = 0
-    """Bytes that stay on each device between calls: master weights, optimizer state and gradients of a set that the
+    """Bytes that stay in each memory between calls: master weights, optimizer state and gradients of a set that the
     call trains; weights of a set that never changes. 0 where they rest in host memory."""
     working: int = 0
-    """Bytes on each device while it runs: activations, keys and values, logits, and what it loads from host memory."""
+    """Bytes in each memory while it runs: activations, keys and values, logits, and what it loads from host memory."""
     copy: int = 0
-    """Bytes on each device of its own copy of weights that another call trains; alive until that call."""
+    """Bytes in each memory of its own copy of weights that another call trains; alive until that call."""
     load: float = 0.0
     """Seconds of bringing its weights from host memory before it; its devices are busy with it. 0: they are there."""
     unload: float = 0.0
@@ -81,7 +83,7 @@ class Problem:
     num_devices: int
     devices_per_node: int
     capacity: tuple[int, ...]
-    """Bytes that each device has for a plan."""
+    """Memory -> bytes that it has for a plan."""
     reallocations: Mapping[tuple[int, int], np.ndarray]
     """(train call, reader of its set) -> seconds [choices of the one, choices of the other] of bringing new weights
     from where they were trained to where they are read. 0: they lie there already."""
@@ -92,6 +94,12 @@ class Problem:
     """Tokens that one iteration works on: prompts and responses."""
     one_at_a_time: bool = False
     """Devices share what computes, as those of one processor do: nothing runs beside anything else."""
+    devices_per_memory: int = 1
+    """Consecutive devices that share one memory."""
+
+    def memories(self, devices: range) -> range:
+        """The memories of some devices."""
+        return range(devices.start // self.devices_per_memory, -(-devices.stop // self.devices_per_memory))
 
     @property
     def size(self) -> float:

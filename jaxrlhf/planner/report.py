@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxrlhf.planner.memory_forecast import host_line
 from jaxrlhf.planner.peak_memory import DeviceMemory
 from jaxrlhf.planner.plan import Plan
 from jaxrlhf.planner.planning import FUSING, YARDSTICK, Planned, chosen
@@ -43,13 +44,14 @@ def call_rows(planned: Planned) -> list[dict[str, Any]]:
 
 def devices_in_words(first: int, end: int, devices_per_node: int) -> str:
     """Consecutive devices, and the nodes that they are where they are whole ones: '0-15, 2 nodes'."""
-    where = str(first) if end == first + 1 else f"{first}-{end - 1}"
+    where = _numbers(first, end - 1)
     nodes, rest = divmod(end - first, devices_per_node)
     return where if rest or first % devices_per_node else f"{where}, {nodes} node{'s' if nodes > 1 else ''}"
 
 
 def memory_rows(planned: Planned) -> list[dict[str, Any]]:
-    """The memory of devices when they are fullest, beside what they have. Neighbours that are alike share a row."""
+    """The memory of devices when it is fullest, beside what they have, or share. Neighbours that are alike share a
+    row."""
     groups: list[list[DeviceMemory]] = []
     for each in planned.memory:
         if groups and _parts(groups[-1][-1]) == _parts(each):
@@ -58,14 +60,16 @@ def memory_rows(planned: Planned) -> list[dict[str, Any]]:
             groups.append([each])
     rows = []
     for group in groups:
-        first, last, capacity = group[0], group[-1], planned.cluster.capacity(group[0].device)
+        first, last = group[0], group[-1].devices.stop - 1
+        capacity = planned.cluster.capacity(first.devices.start)
         parts = {f"{name} at rest": size for name, size in first.resting.items()}
         parts |= {f"copy for {name}": size for name, size in first.copies.items()}
         parts["at work"] = first.working
+        parts |= {f"{name} beside it": size for name, size in first.beside.items()}
         listed = [f"{name} {size / GB:.3g}" for name, size in sorted(parts.items(), key=lambda x: -x[1]) if size]
         rows.append(
             {
-                "devices": str(first.device) if first is last else f"{first.device}-{last.device}",
+                "devices": _numbers(first.devices.start, last) + (", shared" if len(first.devices) > 1 else ""),
                 "peak GB": first.total / GB,
                 "of GB": capacity / GB,
                 "full": f"{first.total / capacity:.0%}",
@@ -76,9 +80,13 @@ def memory_rows(planned: Planned) -> list[dict[str, Any]]:
     return rows
 
 
+def _numbers(first: int, last: int) -> str:
+    return str(first) if first == last else f"{first}-{last}"
+
+
 def _parts(memory: DeviceMemory) -> tuple[Any, ...]:
     """What tells devices apart."""
-    return memory.call, dict(memory.resting), dict(memory.copies), memory.working
+    return memory.call, dict(memory.resting), dict(memory.copies), memory.working, dict(memory.beside)
 
 
 def summary_lines(planned: Planned) -> list[str]:
@@ -89,6 +97,8 @@ def summary_lines(planned: Planned) -> list[str]:
         f"Devices are busy {statistics.mean(planned.simulation.busy):.0%} of the time",
         _what_decides(planned.simulation.critical),
     ]
+    if planned.problem.devices_per_memory > 1:
+        lines.append(host_line(max(each.total for each in planned.memory)))
     if planned.strategy in FUSING:
         lines.append(_proof(planned))
     if planned.gain is None:
@@ -188,13 +198,15 @@ def plan_json(planned: Planned, plan: Plan) -> dict[str, Any]:
             {
                 "busy": busy,
                 "memory_bytes": memory.total,
-                "capacity_bytes": planned.cluster.capacity(memory.device),
+                "memory_shared_by": len(memory.devices),
+                "capacity_bytes": planned.cluster.capacity(memory.devices.start),
                 "fullest_during": memory.call,
                 "resting_bytes": dict(memory.resting),
                 "copy_bytes": dict(memory.copies),
-                "working_bytes": memory.working,
+                "working_bytes": memory.working + sum(memory.beside.values()),
             }
-            for memory, busy in zip(planned.memory, simulation.busy, strict=True)
+            for device, busy in enumerate(simulation.busy)
+            for memory in [planned.memory[device // planned.problem.devices_per_memory]]
         ],
         "timeline": [
             {

@@ -41,6 +41,8 @@ class StepOrder:
     alive: tuple[tuple[int, ...], ...]
     """Call -> the calls of a step during which its copy of trained weights is there: from itself to where they are
     trained again. Empty where it has none."""
+    beside: tuple[tuple[int, ...], ...]
+    """Call -> the calls, of its iteration or of those around it, that could run while it does."""
 
     def lag(self, reader: int) -> int:
         """Iterations from the train call to a call that reads what it makes."""
@@ -104,7 +106,27 @@ def step_order(problem: Problem) -> StepOrder:
         tuple(trains[call.weights][0] if trains[call.weights] else None for call in calls),
         tuple(made_by),
         tuple(alive),
+        _beside(plain | data | weights, len(calls)),
     )
+
+
+def _beside(waits: set[tuple[int, int, int]], num_calls: int) -> tuple[tuple[int, ...], ...]:
+    """Call -> those that do not take turns with it: of two that do, one waits for the other in its iteration, and is
+    waited for in the next."""
+    far = RUN_AHEAD + 1
+    least = [[far] * num_calls for _ in range(num_calls)]
+    for before, after, lag in waits:
+        least[before][after] = min(least[before][after], lag)
+    for via in range(num_calls):
+        for i in range(num_calls):
+            for j in range(num_calls):
+                least[i][j] = min(least[i][j], least[i][via] + least[via][j])
+
+    def take_turns(i: int, j: int) -> bool:
+        return min(least[i][j], least[j][i]) == 0 and max(least[i][j], least[j][i]) <= 1
+
+    every = range(num_calls)
+    return tuple(tuple(j for j in every if j != i and not take_turns(i, j)) for i in every)
 
 
 def _run_ahead(waits: set[tuple[int, int, int]], num_calls: int) -> set[tuple[int, int, int]]:

@@ -3,6 +3,7 @@
 Letters: B completions.
 """
 
+import asyncio
 import concurrent.futures
 import functools
 import inspect
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from jaxrlhf.brief import brief
-from jaxrlhf.importing import find_function, last_line
+from jaxrlhf.importing import failure, find_function
 from jaxrlhf.rewards.verifiers import VERIFIERS, RewardFunction
 from jaxrlhf.suggest import did_you_mean
 
@@ -57,8 +58,13 @@ def check_reward(function: RewardFunction, columns: Iterable[str], *, name: str)
     """Asks that every argument which a function needs is a column of the data (`finished` is one too), or bound.
 
     Raises:
-        ValueError: One is not.
+        ValueError: One is not, or the function yields its scores.
     """
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise ValueError(
+            f"Reward {brief(name)}: must return a list of scores. Got a function that yields them. Collect them in a "
+            "list and return that."
+        )
     columns = list(columns)
     parameters = inspect.signature(function).parameters
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -93,7 +99,8 @@ def call_reward(
     """Scores completions, giving the function those columns that it takes.
 
     A function that names `completions` among its arguments is called by keywords, and need not take `prompts`; any
-    other one gets prompts and completions as its first two.
+    other one gets prompts and completions as its first two. It may be an `async def`, or return a list of what is to be
+    awaited: then that is done side by side, in an event loop of its own.
 
     Args:
         timeout_seconds: How long it may take. 0: as long as it likes.
@@ -163,16 +170,14 @@ def _returned(
     check_reward(function, columns, name=name)
     arguments, keywords = _arguments(function, prompts, completions, columns)
     try:
-        rewards = _within(timeout_seconds, lambda: function(*arguments, **keywords))
+        rewards = _within(timeout_seconds, lambda: _awaited(function(*arguments, **keywords)))
     except _TookTooLong:
         raise RewardError(
             f"Reward {brief(name)}: must return within {timeout_seconds:g} seconds for {len(completions)} completions. "
             f"Got nothing by then. Raise roles.{name}.timeout_seconds, or set it to 0 to wait for ever."
         ) from None
-    except (Exception, SystemExit) as error:
-        raise RewardError(
-            f"Reward {brief(name)}: must not raise. Got {type(error).__name__}: {error}, at {last_line(error)}."
-        ) from error
+    except (Exception, SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:
+        raise RewardError(f"Reward {brief(name)}: must not raise. Got {failure(error, function)}.") from error
     is_list = isinstance(rewards, Sequence) and not isinstance(rewards, str | bytes)
     is_array = hasattr(rewards, "__array__") and np.ndim(rewards) > 0
     if not is_list and not is_array:
@@ -187,6 +192,22 @@ def _returned(
     return list(np.asarray(rewards)) if is_array else rewards
 
 
+def _awaited(returned: Any) -> Any:
+    """What a function returned, or what comes of it where that is to be awaited."""
+
+    async def wait() -> Any:
+        rewards = await returned if inspect.isawaitable(returned) else returned
+        return await asyncio.gather(*rewards) if _is_to_be_awaited(rewards) else rewards
+
+    if not inspect.isawaitable(returned) and not _is_to_be_awaited(returned):
+        return returned
+    return _in_thread(lambda: asyncio.run(wait())).result()  # this thread may have a loop that runs, as in notebooks
+
+
+def _is_to_be_awaited(rewards: Any) -> bool:
+    return isinstance(rewards, list | tuple) and any(map(inspect.isawaitable, rewards))
+
+
 class _TookTooLong(Exception):
     """A function did not return in time."""
 
@@ -198,6 +219,15 @@ def _within(seconds: float, function: Callable[[], Any]) -> Any:
     """
     if not seconds:
         return function()
+    outcome = _in_thread(function)
+    done, _ = concurrent.futures.wait([outcome], timeout=seconds)
+    if not done:
+        raise _TookTooLong
+    return outcome.result()
+
+
+def _in_thread(function: Callable[[], Any]) -> "concurrent.futures.Future[Any]":
+    """What the function returns or raises, once it does, in a thread that ends with the process."""
     outcome: concurrent.futures.Future[Any] = concurrent.futures.Future()
 
     def work() -> None:
@@ -207,10 +237,7 @@ def _within(seconds: float, function: Callable[[], Any]) -> Any:
             outcome.set_exception(error)
 
     threading.Thread(target=work, name="reward", daemon=True).start()
-    done, _ = concurrent.futures.wait([outcome], timeout=seconds)
-    if not done:
-        raise _TookTooLong
-    return outcome.result()
+    return outcome
 
 
 def _arguments(

@@ -21,6 +21,7 @@ from jaxrlhf.data.prompts import PromptTable
 from jaxrlhf.experience import Prompts, Sampling
 from jaxrlhf.models.attention import attention_implementation
 from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.models.config_json import Origin
 from jaxrlhf.models.lora import declare_adapters
 from jaxrlhf.models.params import Weight, num_parameters
 from jaxrlhf.planner.device_order import reuse_training_shards, training_placements
@@ -39,9 +40,10 @@ from jaxrlhf.planner.plan import (
 )
 from jaxrlhf.planner.plan_file import SavedPlan
 from jaxrlhf.planner.row_keys import RowKeys
-from jaxrlhf.runtime.configured_roles import describe
+from jaxrlhf.runtime.configured_roles import describe, origins
 from jaxrlhf.runtime.planned_step import find_plan, is_planned
 from jaxrlhf.runtime.roles import FunctionRole, ModelRole, Role, WeightedSumRole
+from jaxrlhf.runtime.run_folder import OWN_FOLDERS
 from jaxrlhf.runtime.step_draft import (
     StepDraft,
     draft_step,
@@ -90,6 +92,8 @@ class Assembly:
     warnings: tuple[str, ...]
     saved: SavedPlan | None = None
     """The plan of the step, and what is expected of it; None where the config writes it out."""
+    origins: Mapping[str, Origin] = dataclasses.field(default_factory=dict)
+    """Exported role -> what the folder says of it that its weights come from, where they do."""
 
     @property
     def table(self) -> PromptTable:
@@ -279,7 +283,12 @@ def assemble(
                 f"output.export: must be roles with weights of their own. Got {brief(name)}. Known: "
                 f"{', '.join(draft.owners)}."
             )
-    return made
+        if name.lower() in OWN_FOLDERS:
+            raise ConfigError(
+                f"output.export: an exported role has a folder of its name in the run's, which has its own "
+                f"{', '.join(OWN_FOLDERS)}. Got {name}. Rename the role."
+            )
+    return dataclasses.replace(made, origins=origins(config))
 
 
 def _head(role: ModelRole) -> str:

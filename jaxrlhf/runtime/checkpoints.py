@@ -9,6 +9,7 @@ Layers are saved as they rest, stacked or as a list, and read in whatever layout
 The data position and all noise follow from the seed and the number of steps, so they need no arrays.
 """
 
+import contextlib
 import functools
 import shutil
 import time
@@ -25,13 +26,11 @@ from jaxrlhf.runtime.assembly import Assembly, Phase
 from jaxrlhf.runtime.channel import Channel
 from jaxrlhf.runtime.executor import Executor
 from jaxrlhf.runtime.first_weights import home_layout
-from jaxrlhf.runtime.recovery import ResumePoint, checkpoint_folder
+from jaxrlhf.runtime.recovery import FROZEN, ResumePoint, checkpoint_folder
 from jaxrlhf.runtime.roles import ModelRole
 from jaxrlhf.runtime.run_folder import RunFolder
 from jaxrlhf.runtime.weight_sets import How, weight_sets
 from jaxrlhf.runtime.weights import WeightStore
-
-FROZEN = "frozen"
 
 
 class Checkpoints:
@@ -96,9 +95,15 @@ class Checkpoints:
         for store in self._stores.values():
             store.wait()
 
+    @property
+    def are_being_written(self) -> bool:
+        """Whether what was saved may not be on the disk yet."""
+        return any(store.writes_beside for store in self._stores.values())
+
     def close(self) -> None:
-        for store in self._stores.values():
-            store.close()
+        with contextlib.ExitStack() as stores:  # one that fails leaves none of the others open
+            for store in self._stores.values():
+                stores.callback(store.close)
 
     def _save(
         self,

@@ -7,15 +7,17 @@ import dataclasses
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, Literal
 
 from jaxrlhf.brief import brief
 from jaxrlhf.config.reading import ConfigError
-from jaxrlhf.config.schema import RoleConfig, RunConfig
+from jaxrlhf.config.schema import RANDOM, RoleConfig, RunConfig
 from jaxrlhf.data.prompts import PromptTable
 from jaxrlhf.models.adapter_files import check_adapters
-from jaxrlhf.models.config import Head, ModelConfig
-from jaxrlhf.models.huggingface import check_params
-from jaxrlhf.models.huggingface import read_config as read_huggingface_config
+from jaxrlhf.models.config import CHOSEN, Head, ModelConfig
+from jaxrlhf.models.config_json import Origin
+from jaxrlhf.models.config_json import read_config as read_folder
+from jaxrlhf.models.huggingface import check_params, read_origin
 from jaxrlhf.models.params import num_parameters
 from jaxrlhf.runtime.roles import ModelRole, Role, WeightedSumRole
 from jaxrlhf.runtime.scoring import function_role
@@ -26,12 +28,16 @@ MAX_PARAMETERS = 10**14
 """What no model of any size has."""
 
 
-def configured_models(config: RunConfig) -> dict[str, ModelConfig]:
-    """Role -> model, with what comes from another role or from a checkpoint filled in.
+def configured_models(config: RunConfig, *, on_cpu: bool) -> dict[str, ModelConfig]:
+    """Role -> model: that of the role or the folder which it starts from, with what the config states laid over it.
+
+    Args:
+        on_cpu: Whether the devices are CPUs. On others, a folder in bfloat16 computes in that unless told otherwise.
 
     Raises:
         ConfigError or ValueError: A role has no model to take, or one that cannot be its own.
     """
+    check_origins(config)
     for name in config.roles:
         chain = [name]
         while (source := config.roles[chain[-1]].init) in config.roles:
@@ -55,26 +61,20 @@ def configured_models(config: RunConfig) -> dict[str, ModelConfig]:
                 f"{where}.init: '{role.init}' has no first weights of its own. Start from '{_other(source)}', whose "
                 "weights it reads."
             )
-        if role.model is not None:
-            model = role.model
-            if role.head is not None and model.head not in ("lm", role.head):
-                raise ConfigError(
-                    f"{where}.head: must be that of its model, {model.head}. Got {role.head}. Say it once."
-                )
-        elif role.init in config.roles:
-            model = model_of(role.init)
-        elif role.init == "random":
-            raise ConfigError(
-                f"{where}: a role needs a model, a function, a weighted_sum, or an init to take its model from. Got "
-                "none."
-            )
-        elif os.path.isdir(role.init):  # a Path would raise where the name is too long for any file
-            return read_huggingface_config(Path(role.init), head=role.head or "lm")
+        stated = dict[str, Any](role.model or {})
+        head = stated.get("head", "lm")
+        if role.head is not None and head not in ("lm", role.head):
+            raise ConfigError(f"{where}.head: must be that of its model, {head}. Got {role.head}. Say it once.")
+        if role.init == RANDOM:
+            model = ModelConfig(**stated)
+        elif source is not None:
+            model = _laid_over(stated, model_of(role.init), where, f"the role '{role.init}'")
         else:
-            raise ConfigError(
-                f"{where}.init: must be random, another role or a folder with a checkpoint. Got {brief(role.init)}. "
-                f"Roles: {', '.join(config.roles)}.{did_you_mean(role.init, config.roles)}"
-            )
+            folder = Path(role.init)
+            longest = stated.get("max_position_embeddings")
+            found = read_folder(folder, head=role.head or head, longest=longest)
+            found = dataclasses.replace(found, dtype=folder_dtype(folder, on_cpu=on_cpu))
+            model = _laid_over(stated, found, where, role.init)
         return model if role.head is None else dataclasses.replace(model, head=role.head)
 
     for name, role in config.roles.items():
@@ -92,15 +92,71 @@ def configured_models(config: RunConfig) -> dict[str, ModelConfig]:
         if config.roles[name].init not in ("random", *config.roles):
             check_params(Path(config.roles[name].init), model)
     for name, model in models.items():
-        source, lora = config.roles[name].init, config.roles[name].lora
+        lora = config.roles[name].lora
         if lora is not None and lora.init:
             check_adapters(Path(lora.init), model, lora)
-        if source in models and dataclasses.replace(models[source], head=model.head) != model:
-            raise ConfigError(
-                f"roles.{name}.model: must be that of '{source}' but for its head, since its weights start from "
-                f"there. Got {model} and {models[source]}. Leave `model` out."
-            )
     return models
+
+
+def check_origins(config: RunConfig) -> None:
+    """Asks that every role with a model has something to start from, before the data is read.
+
+    Raises:
+        ConfigError: It says nothing of a model, or starts from what is neither a role nor a folder.
+    """
+    for name, role in config.roles.items():
+        where = f"roles.{name}"
+        if not _has_model(role) or _other(role):
+            continue
+        if role.init == RANDOM and role.model is None:
+            raise ConfigError(
+                f"{where}: a role needs a model, a function, a weighted_sum, or an init to take its model from. Got "
+                "none. Set `model` to the folder that all such roles start from, as in --set model=FOLDER."
+            )
+        # a Path would raise where the name is too long for any file
+        if role.init not in (RANDOM, *config.roles) and not os.path.isdir(role.init):
+            raise ConfigError(
+                f"{where}.init: must be random, another role or a folder with a checkpoint. Got {brief(role.init)}, "
+                "which is no folder. Download a model of a hub first, and name its folder here or in `model`. Roles: "
+                f"{', '.join(config.roles)}.{did_you_mean(role.init, config.roles)}"
+            )
+
+
+def folder_dtype(folder: Path, *, on_cpu: bool) -> Literal["float32", "bfloat16"]:
+    """The precision that a folder's model computes in unless the config says one: the folder's own on devices that are
+    made for it, where it is bfloat16. CPUs are not, and bfloat16 is slower there."""
+    return "bfloat16" if not on_cpu and read_origin(folder).precision == "bfloat16" else "float32"
+
+
+def precision_notes(config: RunConfig, models: Mapping[str, ModelConfig]) -> list[str]:
+    """Notes on roles that start from a folder in bfloat16 and are not told what to compute in."""
+    notes = []
+    for name, model in models.items():
+        role = config.roles[name]
+        told = role.init in (RANDOM, *config.roles) or "dtype" in (role.model or {})
+        if not told and read_origin(Path(role.init)).precision == "bfloat16":
+            why = "as that is" if model.dtype == "bfloat16" else "as is usual on CPUs, while that is in bfloat16"
+            notes.append(
+                f"{name} starts from {role.init} and computes in {model.dtype}, {why}. To change "
+                f"that, set roles.{name}.model.dtype."
+            )
+    return notes
+
+
+def origins(config: RunConfig) -> dict[str, Origin]:
+    """Role -> what the folder says of it that its weights come from, of roles that are exported and have one.
+
+    Raises:
+        ValueError: A file there is missing or malformed.
+    """
+    found = {}
+    for name in config.output.export:
+        source = _other(config.roles[name]) or name
+        while (init := config.roles[source].init) in config.roles:
+            source = init
+        if init != RANDOM:
+            found[name] = read_origin(Path(init))
+    return found
 
 
 def check_roles(config: RunConfig, needed: tuple[str, ...], models: Mapping[str, ModelConfig]) -> None:
@@ -169,7 +225,7 @@ def make_role(
     source = roles.get(role.init)
     if role.optimizer is None and source is not None and source.lora is not None:
         base = _base(role.init, roles, models)
-        if _holds(models[base.removesuffix(BASE)], models[name].head):
+        if _holds(models[base.removesuffix(BASE)], models[name], models[name].head):
             return dataclasses.replace(made, weights=base)  # what never changes needs no copy
     return made
 
@@ -179,14 +235,16 @@ def _base(name: str, roles: Mapping[str, RoleConfig], models: Mapping[str, Model
     source = roles.get(roles[name].init)
     if source is not None and source.lora is not None:
         base = _base(roles[name].init, roles, models)
-        if models[name].head == "scalar" or _holds(models[base.removesuffix(BASE)], "lm"):
+        if _holds(models[base.removesuffix(BASE)], models[name], "lm" if models[name].head != "scalar" else None):
             return base
     return name + BASE
 
 
-def _holds(model: ModelConfig, head: Head) -> bool:
-    """Whether the weights that a model's adapters adapt have a head."""
-    return head == "lm" and model.head in ("lm", "both")
+def _holds(model: ModelConfig, reader: ModelConfig, head: Head | None) -> bool:
+    """Whether the weights that a model's adapters adapt are what another model reads: in its precision and form, and
+    with a head of it (None: without any)."""
+    same = (model.dtype, model.scan_layers) == (reader.dtype, reader.scan_layers)
+    return same and (head is None or (head == "lm" and model.head in ("lm", "both")))
 
 
 def _other(role: RoleConfig) -> str:
@@ -227,6 +285,30 @@ def _check_other(config: RunConfig, name: str, role: RoleConfig) -> None:
         )
     if role.average is not None and source.optimizer is None:
         raise ConfigError(f"{where}: must be a role that is trained. Got '{other}', which has no optimizer.")
+
+
+def _laid_over(stated: Mapping[str, Any], model: ModelConfig, where: str, source: str) -> ModelConfig:
+    """What a config states of a model over that of weights which are there already.
+
+    Raises:
+        ConfigError or ValueError: It contradicts what the weights are, or cannot be chosen.
+    """
+    chosen = {field: value for field, value in stated.items() if field in CHOSEN}
+    for field, value in stated.items():
+        there = model.head_size if field == "head_dim" else getattr(model, field)
+        if field == "max_position_embeddings" and value < there:
+            chosen[field] = value  # shorter sequences ask nothing new of the weights
+        elif field not in CHOSEN and value != there and not (field == "head_dim" and value == 0):
+            free = ", ".join([*CHOSEN, "a smaller max_position_embeddings"])
+            raise ConfigError(
+                f"{where}.model.{field}: must be that of {source}, {brief(there)}, since its weights start from there. "
+                f"Got {brief(value)}. Leave it out (where a preset or a base config says it, set {where}.model to null "
+                f"first); free to choose are {free}."
+            )
+    try:
+        return dataclasses.replace(model, **chosen)
+    except ValueError as error:
+        raise ConfigError(f"{where}.model.{error}") from error
 
 
 def _has_model(role: RoleConfig) -> bool:

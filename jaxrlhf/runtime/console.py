@@ -178,6 +178,10 @@ class Console:
         for name, path in paths.items():
             self.line(f"  {name:<{width}}  {path}")
 
+    def release(self) -> None:
+        """Gives a terminal back as it was, where the process ends in the midst of a progress bar."""
+        self._out.show_cursor(True)
+
     def error(self, message: str) -> None:
         """Shows an error on standard error, quiet or not. Line breaks in the message stay."""
         for number, line in enumerate(message.split("\n")):

@@ -45,13 +45,13 @@ def with_described_prompts(config: RunConfig, tokens: int) -> tuple[RunConfig, T
     if tokens < 1:
         raise ConfigError(f"--prompt-tokens: must be at least 1. Got {tokens}.")
     made_up = DataConfig(task="arithmetic", overlong="drop")
-    table = load_prompts(made_up, TokenizerConfig())
+    table = load_prompts(made_up, TokenizerConfig(kind="bytes"))
     table = dataclasses.replace(table, prompt_length=tokens, tokens=[each[-tokens:] for each in table.tokens])
     config = dataclasses.replace(
         config,
         data=made_up,
         datasets=dict.fromkeys(config.datasets, made_up),
-        tokenizer=TokenizerConfig(),
+        tokenizer=TokenizerConfig(kind="bytes"),
         settings=map_settings(_without_stop_ids, config.settings),
         evaluation=None,
         warm_start=None,

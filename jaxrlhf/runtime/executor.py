@@ -28,6 +28,7 @@ from jaxrlhf.reshard.offload import rests_on_host
 from jaxrlhf.reshard.protocols import input_shardings
 from jaxrlhf.reshard.reallocate import reallocate
 from jaxrlhf.runtime.channel import Channel
+from jaxrlhf.runtime.function_threads import FunctionThreads
 from jaxrlhf.runtime.fused_training import FusedTraining, stage_costs
 from jaxrlhf.runtime.host_arrays import gather, hand_to_threads, to_host
 from jaxrlhf.runtime.pipeline import Pipelined
@@ -97,12 +98,14 @@ class Executor:
         timeline: Timeline | None = None,
         channel: Channel | None = None,
         one_at_a_time: bool = False,
+        weights: WeightStore | None = None,
     ) -> None:
         """
         Args:
             one_at_a_time: Each call waits until those before it have ended, and what is brought to it is there: for
                 measuring calls where all devices share a processor, so that calls beside one another would slow
                 each other.
+            weights: Those to run on. None: a store of its own, still empty.
         """
         self._roles = roles
         self._one_at_a_time = one_at_a_time
@@ -114,10 +117,11 @@ class Executor:
         self._in_flight: collections.deque[Leaves] = collections.deque()
         self._at = (STEP, 0)
         """Phase and number of the step that is being dispatched, as the timeline is to know it."""
-        self._threads = concurrent.futures.ThreadPoolExecutor(max_workers=4, thread_name_prefix="function-role")
+        self._threads = FunctionThreads()
         self._first_versions: dict[str, int] = {}
         """Set of weights -> its version before this step."""
-        self.weights = WeightStore({name: role for name, role in roles.items() if isinstance(role, ModelRole)})
+        models = {name: role for name, role in roles.items() if isinstance(role, ModelRole)}
+        self.weights = weights or WeightStore(models)
 
     def run(
         self,
@@ -186,9 +190,14 @@ class Executor:
         with self._timeline.wait("calls to end", step=number, phase=phase):
             self._watcher.drain(step)
 
+    def abandon_functions(self, seconds: float) -> None:
+        """Gives up waiting for Python functions that have run for so long: the step raises a `FunctionAbandonedError`.
+        May be called in any thread."""
+        self._threads.abandon(seconds, lambda error: (False, error))
+
     def close(self) -> None:
         """Ends the threads."""
-        self._threads.shutdown(wait=True, cancel_futures=True)
+        self._threads.close()
         self._watcher.close()
 
     def _call_host(self, call: Call, values: dict[str, Any]) -> "concurrent.futures.Future[Leaves]":
@@ -220,8 +229,8 @@ class Executor:
                 self._channel.abort(error)  # the first process waits for this
 
         if not self._channel.is_first:
-            self._threads.submit(send)
-        return self._channel.later(lambda: self._threads.submit(work))
+            self._threads.submit(call.plan_name, send)
+        return self._channel.later(lambda: self._threads.submit(call.plan_name, work))
 
     def _call_device(self, call: Call, plan: Plan, values: dict[str, Any], step: int) -> Leaves:
         ready = self._ready(call, plan, values, step)

@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 
-from jaxrlhf.data.tokenizer import JSONTokenizer
 from jaxrlhf.models.adapter_files import save_adapters
 from jaxrlhf.models.huggingface import save_params
 from jaxrlhf.runtime.assembly import Assembly
@@ -18,7 +17,11 @@ from jaxrlhf.runtime.weight_sets import BASE
 
 
 def export(assembly: Assembly, executor: Executor, folder: RunFolder, channel: Channel) -> None:
-    """Write the roles that the config names, each to the folder of its name. Every process of a run must call it."""
+    """Write the roles that the config names, each to the folder of its name. Every process of a run must call it.
+
+    What came with a folder goes out with the weights that came from there, in its precision; random weights go out in
+    the precision that they computed in. The tokenizer lies beside either, and beside adapters.
+    """
     tokenizer = assembly.table.tokenizer
     for name in assembly.config.output.export:
         role = assembly.train.roles[name]
@@ -29,15 +32,17 @@ def export(assembly: Assembly, executor: Executor, folder: RunFolder, channel: C
             continue
         if role.lora is not None:
             save_adapters(params, role.model, role.lora, target, base=_base_folder(assembly, folder, role))
+            tokenizer.export(target)
             continue
         model = role.model
         if model.head == "both":  # what others read is the language model, without the critic on its trunk
             model = dataclasses.replace(model, head="lm")
             params = {key: value for key, value in params.items() if key != "value_head"}
-        dtype = "bfloat16" if model.dtype == "bfloat16" else "float32"
-        save_params(params, model, target, dtype=dtype, end_id=tokenizer.end_id, pad_id=tokenizer.pad_id)
-        if isinstance(tokenizer, JSONTokenizer):
-            tokenizer.save(target / "tokenizer.json")
+        origin = assembly.origins.get(name)
+        # float16 goes out as float32: what was trained in float32 may have left its range
+        dtype = "bfloat16" if (origin.precision if origin else model.dtype) == "bfloat16" else "float32"
+        save_params(params, model, target, dtype=dtype, end_id=tokenizer.end_id, pad_id=tokenizer.pad_id, origin=origin)
+        tokenizer.export(target)
 
 
 def _base_folder(assembly: Assembly, folder: RunFolder, role: ModelRole) -> str:

@@ -6,7 +6,9 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TextIO
+from typing import Any, Self
+
+from jaxrlhf.writing import writing
 
 
 class JsonLinesWriter:
@@ -17,25 +19,30 @@ class JsonLinesWriter:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        _mend_last_line(path)
-        self._file = self._open()
+        with writing(path):
+            _mend_last_line(path)
+            # without a buffer, which would be flushed, and fail, once more when the file is closed
+            self._file = path.open("ab", buffering=0)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Writes one line. NaN and infinity are not JSON and raise a ValueError: see `split_non_finite`."""
-        self._file.write(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
-        self._file.flush()
+        """Writes one line. NaN and infinity are not JSON and raise a ValueError: see `split_non_finite`.
+
+        Raises:
+            UnwritableError: The line cannot be written. Half of it may be there.
+        """
+        # A lone surrogate, as a tokenizer may give for half a character, is written as its JSON escape.
+        line = f"{json.dumps(record, ensure_ascii=False, allow_nan=False)}\n".encode("utf-8", "backslashreplace")
+        with writing(self._path):
+            while line:
+                line = line[self._file.write(line) :]
 
     def sync(self) -> None:
         """Returns when every line is on the disk, so that not even a machine that stops loses one."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        with writing(self._path):
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         self._file.close()
-
-    def _open(self) -> TextIO:
-        # A lone surrogate, as a tokenizer may give for half a character, is written as its JSON escape.
-        return self._path.open("a", encoding="utf-8", errors="backslashreplace", newline="\n")
 
     def __enter__(self) -> Self:
         return self
@@ -73,7 +80,7 @@ def truncate(path: Path, keep: Callable[[dict[str, Any]], bool]) -> int:
     kept = [line for line, record in lines if keep(record)]
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with temporary.open("wb") as file:
+        with writing(path), temporary.open("wb") as file:
             file.writelines(line + b"\n" for line in kept)
             file.flush()
             os.fsync(file.fileno())

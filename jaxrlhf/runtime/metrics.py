@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from jaxrlhf.brief import brief
 from jaxrlhf.call_graph import GraphError, Ref
+from jaxrlhf.names import check_metric_name
 from jaxrlhf.runtime.json_lines import JsonLinesWriter, read_json_lines, split_non_finite
 
 _OF_THE_CLOCK = ("time", "timing_s/", "timing_per_token_ms/", "perf/")
@@ -37,7 +38,7 @@ def flatten(tree: Mapping[str, Any]) -> dict[str, float]:
     Waits for the arrays among the leaves, and fetches them all in one transfer.
 
     Raises:
-        ValueError: Two leaves get one name, or a leaf is not a single number.
+        ValueError: Two leaves get one name, or a leaf is not a single number, or its name cannot be one.
     """
     leaves: dict[str, Any] = {}
     path_of: dict[str, tuple[str, ...]] = {}
@@ -173,6 +174,7 @@ def _walk(tree: Mapping[str, Any], above: tuple[str, ...], prefix: str) -> Itera
         if isinstance(value, Mapping):
             yield from _walk(value, (*above, key), name)
         else:
+            check_metric_name(name)
             yield (*above, key), name, value
 
 

@@ -67,12 +67,12 @@ def find_plan(
         except PlanError as error:
             say(f"Not the plan that the run had: {error}")
         else:
-            return FoundPlan(saved, f"The plan that the run had, {resumed}")
+            return FoundPlan(saved, f"Kept the plan that the run had, {resumed}")
     if config.plan_file:
         saved = dataclasses.replace(read_plan(config.plan_file), asked=asked)
         _check(saved, draft)
         return FoundPlan(saved, f"The plan of {config.plan_file}")
-    planned = plan_draft(draft, local_cluster(), seconds=SEARCH_SECONDS, say=say)
+    planned = plan_draft(draft, local_cluster(config.devices_memory), seconds=SEARCH_SECONDS, say=say)
     return FoundPlan(planned.saved(planned.plan_for(draft.graph), asked=asked), planned.summary(), planned.notes)
 
 

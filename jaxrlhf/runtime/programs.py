@@ -23,6 +23,7 @@ from jaxrlhf.runtime.pipelined_training import PipelinedTraining
 from jaxrlhf.runtime.roles import ModelRole
 from jaxrlhf.runtime.weight_sets import set_of
 from jaxrlhf.sharding.layout import Layout
+from jaxrlhf.xla_flags import known_flags
 
 
 def compute_program(
@@ -60,7 +61,7 @@ def _decoding_options(layout: Layout) -> dict[str, Any] | None:
     split over `tensor`, more bytes than the products themselves read. Where they are not split they are joined before.
     """
     on_gpu = layout.mesh.devices.flat[0].platform in ("gpu", "cuda")
-    return {"xla_gpu_dot_merger_threshold_mb": 0} if on_gpu else None
+    return known_flags({"xla_gpu_dot_merger_threshold_mb": 0}) if on_gpu else None
 
 
 def infer_program(role: ModelRole, method: str, rebuild: Rebuild, layout: Layout) -> Callable[..., Any]:

@@ -24,7 +24,8 @@ class Progress:
         self._step = start
         self._updated = self._began = clock()
         self._printed: float | None = None
-        self._recent_seconds: collections.deque[float] = collections.deque(maxlen=20)
+        self._recent: collections.deque[tuple[int, float, float]] = collections.deque(maxlen=20)
+        """(steps, seconds, tokens) of the latest updates, of which all rates are means."""
         self._compiled = False
         self._saved: int | None = None
         self._line, self._slowest = "the first step compiles", ""
@@ -33,13 +34,17 @@ class Progress:
         """Takes note of a checkpoint after so many steps: where the run would go on, if it were killed now."""
         self._saved = step
 
+    def resume(self) -> None:
+        """Takes note that the time since the last step, of an evaluation or a checkpoint, is none of the next one."""
+        self._updated = self._clock()
+
     def update(
         self,
         step: int,
         shown: Mapping[str, float],
         calls: Mapping[str, float] | None = None,
         *,
-        tokens_per_second: float | None = None,
+        tokens: float | None = None,
         busy: float | None = None,
         overlap: float = 0.0,
     ) -> None:
@@ -48,23 +53,24 @@ class Progress:
         Args:
             shown: What to show of the last step, as in `{"reward": 0.3, "KL": 0.01, "length": 40}`.
             calls: Seconds of each of its calls, or stages.
-            tokens_per_second: Of all devices together.
+            tokens: That these steps worked on.
             busy: The fraction of the step in which a device worked, on average.
             overlap: The fraction of the working time in which two or more calls ran. Shown where there is any.
         """
         now = self._clock()
-        self._recent_seconds.append((now - self._updated) / max(1, step - self._step))
-        if not self._compiled and len(self._recent_seconds) > 1:
-            self._recent_seconds.popleft()
+        self._recent.append((max(1, step - self._step), now - self._updated, tokens or 0.0))
+        if not self._compiled and len(self._recent) > 1:
+            self._recent.popleft()
             self._compiled = True
         self._updated, self._step = now, step
-        seconds = sum(self._recent_seconds) / len(self._recent_seconds)
+        num_steps, all_seconds, all_tokens = (sum(column) for column in zip(*self._recent, strict=True))
+        seconds = all_seconds / num_steps
         line = "  ".join(
             [
                 f"step {step:>{len(str(self._total))}}/{self._total}",
                 *(f"{name} {number(value, digits=3)}" for name, value in shown.items()),
                 f"{number(seconds, digits=3)} s/step",
-                *([] if tokens_per_second is None else [f"{number(tokens_per_second, digits=3)} tokens/s"]),
+                *([f"{number(all_tokens / all_seconds, digits=3)} tokens/s"] if all_tokens and all_seconds else []),
                 *([] if busy is None else [f"busy {busy:.0%}"]),
                 *([f"overlap {overlap:.0%}"] if round(100 * overlap) else []),
                 # the first step compiles: it says nothing of those to come

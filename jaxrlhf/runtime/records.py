@@ -20,6 +20,7 @@ from jaxrlhf.runtime.run_folder import RunFolder, RunFolderError
 from jaxrlhf.runtime.samples import SamplesWriter
 from jaxrlhf.runtime.scoring import decode_responses
 from jaxrlhf.runtime.trackers import Trackers
+from jaxrlhf.writing import writing
 
 FINISH_NAMES = {STOP: "stop", LENGTH: "length"}
 
@@ -87,7 +88,8 @@ class Records:
         position = resume.position if resume is not None else None
         for path in (folder.metrics, folder.samples):
             if resume is not None and resume.is_branch and (resume.folder.path / path.name).exists():
-                shutil.copyfile(resume.folder.path / path.name, path)
+                with writing(path):
+                    shutil.copyfile(resume.folder.path / path.name, path)
             try:
                 truncate(path, lambda record: position is not None and position.covers(record))
             except (ValueError, KeyError) as error:

@@ -7,16 +7,19 @@
                            a new run, from that checkpoint
 
 A run that goes on in its folder writes what the undisturbed run would have written: records of what came after the
-checkpoint are dropped first, and are made again.
+checkpoint are dropped first, and are made again. A damaged newest checkpoint is set aside, and the run goes on from the
+newest whole one.
 """
 
 import dataclasses
+import itertools
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from jaxrlhf.brief import brief
+from jaxrlhf.checkpoint.manifest import find_damage
 from jaxrlhf.checkpoint.store import CheckpointError, checkpoint_numbers
 from jaxrlhf.config.reading import ConfigError, to_tree
 from jaxrlhf.config.schema import RunConfig, load_run
@@ -25,8 +28,12 @@ from jaxrlhf.runtime.run_folder import RunFolder
 CheckpointPhase = Literal["warm_start", "steps"]
 PHASES: tuple[CheckpointPhase, ...] = ("warm_start", "steps")
 """The parts of a run that have checkpoints, in order."""
+FROZEN = "frozen"
+"""The folder of weights that never change, which are saved once."""
 
-_OF_NO_CONSEQUENCE = ("resume", "output", "compilation_cache", "devices", "plan", "evaluation", "steps")
+_OF_NO_CONSEQUENCE = (
+    *("resume", "output", "compilation_cache", "devices", "devices_memory", "plan", "evaluation", "steps"),
+)
 """Keys that do not change what the steps of a run give."""
 _DECISIVE = ("seed", "algorithm", "batch_size")
 """Keys that decide which rows and which noise a step gets. They must stay when a run goes on."""
@@ -60,7 +67,9 @@ class ResumePoint:
     is_branch: bool = False
     """A new run is to start from here, in a folder of its own."""
     notes: tuple[str, ...] = ()
-    """What differs between the config of the run and the one that is given now."""
+    """What differs between the config of the run and the one that is given now, and which checkpoints are damaged."""
+    damaged: tuple[Path, ...] = ()
+    """Newer checkpoints that are not whole, to be set aside."""
 
     @property
     def checkpoint(self) -> Path:
@@ -83,6 +92,56 @@ def newest_position(folder: RunFolder) -> Position | None:
     return None
 
 
+def set_aside(damaged: Path) -> Path:
+    """Renames a damaged checkpoint, so that it is not taken for one and none of it is lost. Returns its new path."""
+    names = (f"{damaged.name}.damaged{f'-{i}' if i > 1 else ''}" for i in itertools.count(1))
+    path = next(path for name in names if not (path := damaged.with_name(name)).exists())
+    return damaged.rename(path)
+
+
+def _find_whole(folder: RunFolder) -> tuple[Position | None, dict[Path, str]]:
+    """The newest whole checkpoint of a run, and what is wrong with those that are newer.
+
+    Raises:
+        CheckpointError: There are some, and none is whole.
+    """
+    damaged: dict[Path, str] = {}
+    for phase in reversed(PHASES):
+        there = checkpoint_folder(folder, phase)
+        for number in reversed(checkpoint_numbers(there)):
+            damage = find_damage(there / str(number))
+            if damage is None:
+                _check_frozen(folder)
+                return Position(phase, number), damaged
+            damaged[there / str(number)] = damage
+    if damaged:
+        raise CheckpointError(
+            f"resume: {folder.checkpoints} must have a whole checkpoint. Got damaged ones: "
+            f"{', '.join(f'{path} ({damage})' for path, damage in damaged.items())}. Bring one back from a copy, or "
+            "start a new run with resume=never."
+        )
+    return None, damaged
+
+
+def _check_frozen(folder: RunFolder) -> None:
+    """Asks that the weights that never change, which are beside every checkpoint, are whole."""
+    path = checkpoint_folder(folder, FROZEN) / "0"
+    if damage := find_damage(path):
+        raise CheckpointError(
+            f"resume: {path} must be whole, since every checkpoint of the run needs it. Got damage: {damage}. Bring it "
+            "back from a copy, or start a new run with resume=never."
+        )
+
+
+def what_is_kept(folder: RunFolder) -> str:
+    """The newest checkpoint of a run that cannot go on, and how to go on from it, in a sentence."""
+    position = newest_position(folder)
+    if position is None:
+        return "No checkpoint was saved before; started again with --resume auto, the run starts over."
+    checkpoint = ResumePoint(folder, position).checkpoint
+    return f"Kept: {checkpoint}, after {position}. Start again with --resume auto to go on from there."
+
+
 def find_resume_point(config: RunConfig) -> ResumePoint | None:
     """The run that `resume` means; None where a new one is to start.
 
@@ -98,7 +157,7 @@ def find_resume_point(config: RunConfig) -> ResumePoint | None:
         return _named_checkpoint(config, path)
     folder = RunFolder(path.resolve())
     there = _config_of(folder)
-    point = ResumePoint(folder, newest_position(folder), notes=_differences(there, config))
+    point = _newest_point(folder, there, config)
     _check(point, there, config)
     if point.position is not None and point.position.phase == "steps" and point.position.done > config.steps:
         raise CheckpointError(
@@ -116,6 +175,9 @@ def _named_checkpoint(config: RunConfig, path: Path) -> ResumePoint:
     if not path.name.isdecimal() or int(path.name) not in numbers:
         there_are = ", ".join(map(str, numbers)) or "none"
         raise CheckpointError(f"resume: must be a complete checkpoint. Got {brief(str(path))}. There: {there_are}.")
+    if damage := find_damage(path):
+        raise CheckpointError(f"resume: {path} must be whole. Got damage: {damage}. Name another one of {path.parent}.")
+    _check_frozen(folder)
     point = ResumePoint(folder, Position(phase, int(path.name)), True, _differences(there, config))
     _check(point, there, config)
     if phase == "steps" and int(path.name) > config.steps:
@@ -135,8 +197,18 @@ def _find_newest(config: RunConfig) -> ResumePoint | None:
         except CheckpointError:  # written by another version: not a run of this config
             continue
         if not _differences(there, config, leave_out=_OF_NO_CONSEQUENCE):
-            return ResumePoint(folder, newest_position(folder), notes=_differences(there, config))
+            return _newest_point(folder, there, config)
     return None
+
+
+def _newest_point(folder: RunFolder, there: RunConfig, config: RunConfig) -> ResumePoint:
+    folder.check_free()
+    position, damaged = _find_whole(folder)
+    notes = (
+        f"{path} is damaged: {damage}. It is set aside under another name, and the run goes on from {position}."
+        for path, damage in damaged.items()
+    )
+    return ResumePoint(folder, position, notes=(*notes, *_differences(there, config)), damaged=tuple(damaged))
 
 
 def _check(point: ResumePoint, there: RunConfig, config: RunConfig) -> None:

@@ -22,18 +22,26 @@ class Requests:
 
     def __init__(self, stop: StopRequest, checkpoints: Checkpoints, channel: Channel) -> None:
         self._stop, self._checkpoints, self._channel = stop, checkpoints, channel
-        self._told = False
         channel.on_stop = stop.make
+        stop.on_request = channel.ask_to_stop
+        if stop.signal is not None:
+            channel.ask_to_stop(stop.signal)
 
     def look(self) -> Asked:
         """What is asked for by now. Every process calls this as often as the others."""
-        if self._stop.signal is not None and not self._told:
-            self._channel.ask_to_stop(self._stop.signal)
-            self._told = True
         signal, save = self._channel.share(lambda: (self._stop.signal, self._checkpoints.minutes_are_over()))
         if signal is not None:
             self._stop.make(signal)
         return Asked(signal is not None, save)
+
+    def has_unsaved(self, unsaved: bool) -> None:
+        """Takes note of something done that is not on the disk, or of everything being there.
+
+        In a run of several processes none of them ends by itself, which the others would take for a failure.
+        """
+        self._stop.can_end_at_once = (
+            not unsaved and self._channel.count == 1 and not self._checkpoints.are_being_written
+        )
 
     def stopped(self, message: str) -> RunStopped:
         """What the run raises when it was asked to stop, and has saved."""

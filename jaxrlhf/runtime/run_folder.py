@@ -13,14 +13,16 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from jaxrlhf import __version__
 from jaxrlhf.brief import brief
+from jaxrlhf.names import check_file_name
+from jaxrlhf.writing import UnwritableError, writing
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
-MAX_NAME_BYTES = 200
-"""Of the name of a run: a file name has 255, and the date comes after it."""
+OWN_FOLDERS = ("checkpoints", "tensorboard", "wandb")
+"""Folders in that of a run which are no exported role's."""
 
 
 class RunFolderError(ValueError):
@@ -48,14 +50,18 @@ class RunFolder:
         ordinal = 1
         while True:
             try:
-                path.mkdir(parents=True)
+                with writing(path):
+                    path.mkdir(parents=True)
                 break
-            except FileExistsError:
+            except UnwritableError as error:
+                if not isinstance(error.__cause__, FileExistsError):
+                    raise
                 ordinal += 1
                 path = root / f"{stem}-{ordinal}"
         folder = cls(path)
-        folder.checkpoints.mkdir()
-        folder.become_latest()
+        with writing(path):
+            folder.checkpoints.mkdir()
+            folder.become_latest()
         return folder
 
     def become_latest(self) -> None:
@@ -72,15 +78,36 @@ class RunFolder:
         Raises:
             RunFolderError: Another process is running it.
         """
-        with (self.path / ".lock").open("w") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise RunFolderError(
-                    f"{self.path}: one process at a time can run a run. Got another one that is running it. Wait until "
-                    "it has ended, or end it."
-                ) from error
+        with self._lock_file.open("a+") as file:
+            self._lock(file, fcntl.LOCK_EX)
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {platform.node()}")
+            file.flush()
             yield
+
+    def check_free(self) -> None:
+        """Asks that no other process is running this run. Changes nothing.
+
+        Raises:
+            RunFolderError: One is.
+        """
+        if self._lock_file.exists():
+            with self._lock_file.open() as file:
+                self._lock(file, fcntl.LOCK_SH)
+
+    @property
+    def _lock_file(self) -> Path:
+        return self.path / ".lock"
+
+    def _lock(self, file: TextIO, how: int) -> None:
+        try:
+            fcntl.flock(file, how | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.seek(0)
+            raise RunFolderError(
+                f"{self.path}: one process at a time can run a run. Got another one that is running it: "
+                f"{file.read() or 'unknown'}. Wait until it has ended, or end it."
+            ) from error
 
     @property
     def config(self) -> Path:
@@ -116,6 +143,11 @@ class RunFolder:
         return self.path / "timeline.json"
 
     @property
+    def reward_error(self) -> Path:
+        """The traceback of a reward function that raised."""
+        return self.path / "reward_error.txt"
+
+    @property
     def outcome(self) -> Path:
         return self.path / "outcome.json"
 
@@ -138,12 +170,7 @@ def check_run_folder(root: Path, name: str) -> None:
     Raises:
         ValueError: `name` is no plain file name, `root` cannot be a folder, or `root/latest` is no symlink.
     """
-    plain = name.isprintable() and not name.startswith((".", "-")) and not set(name) & set('/\\:*?"<>|')
-    if not plain or not 0 < len(name.encode()) <= MAX_NAME_BYTES:
-        raise ValueError(
-            f"Name of the run: must be a plain file name, such as 'ppo_math'. Got {brief(name)}. Leave out slashes, "
-            f"control characters and a leading dot or dash; keep to {MAX_NAME_BYTES} bytes."
-        )
+    check_file_name(name, "Name of the run", example="ppo_math")
     latest = root / "latest"
     if os.path.exists(latest) and not latest.is_symlink():
         raise ValueError(
@@ -159,11 +186,16 @@ def check_run_folder(root: Path, name: str) -> None:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replaces a file in one move, so that no reader and no kill ever finds half of it."""
+    """Replaces a file in one move, so that no reader and no kill ever finds half of it.
+
+    Raises:
+        UnwritableError: It cannot be written. The file is as it was.
+    """
     temporary = _temporary(path)
     try:
-        temporary.write_text(text, encoding="utf-8", newline="\n")
-        os.replace(temporary, path)
+        with writing(path):
+            temporary.write_text(text, encoding="utf-8", newline="\n")
+            os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise

@@ -1,15 +1,24 @@
 """Python functions as roles: what they get is the text of responses, and the columns of their rows."""
 
+import inspect
 from typing import Any
 
 import numpy as np
 
+from jaxrlhf.brief import brief
 from jaxrlhf.config.reading import ConfigError
 from jaxrlhf.config.schema import RoleConfig
 from jaxrlhf.data.prompts import PromptTable
 from jaxrlhf.experience import STOP, Rollout
-from jaxrlhf.rewards.functions import RewardError, call_reward, call_token_reward, check_reward, load_reward
-from jaxrlhf.rewards.verifiers import VERIFIERS
+from jaxrlhf.rewards.functions import (
+    ROW_ARGUMENTS,
+    RewardError,
+    call_reward,
+    call_token_reward,
+    check_reward,
+    load_reward,
+)
+from jaxrlhf.rewards.verifiers import VERIFIERS, RewardFunction
 from jaxrlhf.runtime.roles import FunctionRole
 
 
@@ -20,6 +29,7 @@ def function_role(name: str, role: RoleConfig, table: PromptTable) -> FunctionRo
         check_reward(function, [*table.other, "finished", "num_tokens"], name=name)
     except ValueError as error:
         raise ConfigError(f"roles.{name}: {error}") from error
+    _check_names(name, role, function, table)
     if role.function in VERIFIERS:  # they read columns by options, so only a call tells whether every row has them
         rows = np.arange(len(table.prompts))
         columns = {**table.columns(rows), "finished": [True] * len(rows), "num_tokens": [1] * len(rows)}
@@ -46,6 +56,17 @@ def function_role(name: str, role: RoleConfig, table: PromptTable) -> FunctionRo
         return scores_BR
 
     return FunctionRole(score, score_tokens)
+
+
+def _check_names(name: str, role: RoleConfig, function: RewardFunction, table: PromptTable) -> None:
+    """Asks that no argument which a user's function names is both a column and something that was measured."""
+    for column in table.withheld:
+        measured = column in inspect.signature(function).parameters and column not in ROW_ARGUMENTS
+        if measured and role.function not in VERIFIERS and column not in role.options:
+            raise ConfigError(
+                f"roles.{name}: Reward {brief(name)}: an argument must have one meaning. Got {brief(column)}, by which "
+                "functions get what was measured of completions, and a column of that name. Rename the column."
+            )
 
 
 def decode_responses(rollout: Rollout, table: PromptTable) -> list[str]:

@@ -18,11 +18,19 @@ from jaxrlhf.importing import failure
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.planner.row_keys import RowKeys, count_keys
 from jaxrlhf.planner.workload import Workload
-from jaxrlhf.runtime.configured_roles import check_roles, check_vocabulary, configured_models, make_role
+from jaxrlhf.runtime.configured_roles import (
+    check_roles,
+    check_vocabulary,
+    configured_models,
+    make_role,
+    precision_notes,
+)
+from jaxrlhf.runtime.configured_tokenizer import tokenizer_notes
 from jaxrlhf.runtime.metrics import check_results
 from jaxrlhf.runtime.roles import ModelRole, Role
 from jaxrlhf.runtime.step_rows import StepRows, Tables, check_rows, load_tables
 from jaxrlhf.runtime.step_work import step_workload
+from jaxrlhf.sharding import mesh
 from jaxrlhf.tracing import trace
 
 MAX_BATCH_TOKENS = 2**28
@@ -60,11 +68,12 @@ class StepDraft:
         return step_workload(self.graph, self.roles)
 
 
-def draft_step(config: RunConfig, *, tables: Tables | None = None) -> StepDraft:
+def draft_step(config: RunConfig, *, tables: Tables | None = None, on_cpu: bool | None = None) -> StepDraft:
     """The step that a config describes.
 
     Args:
         tables: The rows of its data. None: they are read.
+        on_cpu: Whether it is to run on CPUs. None: as JAX's devices are.
 
     Raises:
         ConfigError, GraphError or ValueError: Something in config or data does not fit. Each says where, which rule,
@@ -76,12 +85,13 @@ def draft_step(config: RunConfig, *, tables: Tables | None = None) -> StepDraft:
     settings = with_stop_ids(config.settings, table.tokenizer.end_id)
     for sampling in samplings_of((settings, config.evaluation)):
         _check_stop_ids(sampling, table)
-    models = configured_models(config)
+    models = configured_models(config, on_cpu=mesh.platform() == "cpu" if on_cpu is None else on_cpu)
     check_roles(config, algorithm.roles, models)
     check_vocabulary(models, table)
     rows = StepRows(algorithm.data(settings), tables, config.batch_size, config.seed)
     measures = config.evaluation is not None and algorithm.evaluation is not None
-    warnings = _warnings(config, table) + check_rows(rows, config, held_out=measures)
+    warnings = [*config.notes, *precision_notes(config, models), *tokenizer_notes(config), *_warnings(config, table)]
+    warnings += check_rows(rows, config, held_out=measures)
     new_tokens = max([s.max_new_tokens for s in samplings_of(settings)] + [rows.max_new_tokens]) or 128
     _check_batches(config, rows, new_tokens)
     roles: dict[str, Role] = {name: make_role(name, config.roles, models, table) for name in config.roles}

@@ -14,6 +14,8 @@ from jaxrlhf.config.schema import RunConfig
 from jaxrlhf.data.config import DataConfig
 from jaxrlhf.data.loader import PromptLoader
 from jaxrlhf.data.prompts import PromptTable, load_prompts
+from jaxrlhf.runtime.configured_roles import check_origins
+from jaxrlhf.runtime.configured_tokenizer import configured_tokenizer
 from jaxrlhf.suggest import did_you_mean
 
 
@@ -44,7 +46,8 @@ def load_tables(config: RunConfig) -> Tables:
     Raises:
         ValueError: A file, a row, a template or a length is not as it must be; the message says where.
     """
-    main = load_prompts(config.data, config.tokenizer)
+    check_origins(config)
+    main = load_prompts(config.data, configured_tokenizer(config))
     more = {}
     for name, data in config.datasets.items():
         try:
@@ -96,6 +99,11 @@ class StepRows:
     def epoch(self, step: int) -> float:
         """How many times the rows that a step is given were seen before this step; of several kinds, the first."""
         return step * self.size(self.first) / max(1, self.num_usable(self.first))
+
+    def in_words(self) -> str:
+        """The rows of a step, as in '16 prompts and 8 demonstrations'."""
+        names = {"preferences": "pairs"}
+        return " and ".join(f"{self.size(rows)} {names.get(rows.kind, rows.kind)}" for rows in self.named.values())
 
     def num_usable(self, rows: Rows, *, held_out: bool = False) -> int:
         """How many training rows, or held-out ones, have the completions that are asked for."""
@@ -152,6 +160,11 @@ def check_rows(rows: StepRows, config: RunConfig, *, held_out: bool = False) -> 
         if kind.kind != "prompts":
             notes += _left_out(rows, kind, config, held_out=False)
             notes += _left_out(rows, kind, config, held_out=True) if held_out else []
+    if rows.tables.main.withheld and any(role.function for role in config.roles.values()):
+        notes.append(
+            f"Reward functions do not get the columns {', '.join(rows.tables.main.withheld)}: by these names they get "
+            "what was sampled. To give them one, rename it."
+        )
     return notes + [note for where, table in _tables(rows.tables) for note in _dropped(table, where)]
 
 
@@ -189,4 +202,6 @@ def _dropped(table: PromptTable, where: str) -> list[str]:
         )
     if table.num_malformed:
         notes.append(f"{table.num_malformed} rows{where} hold no two different replies to one prompt and were dropped.")
+    prefix = f"{where.removeprefix(' of ')}: " if where else ""
+    notes += [f"{prefix}{note}" for note in table.notes]
     return notes

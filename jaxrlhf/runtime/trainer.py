@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors import SafetensorError
 
 from jaxrlhf.config.schema import RunConfig
 from jaxrlhf.runtime.assembly import Assembly
@@ -20,12 +21,13 @@ from jaxrlhf.runtime.evaluation import Evaluator
 from jaxrlhf.runtime.executor import Executor, StepResult
 from jaxrlhf.runtime.export import export
 from jaxrlhf.runtime.first_weights import load_first_weights
+from jaxrlhf.runtime.function_threads import FunctionAbandonedError
 from jaxrlhf.runtime.interruption import RunStopped, StopRequest
 from jaxrlhf.runtime.json_lines import split_non_finite
 from jaxrlhf.runtime.metrics import TrainingError, check_finite, flatten, without_times
 from jaxrlhf.runtime.progress import Progress
 from jaxrlhf.runtime.records import open_records
-from jaxrlhf.runtime.recovery import ResumePoint, newest_position
+from jaxrlhf.runtime.recovery import ResumePoint, newest_position, what_is_kept
 from jaxrlhf.runtime.requests import Requests
 from jaxrlhf.runtime.roles import weighted_sum
 from jaxrlhf.runtime.run_folder import RunFolder
@@ -33,7 +35,9 @@ from jaxrlhf.runtime.stages import stage_seconds
 from jaxrlhf.runtime.throughput import count_tokens, throughput_metrics
 from jaxrlhf.runtime.timeline import Timeline
 from jaxrlhf.runtime.warm_start import warm_start
+from jaxrlhf.runtime.weights import WeightStore
 from jaxrlhf.sharding import mesh
+from jaxrlhf.writing import UnwritableError, writing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +56,9 @@ class Outcome:
     last_metrics: dict[str, float]
     shown_at: dict[str, Path]
     """Where trackers show the run, by their name."""
+    folder: RunFolder
+    weights: WeightStore
+    """All weights as they came to be, on the devices."""
 
     def to_json(self) -> dict[str, Any]:
         """How the run went, as plain data."""
@@ -92,7 +99,9 @@ class Trainer:
         )
         self._records = open_records(channel, folder, assembly.config, assembly.table, resume=resume, warn=console.line)
         self._checkpoints = Checkpoints(assembly, folder, channel=channel)
-        self._requests = Requests(stop or StopRequest(), self._checkpoints, channel)
+        stop = stop or StopRequest()
+        stop.abandon = self._executor.abandon_functions
+        self._requests = Requests(stop, self._checkpoints, channel)
         branches_at = resume.position if resume is not None and resume.is_branch else None
         since = branches_at.done if branches_at is not None and branches_at.phase == "steps" else 0
         self._evaluator = Evaluator(assembly, self._records.history, since=since)
@@ -111,25 +120,24 @@ class Trainer:
             RunStopped: It was asked to stop, and has saved.
         """
         try:
-            first_step, state = self._start()
-            self._train(first_step, state)
+            self._requests.has_unsaved(False)
+            try:
+                first_step, state = self._start()
+                self._train(first_step, state)
+            except FunctionAbandonedError as error:
+                kept = "No step was saved." if self._saved is None else f"Saved after {self._saved} steps."
+                raise self._requests.stopped(f"{error} {kept}") from error
+            self._requests.has_unsaved(True)  # files of the end
             self._executor.wait()
-            export(self._assembly, self._executor, self._folder, self._channel)
+            with writing(self._folder.path, SafetensorError):
+                export(self._assembly, self._executor, self._folder, self._channel)
         except BaseException as error:
             if not self._is_in_all(error):
-                self._channel.abort(error)
+                unwritten = isinstance(error, UnwritableError)
+                self._channel.abort(error, message=f"{error} {what_is_kept(self._folder)}" if unwritten else None)
             raise
         finally:
-            if self._config.output.timeline:
-                # after an error of this process alone, the others are not there to tell what they saw
-                error = sys.exception()
-                together = error is None or self._is_in_all(error)
-                others = self._channel.gather(self._timeline.seen())[1:] if together else []
-                if self._channel.is_first:
-                    self._timeline.write_chrome_trace(self._folder.timeline, others)
-            self._records.close(failed=sys.exception() is not None)
-            self._executor.close()
-            self._checkpoints.close()
+            self._close(sys.exception())
         return Outcome(
             steps=self._config.steps,
             evaluations=tuple(self._evaluator.results),
@@ -138,7 +146,37 @@ class Trainer:
             samples=tuple(self._records.latest_samples),
             last_metrics=self._last,
             shown_at=self._records.shown_at,
+            folder=self._folder,
+            weights=self._executor.weights,
         )
+
+    def _close(self, error: BaseException | None) -> None:
+        """Closes everything, whatever fails of that. Raises the first failure, unless the run ended by an error."""
+        failures: list[Exception] = []
+        for close in (
+            lambda: self._write_timeline(error),
+            lambda: self._records.close(failed=error is not None),
+            self._executor.close,
+            self._checkpoints.close,
+        ):
+            try:
+                close()
+            except Exception as failure:
+                failures.append(failure)
+        if failures and error is None:
+            raise failures[0]
+        for failure in failures:  # an error that is already on its way tells more than what failed after it
+            assert error is not None
+            error.add_note(f"Then, in closing: {type(failure).__name__}: {failure}")
+
+    def _write_timeline(self, error: BaseException | None) -> None:
+        if not self._config.output.timeline:
+            return
+        # after an error of this process alone, the others are not there to tell what they saw
+        together = error is None or self._is_in_all(error)
+        others = self._channel.gather(self._timeline.seen())[1:] if together else []
+        if self._channel.is_first:
+            self._timeline.write_chrome_trace(self._folder.timeline, others)
 
     def _start(self) -> tuple[int, Any]:
         """Brings all weights in. Returns the steps done and the algorithm's state after them."""
@@ -168,7 +206,7 @@ class Trainer:
 
     def _train(self, first_step: int, state: Any) -> None:
         phase, config = self._assembly.train, self._config
-        self._console.header(f"{config.algorithm}: {config.steps} steps of {config.batch_size} prompts")
+        self._console.header(f"{config.algorithm}: {config.steps} steps of {self._assembly.train_rows.in_words()}")
         unread: collections.deque[tuple[int, StepResult]] = collections.deque()
         self._reported = time.perf_counter()
         with self._console.progress(config.steps, start=first_step) as progress:
@@ -185,6 +223,7 @@ class Trainer:
                     if step > first_step and self._versions() == versions and self._is_in_all(error):
                         self._rescue(step, state, unread, progress)
                     raise
+                self._requests.has_unsaved(True)
                 state, done = result.state, step + 1
                 unread.append((step, result))
                 asked = self._requests.look()
@@ -200,6 +239,7 @@ class Trainer:
                     progress.saved(done)
                 if evaluates or saves:
                     self._reported = time.perf_counter()
+                    progress.resume()
                 if stops:
                     raise self._stopped(done)
 
@@ -236,9 +276,8 @@ class Trainer:
         if names["reward"] not in metrics:
             names = {"loss": next((name for name in metrics if name.endswith("/loss")), "")}
         shown = {short: metrics[name] for short, name in names.items() if name in metrics}
-        rate = metrics["perf/total_num_tokens"] / metrics["perf/time_per_step"]
         progress.update(
-            done, shown, stage_seconds(metrics), tokens_per_second=rate or None,
+            done, shown, stage_seconds(metrics), tokens=metrics["perf/total_num_tokens"],
             busy=metrics.get("perf/busy_fraction"), overlap=metrics.get("perf/overlap", 0.0),
         )  # fmt: skip
 
@@ -277,6 +316,7 @@ class Trainer:
         with self._timeline.wait("checkpoint", step=done, phase="checkpoint"):
             self._checkpoints.save_steps(done, self._executor, state, value=value)
         self._saved = done
+        self._requests.has_unsaved(False)
 
     def _stopped(self, done: int) -> RunStopped:
         """What to raise when the run has saved because it was asked to stop."""

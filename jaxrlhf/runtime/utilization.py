@@ -132,12 +132,10 @@ def utilization_line(records: Sequence[Mapping[str, Any]]) -> str:
     def mean(name: str) -> float:
         return sum(record.get(name, 0.0) * record["timing_s/step"] for record in steps) / seconds
 
-    waited = sum(record.get("timing_s/wait", 0.0) for record in steps) / seconds
     moved = sum(record[BYTES] for record in steps) / len(steps)
     return (
         f"Devices: busy {mean(BUSY):.0%} of the time; of that, two or more calls at once {mean(OVERLAP):.0%}, moving "
-        f"weights and data {mean(REALLOCATION):.0%}{f' ({_bytes(moved)} a step)' if moved else ''}. "
-        f"Host: waiting {waited:.0%}."
+        f"weights and data {mean(REALLOCATION):.0%}{f' ({_bytes(moved)} a step)' if moved else ''}."
     )
 
 

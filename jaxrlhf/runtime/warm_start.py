@@ -55,6 +55,7 @@ def warm_start(
                     phase.graph, phase.plan, state, rows, step=WARM_START_STEP + call, phase="warm start", number=done
                 )
                 state = result.state
+                requests.has_unsaved(True)
                 metrics = flatten({"warm_start": result.fetch()}) | {"warm_start/step": float(done)}
                 records.write_metrics(0, metrics)
                 check_finite(metrics, step=done)
@@ -63,6 +64,8 @@ def warm_start(
                 if asked.stop or asked.save:
                     records.sync()
                     checkpoints.save_warm_start(done, executor, state)
+                    requests.has_unsaved(False)
+                    progress.resume()
                 if asked.stop:
                     checkpoints.wait()
                     raise requests.stopped(f"Saved after {done} of {config.steps} updates of the warm start.")

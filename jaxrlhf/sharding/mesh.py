@@ -12,8 +12,11 @@ from jaxrlhf.sharding.axes import MESH_AXES
 from jaxrlhf.sharding.strategy import Strategy
 
 
-def use_virtual_cpu_devices(count: int) -> None:
+def use_virtual_cpu_devices(count: int, *, or_more: bool = False) -> None:
     """Make this host's processor appear as `count` devices. Must come before anything else uses JAX.
+
+    Args:
+        or_more: Where JAX runs already, more of them do too.
 
     Raises:
         ValueError: JAX already runs with other devices.
@@ -21,11 +24,13 @@ def use_virtual_cpu_devices(count: int) -> None:
     try:
         jax.config.update("jax_num_cpu_devices", count)
         jax.config.update("jax_platforms", "cpu")
-    except RuntimeError as error:  # JAX is up already: good enough if it has the devices
-        if jax.default_backend() != "cpu" or len(jax.devices()) < count:
+    except RuntimeError as error:  # JAX is up already: good enough if it has these devices
+        there, platform = jax.local_device_count(), jax.default_backend()
+        if platform != "cpu" or (there < count if or_more else there != count):
+            same = f", or use devices: cpu:{there}" if platform == "cpu" else ""
             raise ValueError(
-                f"devices: JAX already runs on {len(jax.devices())} {jax.default_backend()} devices, and this run "
-                f"asks for {count} virtual CPU devices. Start it in a fresh process."
+                f"devices: must be those that JAX runs on already, {there} {platform} device{'s' if there > 1 else ''}."
+                f" Got {count} virtual CPU devices. Start in a fresh process{same}."
             ) from error
 
 
@@ -63,6 +68,13 @@ def kinds_of_processes() -> list[str]:
     """Process -> what its devices are, in JAX's words."""
     kinds = {device.process_index: device.device_kind for device in jax.devices()}
     return [kinds[process] for process in sorted(kinds)]
+
+
+def memory_bytes() -> int | None:
+    """Bytes for arrays on the device of this process that has least. None: JAX does not say, as on a CPU."""
+    stats = [device.memory_stats() or {} for device in jax.local_devices()]
+    limits = [each["bytes_limit"] for each in stats if "bytes_limit" in each]
+    return min(limits) if len(limits) == len(stats) else None
 
 
 def platform() -> str:

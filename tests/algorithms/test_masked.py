@@ -44,6 +44,13 @@ def test_whitened_values_have_mean_zero_and_variance_one(masked_BT):
     assert not np.any(np.asarray(whitened_BT)[~np.asarray(mask_BT)])
 
 
+def test_values_far_from_zero_whiten_to_mean_zero():
+    x_BT = jnp.asarray(np.random.default_rng(0).normal(1000.0, 0.5, (16, 33)), jnp.float32)
+    mask_BT = jnp.ones(x_BT.shape, bool)
+    assert abs(np.asarray(whiten(x_BT, mask_BT), np.float64).mean()) < 1e-6
+    np.testing.assert_allclose(masked_variance(x_BT, mask_BT), np.asarray(x_BT, np.float64).var(), rtol=1e-5)
+
+
 def test_whitening_forgets_shift_and_scale(masked_BT):
     x_BT, mask_BT = masked_BT
     np.testing.assert_allclose(whiten(5.0 * x_BT - 7.0, mask_BT), whiten(x_BT, mask_BT), rtol=1e-4, atol=1e-5)

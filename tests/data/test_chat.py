@@ -1,7 +1,11 @@
 """Chats become the text that each family's template is known for; what is no chat says where it stands."""
 
+import codecs
 import json
 import re
+import subprocess
+import sys
+import time
 
 import numpy as np
 import pyarrow
@@ -10,7 +14,8 @@ import tokenizers
 from pyarrow import parquet
 from tokenizers import decoders, models, pre_tokenizers
 
-from jaxrlhf.data.chat import compile_template
+from jaxrlhf.data import chat_process, chat_rendering
+from jaxrlhf.data.chat_process import ChatTemplate, Conversation, render_chats
 from jaxrlhf.data.config import DataConfig
 from jaxrlhf.data.prompts import PromptTable, load_prompts
 from jaxrlhf.data.tokenizer import JSONTokenizer, TokenizerConfig
@@ -55,8 +60,14 @@ TALK = [
 
 
 def render(template, messages, **special_tokens):
-    compiled = compile_template(template, where="t", special_tokens=special_tokens, date="2024-07-26")
-    return compiled.render(messages, source="x.jsonl:1")
+    """As the process that renders does, in this one."""
+    return chat_rendering.render(chat_rendering.compile_template(template, "2024-07-26"), messages, special_tokens)
+
+
+def render_apart(template, *conversations):
+    """In that process."""
+    places = [Conversation(f"x.jsonl:{line}", messages) for line, messages in enumerate(conversations, start=1)]
+    return render_chats(ChatTemplate("t", template, {}, "2024-07-26"), places)
 
 
 @pytest.mark.parametrize(
@@ -131,12 +142,83 @@ def test_what_templates_may_use(template, expected):
 )
 def test_what_templates_may_not_do(template, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        render(template, QUESTION)
+        render_apart(template, QUESTION)
 
 
 def test_a_template_that_is_no_jinja():
     with pytest.raises(ValueError, match=r"^t, line 2: must be a Jinja template\. Got Encountered unknown tag 'fro'"):
-        render("\n{% fro x in messages %}", QUESTION)
+        render_apart("\n{% fro x in messages %}", QUESTION)
+
+
+FOR_EVER = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+DOUBLED = "{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}"
+IN_MEMORY = "x.jsonl:2: the chat template of t must make do with 512 MiB of memory. Got more. Set data.chat_template to"
+IN_TIME = "must take at most 0.05 s of CPU time for a conversation, and 10.04 s for these 2. Got more."
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (FOR_EVER, f"x.jsonl:2: the chat template of t {IN_TIME}"),
+        ("{{ 10 ** (10 ** 8) }}", f"t: it {IN_TIME}"),  # folded, as a constant
+        (DOUBLED, IN_MEMORY),
+        ("{{ messages[0].content * 10 ** 10 }}", IN_MEMORY),
+        ("{{ 'a' * 10 ** 10 }}", IN_MEMORY),
+        ("{{ '%10000000000d' | format(1) }}", IN_MEMORY),
+        (
+            "{{ messages[0].content * 100000 }}",
+            "must add at most 100000 characters to 10 times those of a conversation. Got a longer text.",
+        ),
+        ("{{ raise_exception(messages[0].content * 10 ** 6) }}", "Got  1 < 2?  1 < 2?"),
+    ],
+    ids=["loops", "a power", "doubles", "times", "constant", "format", "long", "long error"],
+)
+def test_a_template_without_bounds_ends_in_one_line(template, message, monkeypatch):
+    if "CPU" in message:
+        monkeypatch.setattr(chat_process, "SECONDS", 0.05)
+    if not message.startswith("t: "):
+        template = "{% if messages | length == 1 %}" + template + "{% endif %}"
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        render_apart(template, TALK, QUESTION)
+    assert len(str(caught.value)) < 600
+    assert render_apart(CHATML, QUESTION) == [render(CHATML, QUESTION)]
+
+
+def test_all_conversations_together_have_a_limit_too(monkeypatch):
+    monkeypatch.setattr(chat_process, "FIRST_SECONDS", 0.02)
+    monkeypatch.setattr(chat_process, "SECONDS_EACH", 0.0)
+    some = "{% for i in range(20000) %}{% endfor %}"
+    assert render_apart(some, QUESTION) == [""]
+    with pytest.raises(ValueError, match=r"x\.jsonl:\d+: .* of CPU time for a conversation, and 0\.02 s for these 600"):
+        render_apart(some, *[QUESTION] * 600)
+
+
+def test_a_process_that_is_gone_is_started_again():
+    assert render_apart("{{ messages[0].role }}", QUESTION) == ["user"]
+    (process,) = chat_process._idle.values()
+    process._process.kill()
+    process._process.wait()
+    assert render_apart("{{ messages | length }}", *[TALK] * 1000) == ["4"] * 1000
+    (process,) = chat_process._idle.values()
+    chat_process._end_idle()
+    assert not chat_process._idle and process._process.returncode is not None
+
+
+def test_a_process_that_nobody_uses_is_ended(monkeypatch):
+    chat_process._end_idle()
+    monkeypatch.setattr(chat_process, "_IDLE_SECONDS", 0.5)
+    render_apart("", QUESTION)
+    (process,) = chat_process._idle.values()
+    while process._process.returncode is None:
+        time.sleep(0.01)
+    assert not chat_process._idle
+
+
+def test_the_process_imports_nothing_heavy():
+    imports = "import sys, runpy; runpy.run_path(sys.argv[1]); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", imports, chat_rendering.__file__], capture_output=True, text=True)
+    assert "jinja2.sandbox" in done.stdout.split()
+    assert not {"jax", "numpy", "jaxrlhf"}.intersection(done.stdout.split())
 
 
 # From files to tokens
@@ -210,6 +292,77 @@ def test_messages_of_parquet(tmp_path, tokenizer):
     assert load_prompts(config, tokenizer(shows)).prompts == ["Be brief.Hi", "Hi!"]
 
 
+# Tools, and contents in parts
+
+WITH_TOOLS = """{%- macro shown(tool) %}{{ tool | tojson(indent=4) }}{% endmacro %}
+{%- if tools is not none %}
+    {%- for tool in tools %}{{- shown(tool) }}{% endfor %}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.tool_calls %}
+        {%- for call in message.tool_calls %}
+            {%- if call.function is defined %}{% set call = call.function %}{% endif %}
+            {{- '<call>' + call.name + ' ' + (call.arguments | tojson) + '</call>' }}
+        {%- endfor %}
+    {%- elif message.role == 'tool' %}
+        {{- '<answer>' + message.content + ' of ' + message.name + '</answer>' }}
+    {%- else %}
+        {{- message.role + ': ' + message.content }}
+    {%- endif %}
+{%- endfor %}"""
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+CALLED = [
+    {"role": "user", "content": [{"type": "text", "text": "1+"}, {"type": "text", "text": "1?", "image_url": None}]},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "content": "2", "name": "add"},
+]
+EXPECTED = '{\n    "name": "add"\n}user: 1+1?<call>add {"a": 1}</call><answer>2 of add</answer>'
+
+
+def test_tools_and_their_calls_go_through_the_template(tmp_path, tokenizer):
+    row = {"messages": CALLED, "tools": [{"name": "add"}]}
+    assert load(tmp_path, tokenizer(WITH_TOOLS), row).prompts == [EXPECTED]
+    assert load(tmp_path, tokenizer(WITH_TOOLS), {**row, "tools": '[{"name": "add"}]'}).prompts == [EXPECTED]
+    renamed = {"messages": [*CALLED, {"role": "assistant", "content": ["It is ", "2."]}], "functions": row["tools"]}
+    table = load(tmp_path, tokenizer(WITH_TOOLS), renamed, tools_column="functions")
+    assert table.prompts == [EXPECTED] and table.completions[0] is not None
+    assert table.tokenizer.decode(table.completions[0].tolist()) == "It is 2."
+    assert load(tmp_path, tokenizer(CHATML), {"messages": CALLED[2:]}).prompts[0].count("tool\n2<|im_end|>") == 1
+
+
+@pytest.mark.parametrize(
+    ("template", "row", "message"),
+    [
+        (
+            CHATML,
+            {"messages": CALLED},
+            "x.jsonl:1: the chat template of {tmp}/tokenizer.json must read tool_calls. Got tool_calls in message 1, "
+            "which it would leave out. Set data.chat_template to one that knows tools",
+        ),
+        (CHATML, {"messages": QUESTION, "tools": [{}]}, "must read tools. Got tools, which it would leave out."),
+        (
+            ZEPHYR,
+            {"messages": [*QUESTION, CALLED[2]]},
+            "must write out messages of the role tool. Got one as message 1, which it leaves out. Set",
+        ),
+        (
+            WITH_TOOLS,
+            {"messages": CALLED[:2]},
+            "x.jsonl:1: messages: an assistant's last message, which is the completion, must be text alone. Got",
+        ),
+        (
+            WITH_TOOLS,
+            {"messages": QUESTION, "tools": "add"},
+            "x.jsonl:1: tools must be a list of JSON objects, each of which describes a function. Got 'add'. Set",
+        ),
+    ],
+    ids=["calls", "tools", "answers", "completion", "no tools"],
+)
+def test_tools_that_would_be_lost_or_are_none(tmp_path, tokenizer, template, row, message):
+    with pytest.raises(ValueError, match=re.escape(message.replace("{tmp}", str(tmp_path)))):
+        load(tmp_path, tokenizer(template), row)
+
+
 def test_where_a_template_comes_from(tmp_path, tokenizer):
     def prompt(config, **fields):
         return load(tmp_path, config, {"messages": QUESTION}, **fields).prompt(0)
@@ -225,6 +378,10 @@ def test_where_a_template_comes_from(tmp_path, tokenizer):
     assert prompt(tokenizer("text", jinja="beside")) == "beside"
     assert prompt(tokenizer(named, jinja="beside"), chat_template="tool_use") == "T"
     assert prompt(tokenizer(named)) == "beside"
+    mark = codecs.BOM_UTF8
+    for name in ("tokenizer_config.json", "chat_template.jinja"):
+        (tmp_path / name).write_bytes(mark + (tmp_path / name).read_bytes())
+    assert prompt(TokenizerConfig(kind="file", path=str(tmp_path))) == "beside"
 
 
 def test_a_chat_is_the_same_on_every_day(tmp_path, tokenizer):
@@ -259,7 +416,11 @@ MESSAGES = "messages"
         ({MESSAGES: [{"content": "x"}]}, "x.jsonl:1: messages[0] must have a role of text. Got only content."),
         ({MESSAGES: [{}]}, "x.jsonl:1: messages[0] must have a role of text. Got only nothing."),
         ({MESSAGES: [{"role": 1, "content": "x"}]}, "x.jsonl:1: messages[0] must have a role of text. Got 1."),
-        ({MESSAGES: [{"role": "user", "content": [{"text": "x"}]}]}, "messages[0] must have a content of text. Got [{"),
+        (
+            {MESSAGES: [{"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "image_url"}]}]},
+            "x.jsonl:1: messages[0].content[1] must be text, {type: text, text: ...}. Got a part of type 'image_url'.",
+        ),
+        ({MESSAGES: [{"role": "user", "content": [{"text": 1}]}]}, "content[0] must be text, {type: text, text: ...}."),
         ({MESSAGES: TALK[2:3]}, "x.jsonl:1: messages must hold a message before the assistant's. Got only that."),
         ({MESSAGES: [{"role": "user", "content": "\ud800"}]}, "x.jsonl:1: messages[0] must be valid Unicode"),
         (

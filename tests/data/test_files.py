@@ -1,6 +1,7 @@
 """Rows of JSON lines, JSON lists and parquet are the same rows, and every broken file says where it is broken."""
 
 import datetime
+import gzip
 import json
 import re
 
@@ -85,7 +86,56 @@ def test_broken_tables(tmp_path):
         read_rows("x", str(tmp_path / "y.parquet"))
 
 
-@pytest.mark.parametrize("path", ["/nowhere/x.jsonl", "", ".", "a\0b.jsonl", "x" * 5000 + ".jsonl"])
+@pytest.mark.parametrize("path", ["/nowhere/x.jsonl", "", "a\0b.jsonl", "a\0*.jsonl", "x" * 5000 + ".jsonl"])
 def test_no_file(path):
-    with pytest.raises(ValueError, match=r"data\.path: must be an existing file\. Got '"):
+    with pytest.raises(
+        ValueError, match=r"data\.path: must be an existing file, a folder or a pattern of files\. Got '"
+    ):
         read_rows("data.path", path)
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path):
+    text = "\ufeff" + "\n".join(map(json.dumps, ROWS))
+    (tmp_path / "x.jsonl").write_text(text, encoding="utf-8")
+    (tmp_path / "y.json").write_text(f"\ufeff{json.dumps(ROWS)}", encoding="utf-8")
+    (tmp_path / "z.jsonl.gz").write_bytes(gzip.compress(text.encode()))
+    for name in ("x.jsonl", "y.json", "z.jsonl.gz"):
+        assert [row.columns for row in read_rows("data.path", str(tmp_path / name))] == ROWS
+
+
+def test_shards_are_read_in_the_order_of_their_names(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "shards").mkdir()
+    for name in ("b.jsonl", "a.jsonl", ".hidden.jsonl", "README.md", "c.jsonl"):
+        (tmp_path / "shards" / name).write_text(f'{{"prompt": "{name[0]}"}}\n' * (name != "c.jsonl"))
+    (tmp_path / "shards" / "folder.jsonl").mkdir()
+    write_parquet(tmp_path / "more.parquet", [{"prompt": "m"}])
+    every = ["shards/a.jsonl:1", "shards/b.jsonl:1"]
+    assert [row.source for row in read_rows("data.path", "shards")] == every
+    assert [row.source for row in read_rows("data.path", "sha*/?.jsonl")] == every
+    assert [row.source for row in read_rows("data.path", "**/[ab].jsonl")] == every
+    several = read_rows("data.path", ["more.parquet", "shards/b.jsonl"])
+    assert [row.source for row in several] == ["more.parquet: row 1", "shards/b.jsonl:1"]
+    (tmp_path / "x[1].jsonl").write_text('{"prompt": "a name, no pattern"}')
+    assert [row.source for row in read_rows("data.path", "x[1].jsonl")] == ["x[1].jsonl:1"]
+
+
+def test_what_stands_for_no_files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mixed").mkdir()
+    write_parquet(tmp_path / "mixed" / "x.parquet", [{"prompt": "a"}])
+    for name in ("x.jsonl", "y.jsonl"):
+        (tmp_path / "mixed" / name).write_text("")
+    (tmp_path / "none").mkdir()
+    for paths, message in {
+        "mixed": "data.path: the files of a folder must be of one kind. Got .jsonl and .parquet in 'mixed'. Name those "
+        "that are meant by a pattern, as in 'mixed/*.jsonl'.",
+        "none": "data.path: a folder must have files of a known kind (.jsonl, .jsonl.gz, .json, .parquet). Got 'none', "
+        "with nothing in it.",
+        "none/*": "data.path: a pattern must match at least one file. Got 'none/*'.",
+        ("mixed/x.parquet", "mixed/*.parquet"): "data.path: must name each file once. Got 'mixed/x.parquet' 2 times.",
+        ("mixed/x.jsonl", "mixed/y.jsonl"): "data.path: must hold at least one row. Got 2 empty files.",
+        (): "data.path: must name at least one file. Got [].",
+    }.items():
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+            read_rows("data.path", paths)

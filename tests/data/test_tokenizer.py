@@ -117,6 +117,55 @@ def test_tokens_of_the_files_beside_a_tokenizer(tmp_path):
     assert JSONTokenizer.from_file(tmp_path, end_token="</s>").end_id == 1
 
 
+def test_tokens_that_only_a_models_config_names(tmp_path):
+    path = word_tokenizer(tmp_path / "tokenizer.json", "<unk>", "</s>", "<pad>", "stop", "blank")
+
+    def tokens(**fields):
+        (tmp_path / "config.json").write_text(json.dumps(fields))
+        tokenizer = JSONTokenizer.from_file(path)
+        return tokenizer.end_id, tokenizer.pad_id, tokenizer.special_tokens.get("bos_token")
+
+    assert tokens(eos_token_id=[3, 1], pad_token_id=4, bos_token_id=0) == (3, 4, "<unk>")
+    assert tokens(eos_token_id=None, pad_token_id=99) == (1, 2, None)
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "blank"}')
+    assert tokens(eos_token_id=3) == (4, 2, None)
+
+
+def test_what_came_with_a_tokenizer_goes_out(tmp_path):
+    """Byte by byte, but for special tokens that the config names."""
+    came, out, named = (tmp_path / name for name in ("came", "out", "named"))
+    (came / "additional_chat_templates").mkdir(parents=True)
+    word_tokenizer(came / "tokenizer.json", "<unk>", "</s>", "stop")
+    files = {
+        "tokenizer_config.json": '{"eos_token":  "</s>", "chat_template": "x", "model_max_length": 7}',
+        "special_tokens_map.json": '{"eos_token": {"content": "</s>"}}',
+        "merges.txt": "",
+        "additional_chat_templates/tool.jinja": "y",
+        "config.json": "{}",
+    }
+    for name, text in files.items():
+        (came / name).write_text(text)
+    JSONTokenizer.from_file(came).export(out)
+    found = {str(path.relative_to(out)): path.read_bytes() for path in out.rglob("*.*")}
+    assert found == {name: (came / name).read_bytes() for name in ["tokenizer.json", *files] if name != "config.json"}
+
+    JSONTokenizer.from_file(came, end_token="stop").export(named)
+    assert JSONTokenizer.from_file(named).end_id == 2
+    assert json.loads((named / "special_tokens_map.json").read_text()) == {"eos_token": "stop"}
+    assert json.loads((named / "tokenizer_config.json").read_text())["model_max_length"] == 7
+
+
+def test_a_tokenizer_that_came_from_no_file_is_written_whole(tmp_path):
+    ByteTokenizer().export(tmp_path / "bytes")
+    again = JSONTokenizer.from_file(tmp_path / "bytes")
+    text = "".join(map(chr, range(0x180))) + " \u6f22 \n\n x"
+    assert again.encode(text) == ByteTokenizer().encode(text) and again.decode(again.encode(text)) == text
+    assert (again.vocab_size, again.pad_id, again.end_id) == (258, 256, 257)
+    trained = train_bpe(["the cat sat"], vocab_size=262)
+    trained.export(tmp_path / "trained")
+    assert JSONTokenizer.from_file(tmp_path / "trained").encode("the cat") == trained.encode("the cat")
+
+
 def test_errors_of_the_files_beside_a_tokenizer(tmp_path):
     path = word_tokenizer(tmp_path / "tokenizer.json", "<unk>", "</s>")
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
@@ -165,14 +214,20 @@ def test_token_errors(tmp_path):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"kind": "byte"}, "tokenizer.kind: must be one of bytes, file, train. Got 'byte'. Did you mean 'bytes'?"),
+        (
+            {"kind": "byte"},
+            "tokenizer.kind: must be one of auto, bytes, file, train. Got 'byte'. Did you mean 'bytes'?",
+        ),
         ({"kind": "file"}, "tokenizer.path: kind 'file' needs a path. Got ''. Name a tokenizer.json."),
-        ({"path": "x.json"}, "tokenizer.path: only kind 'file' has one. Got 'x.json' with kind 'bytes'. Leave it out"),
+        ({"path": "x.json"}, "tokenizer.path: only kind 'file' has one. Got 'x.json' with kind 'auto'. Leave it out"),
         (
             {"kind": "train", "end_token": "x"},
             "tokenizer.end_token: only kind 'file' has one. Got 'x' with kind 'train'.",
         ),
-        ({"pad_token": "x"}, "tokenizer.pad_token: only kind 'file' has one. Got 'x' with kind 'bytes'."),
+        (
+            {"kind": "bytes", "pad_token": "x"},
+            "tokenizer.pad_token: only kind 'file' has one. Got 'x' with kind 'bytes'.",
+        ),
         ({"kind": "train", "vocab_size": 257}, "tokenizer.vocab_size: must be at least 258"),
     ],
 )

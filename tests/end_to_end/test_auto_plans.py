@@ -50,7 +50,7 @@ def test_a_run_plans_for_itself_tells_how_right_it_was_and_goes_on_as_it_was(tra
     assert "forecast" not in json.loads((by_hand / "outcome.json").read_text())
 
     again = (*SAME, "--set", "name=auto", "--set", f"resume={auto}", "--set", "steps=3", "--dry-run")
-    assert f"Note: The plan that the run had, {auto.resolve()}" in train(*again, "--set", "plan=auto")[1]
+    assert f"Note: Kept the plan that the run had, {auto.resolve()}" in train(*again, "--set", "plan=auto")[1]
     other = train(*again, "--set", "plan={auto: true, offload: [reference]}")[1]
     assert "Not the plan that the run had: the config asks for another." in other and "Note: Planned for" in other
     fewer = train(*again, "--set", "plan=auto", "--set", "seed=0", "--set", "settings.sampling.max_new_tokens=12")[1]

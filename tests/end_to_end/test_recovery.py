@@ -4,6 +4,8 @@ import functools
 import importlib.util
 import json
 import os
+import platform
+import resource
 import signal
 from pathlib import Path
 
@@ -12,6 +14,8 @@ import pytest
 
 from jaxrlhf.checkpoint.store import checkpoint_numbers
 from jaxrlhf.config.schema import load_run
+from jaxrlhf.runtime import interruption
+from jaxrlhf.runtime.checkpoints import Checkpoints
 from jaxrlhf.runtime.console import Console
 from jaxrlhf.runtime.evaluation import Evaluator
 from jaxrlhf.runtime.metrics import read_metrics, without_times
@@ -93,6 +97,76 @@ def test_what_a_run_cannot_go_on_with_is_said_before_anything_changes(train):
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.name != ".lock"} == {
         path: time for path, time in before.items() if path.name != ".lock"
     }
+
+
+def test_a_damaged_newest_checkpoint_is_set_aside_and_the_run_goes_on_as_if_nothing_had_happened(train):
+    assert train("--set", "steps=4")[0] == 0
+    whole = Path("runs/latest").resolve()
+    assert train("--set", "steps=3", "--set", "output.checkpoint_every=1")[0] == 0
+    run = Path("runs/latest").resolve()
+    newest = run / "checkpoints" / "steps" / "3"
+    file = max((newest / "arrays").rglob("*"), key=lambda path: path.stat().st_size if path.is_file() else 0)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    status, _, err = train("--set", "steps=4", "--resume", str(newest))
+    assert status == 1 and f"{newest} must be whole. Got damage: arrays/" in err and "Name another one" in err
+    status, out, _ = train("--set", "steps=4", "--resume", "auto")
+    assert status == 0 and f"Note: {newest} is damaged: arrays/" in out and "goes on from 2 steps" in out
+    assert "after 2 steps" in out and records(run) == records(whole)
+    assert (newest.parent / "3.damaged" / file.relative_to(newest)).read_bytes() == content, "nothing of it is lost"
+
+    for number in saved(run):
+        (run / "checkpoints" / "steps" / str(number) / "_CHECKPOINT_METADATA").write_text("")
+    status, _, err = train("--set", "steps=5", "--resume", "auto")
+    assert status == 1 and "must have a whole checkpoint. Got damaged ones: " in err
+    assert "_CHECKPOINT_METADATA is garbled" in err and "start a new run with resume=never" in err
+
+
+def test_a_full_disk_is_one_line_that_names_the_file_and_what_was_kept(train, monkeypatch, caplog):
+    """The limit on the size of files stands in for the disk: everything that writes meets it."""
+    assert train("--set", "steps=4")[0] == 0
+    whole = records("runs/latest")
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fill(owner: type, name: str, when: int) -> None:
+        method = getattr(owner, name)
+
+        def full(self, step, *arguments, **keywords):
+            if step == when:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (100, limit[1]))
+            return method(self, step, *arguments, **keywords)
+
+        patch.setattr(owner, name, full)
+
+    for owner, name, when, unwritten, kept in (
+        (Checkpoints, "save_steps", 2, "checkpoints/steps/2", "steps/0, after 0 steps"),
+        (Trainer, "_report", 2, "metrics.jsonl", "steps/2, after 2 steps"),
+    ):
+        with monkeypatch.context() as patch:
+            fill(owner, name, when)
+            try:
+                status, out, err = train("--set", "steps=4", "--set", "name=full", "--resume", "auto")
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        assert status == 1 and err.startswith("Error: ") and err.count("\n") == 1, err
+        assert f"/{unwritten}: must be writable. Got 'File too large'. Make room" in err
+        assert f"/checkpoints/{kept}. Start again with --resume auto to go on from there." in err
+        assert out.count("TensorBoard failed, and training goes on without it") <= 1
+        assert not caplog.records, "no tracebacks of threads"
+    assert train("--set", "steps=4", "--set", "name=full", "--resume", "auto")[0] == 0
+    assert records("runs/latest") == whole
+
+
+def test_a_second_start_beside_a_live_run_is_told_who_runs_it(train):
+    assert train("--set", "steps=2")[0] == 0
+    run = Path("runs/latest").resolve()
+    (run / "checkpoints" / "steps" / "2" / "meta" / "metadata").unlink()  # as where it is just being removed
+    with RunFolder(run).locked():
+        for resume in ("auto", str(run)):
+            status, _, err = train("--set", "steps=4", "--resume", resume)
+            assert status == 1 and "one process at a time can run a run" in err
+            assert f"running it: process {os.getpid()} on {platform.node()}. Wait" in err
 
 
 def test_a_checkpoint_is_a_branching_point_for_a_new_run(train):
@@ -179,6 +253,29 @@ def test_a_failing_reward_loses_no_step_that_was_done(train, results):
     assert status == 1 and "must not raise. Got ConnectionError: the verifier is down" in err
     assert "Saved after 2 steps, before the one that failed." in out and saved()[-1] == 2
     assert train(*rewards, "--set", "steps=4", "--set", "evaluation=null", "--resume", "auto")[0] == 0
+    assert [record["step"] for record in results()] == [1, 2, 3, 4]
+
+
+def test_ctrl_c_abandons_a_reward_that_hangs_and_loses_no_step_that_was_done(train, results, monkeypatch):
+    monkeypatch.setattr(interruption, "PATIENCE_SECONDS", 0.1)
+    Path("hangs.py").write_text(
+        "import os, pathlib, signal, time\n"
+        "def reward(completions):\n"
+        "    calls = pathlib.Path('calls')\n"
+        "    n = int(calls.read_text()) + 1 if calls.exists() else 1\n"
+        "    calls.write_text(str(n))\n"
+        "    if n == 3:\n"
+        "        os.kill(os.getpid(), signal.SIGINT)\n"
+        "        time.sleep(600)\n"
+        "    return [len(c) / 10 for c in completions]\n"
+    )
+    settings = ("--set", "roles.reward={function: 'hangs.py:reward'}", "--set", "output.checkpoint_every=0",
+                "--set", "steps=4", "--set", "evaluation=null")  # fmt: skip
+    status, out, err = train(*settings)
+    assert (status, err) == (130, "") and "Ctrl-C: the run stops after this step, and saves." in out
+    assert "'reward.scores' had not returned after 0 seconds, and was not waited for. Saved after 2 steps." in out
+    assert saved()[-1] == 2
+    assert train(*settings, "--resume", "auto")[0] == 0
     assert [record["step"] for record in results()] == [1, 2, 3, 4]
 
 

@@ -7,10 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 import yaml
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from jaxrlhf.runtime.metrics import read_metrics
 
@@ -65,6 +66,7 @@ def test_a_run_leaves_everything_behind(train, results):
 def test_a_dry_run_writes_nothing(train):
     status, out, _ = train("--dry-run")
     assert status == 0 and "Plan of the step" in out
+    assert "Memory of the step's calls, MB on each device" in out and "The run takes up to about 1" in out
     assert sorted(p.name for p in Path().iterdir()) == ["tiny.yaml"]
 
 
@@ -101,7 +103,10 @@ def test_bfloat16_with_scanned_and_recomputed_layers(train, results):
             r"max_position_embeddings: must hold prompt and response, 6 \+ 10",
         ),
         ("evaluation.sampling={max_new_tokens: 2000}", r"prompt and response, 6 \+ 2000 tokens in actor.gen"),
-        ("roles.critic.model={head: scalar}", r"roles.critic.model: must be that of 'actor' but for its head"),
+        (
+            "roles.critic.model={num_layers: 7}",
+            r"critic.model.num_layers: must be that of the role 'actor'",
+        ),
         ("roles.reference={model: {preset: tiny, head: scalar}, head: lm}", r"roles.reference.head: must be that of"),
         ("plan.default.data=0", r"plan.default.data: must be at least 1. Got 0"),
         ("evaluation.num_prompts=0", r"evaluation.num_prompts: must be at least 1"),
@@ -125,7 +130,7 @@ def test_bfloat16_with_scanned_and_recomputed_layers(train, results):
         ("roles.actor.optimizer=null", r"role 'actor' has no method 'train'.*It has no optimizer"),
         ("plan.actor.trian.data=2", r"plan.actor.trian: no call of this run has that name.*Did you mean 'actor.train'"),
         ("plan.reward.scores.data=2", r"plan.reward.scores: is plain Python on the host"),
-        ("plan.actor.train.devices=5-8", r"plan.actor.train.devices: must be among the 8 devices.* Got \[8\]"),
+        ("plan.actor.train.devices=5-8", r"plan.actor.train.devices: must be among the 8 devices.* Got 8\."),
         (
             "plan.actor.generate={tensor: 4}",
             r"plan.actor.generate.tensor: 4 does not divide num_kv_heads=2. Use 1 or 2",
@@ -160,7 +165,11 @@ def test_a_reward_that_raises_ends_the_run_and_says_so(train):
     Path("broken.py").write_text("def reward(completions):\n    raise KeyError('oops')\n")
     status, _, err = train("--set", "roles.reward={function: 'broken.py:reward'}")
     assert status == 1
-    assert "Reward 'reward': must not raise. Got KeyError: 'oops', at " in err and "broken.py:2" in err
+    message = " ".join(err.split())
+    assert "Reward 'reward': must not raise. Got KeyError: 'oops', at " in message and "broken.py:2" in message
+    kept = Path("runs", "latest", "reward_error.txt").resolve()
+    assert f"The whole traceback is in runs/{kept.parent.name}/reward_error.txt" in message
+    assert kept.read_text().endswith("KeyError: 'oops'\n") and "Traceback (most recent call last)" in kept.read_text()
 
 
 def test_rewards_that_add_up_are_each_there(train, results):
@@ -234,15 +243,29 @@ def test_supervised_training_then_an_export_then_ppo_from_it(train, results, tin
     assert len(losses) == 3 and losses[2] < losses[0]
 
     exported = Path("runs/latest/actor").resolve()
+    in_bfloat16 = {name: x.astype(ml_dtypes.bfloat16) for name, x in load_file(exported / "model.safetensors").items()}
+    save_file(in_bfloat16, exported / "model.safetensors", metadata={"format": "pt"})
+    came = json.loads((exported / "config.json").read_text())
+    came |= {"torch_dtype": "bfloat16", "bos_token_id": 5, "eos_token_id": [7, 257], "initializer_range": 0.5}
+    (exported / "config.json").write_text(json.dumps(came))
+    (exported / "generation_config.json").write_text('{"eos_token_id": [7, 257], "temperature": 0.6}')
     status, out, err = train(
         "--set", f"roles.actor.init={exported}", "--set", "roles.actor.model=null", "--set", "warm_start=null",
-        "--set", "roles.actor.optimizer.learning_rate=1e-20", "--set", "output.export=[actor]", "--set", "steps=1",
+        "--set", "roles.actor.optimizer.learning_rate=1e-20", "--set", "output.export=[actor, critic]",
+        "--set", "steps=1",
     )  # fmt: skip
     assert (status, err) == (0, ""), out
-    first, last = (load_file(folder / "model.safetensors") for folder in (exported, Path("runs/latest/actor")))
+    actor, critic = Path("runs/latest/actor"), Path("runs/latest/critic")
+    first, last = (load_file(folder / "model.safetensors") for folder in (exported, actor))
     assert first.keys() == last.keys()
     for name, weight in first.items():
         np.testing.assert_array_equal(weight, last[name])
+    assert json.loads((actor / "config.json").read_text()) == came
+    for file in ("generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        assert json.loads((actor / file).read_text()) == json.loads((exported / file).read_text())
+    of_critic = json.loads((critic / "config.json").read_text())
+    assert (of_critic["bos_token_id"], of_critic["torch_dtype"]) == (5, "bfloat16")
+    assert of_critic["architectures"] == ["LlamaForSequenceClassification"]
 
     # a reward model from a checkpoint without a scalar head is given a random one
     reward = f"roles.reward={{init: '{exported}', head: scalar}}"
@@ -266,6 +289,7 @@ def test_adapters_are_exported_beside_what_they_adapt_and_start_another_run(trai
     run = Path("runs/latest").resolve()
     fields = json.loads((run / "actor" / "adapter_config.json").read_text())
     assert fields["base_model_name_or_path"] == str(run / "reference")
+    assert (run / "actor" / "tokenizer.json").is_file()
     again = ("--set", f"roles.actor.init={run}/reference", "--set", f"roles.actor.lora.init={run}/actor")
     again += ("--set", "roles.actor.model=null", "--set", "warm_start=null", "--set", "steps=0", "--set", "name=again")
     status, _, err = train(*lora, *again)

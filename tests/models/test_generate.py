@@ -41,6 +41,7 @@ START, RUN = (jax.jit(function, static_argnames=("sampling", "config", "layout")
 
 
 @functools.cache
+@jax.ensure_compile_time_eval()
 def params() -> Any:
     """Random weights, and a head that makes some tokens likely."""
     given = params_of(CONFIG)
@@ -48,6 +49,7 @@ def params() -> Any:
 
 
 @functools.cache
+@jax.ensure_compile_time_eval()
 def prepared() -> Any:
     return jax.jit(prepare, static_argnums=(1, 2))(params(), CONFIG, LAYOUT)
 

@@ -26,6 +26,7 @@ KEY = jax.random.key(7)
 
 
 @functools.cache
+@jax.ensure_compile_time_eval()
 def initial(config: ModelConfig = CONFIG):
     return jax.jit(init_params, static_argnums=0)(config, KEY)
 

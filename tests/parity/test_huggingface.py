@@ -8,6 +8,7 @@ layer's, then the last norm's.
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ from safetensors.numpy import load_file, save_file
 from jaxrlhf.experience import Prompts, Sampling
 from jaxrlhf.models import generate, heads, layers
 from jaxrlhf.models.config import ModelConfig, RopeScaling
-from jaxrlhf.models.huggingface import load_params, read_config, save_params
+from jaxrlhf.models.config_json import Origin, read_config
+from jaxrlhf.models.huggingface import load_params, read_origin, save_params
 from jaxrlhf.models.params import Params, init_params, param_shardings, with_layers
 from jaxrlhf.models.transformer import hidden_states
 from jaxrlhf.sharding.layout import Layout
@@ -270,6 +272,63 @@ def test_scalar_head(tied: bool, tmp_path: Path) -> None:
         read_config(tmp_path)
 
 
+CAME = {
+    "architectures": ["MistralForCausalLM"],
+    "model_type": "mistral",
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 1,
+    "eos_token_id": [2, 7],
+    "pad_token_id": None,
+    "rope_theta": 10000.0,
+    "attention_dropout": 0.1,
+    "transformers_version": "4.50.0",
+}
+GENERATION = {"bos_token_id": 1, "eos_token_id": [2, 7], "temperature": 0.6}
+
+
+@pytest.mark.parametrize(
+    ("head", "end_id", "changed", "generation"),
+    [
+        ("lm", 7, {"pad_token_id": 9}, GENERATION),
+        ("lm", 5, {"pad_token_id": 9, "eos_token_id": [5, 2, 7]}, GENERATION | {"eos_token_id": [5, 2, 7]}),
+        (
+            "scalar",
+            7,
+            {
+                "pad_token_id": 9,
+                "architectures": ["MistralForSequenceClassification"],
+                "id2label": {"0": "LABEL_0"},
+                "label2id": {"LABEL_0": 0},
+            },
+            None,
+        ),
+    ],
+)
+def test_what_came_with_a_folder_goes_out(
+    head: Any, end_id: int, changed: dict[str, Any], generation: dict[str, Any] | None, tmp_path: Path
+) -> None:
+    """But for what is other now: the head, and a token that ends texts."""
+    config = dataclasses.replace(SMALL, attention_bias=False, head=head)
+    origin = Origin(CAME, GENERATION, "bfloat16")
+    params = init_params(config, jax.random.key(0))
+    save_params(params, config, tmp_path, dtype="bfloat16", end_id=end_id, pad_id=9, origin=origin)
+    assert json.loads((tmp_path / "config.json").read_text()) == CAME | changed
+    written = tmp_path / "generation_config.json"
+    assert (json.loads(written.read_text()) if written.exists() else None) == generation
+    found = read_origin(tmp_path)
+    assert (found.precision, found.generation) == ("bfloat16", generation or {})
+
+
+def test_a_precision_that_is_not_stated_is_that_of_the_weights(tmp_path: Path) -> None:
+    save_params(init_params(SMALL, jax.random.key(0)), SMALL, tmp_path, dtype="bfloat16")
+    fields = json.loads((tmp_path / "config.json").read_text())
+    del fields["torch_dtype"]
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    assert read_origin(tmp_path).precision == "bfloat16"
+    (tmp_path / "config.json").write_text(json.dumps(fields | {"dtype": "float16"}))
+    assert read_origin(tmp_path).precision == "float16"
+
+
 def test_several_weight_files(tmp_path: Path) -> None:
     save_params(init_params(SMALL, jax.random.key(0)), SMALL, tmp_path, dtype="float32")
     whole = load_params(tmp_path, SMALL)
@@ -283,6 +342,30 @@ def test_several_weight_files(tmp_path: Path) -> None:
     (tmp_path / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(ValueError, match=r"model-00002-of-00002.safetensors: must be a whole safetensors file"):
         load_params(tmp_path, SMALL)
+
+
+def test_weight_files_lie_in_their_folder_or_are_links_there(tmp_path: Path) -> None:
+    """As huggingface_hub's cache has them: snapshots/<commit>/model.safetensors -> ../../blobs/<checksum>."""
+    blobs, folder = tmp_path / "blobs", tmp_path / "snapshots" / "commit"
+    save_params(init_params(SMALL, jax.random.key(0)), SMALL, folder, dtype="float32")
+    whole = load_params(folder, SMALL)
+    blobs.mkdir()
+    (folder / "model.safetensors").rename(blobs / "0a1b")
+    (folder / "part.safetensors").symlink_to("../../blobs/0a1b")
+
+    def list_weights(**weight_map: Any) -> None:
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+    list_weights(x="part.safetensors")
+    assert_equal_trees(load_params(folder, SMALL), whole)
+    for path in ("../../blobs/0a1b", str(blobs / "0a1b"), "a/part.safetensors", "..", ""):
+        list_weights(x="part.safetensors", y=path)
+        message = rf"index.json: weight_map: must be a plain file name, such as .* Got {re.escape(repr(path))}"
+        with pytest.raises(ValueError, match=message):
+            load_params(folder, SMALL)
+    list_weights(x=["part.safetensors"])
+    with pytest.raises(ValueError, match=r"index.json: weight_map: must be tensors and their files. Got"):
+        load_params(folder, SMALL)
 
 
 OLD_LLAMA = {
@@ -385,7 +468,27 @@ def test_read_config(fields: dict[str, Any], expected: dict[str, Any], tmp_path:
             QWEN3 | {"use_sliding_window": True, "sliding_window": 64, "layer_types": ["full_attention", "sliding"]},
             r"sliding_window: only full",
         ),
-        ({"num_key_value_heads": 3}, r"num_kv_heads: must divide"),
+        ({"num_key_value_heads": 3}, r"config.json: num_key_value_heads: must divide"),
+        ({"num_hidden_layers": "thirty"}, r'config.json: num_hidden_layers: must be a whole number. Got "thirty"'),
+        ({"num_hidden_layers": -1}, r"config.json: num_hidden_layers: must be at least 1. Got -1"),
+        ({"num_hidden_layers": True}, r"config.json: num_hidden_layers: must be a whole number. Got true"),
+        ({"num_key_value_heads": "two"}, r"num_key_value_heads: must be a whole number or null. Got \"two\""),
+        ({"head_dim": 8.5}, r"head_dim: must be a whole number or null. Got 8.5"),
+        ({"rms_norm_eps": None}, r"rms_norm_eps: must be a number. Got null"),
+        ({"rms_norm_eps": -1}, r"config.json: rms_norm_eps: must be finite and positive. Got -1"),
+        ({"rope_theta": "big"}, r'rope_theta: must be a number. Got "big"'),
+        ({"rope_scaling": [1]}, r"rope_scaling: must be an object or null. Got \[1\]"),
+        (
+            {"rope_scaling": LLAMA3 | {"rope_type": "llama3", "factor": "8"}},
+            r'rope_scaling.factor: must be a number. Got "8"',
+        ),
+        (
+            {"rope_scaling": LLAMA3 | {"rope_type": "llama3", "factor": -8}},
+            r"config.json: rope_scaling.factor: must be finite and positive. Got -8",
+        ),
+        ({"tie_word_embeddings": "no"}, r'tie_word_embeddings: must be true or false. Got "no"'),
+        ({"architectures": "LlamaForCausalLM"}, r'architectures: must be a list. Got "LlamaForCausalLM"'),
+        (MISTRAL | {"sliding_window": "64"}, r"sliding_window: must be a whole number or null"),
     ],
     ids=str,
 )

@@ -1,5 +1,6 @@
 """Problems made of formulas instead of costs, like those that the planner makes of a graph and a cluster."""
 
+import dataclasses
 import itertools
 import random
 
@@ -196,3 +197,10 @@ def random_problem(seed: int, *, most_choices: int = 6) -> Problem:
     return Problem(
         tuple(calls), num_nodes * devices_per_node, devices_per_node, capacity, reallocations, transfers, tokens=1
     )
+
+
+def sharing_memory(problem: Problem) -> Problem:
+    """The same where the devices of a node share one memory, as large as two of theirs."""
+    per_node = problem.devices_per_node
+    capacity = tuple(2 * size for size in problem.capacity[::per_node])
+    return dataclasses.replace(problem, capacity=capacity, devices_per_memory=per_node)

@@ -6,9 +6,11 @@ import re
 import pytest
 
 from jaxrlhf.config.reading import ConfigError
+from jaxrlhf.config.schema import MemoryLimits
 from jaxrlhf.planner import cluster_text
 from jaxrlhf.planner.cluster_text import kinds, local_cluster, read_cluster
 from jaxrlhf.planner.hardware import Network, degrees, num_options
+from jaxrlhf.planner.host_memory import for_arrays
 
 
 def test_devices_nodes_and_kinds_of_a_mixed_cluster():
@@ -92,27 +94,61 @@ def test_coefficients_can_be_replaced():
         dataclasses.replace(coefficients, matmul_efficiency=1.5)
 
 
-def test_virtual_devices_share_the_processor(monkeypatch):
+@pytest.fixture
+def available(monkeypatch) -> int:
+    """Bytes of this machine's memory that a run may take."""
+    monkeypatch.setattr(cluster_text, "host_room", lambda limit=None: min(limit or 16 * 10**9, 16 * 10**9))
+    return 16 * 10**9
+
+
+def test_virtual_devices_share_the_processor(monkeypatch, available):
     monkeypatch.setattr("os.cpu_count", lambda: 4)
     one, eight = read_cluster("cpu"), read_cluster("cpu:8")
     assert (one.num_devices, eight.num_devices, eight.num_nodes) == (1, 8, 1)
     core = kinds()["cpu"].peak_flops.float32
     assert one.kind_of(0).peak_flops.float32 == 4 * core
     assert eight.kind_of(0).peak_flops.float32 == core / 2
-    assert eight.kind_of(0).memory.bytes == one.kind_of(0).memory.bytes // 8
     assert read_cluster("1x8:cpu") == eight
 
 
-def test_local_devices(monkeypatch):
+def test_virtual_devices_share_what_is_available_beside_the_process(monkeypatch, available):
+    one, eight = read_cluster("cpu"), read_cluster("cpu:8")
+    assert one.capacity(0) == eight.capacity(7) == for_arrays(available)
+    assert (one.devices_per_memory, eight.devices_per_memory) == (1, 8)
+    assert read_cluster("2x8:h100").devices_per_memory == 1
+    limited = read_cluster("cpu:8", MemoryLimits(device="1 GB", host="9.5 GB"))
+    assert limited.capacity(0) == for_arrays(9_500_000_000)
+    monkeypatch.setattr(cluster_text, "host_room", lambda limit: None)
+    assert read_cluster("cpu:8").capacity(0) == int(8 * kinds()["cpu"].memory.bytes * kinds()["cpu"].memory.usable)
+
+
+def test_the_memory_of_gpus_that_are_here(monkeypatch, available):
+    """What JAX has for arrays of each, if that is less than of its kind is usual, and no more than the config says."""
+    monkeypatch.setattr(cluster_text.mesh, "platform", lambda: "gpu")
+    monkeypatch.setattr(cluster_text.mesh, "device_kind", lambda: "NVIDIA H100 80GB HBM3")
+    usual = kinds()["h100"].capacity
+    for told, limits, expected in (
+        (None, None, usual), (10**12, None, usual), (50 * 10**9, None, 50 * 10**9),
+        (50 * 10**9, MemoryLimits(device="20 GB", host="5 GiB"), 20 * 10**9),
+    ):  # fmt: skip
+        monkeypatch.setattr(cluster_text.mesh, "memory_bytes", lambda told=told: told)
+        cluster = local_cluster(limits)
+        assert cluster.capacity(0) == expected and cluster.devices_per_memory == 1
+        assert cluster.groups[0].host_bytes == (available if limits is None else 5 * 2**30)
+
+
+def test_local_devices(monkeypatch, available):
     assert local_cluster() == read_cluster("local") == read_cluster("cpu:8")  # as conftest sets JAX up
     monkeypatch.setattr(cluster_text.mesh, "platform", lambda: "gpu")
     monkeypatch.setattr(cluster_text.mesh, "num_devices", lambda: 16)
     monkeypatch.setattr(cluster_text.mesh, "device_kind", lambda: "NVIDIA H100 80GB HBM3")
-    assert local_cluster() == read_cluster("2x8:h100")
+    group = dataclasses.replace(read_cluster("2x8:h100").groups[0], host_bytes=available)
+    assert local_cluster().groups == (group,)
     monkeypatch.setattr(cluster_text.mesh, "device_kind", lambda: "NVIDIA T4")
     message = "cluster: local: must be devices of a known kind. Got 'NVIDIA T4'. Known: "
     with pytest.raises(ConfigError, match=re.escape(message)):
         local_cluster()
+    assert local_cluster(any_kind=True).kind_of(0).names == ("NVIDIA T4",)
 
 
 def test_a_file_with_kinds_and_networks_of_its_own(tmp_path):

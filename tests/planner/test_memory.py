@@ -8,7 +8,7 @@ import pytest
 
 from jaxrlhf.models.config import PRESETS, ModelConfig
 from jaxrlhf.models.params import declare, num_parameters, param_shardings
-from jaxrlhf.planner.memory import cache_bytes, call_memory, itemsize, weight_bytes
+from jaxrlhf.planner.memory import cache_bytes, call_memory, evenness, itemsize, weight_bytes
 from jaxrlhf.planner.workload import ModelCall
 from jaxrlhf.runtime.call_programs import call_program
 from jaxrlhf.runtime.optimizer import init_optimizer
@@ -103,6 +103,37 @@ def test_working_memory_is_near_what_is_compiled(name, rows, strategy):
     program = call_program(call.origin, layout, num_layers=4, rows=rows)
     compiled = program.lower().compile().memory_analysis().temp_size_in_bytes
     assert 0.5 <= call_memory(call, strategy, is_trained=True).working / compiled <= 2.0
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    [
+        ("reference.logprobs", Strategy(fsdp=2)),
+        ("actor.train", Strategy(data=2)),
+        ("actor.train", Strategy(fsdp=2)),
+    ],
+    ids=str,
+)
+def test_programs_of_a_cpu_are_counted_as_they_are_compiled(name, strategy):
+    """Of a model that outnumbers its activations: whole weights, the gradients of copies, and a tied embedding."""
+    model = dataclasses.replace(TINY, hidden_size=64, intermediate_size=256, vocab_size=4096, num_layers=2)
+    step = ppo(model, rows=4)
+    call = dataclasses.replace(step.workload.call(name), mini_batches=1, epochs=1)
+    layout = Layout.over(tuple(range(strategy.num_devices)), strategy)
+    program = call_program(call.origin, layout, num_layers=2, rows=4)
+    compiled = program.lower().compile().memory_analysis().temp_size_in_bytes
+    ours, of_gpus = (call_memory(call, strategy, is_trained=True, on_cpu=x).working for x in (True, False))
+    assert 0.8 <= ours / compiled <= 1.25
+    assert of_gpus < ours
+
+
+def test_stages_that_hold_fewer_weights_count_with_what_they_hold():
+    """Together, all stages hold the weights once, and a tied embedding twice."""
+    model = dataclasses.replace(TINY, num_layers=5)
+    strategy, tied = Strategy(pipeline=2, data=2), model.vocab_size * model.hidden_size * model.tie_embeddings
+    together = 2 * weight_bytes(model, strategy, 1) * evenness(model, strategy)
+    assert together == pytest.approx(num_parameters(model) + tied)
+    assert evenness(model, Strategy(fsdp=4)) == 1.0
 
 
 def test_numbers_of_a_call_are_described_in_whole_bytes():

@@ -1,5 +1,6 @@
 """The memory of devices under a plan, worked out by hand."""
 
+import dataclasses
 import random
 from collections.abc import Iterable
 
@@ -7,7 +8,7 @@ from jaxrlhf.planner.peak_memory import in_gb, memory_at_peak, memory_during, pe
 from jaxrlhf.planner.problem import CallChoices, Choice, Problem
 from jaxrlhf.planner.step_order import layout, step_order
 from jaxrlhf.sharding.strategy import Strategy
-from tests.planner.made_up_problem import ppo_problem, random_problem
+from tests.planner.made_up_problem import ppo_problem, random_problem, sharing_memory
 
 Way = tuple[int, int, int, int, int]
 """First device, end, resting, working, copy."""
@@ -77,6 +78,7 @@ def test_a_set_rests_where_it_is_trained_first():
 def test_against_a_list_of_all_that_lies_about():
     for seed in range(100):
         problem, chance = random_problem(seed), random.Random(seed)
+        problem = sharing_memory(problem) if seed % 3 == 0 else problem
         choice = [chance.randrange(len(call.choices)) for call in problem.calls]
         order, every = step_order(problem), range(len(problem.calls))
         things: dict[object, tuple[range, set[int], int]] = {}
@@ -101,11 +103,21 @@ def test_against_a_list_of_all_that_lies_about():
                 put((made_by[0], layout(x)), x.devices, order.alive[j], x.copy)
         expected = tuple(
             max(
-                sum(size for devices, calls, size in things.values() if device in devices and c in calls) for c in every
+                sum(x for devices, calls, x in things.values() if memory in problem.memories(devices) and c in calls)
+                + most_beside(problem, choice, c, memory)
+                for c in every
             )
-            for device in range(problem.num_devices)
+            for memory in range(len(problem.capacity))
         )
         assert peak_memory(problem, choice) == expected
+
+
+def most_beside(problem: Problem, choice: list[int], c: int, memory: int) -> int:
+    """The most that a call on other devices of a memory works with while one of its calls runs."""
+    picks = [call.choices[k] for call, k in zip(problem.calls, choice, strict=True)]
+    there = [j for j, x in enumerate(picks) if memory in problem.memories(x.devices)]
+    others = [j for j in step_order(problem).beside[c] if not set(picks[j].devices) & set(picks[c].devices)]
+    return max((picks[j].working for j in others if j in there and c in there), default=0)
 
 
 def test_what_is_there_during_each_call():
@@ -118,12 +130,34 @@ def test_what_is_there_during_each_call():
         assert set(during) == {call.name for call in problem.calls}
         for call, index in zip(problem.calls, plan, strict=True):
             choice, there = call.choices[index], during[call.name]
-            assert there.call == call.name and there.device in choice.devices
-            assert choice.working <= there.total <= peak_memory(problem, plan)[there.device]
+            assert there.call == call.name and there.devices[0] in choice.devices
+            assert choice.working <= there.total <= peak_memory(problem, plan)[there.devices[0]]
         devices = {c.name: c.choices[i].devices for c, i in zip(problem.calls, plan, strict=True)}
         for fullest in memory_at_peak(problem, plan):
-            if fullest.device in devices[fullest.call]:
+            if fullest.devices[0] in devices[fullest.call]:
                 assert during[fullest.call].total >= fullest.total
+
+
+def test_devices_that_share_a_memory_fill_it_together():
+    calls = ("a.read", (0, 1, 0, 1, 10)), ("r.read", (1, 2, 30, 2, 0)), ("a.train", (0, 1, 20, 5, 0))
+    problem = step(*calls)
+    assert peak_memory(problem, plan(problem)) == (31, 32, 0, 0)
+    shared = dataclasses.replace(problem, capacity=(100, 100), devices_per_memory=2)
+    assert peak_memory(shared, plan(shared)) == (20 + 30 + 10 + 2 + 5, 0)  # reading r may run beside training a
+    (first, _) = memory_at_peak(shared, plan(shared))
+    assert str(first).startswith("67 bytes in the memory that devices 0-1 share during")
+
+
+def test_calls_that_run_beside_each_other_in_one_memory_add_up():
+    """Two that train different weights do; one that reads what the other trains takes turns with it."""
+    apart = step(("a.train", (0, 1, 20, 5, 0)), ("b.train", (1, 2, 30, 7, 0)))
+    shared = dataclasses.replace(apart, capacity=(100, 100), devices_per_memory=2)
+    assert peak_memory(shared, plan(shared)) == (50 + 5 + 7, 0) and peak_memory(apart, plan(apart))[:2] == (25, 37)
+    together = step(("a.train", (0, 1, 20, 5, 0)), ("b.train", (0, 1, 30, 7, 0)))
+    shared = dataclasses.replace(together, capacity=(100, 100), devices_per_memory=2)
+    assert peak_memory(shared, plan(shared)) == (50 + 7, 0)
+    assert step_order(step(("a.read", (0, 1, 0, 1, 2)), ("a.train", (0, 1, 20, 5, 0)))).beside == ((), ())
+    assert step_order(apart).beside == ((1,), (0,))
 
 
 def test_bytes_in_words():

@@ -130,6 +130,14 @@ def test_plans_that_fit(placement):
     check(resolve({DEFAULT: placement}, GRAPH), GRAPH, MODELS, num_devices=8)
 
 
+def test_a_run_on_one_device_has_no_list_of_them():
+    where = (
+        r"^plan\.actor\.generate\.devices: must be device 0, the only one of this run\. Got 1, 2\. Lower the degrees"
+    )
+    with pytest.raises(PlanError, match=where):
+        check(resolve({DEFAULT: Placement((0, 1, 2), Strategy(data=3))}, GRAPH), GRAPH, MODELS, num_devices=1)
+
+
 @pytest.mark.parametrize(
     ("name", "placement", "message"),
     [
@@ -141,14 +149,14 @@ def test_plans_that_fit(placement):
         (
             "halve",
             Placement((3, 4), Strategy(data=2)),
-            "plan.halve.devices: must be among the 4 devices of this run, 0 to 3. Got [4]. Lower the degrees, "
+            "plan.halve.devices: must be among the 4 devices of this run, 0 to 3. Got 4. Lower the degrees, "
             "or run on more "
             "devices.",
         ),
         (
             "halve",
             Placement((-1,), Strategy()),
-            "plan.halve.devices: must be among the 4 devices of this run, 0 to 3. Got [-1].",
+            "plan.halve.devices: must be among the 4 devices of this run, 0 to 3. Got -1.",
         ),
         (
             "actor.generate",

@@ -15,7 +15,7 @@ from jaxrlhf.planner.searching import search_rounds
 from jaxrlhf.planner.searching.arena import RunnerUp, SearchResult
 from jaxrlhf.planner.searching.flat_problem import as_integers, flat_problem
 from jaxrlhf.planner.simulate import nanoseconds, steady_state
-from tests.planner.made_up_problem import ppo_problem, random_problem
+from tests.planner.made_up_problem import ppo_problem, random_problem, sharing_memory
 
 
 def random_plan(problem: Problem, chance: random.Random) -> list[int]:
@@ -29,6 +29,7 @@ def test_the_loops_say_what_the_simulation_says(compiled):
     functions, chance, lacks = loops(search_rounds, compiled=compiled), random.Random(0), set()
     some = [ppo_problem(2, 4, seed=1, offload=True, memory=40)] + [random_problem(seed) for seed in range(60)]
     some[1::4] = [dataclasses.replace(problem, one_at_a_time=True) for problem in some[1::4]]
+    some[1::3] = [sharing_memory(problem) for problem in some[1::3]]
     for problem in some:
         flat = flat_problem(problem, compiled=compiled)
         sizes = search_rounds.sizes_of_work(len(problem.calls), len(flat.before))

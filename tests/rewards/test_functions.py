@@ -1,5 +1,6 @@
 """Finding reward functions by name, passing them what they take, and refusing what they must not return."""
 
+import asyncio
 import pathlib
 import re
 import sys
@@ -160,6 +161,97 @@ def test_a_raising_function_is_named_and_chained():
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
 
+LIBRARY_ERRORS = """
+import asyncio
+import json
+
+def reward(completions):
+    return [parsed(completion) for completion in completions]
+
+def parsed(completion):
+    return json.loads(completion)["score"]
+
+async def judged(completions):
+    await asyncio.sleep(0)
+    return [parsed(completion) for completion in completions]
+"""
+
+
+@pytest.mark.parametrize("name", ["reward", "judged"])
+@pytest.mark.parametrize("options", [{}, {"weight": 2}], ids=["plain", "partial"])
+def test_an_error_names_the_user_s_own_line(tmp_path, name, options):
+    (tmp_path / "mine.py").write_text(LIBRARY_ERRORS.replace("(completions)", "(completions, weight=1)"))
+    with pytest.raises(RewardError, match=rf"Got JSONDecodeError: .*, at {tmp_path}/mine\.py:9\.$"):
+        call(load_reward(f"{tmp_path}/mine.py:{name}", options), name="mine")
+
+
+def test_of_an_installed_function_it_names_the_line_in_its_file(tmp_path):
+    (tmp_path / "site-packages").mkdir()
+    path = tmp_path / "site-packages" / "installed.py"
+    path.write_text(LIBRARY_ERRORS)
+    with pytest.raises(RewardError, match=rf"Got JSONDecodeError: .*, at {path}:9\.$"):
+        call(load_reward(f"{path}:reward", {}))
+
+
+def test_an_async_function_is_awaited():
+    seen = []
+
+    async def one(completion):
+        seen.append(completion)
+        await asyncio.sleep(0.001)
+        assert len(seen) == 2  # both have begun
+        return len(completion)
+
+    async def whole(prompts, completions):
+        return await asyncio.gather(*map(one, completions))
+
+    async def in_parts(prompts, completions):
+        return [one(completion) for completion in completions]
+
+    class Judge:
+        async def __call__(self, completions):
+            return await whole([], completions)
+
+    async def inside_of_a_loop():
+        return call(whole)
+
+    functions: list[Any] = [whole, in_parts, lambda completions: [one(c) for c in completions], Judge()]
+    for function in functions:
+        seen.clear()
+        np.testing.assert_array_equal(call(function), [1, 2])
+    seen.clear()
+    np.testing.assert_array_equal(asyncio.run(inside_of_a_loop()), [1, 2])
+
+    async def sleeps(completions):
+        await asyncio.sleep(0.5)
+
+    with pytest.raises(RewardError, match=r"must return within 0\.05 seconds for 1 completions"):
+        slow: Any = sleeps
+        call_reward(slow, ["p"], ["x"], {}, name="mine", timeout_seconds=0.05)
+
+    async def cancelled(completions):
+        raise asyncio.CancelledError
+
+    with pytest.raises(RewardError, match=r"must not raise\. Got CancelledError"):
+        call(cancelled)
+
+
+def test_a_function_that_yields_is_refused_before_the_call():
+    def yields(completions):
+        yield from completions
+
+    async def yields_later(completions):
+        for completion in completions:
+            yield completion
+
+    functions: list[Any] = [yields, yields_later]
+    for function in functions:
+        with pytest.raises(
+            ValueError, match=r"^Reward 'mine': must return a list of scores\. Got a function that yields"
+        ):
+            check_reward(function, [], name="mine")
+
+
 def test_a_function_that_takes_too_long_is_named():
     finished = threading.Event()
 
@@ -238,6 +330,12 @@ def test_load_errors(source, name, options, message):
         load_reward(name.replace("MINE", source), options)
 
 
+def test_a_file_whose_import_fails_in_a_library_names_its_own_line(tmp_path):
+    (tmp_path / "bad.py").write_text("import json\nSETTINGS = json.loads('x')\n")
+    with pytest.raises(ValueError, match=r"its module must import\. Got JSONDecodeError: .*, at .*bad\.py:2\."):
+        load_reward(f"{tmp_path}/bad.py:f", {})
+
+
 def test_a_file_that_fails_to_import_says_why(tmp_path):
     (tmp_path / "bad.py").write_text("raise KeyError('broken')")
     with pytest.raises(
@@ -256,3 +354,11 @@ def test_the_gsm8k_example():
     np.testing.assert_allclose(
         call(load_reward(f"{path}:gsm8k_reward", {"format_credit": 0.5}), ["#### 7"], answer=answer[:1]), [0.5]
     )
+
+
+def test_a_function_that_raises_what_ctrl_c_raises_is_an_error_of_one_line():
+    def interrupted(completions):
+        raise KeyboardInterrupt("first\nsecond")
+
+    with pytest.raises(RewardError, match=r"must not raise\. Got KeyboardInterrupt: first second, at .*:\d+\.$"):
+        call_reward(interrupted, ["p"], ["c"], {}, name="interrupted", timeout_seconds=5.0)

@@ -72,6 +72,11 @@ def test_flatten_refuses_keys_that_are_no_names(key: Any) -> None:
         flatten({"a": {key: 1.0}})
 
 
+def test_flatten_refuses_names_that_lead_elsewhere() -> None:
+    with pytest.raises(ValueError, match=r"Metric '../x/loss': a name must be group/name"):
+        flatten({"..": {"x": {"loss": 1.0}}})
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("name", ["actor/loss", "loss", "critic/value_loss", "actor/grad_norm"])
 def test_check_finite_stops_at_a_broken_loss_or_gradient(name: str, value: float) -> None:

@@ -64,14 +64,16 @@ def test_progress_tells_the_rate_and_the_last_checkpoint() -> None:
         progress.saved(0)
         for step in (1, 2):
             shown.clock.now += 2.0
-            progress.update(step, {"reward": 0.5}, {"gen": 1.0}, tokens_per_second=81_234.5)
+            progress.update(step, {"reward": 0.5}, {"gen": 1.0}, tokens=2 * 81_234.5)
         progress.saved(2)
-        shown.clock.now += 2.0
-        progress.update(3, {})
+        shown.clock.now += 60.0  # of the checkpoint
+        progress.resume()
+        shown.clock.now += 4.0
+        progress.update(3, {}, tokens=81_234.5)
     assert shown.lines() == [
         "step 1/4  reward 0.5  2 s/step  81234 tokens/s  saved 0  (gen 1.00)",
         "step 2/4  reward 0.5  2 s/step  81234 tokens/s  ETA 4s  saved 0  (gen 1.00)",
-        "step 3/4  2 s/step  ETA 2s  saved 2",
+        "step 3/4  3 s/step  40617 tokens/s  ETA 3s  saved 2",
     ]
 
 
@@ -80,7 +82,7 @@ def test_progress_tells_how_busy_the_devices_were() -> None:
     with shown.console.progress(3, every=1) as progress:
         for overlap in (0.0, 0.004, 0.254):
             shown.clock.now += 2.0
-            progress.update(round(shown.clock.now / 2), {}, busy=0.785, overlap=overlap, tokens_per_second=9.0)
+            progress.update(round(shown.clock.now / 2), {}, busy=0.785, overlap=overlap, tokens=18.0)
     assert shown.lines() == [
         "step 1/3  2 s/step  9 tokens/s  busy 78%",
         "step 2/3  2 s/step  9 tokens/s  busy 78%  ETA 2s",

@@ -10,6 +10,7 @@ import pytest
 
 from jaxrlhf.runtime import run_folder
 from jaxrlhf.runtime.run_folder import RunFolder, collect_versions, git_commit, write_atomically
+from jaxrlhf.writing import UnwritableError
 
 
 def test_create_makes_the_folder_and_points_latest_at_it(tmp_path: Path) -> None:
@@ -78,7 +79,7 @@ def test_files_are_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyte
         raise OSError("no")
 
     monkeypatch.setattr(run_folder.os, "replace", fail)
-    with pytest.raises(OSError, match="no"):
+    with pytest.raises(UnwritableError, match=r"config.yaml: must be writable. Got OSError: no. Make room"):
         folder.write_text("config.yaml", "new")
     assert folder.config.read_text(encoding="utf-8") == "größe: 1\n"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yaml", "plan.json"]

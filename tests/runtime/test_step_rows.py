@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -48,6 +49,8 @@ def test_a_step_of_one_kind_is_given_a_batch(load):
     _, demonstrations = load(Rows("demonstrations", 4))
     assert demonstrations(1).tokens.shape == (2, 6)
     _, preferences = load(Rows("preferences", 4))
+    assert (prompts.in_words(), demonstrations.in_words()) == ("3 prompts", "2 demonstrations")
+    assert preferences.in_words() == "2 pairs"
     pairs = preferences(0)
     for chosen, rejected in zip(pairs.chosen.tokens, pairs.rejected.tokens, strict=True):
         prompt, number = text(preferences, chosen)[:2], text(preferences, chosen)[1]
@@ -168,3 +171,22 @@ def test_the_digest_covers_all_tables_and_one_tokenizer_serves_them(load):
     _, trained = load(Rows("prompts"), "tokenizer={kind: train, vocab_size: 262}")
     assert trained.tables.more["texts"].tokenizer is trained.tables.main.tokenizer
     np.testing.assert_array_equal(trained.tables.of(Rows("demonstrations", 1, dataset="texts")).prompts[0], "t0")
+
+
+def test_what_is_said_of_files_and_columns(load):
+    asked = {"prompts": Rows("prompts"), "texts": Rows("demonstrations", 4, dataset="texts")}
+    more = {"prompt": "q", "completion": "x", "num_tokens": 1}
+    Path("more.jsonl").write_text(json.dumps(more))
+    files = ["data.path=[more.jsonl, main.jsonl]", "datasets.texts.path=[texts.jsonl, more.jsonl]"]
+    config, rows = load(asked, *files)
+    said = [
+        "data.path: 2 files in this order: more.jsonl, main.jsonl.",
+        "datasets.texts: data.path: 2 files in this order: texts.jsonl, more.jsonl.",
+    ]
+    assert check_rows(rows, config) == said
+    config, rows = load(asked, *files, "roles.reward={function: exact_match}")
+    withheld = (
+        "Reward functions do not get the columns num_tokens: by these names they get what was sampled. To give them "
+        "one, rename it."
+    )
+    assert check_rows(rows, config) == [withheld, *said]

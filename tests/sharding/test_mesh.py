@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxrlhf.sharding.mesh import build_mesh, device_kind, num_devices, platform, use_virtual_cpu_devices
+from jaxrlhf.sharding.mesh import build_mesh, device_kind, memory_bytes, num_devices, platform, use_virtual_cpu_devices
 from jaxrlhf.sharding.strategy import Strategy
 
 
@@ -42,18 +42,19 @@ def test_as_many_devices_as_the_strategy_has():
 
 
 def test_what_there_is():
-    assert (num_devices(), platform(), device_kind()) == (8, "cpu", "cpu")
+    assert (num_devices(), platform(), device_kind(), memory_bytes()) == (8, "cpu", "cpu", None)
 
 
 def test_virtual_devices_after_jax_is_up():
     use_virtual_cpu_devices(8)
-    use_virtual_cpu_devices(2)
-    message = (
-        "devices: JAX already runs on 8 cpu devices, and this run asks for 9 virtual CPU devices. Start it in a fresh "
-        "process."
-    )
-    with pytest.raises(ValueError, match=re.escape(message)):
-        use_virtual_cpu_devices(9)
+    use_virtual_cpu_devices(2, or_more=True)
+    for count in (2, 9):
+        message = (
+            f"devices: must be those that JAX runs on already, 8 cpu devices. Got {count} virtual CPU devices. "
+            "Start in a fresh process, or use devices: cpu:8."
+        )
+        with pytest.raises(ValueError, match=re.escape(message)):
+            use_virtual_cpu_devices(count)
 
 
 def test_virtual_devices_in_a_fresh_process():

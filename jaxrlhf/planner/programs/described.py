@@ -19,6 +19,7 @@ from jax.experimental import topologies
 
 from jaxrlhf.planner.hardware import Kind, Target
 from jaxrlhf.sharding.mesh import first_virtual_devices
+from jaxrlhf.xla_flags import known_flags
 
 NO_COMPILER = (
     "no compiler for GPUs: counted on virtual devices of the processor, with bytes of bfloat16 corrected, without "
@@ -69,7 +70,7 @@ def described_devices(kind: Kind, count: int, *, devices_per_node: int) -> Descr
         ValueError: Virtual devices are needed, and JAX runs already with fewer.
     """
     if kind.target is None:
-        return Described(first_virtual_devices(count), "cpu", _PROCESSOR_OPTIONS)
+        return Described(first_virtual_devices(count), "cpu", known_flags(_PROCESSOR_OPTIONS))
     nodes = max(1, count // devices_per_node)
     text = target_config(kind, kind.target)
     topology = f"1x{nodes}x{count // nodes}"  # partitions x hosts x GPUs of each
@@ -77,13 +78,14 @@ def described_devices(kind: Kind, count: int, *, devices_per_node: int) -> Descr
         described = topologies.get_topology_desc(platform="cuda", target_config=text, topology=topology)
     except NotImplementedError:
         virtual = first_virtual_devices(count)
-        return Described(virtual, "cpu in place of a GPU", _PROCESSOR_OPTIONS, stands_in=True, notes=(NO_COMPILER,))
+        options = known_flags(_PROCESSOR_OPTIONS)
+        return Described(virtual, "cpu in place of a GPU", options, stands_in=True, notes=(NO_COMPILER,))
     major, minor = map(int, kind.target.capability.split("."))
     has_cudnn = (major, minor) >= _CUDNN_CAPABILITY and _assume_cudnn()
     return Described(
         tuple(described.devices),
         f"{topology}\n{text}",
-        {"xla_gpu_cuda_data_dir": str(_toolkit()), **_FASTER, **_ONE_CUBLAS_CALL_EACH},
+        known_flags({"xla_gpu_cuda_data_dir": str(_toolkit()), **_FASTER, **_ONE_CUBLAS_CALL_EACH}),
         has_cudnn=has_cudnn,
         notes=() if has_cudnn else (NO_CUDNN,),
     )

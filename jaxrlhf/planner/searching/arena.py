@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Sequence
 
 from jaxrlhf.planner.numba_loops import loops
-from jaxrlhf.planner.peak_memory import in_gb, memory_at_peak, peak_memory
+from jaxrlhf.planner.peak_memory import in_gb, memory_at_peak, peak_memory, remedy, room_in_words
 from jaxrlhf.planner.plan import NoRoomError, PlanError
 from jaxrlhf.planner.problem import Problem
 from jaxrlhf.planner.searching import search_rounds
@@ -64,7 +64,7 @@ class SearchResult:
     """Call -> its choice."""
     simulation: Simulation
     memory: tuple[int, ...]
-    """Device -> bytes that it needs."""
+    """Memory -> bytes that it needs."""
     history: tuple[Progress, ...]
     """Each time that a better plan was found, and the end."""
     runners_up: tuple[RunnerUp, ...]
@@ -185,12 +185,10 @@ class Arena:
 
     def _nothing_fits(self, leanest: Sequence[int], *, proven: bool) -> PlanError:
         """The error where devices have too little memory, by the plan that lacks least."""
-        capacity = self.problem.capacity
-        full = max(memory_at_peak(self.problem, leanest), key=lambda each: each.total - capacity[each.device])
-        room = capacity[full.device]
+        each_memory = zip(memory_at_peak(self.problem, leanest), self.problem.capacity, strict=True)
+        full, room = max(each_memory, key=lambda pair: pair[0].total - pair[1])
         least = "No plan needs less" if proven else "No plan was found that needs less"
         return NoRoomError(
-            f"plan: must fit into the {in_gb(room)} that a plan may fill of a device. Got {full}, "
-            f"{in_gb(full.total - room)} too much. {least}. Use more devices or larger ones, smaller batches, or "
-            "shorter responses."
+            f"plan: must fit into {room_in_words(room, self.problem.devices_per_memory)}. Got {full}, "
+            f"{in_gb(full.total - room)} too much. {least}. {remedy(self.problem.devices_per_memory)}"
         )

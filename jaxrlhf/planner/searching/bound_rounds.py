@@ -199,20 +199,20 @@ def _same_layout(flat, state, a, b):
 
 
 def _least_memory_lacking(flat, groups, leasts, state):
-    """In every plan with these groups and choices, some device lacks at least so many bytes."""
+    """In every plan with these groups and choices, some memory lacks at least so many bytes."""
     num_calls = len(state.group)
     lacking = -(1 << 62)
     for point in range(num_calls + len(flat.stretch)):
         if point < num_calls:
             if state.group[point] < 0:
                 continue
-            device = groups.first[state.group[point]]
+            memory = groups.first_memory[state.group[point]]
         else:
-            device = flat.stretch[point - num_calls]
+            memory = flat.stretch[point - num_calls]
         here = 0
         for a in range(num_calls):
             g = state.group[a]
-            if g >= 0 and _has(groups, g, device):
+            if g >= 0 and groups.first_memory[g] <= memory < groups.end_memory[g]:
                 here |= 1 << a
         resting = 0
         for k in range(len(flat.resters)):
@@ -244,7 +244,7 @@ def _least_memory_lacking(flat, groups, leasts, state):
                 if not counted:
                     size += flat.copy[state.choice[a]] if state.choice[a] >= 0 else leasts.copy[state.group[a]]
             most = max(most, size)
-        lacking = max(lacking, resting + most - flat.capacity[device])
+        lacking = max(lacking, resting + most - flat.capacity[memory])
     return lacking
 
 

@@ -19,7 +19,7 @@ def worth_keeping(problem: Problem, *, exact: bool = False) -> tuple[tuple[int, 
 
     These rules lose nothing:
 
-    - A choice that takes more than a device has by itself, of what rests, works and is copied because of it, is in no
+    - A choice that takes more than a memory has by itself, of what rests, works and is copied because of it, is in no
       plan that fits.
     - Of two choices that take the same time, on the same devices, in every respect (seconds, loading, unloading, and
       bringing weights and outputs from and to every choice of other calls), one that needs no less memory in any is
@@ -35,7 +35,7 @@ def worth_keeping(problem: Problem, *, exact: bool = False) -> tuple[tuple[int, 
     kept, own = [], own_bytes(problem)
     for j, call in enumerate(problem.calls):
         sizes = own[j]
-        room = [min(problem.capacity[x.first : x.end]) for x in call.choices]
+        room = [min(problem.capacity[memory] for memory in problem.memories(x.devices)) for x in call.choices]
         seconds = [np.array([(x.seconds, x.load, x.unload) for x in call.choices])]
         seconds += [table for (i, _), table in problem.reallocations.items() if i == j]
         seconds += [table.T for (_, i), table in problem.reallocations.items() if i == j]

@@ -32,6 +32,10 @@ class FlatProblem(NamedTuple):
     copy: Integers
     layout: Integers
     """Equal numbers for equal layouts."""
+    first_memory: Integers
+    """The first memory of its devices."""
+    end_memory: Integers
+    """After the last."""
 
     before: Integers
     """[wait], as all that follow: fields of `Wait`."""
@@ -56,14 +60,16 @@ class FlatProblem(NamedTuple):
     """[call]: the train call that it is a copy of what is made by; -1 where it has none."""
     alive: Integers
     """[call]: the calls whose copies are there while it runs, as bits."""
+    beside: Integers
+    """[call]: the calls that may run while it does, on other devices that share a memory with its own, as bits."""
     resters: Integers
     """Calls that something rests with: a set's first train call, or all readers of one that never changes, by set."""
     rests: Integers
     """[call]: the number of its set where that never changes; else -1."""
     capacity: Integers
-    """[device]"""
+    """[memory]"""
     stretch: Integers
-    """First devices of all stretches of equal capacity."""
+    """First memories of all stretches of equal capacity."""
     one_at_a_time: int
     """1: nothing runs beside anything else."""
 
@@ -80,6 +86,10 @@ class Groups(NamedTuple):
     first: Integers
     """[group]: the first of its devices."""
     end: Integers
+    """[group]: after the last."""
+    first_memory: Integers
+    """[group]: the first memory of its devices."""
+    end_memory: Integers
     """[group]: after the last."""
     member_begin: Integers
     """[group] and the number of all choices."""
@@ -111,7 +121,7 @@ def flat_problem(problem: Problem, *, compiled: bool) -> FlatProblem:
     sets = sorted({call.weights for call in calls})
     never = {j for j, home in enumerate(order.homes) if home is None}
     resters = sorted(never, key=lambda j: (calls[j].weights, j)) + sorted({j for j in order.homes if j is not None})
-    capacity = problem.capacity
+    capacity, shared = problem.capacity, problem.devices_per_memory > 1
 
     def integers(values: Iterable[int]) -> Integers:
         return as_integers(values, compiled=compiled)
@@ -131,6 +141,8 @@ def flat_problem(problem: Problem, *, compiled: bool) -> FlatProblem:
         of_choices(lambda x: x.working),
         of_choices(lambda x: x.copy),
         of_choices(lambda x: layouts.setdefault(layout(x), len(layouts))),
+        of_choices(lambda x: problem.memories(x.devices).start),
+        of_choices(lambda x: problem.memories(x.devices).stop),
         integers([wait.before for wait in waits]),
         integers([wait.after for wait in waits]),
         integers([wait.lag for wait in waits]),
@@ -143,10 +155,11 @@ def flat_problem(problem: Problem, *, compiled: bool) -> FlatProblem:
         integers(copies),
         integers([made_by[j][0] if order.alive[j] else -1 for j in range(len(calls))]),
         integers([sum(1 << j for j in copies if c in order.alive[j]) for c in range(len(calls))]),
+        integers([sum(1 << j for j in (order.beside[c] if shared else ())) for c in range(len(calls))]),
         integers(resters),
         integers([sets.index(call.weights) if j in never else -1 for j, call in enumerate(calls)]),
         integers(capacity),
-        integers([d for d in range(problem.num_devices) if d == 0 or capacity[d] != capacity[d - 1]]),
+        integers([m for m in range(len(capacity)) if m == 0 or capacity[m] != capacity[m - 1]]),
         int(problem.one_at_a_time),
     )
 
@@ -169,7 +182,9 @@ def groups_of(problem: Problem, *, compiled: bool) -> Groups:
         size_begin.append(len(sizes))
         number += len(call.choices)
     firsts, ends = [first for first, _ in ranges], [end for _, end in ranges]
-    lists = (begin, size_begin, sizes, firsts, ends, member_begin, members)
+    memories = [problem.memories(range(first, end)) for first, end in ranges]
+    first_memories, end_memories = [each.start for each in memories], [each.stop for each in memories]
+    lists = (begin, size_begin, sizes, firsts, ends, first_memories, end_memories, member_begin, members)
     return Groups(*(as_integers(each, compiled=compiled) for each in lists))
 
 

@@ -96,9 +96,9 @@ def _find_overlaps(flat, plan, work):
 
 
 def memory_lacking(flat, plan, work):
-    """Bytes by which the fullest device is above its capacity; negative where all have room.
+    """Bytes by which the fullest memory is above its capacity; negative where all have room.
 
-    Within a stretch of equal capacity, most is on its first device or on the first device of a call: those to the right
+    Within a stretch of equal capacity, most is in its first memory or in the first memory of a call: those to the right
     of it are of the same calls, or of fewer.
     """
     num_calls = len(plan)
@@ -126,24 +126,32 @@ def memory_lacking(flat, plan, work):
         work.sizes[holder] = max(work.sizes[holder], flat.copy[plan[a]])
     lacking = -(1 << 62)
     for point in range(num_calls + len(flat.stretch)):
-        device = flat.first[plan[point]] if point < num_calls else flat.stretch[point - num_calls]
+        memory = flat.first_memory[plan[point]] if point < num_calls else flat.stretch[point - num_calls]
         resting = 0
         here = 0
         for a in range(num_calls):
-            if flat.first[plan[a]] <= device < flat.end[plan[a]]:
+            if flat.first_memory[plan[a]] <= memory < flat.end_memory[plan[a]]:
                 here |= 1 << a
                 resting += work.sizes[a]
         most = 0
         for a in range(num_calls):
             size = 0
+            beside = 0
             if here >> a & 1:
                 size = flat.working[plan[a]]
+                beside = flat.beside[a] & here
             alive = flat.alive[a] & here
+            most_beside = 0
             for b in range(num_calls):
                 if alive >> b & 1:
                     size += work.sizes[num_calls + b]
+                if beside >> b & 1 and (
+                    flat.first[plan[a]] >= flat.end[plan[b]] or flat.first[plan[b]] >= flat.end[plan[a]]
+                ):
+                    most_beside = max(most_beside, flat.working[plan[b]])
+            size += most_beside
             most = max(most, size)
-        lacking = max(lacking, resting + most - flat.capacity[device])
+        lacking = max(lacking, resting + most - flat.capacity[memory])
     return lacking
 
 

@@ -11,7 +11,7 @@ from jaxrlhf.planner.plan import NoRoomError
 from jaxrlhf.planner.problem import Problem
 from jaxrlhf.planner.search import exhaustive, search
 from jaxrlhf.planner.simulate import steady_state
-from tests.planner.made_up_problem import ppo_problem, random_problem
+from tests.planner.made_up_problem import ppo_problem, random_problem, sharing_memory
 
 SMALL = [seed for seed in range(80) if random_problem(seed, most_choices=3).size <= 60]
 
@@ -28,6 +28,7 @@ def every_plan(problem: Problem) -> list[tuple[float, int]]:
 @pytest.mark.parametrize("seed", SMALL[:24])
 def test_against_every_plan_there_is(seed):
     problem = dataclasses.replace(random_problem(seed, most_choices=3), one_at_a_time=seed % 5 == 0)
+    problem = sharing_memory(problem) if seed % 3 == 0 else problem
     plans = every_plan(problem)
     best = min((seconds for seconds, lacking in plans if lacking <= 0), default=math.inf)
     compiled = seed % 2 == 0

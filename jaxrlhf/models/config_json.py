@@ -1,0 +1,296 @@
+"""The config.json of Llama, Mistral, Qwen 2 and Qwen 3: read as a model, and written for one."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from jaxrlhf.models.config import Head, ModelConfig, RopeScaling
+
+CONFIG, GENERATION = "config.json", "generation_config.json"
+_LM, _SCALAR = "ForCausalLM", "ForSequenceClassification"
+_SIZES = {  # field of ModelConfig -> field of config.json
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "max_position_embeddings": "max_position_embeddings",
+}
+
+
+_THEIRS = {**_SIZES, "num_kv_heads": "num_key_value_heads", "norm_eps": "rms_norm_eps"}
+"""Field of ModelConfig -> field of config.json, where they differ."""
+_ONE_OUTPUT: dict[str, Any] = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+"""By which transformers knows how many outputs a scalar head has."""
+_WHOLE, _NUMBER = ((int,), "a whole number"), ((int, float), "a number")
+_TYPES: Mapping[str, tuple[tuple[type, ...], str]] = {
+    "architectures": ((list, type(None)), "a list"),
+    **dict.fromkeys([*_SIZES.values(), "max_window_layers"], _WHOLE),
+    **dict.fromkeys(
+        ["num_key_value_heads", "head_dim", "sliding_window"], ((int, type(None)), "a whole number or null")
+    ),
+    **dict.fromkeys(["rms_norm_eps", "rope_theta"], _NUMBER),
+    "tie_word_embeddings": ((bool,), "true or false"),
+    **dict.fromkeys(["rope_scaling", "rope_parameters"], ((dict, type(None)), "an object or null")),
+    "layer_types": ((list, type(None)), "a list or null"),
+}
+"""Field of config.json -> what may stand there."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Family:
+    """What an architecture means by its name alone, or by leaving a field of config.json out."""
+
+    model_type: str
+    attention_bias: bool = False
+    qk_norm: bool = False
+    num_kv_heads: int | None = None
+    """None is one a query head."""
+    head_dim: int | None = None
+    """None is hidden_size / num_heads."""
+    window: Literal["none", "all layers", "by flag"] = "none"
+    """Whether `sliding_window` counts: never, in every layer, or where `use_sliding_window` says so."""
+
+
+_FAMILIES: Mapping[str, _Family] = {
+    "Llama": _Family("llama"),
+    "Mistral": _Family("mistral", num_kv_heads=8, window="all layers"),
+    "Qwen2": _Family("qwen2", attention_bias=True, num_kv_heads=32, window="by flag"),
+    "Qwen3": _Family("qwen3", qk_norm=True, num_kv_heads=32, head_dim=128, window="by flag"),
+}
+
+
+def read_config(folder: Path, *, head: Head = "lm", longest: int | None = None) -> ModelConfig:
+    """The architecture that a folder's config.json describes; how to compute (dtype, attention ...) is left as default.
+
+    Args:
+        longest: The longest sequence that there will be. None: as long as the folder says.
+
+    Raises:
+        ValueError: config.json is missing or malformed, or describes what this transformer does not compute.
+    """
+    where = folder / CONFIG
+    fields = read_json(where)
+    _check_types(where, fields, _TYPES)
+    family = _family(where, fields, head)
+    if "quantization_config" in fields:
+        raise ValueError(
+            f"{where}: quantization_config: weights must be in floating point. Got {fields['quantization_config']}. "
+            "Use the checkpoint that this one was quantized from."
+        )
+    for field, supported in {"hidden_act": "silu", "mlp_bias": False, "partial_rotary_factor": 1.0}.items():
+        _require(where, field, supported, fields.get(field, supported))
+    if not family.attention_bias:  # where it can be chosen, it puts a bias on the output projection too
+        _require(where, "attention_bias", False, fields.get("attention_bias", False))
+    sizes = {ours: stated(where, fields, theirs) for ours, theirs in _SIZES.items()}
+    _require_full_attention(where, fields, family, sizes, longest)
+    rope_theta, rope_scaling = _rope(where, fields)
+    head_dim = fields.get("head_dim") or family.head_dim or 0
+    if "num_key_value_heads" in fields:
+        num_kv_heads = fields["num_key_value_heads"] or sizes["num_heads"]
+    else:
+        num_kv_heads = family.num_kv_heads or sizes["num_heads"]
+    try:
+        return ModelConfig(
+            **sizes,
+            num_kv_heads=num_kv_heads,
+            head_dim=0 if head_dim * sizes["num_heads"] == sizes["hidden_size"] else head_dim,
+            rope_theta=rope_theta,
+            rope_scaling=rope_scaling,
+            norm_eps=fields.get("rms_norm_eps", 1e-6),
+            attention_bias=family.attention_bias,
+            qk_norm=family.qk_norm,
+            tie_embeddings=fields.get("tie_word_embeddings", False),
+            head=head,
+        )
+    except ValueError as error:
+        field, _, rule = str(error).partition(":")
+        raise ValueError(f"{where}: {_THEIRS.get(field, field)}:{rule} Download it again.") from error
+
+
+def _check_types(
+    where: Path, fields: Mapping[str, Any], types: Mapping[str, tuple[tuple[type, ...], str]], *, inside: str = ""
+) -> None:
+    for field, (allowed, words) in types.items():
+        if field in fields and type(fields[field]) not in allowed:
+            raise ValueError(
+                f"{where}: {inside}{field}: must be {words}. Got {json.dumps(fields[field])[:100]}. Download it again."
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """What a model's folder says beside its weights. It goes out again with weights that came from there."""
+
+    fields: Mapping[str, Any]
+    """Of config.json."""
+    generation: Mapping[str, Any]
+    """Of generation_config.json; empty where there is none."""
+    precision: str
+    """That of the weights: 'bfloat16', 'float32' ..."""
+
+
+def stated_precision(fields: Mapping[str, Any]) -> str:
+    """The precision that a config.json says its weights are in. Empty: it says none."""
+    said = fields.get("dtype") or fields.get("torch_dtype")  # as transformers 5 calls it, and as 4 did
+    return said if isinstance(said, str) else ""
+
+
+def exported_config(
+    config: ModelConfig, precision: str, *, end_id: int | None, pad_id: int | None, origin: Origin | None
+) -> dict[str, dict[str, Any]]:
+    """What the files beside a model's weights say: file -> fields. Of an origin, all that still holds.
+
+    Args:
+        precision: Of the weights.
+        end_id: The token that ends a text.
+        pad_id: The token that pads it, where the origin names none.
+    """
+    if origin is None:
+        return {CONFIG: _config_fields(config, precision, end_id, pad_id)}
+    architecture, *others = origin.fields["architectures"]
+    stem = architecture.removesuffix(_LM).removesuffix(_SCALAR)
+    fields = {
+        **_with_end(origin.fields, end_id),
+        "architectures": [stem + (_SCALAR if config.head == "scalar" else _LM), *others],
+        **dict.fromkeys(
+            [key for key in ("dtype", "torch_dtype") if key in origin.fields] or ["torch_dtype"], precision
+        ),
+    }
+    if fields.get("pad_token_id") is None:
+        fields["pad_token_id"] = pad_id
+    if config.head == "scalar":
+        return {CONFIG: fields if architecture.endswith(_SCALAR) else fields | _ONE_OUTPUT}
+    return {CONFIG: fields} | ({GENERATION: _with_end(origin.generation, end_id)} if origin.generation else {})
+
+
+def _with_end(fields: Mapping[str, Any], end_id: int | None) -> dict[str, Any]:
+    """Fields whose `eos_token_id`, if they have one, names the token that ends a text: first, where it did not."""
+    ends = fields.get("eos_token_id", end_id)
+    known = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    if end_id is None or end_id in known:
+        return dict(fields)
+    return {**fields, "eos_token_id": [end_id, *known] if known else end_id}
+
+
+def _family(where: Path, fields: dict[str, Any], head: Head) -> _Family:
+    architecture = (fields.get("architectures") or [None])[0]
+    known = {stem + suffix: family for stem, family in _FAMILIES.items() for suffix in (_LM, _SCALAR)}
+    if architecture not in known:
+        raise ValueError(
+            f"{where}: architectures: must begin with one that is supported. Got {architecture!r}. Supported: "
+            f"{', '.join(known)}."
+        )
+    if head != "scalar" and architecture.endswith(_SCALAR):
+        raise ValueError(
+            f"{where}: architectures: a language-model head is asked for, so the checkpoint must have one. "
+            f"Got {architecture!r}. Load it with a scalar head, or use a checkpoint of "
+            f"{architecture.removesuffix(_SCALAR) + _LM}."
+        )
+    return known[architecture]
+
+
+def _require_full_attention(
+    where: Path, fields: dict[str, Any], family: _Family, sizes: dict[str, int], longest: int | None
+) -> None:
+    """A window that no sequence outgrows, or that no layer uses, is none."""
+    if family.window == "none":
+        return
+    by_flag = family.window == "by flag"
+    window = fields.get("sliding_window", 4096)
+    if window is None or (by_flag and not fields.get("use_sliding_window", False)):
+        return
+    num_layers, most = sizes["num_layers"], longest or sizes["max_position_embeddings"]
+    num_full = fields.get("max_window_layers", 28) if by_flag else 0
+    layer_types = fields.get("layer_types")
+    slides = num_full < num_layers if layer_types is None else any(kind != "full_attention" for kind in layer_types)
+    if slides and window < most:
+        raise ValueError(
+            f"{where}: sliding_window: only full attention is supported. Got a window of {window} with "
+            f"max_position_embeddings={most}. Set max_position_embeddings to {window} in the role's model: "
+            "shorter sequences do not outgrow the window."
+        )
+
+
+def _rope(where: Path, fields: dict[str, Any]) -> tuple[float, RopeScaling | None]:
+    """Rotary positions, as written by transformers 5 (`rope_parameters`) or before (`rope_theta`, `rope_scaling`)."""
+    field = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
+    rope = fields.get(field) or {}
+    numbers = [f.name for f in dataclasses.fields(RopeScaling)]
+    _check_types(where, rope, dict.fromkeys(["rope_theta", *numbers], _NUMBER), inside=f"{field}.")
+    theta = float(rope.get("rope_theta", fields.get("rope_theta", 10000.0)))
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ("default", "llama3") or any(isinstance(value, dict) for value in rope.values()):
+        raise ValueError(
+            f"{where}: {field}: the type must be 'default' or 'llama3', the same in all layers. Got {rope}. Use a "
+            "checkpoint without other scaling; several families scale positions only in their long-context variants."
+        )
+    _require(where, f"{field}.partial_rotary_factor", 1.0, rope.get("partial_rotary_factor", 1.0))
+    if kind == "default":
+        return theta, None
+    try:
+        return theta, RopeScaling(**{name: stated(where, rope, name, inside=f"{field}.") for name in numbers})
+    except ValueError as error:
+        raise ValueError(f"{where}: {field}.{error} Download it again.") from error
+
+
+def _require(where: Path, field: str, supported: Any, value: Any) -> None:
+    if value != supported:
+        raise ValueError(
+            f"{where}: {field}: only {json.dumps(supported)} is supported. Got {json.dumps(value)}. Use a checkpoint "
+            "of another model: these weights would compute something else here."
+        )
+
+
+def stated(where: Path, fields: dict[str, Any], field: str, *, inside: str = "") -> Any:
+    if fields.get(field) is None:
+        raise ValueError(f"{where}: {inside}{field}: must be given. Got {', '.join(fields) or 'nothing'}. Add it.")
+    return fields[field]
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ValueError(
+            f"{path}: a checkpoint must have this file. Got none. Give the folder into which the model was downloaded."
+        ) from error
+    except ValueError as error:
+        raise ValueError(f"{path}: must be JSON. Got {error}. Download it again.") from error
+    if not isinstance(fields, dict):
+        raise ValueError(f"{path}: must be a JSON object. Got {type(fields).__name__}. Download it again.")
+    return fields
+
+
+def _config_fields(config: ModelConfig, dtype: str, end_id: int | None, pad_id: int | None) -> dict[str, Any]:
+    stem = "Qwen3" if config.qk_norm else "Qwen2" if config.attention_bias else "Llama"
+    if config.attention_bias and config.qk_norm:
+        raise ValueError(
+            "attention_bias and qk_norm: a checkpoint of Qwen2 has the one, of Qwen3 the other. Got both. Train a "
+            "model that has one of them to export it."
+        )
+    fields = {
+        "architectures": [stem + (_SCALAR if config.head == "scalar" else _LM)],
+        "model_type": _FAMILIES[stem].model_type,
+        "torch_dtype": dtype,
+        **{theirs: getattr(config, ours) for ours, theirs in _SIZES.items()},
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_size,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.norm_eps,
+        # the spelling of transformers 4, which 5 reads too
+        "rope_theta": config.rope_theta,
+        "rope_scaling": None,
+        "tie_word_embeddings": config.tie_embeddings,
+        # Llama means tokens 1 and 2 where these are left out
+        "bos_token_id": None,
+        "eos_token_id": end_id,
+        "pad_token_id": pad_id,
+    }
+    if config.rope_scaling is not None:
+        fields["rope_scaling"] = {"rope_type": "llama3", **dataclasses.asdict(config.rope_scaling)}
+    if config.head == "scalar":
+        fields |= _ONE_OUTPUT
+    return fields

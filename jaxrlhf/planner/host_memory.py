@@ -1,0 +1,127 @@
+"""Memory that a run may take of this machine: what is available, under the limits of the container that it runs in.
+
+Read from /proc and /sys/fs/cgroup (version 2 or 1), as Linux has them.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+PROCESS_BYTES = 1_000_000_000
+"""Of a run's process beside its arrays: Python, JAX, compiled programs, and what compiling takes."""
+RETAINED = 0.12
+"""What the allocator keeps of arrays that are gone, as a part of those that are there when most are."""
+SHARE = 0.4
+"""Of what is available, that a plan may take unless it is told how much: the rest is for other programs, for
+checkpoints, and for what a forecast leaves out."""
+UNLIMITED = 1 << 60
+"""What version 1 writes for no limit is larger."""
+_VERSIONS = (
+    # limit, usage, and the cached files in it that are given back before anything is killed
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+
+
+def host_memory(root: Path = Path("/")) -> int | None:
+    """Bytes that this process could have in all, with those that it has: what is available on the machine, or left of
+    a container's limit, whichever is less. None: nobody tells.
+
+    Args:
+        root: Of the file system that has `proc` and `sys`.
+    """
+    limits = [left for left in (_available(root), *_left_in_groups(root)) if left is not None]
+    return min(limits) + _resident(root) if limits else _physical(root)
+
+
+def with_process(arrays: int) -> int:
+    """Bytes of a process with so many in arrays on virtual devices.
+
+    >>> with_process(8_000_000_000)
+    9960000000
+    """
+    return PROCESS_BYTES + arrays + int(RETAINED * arrays)
+
+
+def for_arrays(room: int) -> int:
+    """Bytes for arrays in a process that may have so many in all; at least one.
+
+    >>> for_arrays(9_960_000_000)
+    8000000000
+    """
+    return max(1, round((room - PROCESS_BYTES) / (1 + RETAINED)))
+
+
+def host_room(limit: int | None = None, *, root: Path = Path("/")) -> int | None:
+    """Bytes that this process may have in all: `SHARE` of what it could have, or up to a limit all of it. None: nobody
+    tells, and there is no limit."""
+    available = host_memory(root)
+    if limit is None:
+        return None if available is None else int(SHARE * available)
+    return limit if available is None else min(limit, available)
+
+
+def total_memory(root: Path = Path("/")) -> int | None:
+    """Bytes that any process could ever have here: of the machine, or a container's limit. None: nobody tells."""
+    limits = [limit for folder in _groups(root) for limit, *_ in [_group(folder)] if limit is not None]
+    whole = _meminfo(root).get("MemTotal") or _physical(root)
+    return min([*limits, *([whole] if whole else [])], default=None)
+
+
+def _available(root: Path) -> int | None:
+    return _meminfo(root).get("MemAvailable")
+
+
+def _left_in_groups(root: Path) -> Iterator[int]:
+    """What is left in each of the groups that limit this process."""
+    for folder in _groups(root):
+        limit, used, cached = _group(folder)
+        if limit is not None:
+            yield max(0, limit - max(0, used - cached))
+
+
+def _group(folder: Path) -> tuple[int | None, int, int]:
+    """(limit, usage, cached files in it) of a group of processes. None: it has no limit."""
+    for limit_file, usage_file, cached in _VERSIONS:
+        with contextlib.suppress(OSError, ValueError):  # `max`, or a file of the other version
+            limit, used = (int((folder / name).read_text()) for name in (limit_file, usage_file))
+            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            return (limit if limit < UNLIMITED else None), used, int(stat.get(cached, 0))
+    return None, 0, 0
+
+
+def _groups(root: Path) -> Iterator[Path]:
+    """Folders of the groups that this process is in, from its own up; in a container, what it sees of them."""
+    with contextlib.suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers and "memory" not in controllers.split(","):
+                continue
+            top = root / "sys/fs/cgroup" / ("memory" if controllers else "")
+            own = top / path.lstrip("/")
+            yield from (folder for folder in (own, *own.parents) if folder.is_relative_to(top) and folder.is_dir())
+
+
+def _meminfo(root: Path) -> dict[str, int]:
+    """Bytes by name."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        lines = (root / "proc/meminfo").read_text().splitlines()
+        return {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines)}
+    return {}
+
+
+def _resident(root: Path) -> int:
+    """Bytes that this process has."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        return int((root / "proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return 0
+
+
+def _physical(root: Path) -> int | None:
+    """Bytes of the machine, on systems without /proc."""
+    names = ("SC_PHYS_PAGES", "SC_PAGE_SIZE")
+    known = getattr(os, "sysconf_names", {})
+    if root != Path("/") or not all(name in known for name in names):
+        return None
+    return os.sysconf(names[0]) * os.sysconf(names[1])

@@ -1,0 +1,138 @@
+"""The memory that a run will take under its plan, before it starts: of each call, and together beside what there is."""
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from jaxrlhf.planner.choices import memory_problem, on_cpu
+from jaxrlhf.planner.hardware import Cluster
+from jaxrlhf.planner.host_memory import PROCESS_BYTES, host_memory, total_memory, with_process
+from jaxrlhf.planner.memory import CallMemory, call_memory
+from jaxrlhf.planner.peak_memory import DeviceMemory, in_gb, memory_at_peak
+from jaxrlhf.planner.plan import Plan, PlanError
+from jaxrlhf.planner.workload import Workload
+
+_UNITS = {"GB": 1e9, "MB": 1e6}
+_SMALL = 1e8
+"""Where no part of a call has so many bytes, they are shown in MB."""
+_LESS = "Use `plan: auto`, more fsdp or micro-batches, a smaller batch, adapters (lora), or a smaller model."
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryForecast:
+    """What there is to say about the memory of a plan."""
+
+    rows: tuple[dict[str, Any], ...]
+    """A table: call -> what it takes on each of its devices. What several calls read in one layout stands with each."""
+    unit: str
+    """Of the table."""
+    lines: tuple[str, ...]
+    """What is taken at most, of how much."""
+    notes: tuple[str, ...]
+    """Where it may not fit."""
+
+
+def forecast_memory(workload: Workload, cluster: Cluster, plan: Plan, *, limit: int | None = None) -> MemoryForecast:
+    """The memory of a step's plan on this machine's devices.
+
+    Args:
+        limit: Bytes of the host's memory that the run may take. None: all that is available.
+
+    Raises:
+        PlanError: What rests on devices, which is known to the byte, is more than there is.
+    """
+    is_on_cpu, trained = on_cpu(cluster), workload.trained
+    parts = []
+    for call in workload.calls:
+        strategy = plan.placements[call.name].strategy
+        parts.append(_parts(call_memory(call, strategy, is_trained=call.weights in trained, on_cpu=is_on_cpu)))
+    unit = "GB" if any(size >= _SMALL for each in parts for size in each.values()) else "MB"
+    rows = []
+    for call, sizes in zip(workload.calls, parts, strict=True):
+        row: dict[str, Any] = {name: _shown(size, _UNITS[unit]) for name, size in sizes.items()}
+        if call.role in plan.offload and sizes["weights"] and not is_on_cpu:
+            row["weights"] = f"{row['weights']} (host)"
+        rows.append({"call": call.name, **row})
+    problem = memory_problem(workload, cluster, plan.placements, plan.offload)
+    peaks = memory_at_peak(problem, (0,) * len(problem.calls))
+    say = _on_host if is_on_cpu else _on_devices
+    lines, notes = say(peaks, cluster, limit)
+    return MemoryForecast(tuple(rows), unit, tuple(lines), tuple(notes))
+
+
+def host_line(arrays: int) -> str:
+    """What a run takes of the host's memory where its devices share it.
+
+    >>> host_line(8_800_000_000)
+    "The run takes up to about 10.9 GB of the host's memory: arrays 8.8 GB, the rest of the process 2.06 GB"
+    """
+    together = with_process(arrays)
+    parts = f"arrays {in_gb(arrays)}, the rest of the process {in_gb(together - arrays)}"
+    return f"The run takes up to about {in_gb(together)} of the host's memory: {parts}"
+
+
+def _parts(memory: CallMemory) -> dict[str, int]:
+    """What a call's memory is made of, in bytes."""
+    return {
+        "weights": memory.resting - memory.optimizer, "optimizer": memory.optimizer,
+        "copies": memory.copy + memory.gathered, "gradients": memory.gradients,
+        "activations": memory.activations + memory.logits, "cache": memory.cache,
+    }  # fmt: skip
+
+
+def _shown(size: int, unit: float) -> float | str:
+    return float(f"{round(size / unit, 3):.3g}") if size else "-"
+
+
+def _on_host(peaks: Sequence[DeviceMemory], cluster: Cluster, limit: int | None) -> tuple[list[str], list[str]]:
+    """Of virtual devices, which have the memory of their host."""
+    fullest = max(peaks, key=lambda each: each.total)
+    there, whole = host_memory(), total_memory()
+    _require_room(fullest, PROCESS_BYTES, whole)
+    room = min((size for size in (there, limit) if size is not None), default=None)
+    available = f" Available: {in_gb(there)}." if there is not None else ""
+    lines = [f"{host_line(fullest.total)}.{available}", f"Most: {fullest}."]
+    if room is None or with_process(fullest.total) <= room:
+        return lines, []
+    limits = f"devices_memory allows {in_gb(room)}" if room == limit else f"{in_gb(room)} are available"
+    return lines, [
+        f"The plan may take more memory than there is: about {in_gb(with_process(fullest.total))}, where {limits}. The "
+        f"system may end the run, or other programs. {_LESS}"
+    ]
+
+
+def _on_devices(peaks: Sequence[DeviceMemory], cluster: Cluster, limit: int | None) -> tuple[list[str], list[str]]:
+    """Of devices with memory of their own. Neighbours that are alike share a line."""
+    lines, notes = [], []
+
+    def alike(each: DeviceMemory) -> tuple[Any, ...]:
+        return each.call, each.total, dict(each.resting), dict(each.copies), cluster.capacity(each.devices.start)
+
+    for _, group in itertools.groupby(peaks, key=alike):
+        same = list(group)
+        first, last = same[0].devices.start, same[-1].devices.start
+        capacity = cluster.capacity(first)
+        _require_room(same[0], 0, cluster.kind_of(first).memory.bytes)
+        devices = f"Device {first}" if first == last else f"Each of devices {first}-{last}"
+        lines.append(f"{devices}: at most {in_gb(same[0].total)} of {in_gb(capacity)}, during {same[0].call}.")
+        if same[0].total > capacity:
+            notes.append(f"The plan may take more memory than there is: {same[0]}, of {in_gb(capacity)}. {_LESS}")
+    return lines, notes
+
+
+def _require_room(memory: DeviceMemory, more: int, whole: int | None) -> None:
+    """What rests between calls fits.
+
+    Raises:
+        PlanError: It does not.
+    """
+    resting = sum(memory.resting.values())
+    if whole is not None and resting + more > whole:
+        parts = ", ".join(f"{name} {in_gb(size)}" for name, size in memory.resting.items())
+        first, last = memory.devices.start, memory.devices.stop - 1
+        where = f"device {first}" if first == last else f"the host of devices {first}-{last}"
+        raise PlanError(
+            f"plan: weights and optimizer state at rest must fit into the {in_gb(whole)} of {where}. Got "
+            f"{in_gb(resting + more)} ({parts}{f', the process {in_gb(more)}' if more else ''}). {_LESS}"
+        )

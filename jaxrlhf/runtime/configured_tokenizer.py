@@ -1,0 +1,91 @@
+"""The tokenizer of a run: the one that its config names, else that of the folder which its roles start from."""
+
+import dataclasses
+import os
+from pathlib import Path
+
+from jaxrlhf.brief import brief
+from jaxrlhf.config.reading import ConfigError
+from jaxrlhf.config.schema import RunConfig
+from jaxrlhf.data.tokenizer import TokenizerConfig
+from jaxrlhf.data.tokenizer_files import TOKENIZER, read_vocabulary
+
+
+def configured_tokenizer(config: RunConfig) -> TokenizerConfig:
+    """The tokenizer that a run uses, of a kind other than `auto`.
+
+    Raises:
+        ConfigError or ValueError: A folder that a role starts from has none, and the config names none; or the folders
+            of two roles, or one and the tokenizer that the config names, have vocabularies that contradict each other.
+    """
+    folders = model_folders(config)
+    _check_vocabularies(folders, config.tokenizer)
+    if config.tokenizer.kind != "auto":
+        return config.tokenizer
+    for role, folder in folders.items():
+        if not (folder / TOKENIZER).is_file():
+            found = ", ".join(sorted(path.name for path in folder.iterdir()))
+            raise ConfigError(
+                f"roles.{role}.init: the folder must have a {TOKENIZER}, since the config names no tokenizer. Got "
+                f"{found} in {folder}. Add it (transformers makes one: AutoTokenizer.from_pretrained, then "
+                "save_pretrained), set tokenizer to {kind: file, path: ...}, or to {kind: bytes} for a model of bytes."
+            )
+    if not folders:
+        return dataclasses.replace(config.tokenizer, kind="bytes")
+    first = next(iter(folders.values()))
+    return dataclasses.replace(config.tokenizer, kind="file", path=str(first))
+
+
+def tokenizer_notes(config: RunConfig) -> list[str]:
+    """Notes on weights that know other tokens than a run's tokenizer may have."""
+    kind = config.tokenizer.kind
+    own = {folder for folder in model_folders(config).values() if (folder / TOKENIZER).is_file()}
+    if kind not in ("bytes", "train") or not own:
+        return []
+    return [
+        f"tokenizer.kind is {kind}, while {', '.join(sorted(map(str, own)))} has a tokenizer of its own: unless both "
+        "are the same, its weights know other tokens. Leave tokenizer out to use that one."
+    ]
+
+
+def model_folders(config: RunConfig) -> dict[str, Path]:
+    """Role -> the folder of a model that its `init` names. What is no such folder is told elsewhere."""
+    named = {name: role.init for name, role in config.roles.items() if role.init not in ("random", *config.roles)}
+    return {name: Path(init) for name, init in named.items() if os.path.isfile(os.path.join(init, "config.json"))}
+
+
+def _check_vocabularies(folders: dict[str, Path], chosen: TokenizerConfig) -> None:
+    """No token is two different ones in the folders of two roles: what one role writes, another one reads. Nor in the
+    tokenizer that the config chooses."""
+    paths = {role: folder / TOKENIZER for role, folder in folders.items() if (folder / TOKENIZER).is_file()}
+    path = Path(chosen.path) / TOKENIZER if os.path.isdir(chosen.path) else Path(chosen.path)
+    if chosen.kind == "file" and path.is_file():
+        paths |= {"": path}
+    if len({path.read_bytes() for path in paths.values()}) < 2 or list(paths) == [""]:
+        return
+    (first, first_path), *others = paths.items()
+    ids = read_vocabulary(first_path)
+    tokens = {number: token for token, number in ids.items()}
+    for role, path in others:
+        for token, number in read_vocabulary(path).items():
+            if ids.get(token, number) == number and tokens.get(number, token) == token:
+                continue
+            what, here, there = (
+                (brief(token), str(number), str(ids[token]))
+                if token in ids
+                else (f"token {number}", brief(token), brief(tokens[number]))
+            )
+            rule = (
+                f"roles.{role}.init: all roles must share one vocabulary, since each reads the others' tokens"
+                if role
+                else "tokenizer.path: must have the vocabulary of the model, whose weights know no other"
+            )
+            remedy = (
+                "Let both start from models of one family, or score by a function of the text."
+                if role
+                else "Leave tokenizer out to use that of the model."
+            )
+            raise ConfigError(
+                f"{rule}. Got {what}, which is {here} in {path.parent} and {there} in {first_path.parent}, where "
+                f"{first} starts. {remedy}"
+            )

@@ -1,0 +1,128 @@
+"""What is said of a plan's memory before it runs."""
+
+import dataclasses
+import re
+
+import pytest
+
+from jaxrlhf.config.schema import load_run
+from jaxrlhf.models.params import num_parameters
+from jaxrlhf.planner import cluster_text, memory_forecast
+from jaxrlhf.planner.cluster_text import read_cluster
+from jaxrlhf.planner.hardware import Cluster
+from jaxrlhf.planner.memory import call_memory, weight_bytes
+from jaxrlhf.planner.memory_forecast import MemoryForecast, forecast_memory
+from jaxrlhf.planner.plan import Placement, Plan, PlanError
+from jaxrlhf.planner.planning import plan_workload
+from jaxrlhf.planner.report import memory_rows, plan_json, summary_lines
+from jaxrlhf.sharding.strategy import Strategy
+from tests.planner.described_step import TINY, ppo
+
+STEP = ppo(dataclasses.replace(TINY, hidden_size=1024, intermediate_size=4096, vocab_size=4096, num_heads=8))
+EVERYWHERE = Placement(tuple(range(4)), Strategy(data=4))
+PLAN = Plan({call.name: EVERYWHERE for call in STEP.workload.calls})
+WHOLE = weight_bytes(STEP.models["actor"], Strategy(), 4)
+GB = 10**9
+
+
+@pytest.fixture
+def machine(monkeypatch) -> Cluster:
+    """Four virtual devices, where 20 of 24 GB are available."""
+    monkeypatch.setattr(memory_forecast, "host_memory", lambda: 20 * GB)
+    monkeypatch.setattr(memory_forecast, "total_memory", lambda: 24 * GB)
+    monkeypatch.setattr(cluster_text, "host_room", lambda limit=None: 10 * GB)
+    return read_cluster("cpu:4")
+
+
+def test_every_call_has_a_row_of_what_it_takes_of_a_device(machine):
+    rows = {row["call"]: row for row in forecast_memory(STEP.workload, machine, PLAN).rows}
+    assert list(rows) == [call.name for call in STEP.workload.calls]
+    train = rows["actor.train"]
+    assert (train["weights"], train["optimizer"]) == tuple(round(n * WHOLE / GB, 3) for n in (1, 2))
+    memory = call_memory(STEP.workload.call("actor.generate"), EVERYWHERE.strategy, is_trained=True, on_cpu=True)
+    assert rows["actor.generate"]["cache"] == round(memory.cache / GB, 3)
+    assert rows["actor.generate"]["weights"] == rows["actor.generate"]["optimizer"] == "-"
+
+
+def test_a_small_model_is_shown_in_megabytes(machine):
+    small = ppo()
+    forecast = forecast_memory(small.workload, machine, PLAN)
+    train = next(row for row in forecast.rows if row["call"] == "actor.train")
+    assert forecast.unit == "MB" and train["optimizer"] == float(f"{8e-6 * num_parameters(TINY):.3g}")
+
+
+def test_replicas_on_virtual_devices_add_up(machine):
+    """Two sets of weights are trained in four copies each, with two moments, and gradients twice."""
+    forecast = forecast_memory(STEP.workload, machine, PLAN)
+    lean = Plan({call.name: Placement((0,), Strategy()) for call in STEP.workload.calls})
+    of_one, of_four = (_arrays(forecast_memory(STEP.workload, machine, plan)) for plan in (lean, PLAN))
+    assert 24 * WHOLE < of_four < 40 * WHOLE and 6 * WHOLE < of_one < of_four / 3
+    assert forecast.lines[0].endswith("the rest of the process 2.14 GB. Available: 20 GB.")
+    assert "in the memory that devices 0-3 share during" in forecast.lines[1] and not forecast.notes
+
+
+def test_a_plan_that_takes_more_than_there_is_gets_a_note(machine, monkeypatch):
+    (note,) = forecast_memory(STEP.workload, machine, PLAN, limit=3 * GB).notes
+    assert note.startswith("The plan may take more memory than there is: about ")
+    assert ", where devices_memory allows 3 GB. The system may end the run" in note
+    monkeypatch.setattr(memory_forecast, "host_memory", lambda: 4 * GB)
+    (note,) = forecast_memory(STEP.workload, machine, PLAN, limit=30 * GB).notes
+    assert ", where 4 GB are available. " in note and "Use `plan: auto`" in note
+
+
+def test_what_cannot_fit_at_rest_is_refused(machine, monkeypatch):
+    monkeypatch.setattr(memory_forecast, "total_memory", lambda: 2 * GB)
+    rule = "plan: weights and optimizer state at rest must fit into the 2 GB of the host of devices 0-3. Got 7.98 GB ("
+    with pytest.raises(PlanError, match=re.escape(rule)):
+        forecast_memory(STEP.workload, machine, PLAN)
+
+
+def test_sizes_are_read_as_they_are_written():
+    run = load_run("ppo_arithmetic", ["devices_memory=20 GB"])
+    assert (run.devices_memory.device_bytes, run.devices_memory.host_bytes) == (20 * GB, 20 * GB)
+    limits = load_run("ppo_arithmetic", ["devices_memory={host: 1.5GiB}"]).devices_memory
+    assert (limits.device_bytes, limits.host_bytes) == (None, 3 * 2**29)
+
+
+def test_devices_with_memory_of_their_own_have_a_line_each():
+    cluster = read_cluster("1x4:h100")
+    apart = Placement((2, 3), Strategy(data=2))
+    plan = Plan({name: apart if "critic" in name else p for name, p in PLAN.placements.items()}, ("reference",))
+    forecast = forecast_memory(STEP.workload, cluster, plan)
+    assert [line.partition(":")[0] for line in forecast.lines] == ["Each of devices 0-1", "Each of devices 2-3"]
+    assert all(" GB of 76.4 GB, during " in line for line in forecast.lines) and not forecast.notes
+    row = next(row for row in forecast.rows if row["call"] == "reference.logprobs")
+    assert str(row["weights"]).endswith(" (host)")
+    (first, *_) = forecast_memory(STEP.workload, _with_memory(cluster, 2 * GB), plan).notes
+    assert re.match(r"The plan may take more memory than there is: \d.* on device .*, of 2 GB\. Use", first)
+
+
+def test_a_plan_that_is_looked_for_fits_into_the_memory_that_devices_share(machine):
+    """The fastest of all does not fit."""
+    roomy, tight = (_with_memory(machine, size) for size in (100 * GB, 3 * GB))
+    fastest = plan_workload(STEP.workload, roomy, seconds=1.0)
+    assert fastest.memory[0].total > 3 * GB
+    found = plan_workload(STEP.workload, tight, seconds=1.0)
+    assert len(found.memory) == 1 and found.memory[0].total <= 3 * GB
+    assert found.seconds > fastest.seconds
+    (row,) = memory_rows(found)
+    assert row["devices"] == "0-3, shared" and row["of GB"] == 3.0
+    assert any(line.startswith("The run takes up to about ") for line in summary_lines(found))
+    devices = plan_json(found, found.plan_for(STEP.graph))["devices"]
+    assert [each["memory_shared_by"] for each in devices] == [4] * 4
+    assert {each["capacity_bytes"] for each in devices} == {3 * GB}
+    assert not any(choice.offloaded for call in found.problem.calls for choice in call.choices)
+
+
+def _arrays(forecast: MemoryForecast) -> float:
+    """Bytes of arrays that a forecast says."""
+    match = re.search(r"arrays (\S+) GB", forecast.lines[0])
+    assert match is not None
+    return float(match[1]) * GB
+
+
+def _with_memory(cluster: Cluster, size: int) -> Cluster:
+    """The same with so many bytes for a plan."""
+    (group,) = cluster.groups
+    memory = dataclasses.replace(group.kind.memory, bytes=size, usable=1.0)
+    return Cluster((dataclasses.replace(group, kind=dataclasses.replace(group.kind, memory=memory)),))

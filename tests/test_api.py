@@ -1,0 +1,135 @@
+"""`jaxrlhf.train`: a run from Python, with rows and a reward of one's own, and what it gives back."""
+
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+
+import jaxrlhf
+from jaxrlhf.api import TrainedRun
+from jaxrlhf.config.reading import to_tree
+from jaxrlhf.runtime.console import Console
+from jaxrlhf.testing import small_run
+from jaxrlhf.train import InputError, prepare, read
+
+ROWS = [{"prompt": f"{i}+{i}=", "label": i} for i in range(10, 42)]
+seen: list[Any] = []
+
+
+def share_of_vowels(completions: list[str], label: list[int]) -> list[float]:
+    seen.extend(label)
+    return [sum(c in "aeiou" for c in text) / 6 for text in completions]
+
+
+@pytest.fixture(scope="module")
+def config() -> dict[str, Any]:
+    tree = to_tree(small_run("rloo", steps=2))
+    del tree["data"]
+    return tree
+
+
+@pytest.fixture(scope="module")
+def run(config, tmp_path_factory) -> TrainedRun:
+    folder = tmp_path_factory.mktemp("runs")
+    output = {"folder": str(folder), "timeline": False, "tensorboard": False}
+    return jaxrlhf.train(
+        config, data={"path": ROWS, "eval_rows": 8}, reward=share_of_vowels, quiet=True, output=output, steps=3
+    )
+
+
+def test_a_run_gives_its_folder_its_metrics_as_rows_and_its_rewards(run):
+    assert (run.folder / "config.yaml").is_file()
+    assert [row["step"] for row in run.metrics] == [1, 2, 3], "keys given beside the config are laid over it"
+    assert run.rewards == tuple(row["critic/score/mean"] for row in run.metrics)
+    assert (
+        set(seen) <= {row["label"] for row in ROWS} and len(seen) == 3 * 16 * run.config.settings.sampling.num_samples
+    )
+    assert run.config.roles["reward"].function == f"{__name__}:share_of_vowels"
+
+
+def test_the_folder_can_be_gone_on_with_from_the_command_line(run):
+    config = read(str(run.folder / "config.yaml"), ["steps=4", f"resume={run.folder}"])
+    resume = prepare(config, Console(quiet=True)).resume
+    assert resume is not None and resume.position is not None and resume.position.done == 3
+
+
+def test_it_generates_with_the_last_weights(run):
+    prompts = ["12+12=", "7+7=", "31+31="]
+    greedy = run.generate(prompts)
+    assert len(greedy) == 3 and run.generate(prompts[1:]) == greedy[1:], "a response depends on its prompt alone"
+    drawn = run.generate(prompts, temperature=1.0, num_samples=2, seed=1)
+    assert len(drawn) == 6 and drawn == run.generate(prompts, temperature=1.0, num_samples=2, seed=1)
+    assert drawn != run.generate(prompts, temperature=1.0, num_samples=2, seed=2)
+    assert run.generate([]) == []
+    # not the first weights: those of the reference, which never change
+    logits = [run.outcome.weights.snapshot(name)[1]["lm_head"] for name in ("actor", "reference")]
+    assert not np.array_equal(np.asarray(logits[0]), np.asarray(logits[1]))
+    assert run.generate(prompts, role="reference", temperature=1.0, seed=1) != run.generate(
+        prompts, temperature=1.0, seed=1
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"prompts": "7+7="}, r"generate: prompts must be a list. Got '7\+7='. Write \['7\+7='\]"),
+        ({"prompts": ["a"], "role": "reward"}, r"role must have a language model. Got 'reward'. .*: actor, reference"),
+        ({"prompts": ["a"], "temprature": 1.0}, r"sampling has max_new_tokens, .*. Got 'temprature'"),
+        ({"prompts": ["a"], "temperature": -1.0}, r"sampling.temperature"),
+        ({"prompts": [""]}, r"prompts\[0\]: .* must not be empty"),
+        ({"prompts": [{"text": "a"}]}, r"prompts\[0\]: must have the column 'prompt'. Got text"),
+        ({"prompts": ["a" * 2100]}, r"must fit into max_position_embeddings=2048 of 'actor'. Got 2112 \+ 6 tokens"),
+    ],
+)
+def test_what_it_cannot_generate_is_refused(run, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        run.generate(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"stepz": 3}, r"config: unknown key 'stepz'.*Did you mean 'steps'"),
+        ({"data": [{"prompt": object()}]}, r"data.path: rows must be plain data, as in JSON. Got .*not JSON"),
+        (
+            {"data": ROWS[:4], "evaluation": {"num_prompts": 4}},
+            r"data.eval_rows: must leave rows for training out of the 4 of .* Got 4",
+        ),
+        (
+            {"reward": lambda completions, colour: []},
+            r"roles.reward: Reward 'reward': its arguments must be columns of the data or options. Got 'colour'",
+        ),
+    ],
+)
+def test_bad_input_is_refused_as_on_the_command_line(config, tmp_path, more, message):
+    with pytest.raises(InputError, match=message):
+        jaxrlhf.train(config, **{"data": {"path": ROWS, "eval_rows": 8}, "output": {"folder": str(tmp_path)}, **more})
+
+
+def test_of_rows_in_a_list_none_are_held_out_without_an_evaluation(config, tmp_path):
+    with pytest.raises(InputError, match=r"its arguments must be columns"):  # after the rows were found to suffice
+        jaxrlhf.train(config, data=ROWS[:4], reward=lambda completions, colour: [], output={"folder": str(tmp_path)})
+
+
+def test_a_shipped_config_takes_rows_in_place_of_its_task(tmp_path):
+    more = {"devices": "cpu:8", "output": {"folder": str(tmp_path)}}
+    with pytest.raises(InputError, match=r"needs a column 'answer' in every row"):
+        jaxrlhf.train("grpo_arithmetic", data={"path": ROWS, "eval_rows": 8}, **more)
+
+
+def test_the_package_is_light_and_stays_callable_after_an_import_of_the_command():
+    """Importing a submodule gives the package's name to it, and JAX is configured before it is imported."""
+    code = (
+        "import sys, jaxrlhf; assert 'jax' not in sys.modules; import jaxrlhf.train\n"
+        "try: jaxrlhf.train({'name': 'x'})\n"
+        "except ValueError as error: print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("config: steps: required")
+
+
+def test_settings_of_another_algorithm_are_left_out_as_on_the_command_line(tmp_path):
+    with pytest.raises(InputError, match=r"ppo_arithmetic.yaml with other keys: steps: must not be negative"):
+        jaxrlhf.train("ppo_arithmetic", algorithm="rloo", steps=-1, output={"folder": str(tmp_path)})
