@@ -18,10 +18,10 @@ from typing import Any, get_args
 import jax
 import numpy as np
 
-from jaxrlhf import train
 from jaxrlhf.brief import brief
 from jaxrlhf.config.reading import ConfigError
 from jaxrlhf.planner.calibrate import (
+    QUIET,
     Calibration,
     Case,
     Point,
@@ -39,9 +39,10 @@ from jaxrlhf.runtime.console import Console
 from jaxrlhf.runtime.measure import Degrees, Job, described_workload, jobs, measure
 from jaxrlhf.runtime.measure_host import host_seconds
 from jaxrlhf.runtime.measure_machine import measure_machine
-from jaxrlhf.runtime.timing import QUIET
+from jaxrlhf.runtime.timing import WatchedLoad
 from jaxrlhf.sharding import mesh
 from jaxrlhf.sharding.strategy import Remat, Strategy
+from jaxrlhf.train import read, start
 
 _DEGREES = tuple(field.name for field in dataclasses.fields(Degrees))
 _EXAMPLE = "Write --degrees tensor=1,2 fsdp=1, say."
@@ -71,8 +72,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ConfigError(f"--minutes: must be positive. Got {options.minutes}.")
         if not 0 <= options.patience < math.inf:
             raise ConfigError(f"--patience: must not be negative. Got {options.patience}.")
-        config = train.read(options.config, options.set)
-        if train.start(config).count > 1:
+        config = read(options.config, options.set)
+        if start(config).count > 1:
             raise ConfigError("calibrate: measures the devices of one process. Got several. Start one, on one node.")
         degrees = parse_degrees(options.degrees, all_devices=mesh.num_devices())
         assembly = assemble(config, mesh.num_devices(), mesh.devices_per_process())
@@ -84,6 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.error(str(error))
         return 1
     console.line(f"Measuring {machine}, as {mesh.num_devices()} devices")
+    watched = WatchedLoad()
     rates = measure_machine(patience_seconds=options.patience)
     rates = dataclasses.replace(rates, host_seconds=host_seconds(assembly, machine.num_cores))
     console.table("One device, while all of them do the same", rate_rows(rates))
@@ -94,7 +96,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def save(measured: Measured) -> None:
         pairs = [pair for _, of_job in measured for pair in of_job]
-        write_calibration(path, calibration.with_curves(curves_of(pairs)))
+        with_load = dataclasses.replace(calibration, load=watched.load())
+        write_calibration(path, with_load.with_curves(curves_of(pairs)))
 
     deadline = began + 60 * options.minutes
     measured = measure_all(to_do, rates, console, deadline=deadline, patience_seconds=options.patience, save=save)
@@ -103,6 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     console.table("Passes", pass_rows(work, measured))
     console.line(f"{len(measured)} of {len(to_do)} measured in {time.perf_counter() - began:.0f} s")
+    console.line(f"Meanwhile {watched.load()}")
     console.line(f"Written to {path}")
     return 0
 

@@ -162,6 +162,10 @@ def _show(planned: Planned, draft: StepDraft, written: dict[str, Path], console:
     console.header("Forecast")
     for line in summary_lines(planned):
         console.line(line)
+    if planned.assumed:
+        console.header("Assumed, not measured")
+    for line in planned.assumed:
+        console.line(line)
     if planned.result.runners_up:
         console.header("Plans that lost")
     for line in runner_up_lines(planned):

@@ -27,14 +27,16 @@ from jaxrlhf.config.reading import build, to_tree
 from jaxrlhf.config.schema import RunConfig, build_run
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.planner.device_order import reuse_training_shards, training_placements
-from jaxrlhf.planner.fusion import check_fusion, oppose
+from jaxrlhf.planner.fusion import check_fusion, oppose, with_schedules
 from jaxrlhf.planner.plan import DEFAULT, Placement, Plan, PlanError, check, resolve
+from jaxrlhf.planner.stage_costs import reference_costs
 from jaxrlhf.runtime.assembly import Phase, assemble
 from jaxrlhf.runtime.checkpoints import changing_sets
 from jaxrlhf.runtime.executor import Executor
 from jaxrlhf.runtime.first_weights import Placed, load_first_weights
 from jaxrlhf.runtime.metrics import flatten
 from jaxrlhf.runtime.roles import GAP_METRIC, ModelRole
+from jaxrlhf.runtime.step_work import step_workload
 from jaxrlhf.runtime.weight_sets import BASE
 from jaxrlhf.sharding import mesh
 from jaxrlhf.sharding.strategy import Strategy
@@ -236,6 +238,9 @@ def random_plan(phase: Phase, *, seed: int) -> Plan:
             placements[call.plan_name] = placement
     offload = tuple(role for role in models if random.Random(f"{seed} {role}").random() < 0.2)
     plan = _with_fusion(resolve({**one_device, **placements}, graph, offload), graph, models, seed)
+    if plan.fuse:
+        costs = reference_costs(NUM_DEVICES, DEVICES_PER_NODE)
+        plan = with_schedules(plan, graph, step_workload(graph, phase.roles), costs)
     return reuse_training_shards(plan, graph, training_placements(plan, graph), DEVICES_PER_NODE)
 
 
@@ -275,23 +280,24 @@ def _in_short(plan: Plan) -> str:
 
 def _random_placement(call: Call, draw: random.Random) -> Placement:
     """One that may not fit the call's rows or model."""
-    count = draw.choice((1, 2, 4, 8))
-    first = draw.randrange(0, NUM_DEVICES, count)
-    tensor = draw.choice([n for n in (1, 2) if count % n == 0])
     computes, trains = call.kind == "compute", call.kind == "train"
+    uneven = () if computes or trains else (3,)  # which rows need not divide over
+    count = draw.choice((1, 2, 4, 8, *uneven))
+    first = draw.randrange(0, NUM_DEVICES, DEVICES_PER_NODE if count == 3 else count)
+    tensor = draw.choice([n for n in (1, 2) if count % n == 0])
     pipeline, stages = 1, {}
     if not computes and (count // tensor) % 2 == 0 and draw.random() < 0.5:
         pipeline, chunks = 2, 2 if trains and draw.random() < 0.3 else 1
         schedule = draw.choice(("1f1b", "gpipe")) if trains and chunks == 1 else "1f1b"
         stages = {"pipeline": pipeline, "chunks": chunks, "schedule": schedule}
     shards = count // tensor // pipeline
-    data = draw.choice([n for n in (1, 2, 4, 8) if shards % n == 0])
+    data = draw.choice([n for n in (1, 2, 3, 4, 8) if shards % n == 0])
     strategy = Strategy(
         **stages,
         data=data,
         fsdp=shards // data,
         tensor=tensor,
-        micro_batches=1 if computes else draw.choice((1, 1, 2, 4)),
+        micro_batches=1 if computes else draw.choice((1, 1, 2, 4, *uneven)),
         remat=draw.choice(("none", "dots", "layer")) if trains else "none",
         balance=call.kind in ("train", "infer") and draw.random() < 0.3,
     )

@@ -3,6 +3,7 @@
     python scripts/bench_schedules.py                                  # all instances, two processes
     python scripts/bench_schedules.py --instance 8/4/8 --instance 16/16/16
     python scripts/bench_schedules.py --instance 16/8/16 --picture fused.png
+    python scripts/bench_schedules.py --quick                          # as plans and runs find them
     python scripts/bench_schedules.py --json
 
 An instance is stages of the large model / stages of the small one / micro-batches of the large one: 33B and 13B
@@ -14,6 +15,7 @@ paper; memory is the peak of a node relative to that of the models trained one a
     greedy   always what can start earliest, of the larger model first, and of that a backward first
     ours     `jaxrlhf.planner.schedules.fused_schedule.fuse`
     bound    no schedule is shorter
+    quick    the same module's `fuse_quickly`, within the memory that both models take by themselves
 
 Seconds are those of the clock, and of processors. numba compiles the search where it is installed, before the first
 instance.
@@ -29,10 +31,10 @@ from pathlib import Path
 from typing import Any
 
 from jaxrlhf.planner.schedules.fused_pipes import TrainedModel, fused_pipes
-from jaxrlhf.planner.schedules.fused_schedule import FusedResult, fuse
+from jaxrlhf.planner.schedules.fused_schedule import FusedResult, fuse, fuse_quickly
 from jaxrlhf.planner.schedules.instructions import Pipe
 from jaxrlhf.planner.schedules.schedule import makespan, peak_activations, validate
-from jaxrlhf.planner.schedules.schedule_bounds import greedy_schedule, shallow_serial_latency
+from jaxrlhf.planner.schedules.schedule_bounds import added_peaks, greedy_schedule, serial_peak, shallow_serial_latency
 from jaxrlhf.planner.schedules.schedule_picture import draw_schedule
 
 MODELS: dict[tuple[int, int], tuple[tuple[float, float], tuple[float, float]]] = {
@@ -45,6 +47,8 @@ MODELS: dict[tuple[int, int], tuple[tuple[float, float], tuple[float, float]]] =
 INSTANCES = {
     f"{large}/{small}/{times * large}": (large, small, times * large) for large, small in MODELS for times in (1, 2, 4)
 }
+TIGHT = 1.25
+"""A lower memory cap, in peaks of serial 1F1B, for the last column of `--quick`."""
 NAMES = {8: ("33B", "13B"), 16: ("65B", "33B")}
 
 
@@ -87,6 +91,48 @@ def measure(instance: str, *, processes: int, moves: int | None, seeds: int) -> 
     return row, found
 
 
+def measure_quickly(instance: str) -> tuple[dict[str, Any], FusedResult]:
+    """A row of the table of `--quick`, and what it is of: with numba, where it is installed, and without."""
+    pipes = pipes_of(instance)
+    cpu, found = [], []
+    for compiled in (True, False):
+        begin = time.process_time()
+        found.append(fuse_quickly(pipes, memory_cap=added_peaks(pipes), compiled=compiled))
+        cpu.append(time.process_time() - begin)
+    assert found[0] == found[1]
+    quick, tight = found[0], fuse_quickly(pipes, memory_cap=TIGHT * serial_peak(pipes))
+    row = {
+        "instance": instance,
+        "bound": quick.lower_bound,
+        "quick": quick.latency,
+        "over_bound": quick.latency / quick.lower_bound,
+        "speedup": quick.serial_latency / quick.latency,
+        "memory": quick.peak / quick.serial_peak,
+        "cap": added_peaks(pipes) / quick.serial_peak,
+        "cpu_seconds": cpu[0],
+        "python_cpu_seconds": cpu[1],
+        "tight_over_bound": tight.latency / tight.lower_bound,
+        "tight_memory": tight.peak / tight.serial_peak,
+    }
+    return row, quick
+
+
+def quick_table(rows: Sequence[dict[str, Any]]) -> str:
+    """The rows of `--quick` as a table in Markdown."""
+    lines = [
+        "| instance | bound | quick | quick / bound | over serial | memory | cap | CPU-seconds | in Python alone | "
+        f"quick / bound within {TIGHT} |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    lines += [
+        f"| {row['instance']} | {row['bound']:g} | {row['quick']:g} | {row['over_bound']:.3f} | {row['speedup']:.2f} | "
+        f"{row['memory']:.2f} | {row['cap']:.2f} | {row['cpu_seconds']:.2f} | {row['python_cpu_seconds']:.2f} | "
+        f"{row['tight_over_bound']:.3f} |"
+        for row in rows
+    ]
+    return "\n".join(lines)
+
+
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """The rows as a table in Markdown: latencies, and in parentheses speedups over serial."""
 
@@ -120,17 +166,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--processes", type=int, default=2, help="seeds tried at once (default: 2)")
     parser.add_argument("--seeds", type=int, default=2, help="how many (default: 2)")
     parser.add_argument("--moves", type=int, help="of annealing per round; otherwise by the size of the instance")
+    parser.add_argument("--quick", action="store_true", help="find schedules as plans and runs do")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the schedule of the last instance")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     options = parser.parse_args(arguments)
     rows: list[dict[str, Any]] = []
     settings = dict(processes=options.processes, moves=options.moves, seeds=options.seeds)
     fuse(pipes_of("8/8/8"), moves=1)  # compiles
+    fuse_quickly(pipes_of("16/16/16"))
     for instance in options.instance or INSTANCES:
-        row, found = measure(instance, **settings)
+        row, found = measure_quickly(instance) if options.quick else measure(instance, **settings)
         rows.append(row)
         if not options.json:
-            print(table(rows) if len(rows) == 1 else table([row]).splitlines()[-1], flush=True)
+            in_words = quick_table if options.quick else table
+            print(in_words(rows) if len(rows) == 1 else in_words([row]).splitlines()[-1], flush=True)
         if options.picture is not None and instance == (options.instance or list(INSTANCES))[-1]:
             names = NAMES[INSTANCES[instance][0]]
             draw_schedule(found.schedule, options.picture, names=names, serial_peak=found.serial_peak, title=instance)

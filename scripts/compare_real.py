@@ -16,7 +16,10 @@ system is described is not fitted:
 - a micro-batch of its tables is cut again for the pipeline, into as many parts as there are stages (inference,
   generation) or twice as many (training), and fills and drains the stages by itself;
 - its stages hold equal parts of the weights, the embedding and the head among them;
+- a stage sends and receives between its passes, not beside them;
 - logits of all columns are computed; activations are kept, not recomputed;
+- its attention, FlashAttention with the lengths of the sequences, decodes over the tokens that are there, on average
+  those of the prompt and half of the response;
 - its decoding loop runs on the host, which every step waits for.
 
 Reference:
@@ -41,9 +44,9 @@ from jaxrlhf.planner.hardware import Cluster, Network
 from jaxrlhf.planner.plan import Placement
 from jaxrlhf.planner.planning import plan_workload
 from jaxrlhf.planner.simulate import steady_state
-from jaxrlhf.planner.work import Phase, layer_parameters
+from jaxrlhf.planner.work import LayerWork, Phase, analytic_work, decode_work, layer_parameters
 from jaxrlhf.planner.workload import ModelCall, Workload
-from jaxrlhf.sharding.strategy import Strategy
+from jaxrlhf.sharding.strategy import Remat, Strategy
 
 
 class Row(NamedTuple):
@@ -129,8 +132,15 @@ def cluster(coefficients: Mapping[str, float]) -> Cluster:
     return Cluster((dataclasses.replace(group, kind=kind, network=network),))
 
 
+def real_work(call: ModelCall, phase: Phase, *, tensor: int, fsdp: int, remat: Remat) -> LayerWork:
+    """The work of a phase in ReaL: as ours, but for the tokens over which it decodes."""
+    if phase == "decode":
+        return decode_work(call, tensor=tensor, slots=call.prompt + call.response / 2)
+    return analytic_work(call, phase, tensor=tensor, fsdp=fsdp, remat=remat)
+
+
 class RealSystem(CostModel):
-    """The cost model with stages as ReaL cuts them: equal parts of the weights."""
+    """The cost model with stages as ReaL cuts them, equal parts of the weights, which send when they have computed."""
 
     def _stage(self, call: ModelCall, phase: Phase, devices: range, strategy: Strategy, rows: float) -> float:
         one = self._pass(call, phase, devices, strategy, rows)
@@ -139,6 +149,9 @@ class RealSystem(CostModel):
             return (model.num_layers * one.layer + one.rest) / stages
         embedding = model.vocab_size * model.hidden_size / layer_parameters(model) if stages > 1 else 0.0
         return (model.num_layers + embedding) / stages * one.layer + one.rest
+
+    def _sends(self, call: ModelCall, strategy: Strategy, stage: float, send: float) -> float:
+        return (strategy.pipeline - 1 + strategy.micro_batches) * send * (2 if call.trains else 1)
 
     def row_seconds(self, call: ModelCall, row: Row) -> float:
         """The seconds of a row of the tables."""
@@ -156,7 +169,7 @@ def fit(rows: Sequence[tuple[str, str]]) -> dict[str, float]:
     first = np.log(list(COEFFICIENTS.values()))
 
     def residuals(logs: np.ndarray) -> np.ndarray:
-        model = RealSystem(cluster(_coefficients(logs)))
+        model = RealSystem(cluster(_coefficients(logs)), real_work)
         off = [
             np.log(model.row_seconds(calls[name], TABLES[table][name]) / TABLES[table][name].seconds)
             for table, name in rows
@@ -179,7 +192,7 @@ def left_out() -> list[dict[str, Any]]:
     for table, name in every:
         coefficients = fit([row for row in every if row != (table, name)])
         row = TABLES[table][name]
-        forecast = RealSystem(cluster(coefficients)).row_seconds(calls[name], row)
+        forecast = RealSystem(cluster(coefficients), real_work).row_seconds(calls[name], row)
         results.append(
             {
                 "plan": table,

@@ -79,7 +79,12 @@ CASES: dict[str, tuple[list[str], dict[str, Any], str]] = {
     # degrees and devices
     "tensor and heads": (["plan.actor.generate={tensor: 3}"], {}, r"plan\.actor\.generate\.tensor: 3 does not divide"),
     "fsdp and width": (["plan.actor.train={fsdp: 5, tensor: 1}"], {}, r"plan\.actor\.train\.fsdp: 5 does not divide"),
-    "data and batch": (["plan.actor.generate={data: 3}"], {}, r"must divide 8 rows\. Got 1 x 3 x 1 = 3"),
+    "data and batch": (["plan.actor.train={data: 3, fsdp: 1, tensor: 1}"], {}, r"must divide a mini-batch of 4 rows"),
+    "micro-batches and rows": (
+        ["plan.actor.generate={data: 3, micro_batches: 3}"],
+        {},
+        r"micro_batches x data x fsdp must be at most 8 rows\. Got 3 x 3 x 1 = 9\. Lower a degree, or use",
+    ),
     "micro-batches and batch": (["plan.actor.train.micro_batches=3"], {}, r"train, in the step: micro_batches x data"),
     "mini-batches and batch": (
         ["settings.actor_update.mini_batches=3"],
@@ -96,12 +101,12 @@ CASES: dict[str, tuple[list[str], dict[str, Any], str]] = {
     "devices and held-out rows": (
         ["evaluation.num_prompts=3"],
         {},
-        r"plan\.actor\.generate, in the evaluation: .* must divide 3 rows\. .* another evaluation\.num_prompts\.",
+        r"plan\.actor\.generate, in the evaluation: .* must be at most 3 rows\. .* another evaluation\.num_prompts\.",
     ),
     "devices and a batch of held-out rows": (
         ["evaluation.batch_size=2"],
         {},
-        r"plan\.actor\.generate, in the evaluation: .* must divide 2 rows\. .* another evaluation\.batch_size\.",
+        r"plan\.actor\.generate, in the evaluation: .* must be at most 2 rows\. .* another evaluation\.batch_size\.",
     ),
     "devices and the warm start": (
         ["warm_start.batch_size=5"],

@@ -1,6 +1,8 @@
 """The command that measures a machine for a run."""
 
 import dataclasses
+import subprocess
+import sys
 
 import pytest
 
@@ -10,6 +12,7 @@ from jaxrlhf.planner.calibrate import Point, read_calibration, this_machine
 from jaxrlhf.runtime import timing
 from jaxrlhf.runtime.measure import Degrees
 from tests.planner.test_calibrate import RATES
+from tests.subprocesses import ROOT
 
 CONFIG = """
 name: small
@@ -42,7 +45,7 @@ def test_a_run_is_measured_and_more_is_added(config, capsys):
     command = ["--config", str(config), "--out", "measured.json", "--patience", "0"]
     assert calibrate.main([*command, "--degrees", "data=1"]) == 0
     shown = capsys.readouterr().out
-    assert "measured.json" in shown and "gradient" in shown
+    assert "measured.json" in shown and "gradient" in shown and "Meanwhile other processes had " in shown
     path = config.with_name("measured.json")
     first = read_calibration(path, machine=this_machine())
     assert {(c.case.phase, c.case.data) for c in first.curves} == {
@@ -50,6 +53,7 @@ def test_a_run_is_measured_and_more_is_added(config, capsys):
     }
     assert first.rates == dataclasses.replace(RATES, host_seconds=first.rates.host_seconds)
     assert 0 < first.rates.host_seconds < 1
+    assert first.load is not None and 0 <= first.load.others <= 1
     assert calibrate.main([*command, "--minutes", "1e-9"]) == 1
     shown = capsys.readouterr()
     assert "no time is left for" in shown.out and "no pass was measured in 1e-09 minutes" in shown.err
@@ -72,7 +76,14 @@ def test_times_that_are_refused(config, capsys, arguments, message):
 def test_a_file_of_another_machine_is_not_added_to(config, capsys):
     config.with_name("measured.json").write_text("{}")
     assert calibrate.main(["--config", str(config), "--out", "measured.json"]) == 1
-    assert "measured.json: version: must be 1. Got None. Measure this machine" in capsys.readouterr().err
+    assert "measured.json: version: must be 2. Got None. Measure this machine" in capsys.readouterr().err
+
+
+def test_the_command_starts_by_itself():
+    """In a process that has imported nothing else of the package."""
+    command = [sys.executable, "-m", "jaxrlhf.calibrate", "--config", "no_such_config"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 1 and done.stderr.startswith("Error: Unknown config 'no_such_config'")
 
 
 def test_two_measurements_count_by_what_they_had_of_the_processors():

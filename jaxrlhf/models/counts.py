@@ -20,7 +20,7 @@ def forward_flops(config: ModelConfig, *, rows: int, columns: int, scored: int) 
     seen = columns * (columns + 1) // 2  # pairs of a query and a key that it sees
     seen_by_scored = seen - (columns - scored) * (columns - scored + 1) // 2
     pairs = (config.num_layers - 1) * seen + seen_by_scored
-    products = _product_flops(config, columns=columns, last_layer=scored, scored=scored)
+    products = product_flops(config, columns=columns, last_layer=scored, scored=scored)
     return rows * (products + pairs * _pair_flops(config))
 
 
@@ -44,15 +44,16 @@ def program_flops(
     last_layer = columns if config.scan_layers else scored
     pairs = (config.num_layers - 1) * computed_pairs(columns, columns, implementation=attention)
     pairs += computed_pairs(last_layer, columns, implementation=attention)
-    products = _product_flops(config, columns=columns, last_layer=last_layer, scored=scored)
+    products = product_flops(config, columns=columns, last_layer=last_layer, scored=scored)
     of_pairs = pairs * _pair_flops(config)
     if not gradient:
         return rows * (products + of_pairs)
     return rows * (3 * products + of_pairs * (7 if attention == "cudnn" else 6) // 2)
 
 
-def _product_flops(config: ModelConfig, *, columns: int, last_layer: int, scored: int) -> int:
-    """Operations of a row's products with weights, whose last layer works on its last `last_layer` columns."""
+def product_flops(config: ModelConfig, *, columns: int, last_layer: int, scored: int) -> int:
+    """Operations of a row's products with weights in a forward pass, whose last layer works on its last `last_layer`
+    columns. As many for the gradient of all these weights, and for that of what they multiply."""
     D, F, h = config.hidden_size, config.intermediate_size, config.head_size
     H, K = config.num_heads, config.num_kv_heads
     keys_values = 2 * D * 2 * K * h

@@ -194,15 +194,11 @@ def generate(
     """
     P, R = prompts.tokens.shape[1], sampling.max_new_tokens
     params = prepare(params, config, layout)
-    stages = cache_sizes(R)
-    state = start(params, prompts, noise, temperature, sampling, config, layout, num_slots=P + stages[0])
-    num_steps = 0  # the last token that is drawn does not enter the cache
-    for num_new_slots in stages:
+    state = start(params, prompts, noise, temperature, sampling, config, layout, num_slots=P + cache_sizes(R)[0])
+    for num_new_slots, num_steps in decoding_stages(R):
         state = state.replace(cache=state.cache.grow(P + num_new_slots, layout))
-        stage_steps = min(num_new_slots, R - 1) - num_steps
-        until = Until.all_finished().replace(num_steps=jnp.int32(stage_steps))
+        until = Until.all_finished().replace(num_steps=jnp.int32(num_steps))
         state = run(params, state, until, temperature, sampling, config, layout)
-        num_steps += stage_steps
     return finish(samples_of(prompts, sampling, layout), state, layout)
 
 
@@ -210,6 +206,32 @@ def cache_sizes(num_new_tokens: int) -> list[int]:
     """How many slots beside those of the prompts a cache has, from stage to stage."""
     size = max(_MIN_GROWTH, math.ceil(num_new_tokens / _MAX_STAGES))
     return [*range(size, num_new_tokens, size), num_new_tokens]
+
+
+def decoding_stages(num_new_tokens: int) -> list[tuple[int, int]]:
+    """Slots of the cache beside those of the prompts, and the decoding steps until it grows again.
+
+    The last token that is drawn does not enter the cache.
+
+    >>> decoding_stages(256)
+    [(64, 64), (128, 64), (192, 64), (256, 63)]
+    """
+    sizes = cache_sizes(num_new_tokens)
+    done = [0, *sizes[:-1]]
+    return [(size, min(size, num_new_tokens - 1) - before) for before, size in zip(done, sizes, strict=True)]
+
+
+def slots_read(prompt_columns: int, num_new_tokens: int) -> float:
+    """Slots of a sequence that a decoding step reads, on average over the steps of full-length responses.
+
+    >>> round(slots_read(1024, 1024))  # with five eighths of the response, where half of it is filled
+    1664
+    """
+    stages = decoding_stages(num_new_tokens)
+    num_steps = sum(steps for _, steps in stages)
+    if not num_steps:
+        return float(prompt_columns + stages[-1][0])
+    return prompt_columns + sum(slots * steps for slots, steps in stages) / num_steps
 
 
 def no_responses(prompts: Prompts, noise: UInt[Array, "3"], num_positions: int) -> Responses:

@@ -175,7 +175,7 @@ def token_logprobs(
     """
     B, S, _ = hidden_BSD.shape
     head_DV = output_embedding(params, config, layout)
-    num_chunks = math.ceil(S / max(1, config.logits_chunk_tokens // B))
+    num_chunks = math.ceil(S / max(1, config.logits_chunk_tokens // (B * layout.hidden_row_shards)))
     C = math.ceil(S / num_chunks)
 
     if num_chunks == 1:

@@ -23,6 +23,16 @@ from jaxrlhf.models.stages import stage_of_weight
 from jaxrlhf.sharding.layout import Axes, Layout
 
 Params = dict[str, Any]
+LayerForm = Literal["list", "stacked", "ring"]
+"""How layers lie: as a `list`, with a dict each; `stacked`, as one dict whose arrays have a leading axis; or as the
+`ring` of stages reads them that generates in a pipelined layout."""
+
+
+def layer_form(config: ModelConfig, *, generates: bool, is_pipelined: bool) -> LayerForm:
+    """How the layers lie that a call reads."""
+    if is_pipelined:
+        return "ring" if generates else "list"
+    return "stacked" if config.scan_layers and not generates else "list"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -153,7 +153,11 @@ def _layer(
         k_BTKh, v_BTKh = (layout.activation(x, ("batch", "length", "kv_heads", "head_dim")) for x in (k_BTKh, v_BTKh))
         if isinstance(wanted, int):
             implementation = attention_implementation(config, layout)
-            attended_BSHh = full_attention(q_BSHh, k_BTKh, v_BTKh, mask_BT, implementation=implementation)
+            attend = functools.partial(full_attention, implementation=implementation)
+            if implementation == "cudnn":
+                heads, kv_heads = (("batch", "length", name, "head_dim") for name in ("heads", "kv_heads"))
+                attend = layout.on_each_device(attend, (heads, kv_heads, kv_heads, ("batch", "length")), heads)
+            attended_BSHh = attend(q_BSHh, k_BTKh, v_BTKh, mask_BT)
         else:
             attended_BSHh = column_attention(q_BSHh[:, 0], k_BTKh, v_BTKh, mask_BT, wanted)[:, None]
         attended_BSHh = checkpoint_name(attended_BSHh, "attended")

@@ -171,8 +171,9 @@ def workload_of_calls(
                 f"{call.name}: mini_batches must divide its {taken} rows. Got {call.mini_batches}. Use another number."
             )
         described = ModelCall(
-            call.name, call.role, call.kind, models[call.role], call.role, taken, prompt, response, needs[call.name]
-        )
+            call.name, call.role, call.kind, models[call.role], call.role, taken, prompt, response, needs[call.name],
+            row_wise=False,  # nobody says that the code that runs it fills up rows that do not divide
+        )  # fmt: skip
         sizes = dict(num_samples=call.num_samples, mini_batches=call.mini_batches)
         if call.method == "scores":  # of the last token alone
             sizes["scored"] = 1

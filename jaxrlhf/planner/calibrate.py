@@ -28,14 +28,16 @@ from jaxrlhf.config.reading import ConfigError, build, to_tree
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.lora import LoRAConfig
 from jaxrlhf.planner.cost import PassSeconds, UpdateSeconds
-from jaxrlhf.planner.hardware import Cluster, Kind
+from jaxrlhf.planner.hardware import MEASURED, Cluster, Kind
 from jaxrlhf.planner.programs.cost_cache import default_folder
 from jaxrlhf.planner.workload import ModelCall
 from jaxrlhf.sharding import mesh
 from jaxrlhf.sharding.strategy import Remat, Strategy
 
-VERSION = 1
+VERSION = 2
 """Of the file."""
+QUIET = 0.05
+"""Others may have so much of the processors, or Linux counts ticks amiss, before they are said to disturb."""
 _COMMAND = "Measure this machine: python -m jaxrlhf.calibrate --config NAME_OR_PATH."
 
 MeasuredPhase = Literal["forward", "gradient", "prefill", "decode", "update"]
@@ -80,6 +82,36 @@ def _processor() -> str:
         text = ""
     match = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
     return match[1].strip() if match else platform.processor() or platform.machine()
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """How busy the host's processors were while something was measured."""
+
+    others: float
+    """The part of all processors that other processes had."""
+    average: float
+    """Processes that were running or wanted to, over the last minute of it: Linux's load average, with those of the
+    measurement itself."""
+    num_cores: int
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if not math.isfinite(value) or value < 0:
+                raise ValueError(f"{field.name}: must be finite and not negative. Got {value}.")
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether what was measured is as it would be alone on the machine."""
+        return self.others <= QUIET
+
+    def __str__(self) -> str:
+        quiet = "" if self.is_quiet else ", too much to tell how long anything takes alone"
+        return (
+            f"other processes had {100 * self.others:.0f} % of {self.num_cores} cores{quiet}; load average "
+            f"{self.average:.1f}"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,7 +192,7 @@ def case_of(call: ModelCall, phase: MeasuredPhase, strategy: Strategy) -> Case:
         fsdp=strategy.fsdp,
         tensor=strategy.tensor,
         remat=strategy.remat if phase == "gradient" else "none",
-        lora=call.lora,
+        lora=None if call.merges else call.lora,
     )
 
 
@@ -231,6 +263,8 @@ class Calibration:
     rates: Rates
     curves: tuple[Curve, ...] = ()
     version: int = VERSION
+    load: Load | None = None
+    """While the newest of it was measured. None: a file that does not say."""
 
     def __call__(self, call: ModelCall, phase: MeasuredPhase, strategy: Strategy, rows: float) -> PassSeconds | None:
         """Seconds of a pass, through one layer and the rest; None where nothing near it was measured.
@@ -254,11 +288,12 @@ class Calibration:
         return dataclasses.replace(seconds, layer=seconds.layer * strategy.pipeline)
 
     def update(self, call: ModelCall, strategy: Strategy) -> UpdateSeconds | None:
-        """Seconds of the optimizer; None where nothing near was measured. It is a `cost.MeasuredUpdate`."""
-        passes, optimizer = self._near(call, "gradient", strategy), self(call, "update", strategy, 0.0)
-        if passes is None or optimizer is None:
+        """Seconds of the optimizer, with gradients added up over the copies of the weights if there were any; None
+        where nothing near was measured. It is a `cost.MeasuredUpdate`."""
+        near, optimizer = self._near(call, "update", strategy), self(call, "update", strategy, 0.0)
+        if near is None or optimizer is None:
             return None
-        return UpdateSeconds(optimizer, includes_reduction=strategy.data == 1 or passes[1].case.num_row_shards > 1)
+        return UpdateSeconds(optimizer, includes_reduction=strategy.data == 1 or near[1].case.data > 1)
 
     def on(self, cluster: Cluster) -> Cluster:
         """A cluster with the rates of this machine for its kind of device."""
@@ -268,7 +303,7 @@ class Calibration:
             if self.machine.device_kind in kind.names:
                 if self.machine.shares_processor:
                     scale = self.rates.num_devices / group.devices_per_node
-                kind = measured_kind(kind, self.rates, scale=scale, source=f"measured on {self.date}")
+                kind = measured_kind(kind, self.rates, scale=scale, source=f"{MEASURED} {self.date}")
             groups.append(dataclasses.replace(group, kind=kind))
         return Cluster(tuple(groups))
 

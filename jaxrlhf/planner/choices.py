@@ -1,50 +1,50 @@
 """The ways to run each call of a step on a cluster, and what each costs: what a search chooses from.
 
-A choice is a range of devices, degrees over them, micro-batches and remat. Not all that are possible are kept:
+A choice is a range of devices, degrees over them, micro-batches and remat. Those that are left out would not be missed:
 
-- what a plan may not say (degrees that do not divide the model or the rows, more stages than layers) is left out;
-- so is what takes more memory by itself than a device has;
-- and what takes longer than a whole plan that is known, with a tenth of its seconds granted for reallocation;
-- of the choices on the same devices, those that another beats in seconds and in every kind of memory. Memory counts
-  as more only from `LESS_MEMORY` on; and where weights have to be brought there, one of another layout has to be
-  faster by more than `SLACK`;
-- of what is left on the same devices, all but the `KEPT` fastest and the leanest are left out;
+- what a plan may not say (degrees that do not divide the model or the rows, more stages than layers);
+- what takes more memory by itself than a device has;
+- of choices on the same devices that lay the weights in the same way, or weights that are never trained, one than which
+  another is as fast and needs no more memory of any sort;
+- what no plan can have that is as fast as one that is known, by `within_reach`. Plans that place each set of weights by
+  itself are made without this rule (`among="any"`), and the plan that is usually written by hand has choices of its own
+  (`among="usual"`).
+
+These might be:
+
 - in large clusters, devices that are fewer than a `SMALLEST`-th of all: from 257 on, of nodes of 8, parts of a node;
-- with more than `GRID` nodes, whole nodes that do not lie on a grid of as many parts, or are a power of two within one.
+- with more than `GRID` nodes, whole nodes that do not lie on a grid of as many parts, or are a power of two within one;
+- micro-batches that are no power of two or more than `MAX_MICRO_BATCHES`; weights split over some row shards of a node;
+  remat `dots`.
 
-What may be fused is kept: of training over all devices, the fastest choice of every tensor and pipeline degree.
-
-The first two lose nothing; nor does the third, unless bringing weights takes more than that tenth. The others may lose
-little. Plans that place each set of weights by itself are made without the third (`among="any"`), and the plan that is
-usually written by hand has choices of its own (`among="usual"`).
+What may be fused is kept in any case: training over all devices in stages.
 """
 
 import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
 import numpy as np
 
+from jaxrlhf.models.params import layer_form
 from jaxrlhf.planner.cost import CostModel
 from jaxrlhf.planner.hardware import Cluster, Kind, Network
 from jaxrlhf.planner.memory import CallMemory, call_memory, evenness, itemsize, weight_bytes
 from jaxrlhf.planner.peak_memory import in_gb, remedy, room_in_words
+from jaxrlhf.planner.placed import fastest_that_fits, most_devices, options_on
 from jaxrlhf.planner.plan import NoRoomError, Placement, PlanError
-from jaxrlhf.planner.problem import CallChoices, Choice, Problem
+from jaxrlhf.planner.problem import CallChoices, Choice, PairSeconds, Problem
 from jaxrlhf.planner.reallocation import reallocation_seconds
+from jaxrlhf.planner.searching.dominance import undominated, with_choices
+from jaxrlhf.planner.searching.within_reach import within_reach
+from jaxrlhf.planner.simulate import steady_state
+from jaxrlhf.planner.step_order import layout
 from jaxrlhf.planner.workload import ModelCall, Workload
 from jaxrlhf.sharding.strategy import Remat, Strategy
 
-SLACK = 1.15
-"""How much slower a choice may be than another on the same devices, before the search no longer looks at it: bringing
-weights there may cost so much less."""
-LESS_MEMORY = 0.9
-"""What a slower choice must take less than, as a part of a faster one's memory, to be worth it."""
-KEPT, KEPT_OF_MANY, MANY = 5, 3, 32
-"""Choices kept on the same devices, and in clusters of more than `MANY` devices."""
 SMALLEST = 32
 GRID = 16
 MAX_MICRO_BATCHES = 256
@@ -88,27 +88,54 @@ def make_problem(
             every.append([maker.fixed(call, fixed[call.name])])
         else:
             every.append(maker.usual(call, *usual[call.name]) if among == "usual" else maker.choices(call))
-    bound = _known_plan_seconds(workload, cluster, every) if among == "fast" else math.inf
-    calls = []
-    for call, choices in zip(workload.calls, every, strict=True):
-        kept = [c for c in choices if c.seconds <= bound or _may_be_fused(call, c, cluster)] or choices
-        calls.append(
-            CallChoices(
-                call.name, call.kind, call.role, call.weights, call.trains, call.needs, tuple(dict.fromkeys(kept))
-            )
-        )
-    say(f"Counting what it costs to move weights and data between {sum(len(c.choices) for c in calls):,} placements")
-    return Problem(
-        calls=tuple(calls),
+    unconnected = Problem(
+        calls=tuple(
+            CallChoices(c.name, c.kind, c.role, c.weights, c.trains, c.needs, tuple(dict.fromkeys(choices)), c.base)
+            for c, choices in zip(workload.calls, every, strict=True)
+        ),
         num_devices=cluster.num_devices,
         devices_per_node=cluster.devices_per_node,
         capacity=_capacity(cluster),
-        reallocations=_reallocations(workload, calls, cluster),
-        transfers=_transfers(workload, calls, costs),
+        reallocations={},
+        transfers={},
         tokens=workload.tokens,
         one_at_a_time=on_cpu(cluster) and cluster.num_nodes == 1,
         devices_per_memory=cluster.devices_per_memory,
     )
+    if among == "fast":
+        say("Looking for a first plan, on all devices")
+        kept = within_reach(unconnected, _first_plan_seconds(unconnected, workload, cluster, costs))
+        fused = _may_be_fused(unconnected)
+        unconnected = with_choices(
+            unconnected, tuple(tuple(sorted({*some, *more})) for some, more in zip(kept, fused, strict=True))
+        )
+    count = sum(len(call.choices) for call in unconnected.calls)
+    say(f"Counting what it costs to move weights and data between {count:,} placements")
+    return _connected(unconnected, workload, cluster, costs)
+
+
+def _connected(problem: Problem, workload: Workload, cluster: Cluster, costs: CostModel) -> Problem:
+    """A problem with what it costs to move weights and data between its choices."""
+    return dataclasses.replace(
+        problem,
+        reallocations=_reallocations(workload, problem.calls, cluster),
+        transfers=_transfers(workload, problem.calls, costs),
+    )
+
+
+def _first_plan_seconds(problem: Problem, workload: Workload, cluster: Cluster, costs: CostModel) -> float:
+    """Of an iteration under the fastest plan in which all calls are on as many devices as all can have; infinite where
+    there is none."""
+    try:
+        devices = most_devices(problem, "plan")
+        options = options_on(problem, dict.fromkeys((call.weights for call in problem.calls), devices))
+        kept = tuple(
+            tuple(some) if len(c.choices) > 1 else (0,) for c, some in zip(problem.calls, options, strict=True)
+        )
+        part = _connected(with_choices(problem, kept), workload, cluster, costs)
+        return steady_state(part, fastest_that_fits(part, [range(len(some)) for some in kept], "plan")).seconds
+    except PlanError:
+        return math.inf
 
 
 def on_cpu(cluster: Cluster) -> bool:
@@ -122,7 +149,7 @@ def memory_problem(
     """A problem with one choice for each call, a placement that is given: what `peak_memory` asks for, and no costs."""
     maker = _Maker(workload, cluster, None, frozenset(offload), may_offload=False)
     calls = [
-        CallChoices(c.name, c.kind, c.role, c.weights, c.trains, c.needs, (maker.fixed(c, placements[c.name]),))
+        CallChoices(c.name, c.kind, c.role, c.weights, c.trains, c.needs, (maker.fixed(c, placements[c.name]),), c.base)
         for c in workload.calls
     ]
     return Problem(
@@ -168,25 +195,25 @@ class _Maker:
             network = self._cluster.network(mesh.start, mesh.stop)
             key = (len(mesh), kind, network, len(mesh) > self._cluster.devices_per_node)
             if key not in by_kind:
-                kept: list[Choice] = []
+                alike: dict[Hashable, list[Choice]] = {}
+                lies_alike = call.weights not in self._workload.trained and self._readers_of(call) == 1
                 for choice in self._on(call, mesh):
-                    taken = choice.resting + choice.working + choice.copy
+                    taken = sum(_bytes(choice))
                     if taken <= kind.capacity:
-                        kept.append(choice)
+                        alike.setdefault(None if lies_alike else layout(choice), []).append(choice)
                     if least is None or taken - kind.capacity < least[0]:
                         least = (taken - kind.capacity, mesh, choice.strategy)
-                by_kind[key] = _worth_keeping(
-                    kept,
-                    is_trained=call.weights in self._workload.trained,
-                    most=KEPT if self._cluster.num_devices <= MANY else KEPT_OF_MANY,
-                )
-                fusible = [c for c in kept if _may_be_fused(call, c, self._cluster)]
-                by_kind[key] += [c for c in _fastest_of_stages(fusible) if c not in by_kind[key]]
+                by_kind[key] = [choice for group in alike.values() for choice in undominated(group)]
             for choice in by_kind[key]:
                 found.append(dataclasses.replace(choice, first=mesh.start, end=mesh.stop))
         if not found:
             raise self._nothing_fits(call, least)
         return found
+
+    def _readers_of(self, call: ModelCall) -> int:
+        """Calls that read any of the weights that a call reads, itself among them."""
+        read = {call.weights, call.base} - {""}
+        return sum(not read.isdisjoint({other.weights, other.base}) for other in self._workload.calls)
 
     def usual_degrees(self, calls: Iterable[ModelCall]) -> dict[str, tuple[range, Strategy]]:
         """Call -> devices, the same for all, and degrees: tensor within a node, pipeline across nodes; where heads or
@@ -259,15 +286,21 @@ class _Maker:
     def _choice(self, call: ModelCall, mesh: range, strategy: Strategy, offloaded: bool) -> Choice:
         seconds = 0.0 if self._costs is None else self._costs.seconds(call, mesh, strategy).total
         memory = self._memory(call, strategy)
-        resting, working, copy = self._of_a_memory(call, mesh, strategy, memory)
-        choice = Choice(mesh.start, mesh.stop, strategy, seconds, resting=resting, working=working, copy=copy)
+        resting, working, copy, shared, base = self._of_a_memory(call, mesh, strategy, memory)
+        form = layer_form(call.model, generates=call.kind == "generate", is_pipelined=strategy.pipeline > 1)
+        choice = Choice(
+            mesh.start, mesh.stop, strategy, seconds, resting=resting, working=working, copy=copy,
+            shared_with_training=shared, base=base, layers=form,
+        )  # fmt: skip
         if not offloaded:
             return choice
+        own_base = base if call.base.startswith(f"{call.role}.") else 0  # goes to the host with its role
         moved = 0.0 if self._costs is None else self._costs.host_copy(mesh, memory.resting)
         return dataclasses.replace(
             choice,
             resting=resting if self._on_cpu else 0,
-            working=working + resting,
+            base=base if self._on_cpu else base - own_base,
+            working=working + resting + own_base,
             load=moved,
             unload=moved if call.trains else 0.0,
             offloaded=True,
@@ -275,17 +308,21 @@ class _Maker:
 
     def _of_a_memory(
         self, call: ModelCall, mesh: range, strategy: Strategy, memory: CallMemory
-    ) -> tuple[int, int, int]:
-        """What rests, works and is copied in each memory, from what is on each device."""
+    ) -> tuple[int, int, int, int, int]:
+        """What rests, works and is copied in each memory, what of the copy may be shared with training, and what
+        adapters adapt there, from what is on each device."""
         together = min(len(mesh), self._cluster.devices_per_memory)
         if together == 1:
-            return memory.resting, memory.working, memory.copy
+            return memory.resting, memory.working, memory.copy, memory.shared_with_training, memory.base
         held = together * evenness(call.model, strategy, lora=call.lora if call.trains else None)
         copies = held / math.gcd(strategy.data, together)  # those that are moved there share what is alike
+        of_base = together * evenness(call.base_model or call.model, strategy) / math.gcd(strategy.data, together)
         return (
             int(memory.resting * (held if call.trains else copies)),
             memory.working * together,
             int(memory.copy * copies),
+            int(memory.shared_with_training * copies),
+            int(memory.base * of_base),
         )
 
     def _memory(self, call: ModelCall, strategy: Strategy) -> CallMemory:
@@ -302,7 +339,7 @@ class _Maker:
             )
         missing, mesh, strategy = least
         memory = self._memory(call, strategy)
-        parts = {"weights and optimizer": memory.resting, "weights": memory.copy}
+        parts = {"weights and optimizer": memory.resting, "weights": memory.copy, "adapted weights": memory.base}
         parts |= {f.name: getattr(memory, f.name) for f in dataclasses.fields(memory) if f.name not in _WEIGHT_PARTS}
         listed = ", ".join(f"{name} {in_gb(size)}" for name, size in parts.items() if size)
         capacity = self._cluster.capacity(mesh.start)
@@ -315,20 +352,16 @@ class _Maker:
         )
 
 
-_WEIGHT_PARTS = ("resting", "optimizer", "copy")
+_WEIGHT_PARTS = ("resting", "optimizer", "base", "copy", "shared_with_training")
 
 
-def _may_be_fused(call: ModelCall, choice: Choice, cluster: Cluster) -> bool:
-    """Whether it is training over the stages of a pipeline on all devices, the bubbles of which another could fill."""
-    return call.trains and len(choice.devices) == cluster.num_devices and choice.strategy.pipeline > 1
+def _may_be_fused(problem: Problem) -> list[list[int]]:
+    """Call -> choices of training over stages on all devices, the bubbles of which another call could fill."""
 
+    def fusible(choice: Choice) -> bool:
+        return len(choice.devices) == problem.num_devices and choice.strategy.pipeline > 1
 
-def _fastest_of_stages(choices: Iterable[Choice]) -> list[Choice]:
-    """Of choices on the same devices, the fastest of every tensor and pipeline degree."""
-    fastest: dict[tuple[int, int], Choice] = {}
-    for choice in sorted(choices, key=_seconds):
-        fastest.setdefault((choice.strategy.tensor, choice.strategy.pipeline), choice)
-    return list(fastest.values())
+    return [[k for k, c in enumerate(call.choices) if call.trains and fusible(c)] for call in problem.calls]
 
 
 def _on_grid(devices: range, cluster: Cluster) -> bool:
@@ -375,32 +408,12 @@ def strategies(call: ModelCall, num_devices: int, devices_per_node: int) -> Iter
 def _micro_batches(call: ModelCall, shards: int) -> list[int]:
     """Powers of two into which the rows of every shard can be cut."""
     counts = [2**i for i in range(MAX_MICRO_BATCHES.bit_length())]
-    return [n for n in counts if n <= MAX_MICRO_BATCHES and all(rows % (n * shards) == 0 for rows in call.divisible)]
+    return [n for n in counts if n <= MAX_MICRO_BATCHES and call.can_split(n * shards)]
 
 
 @functools.cache
 def _divisors(number: int) -> tuple[int, ...]:
     return tuple(n for n in range(1, number + 1) if number % n == 0)
-
-
-def _worth_keeping(choices: Sequence[Choice], *, is_trained: bool, most: int) -> list[Choice]:
-    """The choices on the same devices that are worth a look, as the module says."""
-    kept: list[Choice] = []
-    for choice in sorted(choices, key=lambda c: (_seconds(c), sum(_bytes(c)))):
-        if not any(_beats(other, choice, is_trained=is_trained) for other in kept):
-            kept.append(choice)
-    if len(kept) > most:
-        leanest = {min(kept, key=lambda c, i=i: (_bytes(c)[i], _seconds(c))) for i in range(3)}
-        leanest |= {min(kept, key=lambda c: (sum(_bytes(c)), _seconds(c)))}
-        kept = kept[:most] + [c for c in kept[most:] if c in leanest]
-    return kept
-
-
-def _beats(one: Choice, other: Choice, *, is_trained: bool) -> bool:
-    s, t = one.strategy, other.strategy
-    slack = SLACK if is_trained and _degrees(s) != _degrees(t) else 1.0
-    faster = _seconds(one) * slack <= _seconds(other)
-    return faster and all(a * LESS_MEMORY <= b for a, b in zip(_bytes(one), _bytes(other), strict=True))
 
 
 def _degrees(strategy: Strategy) -> tuple[int, ...]:
@@ -412,65 +425,62 @@ def _seconds(choice: Choice) -> float:
 
 
 def _bytes(choice: Choice) -> tuple[int, int, int]:
-    return choice.resting, choice.working, choice.copy
-
-
-def _known_plan_seconds(workload: Workload, cluster: Cluster, every: Sequence[Sequence[Choice]]) -> float:
-    """Seconds of calls one after another, each on all devices with what is fastest of what fits beside the others;
-    infinite where no such plan is found. Reallocation comes on top: a tenth is granted for it."""
-    whole = [[c for c in choices if len(c.devices) == cluster.num_devices] for choices in every]
-    if not all(whole):
-        return float("inf")
-    capacity = min(cluster.capacity(device) for device in range(cluster.num_devices))
-    picks = [min(choices, key=lambda c: c.resting + c.copy + c.working) for choices in whole]
-    for i, choices in enumerate(whole):
-        for choice in sorted(choices, key=lambda c: c.seconds):
-            tried = [*picks[:i], choice, *picks[i + 1 :]]
-            if _taken(tried) <= capacity:
-                picks = tried
-                break
-    return 1.1 * sum(c.seconds for c in picks) if _taken(picks) <= capacity else float("inf")
-
-
-def _taken(picks: Sequence[Choice]) -> int:
-    return sum(c.resting + c.copy for c in picks) + max(c.working for c in picks)
+    return choice.resting + choice.base, choice.working, choice.copy
 
 
 def _reallocations(
     workload: Workload, calls: Sequence[CallChoices], cluster: Cluster
-) -> dict[tuple[int, int], np.ndarray]:
-    """Seconds between where sets are trained and where they are read."""
+) -> dict[tuple[int, int], PairSeconds]:
+    """Between where sets are trained and where they are read."""
     tables = {}
     for (i, train), (j, reader) in itertools.product(enumerate(calls), enumerate(calls)):
         if not train.trains or reader.trains or train.weights != reader.weights:
             continue
         model = workload.calls[j].model
         size = weight_bytes(model, Strategy(), itemsize(model), lora=workload.calls[j].lora)
-        tables[i, j] = reallocation_seconds(
-            train.choices, reader.choices, size=size, num_layers=model.num_layers, cluster=cluster
-        )
+
+        def seconds(
+            sources: Sequence[Choice], targets: Sequence[Choice], size: int = size, layers: int = model.num_layers
+        ) -> np.ndarray:
+            return reallocation_seconds(sources, targets, size=size, num_layers=layers, cluster=cluster)
+
+        tables[i, j] = _by(layout, train.choices, reader.choices, seconds)
     return tables
 
 
-def _transfers(workload: Workload, calls: Sequence[CallChoices], costs: CostModel) -> dict[tuple[int, int], np.ndarray]:
-    """Seconds of handing outputs to the calls that wait for them."""
+def _transfers(
+    workload: Workload, calls: Sequence[CallChoices], costs: CostModel
+) -> dict[tuple[int, int], PairSeconds]:
+    """Of handing outputs to the calls that wait for them."""
     numbers = {call.name: i for i, call in enumerate(calls)}
     tables = {}
     for j, call in enumerate(calls):
         for name in call.needs:
             i = numbers[name]
             size = workload.calls[i].output_bytes
+
+            def seconds(sources: Sequence[Choice], targets: Sequence[Choice], size: int = size) -> np.ndarray:
+                return np.array([[costs.hand_over(size, a.devices, b.devices) for b in targets] for a in sources])
+
             if size:
-                tables[i, j] = _by_devices(calls[i].choices, call.choices, functools.partial(costs.hand_over, size))
+                tables[i, j] = _by(lambda choice: choice.devices, calls[i].choices, call.choices, seconds)
     return tables
 
 
-def _by_devices(
-    sources: Sequence[Choice], targets: Sequence[Choice], seconds: Callable[[range, range], float]
-) -> np.ndarray:
-    """A table of seconds that depend on the devices alone."""
-    froms = {c.devices: None for c in sources}
-    tos = {c.devices: None for c in targets}
-    unique = np.array([[seconds(a, b) for b in tos] for a in froms])
-    at_from, at_to = ({devices: i for i, devices in enumerate(group)} for group in (froms, tos))
-    return unique[np.ix_([at_from[c.devices] for c in sources], [at_to[c.devices] for c in targets])]
+def _by(
+    what: Callable[[Choice], Hashable],
+    sources: Sequence[Choice],
+    targets: Sequence[Choice],
+    seconds: Callable[[Sequence[Choice], Sequence[Choice]], np.ndarray],
+) -> PairSeconds:
+    """Seconds that depend on something about choices: counted once for each."""
+    firsts: list[dict[Hashable, Choice]] = [{}, {}]
+    for group, first in zip((sources, targets), firsts, strict=True):
+        for choice in group:
+            first.setdefault(what(choice), choice)
+    at = [{key: n for n, key in enumerate(first)} for first in firsts]
+    rows, columns = (
+        np.array([number[what(choice)] for choice in group])
+        for group, number in zip((sources, targets), at, strict=True)
+    )
+    return PairSeconds(seconds(list(firsts[0].values()), list(firsts[1].values())), rows, columns)

@@ -9,7 +9,9 @@ A pass of a micro-batch through a part of a model takes
 
 since products wait for weights or for arithmetic, and everything else for memory. Over stages, a call takes as many
 passes of its slowest stage as there are micro-batches, and one more for every other stage, while the pipeline fills and
-drains. Seconds that were measured (`calibrate`) take the place of those of a pass where they exist.
+drains; of the sends between stages, what no pass hides (`schedules.exposed_sends`). Generation is one program, every
+tick of which begins with what the one before sent: its sends are never hidden. Seconds that were measured (`calibrate`)
+take the place of those of a pass where they exist.
 """
 
 import dataclasses
@@ -17,8 +19,10 @@ import functools
 import math
 from typing import Protocol
 
-from jaxrlhf.models.params import num_parameters
+from jaxrlhf.models.params import declare_layer, num_parameters
 from jaxrlhf.planner.hardware import Cluster, Kind, Network
+from jaxrlhf.planner.memory import MASTER_BYTES, gradient_numbers, reads_merged, weight_bytes
+from jaxrlhf.planner.schedules.exposed_sends import exposed_in_inference, exposed_in_training
 from jaxrlhf.planner.work import LayerWork, Phase, Work, analytic_work
 from jaxrlhf.planner.workload import ModelCall
 from jaxrlhf.sharding.stages import layers_of_stages
@@ -63,12 +67,20 @@ class PassSeconds:
 
 
 @dataclasses.dataclass(frozen=True)
+class StageSeconds:
+    """Both passes of a micro-batch through a stage of a train call."""
+
+    forward: float
+    backward: float
+
+
+@dataclasses.dataclass(frozen=True)
 class UpdateSeconds:
     """The optimizer over one layer, and over embedding, head and norms."""
 
     optimizer: PassSeconds
     includes_reduction: bool
-    """The measured passes of this strategy have in them that gradients are added up over copies of the weights."""
+    """It has in it that gradients are added up over copies of the weights."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,11 +92,13 @@ class CallSeconds:
     bubbles: float = 0.0
     """Stages that wait for the first micro-batches to come, or for the last ones to come back."""
     sends: float = 0.0
-    """Activations from stage to stage."""
+    """Activations from stage to stage, as far as stages wait for them."""
     reduction: float = 0.0
     """Gradients added up over copies of the weights."""
     update: float = 0.0
     """The optimizer."""
+    merge: float = 0.0
+    """Adapters added into a copy of the weights that they adapt."""
     dispatch: float = 0.0
     """Programs started, as far as devices wait for it."""
     host: float = 0.0
@@ -92,7 +106,8 @@ class CallSeconds:
 
     @property
     def total(self) -> float:
-        return self.passes + self.bubbles + self.sends + self.reduction + self.update + self.dispatch + self.host
+        parts = self.passes, self.bubbles, self.sends, self.reduction, self.update, self.merge, self.dispatch, self.host
+        return sum(parts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,14 +124,15 @@ class Span:
 
 def span(strategy: Strategy, axis: str, devices_per_node: int) -> Span:
     """How the groups of an axis lie over nodes: axes stand in the order pipeline, data, fsdp, tensor, the last ones
-    side by side."""
+    side by side. `rows` is `data` and `fsdp` together."""
     inner = {
         "tensor": 1,
         "fsdp": strategy.tensor,
         "data": strategy.tensor * strategy.fsdp,
+        "rows": strategy.tensor,
         "pipeline": strategy.tensor * strategy.fsdp * strategy.data,
     }[axis]
-    size = getattr(strategy, axis)
+    size = strategy.num_row_shards if axis == "rows" else getattr(strategy, axis)
     within = max(1, min(size, devices_per_node // inner)) if inner <= devices_per_node else 1
     while size % within:
         within -= 1
@@ -137,8 +153,13 @@ class CostModel:
         self._work = work
         self._measured = measured
         self._measured_update = measured_update
+        self._works: dict[tuple[object, ...], tuple[ModelCall, LayerWork]] = {}
         self._kinds: dict[tuple[int, int], Kind] = {}
         self._networks: dict[tuple[int, int], Network] = {}
+
+    def on(self, cluster: Cluster) -> "CostModel":
+        """The same on another cluster."""
+        return CostModel(cluster, self._work, self._measured, self._measured_update)
 
     def _kind(self, devices: range) -> Kind:
         """The kind of device that the others wait for."""
@@ -157,35 +178,40 @@ class CostModel:
     def seconds(self, call: ModelCall, devices: range, strategy: Strategy) -> CallSeconds:
         """The seconds of one call."""
         of_kind = {"generate": self._generate, "train": self._train}.get(call.kind, self._infer)
-        seconds = of_kind(call, devices, strategy)
-        return dataclasses.replace(seconds, host=len(devices) * self._kind(devices).coefficients.host_seconds)
+        seconds, kind = of_kind(call, devices, strategy), self._kind(devices)
+        host = len(devices) * kind.coefficients.host_seconds
+        return dataclasses.replace(seconds, merge=self._merge(call, kind, strategy), host=host)
 
     # -- calls ---------------------------------------------------------------------------------------------------------
 
     def _infer(self, call: ModelCall, devices: range, strategy: Strategy) -> CallSeconds:
-        rows = call.rows / (strategy.micro_batches * strategy.num_row_shards)
-        stage = self._stage(call, "forward", devices, strategy, rows)
-        return self._through_stages(call, devices, strategy, stage, rows, passes=1)
+        rows = call.part_rows(strategy)
+        passes = _by_device(call, strategy, self._pass(call, "forward", devices, strategy, rows))
+        return self._through_stages(call, devices, strategy, passes, rows, directions=1)
 
     def _train(self, call: ModelCall, devices: range, strategy: Strategy) -> CallSeconds:
-        rows = call.rows / call.mini_batches / (strategy.micro_batches * strategy.num_row_shards)
-        stage = self._stage(call, "gradient", devices, strategy, rows)
-        one = self._through_stages(call, devices, strategy, stage, rows, passes=2)
+        rows = _rows_of_micro_batch(call, strategy)
+        passes = _by_device(call, strategy, self._pass(call, "gradient", devices, strategy, rows))
+        one = self._through_stages(call, devices, strategy, passes, rows, directions=2)
         trained = trained_on_device(call, strategy)
         kind = self._kind(devices)
         update = trained * ADAM_BYTES / memory_rate(kind) + 12 * kind.coefficients.kernel_seconds
-        reduction = self.all_reduce(
-            devices, span(strategy, "data", self.cluster.devices_per_node), trained * _itemsize(call)
-        )
+        reduction = self._reduction(call, devices, strategy)
         measured = self._measured_update(call, strategy) if self._measured_update is not None else None
         if measured is not None:
             update = _slowest_stage(call, strategy, measured.optimizer)
             reduction = 0.0 if measured.includes_reduction else reduction
         return _times(dataclasses.replace(one, reduction=reduction, update=update), call.updates)
 
+    def _reduction(self, call: ModelCall, devices: range, strategy: Strategy) -> float:
+        """Gradients of an update added up over copies of weights. What is scattered over `fsdp` is in the passes."""
+        split, whole = reduced_bytes(call, strategy)
+        over_data, over_rows = (span(strategy, axis, self.cluster.devices_per_node) for axis in ("data", "rows"))
+        return self.all_reduce(devices, over_data, split) + self.all_reduce(devices, over_rows, whole)
+
     def _generate(self, call: ModelCall, devices: range, strategy: Strategy) -> CallSeconds:
         stages = strategy.pipeline
-        prompts = call.rows / (strategy.micro_batches * stages * strategy.num_row_shards)
+        prompts = call.part_rows(strategy)
         rows = prompts * call.num_samples
         prefill = self._stage(call, "prefill", devices, strategy, prompts)
         kind = self._kind(devices)
@@ -198,27 +224,88 @@ class CostModel:
             CallSeconds(
                 passes=stages * (prefill + steps * step),
                 bubbles=(stages - 1) * (prefill + step),
-                sends=stages * (first + steps * send),
+                # every tick of the ring begins with what the one before sent
+                sends=(2 * stages - 1) * first + (1 + stages * call.response) * send,
                 dispatch=kind.coefficients.dispatch_seconds,
             ),
             strategy.micro_batches,
         )
 
+    def _merge(self, call: ModelCall, kind: Kind, strategy: Strategy) -> float:
+        """Adapters added into a copy of the weights that they adapt: their product, in float32, and the sum."""
+        if call.lora is None or not reads_merged(call, strategy):
+            return 0.0
+        model, rank = call.model, call.lora.rank
+        shapes = [declare_layer(model)[name].shape for name in call.lora.targets]
+        layers = model.num_layers / strategy.pipeline
+        numbers = layers * sum(map(math.prod, shapes)) / (strategy.tensor * strategy.fsdp)
+        product = 2 * numbers * rank / kind.matmul_flops("float32")
+        moved = numbers * (2 * 4 + 2 * _itemsize(call)) / memory_rate(kind)
+        return max(product + moved, 2 * layers * len(shapes) * kind.coefficients.kernel_seconds)
+
     def _through_stages(
-        self, call: ModelCall, devices: range, strategy: Strategy, stage: float, rows: float, passes: int
+        self, call: ModelCall, devices: range, strategy: Strategy, passes: list[float], rows: float, directions: int
     ) -> CallSeconds:
-        """Micro-batches through the stages of a call: forward, or forward and back."""
+        """Micro-batches through the stages of a call: forward, or forward and back.
+
+        They follow one another as the slowest stage lets them, and the first or the last of them passes the others.
+
+        Args:
+            passes: Seconds of a micro-batch on the devices of each stage.
+        """
         kind = self._kind(devices)
         dispatch = kind.coefficients.dispatch_seconds
         count, stages = strategy.micro_batches, strategy.pipeline
         if stages == 1:
-            return CallSeconds(passes=count * stage, dispatch=dispatch)
+            return CallSeconds(passes=count * passes[0], dispatch=dispatch)
         activations = rows * call.columns * call.model.hidden_size * _itemsize(call)
-        send = self._send(devices, strategy, activations) * strategy.chunks * passes
-        busy, waiting = count * stage, (stages - 1) * stage / strategy.chunks
-        programs = count * strategy.num_stages * passes * strategy.data
+        send = self._send(devices, strategy, activations)
+        busy, waiting = count * max(passes), (sum(passes) - max(passes)) / strategy.chunks
+        programs = count * strategy.num_stages * directions * strategy.data
         held_up = max(0.0, programs * dispatch - busy - waiting)  # one thread starts them all
-        return CallSeconds(busy, waiting, sends=(stages - 1 + count) * send, dispatch=dispatch + held_up)
+        sends = self._sends(call, devices, strategy, max(passes), rows, send)
+        if kind.target is None:  # they take from the processor that all stages share
+            sends = count * (strategy.num_stages - 1) * directions * send
+        return CallSeconds(busy, waiting, sends=sends, dispatch=dispatch + held_up)
+
+    def _sends(
+        self, call: ModelCall, devices: range, strategy: Strategy, stage: float, rows: float, send: float
+    ) -> float:
+        """Seconds of sends that stages wait for.
+
+        Args:
+            stage: Seconds of a micro-batch on a device, through all its chunks, forward and back.
+            send: Seconds of one send.
+        """
+        one, count = stage / strategy.chunks, strategy.micro_batches
+        if not call.trains:
+            return exposed_in_inference(strategy.pipeline, strategy.chunks, count, forward=one, send=send)
+        forward = one * self._forward_share(call, devices, strategy, rows)
+        times = dict(forward=forward, backward=one - forward, send=send)
+        return exposed_in_training(strategy.schedule, strategy.pipeline, strategy.chunks, count, **times)
+
+    def stage_seconds(self, call: ModelCall, devices: range, strategy: Strategy) -> tuple[StageSeconds, ...]:
+        """Both passes of a micro-batch through each stage of a train call, as its programs make them: the last stage
+        runs forward and backward in one, in its backward.
+
+        What a forward takes of both passes is its part of the work of a layer.
+        """
+        rows = _rows_of_micro_batch(call, strategy)
+        one = self._pass(call, "gradient", devices, strategy, rows)
+        share = self._forward_share(call, devices, strategy, rows)
+        *others, last = (len(part) for part in layers_of_stages(call.model.num_layers, strategy.num_stages))
+        seconds = [StageSeconds(n * one.layer * share, n * one.layer * (1 - share)) for n in others]
+        return (*seconds, StageSeconds(0.0, last * one.layer + one.rest))
+
+    def _forward_share(self, call: ModelCall, devices: range, strategy: Strategy, rows: float) -> float:
+        """The part of both passes through a layer that is the forward one. By formulas: compiled programs and
+        measurements have no forward of a train call by itself."""
+
+        def layer(phase: Phase) -> float:
+            work, _ = self._work_of(analytic_work, call, phase, strategy)
+            return self._work_seconds(call, phase, devices, strategy, rows, work)
+
+        return layer("forward") / layer("gradient")
 
     # -- passes --------------------------------------------------------------------------------------------------------
 
@@ -231,12 +318,20 @@ class CostModel:
             measured = self._measured(call, phase, strategy, rows)
             if measured is not None:
                 return measured
-        layer, rest = self._work(call, phase, tensor=strategy.tensor, fsdp=strategy.fsdp, remat=strategy.remat)
+        layer, rest = self._work_of(self._work, call, phase, strategy)
         seconds = functools.partial(self._work_seconds, call, phase, devices, strategy, rows)
         kind = self._kind(devices)
         waits = kind.coefficients.step_seconds if phase == "decode" else 0.0
         one = seconds(layer)
         return PassSeconds(one, seconds(layer + rest) - one + waits)
+
+    def _work_of(self, source: WorkSource, call: ModelCall, phase: Phase, strategy: Strategy) -> LayerWork:
+        """Of a row of a pass, counted once for all devices and micro-batches."""
+        key = source, id(call), phase, strategy.tensor, strategy.fsdp, strategy.remat
+        if key not in self._works:
+            work = source(call, phase, tensor=strategy.tensor, fsdp=strategy.fsdp, remat=strategy.remat)
+            self._works[key] = call, work  # with the call, so that no other one gets its identity
+        return self._works[key][1]
 
     def _work_seconds(
         self, call: ModelCall, phase: Phase, devices: range, strategy: Strategy, rows: float, work: Work
@@ -326,14 +421,39 @@ def _parameters(model: object) -> int:
 
 def trained_on_device(call: ModelCall, strategy: Strategy) -> float:
     """Weights that a train call changes, on one device."""
+    if call.lora is not None:
+        return weight_bytes(call.model, strategy, 1, lora=call.lora)
     return _parameters(call.model) / (strategy.tensor * strategy.fsdp * strategy.pipeline)
+
+
+def reduced_bytes(call: ModelCall, strategy: Strategy) -> tuple[float, float]:
+    """Bytes of gradients that a device puts into the all-reduces of an update, on the stage that has most: of weights
+    that rest split over `fsdp`, which has scattered their gradients, so that they go over `data` only; and of others,
+    which go over all row shards.
+
+    That is once an update, in the compute precision, but for a scalar head; over stages, in the float32 in which they
+    were added up.
+    """
+    split, whole = gradient_numbers(call.model, strategy, lora=call.lora)
+    size = MASTER_BYTES if strategy.pipeline > 1 else _itemsize(call)
+    return split * size, whole * size
+
+
+def _rows_of_micro_batch(call: ModelCall, strategy: Strategy) -> float:
+    """Of a train call, on each row shard."""
+    return call.rows / call.mini_batches / (strategy.micro_batches * strategy.num_row_shards)
 
 
 def _slowest_stage(call: ModelCall, strategy: Strategy, one: PassSeconds) -> float:
     """Of a pass through each stage: that with most layers, or that with the head."""
+    return max(_by_device(call, strategy, one))
+
+
+def _by_device(call: ModelCall, strategy: Strategy, one: PassSeconds) -> list[float]:
+    """Seconds of a pass on the devices of each stage, all their chunks together; the last has the head."""
     counts = [len(layers) for layers in layers_of_stages(call.model.num_layers, strategy.num_stages)]
-    per_device = [sum(counts[i :: strategy.pipeline]) for i in range(strategy.pipeline)]
-    return max(per_device[-1] * one.layer + one.rest, *(layers * one.layer for layers in per_device[:-1]), 0.0)
+    per_device = [sum(counts[i :: strategy.pipeline]) * one.layer for i in range(strategy.pipeline)]
+    return [*per_device[:-1], per_device[-1] + one.rest]
 
 
 def _times(seconds: CallSeconds, times: float) -> CallSeconds:

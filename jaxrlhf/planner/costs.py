@@ -49,10 +49,10 @@ def costs_from(
             workload, cluster, cache=CostCache(default_folder()),
             progress=lambda done, total, name: say(f"Compiled {done} of {total}: {name}"),
         )  # fmt: skip
-        return Costs(CostModel(cluster, work), ("Costs: counted in compiled programs.", *notes, _efficiencies(cluster)))
+        return Costs(CostModel(cluster, work), ("Costs: counted in compiled programs.", *notes))
     if source == "measured":
         return _measured(workload, cluster, calibration or calibration_file(this_machine()))
-    return Costs(CostModel(cluster), (_FORMULAS + _measure_first(cluster), _efficiencies(cluster)))
+    return Costs(CostModel(cluster), (_FORMULAS + _measure_first(cluster),))
 
 
 def usual_source(cluster: Cluster) -> CostSource:
@@ -73,10 +73,12 @@ def _measured(workload: Workload, cluster: Cluster, path: Path) -> Costs:
     calibration = read_calibration(path, machine=machine)
     model = CostModel(calibration.on(cluster), measured=calibration, measured_update=calibration.update)
     note = f"Costs: measured on this machine on {calibration.date} ({path}): {_covered(workload, calibration)}."
-    return Costs(model, (note,))
+    load = f"While it was measured, {calibration.load}." if calibration.load is not None else _UNKNOWN_LOAD
+    return Costs(model, (note, load))
 
 
 _FORMULAS = "Costs: counted by formulas."
+_UNKNOWN_LOAD = "How busy the machine was while it was measured is not known: its file is of an earlier version."
 
 
 def _measure_first(cluster: Cluster) -> str:
@@ -97,9 +99,3 @@ def _covered(workload: Workload, calibration: Calibration) -> str:
     if not others:
         return "all calls, at some degrees and rows; between them by the rates of its devices"
     return f"{', '.join(measured) or 'no call'}; of {', '.join(others)} only what the devices do in a second"
-
-
-def _efficiencies(cluster: Cluster) -> str:
-    """Where the rates of devices come from."""
-    kinds = {group.kind.name: group.kind.coefficients.source for group in cluster.groups}
-    return "; ".join(f"What {name} reach of their peaks: {source}" for name, source in kinds.items()) + "."

@@ -9,23 +9,27 @@ Reference:
 """
 
 import dataclasses
+import functools
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 
-from jaxrlhf.planner.cost import CallSeconds, CostModel
-from jaxrlhf.planner.fusion import StageCost, opposite, pipes_of, stages_per_node
+from jaxrlhf.planner.cost import CostModel
+from jaxrlhf.planner.fusion import find_schedules, opposite, units_of
 from jaxrlhf.planner.peak_memory import peak_memory
 from jaxrlhf.planner.plan import Placement, PlanError
 from jaxrlhf.planner.problem import Choice, Problem
+from jaxrlhf.planner.schedules.instructions import Pipe, Schedule
+from jaxrlhf.planner.schedules.schedule import makespan
 from jaxrlhf.planner.schedules.schedule_bounds import lower_bound
 from jaxrlhf.planner.simulate import Simulation, steady_state
+from jaxrlhf.planner.stage_costs import StageCost, stage_costs
 from jaxrlhf.planner.workload import ModelCall, Workload
 
-LOOKED_AT, SIMULATED = 200, 40
-"""Pairs of choices that are looked at closely, those that would be fastest without bubbles; and how many of them are
-tried in whole plans, those that are fastest with them."""
-FOUND = 1.05
-"""How much longer than the lower bound the schedules are that are found at the start of a run, at most as a rule."""
+LOOKED_AT, PAIRS, SIMULATED, SCHEDULED = 200, 40, 100, 6
+"""Pairs of choices that are looked at closely, those that would be fastest without bubbles; how many of them are tried
+in plans, those whose lower bounds are least; how many such plans are simulated, those that save most; and for how many
+pairs a schedule is looked for, those whose plans could be fastest."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,17 +41,51 @@ class FusedPlan:
     plan: tuple[int, ...]
     """Call -> its choice."""
     fuse: tuple[str, str]
+    schedules: tuple[Schedule, ...]
+    """That the two run by, as `Plan.schedules`."""
     simulation: Simulation
     seconds: float
-    """Of both calls together."""
+    """Of both calls together, by these schedules."""
     apart: float
     """What they would take one after the other."""
+
+
+@dataclasses.dataclass(frozen=True)
+class FusedCalls:
+    """Two train calls on stages that lie on one another."""
+
+    placements: tuple[Placement, Placement]
+    """The second in the opposite direction."""
+    costs: tuple[StageCost, StageCost]
+    pipes: tuple[Pipe, ...]
+    """One set of groups that share devices; the others are alike."""
+    updates: int
+    around: float
+    """Seconds of both that no schedule changes: sends, reductions, updates."""
+    apart: float
+    """Seconds of one after the other."""
+
+    @property
+    def bound(self) -> float:
+        """Seconds that no schedule falls below."""
+        return lower_bound(self.pipes) * self.updates + self.around
+
+    def schedules(self) -> tuple[Schedule, ...]:
+        """That the calls run by. Looked for, once for all that are alike."""
+        return find_schedules(*self.placements, self.costs)
+
+    def seconds(self, schedules: Sequence[Schedule]) -> float:
+        """Seconds by these schedules."""
+        return makespan(Schedule(self.pipes, schedules[0].orders)) * self.updates + self.around
 
 
 def best_fused(
     problem: Problem, workload: Workload, costs: CostModel, plans: Iterable[Sequence[int]], *, beat: float
 ) -> FusedPlan | None:
     """The fastest plan that differs from one of some others in its train calls alone, two of which are fused.
+
+    Plans are tried in the order of what they would take if their schedules reached the lower bound, until none of the
+    rest could be faster than the best; of `SCHEDULED` pairs of choices a schedule is looked for.
 
     Args:
         beat: Seconds of an iteration that it must be faster than.
@@ -56,40 +94,66 @@ def best_fused(
         None: fusing makes nothing faster, or does not fit.
     """
     best: FusedPlan | None = None
-    plans = list(plans)
-    for i, j in _pairs(problem):
-        calls = workload.call(problem.calls[i].name), workload.call(problem.calls[j].name)
-        if calls[0].updates != calls[1].updates:
+    found: dict[FusedCalls, tuple[tuple[Schedule, ...], float]] = {}
+    for least, i, j, plan, both in _candidates(problem, workload, costs, list(plans), beat):
+        limit = beat if best is None else best.simulation.seconds
+        if least >= limit:
+            break
+        if both not in found:
+            if len(found) == SCHEDULED:
+                continue
+            schedules = both.schedules()
+            found[both] = schedules, both.seconds(schedules)
+        schedules, seconds = found[both]
+        if seconds >= both.apart:
             continue
-        ways = _fastest_ways(problem, i, j, calls, costs) if plans else []
-        for plan, (seconds, apart, a, b) in itertools.product(plans, ways):
-            limit = beat if best is None else best.simulation.seconds
-            if seconds >= limit:
-                continue
-            candidate = list(plan)
-            candidate[i], candidate[j] = a, b
-            merged = as_one(problem, i, j, candidate, seconds)
-            if any(taken > room for taken, room in zip(peak_memory(merged, candidate), problem.capacity, strict=True)):
-                continue
-            simulation = steady_state(merged, candidate)
-            if simulation.seconds < limit:
-                names = problem.calls[i].name, problem.calls[j].name
-                best = FusedPlan(merged, tuple(candidate), names, simulation, seconds, apart)
+        merged = as_one(problem, i, j, plan, seconds)
+        simulation = steady_state(merged, plan)
+        if simulation.seconds < limit:
+            names = problem.calls[i].name, problem.calls[j].name
+            best = FusedPlan(merged, plan, names, schedules, simulation, seconds, both.apart)
     return best
 
 
-def _fastest_ways(
+def _candidates(
+    problem: Problem, workload: Workload, costs: CostModel, plans: Sequence[Sequence[int]], beat: float
+) -> list[tuple[float, int, int, tuple[int, ...], FusedCalls]]:
+    """(seconds of an iteration at the lower bound, two calls, plan, the two calls as one) of plans that fit and could
+    be fast enough, from the fastest on."""
+    tried: dict[tuple[int, int, tuple[int, ...]], tuple[float, float, FusedCalls]] = {}
+    apart = [steady_state(problem, plan).seconds for plan in plans]
+    for i, j in _pairs(problem) if plans else ():
+        calls = workload.call(problem.calls[i].name), workload.call(problem.calls[j].name)
+        if calls[0].updates != calls[1].updates:
+            continue
+        ways = _best_ways(problem, i, j, calls, costs)
+        for (before, seconds), (bound, both, a, b) in itertools.product(zip(plans, apart, strict=True), ways):
+            plan = tuple(a if k == i else b if k == j else pick for k, pick in enumerate(before))
+            saved = sum(problem.calls[k].choices[before[k]].seconds for k in (i, j)) - bound
+            if bound < beat and seconds - saved < tried.get((i, j, plan), (math.inf,))[0]:
+                tried[i, j, plan] = seconds - saved, bound, both
+    candidates = []
+    for (i, j, plan), (_, bound, both) in sorted(tried.items(), key=lambda each: (each[1][0], each[0]))[:SIMULATED]:
+        merged = as_one(problem, i, j, plan, bound)
+        if any(taken > room for taken, room in zip(peak_memory(merged, plan), problem.capacity, strict=True)):
+            continue
+        seconds = steady_state(merged, plan).seconds
+        if seconds < beat:
+            candidates.append((seconds, i, j, plan, both))
+    return sorted(candidates, key=lambda each: each[:4])
+
+
+def _best_ways(
     problem: Problem, i: int, j: int, calls: tuple[ModelCall, ModelCall], costs: CostModel
-) -> list[tuple[float, float, int, int]]:
-    """(seconds fused, seconds apart, choice of the one, choice of the other) of pairs that are faster fused, from the
-    fastest on."""
+) -> list[tuple[float, FusedCalls, int, int]]:
+    """(seconds at the lower bound, both calls, choice of the one, choice of the other) of pairs that could be faster
+    fused, from the fastest on."""
     ways = []
     for a, b in _promising(problem, i, j, calls, costs):
-        choices = problem.calls[i].choices[a], problem.calls[j].choices[b]
-        seconds, apart = fused_seconds(calls, choices, costs), choices[0].seconds + choices[1].seconds
-        if seconds is not None and seconds < apart:
-            ways.append((seconds, apart, a, b))
-    return sorted(ways)[:SIMULATED]
+        both = fused_calls(calls, (problem.calls[i].choices[a], problem.calls[j].choices[b]), costs)
+        if both is not None and (bound := both.bound) < both.apart:
+            ways.append((bound, both, a, b))
+    return sorted(ways, key=lambda way: (way[0], *way[2:]))[:PAIRS]
 
 
 def _promising(
@@ -100,37 +164,40 @@ def _promising(
     by_devices: dict[range, list[int]] = {}
     for b, two in enumerate(twos):
         by_devices.setdefault(two.devices, []).append(b)
-    found = []
-    for a, one in enumerate(ones):
-        for b in by_devices.get(one.devices, ()):
-            if not _may_fuse(one, twos[b]):
-                continue
-            each = [costs.seconds(call, c.devices, c.strategy) for call, c in zip(calls, (one, twos[b]), strict=True)]
-            found.append((sum(s.total - s.bubbles for s in each), a, b))
+
+    @functools.cache
+    def without_bubbles(k: int, choice: int) -> float:
+        c = (ones, twos)[k][choice]
+        seconds = costs.seconds(calls[k], c.devices, c.strategy)
+        return seconds.total - seconds.bubbles
+
+    found = [
+        (without_bubbles(0, a) + without_bubbles(1, b), a, b)
+        for a, one in enumerate(ones)
+        for b in by_devices.get(one.devices, ())
+        if _may_fuse(one, twos[b])
+    ]
     return [(a, b) for _, a, b in sorted(found)[:LOOKED_AT]]
 
 
-def fused_seconds(calls: tuple[ModelCall, ModelCall], choices: tuple[Choice, Choice], costs: CostModel) -> float | None:
-    """Seconds of two train calls as one pipeline; None where their stages do not lie on one another."""
-    placements = [Placement(tuple(c.devices), c.strategy) for c in choices]
-    each = [costs.seconds(call, c.devices, c.strategy) for call, c in zip(calls, choices, strict=True)]
-    stages = [_stage_cost(call, c, s) for call, c, s in zip(calls, choices, each, strict=True)]
+def fused_calls(
+    calls: tuple[ModelCall, ModelCall], choices: tuple[Choice, Choice], costs: CostModel
+) -> FusedCalls | None:
+    """Two train calls as one pipeline; None where their stages do not lie on one another."""
+    one, two = (Placement(tuple(choice.devices), choice.strategy) for choice in choices)
     try:
-        merged = stages_per_node(placements[0].strategy, placements[1].strategy)
-        pipes = pipes_of(placements[0], opposite(*placements), merged, (stages[0], stages[1]))
-    except (ValueError, PlanError):
+        placements = one, opposite(one, two)
+    except ValueError:
         return None
-    nodes = set(pipes[0].nodes)
-    pipes = [pipe for pipe in pipes if set(pipe.nodes) & nodes]  # groups elsewhere are alike
+    stages = stage_costs(calls, placements, costs)
+    try:
+        pipes = units_of(*placements, stages)[0]
+    except PlanError:
+        return None
+    each = [costs.seconds(call, c.devices, c.strategy) for call, c in zip(calls, choices, strict=True)]
     around = sum(s.total - s.passes - s.bubbles for s in each)
-    return FOUND * lower_bound(pipes) * calls[0].updates + around
-
-
-def _stage_cost(call: ModelCall, choice: Choice, seconds: CallSeconds) -> StageCost:
-    """Seconds of a micro-batch on a stage: a third of them forward, or a quarter where that is computed anew."""
-    one = seconds.passes / call.updates / choice.strategy.micro_batches
-    forward = one / (4 if choice.strategy.remat == "layer" else 3)
-    return StageCost(forward, one - forward, 1.0)
+    apart = sum(choice.seconds for choice in choices)
+    return FusedCalls(placements, stages, pipes, calls[0].updates, around, apart)
 
 
 def _pairs(problem: Problem) -> Iterator[tuple[int, int]]:

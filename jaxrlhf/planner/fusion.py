@@ -7,33 +7,31 @@ Reference:
     Zhong et al. 2024 (RLHFuse), arXiv:2409.13221, section 5.
 """
 
+import collections
 import dataclasses
 import functools
 import itertools
+from collections.abc import Sequence
 
 import numpy as np
 
 from jaxrlhf.call_graph import Call, CallGraph
 from jaxrlhf.config.schema import FUSE
-from jaxrlhf.planner.plan import Placement, Plan, PlanError, train_sizes
+from jaxrlhf.planner.cost import CostModel
+from jaxrlhf.planner.plan import SCHEDULES, Placement, Plan, PlanError, train_sizes
 from jaxrlhf.planner.schedules.fused_schedule import fuse_quickly
-from jaxrlhf.planner.schedules.instructions import Instruction, Pipe, Schedule
+from jaxrlhf.planner.schedules.instructions import Instruction, PerStage, Pipe, Schedule, ScheduleError
 from jaxrlhf.planner.schedules.schedule import topological_order, validate
-from jaxrlhf.planner.schedules.schedule_bounds import serial_peak
+from jaxrlhf.planner.schedules.schedule_bounds import added_peaks
+from jaxrlhf.planner.stage_costs import StageCost, stage_costs
+from jaxrlhf.planner.workload import Workload
 from jaxrlhf.sharding.strategy import Strategy
 from jaxrlhf.suggest import did_you_mean
 
-MEMORY_CAP = 1.25
-"""What micro-batches may take of a node under a fused schedule, in peaks of 1F1B of one call after the other."""
-
-
-@dataclasses.dataclass(frozen=True)
-class StageCost:
-    """What a micro-batch costs a stage of one of the calls; only ratios between the two matter."""
-
-    forward: float
-    backward: float
-    activation: float
+_PARTS = 1000
+"""Of the longest latency, and of the largest activation: in these a schedule is found."""
+_ANY = StageCost(1, 2, 1)
+"""Where only the shape of pipes matters."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,32 +86,123 @@ def opposite(first: Placement, second: Placement) -> Placement:
     return dataclasses.replace(second, devices=devices)
 
 
-@functools.lru_cache(maxsize=16)
-def fused_order(first: Placement, second: Placement, costs: tuple[StageCost, StageCost]) -> FusedOrder:
-    """A schedule of both calls at once: found in seconds, the same in every process.
+def with_schedules(plan: Plan, graph: CallGraph, workload: Workload, costs: CostModel) -> Plan:
+    """A plan whose fused calls have their schedules. Those that it has are kept.
+
+    Args:
+        plan: Checked, after `oppose`.
+        costs: By which stages are priced: in every process the same.
+    """
+    if not plan.fuse or plan.schedules:
+        return plan
+    first, second = _calls(plan, graph)
+    placements = plan[first], plan[second]
+    stages = stage_costs([workload.call(call.plan_name) for call in (first, second)], placements, costs)
+    return dataclasses.replace(plan, schedules=find_schedules(*placements, stages))
+
+
+def find_schedules(first: Placement, second: Placement, costs: tuple[StageCost, StageCost]) -> tuple[Schedule, ...]:
+    """Schedules of two calls as one pipeline: found in seconds, the same in every process.
+
+    A node keeps at most what the two calls would keep by themselves, each on its fullest one: that is what a plan has
+    room for.
+
+    Returns:
+        One for each set of groups that share devices, once where they are alike.
 
     Raises:
         PlanError: The devices of their stages are not the same sets.
     """
+    units = units_of(first, second, costs)
+    return tuple(_schedule(unit) for unit in dict.fromkeys(in_whole_numbers(unit) for unit in units))
+
+
+@functools.lru_cache(maxsize=256)
+def _schedule(pipes: tuple[Pipe, ...]) -> Schedule:
+    schedule = fuse_quickly(pipes, memory_cap=added_peaks(pipes)).schedule
+    validate(schedule)
+    return schedule
+
+
+def fused_order(first: Placement, second: Placement, schedules: Sequence[Schedule]) -> FusedOrder:
+    """All instructions of both calls by the schedules of a plan: the same in every process.
+
+    Raises:
+        PlanError: There is no schedule for some of their groups.
+    """
     merged = stages_per_node(first.strategy, second.strategy)
-    pipes = pipes_of(first, second, merged, costs)
+    pipes = pipes_of(first, second, merged, (_ANY, _ANY))
+    by_shape = {_shape(schedule.pipes): topological_order(schedule) for schedule in schedules}
     timed: list[tuple[int, Instruction]] = []
     for unit in _units(pipes):
-        numbers = {node: i for i, node in enumerate(sorted({node for pipe in unit for node in pipes[pipe].nodes}))}
-        own = tuple(
-            dataclasses.replace(pipes[pipe], nodes=tuple(numbers[node] for node in pipes[pipe].nodes)) for pipe in unit
-        )
-        order = topological_order(_schedule(own))
+        order = by_shape.get(_shape(_by_themselves(pipes, unit)))
+        if order is None:
+            raise _no_schedule(_by_themselves(pipes, unit), schedules)
         timed += [(at, x._replace(pipe=unit[x.pipe])) for at, x in enumerate(order)]
     return FusedOrder(tuple(x for _, x in sorted(timed, key=lambda each: each[0])), merged)
 
 
-@functools.lru_cache(maxsize=64)
-def _schedule(pipes: tuple[Pipe, ...]) -> Schedule:  # units are alike: one search serves all
-    # at most a quarter more than the calls one after the other take, as a rule at no or little cost in latency
-    schedule = fuse_quickly(pipes, memory_cap=MEMORY_CAP * serial_peak(pipes)).schedule
-    validate(schedule)
-    return schedule
+def _no_schedule(pipes: Sequence[Pipe], schedules: Sequence[Schedule]) -> PlanError:
+    return PlanError(
+        f"plan.{SCHEDULES}: must have a schedule for all groups of both calls. Got none for {_in_words(pipes)}, but "
+        f"{'; '.join(_in_words(schedule.pipes) for schedule in schedules) or 'none at all'}. Remove `{SCHEDULES}`, and "
+        "the run finds its own; or plan again."
+    )
+
+
+def _in_words(pipes: Sequence[Pipe]) -> str:
+    """'1 group of 4 stages in 8 micro-batches and 2 groups of 2 stages in 4'."""
+    counts = collections.Counter((pipe.model, pipe.stages, pipe.micro_batches) for pipe in pipes)
+    parts = [
+        f"{number} group{'s' if number > 1 else ''} of {stages} stages in {micro_batches} micro-batches"
+        for (_, stages, micro_batches), number in counts.items()
+    ]
+    return f"{' and '.join(parts)} over nodes {', '.join('-'.join(map(str, pipe.nodes)) for pipe in pipes)}"
+
+
+def _shape(pipes: Sequence[Pipe]) -> tuple[tuple[tuple[int, ...], int, int], ...]:
+    """What of pipes a schedule must fit."""
+    return tuple((pipe.nodes, pipe.micro_batches, pipe.model) for pipe in pipes)
+
+
+def units_of(first: Placement, second: Placement, costs: tuple[StageCost, StageCost]) -> list[tuple[Pipe, ...]]:
+    """The groups of both calls in sets that share nodes, which are numbered from 0 in each set.
+
+    Raises:
+        PlanError: The devices of their stages are not the same sets.
+    """
+    pipes = pipes_of(first, second, stages_per_node(first.strategy, second.strategy), costs)
+    return [_by_themselves(pipes, unit) for unit in _units(pipes)]
+
+
+def _by_themselves(pipes: Sequence[Pipe], unit: Sequence[int]) -> tuple[Pipe, ...]:
+    """Some pipes on nodes that are numbered from 0."""
+    numbers = {node: i for i, node in enumerate(sorted({node for pipe in unit for node in pipes[pipe].nodes}))}
+    return tuple(
+        dataclasses.replace(pipes[pipe], nodes=tuple(numbers[node] for node in pipes[pipe].nodes)) for pipe in unit
+    )
+
+
+def in_whole_numbers(pipes: Sequence[Pipe]) -> tuple[Pipe, ...]:
+    """Pipes with latencies and activations in thousandths of the largest, so that every computer finds the same.
+    Latencies are one at least, as a search for a schedule has them."""
+    stages = [(pipe, stage) for pipe in pipes for stage in range(pipe.stages)]
+    longest = max(pipe.latency(stage, forward=way) for pipe, stage in stages for way in (True, False))
+    largest = max(pipe.kept(stage) for pipe, stage in stages)
+
+    def latencies(pipe: Pipe, forward: bool) -> tuple[int, ...]:
+        each = (pipe.latency(stage, forward=forward) for stage in range(pipe.stages))
+        return tuple(max(1, round(_PARTS * latency / longest)) for latency in each)
+
+    return tuple(
+        dataclasses.replace(
+            pipe,
+            forward=latencies(pipe, True),
+            backward=latencies(pipe, False),
+            activation=tuple(round(_PARTS * pipe.kept(stage) / largest) for stage in range(pipe.stages)),
+        )
+        for pipe in pipes
+    )
 
 
 def pipes_of(
@@ -134,13 +223,20 @@ def pipes_of(
                 Pipe(
                     nodes=tuple(number[frozenset(node)] for node in group),
                     micro_batches=placement.strategy.micro_batches,
-                    forward=cost.forward * count,
-                    backward=cost.backward * count,
-                    activation=cost.activation * count,
+                    forward=_merged(cost.forward, count),
+                    backward=_merged(cost.backward, count),
+                    activation=_merged(cost.activation, count),
                     model=model,
                 )
             )
     return pipes
+
+
+def _merged(costs: PerStage, count: int) -> PerStage:
+    """Of every so many stages together."""
+    if not isinstance(costs, tuple):
+        return costs * count
+    return tuple(sum(costs[i : i + count]) for i in range(0, len(costs), count))
 
 
 def _nodes(placement: Placement, merged: int) -> np.ndarray:
@@ -166,6 +262,8 @@ def check_fusion(plan: Plan, graph: CallGraph) -> None:
     Raises:
         PlanError: They are not, or may not.
     """
+    if plan.schedules and not plan.fuse:
+        raise PlanError(f"plan.{SCHEDULES}: are for calls that are fused. Got no `{FUSE}`. Remove them.")
     if not plan.fuse:
         return
     first, second = _calls(plan, graph)
@@ -193,7 +291,9 @@ def check_fusion(plan: Plan, graph: CallGraph) -> None:
     except ValueError as error:
         raise PlanError(f"{where}: {error}") from error
     turned = oppose(plan, graph)[second]
-    pipes_of(one, turned, merged, (StageCost(1, 2, 1), StageCost(1, 2, 1)))  # which says if stages lie across
+    pipes_of(one, turned, merged, (_ANY, _ANY))  # which says if stages lie across
+    if plan.schedules:
+        _check_schedules(plan.schedules, units_of(one, turned, (_ANY, _ANY)))
     updates = [
         sizes.mini_batches * sizes.epochs
         for call, placement in ((first, one), (second, two))
@@ -204,6 +304,28 @@ def check_fusion(plan: Plan, graph: CallGraph) -> None:
             f"{where}: both calls must make equally many updates, which are fused one by one. Got {updates[0]} for "
             f"{first.plan_name} and {updates[1]} for {second.plan_name}. Change mini_batches or epochs of one."
         )
+
+
+def _check_schedules(schedules: Sequence[Schedule], units: Sequence[Sequence[Pipe]]) -> None:
+    """There is one schedule for all sets of groups that are alike, and no node keeps more by it than the plan has room
+    for: what a search for a schedule keeps within too."""
+    shapes, given = {_shape(unit) for unit in units}, [_shape(schedule.pipes) for schedule in schedules]
+    for unit in units:
+        if _shape(unit) not in given:
+            raise _no_schedule(unit, schedules)
+    if len(given) > len(shapes):
+        raise PlanError(
+            f"plan.{SCHEDULES}: must have one schedule for all groups that are alike. Got {len(given)}, where there is "
+            f"use for {len(shapes)}. Remove `{SCHEDULES}`, and the run finds its own; or plan again."
+        )
+    for schedule in schedules:
+        try:
+            validate(schedule, memory_cap=added_peaks(schedule.pipes))
+        except ScheduleError as error:
+            raise PlanError(
+                f"plan.{SCHEDULES}: must keep no more than both calls by themselves. {error} Remove `{SCHEDULES}`, and "
+                "the run finds its own; or plan again."
+            ) from error
 
 
 def _calls(plan: Plan, graph: CallGraph) -> tuple[Call, Call]:
@@ -258,7 +380,7 @@ def fusion_notes(plan: Plan, graph: CallGraph) -> list[str]:
         return []
     first, second = _calls(plan, graph)
     one, two = plan[first], plan[second]
-    pipes = pipes_of(one, two, stages_per_node(one.strategy, two.strategy), (StageCost(1, 2, 1), StageCost(1, 2, 1)))
+    pipes = pipes_of(one, two, stages_per_node(one.strategy, two.strategy), (_ANY, _ANY))
     ways = [[pipe.nodes for pipe in pipes if pipe.model == model] for model in range(2)]
     for a, b in itertools.product(*ways):
         shared = [node for node in a if node in b]

@@ -13,6 +13,8 @@ from typing import Any
 
 MAX_NODES = 1024
 """Of a cluster. A call may have any consecutive ones of them, so there are half a million ways to choose."""
+MEASURED = "measured on"
+"""How the provenance of numbers begins that were measured on devices of their kind."""
 AS_GIVEN = "as given"
 """The provenance of numbers whose `source` nobody wrote."""
 
@@ -140,6 +142,11 @@ class Coefficients:
     """By which the program's own work, arguments and layouts and dispatch, makes a call longer, for each device of it:
     where devices are the host's processors, it takes from them."""
     source: str = AS_GIVEN
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether they were found on such a device, by `python -m jaxrlhf.calibrate`."""
+        return self.source.startswith(MEASURED)
 
     def __post_init__(self) -> None:
         _require_fraction(self, "matmul_efficiency", "memory_efficiency", "link_efficiency", "network_efficiency")

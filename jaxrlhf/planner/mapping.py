@@ -12,19 +12,18 @@ import dataclasses
 import heapq
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 
-from jaxrlhf.planner.peak_memory import memory_at_peak
 from jaxrlhf.planner.placed import fastest_that_fits, options_on, result_of
-from jaxrlhf.planner.plan import PlanError
+from jaxrlhf.planner.plan import NoRoomError, PlanError
 from jaxrlhf.planner.problem import Problem
+from jaxrlhf.planner.search import search
 from jaxrlhf.planner.searching.arena import SearchResult
-from jaxrlhf.planner.searching.lean_plans import fast_to_lean, require_choices
 
 SIMULATED = 50
 """Of all mappings that fit, so many of the fastest are simulated."""
-_MOST_SETS = 8
-"""Which can share devices in 4140 ways."""
+_STEPS, _BOUNDS = 300, 2_000
+"""Of the search for how a group runs on its devices, whose calls take turns."""
 Group = tuple[str, ...]
 """Sets of weights that share devices."""
 Colocation = tuple[Group, ...]
@@ -47,35 +46,24 @@ def colocations(sets: Sequence[str]) -> Iterator[Colocation]:
             yield (*rest[:k], (first, *group), *rest[k + 1 :])
 
 
-def hybridflow(problem: Problem, *, seed: int = 0, seconds: float | None = None) -> SearchResult:
-    """The best mapping of all. It is the same for every seed; `seconds` only cut the simulation of the best ones.
-
-    Raises:
-        PlanError: There are too many sets of weights, or no mapping fits.
-    """
-    del seed
-    require_choices(problem)
-    sets = list(dict.fromkeys(call.weights for call in problem.calls))
-    if len(sets) > _MOST_SETS:
-        raise PlanError(
-            f"hybridflow: tries all ways to group sets of weights, of which there may be {_MOST_SETS}. Got "
-            f"{len(sets)}: {', '.join(sets)}. Use search."
-        )
-    return best_mapping(problem, list(colocations(sets)), "hybridflow", seconds=seconds)
-
-
 def best_mapping(
-    problem: Problem, among: Sequence[Colocation], strategy: str, *, seconds: float | None = None
+    problem: Problem,
+    among: Sequence[Colocation],
+    strategy: str,
+    *,
+    always: Sequence[Colocation] = (),
+    seconds: float | None = None,
 ) -> SearchResult:
     """The best mapping of certain colocations.
 
     For each of them, all numbers of devices are tried that its groups can have side by side: those for which there are
     choices, where no group could have the next larger number. How long a group takes on its devices is found once: with
-    the fastest choice of every call or, where those do not fit together, the first that do of `fast_to_lean`. The calls
-    of a stage are equally far from the beginning of the step. It takes as long as the group that takes longest.
+    the fastest choices that fit together, as a short search finds them. The calls of a stage are equally far from the
+    beginning of the step. It takes as long as the group that takes longest.
 
     Args:
         strategy: Whose mapping it is, for errors.
+        always: Of those colocations, as many mappings are simulated as if there were no others.
         seconds: After which no further mapping is simulated.
 
     Raises:
@@ -90,7 +78,11 @@ def best_mapping(
             if devices is not None and (latency := groups.latency(colocation, devices)) < math.inf:
                 ranked.append((latency, looked, colocation, devices))
     best: SearchResult | None = None
-    for _, _, colocation, devices in heapq.nsmallest(SIMULATED, ranked):
+    tried = heapq.nsmallest(SIMULATED, ranked)
+    for each in map(_as_set, always):
+        own = [mapping for mapping in ranked if _as_set(mapping[2]) == each]
+        tried += [mapping for mapping in heapq.nsmallest(SIMULATED, own) if mapping not in tried]
+    for _, _, colocation, devices in tried:
         if best is not None and seconds is not None and time.monotonic() - begun > seconds:
             break
         placed = {name: each for group, each in zip(colocation, devices, strict=True) for name in group}
@@ -104,6 +96,10 @@ def best_mapping(
             f"{problem.num_devices} devices, on which they do not. Use search, more devices or larger ones."
         )
     return best
+
+
+def _as_set(colocation: Colocation) -> frozenset[frozenset[str]]:
+    return frozenset(map(frozenset, colocation))
 
 
 def _in_words(colocation: Colocation) -> str:
@@ -145,7 +141,8 @@ class _Groups:
             self._places.append(places)
             self._stages.append(1 + max((self._stages[positions[need]] for need in call.needs), default=-1))
         self._where: dict[Group, list[range]] = {}
-        self._ways: dict[tuple[Group, range], dict[int, int] | None] = {}
+        self._ways: dict[tuple[Group, tuple[int, ...]], tuple[int, ...] | None] = {}
+        self._alike: dict[Hashable, int] = {}
         self._seconds: dict[tuple[Group, range], list[float]] = {}
 
     def where(self, group: Group) -> list[range]:
@@ -192,27 +189,40 @@ class _Groups:
 
     def _way(self, group: Group, devices: range) -> dict[int, int] | None:
         """Call -> its choice. None where nothing fits."""
-        if (group, devices) in self._ways:
-            return self._ways[group, devices]
-        calls, found = self._calls(group), None
+        calls = self._calls(group)
+        there = [self._places[j][devices] for j in calls]
+        room = min(self._problem.capacity[memory] for memory in self._problem.memories(devices))
+        alike = (room, *(self._number(j, some) for j, some in zip(calls, there, strict=True)))
+        if (group, alike) not in self._ways:
+            self._ways[group, alike] = self._fastest(calls, there)
+        way = self._ways[group, alike]
+        return None if way is None else {j: some[k] for j, some, k in zip(calls, there, way, strict=True)}
+
+    def _number(self, j: int, some: Sequence[int]) -> int:
+        """The same for choices that are alike but for their place."""
+        choices = (dataclasses.replace(self._problem.calls[j].choices[k], first=0, end=0) for k in some)
+        return self._alike.setdefault((j, tuple(choices)), len(self._alike))
+
+    def _fastest(self, calls: Sequence[int], among: Sequence[Sequence[int]]) -> tuple[int, ...] | None:
+        """Of each call, which of its choices on the same devices are fastest together. None where none fit."""
         names = {self._problem.calls[j].name for j in calls}
         part = dataclasses.replace(
             self._problem,
             calls=tuple(
-                dataclasses.replace(call, needs=tuple(need for need in call.needs if need in names))
-                for call in self._problem.calls
-                if call.name in names
+                dataclasses.replace(
+                    self._problem.calls[j],
+                    needs=tuple(need for need in self._problem.calls[j].needs if need in names),
+                    choices=tuple(self._problem.calls[j].choices[k] for k in some),
+                )
+                for j, some in zip(calls, among, strict=True)
             ),
             reallocations={},
             transfers={},
         )
-        smallest = min(self._problem.memories(devices), key=lambda memory: self._problem.capacity[memory])
-        for plan in fast_to_lean(part, [self._places[j][devices] for j in calls]):
-            if memory_at_peak(part, plan, [smallest])[0].total <= self._problem.capacity[smallest]:
-                found = dict(zip(calls, plan, strict=True))
-                break
-        self._ways[group, devices] = found
-        return found
+        try:
+            return search(part, steps=_STEPS, bounds=_BOUNDS).plan
+        except NoRoomError:
+            return None
 
 
 def _overlap(a: range, b: range) -> bool:

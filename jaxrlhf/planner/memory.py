@@ -24,7 +24,7 @@ from jaxrlhf.models.generate import cache_sizes
 from jaxrlhf.models.lora import LoRAConfig, declare_adapters
 from jaxrlhf.models.params import Weight, declare
 from jaxrlhf.planner.workload import ModelCall
-from jaxrlhf.sharding.axes import WEIGHTS_AT_REST
+from jaxrlhf.sharding.axes import FSDP, WEIGHTS_AT_REST
 from jaxrlhf.sharding.stages import layers_of_stages
 from jaxrlhf.sharding.strategy import Strategy
 
@@ -40,8 +40,15 @@ class CallMemory:
     """That stay between calls: master weights and moments where it trains, weights where nothing trains them."""
     optimizer: int = 0
     """What of that is moments."""
+    base: int = 0
+    """The weights that its adapters adapt, which stay there between calls; others that read them in the same layout
+    read the same arrays."""
     copy: int = 0
-    """Its own copy of weights that another call trains."""
+    """Its own copy of weights that another call trains, or of adapters, and of the weights that they were added into.
+    """
+    shared_with_training: int = 0
+    """Bytes of that copy which are the master weights themselves, where they are trained in the call's layout: all of
+    it in float32, but for what adapters were added into."""
     gradients: int = 0
     activations: int = 0
     """Of micro-batches between their forward and backward passes, and of the one at work."""
@@ -67,20 +74,51 @@ def call_memory(call: ModelCall, strategy: Strategy, *, is_trained: bool, on_cpu
     if call.kind == "train":
         memory = _train_memory(call, strategy)
         return _trained_on_cpu(call, strategy, memory) if on_cpu else memory
-    size = itemsize(call.model)
-    weights = weight_bytes(call.model, strategy, size)
-    adapted = 0 if call.lora is None else weight_bytes(call.model, strategy, size, lora=call.lora)
-    of_changing = (weights + adapted if call.lora is not None else weights) if is_trained else 0
-    resting = weights if not is_trained or call.lora is not None else 0
-    held = dict(resting=resting, copy=of_changing, **({"gathered": _gathered_on_cpu(call, strategy)} if on_cpu else {}))
+    size, in_ring = itemsize(call.model), call.kind == "generate" and strategy.pipeline > 1
+    weights = ring_bytes(call.model, strategy) if in_ring else weight_bytes(call.model, strategy, size)
+    if call.lora is None:
+        own = weights
+        held = dict(resting=0 if is_trained else own, copy=own if is_trained else 0)
+    else:
+        own = weight_bytes(call.model, strategy, size, lora=call.lora)
+        merged = weights if reads_merged(call, strategy) else 0
+        held = dict(
+            resting=0 if is_trained else own, copy=merged + (own if is_trained else 0), base=_base(call, strategy)
+        )
+    if size == MASTER_BYTES and is_trained and not in_ring:
+        held |= dict(shared_with_training=own)
+    if on_cpu:
+        held |= dict(gathered=_gathered_on_cpu(call, strategy))
     if call.kind == "generate":
         return dataclasses.replace(_generate_memory(call, strategy), **held)
-    rows = call.rows / (strategy.micro_batches * strategy.num_row_shards)
+    rows = call.part_rows(strategy)
     activations = int(rows * call.columns * size * (_at_work(call.model, strategy) + _passing(call.model, strategy)))
     logits, gathered = _logits(call, strategy, rows), _gathered(call, strategy)
     if logits > activations + gathered:
         return CallMemory(logits=logits, **held)
     return CallMemory(activations=activations, **{"gathered": gathered, **held})
+
+
+def reads_merged(call: ModelCall, strategy: Strategy) -> bool:
+    """Whether a call reads weights with its adapters added in: where that pays, and always over the stages that
+    generate."""
+    in_ring = call.kind == "generate" and strategy.pipeline > 1
+    return call.lora is not None and (call.merges or in_ring)
+
+
+def ring_bytes(model: ModelConfig, strategy: Strategy) -> int:
+    """Bytes of weights on each device as the stages read them that generate: as many layers as the stage with most has,
+    and embedding, final norm and head whole on every stage."""
+    declared, degrees = declare(model), {"fsdp": strategy.fsdp, "tensor": strategy.tensor}
+    others = [weight for name, weight in declared.items() if name not in ("layers", "value_head")]
+    slots = len(layers_of_stages(model.num_layers, strategy.pipeline)[0])
+    numbers = slots * _all_local(declared["layers"][0], degrees) + _all_local(others, degrees)
+    return numbers * itemsize(model)
+
+
+def _base(call: ModelCall, strategy: Strategy) -> int:
+    """Bytes of what a call's adapters adapt, in the compute precision."""
+    return weight_bytes(call.base_model or call.model, strategy, itemsize(call.model))
 
 
 def weight_bytes(model: ModelConfig, strategy: Strategy, size: int, *, lora: LoRAConfig | None = None) -> int:
@@ -91,6 +129,18 @@ def weight_bytes(model: ModelConfig, strategy: Strategy, size: int, *, lora: LoR
         lora: Count the adapters in place of the weights.
     """
     return max(_stage_numbers(model, lora, *_splits(strategy))) * size
+
+
+def gradient_numbers(model: ModelConfig, strategy: Strategy, *, lora: LoRAConfig | None = None) -> tuple[int, int]:
+    """Numbers of the gradient on the device that has most of them: of weights that are split over `fsdp`, or could be,
+    and of all others.
+
+    Args:
+        lora: Count the adapters in place of the weights.
+    """
+    stages = zip(*(_stage_numbers(model, lora, *_splits(strategy), over) for over in (True, False)), strict=True)
+    split, whole = max(stages, key=sum)
+    return split, whole
 
 
 def evenness(model: ModelConfig, strategy: Strategy, *, lora: LoRAConfig | None = None) -> float:
@@ -105,15 +155,23 @@ def _splits(strategy: Strategy) -> tuple[int, int, int, int]:
 
 @functools.lru_cache(maxsize=4096)
 def _stage_numbers(
-    model: ModelConfig, lora: LoRAConfig | None, pipeline: int, chunks: int, fsdp: int, tensor: int
+    model: ModelConfig,
+    lora: LoRAConfig | None,
+    pipeline: int,
+    chunks: int,
+    fsdp: int,
+    tensor: int,
+    over_fsdp: bool | None = None,
 ) -> tuple[int, ...]:
-    """Numbers of each stage's weights on one of its devices."""
+    """Numbers of each stage's weights on one of its devices.
+
+    Args:
+        over_fsdp: Count only the weights that `fsdp` splits, or only those that it does not. None: all.
+    """
     declared: Any = declare(model) if lora is None else declare_adapters(model, lora)
     degrees = {"fsdp": fsdp, "tensor": tensor}
 
-    def local(tree: Any) -> int:
-        return sum(_local(w, degrees) for w in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, Weight)))
-
+    local = functools.partial(_all_local, degrees=degrees, over_fsdp=over_fsdp)
     layer = local(declared["layers"][0])
     virtual = layers_of_stages(model.num_layers, pipeline * chunks)
     numbers = [sum(len(virtual[v]) for v in range(s, len(virtual), pipeline)) * layer for s in range(pipeline)]
@@ -122,6 +180,12 @@ def _stage_numbers(
     if pipeline > 1 and model.tie_embeddings:
         numbers[-1] += local(declared.get("embedding", ()))
     return tuple(numbers)
+
+
+def _all_local(tree: Any, degrees: dict[str, int], over_fsdp: bool | None = None) -> int:
+    """Numbers of declared weights on one device; `over_fsdp` is as of `_stage_numbers`."""
+    weights = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, Weight))
+    return sum(_local(w, degrees) for w in weights if over_fsdp in (None, _rests_over_fsdp(w)))
 
 
 def _local(weight: Weight, degrees: dict[str, int]) -> int:
@@ -133,13 +197,17 @@ def _local(weight: Weight, degrees: dict[str, int]) -> int:
     return size
 
 
+def _rests_over_fsdp(weight: Weight) -> bool:
+    return any(axis is not None and WEIGHTS_AT_REST[axis] == FSDP for axis in weight.axes)
+
+
 def cache_bytes(call: ModelCall, strategy: Strategy) -> int:
     """Keys and values of all responses that a device draws at a time, at their longest, on the stage with most layers.
 
     Exact for a cache of `prompt + response` slots.
     """
     model = call.model
-    rows = math.ceil(call.sequences / (strategy.micro_batches * strategy.num_row_shards))
+    rows = math.ceil(call.part_rows(strategy) * strategy.pipeline * call.num_samples)
     heads = math.ceil(model.num_kv_heads / strategy.tensor)
     return rows * call.columns * _layers_of_fullest(model, strategy) * 2 * heads * model.head_size * itemsize(model)
 
@@ -151,7 +219,7 @@ def _generate_memory(call: ModelCall, strategy: Strategy) -> CallMemory:
     cache = cache_bytes(call, strategy)
     growing = int(cache * before_last / call.columns)  # the cache before it grew for the last time
     at_first = int(cache * (call.prompt + sizes[0]) / call.columns)
-    prompts = call.rows / (strategy.micro_batches * strategy.pipeline * strategy.num_row_shards)
+    prompts = call.part_rows(strategy)
     prefill = int(prompts * call.prompt * size * (_at_work(model, strategy) + _passing(model, strategy)))
     rows = prompts * call.num_samples
     gathered = _gathered(call, strategy, all_layers=True)
@@ -164,7 +232,6 @@ def _generate_memory(call: ModelCall, strategy: Strategy) -> CallMemory:
 def _train_memory(call: ModelCall, strategy: Strategy) -> CallMemory:
     model, size = call.model, itemsize(call.model)
     trained = weight_bytes(model, strategy, 1, lora=call.lora)
-    base = 0 if call.lora is None else weight_bytes(model, strategy, size)
     rows = call.rows / call.mini_batches / (strategy.micro_batches * strategy.num_row_shards)
     tokens = rows * call.columns
     layers = _layers_of_fullest(model, strategy)
@@ -176,9 +243,10 @@ def _train_memory(call: ModelCall, strategy: Strategy) -> CallMemory:
         kept = tokens * size * model.hidden_size * (layers + in_flight)
     at_work = tokens * size * 2 * _at_work(model, strategy)
     accumulated = MASTER_BYTES if strategy.micro_batches > 1 or strategy.pipeline > 1 else size
-    resting, gathered = trained * (MASTER_BYTES + MOMENT_BYTES) + base, _gathered(call, strategy)
+    resting, gathered = trained * (MASTER_BYTES + MOMENT_BYTES), _gathered(call, strategy)
     logits, gradients = 2 * _logits(call, strategy, rows), trained * accumulated
     held = dict(resting=resting, optimizer=trained * MOMENT_BYTES, gathered=gathered)
+    held |= {} if call.lora is None else dict(base=_base(call, strategy))
     if strategy.micro_batches == 1 and logits > at_work + gradients:  # the head comes before most gradients are there
         return CallMemory(activations=int(kept), logits=logits, **held)
     return CallMemory(gradients=gradients, activations=int(kept + at_work), **held)
@@ -230,12 +298,12 @@ def _kept(model: ModelConfig, strategy: Strategy) -> float:
     return 2 * model.hidden_size + split / strategy.tensor
 
 
-def kept_per_token(model: ModelConfig, strategy: Strategy) -> float:
-    """Numbers that a stage keeps of a token between forward and backward, on one of its devices: its input, and what
-    its layers keep."""
+def kept_per_token(model: ModelConfig, strategy: Strategy, num_layers: int) -> float:
+    """Numbers that a stage of so many layers keeps of a token between forward and backward, on one of its devices: its
+    input, and what its layers keep, unless its backward computes them anew."""
     if strategy.remat == "layer":
         return model.hidden_size
-    return model.hidden_size + model.num_layers / strategy.num_stages * _kept(model, strategy)
+    return model.hidden_size + num_layers * _kept(model, strategy)
 
 
 def _at_work(model: ModelConfig, strategy: Strategy) -> float:
@@ -266,11 +334,12 @@ def _gathered(call: ModelCall, strategy: Strategy, *, all_layers: bool = False) 
     D, F, h = model.hidden_size, model.intermediate_size, model.head_size
     joined = D * h * (model.num_heads + 2 * model.num_kv_heads) + 2 * D * F
     whole = joined + D * h * model.num_heads + D * F
-    in_other_precision = call.kind == "train" and size < MASTER_BYTES
+    in_other_precision = call.kind == "train" and call.lora is None and size < MASTER_BYTES
     if strategy.fsdp > 1 or in_other_precision:
         head = D * model.vocab_size * (MASTER_BYTES if call.trains else size) if strategy.fsdp > 1 else 0
         return int((count * whole * size + head) / strategy.tensor)
-    return int(count * joined * size) if strategy.tensor == 1 else 0
+    is_joined = strategy.tensor == 1 and (call.lora is None or reads_merged(call, strategy))
+    return int(count * joined * size) if is_joined else 0
 
 
 def _layers_of_fullest(model: ModelConfig, strategy: Strategy) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxrlhf.planner.choices import memory_problem, on_cpu
+from jaxrlhf.planner.fused_choice import as_one
 from jaxrlhf.planner.hardware import Cluster
 from jaxrlhf.planner.host_memory import PROCESS_BYTES, host_memory, total_memory, with_process
 from jaxrlhf.planner.memory import CallMemory, call_memory
@@ -54,8 +55,11 @@ def forecast_memory(workload: Workload, cluster: Cluster, plan: Plan, *, limit: 
         if call.role in plan.offload and sizes["weights"] and not is_on_cpu:
             row["weights"] = f"{row['weights']} (host)"
         rows.append({"call": call.name, **row})
-    problem = memory_problem(workload, cluster, plan.placements, plan.offload)
-    peaks = memory_at_peak(problem, (0,) * len(problem.calls))
+    problem, chosen = memory_problem(workload, cluster, plan.placements, plan.offload), (0,) * len(workload.calls)
+    if plan.fuse:  # both are at work at once
+        i, j = sorted(i for i, call in enumerate(workload.calls) if call.name in plan.fuse)
+        problem = as_one(problem, i, j, chosen, 0.0)
+    peaks = memory_at_peak(problem, chosen)
     say = _on_host if is_on_cpu else _on_devices
     lines, notes = say(peaks, cluster, limit)
     return MemoryForecast(tuple(rows), unit, tuple(lines), tuple(notes))
@@ -75,7 +79,7 @@ def host_line(arrays: int) -> str:
 def _parts(memory: CallMemory) -> dict[str, int]:
     """What a call's memory is made of, in bytes."""
     return {
-        "weights": memory.resting - memory.optimizer, "optimizer": memory.optimizer,
+        "weights": memory.resting - memory.optimizer + memory.base, "optimizer": memory.optimizer,
         "copies": memory.copy + memory.gathered, "gradients": memory.gradients,
         "activations": memory.activations + memory.logits, "cache": memory.cache,
     }  # fmt: skip

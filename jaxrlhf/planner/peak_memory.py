@@ -1,7 +1,7 @@
 """The memory that a plan takes, of each device or of devices that share one, and what it is made of."""
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 
 from jaxrlhf.planner.problem import Choice, Problem
 from jaxrlhf.planner.step_order import StepOrder, layout, step_order
@@ -87,6 +87,12 @@ def memory_at_peak(
     return tuple(max(states, key=lambda state: state.total) for states in _states(problem, plan, which))
 
 
+def memory_during_all(problem: Problem, plan: Sequence[int]) -> dict[str, list[DeviceMemory]]:
+    """Call -> memory -> what is there while the call runs, there or elsewhere."""
+    states = list(_states(problem, plan, range(len(problem.capacity))))
+    return {call.name: [each[c] for each in states] for c, call in enumerate(problem.calls)}
+
+
 def memory_during(problem: Problem, plan: Sequence[int]) -> dict[str, DeviceMemory]:
     """Call -> what is in the fullest memory of its devices while it runs: its own and what rests there of others."""
     found: dict[str, DeviceMemory] = {}
@@ -108,9 +114,8 @@ def _states(problem: Problem, plan: Sequence[int], memories: Iterable[int]) -> I
     for memory in memories:
         devices = range(memory * shared_by, (memory + 1) * shared_by)
         rests: dict[str, int] = {}
-        for j, size in resting.items():
+        for (j, weights), size in resting.items():
             if memory in own[j]:
-                weights = problem.calls[j].weights
                 rests[weights] = rests.get(weights, 0) + size
         states = []
         for c, call in enumerate(problem.calls):
@@ -133,17 +138,22 @@ def _beside(order: StepOrder, chosen: Sequence[Choice], c: int) -> list[int]:
     return [j for j in order.beside[c] if chosen[j].first >= one.end or one.first >= chosen[j].end]
 
 
-def _resting(problem: Problem, plan: Sequence[int], order: StepOrder) -> dict[int, int]:
-    """Call -> bytes that rest in each of its memories because of it."""
-    sizes: dict[int, int] = {}
-    first: dict[tuple[str, tuple[int, ...]], int] = {}
+def _resting(problem: Problem, plan: Sequence[int], order: StepOrder) -> dict[tuple[int, str], int]:
+    """(call, set of weights) -> bytes of it that rest in each of the call's memories because of it."""
+    sizes: dict[tuple[int, str], int] = {}
+    first: dict[tuple[str, Hashable], int] = {}
+
+    def add(j: int, weights: str, size: int) -> None:
+        sizes[j, weights] = max(sizes.get((j, weights), 0), size)
+
     for j, (call, index) in enumerate(zip(problem.calls, plan, strict=True)):
         home, choice = order.homes[j], call.choices[index]
         if home is None:
-            j = first.setdefault((call.weights, layout(choice)), j)
-        elif home != j:
-            continue
-        sizes[j] = max(sizes.get(j, 0), choice.resting)
+            add(first.setdefault((call.weights, layout(choice)), j), call.weights, choice.resting)
+        elif home == j:
+            add(j, call.weights, choice.resting)
+        if call.base:
+            add(first.setdefault((call.base, layout(choice)), j), call.base, choice.base)
     return sizes
 
 
@@ -153,5 +163,8 @@ def _copies(problem: Problem, plan: Sequence[int], order: StepOrder) -> dict[int
     readers = [j for j, alive in enumerate(order.alive) if alive]
     sizes: dict[int, int] = {}
     for j, first in order.first_readers([layout(choice) for choice in chosen], readers).items():
-        sizes[first] = max(sizes.get(first, 0), chosen[j].copy)
+        made_by = order.made_by[j]
+        assert made_by is not None
+        is_there = layout(chosen[j]) == layout(chosen[made_by[0]])
+        sizes[first] = max(sizes.get(first, 0), chosen[j].copy - is_there * chosen[j].shared_with_training)
     return sizes

@@ -10,8 +10,23 @@ from jaxrlhf.planner.searching.arena import SearchResult
 from jaxrlhf.planner.searching.dominance import with_choices
 from jaxrlhf.planner.simulate import steady_state
 
-_STEPS, _BOUNDS = 1_000, 5_000
+_STEPS, _BOUNDS = 2_000, 10_000
 """Of a search among the choices on given devices, which are few."""
+
+
+def most_devices(problem: Problem, strategy: str) -> range:
+    """The most devices on which every call has a choice, but those that have a single one.
+
+    Raises:
+        PlanError: There are none.
+    """
+    open_calls = [call for call in problem.calls if len(call.choices) > 1]
+    common = set.intersection(*({c.devices for c in call.choices} for call in open_calls)) if open_calls else set()
+    if open_calls and not common:
+        raise PlanError(
+            f"{strategy}: all calls must have a choice on the same devices. Got none. Use another strategy."
+        )
+    return max(common, key=lambda devices: (len(devices), -devices.start), default=range(problem.num_devices))
 
 
 def options_on(problem: Problem, devices: Mapping[str, range]) -> list[list[int]]:

@@ -13,7 +13,8 @@ from types import MappingProxyType
 
 from jaxrlhf.call_graph import Call, CallGraph
 from jaxrlhf.models.config import ModelConfig
-from jaxrlhf.planner.plan import Placement, Plan, PlanError, check_call, train_sizes
+from jaxrlhf.planner.plan import Placement, Plan, PlanError, check_call, copied_rows, train_sizes
+from jaxrlhf.planner.schedules.instructions import Schedule
 from jaxrlhf.sharding.strategy import Strategy
 
 
@@ -27,6 +28,7 @@ def place(
     written: Mapping[str, Placement] = MappingProxyType({}),
     offload: Iterable[str] = (),
     fuse: Iterable[str] = (),
+    schedules: Iterable[Schedule] = (),
 ) -> Plan:
     """A placement for every call of a graph that takes devices.
 
@@ -46,11 +48,12 @@ def place(
         if kept := written.get(name) or written.get(name.partition("#")[0]):
             placements[name] = kept
             continue
-        like = [p for wanted in _wanted(call, chosen) for p in _like(wanted)]
-        fitting = (p for p in like if _fits(call, p, models, num_devices, devices_per_node))
-        if placement := next(fitting, None):
-            placements[name] = placement
-        elif call.kind != "compute":
+        for wanted in _wanted(call, chosen):
+            fitting = [p for p in _like(wanted) if _fits(call, p, models, num_devices, devices_per_node)]
+            if fitting:  # on as many devices as it can; there with the fewest rows of no weight
+                placements[name] = min(fitting, key=lambda p: (-len(p.devices), copied_rows(call, p.strategy)))
+                break
+        if name not in placements and call.kind != "compute":
             placements[name] = spread(call, everywhere, devices_per_node)
     for call in graph.calls:
         if call.kind != "host" and call.plan_name not in placements:
@@ -58,7 +61,7 @@ def place(
             devices = everywhere if beside is None else tuple(sorted(placements[beside].devices))
             placements[call.plan_name] = spread(call, devices, devices_per_node)
     in_order = {call.plan_name: placements[call.plan_name] for call in graph.calls if call.kind != "host"}
-    return Plan(in_order, tuple(offload), tuple(fuse))
+    return Plan(in_order, tuple(offload), tuple(fuse), tuple(schedules))
 
 
 def spread(call: Call, devices: tuple[int, ...], devices_per_node: int) -> Placement:

@@ -16,6 +16,8 @@ from jaxrlhf.call_graph import Call, CallGraph, Ref
 from jaxrlhf.config.schema import DEFAULT, FUSE, OFFLOAD
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.planner.row_keys import BATCH_SIZE, RowKeys
+from jaxrlhf.planner.schedules.instructions import Schedule, ScheduleError
+from jaxrlhf.planner.schedules.schedule_data import from_data, to_data
 from jaxrlhf.planner.stage_rules import (
     computes_in_stages,
     micro_batches_of,
@@ -24,8 +26,12 @@ from jaxrlhf.planner.stage_rules import (
     stages_in_words,
 )
 from jaxrlhf.reshard.protocols import AUTO, Grid, find
+from jaxrlhf.sharding.row_padding import can_split, num_copies, row_parts
 from jaxrlhf.sharding.strategy import Strategy
 from jaxrlhf.suggest import did_you_mean
+
+SCHEDULES = "fused_schedules"
+"""Where plain data of a plan have the schedules of calls that are fused."""
 
 
 class PlanError(ValueError):
@@ -63,13 +69,16 @@ class Plan:
     """Roles whose weights rest in host memory where no call needs them."""
     fuse: tuple[str, ...] = ()
     """Two train calls that run as one pipeline."""
+    schedules: tuple[Schedule, ...] = ()
+    """In which order they work: of data-parallel groups that share devices, one for all sets of groups that are alike.
+    Empty: they are found when the run starts (`fusion.with_schedules`)."""
 
     def __getitem__(self, call: Call) -> Placement:
         return self.placements[call.plan_name]
 
     def to_json(self) -> dict[str, Any]:
         placements = {name: dataclasses.asdict(placement) for name, placement in self.placements.items()}
-        lists = {OFFLOAD: list(self.offload), FUSE: list(self.fuse)}
+        lists = {OFFLOAD: list(self.offload), FUSE: list(self.fuse), SCHEDULES: [to_data(x) for x in self.schedules]}
         return placements | {name: names for name, names in lists.items() if names}
 
     @classmethod
@@ -85,7 +94,7 @@ class Plan:
                 raise PlanError(f"plan: {key}: must be a list of {what}. Got {names!r}. Write {example}, say.")
         placements = {}
         for name, entry in data.items():
-            if name in (OFFLOAD, FUSE):
+            if name in (OFFLOAD, FUSE, SCHEDULES):
                 continue
             try:
                 placements[name] = _placement(entry)
@@ -95,7 +104,20 @@ class Plan:
                     f"plan.{name}: must be a placement, {{devices: [...], strategy: {{data: ..., ...}}}}. Got one with "
                     f"a fault: {reason}"
                 ) from error
-        return cls(placements, tuple(data.get(OFFLOAD, ())), tuple(data.get(FUSE, ())))
+        schedules = _schedules(data.get(SCHEDULES, ()))
+        return cls(placements, tuple(data.get(OFFLOAD, ())), tuple(data.get(FUSE, ())), schedules)
+
+
+def _schedules(data: Any) -> tuple[Schedule, ...]:
+    """Schedules from plain data."""
+    if not isinstance(data, list | tuple):
+        raise PlanError(f"plan: {SCHEDULES}: must be a list of schedules. Got {brief(data)}. Remove it.")
+    try:
+        return tuple(from_data(each) for each in data)
+    except ScheduleError as error:
+        raise PlanError(
+            f"plan: {SCHEDULES}: {error} Without `{SCHEDULES}` the run finds its own; or plan again."
+        ) from error
 
 
 def _placement(entry: Any) -> Placement:
@@ -332,26 +354,52 @@ def _check_rows(keys: RowKeys, call: Call, strategy: Strategy) -> None:
             what = f"a mini-batch of {sizes.mini_batch_rows} rows ({sizes.rows} / {sizes.mini_batches})"
             _check_shards(where, sizes.mini_batch_rows, what, strategy, (strategy.micro_batches,), keys.key(sizes.rows))
         return
+    if call.kind == "compute":  # on arrays that lie whole on every device, where their rows do not divide
+        return
     micro_batches: tuple[int, ...] = (strategy.micro_batches,)
     if call.kind == "generate" and strategy.pipeline > 1:
         micro_batches += (strategy.pipeline,)  # as many again as there are stages
-    if call.kind == "compute":  # the default's micro-batches are for models; arrays are computed on whole
-        micro_batches = (1,)
-    refs = call.refs + (call.output_refs if call.kind == "compute" else ())
-    for rows in sorted({ref.shape[0] for ref in refs if ref.has_rows}, reverse=True):
-        _check_shards(where, rows, f"{rows} rows", strategy, micro_batches, keys.key(rows))
+    copied = copied_rows(call, strategy) > 0
+    for rows in sorted({ref.shape[0] for ref in call.refs if ref.has_rows}, reverse=True):
+        _check_shards(where, rows, f"{rows} rows", strategy, micro_batches, keys.key(rows), may_copy=copied)
 
 
-def _check_shards(where: str, rows: int, what: str, strategy: Strategy, micro: tuple[int, ...], key: str) -> None:
-    """Rows split evenly over micro-batches and shards.
+def copied_rows(call: Call, strategy: Strategy) -> int:
+    """Rows of no weight that a call is given beside its own, where these do not divide: `sharding.row_padding`."""
+    counts = {ref.shape[0] for ref in call.refs if ref.has_rows}
+    if call.kind not in ("generate", "infer") or not call.row_wise or len(counts) != 1:
+        return 0
+    return num_copies(call.num_rows, row_parts(call.kind, strategy))
+
+
+def splits_rows(call: Call, strategy: Strategy) -> bool:
+    """Whether arrays with rows lie split over the devices of a call, its inputs and outputs: else each has all rows."""
+    if call.kind == "compute":
+        refs = [*call.refs, *call.output_refs]
+        return not any(ref.shape[0] % strategy.num_row_shards for ref in refs if ref.has_rows)
+    return copied_rows(call, strategy) == 0
+
+
+def _check_shards(
+    where: str,
+    rows: int,
+    what: str,
+    strategy: Strategy,
+    micro: tuple[int, ...],
+    key: str,
+    *,
+    may_copy: bool = False,
+) -> None:
+    """Rows split over micro-batches and shards: evenly, or with copies of some.
 
     Args:
         micro: The micro-batches of the plan, and the stages if each is cut for them.
     """
     factors = (*micro, strategy.data, strategy.fsdp)
-    if rows % math.prod(factors):
+    if not can_split(rows, math.prod(factors), may_copy=may_copy):
+        rule = f"be at most {what}" if may_copy else f"divide {what}"
         raise PlanError(
-            f"{where}: micro_batches {'x pipeline ' if len(micro) > 1 else ''}x data x fsdp must divide {what}. Got "
+            f"{where}: micro_batches {'x pipeline ' if len(micro) > 1 else ''}x data x fsdp must {rule}. Got "
             f"{' x '.join(map(str, factors))} = {math.prod(factors)}. Lower a degree, or use another {key}."
         )
 
@@ -406,7 +454,8 @@ def plan_rows(plan: Plan, graph: CallGraph, models: Mapping[str, ModelConfig]) -
 def _cut(call: Call, strategy: Strategy, model: ModelConfig | None, fused_with: str) -> str:
     """How a call's rows are cut, in words: '4 updates of 128 rows in 2 micro-batches of 64, 16 a device'; and its
     layers: 'through 2 stages of 4 layers, 1F1B'."""
-    rows, micro_batches, words = call.num_rows * call.num_drawn, micro_batches_of(call, strategy), []
+    rows = (call.num_rows + copied_rows(call, strategy)) * call.num_drawn
+    micro_batches, words = micro_batches_of(call, strategy), []
     if not rows:
         return "-"
     if call.kind == "train":
@@ -419,6 +468,8 @@ def _cut(call: Call, strategy: Strategy, model: ModelConfig | None, fused_with: 
     if call.kind != "compute" and micro_batches > 1:
         rows //= micro_batches
         words.append(f"{micro_batches} micro-batches of {rows}")
+    copies = copied_rows(call, strategy) * call.num_drawn
     cut = " in ".join(words) + (", " if words else "") + f"{rows // strategy.num_row_shards} a device"
+    cut += f" ({copies} of no weight among them)" if copies else ""
     stages = stages_in_words(call, strategy, model, fused_with) if model is not None else ""
     return f"{cut}; {stages}" if stages else cut

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 
 from jaxrlhf.call_graph import CallGraph
+from jaxrlhf.planner.assumptions import assumptions
 from jaxrlhf.planner.choices import make_problem
 from jaxrlhf.planner.cost import CostModel
 from jaxrlhf.planner.fused_choice import FusedPlan, best_fused
@@ -23,6 +24,7 @@ from jaxrlhf.planner.plan import NoRoomError, Placement, Plan, PlanError, check
 from jaxrlhf.planner.plan_file import CallForecast, SavedPlan, described_work, devices_of
 from jaxrlhf.planner.presets import AMONG, find_strategy
 from jaxrlhf.planner.problem import Choice, Problem
+from jaxrlhf.planner.schedules.instructions import Schedule
 from jaxrlhf.planner.search import warm_up
 from jaxrlhf.planner.searching.arena import RunnerUp, SearchResult
 from jaxrlhf.planner.simulate import Simulation, steady_state
@@ -58,8 +60,12 @@ class Planned:
     """Roles that were to rest in host memory."""
     fuse: tuple[str, ...] = ()
     """Train calls that run as one pipeline."""
+    schedules: tuple[Schedule, ...] = ()
+    """By which they do: those that their seconds are of."""
     notes: tuple[str, ...] = ()
     """What is to be known of these numbers."""
+    assumed: tuple[str, ...] = ()
+    """What they rest on that nobody has measured."""
 
     def __repr__(self) -> str:
         return f"<{self.summary()}>"  # all that it has would fill a hundred lines
@@ -139,7 +145,7 @@ class Planned:
         num_devices, devices_per_node = self.cluster.num_devices, self.cluster.devices_per_node
         plan = place(
             graph, self.placements(), models, num_devices=num_devices, devices_per_node=devices_per_node,
-            written=self.fixed, offload=self.offloaded, fuse=self.fuse,
+            written=self.fixed, offload=self.offloaded, fuse=self.fuse, schedules=self.schedules,
         )  # fmt: skip
         check(plan, graph, models, num_devices, devices_per_node)
         return plan
@@ -153,7 +159,7 @@ class Planned:
         """
         names = [call.name for call in self.workload.calls]
         return SavedPlan(
-            plan=plan or Plan(self.placements(), self.offloaded),
+            plan=plan or Plan(self.placements(), self.offloaded, self.fuse, self.schedules),
             devices=devices_of(self.cluster),
             work=described_work(self.workload),
             strategy=self.strategy,
@@ -241,7 +247,9 @@ def plan_workload(
         fixed=fixed,
         offload=offload,
         fuse=fuse,
+        schedules=fused.schedules if fused is not None else (),
         notes=tuple(notes),
+        assumed=assumptions(problem, result.plan, workload, costs, seconds=result.simulation.seconds),
     )
 
 

@@ -1,21 +1,26 @@
 """Strategies of planning: from a problem to a plan, by search or as people place models by hand.
 
 `heuristic`, `colocate`, `standalone`, `split` say on which devices each set of weights is; what is left open, the
-choice of each call there, is the fastest that fits. `hybridflow` is in `mapping`, `search` and `exhaustive` have
-modules of their own.
+choice of each call there, is the fastest that fits. `hybridflow` tries all ways to say so. `search` and `exhaustive`
+are in `search`.
 """
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Mapping
 from typing import Protocol
 
 from jaxrlhf.planner.choices import Among
-from jaxrlhf.planner.mapping import best_mapping, hybridflow
-from jaxrlhf.planner.placed import fastest_that_fits, options_on, result_of
+from jaxrlhf.planner.mapping import Colocation, best_mapping, colocations
+from jaxrlhf.planner.placed import fastest_that_fits, most_devices, options_on, result_of
 from jaxrlhf.planner.plan import PlanError
 from jaxrlhf.planner.problem import Choice, Problem
 from jaxrlhf.planner.search import exhaustive, search
 from jaxrlhf.planner.searching.arena import SearchResult
+from jaxrlhf.planner.searching.lean_plans import require_choices
 from jaxrlhf.suggest import did_you_mean
+
+_MOST_SETS = 8
+"""Of weights, which can share devices in 4140 ways."""
 
 
 class PlanBy(Protocol):
@@ -43,7 +48,7 @@ def colocate(problem: Problem, *, seed: int = 0, seconds: float | None = None) -
         PlanError: Calls have no choice on the same devices, or they do not fit together.
     """
     del seed, seconds
-    options = options_on(problem, dict.fromkeys(_sets(problem), _most_devices(problem, "colocate")))
+    options = options_on(problem, dict.fromkeys(_sets(problem), most_devices(problem, "colocate")))
     options = [[0] if len(call.choices) == 1 else some for call, some in zip(problem.calls, options, strict=True)]
     return result_of(problem, fastest_that_fits(problem, options, "colocate"))
 
@@ -55,7 +60,7 @@ def standalone(problem: Problem, *, seed: int = 0, seconds: float | None = None)
         PlanError: There are fewer devices than sets, or no sizes fit.
     """
     del seed, seconds
-    return _best_parts(problem, [[name] for name in _sets(problem)], "standalone")
+    return _best_parts(problem, tuple((name,) for name in _sets(problem)), "standalone")
 
 
 def split(problem: Problem, *, seed: int = 0, seconds: float | None = None) -> SearchResult:
@@ -67,6 +72,36 @@ def split(problem: Problem, *, seed: int = 0, seconds: float | None = None) -> S
         PlanError: There are no two parts, or they do not fit.
     """
     del seed, seconds
+    return _best_parts(problem, _split_parts(problem), "split")
+
+
+def hybridflow(problem: Problem, *, seed: int = 0, seconds: float | None = None) -> SearchResult:
+    """The best mapping of all, those of `colocate`, `standalone` and `split` among them. It is the same for every seed;
+    `seconds` only cut the simulation of the best ones.
+
+    Raises:
+        PlanError: There are too many sets of weights, or no mapping fits.
+    """
+    del seed
+    require_choices(problem)
+    sets = _sets(problem)
+    if len(sets) > _MOST_SETS:
+        raise PlanError(
+            f"hybridflow: tries all ways to group sets of weights, of which there may be {_MOST_SETS}. Got "
+            f"{len(sets)}: {', '.join(sets)}. Use search."
+        )
+    always: list[Colocation] = [(tuple(sets),), tuple((name,) for name in sets)]
+    with contextlib.suppress(PlanError):  # there are no two parts
+        always.append(_split_parts(problem))
+    return best_mapping(problem, list(colocations(sets)), "hybridflow", always=always, seconds=seconds)
+
+
+def _split_parts(problem: Problem) -> Colocation:
+    """The two parts of `split`.
+
+    Raises:
+        PlanError: There are none.
+    """
     trained = [call.weights for call in problem.calls if call.trains]
     names = _sets(problem)
     if not trained or len(names) < 2:
@@ -75,7 +110,7 @@ def split(problem: Problem, *, seed: int = 0, seconds: float | None = None) -> S
     second = [name for name in dict.fromkeys(trained) if name != actor]
     likes = _like(problem, actor)
     first = [actor, *[name for name in names if name not in trained and name in likes]] if second else [actor]
-    return _best_parts(problem, [first, [name for name in names if name not in first]], "split")
+    return tuple(first), tuple(name for name in names if name not in first)
 
 
 STRATEGIES: Mapping[str, PlanBy] = {
@@ -106,21 +141,6 @@ def find_strategy(name: str) -> PlanBy:
     return STRATEGIES[name]
 
 
-def _most_devices(problem: Problem, strategy: str) -> range:
-    """The most devices on which every call has a choice, but those that have a single one.
-
-    Raises:
-        PlanError: There are none.
-    """
-    open_calls = [call for call in problem.calls if len(call.choices) > 1]
-    common = set.intersection(*({c.devices for c in call.choices} for call in open_calls)) if open_calls else set()
-    if open_calls and not common:
-        raise PlanError(
-            f"{strategy}: all calls must have a choice on the same devices. Got none. Use another strategy."
-        )
-    return max(common, key=lambda devices: (len(devices), -devices.start), default=range(problem.num_devices))
-
-
 def _sets(problem: Problem) -> list[str]:
     """The sets of weights, in the order of the step."""
     return list(dict.fromkeys(call.weights for call in problem.calls))
@@ -142,6 +162,6 @@ def _copies(choice: Choice) -> int:
     return choice.strategy.data
 
 
-def _best_parts(problem: Problem, parts: Sequence[Sequence[str]], strategy: str) -> SearchResult:
+def _best_parts(problem: Problem, parts: Colocation, strategy: str) -> SearchResult:
     """The best where parts of the sets have devices of their own."""
-    return best_mapping(problem, [tuple(tuple(part) for part in parts)], strategy)
+    return best_mapping(problem, [parts], strategy)

@@ -97,6 +97,8 @@ def summary_lines(planned: Planned) -> list[str]:
         f"Devices are busy {statistics.mean(planned.simulation.busy):.0%} of the time",
         _what_decides(planned.simulation.critical),
     ]
+    if copied := copies_in_words(planned):
+        lines.append(copied)
     if planned.problem.devices_per_memory > 1:
         lines.append(host_line(max(each.total for each in planned.memory)))
     if planned.strategy in FUSING:
@@ -110,6 +112,14 @@ def summary_lines(planned: Planned) -> list[str]:
             "every call on the same devices, tensor within nodes, pipeline across them"
         )
     return lines
+
+
+def copies_in_words(planned: Planned) -> str:
+    """The rows of no weight that fill up calls whose rows do not divide; empty where all do."""
+    calls = [(planned.workload.call(name), choice.strategy) for name, choice in planned.choices.items()]
+    copies = [(call.name, call.copied_rows(strategy), max(call.divisible)) for call, strategy in calls]
+    listed = ", ".join(f"{name} {number} beside {rows}" for name, number, rows in copies if number)
+    return f"Rows of no weight, where rows do not divide: {listed}" if listed else ""
 
 
 def _what_decides(critical: Sequence[str]) -> str:
@@ -189,6 +199,7 @@ def plan_json(planned: Planned, plan: Plan) -> dict[str, Any]:
                 "load_seconds": choice.load,
                 "unload_seconds": choice.unload,
                 "memory_bytes": planned.call_memory(name),
+                "padded_rows": planned.workload.call(name).copied_rows(choice.strategy),
             }
             for name, choice in planned.choices.items()
         },
@@ -241,4 +252,5 @@ def plan_json(planned: Planned, plan: Plan) -> dict[str, Any]:
             "history": [dataclasses.asdict(each) for each in planned.result.history if math.isfinite(each.seconds)],
         },
         "notes": list(planned.notes),
+        "assumed": list(planned.assumed),
     }

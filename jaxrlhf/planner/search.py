@@ -9,15 +9,15 @@ import math
 import numpy as np
 
 from jaxrlhf.planner.numba_loops import numba_is_there
-from jaxrlhf.planner.problem import CallChoices, Choice, Problem
+from jaxrlhf.planner.problem import CallChoices, Choice, PairSeconds, Problem
 from jaxrlhf.planner.searching.arena import Arena, SearchResult
 from jaxrlhf.planner.searching.branch_and_bound import go_through
-from jaxrlhf.planner.searching.metropolis import WAYS, walk
+from jaxrlhf.planner.searching.metropolis import WAYS, descend, walk
 from jaxrlhf.sharding.strategy import Strategy
 
-STEPS, STEPS_IN_PYTHON = 500_000, 2_000
+STEPS, STEPS_IN_PYTHON = 400_000, 2_000
 """Plans that chains look at where nobody says how many."""
-BOUNDS, BOUNDS_IN_PYTHON = 10_000_000, 2_000
+BOUNDS, BOUNDS_IN_PYTHON = 500_000, 2_000
 """Bounds computed where nobody says how many."""
 _PART_OF_CHAINS = 0.7
 """The part of the time that chains may take."""
@@ -57,6 +57,8 @@ def search(
     bounds = (BOUNDS if compiled else BOUNDS_IN_PYTHON) if bounds is None else bounds
     arena = Arena(problem, exact=False, compiled=compiled, seconds=seconds)
     walk(arena, seed=seed, steps=steps, chains=chains, part=_PART_OF_CHAINS if bounds else 1.0)
+    if compiled:
+        descend(arena)
     proven = go_through(arena, bounds=bounds) if bounds else False
     return arena.result(proven=proven)
 
@@ -69,7 +71,7 @@ def warm_up() -> None:
         CallChoices("actor.generate", "generate", "actor", "actor", False, (), (choice,)),
         CallChoices("actor.train", "train", "actor", "actor", True, ("actor.generate",), (choice,)),
     )
-    seconds = np.zeros((1, 1))
+    seconds = PairSeconds.of(np.zeros((1, 1)))
     search(Problem(calls, 1, 1, (10,), {(1, 0): seconds}, {(0, 1): seconds}, tokens=1), steps=1, bounds=100)
 
 

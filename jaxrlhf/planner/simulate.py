@@ -17,7 +17,8 @@ from jaxrlhf.planner.step_order import RUN_AHEAD, Wait, layout, step_order
 
 TaskKind = Literal["call", "weights", "data", "load", "unload"]
 """`call` computes; `weights` brings new weights from where they were trained to where they are read, `data` outputs to
-the call that needs them; `load` and `unload` bring weights from host memory and back."""
+the call that needs them; `load` and `unload` bring weights from host memory and back. `data` takes time but no device:
+copies run beside programs. It begins when its source has ended."""
 
 ITERATIONS = 24
 """So many are simulated. Nearly all plans repeat after two or three."""
@@ -30,11 +31,11 @@ NANOSECONDS = 1_000_000_000
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """Something that occupies all of its devices for a while."""
+    """Something that occupies all of its devices for a while, or takes time without any."""
 
     name: str
     devices: tuple[range, ...]
-    """Positions of its devices; ranges may overlap."""
+    """Positions of its devices; ranges may overlap. Empty: it waits for no device, and keeps none from others."""
     seconds: float
     needs: tuple[int, ...] = ()
     """Positions of the tasks that must have ended before it."""
@@ -120,9 +121,9 @@ def simulate(tasks: Sequence[Task]) -> list[tuple[int, int]]:
 def unroll(problem: Problem, plan: Sequence[int], iterations: int) -> tuple[Task, ...]:
     """The tasks of several iterations under a plan, those of one after those of the other.
 
-    Before each call stand those that bring its weights and its inputs, each on the devices of both calls. What takes no
-    time is left out. Readers of the same weights with the same layout share one task that brings them. In the first
-    iterations the weights are there.
+    Before each call stand those that bring its weights, on the devices of both calls, and its inputs, on none: ReaL's
+    Algorithm 1 has both wait for devices. What takes no time is left out. Readers of the same weights with the same
+    layout share one task that brings them. In the first iterations the weights are there.
 
     A call's weights are loaded from host memory once all that it waits for is there, and brought back when it ends.
     """
@@ -135,7 +136,7 @@ def unroll(problem: Problem, plan: Sequence[int], iterations: int) -> tuple[Task
     """(kind, iteration, call before, call) -> position among the tasks."""
 
     def add(kind: TaskKind, iteration: int, i: int, j: int, seconds: float, needs: list[int]) -> list[int]:
-        devices = tuple(dict.fromkeys((chosen[i].devices, chosen[j].devices)))
+        devices = () if kind == "data" else tuple(dict.fromkeys((chosen[i].devices, chosen[j].devices)))
         if problem.one_at_a_time:
             devices = (range(problem.num_devices),)
         name = calls[j].name if kind == "call" else f"{calls[j].name}: {kind}"
@@ -148,7 +149,7 @@ def unroll(problem: Problem, plan: Sequence[int], iterations: int) -> tuple[Task
     def weights_for(wait: Wait, iteration: int) -> list[int]:
         """The task that brings the weights that a call waits for, if that takes time; added with its first reader."""
         i, j, first = wait.before, wait.after, shared[wait.after]
-        seconds = float(problem.reallocations[i, first][plan[i], plan[first]])
+        seconds = problem.reallocations[i, first][plan[i], plan[first]]
         if not nanoseconds(seconds):
             return []
         if first == j:
@@ -158,7 +159,7 @@ def unroll(problem: Problem, plan: Sequence[int], iterations: int) -> tuple[Task
     def data_for(wait: Wait, iteration: int) -> list[int]:
         """The task that brings the outputs that a call waits for, if that takes time."""
         i, j = wait.before, wait.after
-        seconds = float(problem.transfers[i, j][plan[i], plan[j]])
+        seconds = problem.transfers[i, j][plan[i], plan[j]]
         return add("data", iteration, i, j, seconds, [at["call", iteration, i, i]]) if nanoseconds(seconds) else []
 
     for iteration in range(iterations):

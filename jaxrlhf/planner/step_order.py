@@ -62,11 +62,11 @@ class StepOrder:
         return {j: first.setdefault((train, layouts[j]), j) for _, j, train in in_order}
 
 
-def layout(choice: Choice) -> tuple[int, ...]:
+def layout(choice: Choice) -> tuple[Hashable, ...]:
     """What says where every weight lies: calls with equal ones need one copy between them."""
     strategy = choice.strategy
     degrees = (strategy.pipeline, strategy.data, strategy.fsdp, strategy.tensor, strategy.chunks)
-    return (choice.first, choice.end, *degrees)
+    return (choice.first, choice.end, *degrees, choice.layers)
 
 
 def step_order(problem: Problem) -> StepOrder:

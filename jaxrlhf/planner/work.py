@@ -10,16 +10,20 @@ D hidden size, F MLP size, H query heads, K key-value heads, h head size, V voca
 """
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 from jaxrlhf.models.config import ModelConfig
-from jaxrlhf.models.counts import forward_flops
+from jaxrlhf.models.counts import forward_flops, product_flops
+from jaxrlhf.models.generate import slots_read
+from jaxrlhf.models.lora import LoRAConfig
+from jaxrlhf.models.params import declare_layer
 from jaxrlhf.planner.workload import ModelCall
 from jaxrlhf.sharding.strategy import Remat
 
 Phase = Literal["forward", "gradient", "prefill", "decode"]
 """`forward` of inference; `gradient` of one micro-batch of a train call, forward and backward; `prefill` of prompts;
-`decode` of one token of every sequence, with the cache half full."""
+`decode` of one token of every sequence, over the cache as large as it is on average."""
 
 PHASES: dict[str, tuple[Phase, ...]] = {
     "infer": ("forward",),
@@ -73,10 +77,25 @@ def analytic_work(call: ModelCall, phase: Phase, *, tensor: int, fsdp: int, rema
     """The work of a phase of a call, by formulas.
 
     Flops are those of `models.counts`; bytes assume that each element-wise group is one kernel and that attention keeps
-    its scores on the chip.
+    its scores on the chip. Where adapters are trained, the weights that they adapt have no gradients; where they are
+    not merged first, they are applied beside them.
     """
-    if phase == "decode":
-        return _decode(call, tensor)
+    if phase == "decode":  # attention reads all slots of the cache, those that are still empty too
+        layer, rest = decode_work(call, tensor=tensor, slots=slots_read(call.prompt, call.response))
+    else:
+        layer, rest = _pass_work(call, phase, tensor=tensor, fsdp=fsdp, remat=remat)
+    if call.lora is None or call.merges:
+        return LayerWork(layer, rest)
+    columns = {"decode": 1, "prefill": call.prompt}.get(phase, call.columns)
+    if phase == "gradient":
+        unneeded = _weight_gradients(call, tensor=tensor, fsdp=fsdp)
+        layer, rest = layer + unneeded.layer * -1.0, rest + unneeded.rest * -1.0
+    applied = _adapters(call.model, call.lora, columns, phase == "gradient", tensor=tensor, fsdp=fsdp, remat=remat)
+    return LayerWork(layer + applied, rest)
+
+
+def _pass_work(call: ModelCall, phase: Phase, *, tensor: int, fsdp: int, remat: Remat) -> LayerWork:
+    """The work of a phase over whole sequences, with gradients of all weights."""
     model = call.model
     T = call.prompt if phase == "prefill" else call.columns
     S = 1 if phase == "prefill" else call.outputs
@@ -89,6 +108,9 @@ def analytic_work(call: ModelCall, phase: Phase, *, tensor: int, fsdp: int, rema
     layer_weights = layer_parameters(model) / tensor
     head = model.vocab_size if model.head != "scalar" else 1
     head_weights = model.hidden_size * head / tensor
+    embedding_weights = model.hidden_size * model.vocab_size / tensor
+    # gathered, again where a layer is computed anew, and the gradient scattered
+    moved = {"none": 2.0, "dots": 3.0, "layer": 3.0}[remat] if phase == "gradient" else 1.0
     passes = {"forward": 1.0, "prefill": 1.0, "gradient": 2.0 + (times - 3.0)}[phase]
     layer = Work(
         flops=full * times / tensor,
@@ -98,8 +120,8 @@ def analytic_work(call: ModelCall, phase: Phase, *, tensor: int, fsdp: int, rema
         kernels=_KERNELS_OF_LAYER * times,
         tensor_collectives=2 * passes if tensor > 1 else 0.0,
         tensor_bytes=2 * passes * T * model.hidden_size * size if tensor > 1 else 0.0,
-        fsdp_collectives=_GATHERED_WEIGHTS * (passes + (phase == "gradient")) if fsdp > 1 else 0.0,
-        fsdp_bytes=layer_weights * size * (passes + (phase == "gradient")) if fsdp > 1 else 0.0,
+        fsdp_collectives=_MATRICES * moved if fsdp > 1 else 0.0,
+        fsdp_bytes=layer_weights * size * moved if fsdp > 1 else 0.0,
     )
     others = Work(
         flops=rest * times / tensor,
@@ -109,18 +131,97 @@ def analytic_work(call: ModelCall, phase: Phase, *, tensor: int, fsdp: int, rema
         kernels=_KERNELS_OF_REST * times,
         tensor_collectives=passes if tensor > 1 else 0.0,
         tensor_bytes=passes * T * model.hidden_size * size if tensor > 1 else 0.0,
-        fsdp_collectives=2 * (passes + (phase == "gradient")) if fsdp > 1 else 0.0,
-        fsdp_bytes=2 * head_weights * 4 * (passes + (phase == "gradient")) if fsdp > 1 else 0.0,
+        fsdp_collectives=2 * (1.0 + (phase == "gradient")) if fsdp > 1 else 0.0,
+        fsdp_bytes=(embedding_weights + head_weights) * size * (1.0 + (phase == "gradient")) if fsdp > 1 else 0.0,
     )
     return LayerWork(layer, others)
 
 
 _KERNELS_OF_LAYER, _KERNELS_OF_REST = 14.0, 12.0
 """Kernels of a layer's forward pass, and of embedding and head: as compiled for A100 by jaxlib 0.10."""
-_GATHERED_WEIGHTS = 7.0
-"""Matrices of a layer, each gathered by itself."""
+_KERNELS_OF_ADAPTER = 4.0
+"""Of its forward pass, as compiled for A100 by jaxlib 0.10."""
+_MATRICES = 7
+"""Of a layer, each gathered by itself."""
 _LOGITS_PASSES = 3.0
 """How often logits are read or written: the product, the exponentials, the sums."""
+
+
+def _weight_gradients(call: ModelCall, *, tensor: int, fsdp: int) -> LayerWork:
+    """What `_pass_work` counts for the gradients of weights, but for those of a scalar head: of a weight, one product
+    of what it multiplied with the gradient of what came of it. Below the first layer nothing is trained, so that
+    queries, keys and values of that one hand no gradient on, unless all layers are one loop."""
+    model, T, S, size = call.model, call.columns, call.outputs, _itemsize(call.model)
+    D, h = model.hidden_size, model.head_size
+    of_last = T if model.scan_layers else S
+    one, two = (
+        product_flops(dataclasses.replace(model, num_layers=n), columns=T, last_layer=of_last, scored=S) for n in (1, 2)
+    )
+    first = 0 if model.scan_layers else 2 * T * D * h * (model.num_heads + 2 * model.num_kv_heads)
+    weights = layer_parameters(model) / tensor
+    head = D * (model.vocab_size if model.head != "scalar" else 1) / tensor
+    return LayerWork(
+        Work(
+            flops=(two - one) / tensor,
+            narrow_flops=2 * T * _narrow(model, tensor),
+            row_bytes=T * size * _inputs_and_outputs(model, declare_layer(model), tensor),
+            weight_bytes=weights * (4 + size),
+            kernels=float(_MATRICES),
+            fsdp_collectives=float(_MATRICES) if fsdp > 1 else 0.0,
+            fsdp_bytes=weights * size if fsdp > 1 else 0.0,
+        ),
+        Work(
+            flops=(2 * one - two + first) / tensor,
+            weight_bytes=head * (4 + size),
+            kernels=2.0,
+            fsdp_collectives=2.0 if fsdp > 1 else 0.0,
+            fsdp_bytes=(D * model.vocab_size / tensor + head) * size if fsdp > 1 else 0.0,
+        ),
+    )
+
+
+def _adapters(
+    model: ModelConfig, lora: LoRAConfig, columns: int, gradient: bool, *, tensor: int, fsdp: int, remat: Remat
+) -> Work:
+    """A layer's adapters applied beside its weights, to so many columns of a row: two products each, and an addition;
+    with gradients, twice as many products for the backward pass. Products with so narrow a weight take as long as what
+    goes in and comes out is read and written, which is counted, whatever their dims.
+
+    Of a weight that `tensor` splits by columns the first product is whole on every device, and of one that it splits by
+    rows the second; what is a sum over devices then has as many columns as the rank.
+    """
+    size, r = _itemsize(model), lora.rank
+    passes = (4.0 if remat == "layer" else 3.0) if gradient else 1.0
+    forwards = passes - 2.0 if gradient else 1.0
+    numbers = _inputs_and_outputs(model, lora.targets, tensor)
+    by_rows = sum(target in _SPLIT_BY_ROWS for target in lora.targets)
+    sums = by_rows * forwards + (len(lora.targets) - by_rows) * gradient
+    gathers = forwards + gradient
+    return Work(
+        flops=2 * columns * r * numbers * passes,
+        row_bytes=columns * size * numbers * (1.5 * forwards + 2.5 * gradient),
+        weight_bytes=r * numbers * (passes * size + (4 + size if gradient else 0)),
+        kernels=_KERNELS_OF_ADAPTER * len(lora.targets) * passes,
+        tensor_collectives=sums if tensor > 1 else 0.0,
+        tensor_bytes=sums * columns * r * size if tensor > 1 else 0.0,
+        fsdp_collectives=2 * len(lora.targets) * gathers if fsdp > 1 else 0.0,
+        fsdp_bytes=r * numbers * size * gathers if fsdp > 1 else 0.0,
+    )
+
+
+_SPLIT_BY_ROWS = ("output", "down")
+"""Weights of a layer of which `tensor` splits what they multiply; of the others, what comes out."""
+
+
+def _inputs_and_outputs(model: ModelConfig, names: Iterable[str], tensor: int) -> float:
+    """Numbers of a token that go into a layer's matrices and come out, on one device."""
+    total = 0.0
+    for name in names:
+        shape = declare_layer(model)[name].shape
+        if len(shape) == 2:
+            split, whole = shape if name in _SPLIT_BY_ROWS else shape[::-1]
+            total += split / tensor + whole
+    return total
 
 
 def layer_parameters(model: ModelConfig) -> int:
@@ -154,15 +255,18 @@ def _activations(model: ModelConfig, tensor: int) -> float:
     return 12 * D + (heads + 5 * F) / tensor
 
 
-def _decode(call: ModelCall, tensor: int) -> LayerWork:
-    """One token of every sequence, with half of the response in the cache."""
+def decode_work(call: ModelCall, *, tensor: int, slots: float) -> LayerWork:
+    """The work of one token of every sequence.
+
+    Args:
+        slots: Of each sequence's cache that attention reads.
+    """
     model = call.model
     size, D, V = _itemsize(model), model.hidden_size, model.vocab_size
-    tokens = call.prompt + call.response / 2
     weights = layer_parameters(model) / tensor
-    cache = 2 * model.num_kv_heads * model.head_size * tokens / tensor
+    cache = 2 * model.num_kv_heads * model.head_size * slots / tensor
     layer = Work(
-        flops=2 * weights + 4 * model.num_heads * model.head_size * tokens / tensor,
+        flops=2 * weights + 4 * model.num_heads * model.head_size * slots / tensor,
         narrow_flops=2 * _narrow(model, tensor),
         row_bytes=size * (cache + _activations(model, tensor)),
         weight_bytes=size * weights,

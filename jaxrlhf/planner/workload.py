@@ -15,7 +15,9 @@ from typing import Any
 from jaxrlhf.call_graph import Call, CallGraph, Kind
 from jaxrlhf.experience import Sampling
 from jaxrlhf.models.config import ModelConfig
-from jaxrlhf.models.lora import LoRAConfig
+from jaxrlhf.models.lora import LoRAConfig, merging_pays
+from jaxrlhf.sharding.row_padding import can_split, num_copies, row_parts
+from jaxrlhf.sharding.strategy import Strategy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,10 +47,17 @@ class ModelCall:
     epochs: int = 1
     lora: LoRAConfig | None = None
     """It trains, or reads, adapters of its model."""
+    base: str = ""
+    """The set of weights that its adapters adapt. Empty: it has none, or that set is of a system that is described by
+    its sizes alone, and nobody else reads it."""
+    base_model: ModelConfig | None = None
+    """The model whose weights those are, which may have another head. None: its own."""
     row_counts: tuple[int, ...] = ()
     """Rows of each array that is split over row shards, which must divide them. Empty: `rows`."""
     output_bytes: int = 0
     """What calls that wait for it get of it."""
+    row_wise: bool = True
+    """What it gives for a row depends on that row alone. Not so where it sums a loss."""
     origin: Any = None
     """What makes the call's real programs; None: it is described by its sizes alone."""
 
@@ -72,14 +81,38 @@ class ModelCall:
         return self.scored or self.response
 
     @property
+    def merges(self) -> bool:
+        """Whether it adds its adapters into a copy of the weights that they adapt, and reads that; a train call never
+        does."""
+        return (
+            self.lora is not None
+            and not self.trains
+            and merging_pays(self.model, self.lora, self.sequences * self.columns)
+        )
+
+    @property
     def updates(self) -> int:
         """Updates of the weights in one call."""
         return self.mini_batches * self.epochs if self.trains else 0
 
     @property
     def divisible(self) -> tuple[int, ...]:
-        """Row counts that micro-batches and row shards must divide: of a train call, those of a mini-batch."""
+        """Row counts that micro-batches and row shards cut: of a train call, those of a mini-batch."""
         return tuple(n // self.mini_batches for n in self.row_counts or (self.rows,))
+
+    def can_split(self, parts: int) -> bool:
+        """Whether its rows can be cut into so many parts of equal size, with copies of some where they may be."""
+        may_copy = self.row_wise and not self.trains and len(self.divisible) == 1
+        return all(can_split(rows, parts, may_copy=may_copy) for rows in self.divisible)
+
+    def part_rows(self, strategy: Strategy) -> float:
+        """Sequences, or prompts of `generate`, that each part of a call without an update has: copies among them."""
+        parts, most = row_parts(self.kind, strategy), max(self.divisible)
+        return (most + num_copies(most, parts)) / parts * self.rows / most
+
+    def copied_rows(self, strategy: Strategy) -> int:
+        """Rows of no weight beside its own."""
+        return 0 if self.trains else num_copies(max(self.divisible), row_parts(self.kind, strategy))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +120,8 @@ class Workload:
     """The calls of a step, in its order."""
 
     calls: tuple[ModelCall, ...]
+    on_host: tuple[str, ...] = ()
+    """Calls of Python functions, which take no devices."""
 
     def __post_init__(self) -> None:
         names = [call.name for call in self.calls]
@@ -125,6 +160,7 @@ def workload_of(
     *,
     origins: Mapping[str, Any] | None = None,
     adapters: Mapping[str, LoRAConfig] | None = None,
+    bases: Mapping[str, tuple[str, ModelConfig]] | None = None,
 ) -> Workload:
     """The work of a traced step of one iteration.
 
@@ -132,6 +168,7 @@ def workload_of(
         models: Role -> model, for roles that have one.
         origins: Call -> what makes its real programs.
         adapters: Role -> its adapters, for roles that train or read some.
+        bases: Role -> the set of weights that its adapters adapt, and the model that these are of.
     """
     behind: dict[str, tuple[str, ...]] = {}  # call -> the calls of models that it waits for
     calls = []
@@ -142,8 +179,10 @@ def workload_of(
             behind[call.name] = needs
             continue
         behind[call.name] = (call.plan_name,)
-        calls.append(_model_call(call, needs, models, origins or {}, adapters or {}))
-    return Workload(tuple(calls))
+        base, base_model = (bases or {}).get(call.role, ("", None))
+        made = _model_call(call, needs, models, origins or {}, adapters or {})
+        calls.append(dataclasses.replace(made, base=base, base_model=base_model))
+    return Workload(tuple(calls), tuple(call.name for call in graph.calls if call.kind == "host"))
 
 
 def _model_call(
@@ -157,6 +196,7 @@ def _model_call(
     common: dict[str, Any] = dict(
         name=call.plan_name, role=call.role, kind=call.kind, model=models[call.role], needs=needs,
         weights=call.weights or call.role, origin=origins.get(call.plan_name), lora=adapters.get(call.role),
+        row_wise=call.row_wise,
         output_bytes=sum(ref.dtype.itemsize * _size(ref.shape) for ref in call.output_refs if ref.has_rows),
     )  # fmt: skip
     if call.kind == "generate":

@@ -25,7 +25,7 @@ from jaxrlhf.models.config_json import Origin
 from jaxrlhf.models.lora import declare_adapters
 from jaxrlhf.models.params import Weight, num_parameters
 from jaxrlhf.planner.device_order import reuse_training_shards, training_placements
-from jaxrlhf.planner.fusion import check_fusion, fusion_notes, oppose
+from jaxrlhf.planner.fusion import check_fusion, fusion_notes, oppose, with_schedules
 from jaxrlhf.planner.placing import place
 from jaxrlhf.planner.plan import (
     DEFAULT,
@@ -40,6 +40,7 @@ from jaxrlhf.planner.plan import (
 )
 from jaxrlhf.planner.plan_file import SavedPlan
 from jaxrlhf.planner.row_keys import RowKeys
+from jaxrlhf.planner.stage_costs import reference_costs
 from jaxrlhf.runtime.configured_roles import describe, origins
 from jaxrlhf.runtime.planned_step import find_plan, is_planned
 from jaxrlhf.runtime.roles import FunctionRole, ModelRole, Role, WeightedSumRole
@@ -197,11 +198,12 @@ def assemble(
             kept = {**step.placements, **written} if graph is draft.graph else written
             plan = place(
                 graph, step.placements, models, num_devices=num_devices, devices_per_node=per_node, written=kept,
-                offload=step.offload, fuse=fuse,
+                offload=step.offload, fuse=fuse, schedules=step.schedules if fuse else (),
             )  # fmt: skip
         check(plan, graph, models, num_devices, devices_per_node, row_keys)
         check_fusion(plan, graph)
-        plan = oppose(plan, graph)
+        if plan.fuse:
+            plan = with_schedules(oppose(plan, graph), graph, draft.workload(), reference_costs(num_devices, per_node))
         where = training_placements(plan, graph) if trained is None else trained
         plan = reuse_training_shards(plan, graph, where, per_node)
         return Phase(roles, graph, plan, state)

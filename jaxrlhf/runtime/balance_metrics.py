@@ -5,16 +5,17 @@ from typing import Any
 import numpy as np
 
 from jaxrlhf.call_graph import Call, named_sequences
-from jaxrlhf.planner.plan import Plan
+from jaxrlhf.planner.plan import Plan, copied_rows
 from jaxrlhf.reshard.balance import token_imbalance
-from jaxrlhf.runtime.executor import StepResult
+from jaxrlhf.runtime.step_result import StepResult
 
 
 def balance_metrics(result: StepResult, plan: Plan) -> dict[str, float]:
     """From the lengths of the sequences and the plan alone. Waits for the sequences.
 
     Returns:
-        `perf/padding_waste`, and for every inference and train call whose rows are split `perf/token_imbalance/<call>`;
+        `perf/padded_rows`, the rows of no weight in all calls of the step (`sharding.row_padding`);
+        `perf/padding_waste`; and for every inference and train call whose rows are split `perf/token_imbalance/<call>`;
         where the plan balances it, `perf/token_imbalance_undealt/<call>` too. A train call with several mini-batches is
         counted as if its rows came in their order: in which they really came, only the devices know. Of several batches
         the one that lies least evenly counts.
@@ -22,7 +23,8 @@ def balance_metrics(result: StepResult, plan: Plan) -> dict[str, float]:
     calls = [(call, masks) for call in result.graph.calls if (masks := _masks(call))]
     tokens = [_tokens(masks) for masks in result.read([masks for _, masks in calls])]
     positions = sum(mask.shape[0] * mask.shape[1] for _, masks in calls for group in masks for mask in group)
-    metrics = {}
+    placed = [call for call in result.graph.calls if call.kind != "host"]
+    metrics = {"perf/padded_rows": float(sum(copied_rows(call, plan[call].strategy) for call in placed))}
     if positions:
         total = sum(int(tokens_B.sum()) for every in tokens for tokens_B in every)
         metrics["perf/padding_waste"] = 1 - total / positions
@@ -30,13 +32,14 @@ def balance_metrics(result: StepResult, plan: Plan) -> dict[str, float]:
         strategy = plan[call].strategy
         if strategy.num_row_shards == 1:
             continue
+        copies = copied_rows(call, strategy)
         mini_batches = call.update.mini_batches if call.kind == "train" else 1
         undealt, dealt = max(
             (
                 tuple(
                     token_imbalance(
-                        tokens_B, num_shards=strategy.num_row_shards, micro_batches=strategy.micro_batches,
-                        mini_batches=mini_batches,
+                        np.concatenate([tokens_B, tokens_B[:copies]]), num_shards=strategy.num_row_shards,
+                        micro_batches=strategy.micro_batches, mini_batches=mini_batches,
                     )
                 )
                 for tokens_B in every

@@ -6,18 +6,21 @@ the call has.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrlhf.call_graph import Call, Ref, split_args
 from jaxrlhf.experience import Term
 from jaxrlhf.models.lora import adapt, merging_pays
-from jaxrlhf.models.params import shardings_of
+from jaxrlhf.models.params import Weight, layer_form, map_weights, shardings_of
 from jaxrlhf.planner.programs.compiled_work import CallAtDepth
 from jaxrlhf.planner.programs.described import Described
+from jaxrlhf.runtime.gradients import sum_over_copies
 from jaxrlhf.runtime.optimizer import apply_gradient, init_optimizer, optimizer_shardings
 from jaxrlhf.runtime.programs import generate_program, infer_program, loss_program, train_program
 from jaxrlhf.runtime.roles import ModelRole
@@ -79,9 +82,7 @@ def describe_call(call: Call, role: ModelRole) -> DescribedCall:
 
 def form_of(kind: str, role: ModelRole, layout: Layout) -> How:
     """How the layers of a call's weights lie."""
-    if layout.is_pipelined:
-        return "ring" if kind == "generate" else "list"
-    return "stacked" if role.model.scan_layers and kind != "generate" else "list"
+    return layer_form(role.model, generates=kind == "generate", is_pipelined=layout.is_pipelined)
 
 
 def call_program(call: DescribedCall, layout: Layout, *, num_layers: int, rows: int) -> CallProgram:
@@ -113,8 +114,9 @@ def call_program(call: DescribedCall, layout: Layout, *, num_layers: int, rows: 
 
 
 def update_program(call: DescribedCall, layout: Layout, *, num_layers: int) -> CallProgram:
-    """What a train call does once for each mini-batch: `(params, optimizer state, gradient) -> (params, optimizer
-    state)`, the first two donated, of a model that has fewer layers.
+    """What a train call does once for each mini-batch: `(params, optimizer state, gradients) -> (params, optimizer
+    state)`, the first two donated, of a model that has fewer layers. The gradients have a leading axis over the copies
+    of each weight, over which they are added up first.
 
     Args:
         layout: Without stages.
@@ -124,12 +126,22 @@ def update_program(call: DescribedCall, layout: Layout, *, num_layers: int) -> C
     config, (params, state, _) = role.optimizer, _training_state(role, layout)
     assert config is not None
 
-    def program(params: Any, state: Any, gradient: Any) -> tuple[Any, Any]:
-        params, state, _ = apply_gradient(config, role.num_updates, params, state, gradient)
+    reduced, own = sum_over_copies(role, layout), set_of(role)
+
+    def program(params: Any, state: Any, gradients: Any) -> tuple[Any, Any]:
+        params, state, _ = apply_gradient(config, role.num_updates, params, state, reduced(gradients))
         return params, state
 
+    def of_copies(weight: Weight) -> jax.ShapeDtypeStruct:
+        copies, rest = layout.copies_of_weight(weight.axes), layout.weight(weight.axes).spec
+        shape = (math.prod(layout.mesh.shape[axis] for axis in copies), *weight.shape)
+        sharding = NamedSharding(layout.mesh, PartitionSpec(copies, *rest))
+        return jax.ShapeDtypeStruct(shape, weight.dtype, sharding=sharding)
+
+    gradients = map_weights(of_copies, own.declare(own.resting_form(layout)))
+
     shardings = jax.tree.map(lambda x: x.sharding, (params, state))
-    return CallProgram(jax.jit(program, donate_argnums=(0, 1), out_shardings=shardings), (params, state, params))
+    return CallProgram(jax.jit(program, donate_argnums=(0, 1), out_shardings=shardings), (params, state, gradients))
 
 
 def lower_program(program: CallAtDepth, described: Described) -> Any:

@@ -1,8 +1,9 @@
 """The executor: runs a planned graph, call by call, and waits for nothing that Python does not need.
 
 For each call in graph order it brings the role's weights and the call's inputs into the call's layout, dispatches the
-program and goes on. Calls on disjoint devices therefore overlap, also those of neighbouring steps. Python functions run
-in threads beside the devices; the first call that needs their output waits for it.
+program, begins to bring what it gives to whoever needs it, and goes on. Calls on disjoint devices therefore overlap,
+also those of neighbouring steps. Python functions run in threads beside the devices; the first call that needs their
+output waits for it.
 """
 
 import collections
@@ -19,21 +20,22 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxrlhf.call_graph import Call, CallGraph, Ref, split_args
+from jaxrlhf.call_graph import Call, CallGraph, split_args
 from jaxrlhf.experience import Sampling
 from jaxrlhf.models.lora import merging_pays
+from jaxrlhf.models.params import layer_form
 from jaxrlhf.planner.fusion import FUSE, fused_order
-from jaxrlhf.planner.plan import Plan
+from jaxrlhf.planner.plan import Plan, splits_rows
 from jaxrlhf.reshard.offload import rests_on_host
-from jaxrlhf.reshard.protocols import input_shardings
-from jaxrlhf.reshard.reallocate import reallocate
 from jaxrlhf.runtime.channel import Channel
 from jaxrlhf.runtime.function_threads import FunctionThreads
-from jaxrlhf.runtime.fused_training import FusedTraining, stage_costs
-from jaxrlhf.runtime.host_arrays import gather, hand_to_threads, to_host
+from jaxrlhf.runtime.fused_training import FusedTraining
+from jaxrlhf.runtime.hand_overs import HandOvers
+from jaxrlhf.runtime.host_arrays import gather, hand_to_threads
 from jaxrlhf.runtime.pipeline import Pipelined
 from jaxrlhf.runtime.programs import compute_program, generate_program, infer_program, loss_program, train_program
 from jaxrlhf.runtime.roles import FunctionRole, ModelRole, Role
+from jaxrlhf.runtime.step_result import Leaves, StepResult, lookup
 from jaxrlhf.runtime.timeline import STEP, Timeline, Watcher
 from jaxrlhf.runtime.weight_sets import How
 from jaxrlhf.runtime.weights import WeightStore
@@ -42,45 +44,6 @@ from jaxrlhf.sharding.processes import absent, is_here, meet
 
 MAX_IN_FLIGHT = 8
 """Calls dispatched and not awaited. A CPU backend deadlocks with some dozens of programs that communicate."""
-
-Leaves = list[Any]
-Wait = Callable[[str], contextlib.AbstractContextManager[None]]
-"""Given what is waited for: a context to wait in, which the timeline then shows."""
-
-
-def _untold(_: str) -> contextlib.AbstractContextManager[None]:
-    return contextlib.nullcontext()
-
-
-@dataclasses.dataclass
-class StepResult:
-    """What a step gave. Its arrays may still be under way.
-
-    What reads arrays gives them to every process of the run, and every process must call it, in the same order.
-    """
-
-    graph: CallGraph
-    state: Any
-    """The state for the next step."""
-    _values: dict[str, "Leaves | concurrent.futures.Future[Leaves]"]
-    _channel: Channel = dataclasses.field(default_factory=Channel)
-    _wait: Wait = _untold
-
-    def fetch(self) -> Any:
-        """What the step function returned beside its state, as numpy arrays. Waits for it."""
-        return self.read(self.graph.results[0])
-
-    def outputs(self, call_name: str) -> Any:
-        """A call's outputs as numpy arrays. Waits for them."""
-        (call,) = (c for c in self.graph.calls if c.name == call_name)
-        return self.read(call.outputs)
-
-    def read(self, tree: Any) -> Any:
-        """A tree with the arrays in place of the graph's references to them, as numpy arrays. Waits for them."""
-        refs = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, Ref)]
-        with self._wait("results"):
-            arrays = iter(to_host([_lookup(self._values, ref) for ref in refs], self._channel))
-        return jax.tree.map(lambda x: next(arrays) if isinstance(x, Ref) else x, tree)
 
 
 class Executor:
@@ -118,6 +81,8 @@ class Executor:
         self._at = (STEP, 0)
         """Phase and number of the step that is being dispatched, as the timeline is to know it."""
         self._threads = FunctionThreads()
+        self._hand_overs: HandOvers | None = None
+        """Of the step that is being dispatched."""
         self._first_versions: dict[str, int] = {}
         """Set of weights -> its version before this step."""
         models = {name: role for name, role in roles.items() if isinstance(role, ModelRole)}
@@ -150,6 +115,7 @@ class Executor:
         self._at = (phase, step + 1 if number is None else number)
         values: dict[str, Any] = {"state": jax.tree.leaves(state), "data": jax.tree.leaves(data)}
         self._first_versions = self.weights.versions()
+        self._hand_overs = HandOvers(graph, plan)
         for role in plan.offload:
             self._offload(role)
         waiting: Call | None = None  # the first of two calls that are fused
@@ -175,11 +141,13 @@ class Executor:
             else:
                 values[call.name] = self._call_device(call, plan, values, step)
             for one in together:
+                if not self._one_at_a_time:
+                    self._hand_overs.start(one, values[one.name])
                 self._offload_after(one, later, plan)
             if self._one_at_a_time:
                 self.wait()
         self.weights.unpin()
-        new_state = jax.tree.map(lambda ref: _lookup(values, ref, self._wait), graph.state)
+        new_state = jax.tree.map(lambda ref: lookup(values, ref, self._wait), graph.state)
         phase, number = self._at
         wait = functools.partial(self._timeline.wait, step=number, phase=phase)
         return StepResult(graph, new_state, values, self._channel, wait)
@@ -207,7 +175,7 @@ class Executor:
         score = role.score if call.method == "scores" else role.score_tokens
         assert score is not None
         arrays, _, rebuild = split_args(call.args)
-        inputs = [_lookup(values, ref, self._wait) for ref in arrays]
+        inputs = [lookup(values, ref, self._wait) for ref in arrays]
         hand_to_threads(inputs)
         phase, step = self._at
         number = self._channel.number()
@@ -238,7 +206,8 @@ class Executor:
         if call.kind == "compute":
             assert call.function is not None
             function = call.function
-            rows_out = [ref.has_rows for ref in call.output_refs]
+            split = splits_rows(call, layout.strategy)
+            rows_out = [ref.has_rows and split for ref in call.output_refs]
             program = self._program(key, layout, lambda: compute_program(function, rebuild, rows_out, layout))
             outputs = program(arrays) if program is not None else _absent_outputs(call, layout)
         elif call.kind == "train":
@@ -249,23 +218,24 @@ class Executor:
         else:
             role = self._model_role(call)
             params = self._weights_for(call, layout)
+            uneven = not splits_rows(call, layout.strategy)
             if call.kind == "generate":
                 key, temperature = _without_temperature(call, key)
-                program = self._program(key, layout, lambda: generate_program(role, rebuild, layout))
+                program = self._program(key, layout, lambda: generate_program(role, rebuild, layout, uneven=uneven))
                 arguments = (params, ready.noise, temperature, arrays)
             else:
 
                 def build() -> Callable[..., Any]:
                     if call.terms:
                         return loss_program(role, rebuild, ready.has_rows, layout)
-                    return infer_program(role, call.method, rebuild, layout)
+                    return infer_program(role, call.method, rebuild, layout, uneven=uneven)
 
                 program = self._program(key, layout, build)
                 arguments = (params, arrays)
             outputs = program(*arguments) if program is not None else _absent_outputs(call, layout)
         ends = program.ends if isinstance(program, Pipelined) else {layout: outputs}
         for where, array in ends.items():
-            self._watch(array, call.plan_name, call.kind, where, ready.dispatched)
+            self._watch(array, call.plan_name, call.kind, where, ready.dispatched, inputs=ready.arrays)
         if isinstance(program, Pipelined):
             program.ends = {}
         self._bound_in_flight(outputs, layout)
@@ -281,9 +251,7 @@ class Executor:
         if programs[0] is not None:  # both have the same devices
             key = (FUSE, *(each.key for each in ready))
             if key not in self._programs:
-                models = [self._model_role(call).model for call in calls]
-                placements = [plan[call] for call in calls]
-                order = fused_order(placements[0], placements[1], stage_costs(calls, models, placements))
+                order = fused_order(plan[calls[0]], plan[calls[1]], plan.schedules)
                 self._programs[key] = FusedTraining(programs[0], programs[1], order)
             fused = self._programs[key]
             results = fused(*arguments)
@@ -291,7 +259,7 @@ class Executor:
         outputs = tuple(self._trained(*each) for each in zip(ready, arguments, results, strict=True))
         name = " + ".join(call.plan_name for call in calls)
         for where, array in ends.items():
-            self._watch(array, name, "train", where, ready[0].dispatched)
+            self._watch(array, name, "train", where, ready[0].dispatched, inputs=ready[0].arrays + ready[1].arrays)
         self._bound_in_flight(outputs[1], ready[1].layout)
         return dict(zip((call.name for call in calls), outputs, strict=True))
 
@@ -300,10 +268,12 @@ class Executor:
         placement = plan[call]
         layout = Layout.over(placement.devices, placement.strategy)
         refs, key, rebuild = split_args(call.args)
-        inputs = [_lookup(values, ref, self._wait) for ref in refs]
+        for ref in refs:
+            lookup(values, ref, self._wait)  # what comes from a Python function
         dispatched = time.perf_counter()
         has_rows = [ref.has_rows for ref in refs]
-        arrays = reallocate(inputs, input_shardings(inputs, has_rows, layout, placement.protocol))
+        assert self._hand_overs is not None
+        arrays = self._hand_overs.inputs(call, refs, functools.partial(lookup, values))
         avals = tuple((ref.shape, ref.dtype, ref.has_rows) for ref in refs)
         key = (call.role, call.method, call.function, layout, key, avals)
         noise = np.array([self._seed, step, zlib.crc32(call.plan_name.encode())], np.uint32)
@@ -404,9 +374,8 @@ class Executor:
 
     def _form(self, call: Call, layout: Layout) -> How:
         """How the layers of a call's weights lie."""
-        if layout.is_pipelined:
-            return "ring" if call.kind == "generate" else "list"
-        return "stacked" if self._model_role(call).model.scan_layers and call.kind != "generate" else "list"
+        model = self._model_role(call).model
+        return layer_form(model, generates=call.kind == "generate", is_pipelined=layout.is_pipelined)
 
     def _model_role(self, call: Call) -> ModelRole:
         assert call.role is not None
@@ -438,10 +407,12 @@ class Executor:
         layout: Layout,
         dispatched: float,
         *,
+        inputs: Sequence[Any] = (),
         bytes: int = 0,
         copy: bool = False,
     ) -> None:
-        """Has the timeline know when arrays are there. `copy`: they may be donated before the watcher has seen them."""
+        """Has the timeline know when arrays are there, of what begins when its inputs are. `copy`: they may be donated
+        before the watcher has seen them."""
         if not layout.own_devices:
             return
         # of weights over the stages of a pipeline, one of a stage that is here
@@ -451,7 +422,7 @@ class Executor:
         self._watcher.watch(
             [x + 0 for x in first] if copy else first,
             name=name, kind=kind, devices=layout.own_devices, step=number, dispatched=dispatched, phase=phase,
-            bytes=bytes,
+            bytes=bytes, inputs=inputs,
         )  # fmt: skip
 
     def _watch_reallocation(self, role: str, arrays: Any, layout: Layout, started: float, received: int) -> None:
@@ -483,17 +454,10 @@ class _Ready:
 
 def _absent_outputs(call: Call, layout: Layout) -> Leaves:
     """What a process holds of a call that runs in others."""
+    split = splits_rows(call, layout.strategy)
     if call.kind in ("infer", "train") and layout.is_pipelined:
         layout = layout.stage(layout.strategy.num_stages - 1)
-    return [absent(ref, layout.rows if ref.has_rows else layout.replicated) for ref in call.output_refs]
-
-
-def _lookup(values: dict[str, Any], ref: Ref, wait: Wait = _untold) -> Any:
-    leaves = values[ref.call]
-    if isinstance(leaves, concurrent.futures.Future):
-        with wait(ref.call):
-            leaves = leaves.result()
-    return leaves[ref.leaf]
+    return [absent(ref, layout.rows if ref.has_rows and split else layout.replicated) for ref in call.output_refs]
 
 
 def _without_temperature(call: Call, key: Any) -> tuple[Any, np.float32]:

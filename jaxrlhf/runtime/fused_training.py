@@ -3,20 +3,11 @@
 Each call gives what it would give alone: only the order differs in which the devices do its work and the other's.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
-from jaxrlhf.call_graph import Call
-from jaxrlhf.models.config import ModelConfig
-from jaxrlhf.models.counts import train_flops
-from jaxrlhf.planner.fusion import FusedOrder, StageCost
-from jaxrlhf.planner.plan import Placement
+from jaxrlhf.planner.fusion import FusedOrder
 from jaxrlhf.runtime.pipeline import Pipelined, Worker, carry_out
 from jaxrlhf.runtime.pipelined_training import PipelinedTraining, TrainRun
-from jaxrlhf.sharding.strategy import Strategy
-
-_FORWARDS = 12
-"""The latency of the forward of the slower of two models, in the units in which those of stages are given."""
 
 
 class FusedTraining(Pipelined):
@@ -73,39 +64,3 @@ class MergedStages:
         for one in reversed(range(stage * self._count, (stage + 1) * self._count)):
             outputs = self._worker.backward(micro_batch, one)
         return outputs
-
-
-def stage_costs(
-    calls: Sequence[Call], models: Sequence[ModelConfig], placements: Sequence[Placement]
-) -> tuple[StageCost, StageCost]:
-    """What a micro-batch costs a stage of either model, in whole numbers.
-
-    Latencies are operations of the matrix products, per device. A backward takes two forwards, and with remat `layer`,
-    where it computes the stage anew, three. Memory is what a forward keeps for it.
-    """
-    flops, kept = [], []
-    for call, model, placement in zip(calls, models, placements, strict=True):
-        strategy = placement.strategy
-        columns = max(1, call.num_tokens // max(1, call.num_rows))
-        forward = train_flops(model, rows=call.num_rows, columns=columns, scored=columns) / 3
-        flops.append(forward / (strategy.micro_batches * len(placement.devices)))
-        tokens = call.num_tokens / (strategy.micro_batches * strategy.num_row_shards)
-        kept.append(tokens * kept_per_token(model, strategy))
-    units = [max(1, round(_FORWARDS * each / max(flops))) for each in flops]
-    sizes = [max(1, round(_FORWARDS * each / max(kept))) for each in kept]
-    first, second = (
-        StageCost(unit, unit * (3 if placement.strategy.remat == "layer" else 2), size)
-        for unit, size, placement in zip(units, sizes, placements, strict=True)
-    )
-    return first, second
-
-
-def kept_per_token(model: ModelConfig, strategy: Strategy) -> float:
-    """Numbers that a stage keeps of a token between forward and backward, on one of its devices: its input; and, unless
-    it is computed anew, of every layer its input, queries, keys, values, attention, and what the MLP multiplies."""
-    if strategy.remat == "layer":
-        return model.hidden_size
-    H, K = model.num_heads * model.head_size, model.num_kv_heads * model.head_size
-    split = (1 if strategy.remat == "dots" else 2) * H + 2 * K + 2 * model.intermediate_size
-    layer = 2 * model.hidden_size + split / strategy.tensor
-    return model.hidden_size + model.num_layers / strategy.num_stages * layer

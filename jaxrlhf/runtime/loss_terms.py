@@ -71,6 +71,7 @@ class Losses:
         def add(part: jax.Array, sums: Any) -> Any:
             return jax.tree.map(combine, sums, of_part(part), is_leaf=is_max)
 
+        # from the first part on: XLA would hold zeros to begin with beside the sums
         return jax.lax.fori_loop(1, parts, add, of_part(0))
 
     def own_rows(self, i: int) -> list[bool]:

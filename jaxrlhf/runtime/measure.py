@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrlhf.experience import Sampling
-from jaxrlhf.models.generate import cache_sizes
+from jaxrlhf.models.generate import slots_read
 from jaxrlhf.planner.calibrate import Case, MeasuredPhase, Point, case_of
 from jaxrlhf.planner.work import analytic_work
 from jaxrlhf.planner.workload import ModelCall, Workload
@@ -227,13 +227,7 @@ def _point(job: Job, phase: MeasuredPhase, depths: tuple[int, ...], timings: Seq
 
 def _decoding_prompt(call: ModelCall) -> int:
     """Columns of a prompt after which a response of `DECODED` tokens has the slots of an average step of the call."""
-    if call.response <= DECODED:
-        return call.prompt
-    sizes, done, seen = cache_sizes(call.response), 0, 0
-    for size in sizes:
-        steps = min(size, call.response - 1) - done
-        seen, done = seen + steps * (call.prompt + size), done + steps
-    return round(seen / done) - DECODED
+    return round(slots_read(call.prompt, call.response)) - min(call.response, DECODED)
 
 
 def _responding(call: DescribedCall, prompt: int, response: int) -> DescribedCall:

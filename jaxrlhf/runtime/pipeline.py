@@ -130,6 +130,11 @@ class StageProgram:
         )
 
     @property
+    def text(self) -> str:
+        """The compiled program, as HLO."""
+        return self._compiled.as_text()
+
+    @property
     def memory(self) -> Any:
         """What the compiler says of its memory on each device."""
         return self._compiled.memory_analysis()

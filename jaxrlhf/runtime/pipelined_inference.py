@@ -16,6 +16,7 @@ from jaxrlhf.runtime.loss_terms import Losses, Rebuild, balanced, combine, cut, 
 from jaxrlhf.runtime.pipeline import Pipelined, StageProgram, carry_out, compile_all, hand_over
 from jaxrlhf.runtime.roles import ModelRole, joined_sequences, parted_outputs, term_reading
 from jaxrlhf.sharding.layout import Layout
+from jaxrlhf.sharding.row_padding import row_parts, with_copies
 
 MicroBatch = dict[str, Any]
 """`tokens` and `mask`, which go through the stages, and `own`: what the last one needs besides."""
@@ -26,8 +27,8 @@ LastStage = Callable[[Params, jax.Array, jax.Array, Any], Any]
 class PipelinedInference(Pipelined):
     """`(params, arrays) -> leaves of the outputs`, as `infer_program`; they lie on the devices of the last stage."""
 
-    def __init__(self, role: ModelRole, method: str, rebuild: Rebuild, layout: Layout) -> None:
-        self._rebuild, self._layout = rebuild, layout
+    def __init__(self, role: ModelRole, method: str, rebuild: Rebuild, layout: Layout, *, uneven: bool = False) -> None:
+        self._rebuild, self._layout, self._uneven = rebuild, layout, uneven
         self._reading = READINGS[method]
         last = layout.stage(layout.strategy.num_stages - 1)
 
@@ -38,10 +39,11 @@ class PipelinedInference(Pipelined):
 
         self._pass = ForwardPass(role, layout, outputs, last.rows)
         self._deal = StageProgram(self._dealt, (layout.rows, layout.replicated), layout.mesh)
-        self._gather = StageProgram(self._gathered, last.rows, last.mesh)
+        self._gather = StageProgram(self._gathered, last.replicated if uneven else last.rows, last.mesh)
         self._inverse = last.replicated
 
     def __call__(self, params: Params, arrays: list[Any]) -> list[jax.Array]:
+        self._num_rows = len(arrays[0])
         micro_batches, inverse = self._deal(arrays)
         outputs = self._pass(params, micro_batches)
         self.ends = self._pass.ends
@@ -49,8 +51,10 @@ class PipelinedInference(Pipelined):
 
     def _dealt(self, arrays: list[Any]) -> tuple[list[MicroBatch], jax.Array | None]:
         """The rows in micro-batches, and the order in which their outputs are as they were."""
-        (sequences,) = self._rebuild(arrays)
         layout, inverse = self._layout, None
+        if self._uneven:
+            arrays = layout.constrain_rows(with_copies(arrays, row_parts("infer", layout.strategy)))
+        (sequences,) = self._rebuild(arrays)
         if layout.strategy.balance:
             order, inverse = balanced(sequences, layout)
             sequences = layout.constrain_rows(jax.tree.map(lambda x: x[order], sequences))
@@ -61,7 +65,8 @@ class PipelinedInference(Pipelined):
 
     def _gathered(self, outputs: list[Any], inverse: jax.Array | None) -> list[jax.Array]:
         whole = jax.tree.map(lambda *x: jnp.stack(x, axis=1).reshape(-1, *x[0].shape[1:]), *outputs)
-        return jax.tree.leaves(whole if inverse is None else jax.tree.map(lambda x: x[inverse], whole))
+        whole = whole if inverse is None else jax.tree.map(lambda x: x[inverse], whole)
+        return [x[: self._num_rows] for x in jax.tree.leaves(whole)]
 
 
 class PipelinedLoss(Pipelined):

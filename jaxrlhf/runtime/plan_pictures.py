@@ -41,7 +41,7 @@ def plan_rows(planned: Planned) -> Rows:
         _event(span, planned, step=number * period + span.task.iteration - begin + 1 - before, later=number * period)
         for number in range(times)
         for span in simulation.spans
-        if not (span.task.kind == "call" and span.task.call in planned.fuse[1:])
+        if span.task.devices and not (span.task.kind == "call" and span.task.call in planned.fuse[1:])
     ]
     return trace_rows([ProcessEvents(tuple(events), 0.0)])
 

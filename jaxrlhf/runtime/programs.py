@@ -8,21 +8,21 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jaxrlhf.experience import Sampling
 from jaxrlhf.models import ring
 from jaxrlhf.models.generate import generate
 from jaxrlhf.models.heads import READINGS, read
-from jaxrlhf.models.lora import adapt
 from jaxrlhf.models.params import Params
-from jaxrlhf.runtime.loss_terms import MIN_WEIGHT, Losses, Rebuild, balanced, cut, is_max, over_updates, shuffled
+from jaxrlhf.runtime.gradients import gradient_of_update
+from jaxrlhf.runtime.loss_terms import Losses, Rebuild, balanced, cut, is_max, over_updates, shuffled
 from jaxrlhf.runtime.optimizer import OptimizerState, apply_gradient, optimizer_shardings
 from jaxrlhf.runtime.pipelined_inference import PipelinedInference, PipelinedLoss
 from jaxrlhf.runtime.pipelined_training import PipelinedTraining
 from jaxrlhf.runtime.roles import ModelRole
 from jaxrlhf.runtime.weight_sets import set_of
 from jaxrlhf.sharding.layout import Layout
+from jaxrlhf.sharding.row_padding import row_parts, with_copies
 from jaxrlhf.xla_flags import known_flags
 
 
@@ -34,14 +34,22 @@ def compute_program(
     return jax.jit(lambda arrays: jax.tree.leaves(function(*rebuild(arrays))), out_shardings=shardings)
 
 
-def generate_program(role: ModelRole, rebuild: Rebuild, layout: Layout) -> Callable[..., Any]:
+def generate_program(role: ModelRole, rebuild: Rebuild, layout: Layout, *, uneven: bool = False) -> Callable[..., Any]:
     """`(params, noise, temperature, arrays) -> leaves of a Rollout`. In a pipelined layout the params are as
-    `ring_params` gives them."""
+    `ring_params` gives them.
+
+    Args:
+        uneven: Rows do not divide: they are filled up with copies within the program (`sharding.row_padding`), and
+            lie whole on every device outside.
+    """
     generate_in = ring.generate if layout.is_pipelined else generate
 
     def program(params: Params, noise: jax.Array, temperature: jax.Array, arrays: list[Any]) -> list[jax.Array]:
         prompts, sampling = rebuild(arrays)
         assert isinstance(sampling, Sampling)
+        num_sequences = len(prompts.tokens) * sampling.num_samples
+        if uneven:
+            prompts = layout.constrain_rows(with_copies(prompts, row_parts("generate", layout.strategy)))
 
         def respond(some_prompts: Any) -> Any:
             rollout = generate_in(params, some_prompts, noise, temperature, sampling, role.model, layout)
@@ -49,9 +57,10 @@ def generate_program(role: ModelRole, rebuild: Rebuild, layout: Layout) -> Calla
             return jax.tree.map(lambda x: x.reshape(-1, sampling.num_samples, *x.shape[1:]), rollout)
 
         rollout = _in_micro_batches(respond, prompts, layout)
-        return jax.tree.leaves(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), rollout))
+        return jax.tree.leaves(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:num_sequences], rollout))
 
-    return jax.jit(program, out_shardings=layout.rows, compiler_options=_decoding_options(layout))
+    outputs = layout.replicated if uneven else layout.rows
+    return jax.jit(program, out_shardings=outputs, compiler_options=_decoding_options(layout))
 
 
 def _decoding_options(layout: Layout) -> dict[str, Any] | None:
@@ -64,13 +73,20 @@ def _decoding_options(layout: Layout) -> dict[str, Any] | None:
     return known_flags({"xla_gpu_dot_merger_threshold_mb": 0}) if on_gpu else None
 
 
-def infer_program(role: ModelRole, method: str, rebuild: Rebuild, layout: Layout) -> Callable[..., Any]:
-    """`(params, arrays) -> leaves of the outputs`."""
+def infer_program(
+    role: ModelRole, method: str, rebuild: Rebuild, layout: Layout, *, uneven: bool = False
+) -> Callable[..., Any]:
+    """`(params, arrays) -> leaves of the outputs`. `uneven`: as for `generate_program`."""
     if layout.is_pipelined:
-        return PipelinedInference(role, method, rebuild, layout)
+        return PipelinedInference(role, method, rebuild, layout, uneven=uneven)
 
     def program(params: Params, arrays: list[Any]) -> list[jax.Array]:
-        (sequences,) = rebuild(arrays)
+        num_rows = len(arrays[0])
+        outputs = of_whole(params, with_copies(arrays, row_parts("infer", layout.strategy)) if uneven else arrays)
+        return [x[:num_rows] for x in outputs]
+
+    def of_whole(params: Params, arrays: list[Any]) -> list[jax.Array]:
+        (sequences,) = rebuild(layout.constrain_rows(arrays) if uneven else arrays)
 
         def infer(some_sequences: Any) -> Any:
             return read(READINGS[method], params, some_sequences, role.model, layout)
@@ -82,7 +98,7 @@ def infer_program(role: ModelRole, method: str, rebuild: Rebuild, layout: Layout
         outputs = _in_micro_batches(infer, dealt, layout)
         return jax.tree.leaves(jax.tree.map(lambda x: x[inverse], outputs))
 
-    return jax.jit(program, out_shardings=layout.rows)
+    return jax.jit(program, out_shardings=layout.replicated if uneven else layout.rows)
 
 
 def loss_program(role: ModelRole, rebuild: Rebuild, has_rows: list[bool], layout: Layout) -> Callable[..., Any]:
@@ -111,36 +127,21 @@ def train_program(role: ModelRole, rebuild: Rebuild, has_rows: list[bool], layou
     assert role.optimizer is not None
     if layout.is_pipelined:
         return PipelinedTraining(role, rebuild, has_rows, layout)
-    model, optimizer, lora, own = role.model, role.optimizer, role.lora, set_of(role)
+    optimizer, own = role.optimizer, set_of(role)
     param_sharding = own.shardings(layout)
     optimizer_sharding = optimizer_shardings(
         optimizer, own.abstract(how=own.resting_form(layout)), param_sharding, layout
     )
     losses = Losses(role, rebuild, has_rows, layout)
+    gradient = gradient_of_update(role, rebuild, has_rows, layout)
 
     def one_update(
         params: Params, state: OptimizerState, mini_batch: list[Any], adapted: Params | None
     ) -> tuple[Any, dict[str, Any]]:
-        def gradient(params: Params, arrays: list[Any], i: int) -> tuple[Params, jax.Array, dict[str, Any]]:
-            def value(params: Params) -> Any:
-                whole = params if adapted is None or lora is None else adapt(adapted, params, model, lora)
-                weight, metrics = losses.value(whole, arrays, i)
-                return metrics["loss"], (weight, metrics)
-
-            (_, (weight, metrics)), grads = jax.value_and_grad(value, has_aux=True)(params)
-            if layout.mesh.size > 1:  # reduce-scatter over fsdp, instead of an all-reduce that leaves whole gradients
-                grads = jax.tree.map(jax.lax.with_sharding_constraint, grads, param_sharding)
-            return grads, weight, metrics
-
-        sums: Any = None
-        parts = []
-        for i in range(losses.count):
-            grads, weight, metrics = losses.in_micro_batches(gradient, params, losses.dealt(mini_batch, i), i)
-            scale = losses.scale(mini_batch, i)
-            grads = jax.tree.map(lambda g, w=weight, c=scale: g / jnp.maximum(w, MIN_WEIGHT) * c, grads)
-            sums = grads if sums is None else jax.tree.map(jnp.add, sums, grads)
-            parts.append((weight, metrics))
-        params, state, more = apply_gradient(optimizer, role.num_updates, params, state, sums)
+        grads, parts = gradient(params, mini_batch, adapted)
+        if layout.mesh.size > 1:
+            grads = jax.tree.map(jax.lax.with_sharding_constraint, grads, param_sharding)
+        params, state, more = apply_gradient(optimizer, role.num_updates, params, state, grads)
         return (params, state), losses.combined(mini_batch, parts) | more
 
     def program(

@@ -6,6 +6,7 @@ from jaxrlhf.call_graph import CallGraph
 from jaxrlhf.planner.workload import Workload, workload_of
 from jaxrlhf.runtime.call_programs import describe_call
 from jaxrlhf.runtime.roles import ModelRole, Role
+from jaxrlhf.runtime.weight_sets import weight_sets
 
 
 def step_workload(graph: CallGraph, roles: Mapping[str, Role]) -> Workload:
@@ -16,4 +17,6 @@ def step_workload(graph: CallGraph, roles: Mapping[str, Role]) -> Workload:
     }
     adapters = {name: role.lora for name, role in of_models.items() if role.lora is not None}
     models = {name: role.model for name, role in of_models.items()}
-    return workload_of(graph, models, origins=origins, adapters=adapters)
+    sets = weight_sets(of_models)
+    bases = {name: (role.base, sets[role.base].model) for name, role in of_models.items() if role.lora is not None}
+    return workload_of(graph, models, origins=origins, adapters=adapters, bases=bases)

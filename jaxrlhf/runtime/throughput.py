@@ -8,8 +8,8 @@ import jax
 import numpy as np
 
 from jaxrlhf.call_graph import Ref
-from jaxrlhf.runtime.executor import StepResult
 from jaxrlhf.runtime.stages import stage_seconds
+from jaxrlhf.runtime.step_result import StepResult
 
 
 @dataclasses.dataclass(frozen=True)

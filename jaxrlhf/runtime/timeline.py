@@ -166,6 +166,7 @@ class _Watched:
     dispatched: float
     bytes: int
     arrays: list[Any]
+    inputs: list[Any]
     predecessors: list["_Watched"]
     """The calls dispatched just before this one to each of its devices."""
     end: float = 0.0
@@ -175,9 +176,9 @@ class _Watched:
 class Watcher:
     """Records in a timeline when dispatched calls complete, without holding up whoever dispatches.
 
-    A device works off its calls in the order of dispatch: a call starts when it is dispatched, or when the last call
-    before it on any of its devices completes, whichever is later. Every set of devices has a thread of its own, so
-    that a long call delays the stamps of nobody on other devices.
+    A device works off its calls in the order of dispatch: a call starts when it is dispatched, when the last call
+    before it on any of its devices completes, or when its inputs are there, whichever is latest. Every set of devices
+    has a thread of its own, so that a long call delays the stamps of nobody on other devices.
     """
 
     def __init__(self, timeline: Timeline) -> None:
@@ -201,6 +202,7 @@ class Watcher:
         dispatched: float,
         phase: str = STEP,
         bytes: int = 0,
+        inputs: Sequence[Any] = (),
     ) -> None:
         """Takes note of a call that was just dispatched. Returns at once.
 
@@ -210,13 +212,15 @@ class Watcher:
                 wait for and counts as a failure of the call.
             dispatched: `time.perf_counter()` from just before the dispatch.
             bytes: What it moves to this process' devices, where moving is what it does.
+            inputs: Arrays that are on their way to the call's devices, which it waits for; they are not donated either.
         """
         assert devices, f"Call {name!r} must name its devices; work on the host goes to Timeline.host."
         with self._changed:
             assert not self._closed, "The watcher is closed."
             predecessors = {id(call): call for device in devices if (call := self._latest_on.get(device))}
             leaves = jax.tree.leaves(arrays)
-            call = _Watched(name, kind, devices, step, phase, dispatched, bytes, leaves, list(predecessors.values()))
+            before = list(predecessors.values())
+            call = _Watched(name, kind, devices, step, phase, dispatched, bytes, leaves, list(inputs), before)
             self._latest_on.update(dict.fromkeys(devices, call))
             self._num_pending[phase, step] += 1
             if devices not in self._lanes:
@@ -271,19 +275,22 @@ class Watcher:
         for predecessor in call.predecessors:
             predecessor.stamped.wait()
         start = max(call.dispatched, *(predecessor.end for predecessor in call.predecessors), 0.0)
-        event = Event(call.name, call.kind, call.devices, call.step, start, start, call.phase, call.bytes)
         failure: Exception | None = None
-        with self._timeline.running(event):
-            try:
+        try:
+            looked = time.perf_counter()
+            jax.block_until_ready(call.inputs)
+            if time.perf_counter() - looked >= MIN_WAIT_SECONDS:
+                start = max(start, time.perf_counter())
+            event = Event(call.name, call.kind, call.devices, call.step, start, start, call.phase, call.bytes)
+            with self._timeline.running(event):
                 jax.block_until_ready(call.arrays)
-            except Exception as error:
-                error.add_note(f"This came up in call {call.name!r} of {call.phase} {call.step}.")
-                failure = error
-            call.end = time.perf_counter()
-            if failure is None:
+                call.end = time.perf_counter()
                 self._timeline.record(dataclasses.replace(event, end=call.end))
+        except Exception as error:
+            error.add_note(f"This came up in call {call.name!r} of {call.phase} {call.step}.")
+            failure, call.end = error, time.perf_counter()
         # Nothing may keep the arrays alive now, nor chain every call to all those before it.
-        call.arrays = []
+        call.arrays = call.inputs = []
         call.predecessors = []
         call.stamped.set()
         with self._changed:

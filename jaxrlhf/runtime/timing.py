@@ -15,12 +15,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxrlhf.planner.calibrate import QUIET, Load
 from jaxrlhf.sharding import mesh
 
 LEAST_RUNS = 5
 """That count, of each program."""
-QUIET = 0.05
-"""Others may have so much of the processors, or Linux counts ticks amiss, before a run waits for a quieter one."""
 WINDOW_SECONDS = 0.2
 """Shorter programs run several times in a row: Linux counts processor time in ticks of 10 ms."""
 
@@ -45,10 +44,26 @@ class OthersLoad:
 
     def share(self) -> float:
         """A fraction of all processors, since the last time."""
-        now = _ticks()
-        total, idle, own = (b - a for a, b in zip(self._last, now, strict=True))
-        self._last = now
-        return max(0.0, min(1.0, (total - idle - own) / total)) if total > 0 else 0.0
+        before, self._last = self._last, _ticks()
+        return _share(before, self._last)
+
+
+class WatchedLoad:
+    """How busy the processors are from when it was made on."""
+
+    def __init__(self) -> None:
+        self._first = _ticks()
+
+    def load(self) -> Load:
+        """Until now."""
+        average = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+        return Load(_share(self._first, _ticks()), average, os.cpu_count() or 1)
+
+
+def _share(before: tuple[float, float, float], after: tuple[float, float, float]) -> float:
+    """The part of all processors that other processes had between two times."""
+    total, idle, own = (b - a for a, b in zip(before, after, strict=True))
+    return max(0.0, min(1.0, (total - idle - own) / total)) if total > 0 else 0.0
 
 
 def _ticks() -> tuple[float, float, float]:

@@ -18,7 +18,7 @@ from jaxrlhf.runtime.channel import Channel
 from jaxrlhf.runtime.checkpoints import Checkpoints, changing_sets, restore
 from jaxrlhf.runtime.console import Console
 from jaxrlhf.runtime.evaluation import Evaluator
-from jaxrlhf.runtime.executor import Executor, StepResult
+from jaxrlhf.runtime.executor import Executor
 from jaxrlhf.runtime.export import export
 from jaxrlhf.runtime.first_weights import load_first_weights
 from jaxrlhf.runtime.function_threads import FunctionAbandonedError
@@ -32,6 +32,7 @@ from jaxrlhf.runtime.requests import Requests
 from jaxrlhf.runtime.roles import weighted_sum
 from jaxrlhf.runtime.run_folder import RunFolder
 from jaxrlhf.runtime.stages import stage_seconds
+from jaxrlhf.runtime.step_result import StepResult
 from jaxrlhf.runtime.throughput import count_tokens, throughput_metrics
 from jaxrlhf.runtime.timeline import Timeline
 from jaxrlhf.runtime.warm_start import warm_start

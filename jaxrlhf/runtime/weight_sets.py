@@ -6,22 +6,20 @@ the set that they adapt, which other roles may read too: other adapters of it, o
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import jax
 
 from jaxrlhf.config.schema import AverageConfig, OptimizerConfig
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.lora import LoRAConfig, declare_adapters
-from jaxrlhf.models.params import abstract_of, declare, shardings_of
+from jaxrlhf.models.params import LayerForm, abstract_of, declare, layer_form, shardings_of
 from jaxrlhf.runtime.roles import ModelRole
 from jaxrlhf.sharding.layout import Layout
 
 BASE = ".base"
 
-How = Literal["list", "stacked", "ring"]
-"""How the layers of a set lie: as a `list`, with a dict each; `stacked`, as one dict whose arrays have a leading axis;
-or as the `ring` of stages reads them that generates in a pipelined layout."""
+How = LayerForm
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +39,7 @@ class WeightSet:
 
     def resting_form(self, layout: Layout) -> How:
         """How its layers rest, and are trained, in a layout. In a pipelined one no array is of several layers."""
-        return "stacked" if self.model.scan_layers and not layout.is_pipelined else "list"
+        return layer_form(self.model, generates=False, is_pipelined=layout.is_pipelined)
 
     def declare(self, how: How = "list") -> Any:
         """The tree of its weights."""

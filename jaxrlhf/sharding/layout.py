@@ -2,13 +2,25 @@
 
 import dataclasses
 import functools
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxrlhf.sharding.axes import ACTIVATIONS, BATCH_AXES, PIPELINE, WEIGHTS_AT_REST, WEIGHTS_AT_USE, partition_spec
+from jaxrlhf.sharding.axes import (
+    ACTIVATIONS,
+    BATCH_AXES,
+    FSDP,
+    MESH_AXES,
+    PIPELINE,
+    TENSOR,
+    WEIGHTS_AT_REST,
+    WEIGHTS_AT_USE,
+    partition_spec,
+)
 from jaxrlhf.sharding.mesh import build_mesh, mesh_positions
 from jaxrlhf.sharding.processes import process_index
 from jaxrlhf.sharding.strategy import Strategy
@@ -22,8 +34,8 @@ class Layout:
 
     mesh: Mesh
     strategy: Strategy
-    is_inside_stages: bool = False
-    """Whether arrays are those of one stage, as inside a `shard_map` over the pipeline axis."""
+    manual_axes: frozenset[str] = frozenset()
+    """Mesh axes along which arrays are those of one device, as inside a `shard_map` over these axes."""
 
     @classmethod
     def over(cls, devices: tuple[int, ...], strategy: Strategy) -> "Layout":
@@ -40,7 +52,13 @@ class Layout:
 
     def inside_stages(self) -> "Layout":
         """The same layout for a program that every stage runs on arrays of its own."""
-        return dataclasses.replace(self, is_inside_stages=True)
+        return dataclasses.replace(self, manual_axes=frozenset({PIPELINE}))
+
+    def inside_row_shards(self) -> "Layout":
+        """The same layout for a program that every row shard runs on rows of its own. Only `tensor` is left to the
+        partitioner."""
+        axes = frozenset(MESH_AXES) if self.strategy.tensor == 1 else frozenset(MESH_AXES) - {TENSOR}
+        return dataclasses.replace(self, manual_axes=axes)
 
     def data_group(self, group: int) -> "Layout":
         """The layout of the devices that have the same rows."""
@@ -69,29 +87,116 @@ class Layout:
         """How a weight rests."""
         return NamedSharding(self.mesh, partition_spec(axes, WEIGHTS_AT_REST))
 
+    def manual_weight(self, axes: Axes) -> PartitionSpec:
+        """How a weight rests along the manual axes, for the `in_specs` of their `shard_map`."""
+        return _only(partition_spec(axes, WEIGHTS_AT_REST), self.manual_axes)
+
+    def copies_of_weight(self, axes: Axes) -> tuple[str, ...]:
+        """The row axes along which devices hold the same shard of a weight, and add up their gradients of it."""
+        return tuple(axis for axis in BATCH_AXES if axis not in partition_spec(axes, WEIGHTS_AT_REST))
+
+    @property
+    def hidden_row_shards(self) -> int:
+        """By how much arrays of rows are shorter here than in the program: the row shards that are manual."""
+        return math.prod(self.mesh.shape[axis] for axis in BATCH_AXES if axis in self.manual_axes)
+
     def at_use(self, weight: jax.Array, axes: Axes) -> jax.Array:
         """A weight gathered for use: constraining weights here, rather than activations alone, is what keeps XLA from
-        rematerializing activations on every device."""
-        return self._constrain(weight, partition_spec(axes, WEIGHTS_AT_USE))
+        rematerializing activations on every device.
+
+        The gradient of a gather over `fsdp` is a reduce-scatter. What is looked up and not multiplied, the embedding,
+        has it where `fsdp` is manual; elsewhere its gradient is constrained by whoever takes it, since the partitioner
+        would rather move activations.
+        """
+        at_rest, at_use = partition_spec(axes, WEIGHTS_AT_REST), partition_spec(axes, WEIGHTS_AT_USE)
+        if FSDP in self.manual_axes and self.strategy.fsdp > 1 and FSDP in at_rest:
+            weight = self._gathered(weight, at_rest.index(FSDP), at_use)
+        elif self.strategy.fsdp > 1 and FSDP in at_rest and axes[0] != "vocab":
+            return self._constrained_both_ways(weight, at_use, at_rest)
+        return self._constrain(weight, at_use)
+
+    def _constrained_both_ways(self, array: jax.Array, spec: PartitionSpec, of_gradient: PartitionSpec) -> jax.Array:
+        @jax.custom_vjp
+        def constrained(array: jax.Array) -> jax.Array:
+            return self._constrain(array, spec)
+
+        def backward(_: None, gradient: jax.Array) -> tuple[jax.Array]:
+            return (self._constrain(gradient, of_gradient),)
+
+        constrained.defvjp(lambda array: (constrained(array), None), backward)
+        return constrained(array)
+
+    def _gathered(self, weight: jax.Array, dim: int, at_use: PartitionSpec) -> jax.Array:
+        def gather(shard: jax.Array) -> jax.Array:
+            return jax.lax.all_gather(shard, FSDP, axis=dim, tiled=True)
+
+        # left to the partitioner, the other axes would be gathered first
+        return self._on_each_device(gather, (at_use,), at_use)(weight)
+
+    def at_rest(self, weight: jax.Array, axes: Axes) -> jax.Array:
+        """A weight, or its gradient, split as it rests."""
+        return self._constrain(weight, partition_spec(axes, WEIGHTS_AT_REST))
 
     def activation(self, array: jax.Array, axes: Axes) -> jax.Array:
         """An activation split by its logical axes."""
         return self._constrain(array, partition_spec(axes, ACTIVATIONS))
 
+    def on_each_device(self, function: Callable[..., Any], arrays: Sequence[Axes], output: Axes) -> Callable[..., Any]:
+        """A function of activations, in a program with manual axes: each device runs it on its own part of them, since
+        the partitioner cannot be asked to cut it. In other programs, the function as it is.
+
+        Args:
+            arrays: The logical axes of its arguments.
+            output: Those of its one output.
+        """
+        specs = tuple(partition_spec(axes, ACTIVATIONS) for axes in arrays)
+        return self._on_each_device(function, specs, partition_spec(output, ACTIVATIONS))
+
     def constrain_rows(self, tree: Any) -> Any:
         """Every array of a pytree split along its first axis."""
         return jax.tree.map(lambda x: self._constrain(x, PartitionSpec(BATCH_AXES)), tree)
 
+    def _on_each_device(
+        self, function: Callable[..., Any], arrays: tuple[PartitionSpec, ...], output: PartitionSpec
+    ) -> Callable[..., Any]:
+        axes = self._automatic_axes
+        if not self.manual_axes or not axes:
+            return function
+        return jax.shard_map(
+            function,
+            mesh=_mesh_inside(self.mesh, self.manual_axes),
+            in_specs=tuple(_only(spec, axes) for spec in arrays),
+            out_specs=_only(output, axes),
+            axis_names=axes,
+            check_vma=False,
+        )
+
+    @property
+    def _automatic_axes(self) -> frozenset[str]:
+        """Mesh axes that are left to the partitioner."""
+        return frozenset(MESH_AXES) - self.manual_axes
+
     def _constrain(self, array: jax.Array, spec: PartitionSpec) -> jax.Array:
-        if self.mesh.size == 1:
+        automatic = self._automatic_axes
+        if all(self.mesh.shape[axis] == 1 for axis in automatic):
             return array
-        mesh = _mesh_inside_stages(self.mesh) if self.is_inside_stages else self.mesh
-        return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, spec))
+        mesh = _mesh_inside(self.mesh, self.manual_axes) if self.manual_axes else self.mesh
+        return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, _only(spec, automatic)))
+
+
+def _only(spec: PartitionSpec, axes: frozenset[str]) -> PartitionSpec:
+    """A spec without the mesh axes that are not among `axes`."""
+
+    def entry(names: Any) -> Any:
+        kept = tuple(name for name in ((names,) if isinstance(names, str) else names or ()) if name in axes)
+        return kept if len(kept) > 1 else kept[0] if kept else None
+
+    return PartitionSpec(*(entry(names) for names in spec))
 
 
 @functools.lru_cache(maxsize=1024)
-def _mesh_inside_stages(mesh: Mesh) -> AbstractMesh:
-    return mesh.abstract_mesh.update_axis_types({PIPELINE: AxisType.Manual})
+def _mesh_inside(mesh: Mesh, manual_axes: frozenset[str]) -> AbstractMesh:
+    return mesh.abstract_mesh.update_axis_types(dict.fromkeys(manual_axes, AxisType.Manual))
 
 
 @functools.lru_cache(maxsize=1024)

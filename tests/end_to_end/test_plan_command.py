@@ -28,7 +28,8 @@ def test_it_prints_the_plan_and_writes_it_with_pictures(plan):
     assert status == 0, error
     for words in (
         "Planned for 1x2:a100-80g by search in", "Plan\n", "Memory\n", "s an iteration, ", "the heuristic plan",
-        "Plans that lost", "Note: Costs: counted by formulas.", "Note: What a100-80g reach of their peaks: assumed",
+        "Plans that lost", "Note: Costs: counted by formulas.", "Assumed, not measured\n",
+        "Of their peaks a100-80g devices reach: large matrix products 70%, memory 85%, ", "Decoding steps take 2 us a ",
         "Note: What the config says under `plan` is not kept to",
     ):  # fmt: skip
         assert words in output, words

@@ -141,7 +141,7 @@ def test_bfloat16_with_scanned_and_recomputed_layers(train, results):
             "plan.actor.train.micro_batches=3",
             r"plan.actor.train, in the step: micro_batches x data x fsdp must divide a mini-batch of 8",
         ),
-        ("batch_size=20", r"must divide 20 rows"),
+        ("batch_size=18", r"must divide a mini-batch of 9 rows"),
         ("devices=gpu", r"devices: must be auto or cpu:<number>"),
         ("data.task=arithmetics", r"data.task: must be a built-in task.*Did you mean 'arithmetic'"),
         ("data.max_prompt_tokens=3", r"a prompt must fit into data.max_prompt_tokens=3"),

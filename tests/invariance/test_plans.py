@@ -23,9 +23,9 @@ PLANS = {
     **ALL_PLANS,
 }
 APART_AND_ACROSS = (
-    "{default: {data: 4, devices: 0-3}, actor.generate: {data: 8}, actor.train: {fsdp: 4, tensor: 2}, critic.values: "
-    "{data: 2, tensor: 2, devices: 4-7}, critic.train: {fsdp: 4, devices: 4-7, micro_batches: 2}, reference.logprobs: "
-    "{data: 2, devices: 6-7}}"
+    "{default: {data: 4, devices: 0-3}, actor.generate: {data: 8, micro_batches: 3}, actor.train: {fsdp: 4, tensor: 2}"
+    ", critic.values: {data: 2, tensor: 2, devices: 4-7}, critic.train: {fsdp: 4, devices: 4-7, micro_batches: 2}, "
+    "reference.logprobs: {data: 3, devices: 4-6}}"
 )
 
 
@@ -82,8 +82,8 @@ def test_plan_does_not_change_the_result(plan, expected, tmp_path):
 
 @pytest.mark.timeout(1500)
 def test_two_processes_do_not_change_the_result(expected, tmp_path):
-    """An actor that lives in both, a critic in one of them and a batch that is made in the other; then stages in both,
-    and in one."""
+    """An actor that lives in both, a critic in one of them and a batch that is made in the other, with rows that do not
+    divide; then stages in both, and in one."""
     plans = [APART_AND_ACROSS, STAGES_ACROSS, STAGES_APART, *ALL_PLANS.values()]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(ROOT / "scripts" / "launch_local"), "--processes", str(8 // DEVICES_PER_NODE), "--"]

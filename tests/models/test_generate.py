@@ -10,7 +10,17 @@ import pytest
 
 from jaxrlhf.experience import LENGTH, RUNNING, STOP, Prompts, Rollout, Sampling
 from jaxrlhf.models.config import ModelConfig
-from jaxrlhf.models.generate import DecodeState, Until, finish, generate, prepare, run, start
+from jaxrlhf.models.generate import (
+    DecodeState,
+    Until,
+    decoding_stages,
+    finish,
+    generate,
+    prepare,
+    run,
+    slots_read,
+    start,
+)
 from jaxrlhf.models.heads import policy_outputs
 from jaxrlhf.models.kv_cache import KVCache, cache_prefill
 from jaxrlhf.models.params import with_layers
@@ -338,6 +348,25 @@ def test_a_growing_cache_changes_nothing():
     grown = respond(sampling=sampling)
     assert_same(grown, end(PROMPTS, state))
     assert (grown.response.sum(axis=1) >= 60).all() and set(grown.finish.tolist()) == {STOP, LENGTH}
+
+
+@pytest.mark.parametrize(("columns", "response"), [(7, 1), (7, 2), (5, 33), (9, 70), (6, 140)])
+def test_slots_and_steps_are_those_that_are_told(columns, response, monkeypatch):
+    """`decoding_stages` and `slots_read` against the caches that `generate` decodes over, step by step."""
+    sampling = Sampling(max_new_tokens=response, min_new_tokens=response)
+    seen: list[tuple[int, int]] = []
+
+    def watched(params, state, until, *arguments):
+        after = run(params, state, until, *arguments)
+        seen.append((state.cache.num_slots - columns, int(after.num_new[0] - state.num_new[0])))
+        return after
+
+    monkeypatch.setattr("jaxrlhf.models.generate.run", watched)
+    arguments = (noise_of(NOISE), jnp.float32(RANDOM), sampling, CONFIG, LAYOUT)
+    generate(params(), make_prompts(columns), *arguments)
+    assert seen == decoding_stages(response)
+    slots = [columns + slots for slots, steps in seen for _ in range(steps)] or [columns + response]
+    assert slots_read(columns, response) == pytest.approx(np.mean(slots))
 
 
 def test_the_ring_keeps_the_latest_tokens():

@@ -10,6 +10,8 @@ from jaxrlhf.experience import LENGTH, STOP
 from jaxrlhf.models import ring
 from jaxrlhf.models.generate import Responses
 from jaxrlhf.models.ring_weights import abstract_ring, ring_shardings
+from jaxrlhf.planner.programs.compiled_counts import Counts
+from jaxrlhf.planner.programs.hlo_counts import by_phase, count
 from jaxrlhf.sharding.stages import layers_of_stages
 from jaxrlhf.sharding.strategy import Strategy
 from tests.models.ring_cases import (
@@ -87,6 +89,18 @@ def test_it_ends_when_all_have_finished():
     responses, num_rounds, _ = long_responses()
     assert num_rounds == max(responses.num_new[0::2].max() - 1, responses.num_new[1::2].max())
     assert num_rounds < 16
+
+
+def test_every_tick_sends_once():
+    """As the cost model counts it: one tick less than two rounds for prompts, the first tokens, a round of decoding."""
+    _, _, program = long_responses()
+    once = count(program, by_phase).by_label(rounds=1)
+
+    def sends(label: str) -> float:
+        of_label = once.get(label, Counts()).collectives
+        return sum(times for collective, times in of_label.items() if collective.kind == "collective-permute")
+
+    assert (sends("prefill"), sends("rest"), sends("decode")) == (3, 1, 2 * 2)  # two loops, of caches of two sizes
 
 
 def test_no_step_copies_a_cache():

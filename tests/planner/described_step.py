@@ -14,9 +14,10 @@ from jaxrlhf.config.algorithms import load_algorithm
 from jaxrlhf.config.schema import OptimizerConfig
 from jaxrlhf.experience import Prompts, Sampling, Sequences
 from jaxrlhf.models.config import ModelConfig
-from jaxrlhf.planner.workload import Workload, workload_of
-from jaxrlhf.runtime.call_programs import describe_call
+from jaxrlhf.models.lora import LoRAConfig
+from jaxrlhf.planner.workload import Workload
 from jaxrlhf.runtime.roles import ModelRole
+from jaxrlhf.runtime.step_work import step_workload
 from jaxrlhf.tracing import trace
 
 TINY = ModelConfig(
@@ -45,13 +46,16 @@ def ppo(
     response: int = 8,
     mini_batches: int = 2,
     num_samples: int = 1,
+    lora: LoRAConfig | None = None,
 ) -> DescribedStep:
-    """One step of PPO whose reference is as large as its actor, and its reward model as its critic."""
+    """One step of PPO whose reference is as large as its actor, and its reward model as its critic. With `lora`, actor
+    and critic train adapters of the weights that the reference reads."""
     critic = dataclasses.replace(critic or actor, head="scalar")
+    base = "" if lora is None else "actor.base"
     roles = {
-        "actor": ModelRole(actor, OptimizerConfig()),
-        "reference": ModelRole(actor),
-        "critic": ModelRole(critic, OptimizerConfig()),
+        "actor": ModelRole(actor, OptimizerConfig(), lora=lora, base=base),
+        "reference": ModelRole(actor, weights=base),
+        "critic": ModelRole(critic, OptimizerConfig(), lora=lora, base=base),
         "reward": ModelRole(critic),
     }
     config = PPOConfig(
@@ -83,8 +87,4 @@ def traced(
         data = Sequences(tokens=tokens, mask=mask, response=array(rows, response, dtype=jnp.bool))
     methods = {name: role.methods(name) for name, role in roles.items()}
     graph = trace(step, methods, jax.tree.map(jnp.asarray, state), data, config)
-    origins = {
-        call.plan_name: describe_call(call, roles[call.role or ""]) for call in graph.calls if call.role in roles
-    }
-    workload = workload_of(graph, {name: role.model for name, role in roles.items()}, origins=origins)
-    return DescribedStep(graph, roles, workload)
+    return DescribedStep(graph, roles, step_workload(graph, roles))

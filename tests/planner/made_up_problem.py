@@ -7,7 +7,7 @@ import random
 import numpy as np
 
 from jaxrlhf.call_graph import Kind
-from jaxrlhf.planner.problem import CallChoices, Choice, Problem
+from jaxrlhf.planner.problem import CallChoices, Choice, PairSeconds, Problem
 from jaxrlhf.sharding.strategy import Strategy
 
 GIB = 2**30
@@ -129,7 +129,7 @@ def _columns(choices: tuple[Choice, ...]) -> np.ndarray:
 
 def _reallocation(
     sources: tuple[Choice, ...], targets: tuple[Choice, ...], weight_bytes: float, devices_per_node: int
-) -> np.ndarray:
+) -> PairSeconds:
     source, target = _columns(sources)[:, None], _columns(targets)[None]
     same = (source == target).all(-1)
     across = (
@@ -137,13 +137,13 @@ def _reallocation(
         != (np.maximum(source[..., 1], target[..., 1]) - 1) // devices_per_node
     )
     received = weight_bytes / (target[..., 2] * target[..., 4])
-    return np.where(same, 0.0, 1e-3 + received / np.where(across, 20e9, 150e9))
+    return PairSeconds.of(np.where(same, 0.0, 1e-3 + received / np.where(across, 20e9, 150e9)))
 
 
-def _transfer(sources: tuple[Choice, ...], targets: tuple[Choice, ...], seconds: float) -> np.ndarray:
+def _transfer(sources: tuple[Choice, ...], targets: tuple[Choice, ...], seconds: float) -> PairSeconds:
     source, target = _columns(sources)[:, None], _columns(targets)[None]
     same = (source[..., :2] == target[..., :2]).all(-1) & (source[..., 3] == target[..., 3])
-    return np.where(same, 0.0, seconds / target[..., 3])
+    return PairSeconds.of(np.where(same, 0.0, seconds / target[..., 3]))
 
 
 def random_problem(seed: int, *, most_choices: int = 6) -> Problem:
@@ -156,6 +156,9 @@ def random_problem(seed: int, *, most_choices: int = 6) -> Problem:
     sets = [chance.choice("abc") for _ in range(num_calls)]
     trained = {name for name in "abc" if chance.random() < 0.7}
     trains = [name in trained and chance.random() < 0.5 for name in sets]
+    never = sorted(set("abc") - {name for name, train in zip(sets, trains, strict=True) if train})
+    adapts = random.Random(-seed)
+    bases = [adapts.choice(never) if never and name not in never and adapts.random() < 0.5 else "" for name in sets]
     calls = []
     for j in range(num_calls):
         choices = []
@@ -169,7 +172,9 @@ def random_problem(seed: int, *, most_choices: int = 6) -> Problem:
                     end,
                     strategy,
                     float(chance.randint(1, 9)),
-                    *(chance.randint(0, 9) for _ in range(3)),
+                    *(sizes := [chance.randint(0, 9) for _ in range(3)]),
+                    shared_with_training=adapts.randint(0, sizes[2]),
+                    base=adapts.randint(0, 3) if bases[j] else 0,
                     load=load,
                     unload=load,
                     offloaded=load > 0,
@@ -177,11 +182,11 @@ def random_problem(seed: int, *, most_choices: int = 6) -> Problem:
             )
         needs = tuple(f"call{i}" for i in range(j) if chance.random() < 0.4)
         kind = "train" if trains[j] else "infer"
-        calls.append(CallChoices(f"call{j}", kind, sets[j], sets[j], trains[j], needs, tuple(choices)))
+        calls.append(CallChoices(f"call{j}", kind, sets[j], sets[j], trains[j], needs, tuple(choices), bases[j]))
     table = np.random.default_rng(seed)
 
-    def seconds(i: int, j: int) -> np.ndarray:
-        return table.integers(0, 3, (len(calls[i].choices), len(calls[j].choices))).astype(float)
+    def seconds(i: int, j: int) -> PairSeconds:
+        return PairSeconds.of(table.integers(0, 3, (len(calls[i].choices), len(calls[j].choices))).astype(float))
 
     pairs = itertools.product(range(num_calls), repeat=2)
     reallocations = {

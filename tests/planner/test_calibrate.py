@@ -13,6 +13,7 @@ from jaxrlhf.planner import costs
 from jaxrlhf.planner.calibrate import (
     Calibration,
     Curve,
+    Load,
     Machine,
     Point,
     Rates,
@@ -154,7 +155,7 @@ def test_the_cost_model_takes_what_was_measured():
     seconds = model.seconds(TRAIN, range(8), Strategy(data=8))
     assert seconds.passes == pytest.approx(layers + 0.1)
     assert seconds.update == pytest.approx(layers * 0.8 + 0.08)
-    assert seconds.reduction == 0  # it is in the passes
+    assert seconds.reduction == 0  # it is in the update
     assert (seconds.dispatch, seconds.host) == (RATES.dispatch_seconds, 8 * RATES.host_seconds)
     quarters = model.seconds(TRAIN, range(8), Strategy(data=8, micro_batches=4))
     assert quarters.passes == pytest.approx(seconds.passes)
@@ -166,7 +167,11 @@ def test_forecasts_say_what_they_rest_on(tmp_path, monkeypatch):
     write_calibration(tmp_path / "here.json", calibration)
     monkeypatch.setattr(costs, "this_machine", lambda: CPU)
     work, cluster = Workload(tuple(dataclasses.replace(c, needs=()) for c in (INFER, TRAIN))), read_cluster("cpu:8")
-    (note,) = costs.costs_from("measured", work, cluster, calibration=tmp_path / "here.json").notes
+    note, load = costs.costs_from("measured", work, cluster, calibration=tmp_path / "here.json").notes
+    assert load.startswith("How busy the machine was while it was measured is not known")
+    write_calibration(tmp_path / "here.json", dataclasses.replace(calibration, load=Load(0.25, 3.0, 2)))
+    (_, load) = costs.costs_from("measured", work, cluster, calibration=tmp_path / "here.json").notes
+    assert load.startswith("While it was measured, other processes had 25 % of 2 cores, too much to tell")
     assert f": {INFER.name}; of {TRAIN.name} only what the devices do in a second." in note
     assert "Measure it first" in costs.costs_from("analytic", work, cluster).notes[0]
     assert "Measure" not in costs.costs_from("analytic", work, read_cluster("1x8:h100")).notes[0]
@@ -256,8 +261,8 @@ def test_what_is_no_calibration_is_refused(written):
     curve = tree["curves"][0]
     cases = {
         "must be the JSON of a calibration. Got": "{",
-        "version: must be 1. Got None": json.dumps({"curves": []}),
-        "version: must be 1. Got 2": json.dumps(tree | {"version": 2}),
+        "version: must be 2. Got None": json.dumps({"curves": []}),
+        "version: must be 2. Got 1": json.dumps(tree | {"version": 1}),
         "rates: required": json.dumps({key: value for key, value in tree.items() if key != "rates"}),
         "unknown key 'curve'": json.dumps(tree | {"curve": []}),
         r"curves\[0\].case.phase: expected one of forward,": json.dumps(

@@ -78,8 +78,11 @@ def test_degrees_divide_what_they_split():
     call = ppo(rows=12, mini_batches=1).workload.call("critic.values")
     found = list(strategies(call, 8, 8))
     assert {s.tensor for s in found} == {1, 2}  # 2 key-value heads
-    assert {s.pipeline for s in found if s.tensor == 1} == {2, 4}  # 12 rows over 8 devices do not divide
-    assert all(12 % (s.num_row_shards * s.micro_batches) == 0 for s in found)
+    assert {s.pipeline for s in found if s.tensor == 1} == {1, 2, 4}
+    assert {s.num_row_shards * s.micro_batches for s in found} == {1, 2, 4, 8}  # 12 rows in 8 parts: 4 are copies
+    train = list(strategies(ppo(rows=12, mini_batches=1).workload.call("critic.train"), 8, 8))
+    assert {s.pipeline for s in train if s.tensor == 1} == {2, 4}  # 12 rows over 8 devices do not divide
+    assert all(12 % (s.num_row_shards * s.micro_batches) == 0 for s in train)
 
 
 def test_a_fixed_call_has_one_choice():

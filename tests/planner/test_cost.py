@@ -67,23 +67,62 @@ def test_measured_seconds_take_the_place_of_modelled_ones():
 
 
 def test_stages_fill_and_drain():
-    """Passes of the slowest stage, that with the head; one more for every other stage."""
+    """Passes of the slowest stage, that with the head; one of every other stage."""
     always: Any = lambda *_: PassSeconds(1.0, 0.5)  # noqa: E731
     model = CostModel(CLUSTER, measured=always)
     whole = seconds("critic.values", data=8, model=model)
     halves = seconds("critic.values", data=4, pipeline=2, micro_batches=4, model=model)
     assert (whole.passes, whole.bubbles) == (4.5, 0.0)
-    assert (halves.passes, halves.bubbles) == (4 * 2.5, 2.5)
+    assert (halves.passes, halves.bubbles) == (4 * 2.5, 2.0)
     chunked = seconds("actor.train", data=4, pipeline=2, chunks=2, micro_batches=4, model=model)
-    assert (chunked.passes, chunked.bubbles) == (4 * 2.5, 1.25)
+    assert (chunked.passes, chunked.bubbles) == (4 * 2.5, 1.0)
     ring = seconds("actor.generate", data=4, pipeline=2, model=model)
     assert (ring.passes, ring.bubbles) == (2 * (2.5 + 7 * 2.5), 2.5 + 2.5)
+
+
+def test_sends_that_passes_hide_take_no_time():
+    """Between nodes, of stages of a second: inference waits for the first micro-batch only, a ring of generation for
+    every tick."""
+    always: Any = lambda *_: PassSeconds(0.25, 0.0)  # noqa: E731
+    model = CostModel(CLUSTER, measured=always)
+    call = STEP.workload.call("critic.values")
+
+    def sends(name: str, **strategy: Any) -> float:
+        return seconds(name, range(16), model, data=8, pipeline=2, **strategy).sends
+
+    one, many = (sends("critic.values", micro_batches=n) for n in (1, 8))
+    send = model._send(range(16), Strategy(pipeline=2, data=8), 8 * call.columns * TINY.hidden_size * 4)
+    assert one == pytest.approx(send)
+    assert 0 < many < one  # smaller, and still one
+    assert sends("actor.train", micro_batches=8, schedule="gpipe") == pytest.approx(2 * many)
+    assert sends("actor.train", micro_batches=8) == pytest.approx(8 * many)  # 1F1B: of two, one waits there and back
+    ticks = sends("actor.generate")
+    prompts = STEP.workload.call("actor.generate").prompt * TINY.hidden_size * 4 * 4
+    first, later = (model._send(range(16), Strategy(pipeline=2, data=8), x) for x in (prompts, prompts / 8))
+    assert ticks == pytest.approx(3 * first + (1 + 2 * 8) * later)
+    assert model.seconds(call, range(16), Strategy(pipeline=2, data=8, micro_batches=8)).bubbles > 0
+
+
+def test_both_passes_of_a_stage_are_what_a_call_takes_of_it():
+    """Layers on every stage, the head on the last, which makes both passes in its backward."""
+    always: Any = lambda *_: PassSeconds(1.0, 0.5)  # noqa: E731
+    model, call = CostModel(CLUSTER, measured=always), STEP.workload.call("actor.train")
+    plain = Strategy(data=2, pipeline=4, micro_batches=4)
+    for strategy, part in ((plain, 1 / 3), (dataclasses.replace(plain, remat="layer"), 1 / 4)):
+        first, *others, last = model.stage_seconds(call, range(8), strategy)
+        assert {first} == set(others) and first.forward + first.backward == pytest.approx(1.0)
+        assert first.forward == pytest.approx(part, rel=0.1)
+        assert (last.forward, last.backward) == (0.0, 1.5)
+        taken = model.seconds(call, range(8), strategy)
+        assert taken.passes + taken.bubbles == pytest.approx(call.updates * (4 * 1.5 + 3 * 1.0))
+    uneven = model.stage_seconds(call, range(3), Strategy(pipeline=3, micro_batches=4))
+    assert [one.forward + one.backward for one in uneven] == pytest.approx([2.0, 1.0, 1.5])
 
 
 def test_gradients_cross_the_network_once_an_update():
     within, across = (seconds("actor.train", range(n), data=n).reduction for n in (8, 16))
     assert 0 < within < across
-    assert seconds("actor.train", range(8), fsdp=8).reduction == 0
+    assert 0 < seconds("actor.train", range(8), fsdp=8).reduction < within  # norms, which are not split
     twice = dataclasses.replace(STEP.workload.call("actor.train"), epochs=2)
     both = CostModel(CLUSTER).seconds(twice, range(8), Strategy(data=8))
     assert both.reduction == pytest.approx(2 * within)

@@ -1,5 +1,7 @@
 import dataclasses
+import json
 import re
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,17 +11,21 @@ import pytest
 from jaxrlhf.call_graph import CallGraph
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.planner.fusion import (
-    MEMORY_CAP,
-    StageCost,
     check_fusion,
+    find_schedules,
     fused_order,
     fusion_notes,
     oppose,
     opposite,
     stages_per_node,
+    with_schedules,
 )
-from jaxrlhf.planner.plan import DEFAULT, Placement, Plan, PlanError, plan_rows, resolve, stage_warnings
-from jaxrlhf.planner.schedules.instructions import needed
+from jaxrlhf.planner.plan import DEFAULT, SCHEDULES, Placement, Plan, PlanError, plan_rows, resolve, stage_warnings
+from jaxrlhf.planner.schedules.instructions import Pipe, Schedule, needed
+from jaxrlhf.planner.schedules.schedule import makespan, topological_order
+from jaxrlhf.planner.schedules.schedule_bounds import lower_bound
+from jaxrlhf.planner.stage_costs import StageCost, reference_costs
+from jaxrlhf.planner.workload import Workload
 from jaxrlhf.sharding.strategy import Strategy
 from jaxrlhf.tracing import Method, RoleMethods, compute, trace
 from tests.made_up_step import one_term
@@ -109,7 +115,8 @@ def test_stages_of_fewer_devices_are_merged():
     ],
 )
 def test_every_instruction_of_both_comes_once_and_after_what_it_needs(first, second):
-    order = fused_order(first, opposite(first, second), COSTS)
+    second = opposite(first, second)
+    order = fused_order(first, second, find_schedules(first, second, COSTS))
     groups = first.strategy.data + second.strategy.data
     assert {x.pipe for x in order.instructions} == set(range(groups))
     done = set()
@@ -226,23 +233,119 @@ def test_what_cannot_be_fused(changes, message):
         check_fusion(plan, graph)
 
 
-def test_the_order_keeps_little_more_than_one_call_after_the_other():
+def test_the_order_keeps_no_more_than_both_calls_by_themselves():
     eight = over(8, pipeline=8, micro_batches=16)
-    costs = StageCost(12, 24, 12), StageCost(9, 18, 12)
-    order = fused_order(eight, opposite(eight, eight), costs)
+    costs = StageCost(12, 24, 12), StageCost(9, 18, 6)
+    order = fused_order(eight, opposite(eight, eight), find_schedules(eight, opposite(eight, eight), costs))
     kept, most = dict.fromkeys(range(8), 0), 0
     for x in order.instructions:
-        node = x.stage if x.pipe == 0 else 7 - x.stage
-        kept[node] += 12 if x.forward else -12
+        node, size = (x.stage, 12) if x.pipe == 0 else (7 - x.stage, 6)
+        kept[node] += size if x.forward else -size
         most = max(most, kept[node])
-    assert most <= MEMORY_CAP * 8 * 12, "1F1B of either keeps 8 micro-batches on its first stage"
+    assert most <= 8 * 12 + 8 * 6, "1F1B of each keeps 8 micro-batches on its first stage"
+
+
+def test_stages_that_differ_are_scheduled_by_what_each_takes():
+    """A head makes the last stage of one twice as long: the bound is that of its node, and it is reached."""
+    four = over(4, pipeline=4, micro_batches=8)
+    costs = StageCost((1, 1, 1, 0), (2, 2, 2, 6), 1), StageCost((1, 1, 1, 0), (2, 2, 2, 3), 1)
+    (schedule,) = find_schedules(four, opposite(four, four), costs)
+    assert [pipe.nodes for pipe in schedule.pipes] == [(0, 1, 2, 3), (3, 2, 1, 0)]
+    assert schedule.pipes[0].forward == (167, 167, 167, 1) and schedule.pipes[0].backward == (333, 333, 333, 1000)
+    ends = max(x.backward[3] for x in schedule.pipes if isinstance(x.backward, tuple))
+    assert ends == 1000
+    exact = (Pipe((0, 1, 2, 3), 8, *costs_of(costs[0])), Pipe((3, 2, 1, 0), 8, *costs_of(costs[1]), model=1))
+    assert makespan(Schedule(exact, schedule.orders)) <= 1.03 * lower_bound(exact)
+
+
+def costs_of(cost: StageCost) -> tuple[Any, Any, Any]:
+    return cost.forward, cost.backward, cost.activation
+
+
+def with_found(plan: Plan, graph: CallGraph) -> Plan:
+    turned = oppose(plan, graph)
+    return dataclasses.replace(
+        plan, schedules=find_schedules(turned.placements["actor.train"], turned.placements["critic.train"], COSTS)
+    )
+
+
+def test_a_plan_with_its_schedule_is_read_as_it_was_written_and_runs_by_it():
+    plan = with_found(*plan_of(FOUR, TWO))
+    _, graph = plan_of(FOUR, TWO)
+    again = Plan.from_json(json.loads(json.dumps(plan.to_json())))
+    assert again == plan and again.schedules == plan.schedules
+    check_fusion(again, graph)
+    turned = oppose(again, graph)
+    first, second = turned.placements["actor.train"], turned.placements["critic.train"]
+    order = fused_order(first, second, again.schedules)
+    assert order.instructions == topological_order(plan.schedules[0])  # of one set of groups
+    assert with_schedules(turned, graph, Workload(()), reference_costs(8, 8)) is turned
+
+
+def edited(plan: Plan, change: Callable[[Any], None]) -> Plan:
+    tree = json.loads(json.dumps(plan.to_json()))
+    change(tree[SCHEDULES])
+    return Plan.from_json(tree)
+
+
+def forwards_first(schedules: Any) -> None:
+    for node, order in enumerate(schedules[0]["orders"]):
+        words = sorted(order.split(), key=lambda word: (word[0] == "B", not word.startswith(("F0", "B0"))))
+        schedules[0]["orders"][node] = " ".join(words)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda schedules: schedules[0]["orders"].reverse(), "Node 0 of a schedule: must run its own stages."),
+        (lambda schedules: schedules[0]["orders"].pop(), "A schedule: every node of its pipes must have an order."),
+        (lambda schedules: schedules[0].update(version=7), "version must be 1. Got 7."),
+        (
+            lambda schedules: schedules[0]["orders"].__setitem__(0, "F0.0.0"),
+            "every instruction of its pipes must stand once.",
+        ),
+        (
+            forwards_first,
+            "must keep no more than both calls by themselves. Node 0 of a schedule: must keep activations",
+        ),
+    ],
+)
+def test_a_schedule_that_was_edited_wrongly_is_refused(change, message):
+    many = over(8, pipeline=4, tensor=2, micro_batches=8)
+    plan, graph = plan_of(many, many)
+    with pytest.raises(PlanError, match=re.escape(message)) as error:
+        check_fusion(edited(with_found(plan, graph), change), graph)
+    assert str(error.value).startswith(f"plan{'.' if change is forwards_first else ': '}{SCHEDULES}: ")
+    assert str(error.value).endswith("the run finds its own; or plan again.")
+
+
+def test_a_schedule_of_other_groups_is_refused():
+    plan, graph = plan_of(FOUR, TWO)
+    fewer = over(8, pipeline=4, tensor=2, micro_batches=2)
+    other = with_found(*plan_of(fewer, TWO)).schedules
+    message = (
+        f"plan.{SCHEDULES}: must have a schedule for all groups of both calls. Got none for 1 group of 4 stages in 4 "
+        "micro-batches and 2 groups of 2 stages in 2 micro-batches over nodes 0-1-2-3, 1-0, 3-2, but 1 group of 4 "
+        "stages in 2 micro-batches and 2 groups of 2 stages in 2 micro-batches over nodes 0-1-2-3, 1-0, 3-2. Remove "
+        f"`{SCHEDULES}`, and the run finds its own; or plan again."
+    )
+    with pytest.raises(PlanError, match=re.escape(message)):
+        check_fusion(dataclasses.replace(plan, schedules=other), graph)
+    right = with_found(plan, graph).schedules
+    with pytest.raises(PlanError, match="must have one schedule for all groups that are alike"):
+        check_fusion(dataclasses.replace(plan, schedules=right + other), graph)
+    with pytest.raises(PlanError, match=re.escape(f"plan.{SCHEDULES}: are for calls that are fused. Got no `fuse`.")):
+        check_fusion(dataclasses.replace(with_found(plan, graph), fuse=()), graph)
+    with pytest.raises(PlanError, match=re.escape(f"plan: {SCHEDULES}: must be a list of schedules. Got 3.")):
+        Plan.from_json({SCHEDULES: 3})
+    assert dataclasses.replace(plan, schedules=()).to_json().get(SCHEDULES) is None
 
 
 def test_devices_in_an_order_that_breaks_stages_apart():
     broken = dataclasses.replace(TWO, devices=(0, 2, 1, 3, 4, 6, 5, 7))
     message = "plan.fuse: stages of both calls must lie on the same devices. Got [0, 1, 2, 3, 4, 5, 6, 7] and [0, 2, 1"
     with pytest.raises(PlanError, match=re.escape(message)):
-        fused_order(FOUR, broken, COSTS)
+        find_schedules(FOUR, broken, COSTS)
     plan, graph = plan_of(FOUR, broken)
     with pytest.raises(PlanError, match=re.escape(message)):
         check_fusion(plan, graph)

@@ -5,9 +5,10 @@ import itertools
 
 import pytest
 
-from jaxrlhf.planner.mapping import Colocation, best_mapping, colocations, hybridflow
+from jaxrlhf.planner.mapping import Colocation, best_mapping, colocations
 from jaxrlhf.planner.peak_memory import peak_memory
 from jaxrlhf.planner.plan import PlanError
+from jaxrlhf.planner.presets import hybridflow
 from jaxrlhf.planner.problem import CallChoices, Choice, Problem
 from jaxrlhf.planner.searching.arena import SearchResult
 from jaxrlhf.planner.simulate import steady_state

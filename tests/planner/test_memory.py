@@ -7,6 +7,7 @@ import jax
 import pytest
 
 from jaxrlhf.models.config import PRESETS, ModelConfig
+from jaxrlhf.models.lora import LoRAConfig
 from jaxrlhf.models.params import declare, num_parameters, param_shardings
 from jaxrlhf.planner.memory import cache_bytes, call_memory, evenness, itemsize, weight_bytes
 from jaxrlhf.planner.workload import ModelCall
@@ -125,6 +126,30 @@ def test_programs_of_a_cpu_are_counted_as_they_are_compiled(name, strategy):
     ours, of_gpus = (call_memory(call, strategy, is_trained=True, on_cpu=x).working for x in (True, False))
     assert 0.8 <= ours / compiled <= 1.25
     assert of_gpus < ours
+
+
+@pytest.mark.parametrize("strategy", [Strategy(), Strategy(fsdp=2)], ids=str)
+def test_programs_of_adapters_are_given_what_is_counted(strategy):
+    """Training: adapters with their moments, and what they adapt, with what it works with within a factor of two.
+    Generation: a copy of that with adapters added in."""
+    model = dataclasses.replace(TINY, hidden_size=64, intermediate_size=256, vocab_size=1024, num_layers=2)
+    step = ppo(model, rows=4, mini_batches=1, lora=LoRAConfig(rank=4))
+    layout = Layout.over(tuple(range(strategy.num_devices)), strategy)
+
+    def compiled(name):
+        call = step.workload.call(name)
+        memory = call_memory(call, strategy, is_trained=True, on_cpu=True)
+        program = call_program(call.origin, layout, num_layers=2, rows=4)
+        return call, memory, program.lower().compile().memory_analysis()
+
+    call, ours, trains = compiled("actor.train")
+    assert ours.base == weight_bytes(model, strategy, 4)
+    assert ours.resting + ours.base == pytest.approx(trains.argument_size_in_bytes, rel=0.01)
+    assert 0.5 <= ours.working / trains.temp_size_in_bytes <= 2.0
+    call, ours, generates = compiled("actor.generate")
+    assert call.merges
+    merged = ours.copy - weight_bytes(model, strategy, 4, lora=call.lora)
+    assert merged == pytest.approx(generates.argument_size_in_bytes, rel=0.01)
 
 
 def test_stages_that_hold_fewer_weights_count_with_what_they_hold():

@@ -58,6 +58,17 @@ def test_a_copy_lies_on_devices_that_do_nothing():
     assert peak_memory(problem, plan(problem))[:2] == (11, 10 + 8 + 1)
 
 
+def test_a_copy_in_the_layout_and_precision_of_training_is_what_is_trained():
+    problem = step(("a.read", (0, 2, 0, 1, 10)), ("a.look", (2, 4, 0, 1, 10)), ("a.train", (0, 2, 20, 5, 0)))
+    calls = tuple(
+        dataclasses.replace(call, choices=(dataclasses.replace(call.choices[0], shared_with_training=8),))
+        for call in problem.calls
+    )
+    assert peak_memory(problem, plan(problem)) == (31, 31, 11, 11)
+    shared = dataclasses.replace(problem, calls=calls)
+    assert peak_memory(shared, plan(shared)) == (25, 25, 11, 11)  # 20 + 1 + 2 while it reads, 20 + 5 while it trains
+
+
 def test_calls_of_one_layout_have_one_copy():
     same = step(("a.read", (0, 2, 0, 1, 10)), ("a.look", (0, 2, 0, 2, 11)), ("a.train", (2, 3, 20, 5, 0)))
     assert peak_memory(same, plan(same))[:2] == (13, 13)
@@ -68,6 +79,23 @@ def test_weights_that_never_change_rest_once_in_every_layout():
     same = step(("r.read", (0, 2, 10, 1, 0)), ("r.look", (0, 2, 10, 1, 0)), ("r.see", (1, 2, 20, 1, 0)))
     assert peak_memory(same, plan(same))[:2] == (11, 31)
     assert memory_at_peak(same, plan(same))[1].resting == {"r": 30}
+
+
+def test_what_adapters_adapt_rests_once_with_those_that_read_it_as_it_is():
+    """Wherever its layout is the same: actor and critic train adapters of it, the reference reads it on their devices,
+    and generation has it, on more devices, in another form."""
+    own = step(
+        ("r.read", (0, 2, 30, 1, 0)), ("a.train", (0, 2, 4, 0, 0)), ("c.train", (0, 2, 5, 0, 0)),
+        ("a.read", (0, 4, 0, 2, 7)),
+    )  # fmt: skip
+    adapting = tuple(
+        dataclasses.replace(call, base="r", choices=(dataclasses.replace(call.choices[0], base=size, layers=form),))
+        for call, size, form in zip(own.calls[1:], (30, 30, 31), ("list", "list", "stacked"), strict=True)
+    )
+    problem = dataclasses.replace(own, calls=(own.calls[0], *adapting))
+    assert peak_memory(problem, plan(problem)) == (30 + 4 + 5 + 31 + 7 + 2,) * 2 + (31 + 7 + 2,) * 2
+    first, *_ = memory_at_peak(problem, plan(problem))
+    assert first.resting == {"r": 30 + 31, "a": 4, "c": 5}
 
 
 def test_a_set_rests_where_it_is_trained_first():
@@ -98,9 +126,13 @@ def test_against_a_list_of_all_that_lies_about():
                 put(call.weights, x.devices, every, x.resting)
             if not any(other.trains for other in problem.calls if other.weights == call.weights):
                 put((call.weights, layout(x)), x.devices, every, x.resting)
+            if call.base:
+                put((call.base, layout(x)), x.devices, every, x.base)
             made_by = order.made_by[j]
             if order.alive[j] and made_by is not None:
-                put((made_by[0], layout(x)), x.devices, order.alive[j], x.copy)
+                trained = problem.calls[made_by[0]].choices[choice[made_by[0]]]
+                is_there = x.shared_with_training if layout(trained) == layout(x) else 0
+                put((made_by[0], layout(x)), x.devices, order.alive[j], x.copy - is_there)
         expected = tuple(
             max(
                 sum(x for devices, calls, x in things.values() if memory in problem.memories(devices) and c in calls)

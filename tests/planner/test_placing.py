@@ -45,8 +45,9 @@ def test_a_computation_that_nobody_trains_on_stays_where_its_inputs_are_made():
         (8, Placement(tuple(range(8)), Strategy(data=2, tensor=2, pipeline=2, micro_batches=2))),
         (4, Placement(tuple(range(8)), Strategy(data=2, tensor=2, pipeline=2))),
         (2, Placement((0, 1, 2, 3), Strategy(tensor=2, pipeline=2))),
-        (3, Placement((0, 1, 2), Strategy(data=3))),
-        (7, Placement((0,), Strategy())),
+        (3, Placement((0, 1, 2, 3), Strategy(tensor=2, pipeline=2))),
+        (7, Placement(tuple(range(8)), Strategy(data=2, tensor=2, pipeline=2))),
+        (9, Placement(tuple(range(8)), Strategy(data=2, tensor=2, pipeline=2))),  # 12, not 16, in two micro-batches
     ],
 )
 def test_a_call_with_other_rows_runs_as_near_as_it_can(rows, expected):
@@ -66,10 +67,12 @@ def test_a_call_of_another_name_runs_as_one_of_its_role():
 
 def test_what_is_written_is_kept_whether_it_fits_or_not():
     on_three = Placement((0, 1, 2), Strategy(data=3))
-    plan = placed(STEP, {"critic.values": on_three, "ppo_batch": Placement((0,), Strategy())})
-    assert plan.placements["critic.values"] == on_three
+    plan = placed(STEP, {"critic.train": on_three, "ppo_batch": Placement((0,), Strategy())})
+    assert plan.placements["critic.train"] == on_three
     assert plan.placements["ppo_batch"] == Placement((0,), Strategy())
-    with pytest.raises(PlanError, match=r"plan\.critic\.values: micro_batches x data x fsdp must divide 16 rows"):
+    with pytest.raises(
+        PlanError, match=r"plan\.critic\.train: micro_batches x data x fsdp must divide a mini-batch of"
+    ):
         check(plan, STEP.graph, STEP.models, 8, 4)
 
 

@@ -19,8 +19,10 @@ from jaxrlhf.planner.plan import (
     check_computes,
     check_names,
     check_offload,
+    copied_rows,
     plan_rows,
     resolve,
+    splits_rows,
     stage_warnings,
     train_sizes,
 )
@@ -176,8 +178,8 @@ def test_a_run_on_one_device_has_no_list_of_them():
         ),
         (
             "actor.generate#2",
-            over(4, data=4, micro_batches=4),
-            "plan.actor.generate#2: micro_batches x data x fsdp must divide 24 rows. Got 4 x 4 x 1 = 16. Lower "
+            over(4, data=4, micro_batches=7),
+            "plan.actor.generate#2: micro_batches x data x fsdp must be at most 24 rows. Got 7 x 4 x 1 = 28. Lower "
             "a degree, or "
             "use another batch_size.",
         ),
@@ -306,9 +308,9 @@ def test_plans_with_stages_that_fit(placement):
         ),
         (
             "actor.generate",
-            over(8, pipeline=4, data=2, micro_batches=2),
-            "plan.actor.generate: micro_batches x pipeline x data x fsdp must divide 24 rows. Got 2 x 4 x 2 x 1 = 16. "
-            "Lower a degree, or use another batch_size.",
+            over(8, pipeline=4, data=2, micro_batches=4),
+            "plan.actor.generate: micro_batches x pipeline x data x fsdp must be at most 24 rows. Got 4 x 4 x 2 x 1 = "
+            "32. Lower a degree, or use another batch_size.",
         ),
         (
             "actor.train",
@@ -386,12 +388,28 @@ def test_the_table_says_how_layers_are_cut():
     assert "stages" not in cut("halve", over(2, pipeline=2))
 
 
+def test_rows_that_do_not_divide_are_filled_up_where_each_is_worked_on_by_itself():
+    generate = next(call for call in GRAPH.calls if call.plan_name == "actor.generate")
+    for placement, copies in ((over(4, data=4, micro_batches=4), 8), (over(3, data=3), 0), (over(5, data=5), 1)):
+        check(plan_with("actor.generate", placement), GRAPH, MODELS, num_devices=8)
+        assert copied_rows(generate, placement.strategy) == copies
+    (row, *_) = plan_rows(plan_with("actor.generate", over(5, data=5)), GRAPH, MODELS)
+    assert row["rows"] == 24 and row["cut into"] == "5 a device (1 of no weight among them)"
+    train = next(call for call in GRAPH.calls if call.kind == "train")
+    assert copied_rows(train, Strategy(data=5)) == 0  # which must divide
+    with pytest.raises(
+        PlanError, match=r"plan\.actor\.generate\.rows: data must divide them\. Got 24 rows for 5 parts"
+    ):
+        placement = dataclasses.replace(over(5, data=5), protocol="3D_PROTO")
+        check(plan_with("actor.generate", placement), GRAPH, MODELS, num_devices=5)
+
+
 def test_arrays_are_computed_on_whole_and_need_no_rows():
     check(plan_with("halve", over(4, data=4, micro_batches=5)), GRAPH, MODELS, num_devices=4)
-    check(plan_with("count_up", over(5, data=5)), GRAPH, MODELS, num_devices=5)
-    message = "plan.halve: micro_batches x data x fsdp must divide 24 rows. Got 1 x 5 x 1 = 5."
-    with pytest.raises(PlanError, match=re.escape(message)):
-        check(plan_with("halve", over(5, data=5)), GRAPH, MODELS, num_devices=5)
+    halve = next(call for call in GRAPH.calls if call.plan_name == "halve")
+    for name in ("count_up", "halve"):
+        check(plan_with(name, over(5, data=5)), GRAPH, MODELS, num_devices=5)
+    assert splits_rows(halve, Strategy(data=4)) and not splits_rows(halve, Strategy(data=5))
 
 
 def test_mini_batches_divide_the_rows():

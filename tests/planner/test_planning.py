@@ -5,7 +5,6 @@ import json
 import math
 import re
 
-import numpy as np
 import pytest
 
 from jaxrlhf.models.config import ModelConfig
@@ -17,6 +16,7 @@ from jaxrlhf.planner.fusion import check_fusion
 from jaxrlhf.planner.plan import NoRoomError, Placement, PlanError, check
 from jaxrlhf.planner.plan_file import saved_plan
 from jaxrlhf.planner.planning import Planned, plan_workload, without_needless_offload
+from jaxrlhf.planner.problem import PairSeconds
 from jaxrlhf.planner.report import (
     call_rows,
     devices_in_words,
@@ -176,11 +176,10 @@ def test_weights_rest_on_the_host_only_where_that_is_good_for_something(found):
     assert without_needless_offload(full, needless).plan == plan
 
 
-def table_with_row_again(table: np.ndarray, key: tuple[int, int], number: int, pick: int) -> np.ndarray:
+def table_with_row_again(table: PairSeconds, key: tuple[int, int], number: int, pick: int) -> PairSeconds:
     """Seconds of one more choice of a call, which are those of another choice of it."""
-    for axis in (axis for axis, each in enumerate(key) if each == number):
-        table = np.concatenate([table, table.take([pick], axis=axis)], axis=axis)
-    return table
+    ones, others = ([*range(n), *([pick] if each == number else [])] for n, each in zip(table.shape, key, strict=True))
+    return table.of_choices(ones, others)
 
 
 def test_two_train_calls_are_fused_where_that_is_faster(monkeypatch):
@@ -191,7 +190,9 @@ def test_two_train_calls_are_fused_where_that_is_faster(monkeypatch):
     assert found.fuse == ("actor.train", "critic.train") and "run as one pipeline" in found.notes[0]
     plan = found.plan_for(step.graph)
     check_fusion(plan, step.graph)
-    assert plan.fuse == found.fuse
+    assert plan.fuse == found.fuse and plan.schedules == found.schedules != ()
+    without_graph = found.saved().plan
+    assert (without_graph.fuse, without_graph.schedules) == (found.fuse, found.schedules)
     rows = {row["call"]: row for row in call_rows(found)}
     assert rows["critic.train"]["seconds"] == "(fused)"
     assert rows["actor.train"]["devices"] == rows["critic.train"]["devices"]

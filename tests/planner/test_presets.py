@@ -9,13 +9,14 @@ from jaxrlhf.models.config import PRESETS, ModelConfig
 from jaxrlhf.planner.choices import make_problem, strategies
 from jaxrlhf.planner.cluster_text import read_cluster
 from jaxrlhf.planner.cost import CostModel
-from jaxrlhf.planner.mapping import colocations, hybridflow
+from jaxrlhf.planner.mapping import colocations
 from jaxrlhf.planner.peak_memory import peak_memory
 from jaxrlhf.planner.placed import fastest_that_fits
 from jaxrlhf.planner.plan import Placement, PlanError
 from jaxrlhf.planner.planning import plan_workload
-from jaxrlhf.planner.presets import STRATEGIES, colocate, find_strategy, heuristic, split, standalone
+from jaxrlhf.planner.presets import STRATEGIES, colocate, find_strategy, heuristic, hybridflow, split, standalone
 from jaxrlhf.planner.problem import Problem
+from jaxrlhf.planner.report import summary_lines
 from jaxrlhf.planner.search import SearchResult
 from jaxrlhf.planner.simulate import steady_state
 from jaxrlhf.sharding.strategy import Strategy
@@ -85,14 +86,14 @@ def test_leaner_choices_are_taken_where_the_fastest_do_not_fit():
 
 
 def test_where_rows_do_not_divide_over_all_nodes_plans_are_on_as_many_as_they_do():
-    cluster = read_cluster("3x2:a100-80g")
+    """As those of training do: four layers over three nodes, and not over five."""
     given = Placement((0, 1), Strategy(tensor=2))
     step = ppo(rows=32, mini_batches=2)
     fixed = {"reference.logprobs": given}
-    for name in ("heuristic", "colocate"):
-        plan = plan_workload(step.workload, cluster, strategy=name, fixed=fixed)
+    for name, (nodes, devices) in itertools.product(("heuristic", "colocate"), {3: 6, 5: 8}.items()):
+        plan = plan_workload(step.workload, read_cluster(f"{nodes}x2:a100-80g"), strategy=name, fixed=fixed)
         for call, choice in plan.choices.items():
-            assert choice.devices == (range(2) if call == "reference.logprobs" else range(4)), call
+            assert choice.devices == (range(2) if call == "reference.logprobs" else range(devices)), call
 
 
 @pytest.mark.parametrize("cluster", ["1x8:a100-80g", "1x8:a100-40g"])
@@ -130,3 +131,19 @@ def test_the_usual_plan_is_as_fast_as_its_degrees_allow():
             if (s.tensor, s.pipeline, s.data, s.fsdp) == (degrees.tensor, degrees.pipeline, degrees.data, degrees.fsdp)
         ]
         assert call.choices[i].seconds == pytest.approx(min(alike))
+
+
+def test_rows_that_do_not_divide_are_generated_on_all_devices():
+    """512 prompts on 12 nodes of 8: once on 64 devices, as training that must divide left no other."""
+    work = ppo(ModelConfig(**PRESETS["7b"]), rows=512, prompt=1024, response=1024, mini_batches=8).workload
+    plan = plan_workload(work, read_cluster("12x8:h100"), strategy="colocate")
+    generate, call = plan.choices["actor.generate"], work.call("actor.generate")
+    assert generate.devices == range(96)
+    copies = call.copied_rows(generate.strategy)
+    assert copies == -512 % generate.strategy.num_row_shards > 0
+    assert f"Rows of no weight, where rows do not divide: actor.generate {copies} beside 512" in "\n".join(
+        summary_lines(plan)
+    )
+    model = CostModel(plan.cluster)
+    whole = dataclasses.replace(call, rows=512 + copies)  # copies cost what rows cost
+    assert model.seconds(call, range(96), generate.strategy) == model.seconds(whole, range(96), generate.strategy)

@@ -41,7 +41,7 @@ def test_the_loops_say_what_the_simulation_says(compiled):
             assert functions["iteration_length"](flat, numbers, work) == expected
             peaks = zip(peak_memory(problem, plan), problem.capacity, strict=True)
             lacking = max(peak - capacity for peak, capacity in peaks)
-            assert functions["memory_lacking"](flat, numbers, work) == lacking
+            assert functions["fit"](flat, numbers, work) == lacking
             lacks.add(lacking > 0)
     assert lacks == {True, False}
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 
-from jaxrlhf.planner.problem import CallChoices, Choice, Problem
+from jaxrlhf.planner.problem import CallChoices, Choice, PairSeconds, Problem
 from jaxrlhf.planner.simulate import (
     ITERATIONS,
     NANOSECONDS,
@@ -23,13 +23,13 @@ from tests.planner.made_up_problem import ppo_problem, random_problem
 
 
 def random_tasks(chance: random.Random) -> list[Task]:
-    """Whole seconds, so that many tasks get ready at the same time; names in any order."""
+    """Whole seconds, so that many tasks get ready at the same time; names in any order. Some take no devices."""
     tasks = []
     places = list(range(chance.randint(1, 12)))
     chance.shuffle(places)  # needs go from any position to any other, without circles
     for place in places:
         parts = []
-        for _ in range(chance.choice((1, 1, 1, 2))):
+        for _ in range(chance.choice((1, 1, 1, 2, 0))):
             first = chance.randrange(6)
             parts.append(range(first, first + chance.randint(1, 3)))
         needs = tuple(other for other, rank in enumerate(places) if rank < place and chance.random() < 0.3)
@@ -123,8 +123,11 @@ def one_way(
         calls.append(CallChoices(name, kind, role, role, trains, needs.get(name, ()), (choice,)))
     names = list(where)
 
-    def tables(given: Mapping[tuple[str, str], float]) -> dict[tuple[int, int], np.ndarray]:
-        return {(names.index(a), names.index(b)): np.full((1, 1), seconds) for (a, b), seconds in given.items()}
+    def tables(given: Mapping[tuple[str, str], float]) -> dict[tuple[int, int], PairSeconds]:
+        return {
+            (names.index(a), names.index(b)): PairSeconds.of(np.full((1, 1), seconds))
+            for (a, b), seconds in given.items()
+        }
 
     devices = max(end for _, end, _ in where.values())
     return Problem(tuple(calls), devices, devices, (1,) * devices, tables(reallocations), tables(transfers), tokens=1)
@@ -178,7 +181,7 @@ def test_where_the_critic_trains_longest_its_values_wait_for_it():
     assert simulation.critical == ("critic.values", "critic.train", "reward.scores")  # scores do not wait for weights
 
 
-def test_new_weights_and_outputs_are_brought_on_the_devices_of_both_calls():
+def test_new_weights_are_brought_on_the_devices_of_both_calls_and_outputs_beside_them():
     brought = one_way(
         {**APART, "actor.train": (1, 2, 4.0), "critic.train": (2, 3, 5.0), "critic.values": (2, 3, 1.0)},
         reallocations={("actor.train", "actor.generate"): 2.0, ("critic.train", "critic.values"): 0.0},
@@ -188,19 +191,28 @@ def test_new_weights_and_outputs_are_brought_on_the_devices_of_both_calls():
     assert times(simulation) == {
         "actor.generate: weights from actor.train": (0, 2),
         "actor.generate": (2, 5),
-        "reference.logprobs": (5, 7),  # on the device that the outputs come from, and it stands first
-        "critic.values: data from actor.generate": (7, 7.5),
-        "reward.scores: data from actor.generate": (7.5, 8),
-        "critic.values": (7.5, 8.5),
-        "reward.scores": (8, 8.5),
-        "actor.train": (8.5, 12.5),
-        "critic.train": (8.5, 13.5),
+        "critic.values: data from actor.generate": (5, 5.5),
+        "reward.scores: data from actor.generate": (5, 5.5),
+        "reference.logprobs": (5, 7),  # nobody waits for it but training
+        "critic.values": (5.5, 6.5),
+        "reward.scores": (5.5, 6),
+        "actor.train": (7, 11),
+        "critic.train": (7, 12),
     }
-    assert simulation.seconds == 12.5
+    assert simulation.seconds == 11
     tasks = {task.name: task for task in unroll(brought, [0] * 6, 2)}
+    assert tasks["reward.scores: data from actor.generate"].devices == ()
     assert tasks["actor.generate: weights from actor.train"].devices == (range(1, 2), range(1))
     assert tasks["actor.generate: weights from actor.train"].kind == "weights"
     assert not any("weights from critic" in name for name in tasks)
+
+
+def test_where_nothing_runs_beside_anything_else_outputs_take_their_turn():
+    where = {"a.generate": (0, 1, 3.0), "b.logprobs": (0, 1, 2.0), "c.scores": (1, 2, 1.0)}
+    needs: dict[str, tuple[str, ...]] = dict.fromkeys(("b.logprobs", "c.scores"), ("a.generate",))
+    problem = one_way(where, transfers={("a.generate", "c.scores"): 0.5}, needs=needs)
+    assert settled(problem).seconds == 5.0
+    assert settled(dataclasses.replace(problem, one_at_a_time=True)).seconds == 6.5
 
 
 def test_readers_of_one_layout_share_what_is_brought():

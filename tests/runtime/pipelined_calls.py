@@ -14,8 +14,9 @@ from jaxrlhf.config.schema import OptimizerConfig
 from jaxrlhf.experience import Max, Sequences, Term
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.params import init_params, param_shardings
-from jaxrlhf.planner.fusion import StageCost, fused_order, opposite
+from jaxrlhf.planner.fusion import find_schedules, fused_order, opposite
 from jaxrlhf.planner.plan import Placement
+from jaxrlhf.planner.stage_costs import StageCost
 from jaxrlhf.runtime.fused_training import FusedTraining
 from jaxrlhf.runtime.optimizer import init_optimizer, optimizer_shardings
 from jaxrlhf.runtime.programs import infer_program, loss_program, train_program
@@ -146,7 +147,8 @@ def fused(configs: tuple[ModelConfig, ModelConfig], strategies: tuple[Strategy, 
     """What two train calls give as one pipeline, the second in the opposite direction."""
     first, second = (Placement(tuple(range(s.num_devices)), s) for s in strategies)
     second = opposite(first, second)
-    order = fused_order(first, second, (StageCost(5, 10, 2), StageCost(4, 8, 1)))
+    schedules = find_schedules(first, second, (StageCost(5, 10, 2), StageCost(4, 8, 1)))
+    order = fused_order(first, second, schedules)
     calls = [TrainCall(c, over(p.strategy, p.devices)) for c, p in zip(configs, (first, second), strict=True)]
     return FusedTraining(calls[0].program, calls[1].program, order)(calls[0].arguments, calls[1].arguments)
 

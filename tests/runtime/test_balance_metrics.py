@@ -2,10 +2,11 @@ import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
-from jaxrlhf.call_graph import Call, Kind
+from jaxrlhf.call_graph import Call, Kind, Ref
 from jaxrlhf.experience import Sequences, Term
 from jaxrlhf.planner.plan import Placement, Plan
 from jaxrlhf.runtime.balance_metrics import balance_metrics
@@ -30,8 +31,12 @@ class Update:
     epochs: int = 1
 
 
+def whole(tree: Any) -> Any:
+    return jax.tree.map(lambda x: MASK if isinstance(x, Ref) else x, tree)
+
+
 def metrics(strategy: Strategy, *calls: Call) -> dict[str, float]:
-    result: Any = SimpleNamespace(graph=SimpleNamespace(calls=calls), read=lambda tree: tree)
+    result: Any = SimpleNamespace(graph=SimpleNamespace(calls=calls), read=whole)
     placement = Placement(tuple(range(strategy.num_devices)), strategy)
     return balance_metrics(result, Plan(dict.fromkeys((c.name for c in calls), placement)))
 
@@ -41,14 +46,23 @@ TRAIN = call("critic.train", "train", (Term(len, {"sequences": SEQUENCES}),), Up
 
 
 def test_how_much_of_the_work_is_padding():
-    assert metrics(Strategy(), VALUES, TRAIN) == {"perf/padding_waste": pytest.approx(1 - 36 / 80)}
+    expected = {"perf/padding_waste": pytest.approx(1 - 36 / 80), "perf/padded_rows": 0}
+    assert metrics(Strategy(), VALUES, TRAIN) == expected
 
 
 def test_how_evenly_tokens_lie():
     got = metrics(Strategy(data=2), VALUES, TRAIN)
     assert got["perf/token_imbalance/critic.values"] == pytest.approx((8 + 7 + 6 + 5) / 18)
     assert got["perf/token_imbalance/critic.train"] == pytest.approx((8 + 7 + 4 + 3) / 18)
-    assert len(got) == 3
+    assert len(got) == 4
+
+
+def test_copies_of_rows_are_counted_and_take_time_like_others():
+    ref: Any = Ref("actor.generate", 0, jax.ShapeDtypeStruct(MASK.shape, bool), has_rows=True, recorder=None)
+    values = call("critic.values", "infer", Sequences(tokens=ref, mask=ref, response=ref))
+    got = metrics(Strategy(data=3), values)
+    assert got["perf/padded_rows"] == 1  # the first again, after the last
+    assert got["perf/token_imbalance/critic.values"] == pytest.approx((8 + 7 + 6) / ((36 + 8) / 3))
 
 
 def test_what_dealing_did():
@@ -59,4 +73,4 @@ def test_what_dealing_did():
 
 
 def test_calls_without_sequences_have_no_tokens():
-    assert metrics(Strategy(data=2), call("actor.generate", "generate", SEQUENCES)) == {}
+    assert metrics(Strategy(data=2), call("actor.generate", "generate", SEQUENCES)) == {"perf/padded_rows": 0}

@@ -1,12 +1,8 @@
 import dataclasses
-from types import SimpleNamespace
 
 import jax
-import jax.numpy as jnp
 import pytest
 
-from jaxrlhf.planner.plan import Placement
-from jaxrlhf.runtime.fused_training import kept_per_token, stage_costs
 from jaxrlhf.sharding.strategy import Strategy
 from tests.runtime.pipelined_calls import (
     MODEL,
@@ -71,20 +67,3 @@ def test_fused_training_gives_what_each_gives_alone(strategies):
     actor, critic = fused((TIED, CRITIC), strategies)
     assert_same(actor, trained_alone(TIED), rtol=1e-5, atol=1e-6)
     assert_same(critic, trained_alone(CRITIC), rtol=1e-5, atol=1e-6)
-
-
-def test_what_a_micro_batch_costs_hangs_on_what_is_kept():
-    """Latencies by operations a device; of a backward two forwards, or three where the stage is computed anew."""
-    tokens = jax.ShapeDtypeStruct((16, 8), jnp.int32)
-    wide = dataclasses.replace(MODEL, num_layers=8, hidden_size=32, intermediate_size=64)
-    kept, anew = (Strategy(pipeline=4, micro_batches=4, remat=remat) for remat in ("none", "layer"))
-    calls = [SimpleNamespace(num_rows=16, num_tokens=tokens.size)] * 2
-    placements = [Placement((0, 1, 2, 3), strategy) for strategy in (kept, anew)]
-    first, second = stage_costs(calls, (wide, wide), placements)  # pyright: ignore[reportArgumentType]
-    assert first.forward == second.forward and first.backward == 2 * first.forward
-    assert second.backward == 3 * second.forward and second.activation < first.activation
-    small = dataclasses.replace(wide, num_layers=4)
-    first, second = stage_costs(calls, (wide, small), [placements[0]] * 2)  # pyright: ignore[reportArgumentType]
-    assert 0.4 < second.forward / first.forward < 0.6
-    assert kept_per_token(small, anew) == 32
-    assert kept_per_token(wide, kept) == 32 + 2 * (2 * 32 + 2 * 32 + 2 * 32 + 2 * 64)

@@ -7,7 +7,7 @@ import pytest
 from jaxrlhf.config.schema import load_run
 from jaxrlhf.experience import Sequences
 from jaxrlhf.runtime.assembly import assemble
-from jaxrlhf.runtime.executor import StepResult
+from jaxrlhf.runtime.step_result import StepResult
 from jaxrlhf.runtime.throughput import TokenCounts, count_tokens, throughput_metrics
 
 

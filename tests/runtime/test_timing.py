@@ -1,11 +1,13 @@
 """How long programs take where others are at work too."""
 
+import dataclasses
+import os
 import time
 
 import pytest
 
 from jaxrlhf.runtime import timing as timing_module
-from jaxrlhf.runtime.timing import OthersLoad, time_in_turn, timing
+from jaxrlhf.runtime.timing import OthersLoad, WatchedLoad, time_in_turn, timing
 
 
 def test_quiet_runs_count():
@@ -49,3 +51,18 @@ def test_the_load_of_others_is_a_fraction(monkeypatch):
     ticks = iter([(100.0, 50.0, 7.0), (120.0, 55.0, 10.0)])
     monkeypatch.setattr(timing_module, "_ticks", lambda: next(ticks))
     assert OthersLoad().share() == pytest.approx((20 - 5 - 3) / 20)
+
+
+def test_a_load_is_told_from_the_beginning_on(monkeypatch):
+    """Of two processors: idle for 5 of 20 seconds, this process at work for 3; and for 15 more at work alone."""
+    ticks = iter([(100.0, 50.0, 7.0), (120.0, 55.0, 10.0), (135.0, 55.0, 25.0)])
+    monkeypatch.setattr(timing_module, "_ticks", lambda: next(ticks))
+    monkeypatch.setattr(os, "getloadavg", lambda: (2.5, 1.0, 0.5))
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    watched = WatchedLoad()
+    first, second = watched.load(), watched.load()
+    assert (first.others, second.others) == pytest.approx((12 / 20, 12 / 35))
+    assert str(first) == (
+        "other processes had 60 % of 2 cores, too much to tell how long anything takes alone; load average 2.5"
+    )
+    assert "too much" not in str(dataclasses.replace(first, others=0.04))

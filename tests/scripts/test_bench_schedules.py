@@ -19,6 +19,13 @@ def test_it_reports_what_it_measures(capsys, tmp_path):
     assert len(bench_schedules.table([row]).splitlines()) == 3
 
 
+def test_it_reports_what_plans_and_runs_find(capsys):
+    assert bench_schedules.main(["--instance", "8/4/8", "--quick", "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert row["quick"] == row["bound"] == 225 and row["memory"] <= row["cap"] == pytest.approx(23.6 / 15.6)
+    assert len(bench_schedules.quick_table([row]).splitlines()) == 3
+
+
 def test_all_instances_fill_whole_nodes():
     for name, (large, small, micro_batches) in bench_schedules.INSTANCES.items():
         pipes = bench_schedules.pipes_of(name)

@@ -123,4 +123,4 @@ def test_inside_stages_an_activation_is_that_of_one_stage():
     )
     given = np.arange(24.0, dtype=np.float32).reshape(2, 4, 3)
     np.testing.assert_array_equal(jax.jit(program)(given), given + np.arange(2, dtype=np.float32)[:, None, None])
-    assert (inside.mesh, inside.strategy, layout.is_inside_stages) == (layout.mesh, layout.strategy, False)
+    assert (inside.mesh, inside.strategy, layout.manual_axes) == (layout.mesh, layout.strategy, frozenset())

@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from jaxrlhf.models.generate import cache_sizes
+from jaxrlhf.models.generate import decoding_stages
 from jaxrlhf.planner.compiled import Progress, Question, compile_all
 from jaxrlhf.planner.hardware import Cluster
 from jaxrlhf.planner.programs.compiled_counts import Counts, Loop, ProgramCounts
@@ -138,8 +138,7 @@ def tensor_degrees(call: ModelCall, devices_per_node: int) -> list[int]:
 def _decoding(call: ModelCall, counts: ProgramCounts) -> Counts:
     """A decoding step: the mean over the loops, of which each goes on with a larger cache."""
     loops = [loop for loop in counts.loops if loop.label == "decode" and loop.trips is None]
-    sizes = cache_sizes(call.response)
-    steps = [min(size, call.response - 1) - before for before, size in zip([0, *sizes], sizes, strict=False)]
+    steps = [num_steps for _, num_steps in decoding_stages(call.response)]
     assert len(loops) == len(steps), (call.name, len(loops), len(steps))
     total = sum((_round(loop) * n for loop, n in zip(loops, steps, strict=True)), Counts())
     return total * (1 / max(1, sum(steps)))

@@ -1,7 +1,7 @@
 """Fused pipelines: two models trained at once on the same nodes in opposite directions, each in the other's bubbles.
 
-`fused_pipes.fused_pipes` says what is to be fused, `fuse` finds a schedule. Reference: Zhong et al. 2024 (RLHFuse),
-arXiv:2409.13221, 5.2.
+`fused_pipes.fused_pipes` says what is to be fused; `fuse` finds a schedule, and `fuse_quickly` the one that a plan has.
+Reference: Zhong et al. 2024 (RLHFuse), arXiv:2409.13221, 5.2.
 """
 
 import contextlib
@@ -18,15 +18,19 @@ from jaxrlhf.planner.schedules.instructions import Pipe, Schedule, ScheduleError
 from jaxrlhf.planner.schedules.job_shop import (
     JobShop,
     Limit,
+    ListSchedule,
     Orders,
+    Priority,
     as_orders,
     as_schedule,
     back_and_forth,
     job_shop,
     larger_model_first,
     list_schedule,
+    longest_backward_first,
     longest_pipe_first,
     longest_way_first,
+    oldest_backward_first,
     peak,
     ranks,
 )
@@ -39,17 +43,34 @@ MOVES = 200_000
 _SLIM = 5
 """How many times as many moves the round for memory has, most of which cost next to nothing."""
 _NO_CAP = 2**62
-_PRIORITIES = (longest_way_first, longest_pipe_first, larger_model_first)
-_LIMITS: tuple[Limit | None, ...] = (
-    None,
-    lambda below: -(-3 * below // 2),
-    lambda below: below + 3,
-    lambda below: below + 1,
+_RULES: tuple[tuple[Priority, Limit | None], ...] = (
+    (longest_pipe_first, lambda below: below),
+    (oldest_backward_first, lambda below: below + 4),
+    (longest_pipe_first, lambda below: below + 1),
+    (longest_way_first, lambda below: below + 3),
+    (oldest_backward_first, lambda below: below + 2),
+    (longest_backward_first, lambda below: below),
+    (longest_pipe_first, lambda below: below + 2),
+    (larger_model_first, lambda below: below),
+    (longest_pipe_first, None),
+    (longest_way_first, None),
+    (longest_way_first, lambda below: below + 1),
+    (longest_way_first, lambda below: -(-3 * below // 2)),
 )
+"""Of list scheduling, those first that leave least to be gained by others: over the paper's instances and nine with a
+slower last stage, under memory caps of 1.25 and about 1.5 times serial 1F1B."""
+_LISTED = 400_000
+"""Instructions that list scheduling by these rules places: two to three seconds in Python."""
+_QUICK = 1_000_000
+"""Moves of annealing times instructions in `fuse_quickly`: a second in Python."""
+_FEW = 1000
+"""Instructions below which `fuse_quickly` compiles nothing: Python is done before compiled loops are loaded."""
+_PASSES = 8
+"""Of each list schedule back and forth."""
+_CAPS = (1.6, math.inf, 2.0, 1.3)
+"""The memory that orders to start from may take, in peaks of serial 1F1B, beside the cap. Seeds take them in turn."""
 _SLACKS = (1.05, 1.15, 1.4)
 """A seed's further attempts: the latency that lower memory may cost at first, the later ones to get within a cap."""
-_CAPS = (1.6, math.inf, 2.0, 1.3)
-"""The memory that orders to start from may take, in peaks of serial 1F1B. Seeds take them in turn."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +105,7 @@ def fuse(
 ) -> FusedResult:
     """A short schedule of several pipes that keeps little memory.
 
-    List schedules of several priorities are made first, and made shorter back and forth. Each seed then anneals one of
+    List schedules of several rules are made first, and made shorter back and forth. Each seed then anneals one of
     them for latency, and what it finds for the peak of activation memory, at the same latency; and both again a few
     times, from there. The best is the shortest one, then the one that keeps the least. Once a seed has found one as
     short as the lower bound that keeps no more than serial 1F1B, later ones are not asked.
@@ -102,27 +123,21 @@ def fuse(
     Raises:
         ScheduleError: There are no pipes, not even serial 1F1B keeps within the cap, or moves are negative.
     """
-    if not pipes:
-        raise ScheduleError("pipes of a fused schedule: must be at least one. Got none. Use those of fused_pipes.")
-    serial = serial_peak(pipes)
-    if memory_cap is not None and serial > memory_cap:
-        raise ScheduleError(
-            "memory_cap of a fused schedule: must leave room for one model after another by 1F1B, which keeps "
-            f"{serial:g}. Got {memory_cap:g}. Use smaller micro-batches or more stages, or raise the cap."
-        )
+    _check(pipes, memory_cap)
     if (moves is not None and moves < 0) or processes < 1:
         raise ScheduleError(
             f"moves and processes of a search: must be at least 0 and 1. Got {moves} and {processes}. Use more."
         )
-    shop = job_shop(pipes)
+    shop, serial = job_shop(pipes), serial_peak(pipes)
+    cap, target, compiled = _cap(shop, memory_cap), _target(shop, pipes), compiled and numba_is_there()
     search = _Search(
         shop,
-        starts=_starts(shop, serial),
-        target=math.ceil(lower_bound(pipes) / shop.latency_unit - 1e-6),
+        starts=_starts(shop, serial, cap, target, compiled=compiled),
+        target=target,
         floor=math.floor(serial / shop.memory_unit + 1e-6),
-        cap=_NO_CAP if memory_cap is None else math.floor(memory_cap / shop.memory_unit + 1e-6),
+        cap=cap,
         moves=min(MOVES, WORK // len(shop.tasks)) if moves is None else moves,
-        compiled=compiled and numba_is_there(),
+        compiled=compiled,
     )
     one_after_another = as_orders(shop, serial_schedule(pipes))
     found = [_Found(span, peak(shop, orders), orders) for orders, span, _ in search.starts]
@@ -133,23 +148,74 @@ def fuse(
         schedule = as_schedule(shop, each.orders)
         if memory_cap is None or max(peak_activations(schedule)) <= memory_cap:
             break  # the serial schedule is one that fits
+    return _result(pipes, schedule)
+
+
+def fuse_quickly(pipes: Sequence[Pipe], *, memory_cap: float | None = None, compiled: bool = True) -> FusedResult:
+    """A short schedule of several pipes within a memory cap, in a few seconds of Python at most.
+
+    List schedules by several rules, each made shorter back and forth, until one is as short as the lower bound; the
+    best is annealed for latency where none is. `docs/pipelines.md` has how near to the bound they come.
+
+    The result depends on the pipes and the cap alone, so every process finds the same. numba makes it faster, where it
+    is installed.
+
+    Args:
+        memory_cap: The most activation memory that a node may keep.
+        compiled: Compile with numba, if it is installed and there are more than a few instructions.
+
+    Raises:
+        ScheduleError: There are no pipes, or not even serial 1F1B keeps within the cap.
+    """
+    _check(pipes, memory_cap)
+    shop = job_shop(pipes)
+    compiled = compiled and len(shop.tasks) > _FEW and numba_is_there()
+    cap, target = _cap(shop, memory_cap), _target(shop, pipes)
+    one_after_another = as_orders(shop, serial_schedule(pipes))
+    orders, span = one_after_another, _span(shop, one_after_another)
+    listed = _listed(shop, cap, target, compiled=compiled)
+    if listed is not None and listed.span < span:
+        orders, span = listed.orders, listed.span
+    if span > target:
+        moves = _QUICK // len(shop.tasks)
+        orders, span = shorten(shop, orders, cap=cap, target=target, moves=moves, seed=0, compiled=compiled)
+    return _result(pipes, as_schedule(shop, orders))
+
+
+def _check(pipes: Sequence[Pipe], memory_cap: float | None) -> None:
+    """There is something to schedule, and room for it.
+
+    Raises:
+        ScheduleError: There is not.
+    """
+    if not pipes:
+        raise ScheduleError("pipes of a fused schedule: must be at least one. Got none. Use those of fused_pipes.")
+    serial = serial_peak(pipes)
+    if memory_cap is not None and serial > memory_cap:
+        raise ScheduleError(
+            "memory_cap of a fused schedule: must leave room for one model after another by 1F1B, which keeps "
+            f"{serial:g}. Got {memory_cap:g}. Use smaller micro-batches or more stages, or raise the cap."
+        )
+
+
+def _cap(shop: JobShop, memory_cap: float | None) -> int:
+    return _NO_CAP if memory_cap is None else math.floor(memory_cap / shop.memory_unit + 1e-6)
+
+
+def _target(shop: JobShop, pipes: Sequence[Pipe]) -> int:
+    """The lower bound, in units of the shop."""
+    return math.ceil(lower_bound(pipes) / shop.latency_unit - 1e-6)
+
+
+def _result(pipes: Sequence[Pipe], schedule: Schedule) -> FusedResult:
     return FusedResult(
         schedule,
         latency=makespan(schedule),
         lower_bound=lower_bound(pipes),
         peak=max(peak_activations(schedule)),
         serial_latency=serial_latency(pipes),
-        serial_peak=serial,
+        serial_peak=serial_peak(pipes),
     )
-
-
-def fuse_quickly(pipes: Sequence[Pipe], *, memory_cap: float | None = None) -> FusedResult:
-    """`fuse` with a budget for the start of a run: a second or so for two models of a few stages each.
-
-    It compiles nothing, and every process of a run finds the same schedule.
-    """
-    tasks = max(1, sum(2 * pipe.stages * pipe.micro_batches for pipe in pipes))
-    return fuse(pipes, memory_cap=memory_cap, seeds=range(1), moves=200_000 // tasks, compiled=False)
 
 
 @dataclass(frozen=True)
@@ -171,19 +237,39 @@ class _Found(NamedTuple):
     orders: Orders
 
 
-def _starts(shop: JobShop, serial: float) -> list[tuple[Orders, int, int]]:
-    """For each of the caps: the shortest list schedule, its makespan, and the cap. Some caps may allow none."""
+def _starts(shop: JobShop, serial: float, most: int, target: int, *, compiled: bool) -> list[tuple[Orders, int, int]]:
+    """For each of the caps, `most` first: orders to start from, their makespan, and the cap. Some may allow none."""
+    factors = [_NO_CAP if f == math.inf else math.floor(f * serial / shop.memory_unit + 1e-6) for f in _CAPS]
     starts = []
-    by_priority = [ranks(shop, priority) for priority in _PRIORITIES]
-    for factor in _CAPS:
-        cap = _NO_CAP if factor == math.inf else math.floor(factor * serial / shop.memory_unit + 1e-6)
-        lists = [list_schedule(shop, rank, cap=cap, limit=limit) for rank in by_priority for limit in _LIMITS]
-        ended = [each for each in lists if each is not None]
-        if ended:
-            shortest = min(ended, key=lambda each: (each.span, peak(shop, each.orders)))
-            shortest = back_and_forth(shop, shortest, cap=cap)
-            starts.append((shortest.orders, shortest.span, cap))
+    for cap in dict.fromkeys([most, *factors] if most < _NO_CAP else factors):
+        found = _listed(shop, cap, target, compiled=compiled)
+        if found is not None:
+            starts.append((found.orders, found.span, cap))
     return starts
+
+
+def _listed(shop: JobShop, cap: int, target: int, *, compiled: bool) -> ListSchedule | None:
+    """The shortest schedule that list scheduling finds within a cap, by each of the rules and from there back and
+    forth. None: nothing ends within the cap.
+
+    Args:
+        target: It ends once this makespan is found.
+    """
+    best, left = None, _LISTED
+    by_priority = {priority: ranks(shop, priority) for priority, _ in _RULES}
+    for priority, limit in _RULES:
+        if best is not None and (left < len(shop.tasks) or best.span <= target):
+            break
+        found = list_schedule(shop, by_priority[priority], cap=cap, limit=limit, compiled=compiled)
+        left -= len(shop.tasks)
+        if found is None:
+            continue
+        passes = max(0, min(_PASSES, left // len(shop.tasks)))
+        found = back_and_forth(shop, found, cap=cap, passes=passes, compiled=compiled)
+        left -= passes * len(shop.tasks)
+        if best is None or found.span < best.span:
+            best = found
+    return best
 
 
 def _span(shop: JobShop, orders: Orders) -> int:

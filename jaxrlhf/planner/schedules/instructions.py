@@ -1,10 +1,14 @@
 """What schedules are made of: pipes, their instructions, what each of these needs, and when it can run."""
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from jaxrlhf.brief import brief
+
+PerStage = float | tuple[float, ...]
+"""A number of every virtual stage, or one for each."""
 
 
 class ScheduleError(ValueError):
@@ -31,20 +35,21 @@ class Pipe:
     Attributes:
         nodes: Virtual stage -> the node that runs it. A node may run several: interleaved, (0, 1, 2, 3, 0, 1, 2, 3).
         micro_batches: How many go through it.
-        forward: Latency of one micro-batch's forward on one virtual stage.
+        forward: Latency of one micro-batch's forward on a virtual stage.
         backward: The same of its backward. None: the pipe computes forwards only.
         activation: Memory that is kept for a micro-batch on a virtual stage from its forward to its backward.
         model: Pipes with equal numbers are data-parallel groups of one model.
 
     Raises:
-        ScheduleError: There are no stages or no micro-batches, or a latency or a size is negative.
+        ScheduleError: There are no stages or no micro-batches, a latency or a size is negative, or there are not as
+            many of them as stages.
     """
 
     nodes: tuple[int, ...]
     micro_batches: int
-    forward: float = 1
-    backward: float | None = 2
-    activation: float = 1
+    forward: PerStage = 1
+    backward: PerStage | None = 2
+    activation: PerStage = 1
     model: int = 0
 
     def __post_init__(self) -> None:
@@ -59,19 +64,53 @@ class Pipe:
             )
         sizes = {"forward": self.forward, "backward": self.backward, "activation": self.activation}
         for name, size in sizes.items():
-            if size is not None and not 0 <= size < float("inf"):
+            if isinstance(size, tuple) and len(size) != len(self.nodes):
                 raise ScheduleError(
-                    f"{name} of a pipe: must be a number that is not negative. Got {size}. Give what a stage takes."
+                    f"{name} of a pipe: must be one number, or one for each of its {len(self.nodes)} stages. Got "
+                    f"{len(size)}. Give what each stage takes."
                 )
+            for each in size if isinstance(size, tuple) else () if size is None else (size,):
+                if not 0 <= each < float("inf"):
+                    raise ScheduleError(
+                        f"{name} of a pipe: must be a number that is not negative. Got {each}. Give what a stage takes."
+                    )
 
     @property
     def stages(self) -> int:
         """The number of its virtual stages."""
         return len(self.nodes)
 
-    def latency(self, *, forward: bool) -> float:
-        """Of one instruction."""
-        return self.forward if forward else self.backward or 0
+    def latency(self, stage: int, *, forward: bool) -> float:
+        """Of one instruction on a virtual stage."""
+        latency = self.forward if forward else self.backward or 0
+        return latency[stage] if isinstance(latency, tuple) else latency
+
+    def kept(self, stage: int) -> float:
+        """The memory that is kept for a micro-batch on a virtual stage: nothing, where there are no backwards."""
+        if self.backward is None:
+            return 0
+        return self.activation[stage] if isinstance(self.activation, tuple) else self.activation
+
+    def work(self, stage: int) -> float:
+        """The latency of a micro-batch's forward and backward on a virtual stage."""
+        return self.latency(stage, forward=True) + self.latency(stage, forward=False)
+
+    @functools.cached_property
+    def slowest(self) -> float:
+        """The most `work` of a virtual stage."""
+        return max(self.work(stage) for stage in range(self.stages))
+
+    @functools.cached_property
+    def ways(self) -> dict[tuple[int, bool], tuple[float, float]]:
+        """(Virtual stage, forward) -> the latency of a micro-batch before that instruction, and after it."""
+        forwards = [self.latency(stage, forward=True) for stage in range(self.stages)]
+        backwards = [self.latency(stage, forward=False) for stage in range(self.stages)]
+        ways = {}
+        for stage in range(self.stages):
+            ways[stage, True] = sum(forwards[:stage]), sum(forwards[stage + 1 :]) + sum(backwards)
+            if self.backward is not None:
+                ways[stage, False] = sum(forwards) + sum(backwards[stage + 1 :]), sum(backwards[:stage])
+        return ways
 
 
 @dataclass(frozen=True)
@@ -104,11 +143,26 @@ def needed(pipes: Sequence[Pipe], instruction: Instruction) -> Instruction | Non
     return Instruction(pipe, micro_batch, stage, True) if last else Instruction(pipe, micro_batch, stage + 1, False)
 
 
-def spans(schedule: Schedule) -> dict[Instruction, tuple[float, float]]:
+def _follower(pipes: Sequence[Pipe], instruction: Instruction) -> Instruction | None:
+    """What needs an instruction."""
+    pipe, micro_batch, stage, forward = instruction
+    last = stage == pipes[pipe].stages - 1
+    if forward and not last:
+        return Instruction(pipe, micro_batch, stage + 1, True)
+    if pipes[pipe].backward is None or (not forward and stage == 0):
+        return None
+    return Instruction(pipe, micro_batch, stage if forward else stage - 1, False)
+
+
+def spans(schedule: Schedule, *, send: float = 0.0) -> dict[Instruction, tuple[float, float]]:
     """Instruction -> when it starts and when it finishes, if each starts as early as it can.
 
-        start(x) = max(finish of the one before x on its node, finish of what x needs), or 0
+        start(x) = max(finish of the one before x on its node, arrival of what x needs), or 0
         finish(x) = start(x) + latency(x)
+
+    Args:
+        send: How long what an instruction gives is under way to another node, while nodes compute. From one node to
+            another goes one thing at a time.
 
     Raises:
         ScheduleError: The orders deadlock: nodes wait for one another in a circle.
@@ -117,6 +171,8 @@ def spans(schedule: Schedule) -> dict[Instruction, tuple[float, float]]:
     found: dict[Instruction, tuple[float, float]] = {}
     done = [0] * len(orders)
     clock: list[float] = [0] * len(orders)
+    arrival: dict[Instruction, float] = {}
+    links: dict[tuple[int, int], float] = {}
     waiting: dict[Instruction, list[int]] = {}
     ready = list(range(len(orders)))
     while ready:
@@ -127,9 +183,13 @@ def spans(schedule: Schedule) -> dict[Instruction, tuple[float, float]]:
             if before is not None and before not in found:
                 waiting.setdefault(before, []).append(node)
                 break
-            start = clock[node] if before is None else max(clock[node], found[before][1])
-            clock[node] = start + pipes[instruction.pipe].latency(forward=instruction.forward)
+            start = clock[node] if before is None else max(clock[node], arrival[instruction])
+            clock[node] = start + pipes[instruction.pipe].latency(instruction.stage, forward=instruction.forward)
             found[instruction] = (start, clock[node])
+            if (after := _follower(pipes, instruction)) is not None:
+                link = node, pipes[after.pipe].nodes[after.stage]
+                sent = clock[node] if link[0] == link[1] else max(clock[node], links.get(link, 0.0)) + send
+                arrival[after] = links[link] = sent
             done[node] += 1
             ready += waiting.pop(instruction, [])
     if waiting:

@@ -4,15 +4,22 @@ Nodes are machines and micro-batches are jobs. All amounts are integers here, so
 """
 
 import dataclasses
+import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
+
+from jaxrlhf.planner.numba_loops import loops
+from jaxrlhf.planner.schedules import list_rounds
 from jaxrlhf.planner.schedules.instructions import Instruction, Pipe, Schedule, instructions, needed
 
 Orders = list[list[int]]
 """Node -> the numbers of its instructions, in order."""
+_UNLIMITED = 2**62
 
 
 @dataclass(frozen=True)
@@ -41,10 +48,69 @@ class JobShop:
     latency_unit: float
     memory_unit: float
 
-    @property
+    @functools.cached_property
     def num_nodes(self) -> int:
         """How many nodes there are."""
         return max(self.node) + 1
+
+    @functools.cached_property
+    def tasks_of_nodes(self) -> list[int]:
+        """Node -> how many tasks it runs."""
+        counts = [0] * self.num_nodes
+        for node in self.node:
+            counts[node] += 1
+        return counts
+
+    @functools.cached_property
+    def read_backwards(self) -> "JobShop":
+        """The same with time running backwards."""
+        return _read_backwards(self)
+
+    @functools.cached_property
+    def tables(self) -> "_Tables":
+        """What list scheduling goes by, as lists."""
+        queues: list[list[int]] = [[] for _ in range(max(self.kind) + 1)]
+        kinds: list[list[int]] = [[] for _ in range(self.num_nodes)]
+        numbers = {}
+        for number, (task, kind) in enumerate(zip(self.tasks, self.kind, strict=True)):
+            if not queues[kind]:
+                kinds[self.node[number]].append(kind)
+                numbers[task.pipe, task.stage, task.forward] = kind
+            queues[kind].append(number)
+        partner = [-1] * len(queues)
+        for (pipe, stage, forward), kind in numbers.items():
+            if forward:
+                partner[kind] = numbers.get((pipe, stage, False), -1)
+        return _Tables(
+            *_flat(kinds), *_flat(queues), partner, self.before, self.after, self.node, self.kind, self.latency,
+            self.memory,
+        )  # fmt: skip
+
+    @functools.cached_property
+    def arrays(self) -> "_Tables":
+        """The same as arrays."""
+        return _Tables(*(np.array(table, np.int64) for table in self.tables))
+
+
+class _Tables(NamedTuple):
+    """The job shop as `list_rounds` takes it."""
+
+    kinds: Any
+    kinds_first: Any
+    queue: Any
+    queue_first: Any
+    partner: Any
+    before: Any
+    after: Any
+    node: Any
+    kind: Any
+    latency: Any
+    memory: Any
+
+
+def _flat(parts: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
+    """Sequences one after another, and where each begins."""
+    return [x for part in parts for x in part], [0, *itertools.accumulate(map(len, parts))]
 
 
 def job_shop(pipes: Sequence[Pipe]) -> JobShop:
@@ -59,9 +125,8 @@ def job_shop(pipes: Sequence[Pipe]) -> JobShop:
     for index, need in enumerate(before):
         if need >= 0:
             after[need] = index
-    latencies, latency_unit = _integers([pipes[task.pipe].latency(forward=task.forward) for task in tasks])
-    sizes = [pipes[task.pipe].activation if pipes[task.pipe].backward is not None else 0 for task in tasks]
-    memory, memory_unit = _integers(sizes)
+    latencies, latency_unit = _integers([pipes[task.pipe].latency(task.stage, forward=task.forward) for task in tasks])
+    memory, memory_unit = _integers([pipes[task.pipe].kept(task.stage) for task in tasks])
     kinds: dict[tuple[int, int, bool], int] = {}
     return JobShop(
         tuple(pipes),
@@ -119,7 +184,8 @@ Limit = Callable[[int], int]
 
 def larger_model_first(pipe: Pipe, instruction: Instruction) -> tuple[float, ...]:
     """The paper's greedy rule: the larger model, of it the backward."""
-    return (-pipe.stages * (pipe.forward + (pipe.backward or 0)), instruction.forward)
+    before, after = pipe.ways[0, True]
+    return (-(before + pipe.latency(0, forward=True) + after), instruction.forward)
 
 
 def longest_way_first(pipe: Pipe, instruction: Instruction) -> tuple[float, ...]:
@@ -130,14 +196,23 @@ def longest_way_first(pipe: Pipe, instruction: Instruction) -> tuple[float, ...]
 def longest_pipe_first(pipe: Pipe, instruction: Instruction) -> tuple[float, ...]:
     """What has the most left of its micro-batch, with the later micro-batches on one stage."""
     later = pipe.micro_batches - instruction.micro_batch
-    return (-_way(pipe, instruction) - later * (pipe.forward + (pipe.backward or 0)),)
+    return (-_way(pipe, instruction) - later * pipe.slowest,)
+
+
+def longest_backward_first(pipe: Pipe, instruction: Instruction) -> tuple[float, ...]:
+    """A backward; of these, and of forwards, what has the most left."""
+    return (instruction.forward, -_way(pipe, instruction))
+
+
+def oldest_backward_first(pipe: Pipe, instruction: Instruction) -> tuple[float, ...]:
+    """A backward; of these, and of forwards, the first micro-batches of either pipe."""
+    return (instruction.forward, instruction.micro_batch / pipe.micro_batches)
 
 
 def _way(pipe: Pipe, instruction: Instruction) -> float:
     """Latency of what is left of a micro-batch."""
-    if not instruction.forward:
-        return (instruction.stage + 1) * (pipe.backward or 0)
-    return (pipe.stages - instruction.stage) * pipe.forward + pipe.stages * (pipe.backward or 0)
+    _, after = pipe.ways[instruction.stage, instruction.forward]
+    return pipe.latency(instruction.stage, forward=instruction.forward) + after
 
 
 class ListSchedule(NamedTuple):
@@ -152,74 +227,51 @@ class ListSchedule(NamedTuple):
         return max(self.finish)
 
 
-def ranks(shop: JobShop, priority: Priority) -> list[tuple[float, ...]]:
-    """The rank of each task by a priority."""
-    return [priority(shop.pipes[task.pipe], task) for task in shop.tasks]
+def ranks(shop: JobShop, priority: Priority) -> list[int]:
+    """The rank of each task by a priority, from 0 on."""
+    values = [priority(shop.pipes[task.pipe], task) for task in shop.tasks]
+    number = {value: index for index, value in enumerate(sorted(set(values)))}
+    return [number[value] for value in values]
 
 
 def list_schedule(
-    shop: JobShop, ranks: Sequence[tuple[float, ...]], *, cap: int | None = None, limit: Limit | None = None
+    shop: JobShop, ranks: Sequence[int], *, cap: int | None = None, limit: Limit | None = None, compiled: bool = False
 ) -> ListSchedule | None:
     """Always that runs next which can start earliest, among those what ranks least.
 
     Args:
         cap: The most memory that a node may keep.
         limit: By how many micro-batches a stage may be ahead.
+        compiled: Run the loop compiled by numba, which must be installed. It finds the same.
 
     Returns:
         None: nothing can start within the cap, though something is left.
     """
-    queues: list[dict[int, list[int]]] = [{} for _ in range(shop.num_nodes)]
-    for task, (node, kind) in enumerate(zip(shop.node, shop.kind, strict=True)):
-        queues[node].setdefault(kind, []).append(task)
-    head = [0] * (max(shop.kind) + 1)
-    backward_kind = {}
-    for task, kind in zip(shop.tasks, shop.kind, strict=True):
-        backward_kind[task.pipe, task.stage, task.forward] = kind
-    finish = [-1] * len(shop.tasks)
-    clock, kept = [0] * shop.num_nodes, [0] * shop.num_nodes
-    orders: Orders = [[] for _ in range(shop.num_nodes)]
 
-    def next_of(node: int) -> tuple[int, tuple[float, ...], int] | None:
-        """The start, the rank and the number of what the node would run next."""
-        best = None
-        for kind, queue in queues[node].items():
-            if head[kind] == len(queue):
-                continue
-            task = queue[head[kind]]
-            before = shop.before[task]
-            if before >= 0 and finish[before] < 0:
-                continue
-            pipe, _, stage, forward = shop.tasks[task]
-            if shop.memory[task] > 0 and cap is not None and kept[node] + shop.memory[task] > cap:
-                continue
-            if forward and limit is not None and shop.pipes[pipe].backward is not None:
-                ahead = head[kind] - head[backward_kind[pipe, stage, False]]
-                if ahead >= limit(shop.pipes[pipe].stages - stage):
-                    continue
-            choice = (max(clock[node], finish[before] if before >= 0 else 0), ranks[task], task)
-            if best is None or choice < best:
-                best = choice
-        return best
+    def array(values: Sequence[int]) -> Any:
+        """What is faster: an array where compiled, else a list."""
+        return np.array(values, np.int64) if compiled else list(values)
 
-    choices = [next_of(node) for node in range(shop.num_nodes)]
-    for _ in shop.tasks:
-        found = min((choice for choice in choices if choice is not None), default=None)
-        if found is None:
-            return None
-        start, _, task = found
-        node, after = shop.node[task], shop.after[task]
-        finish[task] = clock[node] = start + shop.latency[task]
-        head[shop.kind[task]] += 1
-        kept[node] += shop.memory[task]
-        orders[node].append(task)
-        choices[node] = next_of(node)
-        if after >= 0:
-            choices[shop.node[after]] = next_of(shop.node[after])
-    return ListSchedule(orders, finish)
+    tables = shop.arrays if compiled else shop.tables
+    limits = [_UNLIMITED] * len(tables.partner)
+    if limit is not None:
+        for task, kind in zip(shop.tasks, shop.kind, strict=True):
+            limits[kind] = limit(shop.pipes[task.pipe].stages - task.stage)
+    num_tasks, num_nodes = len(shop.tasks), shop.num_nodes
+    order, finish = array([0] * num_tasks), array([0] * num_tasks)
+    room = (*(array([0] * num_nodes) for _ in range(3)), array([0] * len(limits)), array([0] * 2 * num_nodes))
+    most = _UNLIMITED if cap is None else cap
+    run = loops(list_rounds, compiled=compiled)["list_round"]
+    if run(*tables[:5], array(limits), *tables[5:], array(ranks), most, (order, finish, *room)) < 0:
+        return None
+    found, counts = [int(task) for task in order], shop.tasks_of_nodes
+    ends = list(itertools.accumulate(counts))
+    return ListSchedule([found[end - n : end] for end, n in zip(ends, counts, strict=True)], [int(x) for x in finish])
 
 
-def back_and_forth(shop: JobShop, start: ListSchedule, *, cap: int | None = None, passes: int = 8) -> ListSchedule:
+def back_and_forth(
+    shop: JobShop, start: ListSchedule, *, cap: int | None = None, passes: int = 8, compiled: bool = False
+) -> ListSchedule:
     """The shortest of what list scheduling makes of a schedule read backwards, of that read forwards again, and so on.
 
     In each pass that ranks first which finished last in the one before: what is urgent has become known.
@@ -227,19 +279,22 @@ def back_and_forth(shop: JobShop, start: ListSchedule, *, cap: int | None = None
     Reference:
         Li and Willis 1992, "An iterative scheduling technique for resource-constrained project scheduling".
     """
-    both = (shop, _read_backwards(shop))
+    both = (shop, shop.read_backwards)
     best = current = start
+    shortest = start.span
     for index in range(1, passes + 1):
-        found = list_schedule(both[index % 2], [(-finish,) for finish in reversed(current.finish)], cap=cap)
+        latest_first = [-finish for finish in reversed(current.finish)]
+        found = list_schedule(both[index % 2], latest_first, cap=cap, compiled=compiled)
         if found is None:
             break
-        current = found
-        if found.span < best.span:
+        current, span = found, found.span
+        if span < shortest:
+            shortest = span
             if index % 2:
                 last = len(shop.tasks) - 1
                 orders = [[last - task for task in reversed(order)] for order in found.orders]
                 began = [finish - latency for finish, latency in zip(found.finish, both[1].latency, strict=True)]
-                found = ListSchedule(orders, [found.span - start for start in reversed(began)])
+                found = ListSchedule(orders, [span - start for start in reversed(began)])
             best = found
     return best
 

@@ -136,9 +136,9 @@ def finish_times(schedule: Schedule) -> dict[Instruction, float]:
     return {instruction: finish for instruction, (_, finish) in spans(schedule).items()}
 
 
-def makespan(schedule: Schedule) -> float:
-    """When the last instruction finishes."""
-    return max(finish_times(schedule).values(), default=0)
+def makespan(schedule: Schedule, *, send: float = 0.0) -> float:
+    """When the last instruction finishes. See `spans`."""
+    return max((finish for _, finish in spans(schedule, send=send).values()), default=0)
 
 
 def bubble_fraction(schedule: Schedule) -> float:
@@ -178,12 +178,12 @@ def _levels(schedule: Schedule) -> list[list[float]]:
     """Node -> the activation memory kept after each of its instructions. From counts: rounding does not add up."""
     found = []
     for order in schedule.orders:
-        kept = [0] * len(schedule.pipes)
+        kept = {(pipe, stage): 0 for pipe, _, stage, _ in order}
+        sizes = {(pipe, stage): schedule.pipes[pipe].kept(stage) for pipe, stage in kept}
         levels = []
-        for pipe, _, _, forward in order:
-            if schedule.pipes[pipe].backward is not None:
-                kept[pipe] += 1 if forward else -1
-            levels.append(sum(count * pipe.activation for count, pipe in zip(kept, schedule.pipes, strict=True)))
+        for pipe, _, stage, forward in order:
+            kept[pipe, stage] += 1 if forward else -1
+            levels.append(sum(count * sizes[key] for key, count in kept.items()))
         found.append(levels)
     return found
 

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 
-from jaxrlhf.planner.schedules.instructions import Instruction, Pipe, Schedule, ScheduleError, instructions
+from jaxrlhf.planner.schedules.instructions import Instruction, PerStage, Pipe, Schedule, ScheduleError
 from jaxrlhf.planner.schedules.job_shop import as_schedule, job_shop, larger_model_first, list_schedule, ranks
 from jaxrlhf.planner.schedules.schedule import forward_only, interleaved_1f1b, peak_activations
 
@@ -20,19 +20,12 @@ def lower_bound(pipes: Sequence[Pipe]) -> float:
     heads: dict[tuple[int, int], float] = {}
     tails: dict[tuple[int, int], float] = {}
     work: dict[tuple[int, int], float] = {}
-    for task in instructions(pipes):
-        pipe = pipes[task.pipe]
-        key = (pipe.nodes[task.stage], task.pipe)
-        backward = pipe.backward or 0
-        if task.forward:
-            head = task.stage * pipe.forward
-            tail = (pipe.stages - 1 - task.stage) * pipe.forward + pipe.stages * backward
-        else:
-            head = pipe.stages * pipe.forward + (pipe.stages - 1 - task.stage) * backward
-            tail = task.stage * backward
-        heads[key] = min(heads.get(key, head), head)
-        tails[key] = min(tails.get(key, tail), tail)
-        work[key] = work.get(key, 0) + pipe.latency(forward=task.forward)
+    for number, pipe in enumerate(pipes):
+        for (stage, forward), (head, tail) in pipe.ways.items():
+            key = (pipe.nodes[stage], number)
+            heads[key] = min(heads.get(key, head), head)
+            tails[key] = min(tails.get(key, tail), tail)
+            work[key] = work.get(key, 0) + pipe.micro_batches * pipe.latency(stage, forward=forward)
     bound = 0.0
     for node in {node for node, _ in work}:
         here = [key for key in work if key[0] == node]
@@ -74,18 +67,27 @@ def serial_peak(pipes: Sequence[Pipe]) -> float:
     return max(peak_activations(serial_schedule(pipes)))
 
 
+def added_peaks(pipes: Sequence[Pipe]) -> float:
+    """The sum over models of the most activation memory of a node when it is trained by itself by 1F1B."""
+    models = {pipe.model for pipe in pipes}
+    return sum(serial_peak([pipe for pipe in pipes if pipe.model == model]) for model in models)
+
+
 def serial_latency(pipes: Sequence[Pipe]) -> float:
     """The sum over models of what 1F1B takes, if the next begins when the one before has ended everywhere.
 
         sum over models of the largest of its pipes' (M + S - 1) * (forward + backward)
 
-    For pipes with K chunks on N nodes it is (K M + N - 1) * (forward + backward) if N divides M.
+    For pipes with K chunks on N nodes it is (K M + N - 1) * (forward + backward) if N divides M. Where stages differ,
+    micro-batches follow one another as the slowest node lets them, and pass the others once.
     """
     latest: dict[int, float] = {}
     for pipe in pipes:
-        nodes = len(set(pipe.nodes))
-        passes = pipe.micro_batches * (pipe.stages // nodes) + nodes - 1
-        latency = passes * (pipe.forward + (pipe.backward or 0))
+        by_node: dict[int, float] = {}
+        for stage, node in enumerate(pipe.nodes):
+            by_node[node] = by_node.get(node, 0) + pipe.work(stage)
+        slowest, chunks = max(by_node.values()), pipe.stages // len(by_node)
+        latency = pipe.micro_batches * slowest + (sum(by_node.values()) - slowest) / chunks
         latest[pipe.model] = max(latest.get(pipe.model, 0), latency)
     return sum(latest.values())
 
@@ -106,12 +108,20 @@ def shallow_serial_latency(pipes: Sequence[Pipe]) -> float:
             pipe,
             nodes=pipe.nodes[: pipe.stages // 2],
             micro_batches=-(-pipe.micro_batches // 2),
-            forward=2 * pipe.forward,
-            backward=None if pipe.backward is None else 2 * pipe.backward,
+            forward=_in_pairs(pipe.forward),
+            backward=None if pipe.backward is None else _in_pairs(pipe.backward),
+            activation=_in_pairs(pipe.activation),
         )
         for pipe in pipes
     ]
     return serial_latency(halved)
+
+
+def _in_pairs(latency: PerStage) -> PerStage:
+    """Of every two stages together."""
+    if not isinstance(latency, tuple):
+        return 2 * latency
+    return tuple(sum(latency[i : i + 2]) for i in range(0, len(latency), 2))
 
 
 def greedy_schedule(pipes: Sequence[Pipe]) -> Schedule:

@@ -102,7 +102,8 @@ class Arena:
             kept = tuple(tuple(range(len(call.choices))) for call in problem.calls)
         part, size = with_choices(problem, kept), len(problem.calls)
         self.problem, self.kept, self.compiled = problem, kept, compiled
-        self.flat, self.groups = flat_problem(part, compiled=compiled), groups_of(part, compiled=compiled)
+        self.flat = flat_problem(part, compiled=compiled, fits=not exact and problem.devices_per_memory == 1)
+        self.groups = groups_of(part, self.flat, compiled=compiled)
         self.loops = loops(search_rounds, compiled=compiled)
         self.work = Work(*(self.room(n) for n in sizes_of_work(size, len(self.flat.before))))
         self.fitting, self.lacking = self._no_rivals(), self._no_rivals()

@@ -21,6 +21,7 @@ class Leasts(NamedTuple):
     resting: Any
     working: Any
     copy: Any
+    base: Any
     between: Any
     """[call, call]: the calls that come after the one and before the other in every iteration, as bits; -1 where the
     other one does not wait for the one."""
@@ -85,13 +86,13 @@ def _find_brought(flat, groups, leasts, state):
         weights = 0
         data = 0
         if state.group[a] >= 0 and state.group[b] >= 0:
-            if state.choice[a] >= 0 and state.choice[b] >= 0:
-                width = flat.begin[b + 1] - flat.begin[b]
-                entry = (state.choice[a] - flat.begin[a]) * width + state.choice[b] - flat.begin[b]
+            x = state.choice[a]
+            y = state.choice[b]
+            if x >= 0 and y >= 0:
                 if flat.weights[w] >= 0:
-                    weights = flat.table[flat.weights[w] + entry]
+                    weights = flat.table[flat.at[flat.weights[w] + x] + flat.at[flat.weights_to[w] + y]]
                 if flat.data[w] >= 0:
-                    data = flat.table[flat.data[w] + entry]
+                    data = flat.table[flat.at[flat.data[w] + x] + flat.at[flat.data_to[w] + y]]
             else:
                 width = groups.begin[b + 1] - groups.begin[b]
                 entry = (state.group[a] - groups.begin[a]) * width + state.group[b] - groups.begin[b]
@@ -99,7 +100,7 @@ def _find_brought(flat, groups, leasts, state):
                     weights = leasts.table[leasts.weights[w] + entry]
                 if leasts.data[w] >= 0:
                     data = leasts.table[leasts.data[w] + entry]
-            busy = data
+            busy = data if flat.one_at_a_time else 0  # else data takes no device
             if leasts.alone[w] > 0:
                 busy += weights
             total += busy
@@ -222,15 +223,18 @@ def _least_memory_lacking(flat, groups, leasts, state):
             counted = False
             for m in range(k):
                 b = flat.resters[m]
-                if here >> b & 1 and flat.rests[a] >= 0 and flat.rests[b] == flat.rests[a]:
+                if here >> b & 1 and flat.rests[k] >= 0 and flat.rests[m] == flat.rests[k]:
                     counted = counted or (_on_the_same(groups, state, a, b) and _same_layout(flat, state, a, b))
-            if not counted:
+            if not counted and flat.of_base[k]:
+                resting += flat.base[state.choice[a]] if state.choice[a] >= 0 else leasts.base[state.group[a]]
+            elif not counted:
                 resting += flat.resting[state.choice[a]] if state.choice[a] >= 0 else leasts.resting[state.group[a]]
         most = 0
         for c in range(num_calls):
             size = 0
             if here >> c & 1:
-                size = flat.working[state.choice[c]] if state.choice[c] >= 0 else leasts.working[state.group[c]]
+                x = state.choice[c]
+                size = flat.least_working[x] if x >= 0 else leasts.working[state.group[c]]
             alive = flat.alive[c] & here
             for k in range(len(flat.copies)):
                 a = flat.copies[k]
@@ -241,8 +245,10 @@ def _least_memory_lacking(flat, groups, leasts, state):
                     b = flat.copies[m]
                     if alive >> b & 1 and flat.copied_from[b] == flat.copied_from[a]:
                         counted = counted or (_on_the_same(groups, state, a, b) and _same_layout(flat, state, a, b))
-                if not counted:
-                    size += flat.copy[state.choice[a]] if state.choice[a] >= 0 else leasts.copy[state.group[a]]
+                if not counted and state.choice[a] >= 0:
+                    size += flat.copy[state.choice[a]] - flat.shared_with_training[state.choice[a]]
+                elif not counted:
+                    size += leasts.copy[state.group[a]]
             most = max(most, size)
         lacking = max(lacking, resting + most - flat.capacity[memory])
     return lacking

@@ -4,7 +4,8 @@ First every call gets devices, then a way to run on them. What is chosen so far 
 the best; where that is not below the fastest plan known, all plans that begin so are left out. What is not chosen yet
 counts with the least of all that it could be. No iteration that plans settle to is shorter than
 
-- all that occupies one device: the calls that are on it, with loading and unloading, and what is brought to it;
+- all that occupies one device: the calls that are on it, with loading and unloading, and the weights that are brought
+  to it;
 - all device-seconds of all calls, divided by the number of devices; or all that there is, where nothing runs beside
   anything else;
 - a circle of calls that wait for each other, divided by the iterations that it takes: generation, inference, training,
@@ -92,6 +93,7 @@ def _leasts(arena: Arena) -> Leasts:
     """The least of what the choices of every group take."""
     flat, groups, order = arena.flat, arena.groups, step_order(arena.problem)
     num_calls, members, tables = len(arena.problem.calls), np.array(groups.members), []
+    at, entries = np.array(flat.at), np.array(flat.table)
 
     def integers(values: Iterable[int]) -> Integers:
         return as_integers(values, compiled=arena.compiled)
@@ -103,27 +105,26 @@ def _leasts(arena: Arena) -> Leasts:
         return integers(np.minimum.reduceat(values[members], groups.member_begin[:-1]))
 
     def members_of(c: int) -> tuple[np.ndarray, np.ndarray]:
-        """A call's choices by group, counted from its first, and where each group begins."""
+        """A call's choices by group, and where each group begins."""
         begins = np.array(groups.member_begin)[groups.begin[c] : groups.begin[c + 1] + 1]
-        return members[begins[0] : begins[-1]] - flat.begin[c], begins[:-1] - begins[0]
+        return members[begins[0] : begins[-1]], begins[:-1] - begins[0]
 
-    def add(begin: int, wait: Wait) -> int:
+    def add(rows_at: int, columns_at: int, wait: Wait) -> int:
         """Where the least of a table begins among those; -1 where there is none."""
-        if begin < 0:
+        if rows_at < 0:
             return -1
-        shape = [flat.begin[c + 1] - flat.begin[c] for c in (wait.before, wait.after)]
-        table = np.array(flat.table[begin : begin + shape[0] * shape[1]]).reshape(shape)
         (rows, row_begins), (columns, column_begins) = members_of(wait.before), members_of(wait.after)
-        table = np.minimum.reduceat(table[rows], row_begins, axis=0)
-        least = np.minimum.reduceat(table[:, columns], column_begins, axis=1)
+        table = entries[at[rows_at + rows][:, None] + at[columns_at + columns]]
+        table = np.minimum.reduceat(table, row_begins, axis=0)
+        least = np.minimum.reduceat(table, column_begins, axis=1)
         tables.append(least.reshape(-1))
         return sum(len(each) for each in tables[:-1])
 
     seconds = np.array(flat.seconds) + np.array(flat.load)
     busy = seconds + np.array(flat.unload)
     shortest = np.minimum.reduceat(seconds, flat.begin[:-1])
-    weights = [add(int(begin), wait) for begin, wait in zip(flat.weights, order.waits, strict=True)]
-    data = [add(int(begin), wait) for begin, wait in zip(flat.data, order.waits, strict=True)]
+    weights = [add(*each) for each in zip(flat.weights, flat.weights_to, order.waits, strict=True)]
+    data = [add(*each) for each in zip(flat.data, flat.data_to, order.waits, strict=True)]
     sharing = [wait.before for wait in order.waits if wait.weights]
     return Leasts(
         of_calls(seconds),
@@ -131,8 +132,9 @@ def _leasts(arena: Arena) -> Leasts:
         of_groups(seconds),
         of_groups(busy),
         of_groups(np.array(flat.resting)),
-        of_groups(np.array(flat.working)),
-        of_groups(np.array(flat.copy)),
+        of_groups(np.array(flat.least_working)),
+        of_groups(np.array(flat.copy) - np.array(flat.shared_with_training)),
+        of_groups(np.array(flat.base)),
         integers(_between(order.waits, num_calls)),
         integers(weights),
         integers(data),

@@ -1,10 +1,11 @@
 """Choices that no good plan needs."""
 
 import dataclasses
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 
-from jaxrlhf.planner.problem import Problem
+from jaxrlhf.planner.problem import CallChoices, Choice, PairSeconds, Problem
 from jaxrlhf.planner.searching.lean_plans import own_bytes
 from jaxrlhf.planner.step_order import layout
 
@@ -28,41 +29,90 @@ def worth_keeping(problem: Problem, *, exact: bool = False) -> tuple[tuple[int, 
 
     This one may lose something, unless `exact`:
 
-    - The same where the other one takes no more time in any respect, but not the same. As a rule that makes no plan
-      slower, but there are exceptions: what is ready earlier may get a device before something that is more urgent
-      (Graham 1966).
+    - The same where the other one is faster by at least as much as bringing weights and outputs can take longer with
+      it. As a rule that makes no plan slower, but there are exceptions: what is ready earlier may get a device before
+      something that is more urgent (Graham 1966).
     """
     kept, own = [], own_bytes(problem)
     for j, call in enumerate(problem.calls):
-        sizes = own[j]
+        sizes = np.column_stack([own[j], [x.copy for x in call.choices]])
         room = [min(problem.capacity[memory] for memory in problem.memories(x.devices)) for x in call.choices]
-        seconds = [np.array([(x.seconds, x.load, x.unload) for x in call.choices])]
-        seconds += [table for (i, _), table in problem.reallocations.items() if i == j]
-        seconds += [table.T for (_, i), table in problem.reallocations.items() if i == j]
-        seconds += [table for (i, _), table in problem.transfers.items() if i == j]
-        seconds += [table.T for (_, i), table in problem.transfers.items() if i == j]
-        times = np.concatenate(seconds, axis=1)
-        same = [other for other in problem.calls if other.weights == call.weights]
+        same = [other for other in problem.calls if _read(other) & _read(call)]
         shared = len(same) - any(other.trains for other in same) > 1
-        alike: dict[tuple[int, ...], list[int]] = {}
+        alike: dict[Hashable, list[int]] = {}
         for k, choice in enumerate(call.choices):
-            if sizes[k].sum() <= room[k]:
+            if own[j][k].sum() <= room[k]:
                 alike.setdefault(layout(choice) if shared else (choice.first, choice.end), []).append(k)
+        parts = np.array([(x.seconds, x.load, x.unload) for x in call.choices])
+        tables = _tables_of(problem, j)
         kept.append(
-            tuple(sorted(k for group in alike.values() for k in _undominated(group, times, sizes, exact=exact)))
+            tuple(sorted(k for group in alike.values() for k in _undominated(group, parts, sizes, tables, exact=exact)))
         )
     return tuple(kept)
 
 
-def _undominated(group: list[int], times: np.ndarray, sizes: np.ndarray, *, exact: bool) -> list[int]:
-    """Those of some choices than which no other is as good in everything. Of equal ones, the first."""
-    kept: list[int] = []
-    for k in sorted(group, key=lambda k: (times[k].sum(), sizes[k].sum(), k)):
-        others_times, others_sizes = times[kept], sizes[kept]
-        as_fast = (others_times == times[k] if exact else others_times <= times[k]).all(1)
-        if not (as_fast & (others_sizes <= sizes[k]).all(1)).any():
-            kept.append(k)
-    return kept
+def _read(call: CallChoices) -> set[str]:
+    """The sets of weights that a call reads: its own, and what its adapters adapt."""
+    return {call.weights, call.base} - {""}
+
+
+def _tables_of(problem: Problem, j: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """What it takes to bring weights and outputs to and from a call: (seconds [row, column], choice -> row)."""
+
+    def from_call(table: PairSeconds) -> tuple[np.ndarray, np.ndarray]:
+        return table.values, table.row
+
+    def to_call(table: PairSeconds) -> tuple[np.ndarray, np.ndarray]:
+        return table.values.T, table.column
+
+    tables = [*problem.reallocations.items(), *problem.transfers.items()]
+    return [from_call(table) for (i, _), table in tables if i == j] + [
+        to_call(table) for (_, i), table in tables if i == j
+    ]
+
+
+def undominated(choices: Sequence[Choice]) -> list[Choice]:
+    """Those of some choices on devices that are alike than which no other is as fast and needs no more memory of any
+    sort. Of equal ones, the first."""
+    parts = np.array([(x.seconds, x.load, x.unload) for x in choices])
+    sizes = np.array([(x.resting, x.base, x.working, x.copy, x.copy - x.shared_with_training) for x in choices])
+    return [choices[k] for k in _undominated(list(range(len(choices))), parts, sizes, [], exact=False)]
+
+
+def _undominated(
+    group: list[int],
+    parts: np.ndarray,
+    sizes: np.ndarray,
+    tables: list[tuple[np.ndarray, np.ndarray]],
+    *,
+    exact: bool,
+) -> list[int]:
+    """Those of some choices than which no other is as good in everything. Of equal ones, the first.
+
+    Args:
+        parts: [choice, 3] seconds, loading, unloading.
+        sizes: [choice, ...] bytes of every sort.
+        tables: As `_tables_of` gives them.
+    """
+    parts, sizes = parts[group], sizes[group]
+    beats = (sizes[:, None] <= sizes[None]).all(-1)  # [one, other]
+    if exact:
+        beats &= (parts[:, None] == parts[None]).all(-1)
+    gained = parts.sum(1)[None] - parts.sum(1)[:, None]
+    beats &= gained >= 0
+    for values, row in tables:
+        rows, number = np.unique(row[group], return_inverse=True)
+        if len(rows) == 1 or not (beats & ~np.eye(len(group), dtype=bool)).any():
+            continue
+        longer = np.array([(values[one] - values[rows]).max(1) for one in rows])  # [one, other], at the most
+        if exact:
+            longer = np.where((longer == 0) & (longer.T == 0), 0.0, np.inf)
+        gained = gained - np.maximum(longer, 0.0)[number][:, number]
+        beats &= gained >= 0
+    equal = beats & beats.T
+    first = np.tril(np.ones_like(equal), -1).T.astype(bool)  # of equal ones, the first beats the others
+    beaten = (beats & (~equal | first)).any(0)
+    return [k for k, lost in zip(group, beaten, strict=True) if not lost]
 
 
 def with_choices(problem: Problem, kept: tuple[tuple[int, ...], ...]) -> Problem:
@@ -74,6 +124,6 @@ def with_choices(problem: Problem, kept: tuple[tuple[int, ...], ...]) -> Problem
     return dataclasses.replace(
         problem,
         calls=tuple(calls),
-        reallocations={(i, j): table[np.ix_(kept[i], kept[j])] for (i, j), table in problem.reallocations.items()},
-        transfers={(i, j): table[np.ix_(kept[i], kept[j])] for (i, j), table in problem.transfers.items()},
+        reallocations={(i, j): t.of_choices(kept[i], kept[j]) for (i, j), t in problem.reallocations.items()},
+        transfers={(i, j): t.of_choices(kept[i], kept[j]) for (i, j), t in problem.transfers.items()},
     )

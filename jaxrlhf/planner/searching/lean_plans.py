@@ -24,12 +24,18 @@ def require_choices(problem: Problem) -> None:
 
 
 def own_bytes(problem: Problem) -> list[np.ndarray]:
-    """Call -> [choice, 3]: bytes on its devices that rest there because of it, that it works with, and of its copy."""
+    """Call -> [choice, 4]: bytes on its devices that rest there because of it, that it works with, of its copy where
+    it shares what it can with training, and of what its adapters adapt."""
     order = step_order(problem)
     return [
         np.array(
             [
-                (x.resting * (order.homes[j] in (None, j)), x.working, x.copy * bool(order.alive[j]))
+                (
+                    x.resting * (order.homes[j] in (None, j)),
+                    x.working,
+                    (x.copy - x.shared_with_training) * bool(order.alive[j]),
+                    x.base,
+                )
                 for x in call.choices
             ]
         )

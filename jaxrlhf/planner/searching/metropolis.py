@@ -39,6 +39,8 @@ WAYS = (
 _ROUND = 2_000
 """Steps in which a chain cools down once."""
 _TEMPERATURES = 32
+_DESCENTS = 4
+"""Plans at a time whose neighbors are all looked at."""
 
 
 def walk(arena: Arena, *, seed: int, steps: int, chains: int, part: float) -> None:
@@ -75,6 +77,23 @@ def walk(arena: Arena, *, seed: int, steps: int, chains: int, part: float) -> No
         arena.looked_at(length)
         taken += length
         turn += 1
+
+
+def descend(arena: Arena) -> None:
+    """From the best plans, as long as the best gets better by it: looks at all plans that differ from one in one call.
+    """
+    before, tried = NEVER + 1, set[tuple[int, ...]]()
+    while arena.best < before and not arena.time_is_up():
+        before = arena.best
+        for _, _, _, plan in arena.found(arena.fitting)[:_DESCENTS]:
+            if plan not in tried:
+                tried.add(plan)
+                here = as_integers(plan, compiled=arena.compiled)
+                changed = arena.room(len(plan))
+                number = arena.loops["judge_neighbors"](
+                    *(arena.flat, arena.groups, here, changed, arena.work, arena.fitting, arena.lacking)
+                )
+                arena.looked_at(int(number))
 
 
 def _starts(arena: Arena) -> list[list[int]]:

@@ -5,7 +5,8 @@ integers alike, so that they can be compiled or not. Here a plan has for each ca
 choices of all calls.
 
 Single devices do not occur. A task waits for the last one on any of the devices of its call, or of its two calls; so
-what is kept is when all devices of each call are free.
+what is kept is when all devices of each call are free. Outputs that are brought take no devices, and no task here: the
+call that needs them waits so much longer. Where nothing runs beside anything else, they are tasks like all others.
 """
 
 from typing import Any, NamedTuple
@@ -43,6 +44,8 @@ class Work(NamedTuple):
     """[iteration, call]: when the last of the others ends."""
     reached: Any
     """Entries of the two for calls that the last task was one less to wait for."""
+    later: Any
+    """[the same]: nanoseconds from its end until they know."""
     ready: Any
     """[task that is ready]: since when."""
     place: Any
@@ -58,7 +61,9 @@ class Work(NamedTuple):
     slots: Any
     """The slots in which the plan has tasks, in iterations but the first."""
     sizes: Any
-    """[call]: bytes that count of what rests with it, and then [call]: of its copy."""
+    """[rester]: bytes that count of what rests with it, and from twice the calls on [call]: of its copy."""
+    room: Any
+    """[call]: bytes that it may work with, of those that its memories have."""
 
 
 class Rivals(NamedTuple):
@@ -79,8 +84,8 @@ def sizes_of_work(num_calls, num_waits):
     slots = num_calls * (num_calls + 4)
     return (
         *(num_calls, num_calls, num_waits, num_waits, num_waits, num_calls * (RUN_AHEAD + 1)),
-        *(by_iteration, by_iteration, by_iteration, most_ready, most_ready, most_ready, most_ready),
-        *(ITERATIONS * slots, ITERATIONS, slots, 2 * num_calls),
+        *(by_iteration, by_iteration, by_iteration, by_iteration, most_ready, most_ready, most_ready, most_ready),
+        *(ITERATIONS * slots, ITERATIONS, slots, 3 * num_calls, num_calls),
     )
 
 
@@ -95,26 +100,31 @@ def _find_overlaps(flat, plan, work):
         work.overlaps[a] = bits
 
 
-def memory_lacking(flat, plan, work):
-    """Bytes by which the fullest memory is above its capacity; negative where all have room.
+def fit(flat, plan, work):
+    """Gives each call the variant that fits, in place, where calls get it.
+
+    Returns:
+        Bytes by which the fullest memory is above its capacity; negative where all have room.
 
     Within a stretch of equal capacity, most is in its first memory or in the first memory of a call: those to the right
     of it are of the same calls, or of fewer.
     """
     num_calls = len(plan)
-    for c in range(2 * num_calls):
+    for c in range(3 * num_calls):
         work.sizes[c] = 0
+    for a in range(num_calls):
+        work.room[a] = NEVER
     for k in range(len(flat.resters)):
         a = flat.resters[k]
-        holder = a
-        if flat.rests[a] >= 0:
-            m = 0
-            while flat.rests[flat.resters[m]] != flat.rests[a] or (
-                flat.layout[plan[flat.resters[m]]] != flat.layout[plan[a]]
+        holder = k
+        if flat.rests[k] >= 0:
+            holder = 0
+            while flat.rests[holder] != flat.rests[k] or (
+                flat.layout[plan[flat.resters[holder]]] != flat.layout[plan[a]]
             ):
-                m += 1
-            holder = flat.resters[m]
-        work.sizes[holder] = max(work.sizes[holder], flat.resting[plan[a]])
+                holder += 1
+        size = flat.base[plan[a]] if flat.of_base[k] else flat.resting[plan[a]]
+        work.sizes[holder] = max(work.sizes[holder], size)
     for k in range(len(flat.copies)):
         a = flat.copies[k]
         m = 0
@@ -122,9 +132,12 @@ def memory_lacking(flat, plan, work):
             flat.layout[plan[flat.copies[m]]] != flat.layout[plan[a]]
         ):
             m += 1
-        holder = num_calls + flat.copies[m]
-        work.sizes[holder] = max(work.sizes[holder], flat.copy[plan[a]])
-    lacking = -(1 << 62)
+        holder = 2 * num_calls + flat.copies[m]
+        size = flat.copy[plan[a]]
+        if flat.layout[plan[flat.copied_from[a]]] == flat.layout[plan[a]]:
+            size -= flat.shared_with_training[plan[a]]
+        work.sizes[holder] = max(work.sizes[holder], size)
+    lacking = -NEVER
     for point in range(num_calls + len(flat.stretch)):
         memory = flat.first_memory[plan[point]] if point < num_calls else flat.stretch[point - num_calls]
         resting = 0
@@ -132,26 +145,31 @@ def memory_lacking(flat, plan, work):
         for a in range(num_calls):
             if flat.first_memory[plan[a]] <= memory < flat.end_memory[plan[a]]:
                 here |= 1 << a
-                resting += work.sizes[a]
-        most = 0
+        for k in range(len(flat.resters)):
+            if here >> flat.resters[k] & 1:
+                resting += work.sizes[k]
         for a in range(num_calls):
-            size = 0
-            beside = 0
-            if here >> a & 1:
-                size = flat.working[plan[a]]
-                beside = flat.beside[a] & here
             alive = flat.alive[a] & here
+            beside = flat.beside[a] & here
             most_beside = 0
+            room = flat.capacity[memory] - resting
             for b in range(num_calls):
                 if alive >> b & 1:
-                    size += work.sizes[num_calls + b]
+                    room -= work.sizes[2 * num_calls + b]
                 if beside >> b & 1 and (
                     flat.first[plan[a]] >= flat.end[plan[b]] or flat.first[plan[b]] >= flat.end[plan[a]]
                 ):
                     most_beside = max(most_beside, flat.working[plan[b]])
-            size += most_beside
-            most = max(most, size)
-        lacking = max(lacking, resting + most - flat.capacity[memory])
+            if here >> a & 1:
+                work.room[a] = min(work.room[a], room - most_beside)
+            else:
+                lacking = max(lacking, -room)
+    for a in range(num_calls):
+        if flat.fits:
+            plan[a] = flat.fastest[plan[a]]
+            while flat.working[plan[a]] > work.room[a] and flat.leaner[plan[a]] >= 0:
+                plan[a] = flat.leaner[plan[a]]
+        lacking = max(lacking, flat.working[plan[a]] - work.room[a])
     return lacking
 
 
@@ -168,14 +186,13 @@ def _tasks_of(flat, plan, work):
     for w in range(len(flat.before)):
         a = flat.before[w]
         b = flat.after[w]
-        entry = (plan[a] - flat.begin[a]) * (flat.begin[b + 1] - flat.begin[b]) + plan[b] - flat.begin[b]
         work.weights[w] = 0
         work.data[w] = 0
         work.leader[w] = w
         if flat.weights[w] >= 0:
-            work.weights[w] = flat.table[flat.weights[w] + entry]
+            work.weights[w] = flat.table[flat.at[flat.weights[w] + plan[a]] + flat.at[flat.weights_to[w] + plan[b]]]
         if flat.data[w] >= 0:
-            work.data[w] = flat.table[flat.data[w] + entry]
+            work.data[w] = flat.table[flat.at[flat.data[w] + plan[a]] + flat.at[flat.data_to[w] + plan[b]]]
     for k in range(len(flat.sharers)):
         w = flat.sharers[k]
         m = 0
@@ -195,8 +212,9 @@ def _tasks_of(flat, plan, work):
                 num_tasks += 1
         if work.data[w] > 0:
             number += 1
-            work.slots[num_tasks] = flat.after[w] * per_call + 1 + flat.before[w]
-            num_tasks += 1
+            if flat.one_at_a_time:
+                work.slots[num_tasks] = flat.after[w] * per_call + 1 + flat.before[w]
+                num_tasks += 1
         work.waits[flat.lag[w] * num_calls + flat.after[w]] += max(1, number)
     for c in range(num_calls):
         work.slots[num_tasks] = c * per_call + num_calls + 2
@@ -248,6 +266,7 @@ def iteration_length(flat, plan, work):
                 work.missing[entry] += work.waits[lag * num_calls + c]
             if work.missing[entry] == 0:
                 work.reached[num_reached] = entry
+                work.later[num_reached] = 0
                 num_reached += 1
     for c in range(num_calls):
         work.free[c] = 0
@@ -257,7 +276,7 @@ def iteration_length(flat, plan, work):
     while True:
         for k in range(num_reached):
             entry = work.reached[k]
-            work.arrived[entry] = max(work.arrived[entry], end)
+            work.arrived[entry] = max(work.arrived[entry], end + work.later[k])
             work.missing[entry] -= 1
             if work.missing[entry] <= 0:
                 c = entry % num_calls
@@ -308,14 +327,15 @@ def iteration_length(flat, plan, work):
                     work.length[num_ready] = work.weights[w]
                     work.partner[num_ready] = c
                     num_ready += 1
-                if work.data[w] > 0:
+                if work.data[w] > 0 and flat.one_at_a_time:
                     work.ready[num_ready] = end
                     work.place[num_ready] = entry * per_call + 1 + c
                     work.length[num_ready] = work.data[w]
                     work.partner[num_ready] = c
                     num_ready += 1
-                if work.weights[w] == 0 and work.data[w] == 0:
+                elif work.data[w] > 0 or work.weights[w] == 0:
                     work.reached[num_reached] = entry
+                    work.later[num_reached] = work.data[w]
                     num_reached += 1
             length = flat.unload[plan[c]]
         elif kind == num_calls + 1:
@@ -328,12 +348,14 @@ def iteration_length(flat, plan, work):
                     entry = (iteration - flat.lag[leader] + flat.lag[w]) * num_calls + flat.after[w]
                     if entry < ITERATIONS * num_calls:
                         work.reached[num_reached] = entry
+                        work.later[num_reached] = 0
                         num_reached += 1
         else:
             if kind == num_calls + 3:
                 entry += num_calls
             if entry < ITERATIONS * num_calls:
                 work.reached[num_reached] = entry
+                work.later[num_reached] = 0
                 num_reached += 1
         if length > 0:  # what follows a call's weights, or itself, on its devices
             work.ready[num_ready] = end
@@ -403,12 +425,13 @@ def _lowest(rivals):
 
 
 def judge(flat, plan, work, per_byte, fitting, lacking):
-    """The cost of a plan: nanoseconds of an iteration, and `per_byte` times as many more for every byte that it lacks.
+    """The cost of a plan, whose calls get the variants that fit: nanoseconds of an iteration, and `per_byte` times as
+    many more for every byte that it lacks.
 
     Notes it among those that fit, by nanoseconds, or, if it would be faster than they, among those that lack memory, by
     what they lack.
     """
-    missing = memory_lacking(flat, plan, work)
+    missing = fit(flat, plan, work)
     nanoseconds = iteration_length(flat, plan, work)
     if missing <= 0:
         _note(fitting, _shape_of(flat, plan, work), nanoseconds, nanoseconds, missing, plan)
@@ -424,6 +447,23 @@ def judge_each(flat, plans, number, plan, work, fitting, lacking):
         for c in range(len(plan)):
             plan[c] = plans[k * len(plan) + c]
         judge(flat, plan, work, 0.0, fitting, lacking)
+
+
+def judge_neighbors(flat, groups, plan, changed, work, fitting, lacking):
+    """Judges all plans that differ from one in one call. `changed`: room for one.
+
+    Returns:
+        How many.
+    """
+    number = 0
+    for c in range(len(plan)):
+        for m in range(groups.member_begin[groups.begin[c]], groups.member_begin[groups.begin[c + 1]]):
+            for a in range(len(plan)):
+                changed[a] = plan[a]
+            changed[c] = groups.members[m]
+            judge(flat, changed, work, 0.0, fitting, lacking)
+            number += 1
+    return number
 
 
 def _group_on(groups, c, first, end):

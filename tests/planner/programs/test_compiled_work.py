@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from jaxrlhf.models.counts import forward_flops
-from jaxrlhf.models.generate import cache_sizes
+from jaxrlhf.models.generate import cache_sizes, slots_read
 from jaxrlhf.planner.cluster_text import read_cluster
 from jaxrlhf.planner.programs.compiled_counts import Collective, Counts, Loop, ProgramCounts
 from jaxrlhf.planner.programs.compiled_work import ROWS, CompiledWork, compile_work, depths, tensor_degrees
@@ -70,8 +70,8 @@ def test_a_decoding_step_is_the_mean_over_growing_caches():
         return ProgramCounts({"prefill": Counts(7.0 * num_layers * ROWS["generate"])}, tuple(loops))
 
     work = CompiledWork({(call.name, n, 1): program(n) for n in depths(call)})
-    steps = [min(size, 79) - before for before, size in zip([0, *sizes], sizes, strict=False)]
-    mean = sum(size * n for size, n in zip(sizes, steps, strict=True)) / 79
+    mean = slots_read(0, 80)
+    assert mean == pytest.approx((32 * 32 + 64 * 32 + 80 * 15) / 79)
     assert work(call, "decode", tensor=1, fsdp=1, remat="none").layer.flops == pytest.approx(mean)
     assert work(call, "prefill", tensor=1, fsdp=1, remat="none").layer.flops == 7.0
 
@@ -100,3 +100,13 @@ def test_real_programs_are_compiled_counted_and_kept(tmp_path):
     layer, rest = work(call, "forward", tensor=1, fsdp=1, remat="none")
     whole = forward_flops(TINY, rows=1, columns=call.columns, scored=1)
     assert (layer * TINY.num_layers + rest).flops == pytest.approx(whole, rel=0.1)
+
+
+@pytest.mark.parametrize(("prompt", "response"), [(8, 8), (8, 100)])
+def test_decoding_counts_the_slots_that_its_program_multiplies(prompt, response):
+    """Layers of the compiled loops, weighted by their steps, and of the formula: operations agree to a percent."""
+    step = ppo(dataclasses.replace(TINY, max_position_embeddings=prompt + response), prompt=prompt, response=response)
+    call = dataclasses.replace(step.workload.call("actor.generate"), needs=())
+    work, _ = compile_work(Workload((call,)), read_cluster("cpu:1"), cache=None, processes=1)
+    compiled, ours = (w(call, "decode", tensor=1, fsdp=1, remat="none").layer.flops for w in (work, analytic_work))
+    assert ours == pytest.approx(compiled, rel=0.01)

@@ -3,6 +3,9 @@
 import builtins
 import itertools
 import math
+import os
+import subprocess
+import sys
 import time
 from typing import Any
 
@@ -11,7 +14,7 @@ import pytest
 from jaxrlhf.planner.schedules import annealing
 from jaxrlhf.planner.schedules.fused_pipes import TrainedModel, fused_pipes
 from jaxrlhf.planner.schedules.fused_schedule import fuse, fuse_quickly
-from jaxrlhf.planner.schedules.instructions import Instruction, Pipe, ScheduleError, needed
+from jaxrlhf.planner.schedules.instructions import Instruction, Pipe, ScheduleError, instructions, needed
 from jaxrlhf.planner.schedules.job_shop import (
     as_orders,
     as_schedule,
@@ -24,6 +27,7 @@ from jaxrlhf.planner.schedules.job_shop import (
 )
 from jaxrlhf.planner.schedules.schedule import interleaved_1f1b, makespan, one_f_one_b, peak_activations, validate
 from jaxrlhf.planner.schedules.schedule_bounds import (
+    added_peaks,
     greedy_schedule,
     lower_bound,
     serial_latency,
@@ -70,7 +74,7 @@ def shortest_of_all(pipes: tuple[Pipe, ...], cap: float = math.inf) -> float:
         nonlocal best
         left = [
             sum(
-                (len(queue) - head) * pipes[queue[0].pipe].latency(forward=queue[0].forward)
+                (len(queue) - head) * pipes[queue[0].pipe].latency(queue[0].stage, forward=queue[0].forward)
                 for head, queue in zip(heads[node], queues[node], strict=True)
             )
             for node in range(num_nodes)
@@ -94,10 +98,12 @@ def shortest_of_all(pipes: tuple[Pipe, ...], cap: float = math.inf) -> float:
                 if before is not None and before not in finish:
                     continue
                 pipe = pipes[x.pipe]
-                size = pipe.activation if x.forward else -pipe.activation
+                size = pipe.kept(x.stage) if x.forward else -pipe.kept(x.stage)
                 if kept[node] + size > cap + 1e-9:
                     continue
-                end = max(clock[node], finish[before] if before is not None else 0) + pipe.latency(forward=x.forward)
+                end = max(clock[node], finish[before] if before is not None else 0) + pipe.latency(
+                    x.stage, forward=x.forward
+                )
                 extend(
                     {**finish, x: end},
                     [end if i == node else each for i, each in enumerate(clock)],
@@ -339,6 +345,66 @@ def test_quickly_is_quick_and_needs_no_numba(monkeypatch):
     assert found.latency < found.serial_latency
     assert fuse_quickly(pipes) == found
     assert fuse(pipes, moves=10) == fuse(pipes, moves=10, compiled=False)
+
+
+@pytest.mark.parametrize("instance", list(itertools.product([(8, 4), (8, 8), (16, 8), (16, 16)], [1, 2, 4])), ids=str)
+def test_quickly_finds_the_shortest_of_the_paper_s_instances_in_the_memory_of_both(instance):
+    """Within what both models keep by themselves every one reaches the lower bound; within 1.25 times the larger
+    alone, most do."""
+    (first, second), times = instance
+    pipes = of_the_paper(first, second, times * first)
+    cap = added_peaks(pipes)
+    found = fuse_quickly(pipes, memory_cap=cap)
+    validate(found.schedule, memory_cap=cap)
+    assert found.latency == lower_bound(pipes)
+    if len(list(instructions(pipes))) <= 1024:
+        tight = fuse_quickly(pipes, memory_cap=1.25 * serial_peak(pipes))
+        validate(tight.schedule, memory_cap=1.25 * serial_peak(pipes))
+        assert tight.latency <= 1.05 * lower_bound(pipes)
+
+
+def test_every_process_finds_the_same_schedule():
+    """Whatever the seed of its hashes is, compiled or not."""
+    pytest.importorskip("numba")
+    code = (
+        "from tests.planner.schedules.test_fused_schedule import *\n"
+        "pipes = of_the_paper(16, 8, 16)\n"
+        "print([fuse_quickly(pipes, memory_cap=1.1 * serial_peak(pipes), compiled=c) for c in (True, False)])"
+    )
+    found = []
+    for seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        one = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+        found.append(one.stdout.strip())
+    pipes = of_the_paper(16, 8, 16)
+    here = [fuse_quickly(pipes, memory_cap=1.1 * serial_peak(pipes), compiled=each) for each in (True, False)]
+    assert here[0] == here[1]
+    assert found == [str(here)] * 2
+
+
+def test_list_schedules_are_the_same_compiled_or_not():
+    pytest.importorskip("numba")
+    for pipes in (HARD, UNEVEN):
+        shop = job_shop(pipes)
+        for cap in (None, peak(shop, as_orders(shop, serial_schedule(pipes)))):
+            settings: dict[str, Any] = dict(cap=cap, limit=lambda below: below + 1)
+            one, two = (
+                list_schedule(shop, ranks(shop, longest_way_first), compiled=compiled, **settings)
+                for compiled in (True, False)
+            )
+            assert one is not None and one == two
+            again = [back_and_forth(shop, one, cap=cap, compiled=compiled) for compiled in (True, False)]
+            assert again[0] == again[1]
+
+
+UNEVEN = (Pipe((0, 1), 3, (2, 1), (4, 7), (2, 0.5)), Pipe((1, 0), 3, (1, 1), (2, 5), (1, 0.5), model=1))
+"""Stages differ."""
+
+
+def test_the_shortest_is_found_where_stages_differ_too():
+    cap = added_peaks(UNEVEN)
+    assert fuse_quickly(UNEVEN).latency == shortest_of_all(UNEVEN)
+    assert fuse_quickly(UNEVEN, memory_cap=cap).latency == shortest_of_all(UNEVEN, cap)
 
 
 def test_no_pipes_say_so():

@@ -28,6 +28,13 @@ from jaxrlhf.planner.schedules.schedule import (
     topological_order,
     validate,
 )
+from jaxrlhf.planner.schedules.schedule_bounds import (
+    added_peaks,
+    greedy_schedule,
+    lower_bound,
+    serial_latency,
+    serial_schedule,
+)
 from jaxrlhf.planner.schedules.schedule_data import from_data, to_data
 
 SHAPES = [(1, 1), (2, 1), (2, 5), (3, 2), (4, 4), (4, 8), (5, 7)]
@@ -132,7 +139,7 @@ def test_memory_is_that_of_forwards_begun_and_backwards_not_ended(seed):
                 if y.forward and pipes[y.pipe].backward is not None:
                     backward = y._replace(forward=False)
                     ended = schedule.orders[node].index(backward) <= schedule.orders[node].index(x)
-                    kept += 0 if ended else pipes[y.pipe].activation
+                    kept += 0 if ended else pipes[y.pipe].kept(y.stage)
             assert (times[x][0 if x.forward else 1], pytest.approx(kept)) in curve
             peaks[node] = max(peaks[node], kept)
     assert peak_activations(schedule) == pytest.approx(peaks)
@@ -200,8 +207,27 @@ def test_few_micro_batches_are_warned_of_with_their_bubbles():
 
 
 def test_a_schedule_survives_json():
-    schedule = random_schedule(3)
-    assert from_data(json.loads(json.dumps(to_data(schedule)))) == schedule
+    for schedule in (random_schedule(3), serial_schedule(UNEVEN)):
+        assert from_data(json.loads(json.dumps(to_data(schedule)))) == schedule
+
+
+UNEVEN = (Pipe((0, 1, 2), 3, (2, 3, 0), (4, 6, 9), (1, 2.5, 0.5)), Pipe((2, 1, 0), 2, 1, 2, 1, model=1))
+"""The stages of one differ."""
+
+
+def test_stages_may_differ():
+    """Each has a latency and a size of its own, in all that a schedule is measured by."""
+    first, second = UNEVEN
+    assert [first.work(stage) for stage in range(3)] == [6, 9, 9] and second.work(2) == 3
+    alone = serial_schedule([first])
+    found = spans(alone)
+    assert found[Instruction(0, 0, 1, True)] == (2, 5) and found[Instruction(0, 0, 2, True)] == (5, 5)
+    assert makespan(alone) == serial_latency([first]) == 3 * 9 + 6 + 9
+    assert lower_bound([first]) == makespan(alone)
+    assert peak_activations(alone) == (3, 5, 0.5) and added_peaks(UNEVEN) == 5 + 2
+    assert lower_bound(UNEVEN) <= makespan(greedy_schedule(UNEVEN))
+    with pytest.raises(ScheduleError, match="forward of a pipe: must be one number, or one for each of its 2 stages"):
+        Pipe((0, 1), 1, (1, 2, 3))
 
 
 def swapped(schedule: Schedule, node: int, first: Instruction, second: Instruction) -> Schedule:
@@ -293,10 +319,31 @@ def test_counts_start_at_one(counts):
                 build(counts[0], counts[2])
 
 
-@pytest.mark.parametrize("data", [{}, {"pipes": [], "orders": [[[0, 0, 0, "X"]]]}, {"pipes": [{}], "orders": []}])
-def test_data_that_are_no_schedule_say_so(data):
-    with pytest.raises(ScheduleError, match="Data of a schedule: must have 'pipes' and 'orders'"):
+ONE = {"nodes": [0], "micro_batches": 1}
+
+
+@pytest.mark.parametrize(
+    ("data", "fault"),
+    [
+        ({}, "no 'version'"),
+        ([], "list indices must be"),
+        ({"version": 2, "pipes": [], "orders": []}, "version must be 1. Got 2."),
+        ({"version": 1, "pipes": [ONE]}, "no 'orders'"),
+        (
+            {"version": 1, "pipes": [ONE], "orders": ["F0.0.0 B0.0"]},
+            "must be such as F0.1.2. Got 'B0.0'",
+        ),
+        ({"version": 1, "pipes": [ONE], "orders": [3]}, "no attribute 'split'"),
+        ({"version": 1, "pipes": [{}], "orders": []}, "missing 2 required positional arguments"),
+        ({"version": 1, "pipes": [{**ONE, "nodes": [0.0]}], "orders": []}, "nodes: must be whole numbers. Got 0.0"),
+        ({"version": 1, "pipes": [{**ONE, "forward": ["1"]}], "orders": []}, "forward: must be numbers. Got '1'"),
+        ({"version": 1, "pipes": [ONE], "orders": [], "order": []}, "unknown key 'order'"),
+    ],
+)
+def test_data_that_are_no_schedule_say_so(data, fault):
+    with pytest.raises(ScheduleError, match="Data of a schedule: must have 'version', 'pipes' and 'orders'") as error:
         from_data(data)
+    assert fault in str(error.value)
 
 
 def test_data_of_a_schedule_that_deadlocks_say_so():

@@ -1,0 +1,83 @@
+"""What a forecast takes for granted and nobody has measured, in a line each: only what bears on the plan at hand."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+from jaxrlhf.planner.cost import CostModel
+from jaxrlhf.planner.hardware import Cluster, Kind
+from jaxrlhf.planner.problem import Problem
+from jaxrlhf.planner.simulate import steady_state
+from jaxrlhf.planner.workload import Workload
+
+SLOW_KERNEL_SECONDS = 10e-6
+"""Between the starts of two kernels that a host launches one by one."""
+
+
+def assumptions(
+    problem: Problem, plan: Sequence[int], workload: Workload, costs: CostModel, *, seconds: float
+) -> tuple[str, ...]:
+    """What the seconds of a plan rest on without proof.
+
+    Args:
+        seconds: Of an iteration, as they are forecast.
+    """
+    lines = [_reached(kind) for kind in _not_measured(costs.cluster)]
+    lines += _decoding(problem, plan, workload, costs, seconds)
+    if drawn := [call for call in workload.calls if call.kind == "generate"]:
+        most = max(call.response for call in drawn)
+        lines.append(f"Responses have all of their {most:,} tokens: generation goes on until the last one has ended.")
+    if workload.on_host:
+        lines.append(f"Python functions on the host take no time: {', '.join(workload.on_host)}.")
+    return tuple(lines)
+
+
+def _not_measured(cluster: Cluster) -> list[Kind]:
+    kinds = {group.kind.name: group.kind for group in cluster.groups}
+    return [kind for kind in kinds.values() if not kind.coefficients.is_measured]
+
+
+def _reached(kind: Kind) -> str:
+    """What devices are taken to reach."""
+    costs, why = kind.coefficients, "assumed, and measured on none"
+    if not costs.source.startswith("assumed"):
+        why = costs.source
+    parts = {
+        "large matrix products": costs.matmul_efficiency, "memory": costs.memory_efficiency,
+        "links": costs.link_efficiency, "the network": costs.network_efficiency,
+    }  # fmt: skip
+    listed = ", ".join(f"{what} {part:.0%}" for what, part in parts.items())
+    return f"Of their peaks {kind.name} devices reach: {listed} ({why})."
+
+
+def _decoding(
+    problem: Problem, plan: Sequence[int], workload: Workload, costs: CostModel, seconds: float
+) -> Iterator[str]:
+    """That the loop of a generation runs as one captured graph, and what the iteration would take if it did not."""
+    kinds = [kind for kind in _not_measured(costs.cluster) if kind.target is not None]
+    fast = max((kind.coefficients.graph_kernel_seconds for kind in kinds), default=SLOW_KERNEL_SECONDS)
+    if fast >= SLOW_KERNEL_SECONDS or not any(call.kind == "generate" for call in workload.calls):
+        return
+    slow = costs.on(_with_slow_kernels(costs.cluster))
+    calls = []
+    for call, described, index in zip(problem.calls, workload.calls, plan, strict=True):
+        choice = call.choices[index]
+        if call.kind == "generate":
+            taken = slow.seconds(described, choice.devices, choice.strategy).total
+            choice = dataclasses.replace(choice, seconds=max(choice.seconds, taken))
+        choices = (*call.choices[:index], choice, *call.choices[index + 1 :])
+        calls.append(dataclasses.replace(call, choices=choices))
+    slower = steady_state(dataclasses.replace(problem, calls=tuple(calls)), plan).seconds
+    now, then = f"{seconds:.4g} s", f"{slower:.4g} s"
+    takes = f"an iteration takes {then}, not {now}" if now != then else "an iteration takes no longer"
+    yield (
+        f"Decoding steps take {1e6 * fast:.3g} us a kernel and wait for nothing, as in a captured graph, which was not "
+        f"measured; at {1e6 * SLOW_KERNEL_SECONDS:.0f} us a kernel {takes}."
+    )
+
+
+def _with_slow_kernels(cluster: Cluster) -> Cluster:
+    groups = []
+    for group in cluster.groups:
+        costs = dataclasses.replace(group.kind.coefficients, graph_kernel_seconds=SLOW_KERNEL_SECONDS)
+        groups.append(dataclasses.replace(group, kind=dataclasses.replace(group.kind, coefficients=costs)))
+    return Cluster(tuple(groups))

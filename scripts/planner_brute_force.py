@@ -1,0 +1,186 @@
+"""The fastest plan of all that could be written for a small workload, by trying them.
+
+Nothing is left out because it seems slow or takes much memory. Tried are all placements that a search looks at, or all
+that may be written: every set of devices that a call may have, every way to write their number as a product of degrees,
+every number of micro-batches that divides the rows, all of `remat`. A plan is priced as if it were written by hand.
+Only plans are skipped that cannot be faster than one that fits: calls on a device take turns, and what trains weights
+waits, by way of others, for what was drawn with them.
+
+Not tried are what no search chooses: chunks of stages, the GPipe schedule, weights that are trained in host memory, two
+train calls as one pipeline.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from jaxrlhf.call_graph import Call
+from jaxrlhf.planner.choices import make_problem, strategies
+from jaxrlhf.planner.cost import CostModel
+from jaxrlhf.planner.hardware import Cluster
+from jaxrlhf.planner.peak_memory import peak_memory
+from jaxrlhf.planner.plan import Placement, PlanError, check_call
+from jaxrlhf.planner.problem import Choice, Problem
+from jaxrlhf.planner.simulate import steady_state
+from jaxrlhf.planner.workload import ModelCall
+from jaxrlhf.runtime.step_draft import StepDraft
+from jaxrlhf.sharding.strategy import Remat, Strategy
+
+
+@dataclasses.dataclass(frozen=True)
+class Least:
+    """The fastest plan of all."""
+
+    seconds: float
+    plans: int
+    """How many there are."""
+    placements: dict[str, Placement]
+    offload: frozenset[str]
+
+    def __str__(self) -> str:
+        parts = [
+            f"{name} {placement}, {placement.strategy.micro_batches} micro-batches, remat {placement.strategy.remat}"
+            for name, placement in self.placements.items()
+        ]
+        offload = f"; {', '.join(sorted(self.offload))} in host memory" if self.offload else ""
+        return "; ".join(parts) + offload
+
+
+def brute_force(draft: StepDraft, cluster: Cluster, *, as_searched: bool = False) -> Least:
+    """The fastest plan of a step. Its seconds are infinite where none fits.
+
+    Args:
+        as_searched: Of the devices and strategies that a search looks at (`Cluster.meshes`, `choices.strategies`), not
+            of all.
+    """
+    workload, costs = draft.workload(), CostModel(cluster)
+    calls = {call.plan_name: call for call in draft.graph.calls}
+    read_only = {call.role for call in workload.calls if call.weights == call.role not in workload.trained}
+    ways: list[list[tuple[Placement, bool]]] = []
+    for call in workload.calls:
+        offloads = (False, True) if call.role in read_only else (False,)
+        every = list(placements(calls[call.name], draft, cluster))
+        if as_searched:
+            every = [placement for placement in every if _is_looked_at(call, placement, cluster)]
+        ways.append(list(itertools.product(every, offloads)))
+    choices: list[list[Choice]] = []
+    first = {call.name: options[0][0] for call, options in zip(workload.calls, ways, strict=True)}
+    for number, (call, options) in enumerate(zip(workload.calls, ways, strict=True)):
+        of_call: list[Choice] = []
+        for placement, offloaded in options:
+            offload = {call.role} if offloaded else ()
+            alone = make_problem(workload, cluster, costs, fixed={**first, call.name: placement}, offload=offload)
+            of_call.append(alone.calls[number].choices[0])
+        choices.append(of_call)
+    problem = make_problem(workload, cluster, costs, fixed=first)
+    problem = dataclasses.replace(
+        problem,
+        reallocations={},
+        transfers={},
+        calls=tuple(
+            dataclasses.replace(call, choices=tuple(of_call))
+            for call, of_call in zip(problem.calls, choices, strict=True)
+        ),
+    )
+    bounds = np.where(cannot_fit(problem), np.inf, lower_bounds(problem))
+    best = Least(np.inf, bounds.size, {}, frozenset())
+    for position in np.argsort(bounds, axis=None, kind="stable"):
+        plan = tuple(int(k) for k in np.unravel_index(position, bounds.shape))
+        if bounds[plan] >= best.seconds:
+            break
+        if any(taken > room for taken, room in zip(peak_memory(problem, plan), problem.capacity, strict=True)):
+            continue
+        picked = {call.name: options[k] for call, options, k in zip(workload.calls, ways, plan, strict=True)}
+        offload = frozenset(call.role for call in workload.calls if picked[call.name][1])
+        if any(call.role in offload and not picked[call.name][1] for call in workload.calls):
+            continue  # a role rests in host memory with all of its calls or with none
+        fixed = {name: placement for name, (placement, _) in picked.items()}
+        priced = make_problem(workload, cluster, costs, fixed=fixed, offload=offload)
+        took = steady_state(priced, [0] * len(plan)).seconds
+        if took < best.seconds:
+            best = Least(took, bounds.size, fixed, offload)
+    return best
+
+
+def lower_bounds(problem: Problem) -> np.ndarray:
+    """Seconds that an iteration takes at the least under every plan, [choices of the first call, of the second ...]."""
+    calls = problem.calls
+    seconds = _open_mesh([[choice.seconds for choice in call.choices] for call in calls])
+    bounds = np.zeros(np.broadcast_shapes(*(each.shape for each in seconds)))
+    for device in range(problem.num_devices):
+        there = _open_mesh([[float(device in choice.devices) for choice in call.choices] for call in calls])
+        bounds = np.maximum(bounds, sum(one * other for one, other in zip(seconds, there, strict=True)))
+    names = [call.name for call in calls]
+    for first, reader in enumerate(calls):
+        ends: dict[int, np.ndarray] = {first: seconds[first]}
+        """Call -> when it ends after the reader began, of those that wait for the reader."""
+        for c in range(first + 1, len(calls)):
+            before = [ends[k] for k in map(names.index, calls[c].needs) if k in ends]
+            if before:
+                ends[c] = seconds[c] + functools.reduce(np.maximum, before)
+            if before and calls[c].trains and calls[c].weights == reader.weights:
+                bounds = np.maximum(bounds, ends[c])
+                break
+    return bounds
+
+
+def cannot_fit(problem: Problem) -> np.ndarray:
+    """Plans that take too much memory, whatever else is held, [choices of the first call, of the second ...]: what is
+    trained, and one call at work with the weights that only its role reads. Others may lack memory too."""
+    calls = problem.calls
+    trained = {call.weights: c for c, call in reversed(list(enumerate(calls))) if call.trains}
+    """Set -> its first train call, which it rests with."""
+    sizes = {
+        part: _open_mesh([[getattr(choice, part) for choice in call.choices] for call in calls])
+        for part in ("resting", "working")
+    }
+    lacking = np.zeros(tuple(len(call.choices) for call in calls), bool)
+    for device in range(problem.num_devices):
+        there = _open_mesh([[device in choice.devices for choice in call.choices] for call in calls])
+        resting = [size * is_there for size, is_there in zip(sizes["resting"], there, strict=True)]
+        working = [size * is_there for size, is_there in zip(sizes["working"], there, strict=True)]
+        held = sum(resting[c] for c in trained.values())
+        for c, call in enumerate(calls):
+            alone = call.weights == call.role and call.weights not in trained
+            lacking |= held + working[c] + (resting[c] if alone else 0) > problem.capacity[device]
+    return lacking
+
+
+def _open_mesh(values: Sequence[Sequence[float]]) -> list[np.ndarray]:
+    """Call -> its values, along a dim of its own."""
+    dims = range(len(values))
+    return [np.reshape(values[c], [-1 if dim == c else 1 for dim in dims]) for c in dims]
+
+
+def placements(call: Call, draft: StepDraft, cluster: Cluster) -> Iterator[Placement]:
+    """Every placement of a call that a plan may have, in devices that are consecutive and in order."""
+    remats: tuple[Remat, ...] = ("none", "dots", "layer") if call.kind == "train" else ("none",)
+    for first, end in itertools.combinations(range(cluster.num_devices + 1), 2):
+        size = end - first
+        for degrees in itertools.product(range(1, size + 1), repeat=4):
+            if np.prod(degrees) != size:
+                continue
+            for micro_batches, remat in itertools.product(range(1, call.num_rows * call.num_drawn + 1), remats):
+                data, fsdp, tensor, pipeline = degrees
+                strategy = Strategy(
+                    data=data, fsdp=fsdp, tensor=tensor, pipeline=pipeline, micro_batches=micro_batches, remat=remat
+                )
+                placement = Placement(tuple(range(first, end)), strategy)
+                if _may_be_written(call, placement, draft, cluster):
+                    yield placement
+
+
+def _is_looked_at(call: ModelCall, placement: Placement, cluster: Cluster) -> bool:
+    devices = range(placement.devices[0], placement.devices[-1] + 1)
+    return devices in cluster.meshes and placement.strategy in strategies(call, len(devices), cluster.devices_per_node)
+
+
+def _may_be_written(call: Call, placement: Placement, draft: StepDraft, cluster: Cluster) -> bool:
+    try:
+        check_call(call, placement, draft.models, cluster.num_devices, cluster.devices_per_node, draft.keys)
+    except PlanError:
+        return False
+    return True
