@@ -138,6 +138,17 @@ def _first_plan_seconds(problem: Problem, workload: Workload, cluster: Cluster, 
         return math.inf
 
 
+def looked_at(cluster: Cluster) -> str:
+    """What plans have in common of which the choices are made, in words."""
+    parts = ["consecutive devices", "micro-batches in powers of two", "remat none or layer"]
+    fewest = math.ceil(cluster.num_devices / SMALLEST)
+    if fewest > 1:
+        parts.append(f"at least {fewest} devices a call")
+    if cluster.num_nodes > GRID:
+        parts.append(f"nodes on a grid of {GRID}")
+    return ", ".join(parts)
+
+
 def on_cpu(cluster: Cluster) -> bool:
     """Whether its devices are virtual ones of CPUs."""
     return all(group.kind.target is None for group in cluster.groups)

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxrlhf.planner.choices import looked_at
 from jaxrlhf.planner.memory_forecast import host_line
 from jaxrlhf.planner.peak_memory import DeviceMemory
 from jaxrlhf.planner.plan import Plan
@@ -132,7 +133,10 @@ def _what_decides(critical: Sequence[str]) -> str:
 def _proof(planned: Planned) -> str:
     """Whether branch and bound went through all that could be faster."""
     if planned.result.proven:
-        return "Proven: no other plan of the choices that took part is faster"
+        return (
+            f"Proven: under this forecast no plan is faster, of those with {looked_at(planned.cluster)}; unless a "
+            "slower call made others begin earlier"
+        )
     if planned.fuse:
         return "Not proven: other placements of the calls that are fused were not searched"
     return f"Not proven: the search ended after {planned.result.evaluated:,} plans; a faster one may be left"

@@ -9,12 +9,15 @@ import pytest
 from jaxrlhf.planner.numba_loops import loops
 from jaxrlhf.planner.peak_memory import peak_memory
 from jaxrlhf.planner.plan import PlanError
-from jaxrlhf.planner.problem import Problem
+from jaxrlhf.planner.problem import CallChoices, Choice, Problem
 from jaxrlhf.planner.search import exhaustive, search
 from jaxrlhf.planner.searching import search_rounds
 from jaxrlhf.planner.searching.arena import RunnerUp, SearchResult
+from jaxrlhf.planner.searching.dominance import with_choices, worth_keeping
 from jaxrlhf.planner.searching.flat_problem import as_integers, flat_problem
 from jaxrlhf.planner.simulate import nanoseconds, steady_state
+from jaxrlhf.planner.step_order import layout
+from jaxrlhf.sharding.strategy import Strategy
 from tests.planner.made_up_problem import ppo_problem, random_problem, sharing_memory
 
 
@@ -44,6 +47,45 @@ def test_the_loops_say_what_the_simulation_says(compiled):
             assert functions["fit"](flat, numbers, work) == lacking
             lacks.add(lacking > 0)
     assert lacks == {True, False}
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_calls_get_the_fastest_variants_for_which_there_is_room(compiled):
+    if compiled:
+        pytest.importorskip("numba")
+    functions, chance, changed = loops(search_rounds, compiled=compiled), random.Random(0), 0
+    problem = ppo_problem(1, 4, memory=75, seed=1, micro_batches=(1, 2, 4, 8))
+    problem = with_choices(problem, worth_keeping(problem))
+    flat = flat_problem(problem, compiled=compiled, fits=True)
+    sizes = search_rounds.sizes_of_work(len(problem.calls), len(flat.before))
+    work = search_rounds.Work(*(as_integers([0] * size, compiled=compiled) for size in sizes))
+    for _ in range(60):
+        plan = random_plan(problem, chance)
+        numbers = as_integers([int(flat.begin[c]) + k for c, k in enumerate(plan)], compiled=compiled)
+        lacking = functions["fit"](flat, numbers, work)
+        got = [int(number) - int(flat.begin[c]) for c, number in enumerate(numbers)]
+        assert [layout(c.choices[k]) for c, k in zip(problem.calls, got, strict=True)] == [
+            layout(c.choices[k]) for c, k in zip(problem.calls, plan, strict=True)
+        ]
+        assert max(peak_memory(problem, got)) - problem.capacity[0] == lacking
+        for c, call in enumerate(problem.calls):
+            mine = call.choices[got[c]]
+            for k, other in enumerate(call.choices):
+                if layout(other) == layout(mine) and other.seconds < mine.seconds:
+                    assert max(peak_memory(problem, [*got[:c], k, *got[c + 1 :]])) > problem.capacity[0]
+        changed += got != plan
+    assert changed > 30
+
+
+def test_a_choice_in_the_middle_is_not_lost_where_the_fastest_do_not_fit_together():
+    """Two trained sets on one device: the fastest choices of both are too large, the leanest needlessly slow."""
+    pytest.importorskip("numba")
+    ladder = [(1.0, 60), (1.1, 50), (1.2, 45), (1.3, 40), (1.4, 38), (1.5, 36), (9.0, 2)]
+    choices = tuple(Choice(0, 1, Strategy(micro_batches=n), s, resting=x) for n, (s, x) in enumerate(ladder, 1))
+    calls = tuple(CallChoices(f"{name}.train", "train", name, name, True, (), choices) for name in ("actor", "critic"))
+    problem = Problem(calls, 1, 1, (90,), {}, {}, tokens=1)
+    result = search(problem)
+    assert result.seconds == pytest.approx(2.4) and result.proven
 
 
 def test_compiled_or_not_it_finds_the_same():

@@ -72,7 +72,7 @@ class SearchResult:
     evaluated: int
     """Plans looked at."""
     proven: bool
-    """Whether no other plan is faster, of the choices that took part."""
+    """Whether no other plan is faster, of the problem's choices, but for what `dominance` may lose."""
 
     @property
     def seconds(self) -> float:
