@@ -80,7 +80,7 @@ def walk(arena: Arena, *, seed: int, steps: int, chains: int, part: float) -> No
 
 
 def descend(arena: Arena) -> None:
-    """From the best plans, as long as the best gets better by it: looks at all plans that differ from one in one call."""
+    """From the best plans, as long as that helps: looks at all plans that differ from one of them in one call."""
     before, tried = NEVER + 1, set[tuple[int, ...]]()
     while arena.best < before and not arena.time_is_up():
         before = arena.best
