@@ -150,7 +150,9 @@ class RealSystem(CostModel):
         embedding = model.vocab_size * model.hidden_size / layer_parameters(model) if stages > 1 else 0.0
         return (model.num_layers + embedding) / stages * one.layer + one.rest
 
-    def _sends(self, call: ModelCall, strategy: Strategy, stage: float, send: float) -> float:
+    def _sends(
+        self, call: ModelCall, devices: range, strategy: Strategy, stage: float, rows: float, send: float
+    ) -> float:
         return (strategy.pipeline - 1 + strategy.micro_batches) * send * (2 if call.trains else 1)
 
     def row_seconds(self, call: ModelCall, row: Row) -> float:

@@ -57,8 +57,7 @@ def search(
     bounds = (BOUNDS if compiled else BOUNDS_IN_PYTHON) if bounds is None else bounds
     arena = Arena(problem, exact=False, compiled=compiled, seconds=seconds)
     walk(arena, seed=seed, steps=steps, chains=chains, part=_PART_OF_CHAINS if bounds else 1.0)
-    if compiled:
-        descend(arena)
+    descend(arena, most=steps // 2)
     proven = go_through(arena, bounds=bounds) if bounds else False
     return arena.result(proven=proven)
 

@@ -140,6 +140,7 @@ def _over_copies(grads: Params, declared: Any, model: ModelConfig, layout: Layou
         if not axes:
             return gradient
         own = model.compute_dtype if "value" not in weight.axes else gradient.dtype  # a scalar head computes in float32
+        own = layout.precision_of_sums(own)
         sent = gradient.astype(own) if jnp.finfo(own).bits < jnp.finfo(gradient.dtype).bits else gradient
         return jax.lax.psum(sent, axes).astype(gradient.dtype)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -128,10 +129,17 @@ class Layout:
 
     def _gathered(self, weight: jax.Array, dim: int, at_use: PartitionSpec) -> jax.Array:
         def gather(shard: jax.Array) -> jax.Array:
-            return jax.lax.all_gather(shard, FSDP, axis=dim, tiled=True)
+            wide = shard.astype(self.precision_of_sums(shard.dtype))  # for the gradient, which is a sum
+            return jax.lax.all_gather(wide, FSDP, axis=dim, tiled=True).astype(shard.dtype)
 
         # left to the partitioner, the other axes would be gathered first
         return self._on_each_device(gather, (at_use,), at_use)(weight)
+
+    def precision_of_sums(self, dtype: Any) -> Any:
+        """In which arrays are added up over devices in a program with manual axes. On CPUs that is never bfloat16:
+        their compiler widens it itself, and aborts where the sum is that of such a program (jaxlib 0.10)."""
+        on_cpu = self.mesh.devices.flat[0].platform == "cpu"
+        return jnp.promote_types(dtype, jnp.float32) if on_cpu else dtype
 
     def at_rest(self, weight: jax.Array, axes: Axes) -> jax.Array:
         """A weight, or its gradient, split as it rests."""

@@ -157,7 +157,7 @@ def test_the_history_goes_down(found):
     elapsed = [progress.elapsed for progress in result.history]
     assert elapsed == sorted(elapsed)
     assert evaluated == sorted(evaluated) and evaluated[-1] == result.evaluated
-    assert 3000 < result.evaluated < 4100
+    assert 3000 < result.evaluated < 5600  # chains, up to half as many neighbors, branch and bound
 
 
 def test_those_that_lost_are_other_plans_and_say_why(found):

@@ -79,13 +79,17 @@ def walk(arena: Arena, *, seed: int, steps: int, chains: int, part: float) -> No
         turn += 1
 
 
-def descend(arena: Arena) -> None:
-    """From the best plans, as long as that helps: looks at all plans that differ from one of them in one call."""
-    before, tried = NEVER + 1, set[tuple[int, ...]]()
+def descend(arena: Arena, *, most: int) -> None:
+    """From the best plans, as long as that helps: looks at all plans that differ from one of them in one call.
+
+    Args:
+        most: Plans to look at, all together.
+    """
+    before, tried, neighbors = NEVER + 1, set[tuple[int, ...]](), len(arena.groups.members)
     while arena.best < before and not arena.time_is_up():
         before = arena.best
         for _, _, _, plan in arena.found(arena.fitting)[:_DESCENTS]:
-            if plan not in tried:
+            if plan not in tried and (len(tried) + 1) * neighbors <= most:
                 tried.add(plan)
                 here = as_integers(plan, compiled=arena.compiled)
                 changed = arena.room(len(plan))

@@ -55,7 +55,7 @@ def test_it_says_whether_it_went_through_all():
 
 def test_a_search_goes_on_where_its_chains_end():
     pytest.importorskip("numba")
-    problem = ppo_problem(1, 8, memory=80, seed=3)
+    problem = ppo_problem(1, 8, memory=80, seed=0)
     chains = search(problem, steps=1000, bounds=0)
     result = search(problem, steps=1000)
     assert result.proven and result.seconds < chains.seconds
