@@ -142,13 +142,15 @@ def real_work(call: ModelCall, phase: Phase, *, tensor: int, fsdp: int, remat: R
 class RealSystem(CostModel):
     """The cost model with stages as ReaL cuts them, equal parts of the weights, which send when they have computed."""
 
-    def _stage(self, call: ModelCall, phase: Phase, devices: range, strategy: Strategy, rows: float) -> float:
+    def _stages(
+        self, call: ModelCall, phase: Phase, devices: range, strategy: Strategy, rows: float
+    ) -> Sequence[float]:
         one = self._pass(call, phase, devices, strategy, rows)
         model, stages = call.model, strategy.pipeline
         if model.head == "lm":
-            return (model.num_layers * one.layer + one.rest) / stages
+            return [(model.num_layers * one.layer + one.rest) / stages] * stages
         embedding = model.vocab_size * model.hidden_size / layer_parameters(model) if stages > 1 else 0.0
-        return (model.num_layers + embedding) / stages * one.layer + one.rest
+        return [(model.num_layers + embedding) / stages * one.layer + one.rest] * stages
 
     def _sends(
         self, call: ModelCall, devices: range, strategy: Strategy, stage: float, rows: float, send: float

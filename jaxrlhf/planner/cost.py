@@ -17,6 +17,7 @@ take the place of those of a pass where they exist.
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Protocol
 
 from jaxrlhf.models.params import declare_layer, num_parameters
@@ -186,12 +187,12 @@ class CostModel:
 
     def _infer(self, call: ModelCall, devices: range, strategy: Strategy) -> CallSeconds:
         rows = call.part_rows(strategy)
-        passes = _by_device(call, strategy, self._pass(call, "forward", devices, strategy, rows))
+        passes = self._stages(call, "forward", devices, strategy, rows)
         return self._through_stages(call, devices, strategy, passes, rows, directions=1)
 
     def _train(self, call: ModelCall, devices: range, strategy: Strategy) -> CallSeconds:
         rows = _rows_of_micro_batch(call, strategy)
-        passes = _by_device(call, strategy, self._pass(call, "gradient", devices, strategy, rows))
+        passes = self._stages(call, "gradient", devices, strategy, rows)
         one = self._through_stages(call, devices, strategy, passes, rows, directions=2)
         trained = trained_on_device(call, strategy)
         kind = self._kind(devices)
@@ -199,7 +200,7 @@ class CostModel:
         reduction = self._reduction(call, devices, strategy)
         measured = self._measured_update(call, strategy) if self._measured_update is not None else None
         if measured is not None:
-            update = _slowest_stage(call, strategy, measured.optimizer)
+            update = max(_by_device(call, strategy, measured.optimizer))
             reduction = 0.0 if measured.includes_reduction else reduction
         return _times(dataclasses.replace(one, reduction=reduction, update=update), call.updates)
 
@@ -244,7 +245,7 @@ class CostModel:
         return max(product + moved, 2 * layers * len(shapes) * kind.coefficients.kernel_seconds)
 
     def _through_stages(
-        self, call: ModelCall, devices: range, strategy: Strategy, passes: list[float], rows: float, directions: int
+        self, call: ModelCall, devices: range, strategy: Strategy, passes: Sequence[float], rows: float, directions: int
     ) -> CallSeconds:
         """Micro-batches through the stages of a call: forward, or forward and back.
 
@@ -310,8 +311,14 @@ class CostModel:
     # -- passes --------------------------------------------------------------------------------------------------------
 
     def _stage(self, call: ModelCall, phase: Phase, devices: range, strategy: Strategy, rows: float) -> float:
-        """A pass of a micro-batch through the slowest stage: that with most layers and the head."""
-        return _slowest_stage(call, strategy, self._pass(call, phase, devices, strategy, rows))
+        """A pass of a micro-batch through the slowest stage: that with most layers, or that with the head."""
+        return max(self._stages(call, phase, devices, strategy, rows))
+
+    def _stages(
+        self, call: ModelCall, phase: Phase, devices: range, strategy: Strategy, rows: float
+    ) -> Sequence[float]:
+        """A pass of a micro-batch on the devices of each stage, all their chunks together."""
+        return _by_device(call, strategy, self._pass(call, phase, devices, strategy, rows))
 
     def _pass(self, call: ModelCall, phase: Phase, devices: range, strategy: Strategy, rows: float) -> PassSeconds:
         if self._measured is not None:
@@ -442,11 +449,6 @@ def reduced_bytes(call: ModelCall, strategy: Strategy) -> tuple[float, float]:
 def _rows_of_micro_batch(call: ModelCall, strategy: Strategy) -> float:
     """Of a train call, on each row shard."""
     return call.rows / call.mini_batches / (strategy.micro_batches * strategy.num_row_shards)
-
-
-def _slowest_stage(call: ModelCall, strategy: Strategy, one: PassSeconds) -> float:
-    """Of a pass through each stage: that with most layers, or that with the head."""
-    return max(_by_device(call, strategy, one))
 
 
 def _by_device(call: ModelCall, strategy: Strategy, one: PassSeconds) -> list[float]:
