@@ -88,7 +88,22 @@ def make_problem(
             every.append([maker.fixed(call, fixed[call.name])])
         else:
             every.append(maker.usual(call, *usual[call.name]) if among == "usual" else maker.choices(call))
-    unconnected = Problem(
+    unconnected = _unconnected(workload, cluster, every)
+    if among == "fast":
+        say("Looking for a first plan, on all devices")
+        kept = within_reach(unconnected, _first_plan_seconds(unconnected, workload, cluster, costs))
+        fused = _may_be_fused(unconnected)
+        unconnected = with_choices(
+            unconnected, tuple(tuple(sorted({*some, *more})) for some, more in zip(kept, fused, strict=True))
+        )
+    count = sum(len(call.choices) for call in unconnected.calls)
+    say(f"Counting what it costs to move weights and data between {count:,} placements")
+    return _connected(unconnected, workload, cluster, costs)
+
+
+def _unconnected(workload: Workload, cluster: Cluster, every: Iterable[Sequence[Choice]]) -> Problem:
+    """A problem in which nothing has to be moved. `every`: call -> its choices."""
+    return Problem(
         calls=tuple(
             CallChoices(c.name, c.kind, c.role, c.weights, c.trains, c.needs, tuple(dict.fromkeys(choices)), c.base)
             for c, choices in zip(workload.calls, every, strict=True)
@@ -102,16 +117,6 @@ def make_problem(
         one_at_a_time=on_cpu(cluster) and cluster.num_nodes == 1,
         devices_per_memory=cluster.devices_per_memory,
     )
-    if among == "fast":
-        say("Looking for a first plan, on all devices")
-        kept = within_reach(unconnected, _first_plan_seconds(unconnected, workload, cluster, costs))
-        fused = _may_be_fused(unconnected)
-        unconnected = with_choices(
-            unconnected, tuple(tuple(sorted({*some, *more})) for some, more in zip(kept, fused, strict=True))
-        )
-    count = sum(len(call.choices) for call in unconnected.calls)
-    say(f"Counting what it costs to move weights and data between {count:,} placements")
-    return _connected(unconnected, workload, cluster, costs)
 
 
 def _connected(problem: Problem, workload: Workload, cluster: Cluster, costs: CostModel) -> Problem:
@@ -159,20 +164,7 @@ def memory_problem(
 ) -> Problem:
     """A problem with one choice for each call, a placement that is given: what `peak_memory` asks for, and no costs."""
     maker = _Maker(workload, cluster, None, frozenset(offload), may_offload=False)
-    calls = [
-        CallChoices(c.name, c.kind, c.role, c.weights, c.trains, c.needs, (maker.fixed(c, placements[c.name]),), c.base)
-        for c in workload.calls
-    ]
-    return Problem(
-        calls=tuple(calls),
-        num_devices=cluster.num_devices,
-        devices_per_node=cluster.devices_per_node,
-        capacity=_capacity(cluster),
-        reallocations={},
-        transfers={},
-        tokens=workload.tokens,
-        devices_per_memory=cluster.devices_per_memory,
-    )
+    return _unconnected(workload, cluster, [[maker.fixed(call, placements[call.name])] for call in workload.calls])
 
 
 def _capacity(cluster: Cluster) -> tuple[int, ...]:

@@ -86,7 +86,7 @@ def _measure_first(cluster: Cluster) -> str:
     if all(group.kind.target is not None for group in cluster.groups):
         return ""
     return (
-        " On a processor these are far too short for small models, and the plan need not be faster than one written by "
+        " On a CPU these are far too short for small models, and the plan need not be faster than one written by "
         "hand. Measure it first: python -m jaxrlhf.calibrate --config ..."
     )
 

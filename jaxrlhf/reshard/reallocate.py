@@ -22,7 +22,7 @@ BUCKET_BYTES = 256 * 2**20
 """Arrays that are moved at once hold at most this much, all of an array counted, however it is split."""
 BUCKETS_IN_FLIGHT = 2
 """Buckets that are under way at a time: one is moved while the next is dispatched. It also keeps far below the number
-of un-awaited programs at which JAX on a processor can deadlock, about 16."""
+of un-awaited programs at which JAX on a CPU can deadlock, about 16."""
 
 Way = Literal["memory", "host", "shards", "jit", "exchange"]
 """How arrays are moved: `memory` between a device and host memory; `host` piece by piece in the host's memory, where
