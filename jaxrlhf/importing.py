@@ -21,7 +21,7 @@ _files: dict[str, tuple[tuple[int, int], ModuleType]] = {}
 _given: dict[str, Any] = {}
 """Name -> what Python code handed over, which no other process can find."""
 GIVEN = "python"
-"""Where a name says that it stands for something handed over: `python:name`."""
+"""The prefix of names that stand for objects handed over from Python: `python:name`."""
 
 
 def find_function(name: str, *, what: str) -> Any:

@@ -96,8 +96,8 @@ class RoleConfig:
     """A role: a model, trained if it has an optimizer; a Python function of completions; or a sum of other roles."""
 
     model: Stated[ModelConfig] | None = None
-    """Where weights are random, the whole model; otherwise what is laid over that of the role or folder which `init`
-    names. Left out: that model as it is."""
+    """The model's sizes and how it computes. With random weights, all of it; with `init`, the settings that are laid
+    over the model of that role or folder. Left out: that model as it is."""
     head: Head | None = None
     """None: the head of that model. A scalar head that the weights do not hold starts at zero where it is trained, and
     at random where it never is."""

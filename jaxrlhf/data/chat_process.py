@@ -33,12 +33,12 @@ class ChatTemplate:
     """A template, and what it is given beside the messages."""
 
     where: str
-    """Where it was found, for error messages."""
+    """The file that it was found in, for error messages."""
     text: str
     special_tokens: Mapping[str, str]
     """Such as bos_token and eos_token."""
     date: str
-    """What `strftime_now` takes for today, as in '2024-07-26'."""
+    """The date that `strftime_now` gives, such as '2024-07-26'."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Conversation:
     """Conversation to render, up to where the assistant's next message begins."""
 
     source: str
-    """Where it was read, for error messages."""
+    """The row of a file that it was read from, for error messages."""
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Any] | None = None
     """The functions that the assistant may call."""

@@ -53,10 +53,10 @@ class DataConfig:
     system_prompt: str = ""
     """A system message before the messages of every row that begins with none."""
     tools_column: str = "tools"
-    """Of chats: the functions that the assistant may call, which the template is given. Rows may lack it."""
+    """The column with the functions that the assistant may call, for the chat template. Rows may lack it."""
     control_tokens: Literal["text", "allow"] = "text"
-    """What a control token of the tokenizer, <|im_end|>, becomes in the text of a row. `text`: the tokens that spell
-    it. `allow`: that control token. Those that templates write are control tokens in either case."""
+    """How a control token of the tokenizer, such as <|im_end|>, is read in the text of a row. `text`: as the tokens
+    that spell it. `allow`: as that control token. Those that templates write are control tokens in either case."""
     max_prompt_tokens: int = 0
     """Columns of a prompt batch. 0: as many as the longest prompt has tokens."""
     overlong: Literal["error", "drop"] = "error"

@@ -89,11 +89,11 @@ class TokenizerConfig:
     vocab_size: int = 2048
     """Kind `train`: how many tokens to learn, bytes and special tokens included. Few texts may give fewer."""
     end_token: str = ""
-    """Of a tokenizer.json, the name of the end-of-text token. Empty: tokenizer_config.json's, else config.json's, else
-    the first of the common names that the vocabulary has."""
+    """The end-of-text token, by its name in the vocabulary of a tokenizer.json. Empty: tokenizer_config.json's, else
+    config.json's, else the first of the common names that the vocabulary has."""
     pad_token: str = ""
-    """Of a tokenizer.json, the name of the padding token. Empty: tokenizer_config.json's, else config.json's, else a
-    common name, else the end-of-text token."""
+    """The padding token, by its name in the vocabulary of a tokenizer.json. Empty: tokenizer_config.json's, else
+    config.json's, else a common name, else the end-of-text token."""
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):

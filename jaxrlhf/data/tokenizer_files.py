@@ -12,7 +12,7 @@ _BESIDE = (
     *(SETTINGS, SPECIAL, "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model"),
     *("chat_template.jinja", "chat_template.json"),
 )
-"""What transformers reads of a tokenizer beside its tokenizer.json."""
+"""The files of a tokenizer that transformers reads beside tokenizer.json."""
 _TEMPLATES = "additional_chat_templates"
 """A folder beside it, of templates by name."""
 

@@ -69,7 +69,7 @@ class SavedPlan:
     asked: Any = None
     """What the config said under `plan`, as plain data. None: nothing that it knows of."""
     source: str = "plan"
-    """Where it was read, for error messages."""
+    """The file that it was read from, for error messages."""
 
     def to_json(self) -> dict[str, Any]:
         """As plain data."""
