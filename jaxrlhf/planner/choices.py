@@ -15,7 +15,7 @@ These might be:
 - in large clusters, devices that are fewer than a `SMALLEST`-th of all: from 257 on, of nodes of 8, parts of a node;
 - with more than `GRID` nodes, whole nodes that do not lie on a grid of as many parts, or are a power of two within one;
 - micro-batches that are no power of two or more than `MAX_MICRO_BATCHES`; weights split over some row shards of a node;
-  remat `dots`.
+  remat `dots`; chunks and GPipe; trained roles in host memory.
 
 What may be fused is kept in any case: training over all devices in stages.
 """
@@ -145,7 +145,10 @@ def _first_plan_seconds(problem: Problem, workload: Workload, cluster: Cluster, 
 
 def looked_at(cluster: Cluster) -> str:
     """What plans have in common of which the choices are made, in words."""
-    parts = ["consecutive devices", "micro-batches in powers of two", "remat none or layer"]
+    parts = [
+        "consecutive devices", "tensor within a node", "fsdp over no row shards, all, or those of a node",
+        "micro-batches in powers of two", "remat none or layer", "1F1B without chunks", "trained roles on devices",
+    ]  # fmt: skip
     fewest = math.ceil(cluster.num_devices / SMALLEST)
     if fewest > 1:
         parts.append(f"at least {fewest} devices a call")
