@@ -30,7 +30,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +74,7 @@ class WatchedTimeline(Timeline):
         self.noted: list[tuple[Event, float, float]] = []
         """Events with CPU-seconds of the process so far, and the part of the processors that others had since the event
         before."""
+        self.reallocations: list[Event] = []
         self._load = OthersLoad()
         self._noting = threading.Lock()
 
@@ -81,6 +82,8 @@ class WatchedTimeline(Timeline):
         with self._noting:
             if event.kind in CALLS:
                 self.noted.append((event, time.process_time(), self._load.share()))
+            elif event.kind == "reallocate":
+                self.reallocations.append(event)
         super().record(event)
 
 
@@ -97,12 +100,24 @@ def predicted(work: Workload, plan: Plan, calibration: Calibration) -> dict[str,
 
 
 def noted_steps(
-    assembly: Assembly, plan: Plan, steps: int, *, one_at_a_time: bool = False
+    assembly: Assembly, plan: Plan, steps: int, *, one_at_a_time: bool = False, merging: Collection[str] = ()
 ) -> list[tuple[Event, float, float]]:
-    """Steps of a run, after those that compile: its calls in the order of their ends, as `WatchedTimeline.noted`."""
+    """Steps of a run, after those that compile: its calls in the order of their ends, as `WatchedTimeline.noted`.
+
+    Args:
+        merging: Calls that begin when their adapters begin to be merged: the timeline has an event of that before them.
+    """
     timeline = WatchedTimeline()
     run_steps(assembly, plan, steps, timeline=timeline, one_at_a_time=one_at_a_time)
-    return sorted((x for x in timeline.noted if x[0].step > COMPILING_STEPS), key=lambda noted: noted[0].end)
+    noted = sorted((x for x in timeline.noted if x[0].step > COMPILING_STEPS), key=lambda noted: noted[0].end)
+    return [(with_merge(x, timeline.reallocations) if x.name in merging else x, *rest) for x, *rest in noted]
+
+
+def with_merge(call: Event, reallocations: Sequence[Event]) -> Event:
+    """A call with the last bringing of its role's weights before it."""
+    name = f"{call.name.partition('.')[0]}.reallocate"
+    before = [x for x in reallocations if (x.name, x.step) == (name, call.step) and x.end <= call.end]
+    return dataclasses.replace(call, start=min(call.start, before[-1].start)) if before else call
 
 
 def measured(noted: Sequence[tuple[Event, float, float]], *, one_at_a_time: bool) -> dict[str, tuple[Timing, float]]:
@@ -294,7 +309,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     plan, watched = assembly.train.plan, WatchedLoad()
     forecast = predicted(described_workload(assembly.train), plan, calibration)
     apart = machine.shares_processor
-    seen = measured(noted_steps(assembly, plan, options.steps, one_at_a_time=apart), one_at_a_time=apart)
+    merging = [name for name, seconds in forecast.items() if seconds.merge]
+    noted = noted_steps(assembly, plan, options.steps, one_at_a_time=apart, merging=merging)
+    seen = measured(noted, one_at_a_time=apart)
     rows = comparison(forecast, seen, plan)
     rows.append(step_row(forecast, step_timing(noted_steps(assembly, plan, options.steps))))
     load = watched.load()

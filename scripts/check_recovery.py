@@ -85,18 +85,23 @@ def main() -> int:
     return 1 if report["differences"] else 0
 
 
-def sweep(scratch: Path, *, kills: int, terminations: int, seed: int, cache: str | None = None) -> dict[str, Any]:
+def sweep(
+    scratch: Path, *, kills: int, terminations: int, seed: int, cache: str | None = None, steps: int = CONFIG["steps"]
+) -> dict[str, Any]:
     """Runs undisturbed, then disturbed until all signals are spent.
 
     Args:
         cache: Folder of compiled programs. None: a new one, so that the first run fills it.
+        steps: Of a run, and of its warm start.
 
     Returns:
         Where the signals fell, how many runs were compared, and what differed.
     """
     chance = random.Random(seed)
-    config = json.dumps({**CONFIG, "compilation_cache": str(scratch / "xla") if cache is None else cache})
-    (scratch / "recovery.yaml").write_text(config)
+    cache = str(scratch / "xla") if cache is None else cache
+    warm_start = {**CONFIG["warm_start"], "steps": steps}
+    config = {**CONFIG, "steps": steps, "warm_start": warm_start, "compilation_cache": cache}
+    (scratch / "recovery.yaml").write_text(json.dumps(config))
     start(scratch / "whole").wait()
     whole = results(scratch / "whole")
     signals = collections.deque([signal.SIGKILL] * kills + [signal.SIGTERM] * terminations)
@@ -111,7 +116,7 @@ def sweep(scratch: Path, *, kills: int, terminations: int, seed: int, cache: str
             num_starts += 1
             process = start(folder)
             ended = disturb(process, folder, signals, fell, chance)
-        differences += [f"run {num_runs}: {difference}" for difference in compare(whole, results(folder))]
+        differences += [f"run {num_runs}: {difference}" for difference in compare(whole, results(folder), steps)]
         shutil.rmtree(folder)
     return {
         "signals": dict(sorted(fell.items())),
@@ -203,11 +208,11 @@ def results(folder: Path) -> dict[str, Any]:
     }
 
 
-def compare(whole: dict[str, Any], disturbed: dict[str, Any]) -> list[str]:
+def compare(whole: dict[str, Any], disturbed: dict[str, Any], num_steps: int) -> list[str]:
     """What differs, and what is wrong with the prompts of the disturbed run."""
     differences = [f"{name} differ" for name in whole if whole[name] != disturbed[name]]
     steps = [record["step"] for record in disturbed["metrics"] if "actor/pg_loss" in record]
-    if steps != list(range(1, CONFIG["steps"] + 1)):
+    if steps != list(range(1, num_steps + 1)):
         differences.append(f"steps are not each there once: {steps}")
     rows = len(arithmetic_rows(ArithmeticConfig(**CONFIG["data"]["arithmetic"]))[0])
     prompts = [prompt for _, prompt in disturbed["prompts"]]

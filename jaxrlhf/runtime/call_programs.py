@@ -85,17 +85,17 @@ def form_of(kind: str, role: ModelRole, layout: Layout) -> How:
     return layer_form(role.model, generates=kind == "generate", is_pipelined=layout.is_pipelined)
 
 
-def call_program(call: DescribedCall, layout: Layout, *, num_layers: int, rows: int) -> CallProgram:
-    """The program of a call whose model has fewer layers and whose batch has fewer rows. A train call makes one update
-    on all its rows.
+def call_program(call: DescribedCall, layout: Layout, *, num_layers: int, rows: int, updates: int = 1) -> CallProgram:
+    """The program of a call whose model has fewer layers and whose batch has fewer rows.
 
     Args:
         layout: Without stages.
-        rows: Of all row shards together, of the array that has most.
+        rows: Of all row shards together, of the array that has most; of a train call, for each update.
+        updates: Of a train call, one after another.
     """
     assert not layout.is_pipelined
     role = dataclasses.replace(call.role, model=dataclasses.replace(call.role.model, num_layers=num_layers))
-    args = _with_rows(call, rows, layout)
+    args = _with_rows(call, rows * updates, layout, updates)
     arrays, _, rebuild = split_args(args)
     has_rows = [x.sharding == layout.rows for x in arrays]
     noise = jax.ShapeDtypeStruct((3,), jnp.uint32, sharding=layout.replicated)
@@ -157,9 +157,9 @@ def lower_program(program: CallAtDepth, described: Described) -> Any:
     return call_program(call, layout, num_layers=program.num_layers, rows=program.rows).lower()
 
 
-def _with_rows(call: DescribedCall, rows: int, layout: Layout) -> tuple[Any, ...]:
-    """The arguments for fewer rows, which all arrays have in the proportion of the call's; one update in a train
-    call."""
+def _with_rows(call: DescribedCall, rows: int, layout: Layout, updates: int) -> tuple[Any, ...]:
+    """The arguments for another number of rows, which all arrays have in the proportion of the call's, and of
+    updates."""
     most = call.num_rows
 
     def placed(x: Any) -> Any:
@@ -173,7 +173,7 @@ def _with_rows(call: DescribedCall, rows: int, layout: Layout) -> tuple[Any, ...
     args = jax.tree.map(placed, call.args, is_leaf=_is_rows)
     if call.kind == "train":
         terms, update = args
-        return terms, dataclasses.replace(update, mini_batches=1, epochs=1)
+        return terms, dataclasses.replace(update, mini_batches=updates, epochs=1)
     return args
 
 

@@ -44,6 +44,9 @@ DECODED = 32
 ROWS_APART = 4
 """The fewer rows of two neighbouring measurements, as a part of the more."""
 ROW_COUNTS = 3
+MOST_UPDATES = 4
+"""Updates of a train program that is run, if the call makes as many: what a program of several does but once (memory
+that the system hands out, weights gathered that no update changes) is shared among them, as in the run."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,8 +185,15 @@ def _programs(job: Job, layout: Layout, depth: int) -> list[CallProgram]:
             call_program(_responding(described, *response), layout, num_layers=depth, rows=rows)
             for response in responses
         ]
-    program = call_program(described, layout, num_layers=depth, rows=rows)
-    return [program, update_program(described, layout, num_layers=depth)] if call.trains else [program]
+    if call.trains:
+        program = call_program(described, layout, num_layers=depth, rows=rows, updates=_updates(call))
+        return [program, update_program(described, layout, num_layers=depth)]
+    return [call_program(described, layout, num_layers=depth, rows=rows)]
+
+
+def _updates(call: ModelCall) -> int:
+    """Of the train program that is run."""
+    return min(call.updates, MOST_UPDATES)
 
 
 def _of_phase(job: Job, phase: MeasuredPhase, timings: Sequence[Timing]) -> Timing | None:
@@ -192,7 +202,7 @@ def _of_phase(job: Job, phase: MeasuredPhase, timings: Sequence[Timing]) -> Timi
         return timings[1]
     passes, whole = job.strategy.micro_batches, timings[0]
     if phase == "gradient":
-        whole = _less(timings[0], timings[1])
+        whole = _less(dataclasses.replace(whole, seconds=whole.seconds / _updates(job.call)), timings[1])
     elif phase == "decode":
         if job.call.response == 1:
             return None

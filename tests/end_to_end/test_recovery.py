@@ -47,7 +47,7 @@ def test_a_run_that_is_killed_again_and_again_ends_as_if_nothing_had_happened(tm
     assert spec is not None and spec.loader is not None
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
-    report = script.sweep(tmp_path, kills=1, terminations=1, seed=1, cache=str(COMPILED))
+    report = script.sweep(tmp_path, kills=1, terminations=1, seed=1, cache=str(COMPILED), steps=8)
     assert sum(report["signals"].values()) == 2 and report["differences"] == []
 
 

@@ -30,3 +30,11 @@ def test_rows_are_split_over_shards():
     params, *_ = program.arguments
     assert len(params["layers"]) == 2
     assert params["layers"][0]["gate"].sharding.shard_shape((32, 64)) == (16, 64)
+
+
+def test_a_train_program_may_make_several_updates():
+    layout, call = Layout.over((0, 1), Strategy(data=2)), STEP.workload.call("actor.train").origin
+    once, twice = (call_program(call, layout, num_layers=1, rows=4, updates=updates) for updates in (1, 2))
+    rows = {x.shape[0] for x in jax.tree.leaves(twice.arguments) if x.sharding == layout.rows}
+    assert rows == {8}
+    assert "stablehlo.while" in twice.lower().as_text() and "stablehlo.while" not in once.lower().as_text()

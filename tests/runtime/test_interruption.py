@@ -1,13 +1,21 @@
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from jaxrlhf.runtime import interruption
 from jaxrlhf.runtime.function_threads import FunctionAbandonedError, FunctionThreads
 from jaxrlhf.runtime.interruption import StopRequest
+
+
+@pytest.fixture(autouse=True)
+def as_from_a_terminal() -> Iterator[None]:
+    """What a shell runs in the background ignores Ctrl-C, and its tests would too."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def until(true: Callable[[], object]) -> None:

@@ -83,8 +83,8 @@ def test_phases_are_told_apart():
         return None if timing is None else timing.seconds
 
     assert seconds("critic.values", "forward", 8.0, micro_batches=4) == 2.0
-    assert seconds("actor.train", "gradient", 9.0, 1.0, micro_batches=4) == 2.0
-    assert seconds("actor.train", "update", 9.0, 1.0, micro_batches=4) == 1.0
+    assert seconds("actor.train", "gradient", 18.0, 1.0, micro_batches=4) == 2.0  # two updates
+    assert seconds("actor.train", "update", 18.0, 1.0, micro_batches=4) == 1.0
     assert seconds("actor.generate", "prefill", 1.0, 15.0) == 1.0
     assert seconds("actor.generate", "decode", 1.0, 15.0) == 2.0  # seven steps: the first token is the prefill's
     assert seconds("actor.generate", "decode", 1.0, 16.0, 2.0, micro_batches=2) == 1.0
