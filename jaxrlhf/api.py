@@ -17,17 +17,18 @@ from jaxrlhf.config.reading import Tree, merge, read_config
 from jaxrlhf.config.schema import EvaluationRunConfig, OutputConfig, RunConfig, build_run
 from jaxrlhf.data.examples import prompt_texts, read_example
 from jaxrlhf.data.files import Row
+from jaxrlhf.execution.executor import Executor
 from jaxrlhf.experience import Prompts, Sampling
 from jaxrlhf.importing import name_of
-from jaxrlhf.planner.plan import DEFAULT, Placement, check, resolve
-from jaxrlhf.runtime.assembly import Assembly
-from jaxrlhf.runtime.console import Console
-from jaxrlhf.runtime.executor import Executor
-from jaxrlhf.runtime.metrics import read_metrics
-from jaxrlhf.runtime.roles import ModelRole
-from jaxrlhf.runtime.scoring import decode_responses
-from jaxrlhf.runtime.step_draft import samplings_of, trace_step, with_stop_ids
-from jaxrlhf.runtime.trainer import Outcome
+from jaxrlhf.observe.console import Console
+from jaxrlhf.observe.metrics import read_metrics
+from jaxrlhf.planner.plans.check_plan import check
+from jaxrlhf.planner.plans.plan import Placement, resolve
+from jaxrlhf.programs.roles import ModelRole
+from jaxrlhf.run.assembly import Assembly
+from jaxrlhf.run.scoring import decode_responses
+from jaxrlhf.run.step_draft import samplings_of, trace_step, with_stop_ids
+from jaxrlhf.run.trainer import Outcome
 from jaxrlhf.sharding import mesh
 from jaxrlhf.sharding.strategy import Strategy
 from jaxrlhf.train import InputError, execute, prepare
@@ -134,7 +135,7 @@ class TrainedRun:
                 "max_new_tokens."
             )
         graph = trace_step(_generate_step, self.assembly.train.roles, (), batch, (role, settings))
-        plan = resolve({DEFAULT: Placement(tuple(range(devices)), Strategy(data=devices))}, graph)
+        plan = resolve(graph, Placement(tuple(range(devices)), Strategy(data=devices)))
         check(plan, graph, {name: x.model for name, x in models.items()}, devices, mesh.devices_per_process())
         rollout = self._executor.run(graph, plan, (), batch, step=seed, phase="generate").fetch()["rollout"]
         return decode_responses(rollout, self.assembly.table)[: len(prompts) * settings.num_samples]

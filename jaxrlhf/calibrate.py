@@ -19,8 +19,13 @@ import jax
 import numpy as np
 
 from jaxrlhf.brief import brief
+from jaxrlhf.calibration.measure_calls import Degrees, Job, described_workload, jobs, measure
+from jaxrlhf.calibration.measure_host import host_seconds
+from jaxrlhf.calibration.measure_machine import measure_machine
+from jaxrlhf.calibration.timing import WatchedLoad
 from jaxrlhf.config.reading import ConfigError
-from jaxrlhf.planner.calibrate import (
+from jaxrlhf.observe.console import Console
+from jaxrlhf.planner.costs.calibration import (
     QUIET,
     Calibration,
     Case,
@@ -32,14 +37,9 @@ from jaxrlhf.planner.calibrate import (
     this_machine,
     write_calibration,
 )
-from jaxrlhf.planner.plan import Plan
+from jaxrlhf.planner.plans.plan import Plan
 from jaxrlhf.planner.workload import Workload
-from jaxrlhf.runtime.assembly import assemble
-from jaxrlhf.runtime.console import Console
-from jaxrlhf.runtime.measure import Degrees, Job, described_workload, jobs, measure
-from jaxrlhf.runtime.measure_host import host_seconds
-from jaxrlhf.runtime.measure_machine import measure_machine
-from jaxrlhf.runtime.timing import WatchedLoad
+from jaxrlhf.run.assembly import assemble
 from jaxrlhf.sharding import mesh
 from jaxrlhf.sharding.strategy import Remat, Strategy
 from jaxrlhf.train import read, start

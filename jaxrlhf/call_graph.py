@@ -79,7 +79,7 @@ class Ref:
     __jax_array__ = property(_is_not_an_array)  # jnp functions look for it and never call it
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Call:
     """One model function call."""
 
@@ -102,6 +102,9 @@ class Call:
     writes: int | None
     """Version that it makes, for a train call."""
     iteration: int
+    sequence_shapes: tuple[tuple[int, int], ...]
+    """(rows, columns) of the sequences that its model runs on, or draws with their prompts; of a `host` call, of those
+    that its function reads. Empty for `compute`."""
 
     @property
     def plan_name(self) -> str:
@@ -123,12 +126,13 @@ class Call:
 
     @property
     def num_tokens(self) -> int:
-        """Positions that it works on, padding among them: of all sequences that it runs on, or that it draws."""
-        sequences = [x.tokens for x in self.sequences if hasattr(x, "tokens")]
-        if self.kind != "generate" and sequences:
-            return sum(x.shape[0] * x.shape[1] for x in sequences)
-        refs = [ref for ref in (*self.refs, *self.output_refs) if ref.has_rows and ref.ndim == 2]
-        return max((ref.shape[0] * ref.shape[1] for ref in refs), default=0)
+        """Positions of its sequences, padding among them."""
+        return sum(rows * columns for rows, columns in self.sequence_shapes)
+
+    @property
+    def longest_sequence(self) -> int:
+        """Columns of the longest of its sequences, prompt and response; 0 without any."""
+        return max((columns for _, columns in self.sequence_shapes), default=0)
 
     @property
     def num_drawn(self) -> int:
@@ -149,7 +153,7 @@ class Call:
 
     @property
     def sequences(self) -> tuple[Any, ...]:
-        """What an inference or train call runs its model on."""
+        """The sequences that an inference or train call runs its model on."""
         if self.terms:
             batches = [term.batch.get("sequences") for term in self.terms]
             return tuple(x for batch in batches for x in named_sequences(batch).values())
@@ -164,7 +168,7 @@ class CallGraph:
     inputs: Mapping[str, Any]
     """Name -> pytree of `Ref`: 'state', 'data', and 'data1', ... for later iterations."""
     results: tuple[Any, ...]
-    """What the step returned beside the state, for each iteration."""
+    """The results that the step returned beside the state, for each iteration."""
     state: Any
     """The state after the last iteration."""
 
@@ -208,7 +212,7 @@ class CallGraph:
 
 
 def named_sequences(sequences: Any) -> Mapping[str, Any]:
-    """What a batch holds under `sequences`, by name: '' where it is not a dict."""
+    """The sequences of a batch by name: '' where they are not a dict."""
     return sequences if isinstance(sequences, Mapping) else {"": sequences}
 
 

@@ -11,23 +11,23 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from jaxrlhf.cluster.cluster_text import LOCAL, read_cluster
+from jaxrlhf.cluster.hardware import Cluster
 from jaxrlhf.config.reading import ConfigError
 from jaxrlhf.config.schema import RunConfig, load_run
-from jaxrlhf.planner.cluster_text import LOCAL, read_cluster
-from jaxrlhf.planner.compiled import CompileError
-from jaxrlhf.planner.costs import SOURCES
-from jaxrlhf.planner.hardware import Cluster
-from jaxrlhf.planner.plan import Plan
-from jaxrlhf.planner.plan_file import write_plan
-from jaxrlhf.planner.planning import SEARCH, Planned
-from jaxrlhf.planner.presets import STRATEGIES, find_strategy
+from jaxrlhf.observe.console import Console
+from jaxrlhf.observe.plan_pictures import draw_plan, draw_search
+from jaxrlhf.observe.timeline_picture import check_matplotlib, has_matplotlib
+from jaxrlhf.planner.compiled.compiler import CompileError
+from jaxrlhf.planner.cost_sources import SOURCES
+from jaxrlhf.planner.make_plan import SEARCH, Planned
+from jaxrlhf.planner.plans.plan import Plan
+from jaxrlhf.planner.plans.saved_plan import write_plan
 from jaxrlhf.planner.report import call_rows, memory_rows, plan_json, runner_up_lines, summary_lines
-from jaxrlhf.runtime.console import Console
-from jaxrlhf.runtime.described_sizes import with_described_prompts, with_response_tokens
-from jaxrlhf.runtime.plan_pictures import draw_plan, draw_search
-from jaxrlhf.runtime.planned_step import left_out, plan_draft
-from jaxrlhf.runtime.step_draft import StepDraft, draft_step
-from jaxrlhf.runtime.timeline_picture import check_matplotlib, has_matplotlib
+from jaxrlhf.planner.search.methods import METHODS, find_method
+from jaxrlhf.run.find_plan import left_out, plan_draft
+from jaxrlhf.run.size_overrides import with_response_tokens, with_synthetic_prompts
+from jaxrlhf.run.step_draft import StepDraft, draft_step
 from jaxrlhf.sharding import mesh
 
 
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     console = Console(quiet=options.json)
     try:
-        find_strategy(options.strategy)
+        find_method(options.strategy)
         _check_out(options.out)
         if options.calibration and options.costs not in (None, "measured"):
             raise ConfigError(f"--calibration: goes with --costs measured. Got {options.costs}. Leave one out.")
@@ -73,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
         "--cluster", metavar="CLUSTER", default=LOCAL,
         help="16x8:a100-80g, 2x8:h100+4x8:a100-80g, cpu:8, a .yaml file; otherwise the devices that are here",
     )  # fmt: skip
-    parser.add_argument("--strategy", default=SEARCH, metavar="NAME", help=f"one of {', '.join(STRATEGIES)}")
+    parser.add_argument("--strategy", default=SEARCH, metavar="NAME", help=f"one of {', '.join(METHODS)}")
     parser.add_argument("--costs", choices=SOURCES, help="otherwise measured, if this machine was, or analytic")
     parser.add_argument(
         "--calibration", type=Path, metavar="FILE", help="what jaxrlhf.calibrate --out wrote; means --costs measured"
@@ -109,7 +109,7 @@ def _draft(options: argparse.Namespace, config: RunConfig, *, on_cpu: bool) -> S
         config = with_response_tokens(config, options.response_tokens)
     if options.prompt_tokens is None:
         return draft_step(config, on_cpu=on_cpu)
-    config, tables = with_described_prompts(config, options.prompt_tokens)
+    config, tables = with_synthetic_prompts(config, options.prompt_tokens)
     return draft_step(config, tables=tables, on_cpu=on_cpu)
 
 

@@ -25,19 +25,20 @@ from jaxrlhf.call_graph import Call, CallGraph
 from jaxrlhf.config.algorithms import load_algorithm
 from jaxrlhf.config.reading import build, to_tree
 from jaxrlhf.config.schema import RunConfig, build_run
+from jaxrlhf.execution.executor import Executor
 from jaxrlhf.models.config import ModelConfig
-from jaxrlhf.planner.device_order import reuse_training_shards, training_placements
-from jaxrlhf.planner.fusion import check_fusion, oppose, with_schedules
-from jaxrlhf.planner.plan import DEFAULT, Placement, Plan, PlanError, check, resolve
-from jaxrlhf.planner.stage_costs import reference_costs
-from jaxrlhf.runtime.assembly import Phase, assemble
-from jaxrlhf.runtime.checkpoints import changing_sets
-from jaxrlhf.runtime.executor import Executor
-from jaxrlhf.runtime.first_weights import Placed, load_first_weights
-from jaxrlhf.runtime.metrics import flatten
-from jaxrlhf.runtime.roles import GAP_METRIC, ModelRole
-from jaxrlhf.runtime.step_work import step_workload
-from jaxrlhf.runtime.weight_sets import BASE
+from jaxrlhf.observe.metrics import flatten
+from jaxrlhf.planner.costs.stage_costs import reference_costs
+from jaxrlhf.planner.fusion.fusible import check_fusion, oppose, with_schedules
+from jaxrlhf.planner.plans.check_plan import check
+from jaxrlhf.planner.plans.device_order import reuse_training_shards, training_placements
+from jaxrlhf.planner.plans.plan import Placement, Plan, PlanError, resolve
+from jaxrlhf.programs.roles import GAP_METRIC, ModelRole
+from jaxrlhf.programs.weight_sets import BASE
+from jaxrlhf.run.assembly import Phase, assemble
+from jaxrlhf.run.checkpoints import changing_sets
+from jaxrlhf.run.first_weights import Placed, load_first_weights
+from jaxrlhf.run.step_work import step_workload
 from jaxrlhf.sharding import mesh
 from jaxrlhf.sharding.strategy import Strategy
 from jaxrlhf.suggest import did_you_mean
@@ -222,7 +223,7 @@ def random_plan(phase: Phase, *, seed: int) -> Plan:
     Some train two roles in one fused pipeline.
     """
     graph, models = phase.graph, {n: role.model for n, role in phase.roles.items() if isinstance(role, ModelRole)}
-    one_device = {DEFAULT: Placement((0,), Strategy())}
+    one_device = Placement((0,), Strategy())
     placements: dict[str, Placement] = {}
     for call in graph.calls:
         if call.kind == "host" or call.plan_name in placements:
@@ -231,13 +232,13 @@ def random_plan(phase: Phase, *, seed: int) -> Plan:
         while call.plan_name not in placements:
             placement = _random_placement(call, draw)
             try:
-                plan = resolve({**one_device, call.plan_name: placement}, graph)
+                plan = resolve(graph, one_device, {call.plan_name: placement})
                 check(plan, graph, models, NUM_DEVICES, DEVICES_PER_NODE)
             except PlanError:
                 continue
             placements[call.plan_name] = placement
     offload = tuple(role for role in models if random.Random(f"{seed} {role}").random() < 0.2)
-    plan = _with_fusion(resolve({**one_device, **placements}, graph, offload), graph, models, seed)
+    plan = _with_fusion(resolve(graph, one_device, placements, offload=offload), graph, models, seed)
     if plan.fuse:
         costs = reference_costs(NUM_DEVICES, DEVICES_PER_NODE)
         plan = with_schedules(plan, graph, step_workload(graph, phase.roles), costs)

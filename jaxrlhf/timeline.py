@@ -8,10 +8,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxrlhf.runtime.chrome_trace import TraceError, read_rows
-from jaxrlhf.runtime.console import Console
-from jaxrlhf.runtime.run_folder import RunFolder
-from jaxrlhf.runtime.timeline_picture import PictureError, check_matplotlib, choose_steps, draw_timeline
+from jaxrlhf.observe.chrome_trace import TraceError, read_rows
+from jaxrlhf.observe.console import Console
+from jaxrlhf.observe.timeline_picture import PictureError, check_matplotlib, choose_steps, draw_timeline
+from jaxrlhf.run.run_folder import RunFolder
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -35,15 +35,18 @@ from jaxrlhf.suggest import did_you_mean
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """What a role can be asked to do."""
+    """A method of a role: the kind of its calls and the shapes that they give."""
 
     kind: Kind
     abstract: Callable[..., Any]
     """Arguments, with `jax.ShapeDtypeStruct` for arrays -> a pytree of `jax.ShapeDtypeStruct`: the shapes it gives."""
     row_wise: bool = True
     """Every output has rows, and what it says of a sequence depends on that sequence alone."""
+    tokens: Callable[[tuple[Any, ...], Any], tuple[Any, ...]] | None = None
+    """`(arguments, outputs) -> tokens` of the sequences that it runs on or draws, each [rows, columns]. None: it has
+    none."""
     bind: Callable[..., tuple[Any, ...]] | None = None
-    """What a step writes in the brackets -> the arguments of the call. None: they are the same."""
+    """From the arguments that a step writes to those of the call. None: they are the same."""
 
     def arguments(self, name: str, args: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[Any, ...]:
         """The arguments of a call that is written as `name(*args, **named)`."""
@@ -56,7 +59,7 @@ class Method:
         return self.bind(*bound.args) if self.bind is not None else bound.args
 
     def usage(self, name: str, args: tuple[Any, ...], named: Mapping[str, Any] = MappingProxyType({})) -> str:
-        """How it is called, and how it was, for error messages."""
+        """The signature, and the arguments that it got, for error messages."""
         parameters = inspect.signature(self.bind or self.abstract).parameters.values()
         usage = ", ".join(_described(p) + ("=..." if p.default is not p.empty else "") for p in parameters)
         got = ", ".join([*map(_short, args), *(f"{key}={_short(value)}" for key, value in named.items())])
@@ -92,7 +95,7 @@ class Recorder:
         return structure.unflatten([Ref(name, i, x, has_rows=has_rows, recorder=self) for i, x in enumerate(leaves)])
 
     def version(self, weights: str | None) -> int:
-        """How often weights have been trained so far."""
+        """The number of times that weights have been trained so far."""
         return self._versions[weights] if weights else 0
 
     def call_role(
@@ -117,6 +120,7 @@ class Recorder:
         full_name = self._next_name(f"{role}.{name}")
         try:
             avals = method.abstract(*_avals(args))
+            tokens = method.tokens(_avals(args), avals) if method.tokens is not None else ()
         except GraphError:
             raise
         except Exception as error:
@@ -127,24 +131,12 @@ class Recorder:
         if method.kind == "train":
             assert weights is not None
             self._versions[weights] = writes = reads + 1
-        self._outputs[asked] = self._append(
-            Call(
-                full_name,
-                role,
-                name,
-                method.kind,
-                method.row_wise,
-                None,
-                args,
-                None,
-                weights,
-                reads,
-                writes,
-                self.iteration,
-            ),
-            avals,
-            has_rows,
-        )
+        call = Call(
+            name=full_name, role=role, method=name, kind=method.kind, row_wise=method.row_wise, function=None,
+            args=args, outputs=None, weights=weights, reads=reads, writes=writes, iteration=self.iteration,
+            sequence_shapes=tuple(x.shape for x in tokens),
+        )  # fmt: skip
+        self._outputs[asked] = self._append(call, avals, has_rows)
         return self._outputs[asked]
 
     def compute(self, function: Callable[..., Any], args: tuple[Any, ...], call_name: str | None) -> Any:
@@ -164,11 +156,11 @@ class Recorder:
         self._check_args(full_name, args)
         avals = _evaluated(full_name, function, args)
         has_rows = _follow_rows(full_name, function, args, avals)
-        return self._append(
-            Call(full_name, None, "", "compute", False, function, args, None, None, 0, None, self.iteration),
-            avals,
-            has_rows,
-        )
+        call = Call(
+            name=full_name, role=None, method="", kind="compute", row_wise=False, function=function, args=args,
+            outputs=None, weights=None, reads=0, writes=None, iteration=self.iteration, sequence_shapes=(),
+        )  # fmt: skip
+        return self._append(call, avals, has_rows)
 
     def _next_name(self, name: str) -> str:
         self._ordinals[self.iteration, name] += 1
@@ -424,7 +416,7 @@ def _hashes(value: Any) -> bool:
 
 
 def _follow_rows(name: str, function: Callable[..., Any], args: tuple[Any, ...], avals: Any) -> list[bool]:
-    """Which outputs of a compute function have rows: those whose first axis doubles when the rows of the inputs do."""
+    """One flag for each output of a compute function: whether its first axis doubles when the rows of inputs do."""
     if not any(leaf.has_rows for leaf in jax.tree.leaves(args) if isinstance(leaf, Ref)):
         return [False] * len(jax.tree.leaves(avals))
 

@@ -23,33 +23,33 @@ import jax
 import jaxrlhf
 from jaxrlhf.checkpoint.manifest import find_damage
 from jaxrlhf.checkpoint.store import CheckpointError
+from jaxrlhf.cluster.cluster_text import local_cluster
 from jaxrlhf.config.reading import dump_yaml
 from jaxrlhf.config.schema import RunConfig, load_run
 from jaxrlhf.data.tokenizer import JSONTokenizer
-from jaxrlhf.planner.cluster_text import local_cluster
+from jaxrlhf.execution.channel import Channel
+from jaxrlhf.execution.function_threads import any_left_behind
+from jaxrlhf.observe.console import Console
+from jaxrlhf.observe.forecast import Comparison, compare
+from jaxrlhf.observe.metrics import TrainingError, read_metrics
+from jaxrlhf.observe.step_timers import time_rows
+from jaxrlhf.observe.trackers import check_trackers
+from jaxrlhf.observe.utilization import utilization_line
 from jaxrlhf.planner.memory_forecast import MemoryForecast, forecast_memory
-from jaxrlhf.planner.plan import plan_rows
-from jaxrlhf.planner.plan_file import plan_text
+from jaxrlhf.planner.plans.plan_table import plan_rows
+from jaxrlhf.planner.plans.saved_plan import plan_text
+from jaxrlhf.programs.roles import ModelRole
 from jaxrlhf.rewards.functions import RewardError
-from jaxrlhf.runtime.assembly import Assembly, assemble
-from jaxrlhf.runtime.channel import Channel
-from jaxrlhf.runtime.checkpoints import check_checkpoint
-from jaxrlhf.runtime.compilation_cache import complaints_said_once
-from jaxrlhf.runtime.console import Console
-from jaxrlhf.runtime.forecast import Comparison, compare
-from jaxrlhf.runtime.function_threads import any_left_behind
-from jaxrlhf.runtime.interruption import RunStopped, StopRequest
-from jaxrlhf.runtime.metrics import TrainingError, read_metrics
-from jaxrlhf.runtime.planned_step import FoundPlan, find_plan, is_planned
-from jaxrlhf.runtime.recovery import ResumePoint, find_resume_point, newest_position, set_aside, what_is_kept
-from jaxrlhf.runtime.roles import ModelRole
-from jaxrlhf.runtime.run_folder import RunFolder, RunFolderError, check_run_folder, collect_versions
-from jaxrlhf.runtime.stages import time_rows
-from jaxrlhf.runtime.step_draft import StepDraft, draft_step
-from jaxrlhf.runtime.step_rows import Tables, load_tables
-from jaxrlhf.runtime.trackers import check_trackers
-from jaxrlhf.runtime.trainer import Outcome, Trainer
-from jaxrlhf.runtime.utilization import utilization_line
+from jaxrlhf.run.assembly import Assembly, assemble
+from jaxrlhf.run.checkpoints import check_checkpoint
+from jaxrlhf.run.compilation_cache import complaints_said_once
+from jaxrlhf.run.find_plan import FoundPlan, find_plan, is_planned
+from jaxrlhf.run.interruption import RunStopped, StopRequest
+from jaxrlhf.run.recovery import ResumePoint, find_resume_point, newest_position, set_aside, what_is_kept
+from jaxrlhf.run.run_folder import RunFolder, RunFolderError, check_run_folder, collect_versions
+from jaxrlhf.run.step_draft import StepDraft, draft_step
+from jaxrlhf.run.step_rows import Tables, load_tables
+from jaxrlhf.run.trainer import Outcome, Trainer
 from jaxrlhf.sharding import mesh
 from jaxrlhf.sharding.processes import cluster_of, join, process_count
 from jaxrlhf.writing import UnwritableError

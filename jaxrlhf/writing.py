@@ -1,8 +1,9 @@
-"""Writing to disks that may be full or gone: one error, which names the path."""
+"""Writing to disks that may be full or gone: one error, which names the path; and files that are whole or not there."""
 
 import contextlib
 import os
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +25,30 @@ def writing(path: Path, *also: type[Exception]) -> Iterator[None]:
         raise UnwritableError(
             f"{path}: must be writable. Got {_what(error)}. Make room, or mend the file system."
         ) from error
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Gives a path beside `path`, under which to write what takes its place in one move when the block has ended. No
+    reader and no kill ever finds half of it.
+
+    Raises:
+        UnwritableError: It cannot be written. The file is as it was.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
+    try:
+        with writing(path):
+            yield temporary
+            os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replaces a file by a text; see `replacing`."""
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8", newline="\n")
 
 
 def _what(error: Exception) -> str:

@@ -33,13 +33,14 @@ from jaxrlhf.algorithms.policy import PolicyUpdate, policy_state
 from jaxrlhf.algorithms.ppo import PPOConfig, ValueUpdate, ppo_step
 from jaxrlhf.call_graph import Call, CallGraph
 from jaxrlhf.config.schema import OptimizerConfig
+from jaxrlhf.execution.executor import Executor
 from jaxrlhf.experience import Prompts, Sampling
+from jaxrlhf.models.architecture import num_parameters
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.counts import decode_step_bytes, forward_flops, train_flops
-from jaxrlhf.models.params import num_parameters
-from jaxrlhf.planner.plan import DEFAULT, Placement, Plan, check, resolve
-from jaxrlhf.runtime.executor import Executor
-from jaxrlhf.runtime.roles import ModelRole
+from jaxrlhf.planner.plans.check_plan import check
+from jaxrlhf.planner.plans.plan import Placement, Plan, resolve
+from jaxrlhf.programs.roles import ModelRole
 from jaxrlhf.sharding import mesh
 from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.strategy import Strategy
@@ -239,7 +240,7 @@ def plan_of(graph: CallGraph, options: argparse.Namespace) -> Plan:
         micro_batches=options.micro_batches, remat=options.remat,
     )  # fmt: skip
     whole = dataclasses.replace(strategy, micro_batches=1)
-    return resolve({DEFAULT: Placement(devices, strategy), "actor.generate": Placement(devices, whole)}, graph)
+    return resolve(graph, Placement(devices, strategy), {"actor.generate": Placement(devices, whole)})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -288,8 +289,8 @@ class MeasuringExecutor(Executor):
             self.clocks.setdefault(self._calling, []).append(Clocks.now() - started)
         return outputs
 
-    def _program(self, key: Any, layout: Layout, build: Callable[[], Callable[..., Any]]) -> Callable[..., Any] | None:
-        return super()._program(key, layout, lambda: self._compiled_when_called(build(), self._calling))
+    def _new_program(self, ready: Any) -> Callable[..., Any]:
+        return self._compiled_when_called(super()._new_program(ready), self._calling)
 
     def _compiled_when_called(self, jitted: Any, name: str) -> Callable[..., Any]:
         compiled: Any = None

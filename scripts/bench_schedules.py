@@ -1,10 +1,10 @@
 """Fused pipeline schedules of RLHFuse's Table 3: how short, how much memory, how long to find.
 
-    python scripts/bench_schedules.py                                  # all instances, two processes
-    python scripts/bench_schedules.py --instance 8/4/8 --instance 16/16/16
-    python scripts/bench_schedules.py --instance 16/8/16 --picture fused.png
-    python scripts/bench_schedules.py --quick                          # as plans and runs find them
-    python scripts/bench_schedules.py --json
+    python -m scripts.bench_schedules                                  # all instances, two processes
+    python -m scripts.bench_schedules --instance 8/4/8 --instance 16/16/16
+    python -m scripts.bench_schedules --instance 16/8/16 --picture fused.png
+    python -m scripts.bench_schedules --quick                          # as plans and runs find them
+    python -m scripts.bench_schedules --json
 
 An instance is stages of the large model / stages of the small one / micro-batches of the large one: 33B and 13B
 parameters on 8 stages, 65B and 33B on 16, with the paper's latencies and activations. Latencies are in units of the
@@ -13,7 +13,7 @@ paper; memory is the peak of a node relative to that of the models trained one a
     serial   one model after another by 1F1B: the sum of (M + S - 1) * (forward + backward)
     1F1B+    the same with half the stages, of twice the latency, and half the micro-batches, in twice the groups
     greedy   always what can start earliest, of the larger model first, and of that a backward first
-    ours     `jaxrlhf.planner.schedules.fused_schedule.fuse`
+    ours     `jaxrlhf.schedules.fused_schedule.fuse`
     bound    no schedule is shorter
     quick    the same module's `fuse_quickly`, within the memory that both models take by themselves
 
@@ -30,36 +30,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxrlhf.planner.schedules.fused_pipes import TrainedModel, fused_pipes
-from jaxrlhf.planner.schedules.fused_schedule import FusedResult, fuse, fuse_quickly
-from jaxrlhf.planner.schedules.instructions import Pipe
-from jaxrlhf.planner.schedules.schedule import makespan, peak_activations, validate
-from jaxrlhf.planner.schedules.schedule_bounds import added_peaks, greedy_schedule, serial_peak, shallow_serial_latency
-from jaxrlhf.planner.schedules.schedule_picture import draw_schedule
+from jaxrlhf.schedules.fused_schedule import FusedResult, fuse, fuse_quickly
+from jaxrlhf.schedules.schedule import makespan, peak_activations, validate
+from jaxrlhf.schedules.schedule_bounds import added_peaks, serial_peak
+from scripts.fused_models import MODELS, greedy_schedule, paper_pipes, shallow_serial_latency
+from scripts.schedule_picture import draw_schedule
 
-MODELS: dict[tuple[int, int], tuple[tuple[float, float], tuple[float, float]]] = {
-    (8, 4): ((5, 1.95), (4, 2)),
-    (8, 8): ((5, 1.95), (2, 1)),
-    (16, 8): ((2, 1.64), (2, 2)),
-    (16, 16): ((2, 1.64), (1, 1)),
-}
-"""Stages of both models -> latency of a forward and activation per micro-batch and stage, of each."""
 INSTANCES = {
     f"{large}/{small}/{times * large}": (large, small, times * large) for large, small in MODELS for times in (1, 2, 4)
 }
 TIGHT = 1.25
 """A lower memory cap, in peaks of serial 1F1B, for the last column of `--quick`."""
 NAMES = {8: ("33B", "13B"), 16: ("65B", "33B")}
-
-
-def pipes_of(instance: str) -> tuple[Pipe, ...]:
-    """The pipes of an instance. A backward takes twice a forward."""
-    large, small, micro_batches = INSTANCES[instance]
-    models = [
-        TrainedModel(large // stages, stages, 1, micro_batches * stages // large, forward, 2 * forward, activation)
-        for stages, (forward, activation) in zip((large, small), MODELS[large, small], strict=True)
-    ]
-    return fused_pipes(models[0], models[1])
 
 
 def cpu_seconds() -> float:
@@ -70,7 +52,7 @@ def cpu_seconds() -> float:
 
 def measure(instance: str, *, processes: int, moves: int | None, seeds: int) -> tuple[dict[str, Any], FusedResult]:
     """A row of the table, and what it is of."""
-    pipes = pipes_of(instance)
+    pipes = paper_pipes(*INSTANCES[instance])
     greedy = greedy_schedule(pipes)
     begin, begin_cpu = time.perf_counter(), cpu_seconds()
     found = fuse(pipes, seeds=range(seeds), moves=moves, processes=processes)
@@ -93,7 +75,7 @@ def measure(instance: str, *, processes: int, moves: int | None, seeds: int) -> 
 
 def measure_quickly(instance: str) -> tuple[dict[str, Any], FusedResult]:
     """A row of the table of `--quick`, and what it is of: with numba, where it is installed, and without."""
-    pipes = pipes_of(instance)
+    pipes = paper_pipes(*INSTANCES[instance])
     cpu, found = [], []
     for compiled in (True, False):
         begin = time.process_time()
@@ -172,8 +154,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     rows: list[dict[str, Any]] = []
     settings = dict(processes=options.processes, moves=options.moves, seeds=options.seeds)
-    fuse(pipes_of("8/8/8"), moves=1)  # compiles
-    fuse_quickly(pipes_of("16/16/16"))
+    fuse(paper_pipes(8, 8, 8), moves=1)  # compiles
+    fuse_quickly(paper_pipes(16, 16, 16))
     for instance in options.instance or INSTANCES:
         row, found = measure_quickly(instance) if options.quick else measure(instance, **settings)
         rows.append(row)

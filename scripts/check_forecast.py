@@ -36,22 +36,22 @@ from typing import Any
 
 import numpy as np
 
+from jaxrlhf.calibration.measure_calls import described_workload
+from jaxrlhf.calibration.measure_host import COMPILING_STEPS, run_steps
+from jaxrlhf.calibration.timing import OthersLoad, Timing, WatchedLoad, timing
+from jaxrlhf.cluster.cluster_text import local_cluster
 from jaxrlhf.config.schema import RunConfig
-from jaxrlhf.planner.calibrate import Calibration, calibration_file, read_calibration, this_machine
-from jaxrlhf.planner.choices import strategies
-from jaxrlhf.planner.cluster_text import local_cluster
-from jaxrlhf.planner.cost import CallSeconds, CostModel
-from jaxrlhf.planner.placing import place
-from jaxrlhf.planner.plan import Placement, Plan
-from jaxrlhf.planner.work import PHASES
+from jaxrlhf.observe.console import Console
+from jaxrlhf.observe.events import Event
+from jaxrlhf.observe.timeline import Timeline
+from jaxrlhf.planner.costs.calibration import Calibration, calibration_file, read_calibration, this_machine
+from jaxrlhf.planner.costs.cost_model import CallSeconds, CostModel
+from jaxrlhf.planner.costs.work import PHASES
+from jaxrlhf.planner.plans.complete_plan import complete_plan
+from jaxrlhf.planner.plans.plan import Placement, Plan
+from jaxrlhf.planner.search.choices import strategies
 from jaxrlhf.planner.workload import ModelCall, Workload
-from jaxrlhf.runtime.assembly import Assembly, assemble
-from jaxrlhf.runtime.console import Console
-from jaxrlhf.runtime.events import Event
-from jaxrlhf.runtime.measure import described_workload
-from jaxrlhf.runtime.measure_host import COMPILING_STEPS, run_steps
-from jaxrlhf.runtime.timeline import Timeline
-from jaxrlhf.runtime.timing import OthersLoad, Timing, WatchedLoad, timing
+from jaxrlhf.run.assembly import Assembly, assemble
 from jaxrlhf.sharding import mesh
 from jaxrlhf.sharding.strategy import Strategy
 from jaxrlhf.train import read, start
@@ -110,7 +110,7 @@ def noted_steps(
     timeline = WatchedTimeline()
     run_steps(assembly, plan, steps, timeline=timeline, one_at_a_time=one_at_a_time)
     noted = sorted((x for x in timeline.noted if x[0].step > COMPILING_STEPS), key=lambda noted: noted[0].end)
-    return [(with_merge(x, timeline.reallocations) if x.name in merging else x, *rest) for x, *rest in noted]
+    return [(with_merge(x, timeline.reallocations) if x.name in merging else x, cpu, load) for x, cpu, load in noted]
 
 
 def with_merge(call: Event, reallocations: Sequence[Event]) -> Event:
@@ -196,7 +196,7 @@ def drawn_plan(assembly: Assembly, work: Workload, calibration: Calibration, rng
         chosen[call.name] = Placement(tuple(devices), ways[rng.integers(len(ways))])
     models = {call.role: call.model for call in work.calls}
     graph, per_node = assembly.train.graph, cluster.devices_per_node
-    return place(graph, chosen, models, num_devices=cluster.num_devices, devices_per_node=per_node)
+    return complete_plan(graph, chosen, models, num_devices=cluster.num_devices, devices_per_node=per_node)
 
 
 def is_measured(call: ModelCall, strategy: Strategy, calibration: Calibration) -> bool:

@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxrlhf.runtime.metrics import evaluations_in, read_metrics
+from jaxrlhf.observe.metrics import evaluations_in, read_metrics
 
 
 def run(config: str, seed: int, overrides: list[str], folder: Path) -> tuple[float, float]:

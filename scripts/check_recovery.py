@@ -31,10 +31,10 @@ from typing import Any
 import jax
 
 from jaxrlhf.data.arithmetic import ArithmeticConfig, arithmetic_rows
-from jaxrlhf.runtime.executor import Executor
-from jaxrlhf.runtime.json_lines import read_json_lines
-from jaxrlhf.runtime.metrics import without_times
-from jaxrlhf.runtime.timeline import STEP
+from jaxrlhf.execution.executor import Executor
+from jaxrlhf.observe.json_lines import read_json_lines
+from jaxrlhf.observe.metrics import without_times
+from jaxrlhf.observe.timeline import STEP
 from jaxrlhf.train import main as train
 
 PARTS = ("start-up", "warm start", "generate", "host", "train", "evaluation", "checkpoint")
@@ -55,10 +55,12 @@ CONFIG = {
     "devices": "cpu:4",
     "plan": {
         "default": {"data": 4},
-        "reference.logprobs": {"data": 2, "devices": "0-1"},
-        "critic.values": {"data": 2, "devices": "2-3"},
-        "actor.train": {"fsdp": 2, "tensor": 1, "devices": "0-1"},
-        "critic.train": {"fsdp": 1, "tensor": 2, "devices": "2-3"},
+        "calls": {
+            "reference.logprobs": {"data": 2, "devices": "0-1"},
+            "critic.values": {"data": 2, "devices": "2-3"},
+            "actor.train": {"fsdp": 2, "tensor": 1, "devices": "0-1"},
+            "critic.train": {"fsdp": 1, "tensor": 2, "devices": "2-3"},
+        },
     },
     "warm_start": {"steps": 24, "batch_size": 16, "updates_per_step": 1},
     "settings": {"actor_update": {"mini_batches": 2}, "critic_update": {"mini_batches": 2}},

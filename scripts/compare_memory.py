@@ -14,14 +14,14 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from jaxrlhf.cluster.cluster_text import kinds
 from jaxrlhf.config.schema import load_run
 from jaxrlhf.models.config import PRESETS
-from jaxrlhf.planner.cluster_text import kinds
-from jaxrlhf.planner.memory import call_memory
-from jaxrlhf.planner.programs.described import described_devices, has_gpu_compiler
-from jaxrlhf.runtime.call_programs import call_program
-from jaxrlhf.runtime.described_sizes import with_described_prompts
-from jaxrlhf.runtime.step_draft import draft_step
+from jaxrlhf.planner.compiled.described_devices import described_devices, has_gpu_compiler
+from jaxrlhf.planner.costs.memory import call_memory
+from jaxrlhf.programs.ahead_of_time import call_program
+from jaxrlhf.run.size_overrides import with_synthetic_prompts
+from jaxrlhf.run.step_draft import draft_step
 from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.mesh import mesh_over
 from jaxrlhf.sharding.strategy import Strategy
@@ -48,7 +48,7 @@ def compare(preset: str, layers: int, kind_name: str, columns: int) -> list[dict
     overrides = [f"roles.{role}.model={model}" for role in ("actor", "critic")]
     overrides += [f"settings.{role}_update.mini_batches=1" for role in ("actor", "critic")]
     overrides += [f"settings.sampling.max_new_tokens={columns}"]
-    config, tables = with_described_prompts(load_run("ppo_70b_128gpus", overrides), columns)
+    config, tables = with_synthetic_prompts(load_run("ppo_70b_128gpus", overrides), columns)
     workload = draft_step(config, tables=tables).workload()
     kind, results = kinds()[kind_name], []
     for name, rows, strategy in PROGRAMS:
@@ -56,7 +56,7 @@ def compare(preset: str, layers: int, kind_name: str, columns: int) -> list[dict
         layout = Layout(mesh_over(devices.devices, strategy), strategy)
         call = workload.call(name)
         call = dataclasses.replace(call, rows=rows * strategy.num_row_shards * strategy.micro_batches)
-        program = call_program(call.origin, layout, num_layers=layers, rows=call.rows)
+        program = call_program(call.require_described(), layout, num_layers=layers, rows=call.rows)
         compiled = program.lower().compile(compiler_options=dict(devices.options)).memory_analysis()
         ours = call_memory(call, strategy, is_trained=name == "actor.generate")
         results.append(
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", default="7b", choices=sorted(PRESETS))
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--columns", type=int, default=1024, help="tokens of a prompt, and of a response")
-    parser.add_argument("--kind", default="a100-80g", help="of GPU, as in planner/hardware.yaml")
+    parser.add_argument("--kind", default="a100-80g", help="of GPU, as in cluster/hardware.yaml")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(arguments)
     if not has_gpu_compiler():

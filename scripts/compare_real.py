@@ -36,15 +36,16 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.optimize import least_squares
 
+from jaxrlhf.cluster.cluster_text import read_cluster
+from jaxrlhf.cluster.hardware import Cluster, Network
+from jaxrlhf.models.architecture import matrix_numbers
 from jaxrlhf.models.config import PRESETS, ModelConfig
-from jaxrlhf.planner.choices import make_problem
-from jaxrlhf.planner.cluster_text import read_cluster
-from jaxrlhf.planner.cost import CostModel
-from jaxrlhf.planner.hardware import Cluster, Network
-from jaxrlhf.planner.plan import Placement
-from jaxrlhf.planner.planning import plan_workload
-from jaxrlhf.planner.simulate import steady_state
-from jaxrlhf.planner.work import LayerWork, Phase, analytic_work, decode_work, layer_parameters
+from jaxrlhf.planner.costs.cost_model import CostModel
+from jaxrlhf.planner.costs.work import LayerWork, Phase, analytic_work, decode_work
+from jaxrlhf.planner.make_plan import plan_workload
+from jaxrlhf.planner.plans.plan import Placement
+from jaxrlhf.planner.search.choices import make_problem
+from jaxrlhf.planner.search.simulate import steady_state
 from jaxrlhf.planner.workload import ModelCall, Workload
 from jaxrlhf.sharding.strategy import Remat, Strategy
 
@@ -149,7 +150,7 @@ class RealSystem(CostModel):
         model, stages = call.model, strategy.pipeline
         if model.head == "lm":
             return [(model.num_layers * one.layer + one.rest) / stages] * stages
-        embedding = model.vocab_size * model.hidden_size / layer_parameters(model) if stages > 1 else 0.0
+        embedding = model.vocab_size * model.hidden_size / matrix_numbers(model) if stages > 1 else 0.0
         return [(model.num_layers + embedding) / stages * one.layer + one.rest] * stages
 
     def _sends(

@@ -18,15 +18,16 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from jaxrlhf.call_graph import Call
-from jaxrlhf.planner.choices import make_problem, strategies
-from jaxrlhf.planner.cost import CostModel
-from jaxrlhf.planner.hardware import Cluster
-from jaxrlhf.planner.peak_memory import peak_memory
-from jaxrlhf.planner.plan import Placement, PlanError, check_call
-from jaxrlhf.planner.problem import Choice, Problem
-from jaxrlhf.planner.simulate import steady_state
+from jaxrlhf.cluster.hardware import Cluster
+from jaxrlhf.planner.costs.cost_model import CostModel
+from jaxrlhf.planner.plans.check_plan import check_call
+from jaxrlhf.planner.plans.plan import Placement, PlanError
+from jaxrlhf.planner.search.choices import make_problem, strategies
+from jaxrlhf.planner.search.peak_memory import peak_memory
+from jaxrlhf.planner.search.problem import Choice, Problem
+from jaxrlhf.planner.search.simulate import steady_state
 from jaxrlhf.planner.workload import ModelCall
-from jaxrlhf.runtime.step_draft import StepDraft
+from jaxrlhf.run.step_draft import StepDraft
 from jaxrlhf.sharding.strategy import Remat, Strategy
 
 

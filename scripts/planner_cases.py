@@ -10,11 +10,11 @@ import random
 import shlex
 from pathlib import Path
 
+from jaxrlhf.cluster.cluster_text import kinds, read_cluster
+from jaxrlhf.cluster.hardware import Cluster
 from jaxrlhf.config.schema import load_run
-from jaxrlhf.planner.cluster_text import kinds, read_cluster
-from jaxrlhf.planner.hardware import Cluster
-from jaxrlhf.runtime.described_sizes import with_described_prompts, with_response_tokens
-from jaxrlhf.runtime.step_draft import StepDraft, draft_step
+from jaxrlhf.run.size_overrides import with_response_tokens, with_synthetic_prompts
+from jaxrlhf.run.step_draft import StepDraft, draft_step
 
 KINDS = ("a100-80g", "h100", "a100-40g")
 
@@ -87,7 +87,7 @@ class Case:
         config = load_run(self.config, self.values)
         if self.response is not None:
             config = with_response_tokens(config, self.response)
-        config, tables = with_described_prompts(config, self.prompt)
+        config, tables = with_synthetic_prompts(config, self.prompt)
         return draft_step(config, tables=tables, on_cpu=False)
 
     def command(self, folder: Path, strategy: str) -> str:

@@ -2,7 +2,7 @@
 
 import io
 
-from jaxrlhf.runtime.console import Console
+from jaxrlhf.observe.console import Console
 
 
 class Clock:

@@ -19,7 +19,9 @@ roles:
   short: {function: length_penalty, options: {target: 3, scale: 0.1, unit: tokens}}
   reward: {weighted_sum: {exact: 1.0, short: 0.5}}
 settings: {sampling: {max_new_tokens: 6}, actor_update: {mini_batches: 2}, critic_update: {mini_batches: 2}}
-plan: {default: {data: 4}, actor.train: {fsdp: 2, tensor: 2}, critic.train: {fsdp: 2, devices: 4-5, remat: layer}}
+plan:
+  default: {data: 4}
+  calls: {actor.train: {fsdp: 2, tensor: 2}, critic.train: {fsdp: 2, devices: 4-5, remat: layer}}
 warm_start: {steps: 2, batch_size: 8, optimizer: {learning_rate: 1.0e-3}}
 evaluation: {num_prompts: 4, scorers: [reward], sampling: {max_new_tokens: 4}}
 compilation_cache: ""

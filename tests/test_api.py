@@ -10,7 +10,7 @@ import pytest
 import jaxrlhf
 from jaxrlhf.api import TrainedRun
 from jaxrlhf.config.reading import to_tree
-from jaxrlhf.runtime.console import Console
+from jaxrlhf.observe.console import Console
 from jaxrlhf.testing import small_run
 from jaxrlhf.train import InputError, prepare, read
 
@@ -131,5 +131,5 @@ def test_the_package_is_light_and_stays_callable_after_an_import_of_the_command(
 
 
 def test_settings_of_another_algorithm_are_left_out_as_on_the_command_line(tmp_path):
-    with pytest.raises(InputError, match=r"ppo_arithmetic.yaml with other keys: steps: must not be negative"):
+    with pytest.raises(InputError, match=r"ppo_arithmetic.yaml with other keys: steps: must be at least 0"):
         jaxrlhf.train("ppo_arithmetic", algorithm="rloo", steps=-1, output={"folder": str(tmp_path)})

@@ -13,9 +13,9 @@ from pyarrow import parquet
 
 from jaxrlhf.config.schema import load_run
 from jaxrlhf.experience import STOP, Rollout
+from jaxrlhf.programs.roles import FunctionRole
 from jaxrlhf.rewards.functions import RewardError
-from jaxrlhf.runtime.assembly import assemble
-from jaxrlhf.runtime.roles import FunctionRole
+from jaxrlhf.run.assembly import assemble
 from jaxrlhf.train import main
 from tests.small_run import ROWS, write_run
 
@@ -77,19 +77,19 @@ CASES: dict[str, tuple[list[str], dict[str, Any], str]] = {
     ),
     "a huge number of devices": (["devices=cpu:99999999"], {}, r"devices: must be auto or cpu:<number>.* at most 1024"),
     # degrees and devices
-    "tensor and heads": (["plan.actor.generate={tensor: 3}"], {}, r"plan\.actor\.generate\.tensor: 3 does not divide"),
-    "fsdp and width": (["plan.actor.train={fsdp: 5, tensor: 1}"], {}, r"plan\.actor\.train\.fsdp: 5 does not divide"),
-    "data and batch": (["plan.actor.train={data: 3, fsdp: 1, tensor: 1}"], {}, r"must divide a mini-batch of 4 rows"),
+    "tensor and heads": (["plan.calls.actor.generate={tensor: 3}"], {}, r"generate\.tensor: 3 does not divide num_"),
+    "fsdp and width": (["plan.calls.actor.train={fsdp: 5, tensor: 1}"], {}, r"train\.fsdp: 5 does not divide"),
+    "data and batch": (["plan.calls.actor.train={data: 3, fsdp: 1, tensor: 1}"], {}, r"divide a mini-batch of 4 rows"),
     "micro-batches and rows": (
-        ["plan.actor.generate={data: 3, micro_batches: 3}"],
+        ["plan.calls.actor.generate={data: 3, micro_batches: 3}"],
         {},
         r"micro_batches x data x fsdp must be at most 8 rows\. Got 3 x 3 x 1 = 9\. Lower a degree, or use",
     ),
-    "micro-batches and batch": (["plan.actor.train.micro_batches=3"], {}, r"train, in the step: micro_batches x data"),
+    "micro-batches and batch": (["plan.calls.actor.train.micro_batches=3"], {}, r"train, in the step: micro_batches"),
     "mini-batches and batch": (
         ["settings.actor_update.mini_batches=3"],
         {},
-        r"plan\.actor\.train, in the step: mini_batches must divide the rows of the batch\. Got 3 for 8 rows\. "
+        r"plan\.calls\.actor\.train, in the step: mini_batches must divide the rows of the batch\. Got 3 for 8 rows\. "
         r"Use 1, 2, 4 or 8 for settings\.actor_update\.mini_batches, or another batch_size\.",
     ),
     "mini-batches and demonstrations": (
@@ -101,23 +101,25 @@ CASES: dict[str, tuple[list[str], dict[str, Any], str]] = {
     "devices and held-out rows": (
         ["evaluation.num_prompts=3"],
         {},
-        r"plan\.actor\.generate, in the evaluation: .* must be at most 3 rows\. .* another evaluation\.num_prompts\.",
+        r"plan\.calls\.actor\.generate, in the evaluation: .* must be at most 3 rows\. .* another "
+        r"evaluation\.num_prompts\.",
     ),
     "devices and a batch of held-out rows": (
         ["evaluation.batch_size=2"],
         {},
-        r"plan\.actor\.generate, in the evaluation: .* must be at most 2 rows\. .* another evaluation\.batch_size\.",
+        r"plan\.calls\.actor\.generate, in the evaluation: .* must be at most 2 rows\. .* another "
+        r"evaluation\.batch_size\.",
     ),
     "devices and the warm start": (
         ["warm_start.batch_size=5"],
         {},
-        r"plan\.actor\.train, in the warm start: .* a mini-batch of 5 rows .* another warm_start\.batch_size\.",
+        r"plan\.calls\.actor\.train, in the warm start: .* a mini-batch of 5 rows .* another warm_start\.batch_size\.",
     ),
-    "devices and degrees": (["plan.actor.train.devices=0-2"], {}, r"the number of devices, 3\. Got 1 x 1 x 2 x 2"),
-    "more devices than there are": (["plan.actor.train.data=16"], {}, r"plan\.actor\.train\.devices: must be among"),
+    "devices and degrees": (["plan.calls.actor.train.devices=0-2"], {}, r"number of devices, 3\. Got 1 x 1 x 2 x 2"),
+    "more devices than there are": (["plan.calls.actor.train.data=16"], {}, r"actor\.train\.devices: must be among"),
     "far more devices": (["plan.default.data=4000000000"], {}, r"devices: must be among the 8 devices"),
-    "a device twice": (["plan.critic.train.devices='4,4'"], {}, r"critic\.train\.devices: a device may stand there"),
-    "no positions of devices": (["plan.critic.train.devices=²"], {}, r"plan\.critic\.train\.devices: must be"),
+    "a device twice": (["plan.calls.critic.train.devices='4,4'"], {}, r"critic\.train\.devices: each device must be"),
+    "no positions of devices": (["plan.calls.critic.train.devices=²"], {}, r"calls\.critic\.train\.devices: must be"),
     "more virtual devices than before": (["devices=cpu:64"], {}, r"devices: must be those that JAX runs on already, 8"),
     "fewer virtual devices than before": (["devices=cpu:2"], {}, r"Got 2 virtual CPU devices.* or use devices: cpu:8"),
     "a size without a unit": (["devices_memory='20'"], {}, r"devices_memory\.device: must be a size: .* Got '20'"),
@@ -277,8 +279,8 @@ KEYS_OF_TEXT = [
     "roles.exact.options.answer_column",
     "roles.short.options.unit",
     "roles.reward.weighted_sum",
-    "plan.critic.train.devices",
-    "plan.critic.train.remat",
+    "plan.calls.critic.train.devices",
+    "plan.calls.critic.train.remat",
     "settings.sampling",
     "evaluation.best_by",
 ]

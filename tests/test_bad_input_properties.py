@@ -19,7 +19,7 @@ from pyarrow import parquet
 from jaxrlhf.config.reading import to_tree
 from jaxrlhf.config.schema import load_run
 from jaxrlhf.config.strict_yaml import to_text
-from jaxrlhf.runtime.console import Console
+from jaxrlhf.observe.console import Console
 from jaxrlhf.train import InputError, prepare, read
 from tests.small_run import CONFIG, ROWS, write_run
 

@@ -7,11 +7,11 @@ import sys
 import pytest
 
 from jaxrlhf import calibrate
+from jaxrlhf.calibration import timing
+from jaxrlhf.calibration.measure_calls import Degrees
 from jaxrlhf.config.reading import ConfigError
-from jaxrlhf.planner.calibrate import Point, read_calibration, this_machine
-from jaxrlhf.runtime import timing
-from jaxrlhf.runtime.measure import Degrees
-from tests.planner.test_calibrate import RATES
+from jaxrlhf.planner.costs.calibration import Point, read_calibration, this_machine
+from tests.planner.costs.test_calibration import RATES
 from tests.subprocesses import ROOT
 
 CONFIG = """

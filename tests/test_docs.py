@@ -24,14 +24,14 @@ from jaxrlhf.algorithms.ppo_ptx import PretrainingMix
 from jaxrlhf.algorithms.ppo_shared import SharedUpdate
 from jaxrlhf.algorithms.reward_model import RewardModelConfig, RewardModelUpdate
 from jaxrlhf.algorithms.sft import SFTConfig, SupervisedUpdate
-from jaxrlhf.config.reading import to_tree
+from jaxrlhf.config.plan_config import Placement, PlanConfig
+from jaxrlhf.config.reading import FORM, INLINE, keys_of, to_tree
 from jaxrlhf.config.schema import (
     AverageConfig,
     EvaluationRunConfig,
     MemoryLimits,
     OptimizerConfig,
     OutputConfig,
-    PlacementConfig,
     RoleConfig,
     RunConfig,
     WandbConfig,
@@ -44,13 +44,13 @@ from jaxrlhf.data.tokenizer import TokenizerConfig
 from jaxrlhf.experience import Sampling
 from jaxrlhf.models.config import PRESETS, ModelConfig, RopeScaling
 from jaxrlhf.models.lora import LoRAConfig
+from jaxrlhf.observe.events import Event
+from jaxrlhf.observe.metrics import flatten
+from jaxrlhf.observe.step_timers import timing_metrics
+from jaxrlhf.observe.utilization import utilization_metrics
 from jaxrlhf.rewards.verifiers import VERIFIERS
-from jaxrlhf.runtime.assembly import assemble
-from jaxrlhf.runtime.events import Event
-from jaxrlhf.runtime.metrics import flatten
-from jaxrlhf.runtime.stages import timing_metrics
-from jaxrlhf.runtime.throughput import TokenCounts, throughput_metrics
-from jaxrlhf.runtime.utilization import utilization_metrics
+from jaxrlhf.run.assembly import assemble
+from jaxrlhf.run.throughput import TokenCounts, throughput_metrics
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -93,7 +93,8 @@ SECTIONS: dict[str, type[Any]] = {
     "`settings.update` of `reward_model`": RewardModelUpdate,
     "`settings` of `dpo`": DPOConfig,
     "`settings.update` of `dpo`": DPOUpdate,
-    "`plan.<call>`": PlacementConfig,
+    "`plan`": PlanConfig,
+    "`plan.calls.<call>`": Placement,
     "`warm_start`": WarmStartConfig,
     "`evaluation`": EvaluationRunConfig,
     "`output`": OutputConfig,
@@ -119,6 +120,8 @@ def shown_default(field: dataclasses.Field[Any]) -> str:
     """A field's default as the documentation writes it."""
     if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
         return "required"
+    if FORM in field.metadata:
+        return f"`{json.dumps(field.metadata[FORM][2](field.default))}`"
     default = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
     if dataclasses.is_dataclass(default) and not isinstance(default, type):
         usual = to_tree(type(default)())
@@ -128,10 +131,19 @@ def shown_default(field: dataclasses.Field[Any]) -> str:
     return f"`{json.dumps(to_tree(default))}`"
 
 
+def hints_of(cls: type[Any]) -> dict[str, Any]:
+    """Key of a dataclass -> its type; inline fields give way to their own keys."""
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        if INLINE in field.metadata:
+            hints |= hints_of(hints.pop(field.name))
+    return hints
+
+
 def contained(hint: Any) -> set[type[Any]]:
     """The dataclasses that a type mentions, those that they contain, and those that they build on."""
     found = {hint} if dataclasses.is_dataclass(hint) and isinstance(hint, type) else set()
-    inner = [*typing.get_type_hints(hint).values(), *getattr(hint, "__bases__", ())] if found else typing.get_args(hint)
+    inner = [*hints_of(hint).values(), *hint.__bases__] if isinstance(hint, type) and found else typing.get_args(hint)
     return found.union(*(contained(each) for each in inner))
 
 
@@ -141,8 +153,7 @@ def own_fields(cls: type[Any]) -> list[dataclasses.Field[Any]]:
         field for base in cls.__bases__ if dataclasses.is_dataclass(base) for field in dataclasses.fields(base)
     ]
     same = {(field.name, field.type, str(field.default)) for field in inherited}
-    fields = dataclasses.fields(cls)
-    return [field for field in fields if field.init and (field.name, field.type, str(field.default)) not in same]
+    return [field for field in keys_of(cls).values() if (field.name, field.type, str(field.default)) not in same]
 
 
 def test_every_dataclass_of_a_run_has_a_section():
@@ -155,7 +166,7 @@ def test_every_key_is_documented_with_its_default(heading, cls):
     rows = table_rows(section(CONFIGURATION, heading))
     fields = own_fields(cls)
     assert [(row[0], row[2]) for row in rows] == [(f"`{field.name}`", shown_default(field)) for field in fields]
-    hints = typing.get_type_hints(cls)
+    hints = hints_of(cls)
     for row, field in zip(rows, fields, strict=True):
         if typing.get_origin(hints[field.name]) is typing.Literal:
             assert row[1] == ", ".join(f"`{option}`" for option in typing.get_args(hints[field.name]))
@@ -201,7 +212,7 @@ def test_every_metric_is_documented_and_no_other():
             results = jax.tree.map(lambda _: 0.0, phase.graph.results[0])
             names |= set(flatten({above: results} if above else results))
     for module in ("trainer", "warm_start", "evaluation", "throughput", "balance_metrics"):
-        source = (ROOT / "jaxrlhf" / "runtime" / f"{module}.py").read_text()
+        source = (ROOT / "jaxrlhf" / "run" / f"{module}.py").read_text()
         names |= set(re.findall(r'"((?:perf|training|eval|timing_s|warm_start)/\w+)"', source))
     documented = documented_metrics()
     assert len(set(documented)) == len(documented)
@@ -247,7 +258,7 @@ def test_every_algorithm_is_in_the_table():
 
 
 def test_every_module_is_in_the_picture_of_the_architecture():
-    picture = section(ROOT / "docs" / "architecture.md", "Rooms and layers")
+    picture = section(ROOT / "docs" / "architecture.md", "File by file")
     modules = [path.name for path in (ROOT / "jaxrlhf").rglob("*.py") if path.name != "__init__.py"]
     drawn = re.findall(r"^ +(\w+\.py) ", picture, flags=re.MULTILINE)
     assert sorted(drawn) == sorted(modules)

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from jaxrlhf.call_graph import GraphError
-from jaxrlhf.runtime.assembly import assemble
+from jaxrlhf.run.assembly import assemble
 from jaxrlhf.testing import small_run
 
 STEP = """

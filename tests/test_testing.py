@@ -9,8 +9,8 @@ import pytest
 from jaxrlhf.algorithms.ppo import PPOConfig
 from jaxrlhf.algorithms.sft import SupervisedUpdate, sft_loss
 from jaxrlhf.experience import Prompts, Sampling
-from jaxrlhf.planner.plan import check
-from jaxrlhf.runtime.assembly import assemble
+from jaxrlhf.planner.plans.check_plan import check
+from jaxrlhf.run.assembly import assemble
 from jaxrlhf.testing import SMALL_MODEL, check_plan_invariance, learning_curve, random_plan, small_run
 from jaxrlhf.tracing import compute
 

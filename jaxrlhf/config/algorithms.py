@@ -80,8 +80,8 @@ def for_another_algorithm(below: Tree, above: Tree, where: str, *, notes: list[s
             )
     gone = set(old.roles) - set(new.roles)
     if isinstance(plan, dict) and isinstance(above.get("plan", {}), dict) and new.roles:
-        left_out = [key for key, entry in plan.items() if not gone.isdisjoint(_roles_of(key, entry))]
-        below = {**below, "plan": {key: entry for key, entry in plan.items() if key not in left_out}}
+        plan, left_out = _without_calls_of(gone, plan)
+        below = {**below, "plan": plan}
         if left_out:
             notes.append(
                 f"{where}: what its plan says of {', '.join(left_out)} is left out: {name} has no "
@@ -90,10 +90,21 @@ def for_another_algorithm(below: Tree, above: Tree, where: str, *, notes: list[s
     return below
 
 
-def _roles_of(key: str, entry: Any) -> set[str]:
-    """The roles whose calls an entry of a plan is about: `critic.train`, or `fuse: [actor.train, critic.train]`."""
-    calls = [str(call) for call in entry if "." in str(call)] if isinstance(entry, list) else [key]
-    return {call.partition(".")[0] for call in calls}
+def _without_calls_of(roles: set[str], plan: Tree) -> tuple[Tree, list[str]]:
+    """The section `plan` of a config without calls of some roles, and what it said of them."""
+
+    def is_of_them(call: Any) -> bool:
+        return str(call).partition(".")[0] in roles
+
+    plan, calls, fuse = dict(plan), plan.get("calls"), plan.get("fuse")
+    left_out: list[str] = []
+    if isinstance(calls, dict):
+        left_out = [call for call in calls if is_of_them(call)]
+        plan["calls"] = {call: entry for call, entry in calls.items() if call not in left_out}
+    if isinstance(fuse, list) and any(map(is_of_them, fuse)):
+        left_out.append("fuse")
+        del plan["fuse"]
+    return plan, left_out
 
 
 def _check_step(where: str, step: Any) -> None:

@@ -3,12 +3,12 @@
     name or path --find_config--> file --read_config--> tree --apply_overrides--> tree --build--> dataclass
 
 A tree is plain data: nested mappings of text to values. The fields of a dataclass say what may stand in one: other
-dataclasses, int, float, str, bool, Literal, Any, `X | None`, `tuple[X, ...]`, `tuple[X, Y]` and `Mapping[str, X]`; and
-`X | Y`, of which X takes what is not of the very form of Y; and `Stated[X]`, some of the fields of a dataclass X.
-Lists come as tuples and mappings as FrozenDicts, so that a configuration is immutable and hashable. Whatever is wrong
-is a ConfigError that names file and key:
+dataclasses, int, float, str, bool, Literal, Any, `X | None`, `tuple[X, ...]`, `tuple[X, Y]` and `Mapping[str, X]`;
+`X | Y`, of which X takes what is not of the very form of Y; and `Stated[X]`, some of the fields of a dataclass X. A
+field whose metadata has `INLINE` or `FORM` is written another way. Lists come as tuples and mappings as FrozenDicts, so
+that a configuration is immutable and hashable. Whatever is wrong is a ConfigError that names file and key:
 
-    configs/x.yaml: actor.plan.tensor: expected an integer. Got 'two'. Write a whole number such as 2.
+    configs/x.yaml: plan.calls.actor.train.tensor: expected an integer. Got 'two'. Write a whole number such as 2.
 """
 
 import collections.abc
@@ -37,6 +37,12 @@ Tree = dict[str, Any]
 class Stated(FrozenDict[str, Any], Generic[T]):
     """Those fields of a dataclass that a config states, each of its type. The others come from elsewhere."""
 
+
+INLINE = "inline"
+"""In the metadata of a field that holds a dataclass: its keys stand beside those of the outer one."""
+FORM = "form"
+"""In the metadata of a field that is written as a value of another type: that type, a function from such a value, which
+may raise ValueError, and one that gives it back."""
 
 _SCALARS: dict[Any, tuple[str, str]] = {
     bool: ("expected true or false", "Write true or false."),
@@ -161,12 +167,24 @@ def build(cls: type[T], tree: Any, *, where: str, path: str = "") -> T:
 def to_tree(value: Any) -> Any:
     """A dataclass as plain data, defaults included: `build` makes an equal one of it."""
     if dataclasses.is_dataclass(value):
-        return {field.name: to_tree(getattr(value, field.name)) for field in dataclasses.fields(value) if field.init}
+        tree: Tree = {}
+        for field in (field for field in dataclasses.fields(value) if field.init):
+            item = getattr(value, field.name)
+            written = field.metadata[FORM][2](item) if FORM in field.metadata else to_tree(item)
+            tree |= written if INLINE in field.metadata else {field.name: written}
+        return tree
     if isinstance(value, Mapping):
         return {key: to_tree(item) for key, item in value.items()}
     if isinstance(value, tuple | list):
         return [to_tree(item) for item in value]
     return value
+
+
+def leaves(tree: Any, path: str = "") -> dict[str, Any]:
+    """Dotted keys -> values that are no mappings."""
+    if not isinstance(tree, Mapping):
+        return {path: tree}
+    return {k: v for key, item in tree.items() for k, v in leaves(item, _join(path, key)).items()}
 
 
 def dump_yaml(value: Any) -> str:
@@ -219,27 +237,50 @@ def _build_dataclass(cls: Any, value: Any, where: str, path: str) -> Any:
         raise ConfigError(f"{where}: {_located(str(error), path, fields)}") from error
 
 
+def keys_of(cls: type[Any]) -> dict[str, dataclasses.Field[Any]]:
+    """The keys that a config can have for a dataclass, those of inline fields among them."""
+    keys: dict[str, dataclasses.Field[Any]] = {}
+    for field in (field for field in dataclasses.fields(cls) if field.init):
+        keys |= keys_of(typing.get_type_hints(cls)[field.name]) if INLINE in field.metadata else {field.name: field}
+    return keys
+
+
 def _build_fields(cls: Any, value: Any, where: str, path: str, *, all_of_them: bool) -> dict[str, Any]:
     """The fields of a dataclass that a tree states. `all_of_them`: those without a default must be there."""
-    fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
-    hints = typing.get_type_hints(cls)
-    tree = _mapping(value, where, path)
+    known, hints, tree = keys_of(cls), typing.get_type_hints(cls), _mapping(value, where, path)
     for key in tree:
-        if key not in fields:
+        if key not in known:
             raise ConfigError(
-                f"{_place(where, path)}: unknown key {brief(key)}. Known: {', '.join(fields) or 'none'}."
-                f"{did_you_mean(key, fields)}"
+                f"{_place(where, path)}: unknown key {brief(key)}. Known: {', '.join(known) or 'none'}."
+                f"{did_you_mean(key, known)}"
             )
-    for name, field in fields.items() if all_of_them else ():
-        if name not in tree and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-            raise ConfigError(f"{_place(where, _join(path, name))}: required. Got nothing. Write `{name}: ...`.")
     arguments = {}
-    for name, item in tree.items():
-        default = fields[name].default
-        if dataclasses.is_dataclass(default) and isinstance(item, Mapping):  # what it leaves out stays as it was here
-            item = merge(to_tree(default), dict(item))
-        arguments[name] = _build(hints[name], item, where, _join(path, name))
+    for field in (field for field in dataclasses.fields(cls) if field.init):
+        name, default = field.name, field.default
+        if INLINE in field.metadata:
+            inner = keys_of(hints[name])
+            part = {key: item for key, item in tree.items() if key in inner}
+            arguments[name] = _build(hints[name], part, where, path)
+        elif name in tree:
+            item = tree[name]
+            if dataclasses.is_dataclass(default) and isinstance(item, Mapping):  # what it leaves out stays as it was
+                item = merge(to_tree(default), dict(item))
+            arguments[name] = _build_field(field, hints[name], item, where, _join(path, name))
+        elif all_of_them and default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            raise ConfigError(f"{_place(where, _join(path, name))}: required. Got nothing. Write `{name}: ...`.")
     return arguments
+
+
+def _build_field(field: dataclasses.Field[Any], hint: Any, value: Any, where: str, path: str) -> Any:
+    if FORM not in field.metadata:
+        return _build(hint, value, where, path)
+    form, read, _ = field.metadata[FORM]
+    written = _build(form, value, where, path)
+    try:
+        return read(written)
+    except ValueError as error:
+        keys = keys_of(form) if isinstance(form, type) and dataclasses.is_dataclass(form) else ()
+        raise ConfigError(f"{where}: {_located(str(error), path, keys)}") from error
 
 
 def _located(message: str, path: str, fields: Collection[str]) -> str:
@@ -258,7 +299,8 @@ def _located(message: str, path: str, fields: Collection[str]) -> str:
 
 def _build_list(origin: type, options: tuple[Any, ...], value: Any, where: str, path: str) -> tuple[Any, ...]:
     if not isinstance(value, list | tuple):
-        raise _error(where, path, "expected a list", value, "Write [a, b].")
+        example = f"[{cut(value)}]" if isinstance(value, str) else "[a, b]"
+        raise _error(where, path, "expected a list", value, f"Write {example}.")
     if origin is list or options[1:] == (...,):
         options = options[:1] * len(value)
     if len(value) != len(options):

@@ -11,27 +11,18 @@ from typing import Any, Literal
 
 from flax.core import FrozenDict
 
-from jaxrlhf.brief import brief
+from jaxrlhf.algorithms.settings import require, require_fraction, require_not_negative, require_positive
+from jaxrlhf.brief import brief, cut
 from jaxrlhf.config.algorithms import for_another_algorithm, load_algorithm
-from jaxrlhf.config.reading import ConfigError, Stated, apply_overrides, build, read_config, to_tree
-from jaxrlhf.config.shorthand import (
-    DEFAULT,
-    FROM_FILE,
-    FUSE,
-    OFFLOAD,
-    PLAN_FORMS,
-    PLANNED,
-    RANDOM,
-    spell_out,
-)
+from jaxrlhf.config.expand import RANDOM, expand
+from jaxrlhf.config.plan_config import PlanConfig
+from jaxrlhf.config.reading import ConfigError, Stated, apply_overrides, build, read_config
 from jaxrlhf.data.config import DataConfig
 from jaxrlhf.data.tokenizer import TokenizerConfig
 from jaxrlhf.experience import Sampling
 from jaxrlhf.models.config import Head, ModelConfig
 from jaxrlhf.models.lora import LoRAConfig
 from jaxrlhf.names import check_name
-from jaxrlhf.reshard.protocols import AUTO
-from jaxrlhf.sharding.strategy import PipelineSchedule, Remat
 
 MAX_VIRTUAL_DEVICES = 1024
 """As many as a processor can appear as in reasonable time."""
@@ -54,22 +45,13 @@ class OptimizerConfig:
     """Gradients of a larger global norm are scaled down to it. 0 never clips."""
 
     def __post_init__(self) -> None:
-        def require(holds: bool, field: str, rule: str) -> None:
-            if not holds:
-                raise ValueError(f"{field}: {rule}. Got {brief(getattr(self, field))}.")
-
-        require(
-            math.isfinite(self.learning_rate) and self.learning_rate > 0, "learning_rate", "must be finite and positive"
-        )
-        require(self.warmup_updates >= 0, "warmup_updates", "must not be negative")
-        require(0 <= self.final_fraction <= 1, "final_fraction", "must lie in [0, 1]")
-        require(0 <= self.beta1 < 1, "beta1", "must lie in [0, 1)")
-        require(0 <= self.beta2 < 1, "beta2", "must lie in [0, 1)")
-        require(math.isfinite(self.eps) and self.eps > 0, "eps", "must be finite and positive")
-        for name in ("weight_decay", "max_grad_norm"):
-            require(
-                math.isfinite(getattr(self, name)) and getattr(self, name) >= 0, name, "must be finite, not negative"
-            )
+        for name in ("learning_rate", "eps"):
+            require_positive(getattr(self, name), name)
+        for name in ("warmup_updates", "weight_decay", "max_grad_norm"):
+            require_not_negative(getattr(self, name), name)
+        require_fraction(self.final_fraction, "final_fraction")
+        for name in ("beta1", "beta2"):
+            require(0 <= getattr(self, name) < 1, name, "must lie in [0, 1)", getattr(self, name))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,8 +68,7 @@ class AverageConfig:
     """Train calls of that role between two updates of the average."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.decay < 1:
-            raise ValueError(f"decay: must lie in [0, 1). Got {self.decay}.")
+        require(0 <= self.decay < 1, "decay", "must lie in [0, 1)", self.decay)
         _require_at_least(self, 1, "every")
 
 
@@ -122,8 +103,8 @@ class RoleConfig:
     """Role -> weight: its scores are those of these roles, weighted and added up; instead of a model."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.timeout_seconds <= 1e9:
-            raise ValueError(f"timeout_seconds: must lie between 0 and 1e9. Got {self.timeout_seconds}.")
+        holds = 0 <= self.timeout_seconds <= 1e9
+        require(holds, "timeout_seconds", "must lie between 0 and 1e9", self.timeout_seconds)
         if self.model is not None and self.init == RANDOM:
             try:
                 ModelConfig(**dict[str, Any](self.model))
@@ -132,26 +113,7 @@ class RoleConfig:
         if self.weighted_sum is not None and not self.weighted_sum:
             raise ValueError("weighted_sum: must have at least one part, as in {correct: 1.0}. Got {}.")
         for part, weight in (self.weighted_sum or {}).items():
-            if not math.isfinite(weight):
-                raise ValueError(f"weighted_sum.{part}: must be finite. Got {weight}.")
-
-
-@dataclasses.dataclass(frozen=True)
-class PlacementConfig:
-    """Devices and strategy of a call."""
-
-    devices: str = ""
-    """Positions of devices: '0-3', '3,2,1,0'. Empty: the first pipeline x data x fsdp x tensor ones."""
-    data: int = 1
-    fsdp: int = 1
-    tensor: int = 1
-    pipeline: int = 1
-    chunks: int = 1
-    schedule: PipelineSchedule = "1f1b"
-    micro_batches: int = 1
-    remat: Remat = "none"
-    balance: bool = False
-    protocol: str = AUTO
+            require(math.isfinite(weight), f"weighted_sum.{cut(part)}", "must be finite", weight)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,8 +200,7 @@ class OutputConfig:
     def __post_init__(self) -> None:
         _require_at_least(self, 0, "samples_every", "num_samples", "checkpoint_every", "checkpoint_minutes")
         _require_at_least(self, 1, "keep_checkpoints")
-        if not math.isfinite(self.checkpoint_minutes):
-            raise ValueError(f"checkpoint_minutes: must be finite. Got {self.checkpoint_minutes}.")
+        require(math.isfinite(self.checkpoint_minutes), "checkpoint_minutes", "must be finite", self.checkpoint_minutes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -299,10 +260,7 @@ class RunConfig:
     devices_memory: MemoryLimits = MemoryLimits()
     """`20 GB` is that for both."""
     tokenizer: TokenizerConfig = dataclasses.field(default_factory=TokenizerConfig)
-    plan: Mapping[str, PlacementConfig | tuple[str, ...] | bool | str] = dataclasses.field(default_factory=FrozenDict)
-    """Call -> placement; `default` for all the others. Without a default: every row on its own share of all devices.
-    `offload`: roles whose weights rest in host memory where no call needs them. `fuse`: two train calls that run as one
-    pipeline. `auto`: calls that are not named are planned for. `file`: the plan is read from there."""
+    plan: PlanConfig = PlanConfig()
     warm_start: WarmStartConfig | None = None
     evaluation: EvaluationRunConfig | None = None
     resume: str = "never"
@@ -315,76 +273,17 @@ class RunConfig:
     """Remarks for the user on how the config was read. Not a key of it."""
 
     def __post_init__(self) -> None:
-        def require(holds: bool, field: str, rule: str) -> None:
-            if not holds:
-                raise ValueError(f"{field}: {rule}. Got {brief(getattr(self, field))}.")
-
         for field in ("roles", "datasets"):
             for name in getattr(self, field):
                 check_name(name, field)
-        require(self.steps >= 0, "steps", "must not be negative")
-        require(self.batch_size >= 1, "batch_size", "must be at least 1")
-        require(0 <= self.seed < 2**32, "seed", "must lie between 0 and 2^32 - 1")
-        require(
-            self.num_virtual_devices is not None or self.devices == "auto",
-            "devices",
-            f"must be auto or cpu:<number>, such as cpu:8, with at most {MAX_VIRTUAL_DEVICES}",
-        )
-
-        self._check_plan()
-
-    def _check_plan(self) -> None:
-        for name, entry in self.plan.items():
-            form, written = PLAN_FORMS.get(name, (PlacementConfig, "a placement, {data: 2, ...}"))
-            if not isinstance(entry, form):
-                raise ValueError(f"plan.{name}: must be {written}. Got {brief(to_tree(entry))}.")
-        if self.plan_file and (others := [name for name in self.plan if name != FROM_FILE]):
+        _require_at_least(self, 0, "steps")
+        _require_at_least(self, 1, "batch_size")
+        require(0 <= self.seed < 2**32, "seed", "must lie between 0 and 2^32 - 1", self.seed)
+        if self.num_virtual_devices is None and self.devices != "auto":
             raise ValueError(
-                f"plan.{FROM_FILE}: a file has the placements of all calls. Got also {', '.join(others)}. Remove one "
-                "or the other; or change the file, which is JSON."
+                f"devices: must be auto or cpu:<number>, such as cpu:8, with at most {MAX_VIRTUAL_DEVICES}. Got "
+                f"{brief(self.devices)}."
             )
-        if self.plan_is_auto and DEFAULT in self.plan:
-            raise ValueError(
-                f"plan.{DEFAULT}: calls that the plan does not name are planned for. Got "
-                f"{brief(to_tree(self.plan[DEFAULT]))} beside `{PLANNED}: true`. Remove one of them."
-            )
-        if self.plan_is_auto and (unnamed := [name for name in self.fuse if name not in self.plan]):
-            raise ValueError(
-                f"plan.{FUSE}: calls that are planned for run by themselves. Got {unnamed[0]}. Give it a placement of "
-                f"its own, or leave {FUSE} out."
-            )
-
-    @property
-    def plan_is_auto(self) -> bool:
-        """Whether calls that the plan does not name are planned for."""
-        return self.plan.get(PLANNED) is True
-
-    @property
-    def plan_file(self) -> str:
-        """The file that the plan is read from. Empty: none."""
-        path = self.plan.get(FROM_FILE, "")
-        assert isinstance(path, str)
-        return path
-
-    @property
-    def placements(self) -> dict[str, PlacementConfig]:
-        """The plan's placements, by call."""
-        return {name: entry for name, entry in self.plan.items() if isinstance(entry, PlacementConfig)}
-
-    @property
-    def offload(self) -> tuple[str, ...]:
-        """Roles whose weights rest in host memory where no call needs them."""
-        return self._named(OFFLOAD)
-
-    @property
-    def fuse(self) -> tuple[str, ...]:
-        """Train calls that run as one pipeline."""
-        return self._named(FUSE)
-
-    def _named(self, key: str) -> tuple[str, ...]:
-        names = self.plan.get(key, ())
-        assert isinstance(names, tuple)
-        return names
 
     @property
     def num_virtual_devices(self) -> int | None:
@@ -396,8 +295,7 @@ class RunConfig:
 
 def _require_at_least(config: Any, least: int, *names: str) -> None:
     for name in names:
-        if getattr(config, name) < least:
-            raise ValueError(f"{name}: must be at least {least}. Got {getattr(config, name)}.")
+        require(getattr(config, name) >= least, name, f"must be at least {least}", getattr(config, name))
 
 
 def load_run(name_or_path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -426,7 +324,7 @@ def build_run(tree: Mapping[str, Any], *, where: str, notes: Sequence[str] = ())
     """
     tree = copy.deepcopy(dict(tree))
     settings = tree.pop("settings", None) or {}
-    spell_out(tree, where)
+    expand(tree, where)
     run = build(RunConfig, tree, where=where)
     try:
         algorithm = load_algorithm(run.algorithm)

@@ -7,25 +7,27 @@ Reference:
 """
 
 import json
-import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
+from jax.tree_util import KeyPath
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from jaxrlhf.models.architecture import CHECKPOINT_NAMES, Weight, checkpoint_name, is_weight
 from jaxrlhf.models.config import ModelConfig
-from jaxrlhf.models.lora import MODULES, LoRAConfig, declare_adapters
-from jaxrlhf.models.params import Params, Weight, shardings_of, with_layers
+from jaxrlhf.models.lora import LoRAConfig, declare_adapters
+from jaxrlhf.models.params import Params, shardings_of, with_layers
 from jaxrlhf.sharding.layout import Layout
+from jaxrlhf.writing import replacing
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
-_LAYER, _HEAD = "base_model.model.model.layers.{}.{}.lora_{}.weight", "base_model.model.score.weight"
+_PREFIX = "base_model.model."
+_LETTERS = {"down": "A", "up": "B"}
+_HEAD = _PREFIX + checkpoint_name("value_head")
 
 
 def save_adapters(params: Params, config: ModelConfig, lora: LoRAConfig, folder: Path, *, base: str = "") -> None:
@@ -35,21 +37,15 @@ def save_adapters(params: Params, config: ModelConfig, lora: LoRAConfig, folder:
         params: Adapters, with layers as a list or stacked.
         base: The folder of the model that they adapt, for PEFT to find it. Empty: nobody knows.
     """
-    tensors = {}
-    for i, layer in enumerate(with_layers(jax.tree.map(np.asarray, params), stacked=False)["layers"]):
-        for target, weights in layer.items():
-            for letter, name in (("A", "down"), ("B", "up")):
-                key = _LAYER.format(i, MODULES[target], letter)
-                tensors[key] = np.ascontiguousarray(weights[name].astype(np.float32).T)
-    if "value_head" in params:
-        tensors[_HEAD] = np.ascontiguousarray(np.asarray(params["value_head"], np.float32).T)
+    leaves = jax.tree_util.tree_leaves_with_path(with_layers(jax.tree.map(np.asarray, params), stacked=False))
+    tensors = {_name(path): np.ascontiguousarray(weight.astype(np.float32).T) for path, weight in leaves}
     fields = {
         "peft_type": "LORA",
         "task_type": "SEQ_CLS" if config.head == "scalar" else "CAUSAL_LM",
         "base_model_name_or_path": base or None,
         "r": lora.rank,
         "lora_alpha": lora.alpha,
-        "target_modules": [MODULES[target].split(".")[1] for target in lora.targets],
+        "target_modules": _target_modules(lora),
         "modules_to_save": ["score"] if "value_head" in params else None,
         "lora_dropout": 0.0,
         "bias": "none",
@@ -57,11 +53,10 @@ def save_adapters(params: Params, config: ModelConfig, lora: LoRAConfig, folder:
         "inference_mode": True,
     }
     folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / f".{WEIGHTS}.partial"  # so that an interrupted run leaves no half-written weights behind
-    save_file(tensors, partial, metadata={"format": "pt"})
-    (folder / CONFIG).write_text(json.dumps(fields, indent=2) + "\n")
-    shutil.copymode(folder / CONFIG, partial)  # safetensors makes files that only their owner can read
-    os.replace(partial, folder / WEIGHTS)
+    with replacing(folder / WEIGHTS) as partial:
+        save_file(tensors, partial, metadata={"format": "pt"})
+        (folder / CONFIG).write_text(json.dumps(fields, indent=2) + "\n")
+        shutil.copymode(folder / CONFIG, partial)  # safetensors makes files that only their owner can read
 
 
 def check_adapters(folder: Path, config: ModelConfig, lora: LoRAConfig) -> None:
@@ -74,8 +69,7 @@ def check_adapters(folder: Path, config: ModelConfig, lora: LoRAConfig) -> None:
         fields = json.loads((folder / CONFIG).read_text())
     except (OSError, ValueError) as error:
         raise ValueError(f"{folder}: must hold {CONFIG} and {WEIGHTS}. Got {error}.") from error
-    targets = sorted(MODULES[target].split(".")[1] for target in lora.targets)
-    wanted = {"r": lora.rank, "lora_alpha": lora.alpha, "target_modules": targets}
+    wanted = {"r": lora.rank, "lora_alpha": lora.alpha, "target_modules": sorted(_target_modules(lora))}
     got = {name: fields.get(name) for name in wanted}
     if isinstance(got["target_modules"], list):
         got["target_modules"] = sorted(got["target_modules"])
@@ -88,8 +82,8 @@ def check_adapters(folder: Path, config: ModelConfig, lora: LoRAConfig) -> None:
             shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{folder / WEIGHTS}: must be a file of safetensors. Got {error}.") from error
-    expected = {}
-    map_paths(declare_adapters(config, lora), lambda name, weight: expected.update({name: weight.shape[::-1]}))
+    leaves = jax.tree_util.tree_leaves_with_path(declare_adapters(config, lora), is_leaf=is_weight)
+    expected = {_name(path): weight.shape[::-1] for path, weight in leaves}
     if _HEAD not in shapes:
         expected.pop(_HEAD, None)  # it starts anew
     if shapes != expected:
@@ -111,8 +105,8 @@ def load_adapters(folder: Path, config: ModelConfig, lora: LoRAConfig, layout: L
     with safe_open(folder / WEIGHTS, "numpy") as file:
         names = set(file.keys())
 
-        def load(name: str, weight: Weight, sharding: NamedSharding) -> jax.Array:
-            array = np.zeros(weight.shape, np.float32)
+        def load(path: KeyPath, weight: Weight, sharding: NamedSharding) -> jax.Array:
+            name, array = _name(path), np.zeros(weight.shape, np.float32)
             if name in names:
                 array = np.ascontiguousarray(file.get_tensor(name).T).astype(np.float32)
             return jax.make_array_from_callback(
@@ -120,16 +114,17 @@ def load_adapters(folder: Path, config: ModelConfig, lora: LoRAConfig, layout: L
             )
 
         declared = declare_adapters(config, lora)
-        return map_paths(declared, load, shardings_of(declared, layout))
+        shardings = shardings_of(declared, layout)
+        return jax.tree_util.tree_map_with_path(load, declared, shardings, is_leaf=is_weight)
 
 
-def map_paths(declared: Any, function: Callable[..., Any], *more: Any) -> Any:
-    """A function of every adapter's name in a file and its declaration, over the tree of them, and trees like it."""
+def _name(path: KeyPath) -> str:
+    """A weight's name in a file, from its path in the tree with layers as a list."""
+    if len(path) == 1:
+        return _HEAD
+    module = checkpoint_name(path[2].key, path[1].idx).removesuffix("weight")
+    return f"{_PREFIX}{module}lora_{_LETTERS[path[3].key]}.weight"
 
-    def named(path: Any, weight: Weight, *others: Any) -> Any:
-        if len(path) == 1:
-            return function(_HEAD, weight, *others)
-        letter = {"down": "A", "up": "B"}[path[3].key]
-        return function(_LAYER.format(path[1].idx, MODULES[path[2].key], letter), weight, *others)
 
-    return jax.tree_util.tree_map_with_path(named, declared, *more, is_leaf=lambda x: isinstance(x, Weight))
+def _target_modules(lora: LoRAConfig) -> list[str]:
+    return [CHECKPOINT_NAMES[target].split(".")[1] for target in lora.targets]

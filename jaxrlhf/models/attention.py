@@ -23,7 +23,7 @@ _LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
 def attention_implementation(config: ModelConfig, layout: Layout) -> str:
-    """How a model computes attention over whole sequences in a layout: 'xla' or 'cudnn'.
+    """The implementation of attention over whole sequences in a layout: 'xla' or 'cudnn'.
 
     Raises:
         ValueError: cuDNN is asked for where there is no NVIDIA GPU, or for float32, which it does not compute.
@@ -63,7 +63,8 @@ def full_attention(
         allowed_BST = _allowed(mask_BT, first, S, T)
         # its backward pass with a mask takes even lengths only
         padded = pad_to_even(q_BSHh, k_BTKh, v_BTKh, allowed_BST[:, None])
-        return jax.nn.dot_product_attention(*padded[:3], mask=padded[3], implementation="cudnn")[:, :S]
+        with jax.named_scope("cudnn"):
+            return jax.nn.dot_product_attention(*padded[:3], mask=padded[3], implementation="cudnn")[:, :S]
 
     q_BKGSh = q_BSHh.reshape(B, S, K, H // K, h).transpose(0, 2, 3, 1, 4)
     k_BKTh, v_BKTh = (x.transpose(0, 2, 1, 3) for x in (k_BTKh, v_BTKh))
@@ -84,12 +85,10 @@ def query_blocks(num_queries: int) -> list[tuple[int, int]]:
     return [(start, min(start + size, num_queries)) for start in range(0, num_queries, size)]
 
 
-def computed_pairs(num_queries: int, num_keys: int, *, implementation: str) -> int:
-    """Pairs of a query and a key that `full_attention` multiplies, those that the mask then hides among them."""
-    if implementation == "cudnn":
-        return (num_queries + num_queries % 2) * (num_keys + num_keys % 2)
-    first = num_keys - num_queries
-    return sum((end - start) * (first + end) for start, end in query_blocks(num_queries))
+def seen_pairs(num_queries: int, num_keys: int) -> int:
+    """Pairs of a query, in the last columns, and a key that it sees."""
+    before = num_keys - num_queries
+    return (num_keys * (num_keys + 1) - before * (before + 1)) // 2
 
 
 def column_attention(
@@ -122,17 +121,19 @@ def _attend(q_BKmh: jax.Array, k_BKth: jax.Array, v_BKth: jax.Array, allowed_B11
     B, K, m, h = q_BKmh.shape
     C, t = allowed_B11Ct.shape[3:]
     wide = at_least_float32(q_BKmh.dtype)
-    score = jnp.einsum("bkmh,bkth->bkmt", q_BKmh, k_BKth, preferred_element_type=wide) * h**-0.5
+    with jax.named_scope("scores"):
+        score = jnp.einsum("bkmh,bkth->bkmt", q_BKmh, k_BKth, preferred_element_type=wide) * h**-0.5
     score = jnp.where(allowed_B11Ct, score.reshape(B, K, m // C, C, t), _LOWEST)
     mass = jnp.exp(score - jax.lax.stop_gradient(score.max(axis=-1, keepdims=True)))
     total_BKm1 = mass.sum(axis=-1).reshape(B, K, m, 1)
     mass_BKmt = mass.reshape(B, K, m, t).astype(v_BKth.dtype)
-    weighted = jnp.einsum("bkmt,bkth->bkmh", mass_BKmt, v_BKth, preferred_element_type=wide)
+    with jax.named_scope("weighted_values"):
+        weighted = jnp.einsum("bkmt,bkth->bkmh", mass_BKmt, v_BKth, preferred_element_type=wide)
     return (weighted / total_BKm1).astype(q_BKmh.dtype)
 
 
 def _allowed(mask_BT: jax.Array, first: int, num_queries: int, num_keys: int) -> jax.Array:
-    """Which keys the queries in columns `first` and later may look at, [B, queries, keys]."""
+    """The mask of the keys that queries in columns `first` and later attend to, [B, queries, keys]."""
     query, key = jnp.arange(first, first + num_queries)[:, None], jnp.arange(num_keys)[None, :]
     return ((key <= query)[None] & mask_BT[:, None, :]) | (key == query)[None]
 

@@ -1,4 +1,4 @@
-"""What a model is: its sizes, its variants, the precision that it computes in; and the ready-made ones."""
+"""The config of a model: sizes, variants, compute precision; and presets."""
 
 import dataclasses
 import math
@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 Head = Literal["lm", "scalar", "both"]
 """`lm` gives a distribution over the vocabulary, `scalar` one number for each position (a value, a reward); `both` are
@@ -59,7 +60,7 @@ class ModelConfig:
     """The language-model head is the transposed embedding."""
     head: Head = "lm"
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
-    """What matrix products compute in. Master weights and optimizer state are float32 in either case. float64 is for
+    """Of matrix products. Master weights and optimizer state are float32 in either case. float64 is for
     tests of numerics, with JAX_ENABLE_X64."""
     attention: Literal["auto", "xla", "cudnn"] = "auto"
     """Over whole sequences: `xla` is matrix products over blocks of queries, `cudnn` a fused kernel. `auto` is cuDNN's
@@ -68,7 +69,7 @@ class ModelConfig:
     """Train and infer by a scan over stacked layers: compiles once for all layers, runs somewhat slower."""
     logits_chunk_tokens: int = 4096
     """Log-probabilities are computed for so many tokens at a time, so that no array of all logits ever exists. Where a
-    train call's rows have no more, their logits are kept for the backward pass."""
+    train call's rows have no more, their logits are saved for the backward pass."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -106,8 +107,18 @@ class ModelConfig:
         return self.head_dim or self.hidden_size // self.num_heads
 
     @property
-    def compute_dtype(self) -> jax.typing.DTypeLike:
+    def has_tied_head(self) -> bool:
+        """Its language-model head is the transposed embedding."""
+        return self.tie_embeddings and self.head != "scalar"
+
+    @property
+    def compute_dtype(self) -> np.dtype:
         return jnp.dtype(self.dtype)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a number in the compute precision."""
+        return self.compute_dtype.itemsize
 
 
 CHOSEN = ("head", "dtype", "attention", "scan_layers", "logits_chunk_tokens")
@@ -116,7 +127,7 @@ what the weights are."""
 
 
 def at_least_float32(dtype: jax.typing.DTypeLike) -> jax.typing.DTypeLike:
-    """What sums and exponentials are computed in where matrix products compute in `dtype`."""
+    """The dtype of sums and exponentials where matrix products compute in `dtype`."""
     return jnp.promote_types(dtype, jnp.float32)
 
 

@@ -41,24 +41,24 @@ _TYPES: Mapping[str, tuple[tuple[type, ...], str]] = {
 
 @dataclasses.dataclass(frozen=True)
 class _Family:
-    """What an architecture means by its name alone, or by leaving a field of config.json out."""
+    """Settings that an architecture implies by its name, or by leaving a field of config.json out."""
 
     model_type: str
-    attention_bias: bool = False
-    qk_norm: bool = False
+    variant: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Fields of ModelConfig that it sets by its name."""
     num_kv_heads: int | None = None
     """None is one a query head."""
     head_dim: int | None = None
     """None is hidden_size / num_heads."""
     window: Literal["none", "all layers", "by flag"] = "none"
-    """Whether `sliding_window` counts: never, in every layer, or where `use_sliding_window` says so."""
+    """Where `sliding_window` applies: nowhere, in every layer, or if `use_sliding_window` says so."""
 
 
 _FAMILIES: Mapping[str, _Family] = {
     "Llama": _Family("llama"),
     "Mistral": _Family("mistral", num_kv_heads=8, window="all layers"),
-    "Qwen2": _Family("qwen2", attention_bias=True, num_kv_heads=32, window="by flag"),
-    "Qwen3": _Family("qwen3", qk_norm=True, num_kv_heads=32, head_dim=128, window="by flag"),
+    "Qwen2": _Family("qwen2", {"attention_bias": True}, num_kv_heads=32, window="by flag"),
+    "Qwen3": _Family("qwen3", {"qk_norm": True}, num_kv_heads=32, head_dim=128, window="by flag"),
 }
 
 
@@ -82,7 +82,7 @@ def read_config(folder: Path, *, head: Head = "lm", longest: int | None = None) 
         )
     for field, supported in {"hidden_act": "silu", "mlp_bias": False, "partial_rotary_factor": 1.0}.items():
         _require(where, field, supported, fields.get(field, supported))
-    if not family.attention_bias:  # where it can be chosen, it puts a bias on the output projection too
+    if not family.variant.get("attention_bias"):  # where it can be chosen, it puts a bias on the output projection too
         _require(where, "attention_bias", False, fields.get("attention_bias", False))
     sizes = {ours: stated(where, fields, theirs) for ours, theirs in _SIZES.items()}
     _require_full_attention(where, fields, family, sizes, longest)
@@ -100,10 +100,9 @@ def read_config(folder: Path, *, head: Head = "lm", longest: int | None = None) 
             rope_theta=rope_theta,
             rope_scaling=rope_scaling,
             norm_eps=fields.get("rms_norm_eps", 1e-6),
-            attention_bias=family.attention_bias,
-            qk_norm=family.qk_norm,
             tie_embeddings=fields.get("tie_word_embeddings", False),
             head=head,
+            **family.variant,
         )
     except ValueError as error:
         field, _, rule = str(error).partition(":")
@@ -122,7 +121,7 @@ def _check_types(
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """What a model's folder says beside its weights. It goes out again with weights that came from there."""
+    """The files beside a model's weights. They are exported again with weights that came from there."""
 
     fields: Mapping[str, Any]
     """Of config.json."""
@@ -141,7 +140,7 @@ def stated_precision(fields: Mapping[str, Any]) -> str:
 def exported_config(
     config: ModelConfig, precision: str, *, end_id: int | None, pad_id: int | None, origin: Origin | None
 ) -> dict[str, dict[str, Any]]:
-    """What the files beside a model's weights say: file -> fields. Of an origin, all that still holds.
+    """The files beside a model's weights: file -> fields. Of an origin, all that still holds.
 
     Args:
         precision: Of the weights.
@@ -265,8 +264,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _config_fields(config: ModelConfig, dtype: str, end_id: int | None, pad_id: int | None) -> dict[str, Any]:
-    stem = "Qwen3" if config.qk_norm else "Qwen2" if config.attention_bias else "Llama"
-    if config.attention_bias and config.qk_norm:
+    named = (field for family in _FAMILIES.values() for field in family.variant)
+    variant = {field: x for field in named if (x := getattr(config, field)) != getattr(ModelConfig, field)}
+    stem = next((stem for stem, family in _FAMILIES.items() if family.variant == variant), None)
+    if stem is None:
         raise ValueError(
             "attention_bias and qk_norm: a checkpoint of Qwen2 has the one, of Qwen3 the other. Got both. Train a "
             "model that has one of them to export it."

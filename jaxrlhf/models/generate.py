@@ -2,9 +2,9 @@
 
 Letters: B sequences, P prompt columns, R the most new tokens.
 
-    state = start(params, prompts, noise, ...)        # prefill, and the first token
-    state = run(params, state, until, ...)            # decode until a condition holds
-    rollout = finish(prompts, state)
+    state = start(params, prompts, noise, ...)           # prefill, and the first token
+    state = run(params, state, num_steps, ...)           # decode so many more, or until all have finished
+    rollout = finish(prompts, state.responses)
 
 `run` takes a state and gives one, so the sequences of a state may be parted, joined or moved to other devices between
 two runs. A sequence draws the same tokens in any of these cases: its noise depends on the seed, the step, the call, its
@@ -12,7 +12,6 @@ id and the position alone.
 """
 
 import math
-from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +19,11 @@ from flax import struct
 from jaxtyping import Array, Float, Int, UInt
 
 from jaxrlhf.experience import LENGTH, RUNNING, STOP, Prompts, Rollout, Sampling
+from jaxrlhf.models.architecture import declare
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.heads import logits
-from jaxrlhf.models.kv_cache import KVCache, cache_prefill
-from jaxrlhf.models.params import Params, declare, use, use_layer, with_layers
+from jaxrlhf.models.kv_cache import KVCache, cache_prefill, copies
+from jaxrlhf.models.params import Params, use, use_layer, with_layers
 from jaxrlhf.models.sampling import draw_token
 from jaxrlhf.models.transformer import decode_step, prefill
 from jaxrlhf.sharding.layout import Layout
@@ -33,7 +33,7 @@ _MIN_GROWTH, _MAX_STAGES = 32, 4
 
 
 class Responses(struct.PyTreeNode):
-    """What has been drawn, and the noise of what is still to come."""
+    """The tokens drawn so far, and the noise of those to come."""
 
     newest: Int[Array, " B"]
     """The token drawn last: part of the response, not yet in the cache."""
@@ -46,27 +46,11 @@ class Responses(struct.PyTreeNode):
     """The noise of every position, drawn in advance."""
 
 
-class DecodeState(Responses):
+class DecodeState(struct.PyTreeNode):
     """Everything that decoding needs to go on."""
 
+    responses: Responses
     cache: KVCache
-
-
-AnyResponses = TypeVar("AnyResponses", bound=Responses)
-
-
-class Until(struct.PyTreeNode):
-    """When `run` comes back. It always does when no sequence is running."""
-
-    num_finished: Int[Array, ""]
-    """As soon as so many sequences of the state have finished."""
-    num_steps: Int[Array, ""]
-    """After so many decoding steps."""
-
-    @classmethod
-    def all_finished(cls) -> "Until":
-        most = jnp.iinfo(jnp.int32).max
-        return cls(jnp.int32(most), jnp.int32(most))
 
 
 def prepare(params: Params, config: ModelConfig, layout: Layout) -> Params:
@@ -98,40 +82,55 @@ def start(
         noise: Seed, step and call: with a sequence's id, all that its noise depends on.
         num_slots: Of the cache: P columns, and one for each decoding step to come before it grows. None is all.
     """
-    P, R = prompts.tokens.shape[1], sampling.max_new_tokens
-    num_slots = P + R if num_slots is None else num_slots
+    num_slots = prompts.tokens.shape[1] + sampling.max_new_tokens if num_slots is None else num_slots
     with jax.named_scope("prefill"):
         hidden_BD, keys_values = prefill(params, prompts.tokens, prompts.mask, config, layout)
         cache = cache_prefill(keys_values, prompts.mask.sum(axis=1), num_slots, layout)
-    if sampling.num_samples > 1:
-        hidden_BD, cache = repeat(hidden_BD, sampling, layout), cache.repeat(sampling.num_samples, layout)
-        prompts = samples_of(prompts, sampling, layout)
-    nothing_yet = no_responses(prompts, noise, R)
-    state = DecodeState(cache=cache, **{field: getattr(nothing_yet, field) for field in Responses.__dataclass_fields__})
-    return draw_next(state, logits(params, hidden_BD, config, layout), temperature, sampling, layout)
+    hidden_BD, state = before_first_token(hidden_BD, cache, prompts, noise, sampling, layout)
+    logits_BV = logits(params, hidden_BD, config, layout)
+    return state.replace(responses=draw_next(state.responses, logits_BV, temperature, sampling, layout))
+
+
+def before_first_token(
+    hidden_BD: Float[Array, "B D"],
+    cache: KVCache,
+    prompts: Prompts,
+    noise: UInt[Array, "3"],
+    sampling: Sampling,
+    layout: Layout,
+) -> tuple[Float[Array, "N D"], DecodeState]:
+    """The hidden states from which first tokens are drawn, and the state: a row for each sample of each prompt.
+
+    Args:
+        hidden_BD: Of each prompt's last column.
+        cache: With the prompts laid down.
+    """
+    n = sampling.num_samples
+    responses = no_responses(samples_of(prompts, sampling, layout), noise, sampling.max_new_tokens)
+    return layout.constrain_rows(copies(hidden_BD, n)), DecodeState(responses, cache.repeat(n, layout))
 
 
 def run(
     params: Params,
     state: DecodeState,
-    until: Until,
+    num_steps: Int[Array, ""],
     temperature: Float[Array, ""],
     sampling: Sampling,
     config: ModelConfig,
     layout: Layout,
 ) -> DecodeState:
-    """Decode until a condition holds. Under `jit`, donate the state: its cache is then updated in place."""
+    """Decode so many steps, or until all sequences have finished. Under `jit`, donate the state: its cache is then
+    updated in place."""
 
     def goes_on(carry: tuple[jax.Array, DecodeState]) -> jax.Array:
-        num_steps, state = carry
-        num_finished = (state.finish != RUNNING).sum()
-        return (num_finished < jnp.minimum(until.num_finished, state.finish.shape[0])) & (num_steps < until.num_steps)
+        done, state = carry
+        return ((state.responses.finish == RUNNING).sum() > 0) & (done < num_steps)
 
     def step(carry: tuple[jax.Array, DecodeState]) -> tuple[jax.Array, DecodeState]:
-        num_steps, state = carry
-        hidden_BD, cache = decode_step(params, state.newest, state.cache, config, layout)
+        done, state = carry
+        hidden_BD, cache = decode_step(params, state.responses.newest, state.cache, config, layout)
         logits_BV = logits(params, hidden_BD, config, layout)
-        return num_steps + 1, draw_next(state.replace(cache=cache), logits_BV, temperature, sampling, layout)
+        return done + 1, DecodeState(draw_next(state.responses, logits_BV, temperature, sampling, layout), cache)
 
     with jax.named_scope("decode"):
         return jax.lax.while_loop(goes_on, step, (jnp.int32(0), state))[1]
@@ -141,38 +140,27 @@ def samples_of(prompts: Prompts, sampling: Sampling, layout: Layout) -> Prompts:
     """A row for each sample: the same prompt `num_samples` times, each time with an id of its own."""
     if sampling.num_samples == 1:
         return prompts
-    repeated: Prompts = jax.tree.map(lambda x: _repeated(x, sampling), prompts)
+    repeated: Prompts = jax.tree.map(lambda x: copies(x, sampling.num_samples), prompts)
     number_B = jnp.arange(repeated.id.shape[0]) % sampling.num_samples
     id_B = repeated.id * jnp.uint32(sampling.num_samples) + number_B.astype(jnp.uint32)
     return layout.constrain_rows(repeated.replace(id=id_B))
 
 
-def repeat(x: jax.Array, sampling: Sampling, layout: Layout) -> jax.Array:
-    """Each row `num_samples` times in a row."""
-    return layout.constrain_rows(_repeated(x, sampling))
-
-
-def _repeated(x: jax.Array, sampling: Sampling) -> jax.Array:
-    """Each row `num_samples` times in a row, on the device that has it."""
-    n = sampling.num_samples
-    return jnp.broadcast_to(x[:, None], (x.shape[0], n, *x.shape[1:])).reshape(-1, *x.shape[1:])
-
-
-def finish(prompts: Prompts, state: Responses, layout: Layout) -> Rollout:
+def finish(prompts: Prompts, responses: Responses, layout: Layout) -> Rollout:
     """Prompts and responses side by side.
 
     Args:
-        prompts: A row for each of the state's, as `samples_of` gives them.
+        prompts: A row for each response, as `samples_of` gives them.
     """
-    R = state.tokens.shape[1]
-    response_BR = jnp.arange(R)[None, :] < state.num_new[:, None]
+    R = responses.tokens.shape[1]
+    response_BR = jnp.arange(R)[None, :] < responses.num_new[:, None]
     rollout = Rollout(
-        tokens=jnp.concatenate([prompts.tokens, state.tokens], axis=1),
+        tokens=jnp.concatenate([prompts.tokens, responses.tokens], axis=1),
         mask=jnp.concatenate([prompts.mask, response_BR], axis=1),
         response=response_BR,
-        logprobs=state.logprobs,
-        sampled_logprobs=state.sampled_logprobs,
-        finish=state.finish,
+        logprobs=responses.logprobs,
+        sampled_logprobs=responses.sampled_logprobs,
+        finish=responses.finish,
         row=prompts.row,
         id=prompts.id,
     )
@@ -197,13 +185,12 @@ def generate(
     state = start(params, prompts, noise, temperature, sampling, config, layout, num_slots=P + cache_sizes(R)[0])
     for num_new_slots, num_steps in decoding_stages(R):
         state = state.replace(cache=state.cache.grow(P + num_new_slots, layout))
-        until = Until.all_finished().replace(num_steps=jnp.int32(num_steps))
-        state = run(params, state, until, temperature, sampling, config, layout)
-    return finish(samples_of(prompts, sampling, layout), state, layout)
+        state = run(params, state, jnp.int32(num_steps), temperature, sampling, config, layout)
+    return finish(samples_of(prompts, sampling, layout), state.responses, layout)
 
 
 def cache_sizes(num_new_tokens: int) -> list[int]:
-    """How many slots beside those of the prompts a cache has, from stage to stage."""
+    """Slots of the cache beside those of the prompts, from stage to stage."""
     size = max(_MIN_GROWTH, math.ceil(num_new_tokens / _MAX_STAGES))
     return [*range(size, num_new_tokens, size), num_new_tokens]
 
@@ -248,29 +235,34 @@ def no_responses(prompts: Prompts, noise: UInt[Array, "3"], num_positions: int) 
     )
 
 
+@jax.named_scope("draw")
 def draw_next(
-    state: AnyResponses, logits_BV: jax.Array, temperature: jax.Array, sampling: Sampling, layout: Layout
-) -> AnyResponses:
-    """Draw the next token of every running sequence and record it."""
-    R = state.tokens.shape[1]
+    responses: Responses,
+    logits_BV: Float[Array, "B V"],
+    temperature: Float[Array, ""],
+    sampling: Sampling,
+    layout: Layout,
+) -> Responses:
+    """The responses with the next token of every running sequence drawn and recorded."""
+    R = responses.tokens.shape[1]
     logits_BV = layout.activation(logits_BV, ("batch", "choices"))
-    at_B1 = jnp.minimum(state.num_new, R - 1)[:, None]
-    uniform_B = jnp.take_along_axis(state.uniforms, at_B1, axis=1)[:, 0]
-    may_stop_B = state.num_new >= sampling.min_new_tokens
+    at_B1 = jnp.minimum(responses.num_new, R - 1)[:, None]
+    uniform_B = jnp.take_along_axis(responses.uniforms, at_B1, axis=1)[:, 0]
+    may_stop_B = responses.num_new >= sampling.min_new_tokens
     token_B, sampled_B, policy_B = draw_token(logits_BV, uniform_B, may_stop_B, temperature, sampling)
 
-    running_B = state.finish == RUNNING
+    running_B = responses.finish == RUNNING
     writes_BR = running_B[:, None] & (jnp.arange(R)[None, :] == at_B1)
-    num_new_B = state.num_new + running_B
+    num_new_B = responses.num_new + running_B
     stopped_B = jnp.isin(token_B, jnp.array(sampling.stop_ids, jnp.int32)) & may_stop_B
     outcome_B = jnp.where(stopped_B, STOP, jnp.where(num_new_B >= R, LENGTH, RUNNING))
-    return state.replace(
-        newest=jnp.where(running_B, token_B, state.newest),
-        tokens=jnp.where(writes_BR, token_B[:, None], state.tokens),
-        logprobs=jnp.where(writes_BR, policy_B[:, None], state.logprobs),
-        sampled_logprobs=jnp.where(writes_BR, sampled_B[:, None], state.sampled_logprobs),
+    return responses.replace(
+        newest=jnp.where(running_B, token_B, responses.newest),
+        tokens=jnp.where(writes_BR, token_B[:, None], responses.tokens),
+        logprobs=jnp.where(writes_BR, policy_B[:, None], responses.logprobs),
+        sampled_logprobs=jnp.where(writes_BR, sampled_B[:, None], responses.sampled_logprobs),
         num_new=num_new_B,
-        finish=jnp.where(running_B, outcome_B, state.finish).astype(jnp.int32),
+        finish=jnp.where(running_B, outcome_B, responses.finish).astype(jnp.int32),
     )
 
 

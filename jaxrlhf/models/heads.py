@@ -1,4 +1,4 @@
-"""What a model says about sequences: log-probabilities and entropies of response tokens, values, scores.
+"""Outputs of a model for sequences: log-probabilities and entropies of response tokens, values, scores.
 
 Letters: B sequences, P prompt columns, R response columns, T = P + R, S any number of columns, C columns of a chunk,
 D hidden size, V vocabulary.
@@ -11,140 +11,120 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxrlhf.experience import PolicyAndValues, PolicyOutputs, Rollout, Sequences
+from jaxrlhf.models.architecture import declare
 from jaxrlhf.models.config import ModelConfig, at_least_float32
-from jaxrlhf.models.params import Params, declare, use
+from jaxrlhf.models.params import Params, use
 from jaxrlhf.models.transformer import Wanted, hidden_states
 from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.strategy import Remat
 
+AnySequences = Sequences | Rollout
+Outputs = TypeVar("Outputs", covariant=True)
+
 
 @dataclasses.dataclass(frozen=True)
-class Reading:
-    """What is read off the last layer of a model, in two parts: which columns of the sequences it needs, and what it
-    makes of their hidden states."""
+class Reading(Generic[Outputs]):
+    """A kind of output, in two parts: the columns of the sequences that it needs, and the function of their hidden
+    states that gives it. Called, it runs all layers first."""
 
-    columns: Callable[[Sequences | Rollout], tuple[int, Wanted]]
+    columns: Callable[[AnySequences], tuple[int, Wanted]]
     """Sequences -> the first so many columns that go through the layers, and those of them that are wanted."""
-    outputs: Callable[[Params, Float[Array, "B S D"], Sequences | Rollout, ModelConfig, Layout], Any]
+    outputs: Callable[[Params, Float[Array, "B S D"], AnySequences, ModelConfig, Layout], Outputs]
     """(params, hidden states of the columns that are wanted, sequences, config, layout) -> outputs, a row a sequence.
     Of the weights it needs those of the head only."""
 
-
-def read(
-    reading: Reading,
-    params: Params,
-    sequences: Sequences | Rollout,
-    config: ModelConfig,
-    layout: Layout,
-    *,
-    remat: Remat = "none",
-) -> Any:
-    """What a model says about sequences: all its layers, then the reading."""
-    length, wanted = reading.columns(sequences)
-    tokens_BT, mask_BT = sequences.tokens[:, :length], sequences.mask[:, :length]
-    hidden_BSD = hidden_states(params, tokens_BT, mask_BT, config, layout, wanted=wanted, remat=remat)
-    return reading.outputs(params, hidden_BSD, sequences, config, layout)
+    def __call__(
+        self, params: Params, sequences: AnySequences, config: ModelConfig, layout: Layout, *, remat: Remat = "none"
+    ) -> Outputs:
+        length, wanted = self.columns(sequences)
+        tokens_BT, mask_BT = sequences.tokens[:, :length], sequences.mask[:, :length]
+        hidden_BSD = hidden_states(params, tokens_BT, mask_BT, config, layout, wanted=wanted, remat=remat)
+        return self.outputs(params, hidden_BSD, sequences, config, layout)
 
 
-def _before_responses(sequences: Sequences | Rollout) -> tuple[int, Wanted]:
+def _before_responses(sequences: AnySequences) -> tuple[int, Wanted]:
     T, R = sequences.tokens.shape[1], sequences.response.shape[1]
     return T - 1, T - R - 1
 
 
-def _at_responses(sequences: Sequences | Rollout) -> tuple[int, Wanted]:
+def _at_responses(sequences: AnySequences) -> tuple[int, Wanted]:
     T, R = sequences.tokens.shape[1], sequences.response.shape[1]
     return T, T - R
 
 
-def _at_the_end(sequences: Sequences | Rollout) -> tuple[int, Wanted]:
+def _at_the_end(sequences: AnySequences) -> tuple[int, Wanted]:
     T, R = sequences.tokens.shape[1], sequences.response.shape[1]
     return T, T - R - 1 + sequences.response.sum(axis=1)
 
 
-def _policy(params: Params, hidden_BRD: Any, sequences: Any, config: ModelConfig, layout: Layout) -> PolicyOutputs:
+def _policy(
+    params: Params, hidden_BRD: jax.Array, sequences: AnySequences, config: ModelConfig, layout: Layout
+) -> PolicyOutputs:
     P = sequences.tokens.shape[1] - sequences.response.shape[1]
     return token_logprobs(params, hidden_BRD, sequences.tokens[:, P:], sequences.response, config, layout)
 
 
-def _logprobs(params: Params, hidden_BRD: Any, sequences: Any, config: ModelConfig, layout: Layout) -> jax.Array:
+def _logprobs(
+    params: Params, hidden_BRD: jax.Array, sequences: AnySequences, config: ModelConfig, layout: Layout
+) -> jax.Array:
     return _policy(params, hidden_BRD, sequences, config, layout).logprobs
 
 
-def _of_responses(params: Params, hidden_BRD: Any, sequences: Any, config: ModelConfig, layout: Layout) -> jax.Array:
+def _of_responses(
+    params: Params, hidden_BRD: jax.Array, sequences: AnySequences, config: ModelConfig, layout: Layout
+) -> jax.Array:
     return jnp.where(sequences.response, _scalars(params, hidden_BRD, config, layout), 0.0)
 
 
-def _scores(params: Params, hidden_B1D: Any, sequences: Any, config: ModelConfig, layout: Layout) -> jax.Array:
+def _scores(
+    params: Params, hidden_B1D: jax.Array, sequences: AnySequences, config: ModelConfig, layout: Layout
+) -> jax.Array:
     return _scalars(params, hidden_B1D[:, 0], config, layout)
 
 
 def _policy_and_values(
-    params: Params, hidden_BRD: Any, sequences: Any, config: ModelConfig, layout: Layout
+    params: Params, hidden_BRD: jax.Array, sequences: AnySequences, config: ModelConfig, layout: Layout
 ) -> PolicyAndValues:
     policy = _policy(params, hidden_BRD, sequences, config, layout)
     values_BR = _of_responses(params, hidden_BRD, sequences, config, layout)
     return PolicyAndValues(logprobs=policy.logprobs, entropy=policy.entropy, values=values_BR)
 
 
-READINGS: dict[str, Reading] = {
-    "policy": Reading(_before_responses, _policy),
+policy_outputs = Reading(_before_responses, _policy)
+"""Log-probabilities and entropies (in nats) of the response tokens, zero elsewhere."""
+values = Reading(_before_responses, _of_responses)
+"""The scalar head before each response token, the value of the state in which it was chosen; zero elsewhere."""
+scores = Reading(_at_the_end, _scores)
+"""The scalar head at the last token of each sequence, what a reward model says."""
+token_scores = Reading(_at_responses, _of_responses)
+"""The scalar head at each response token, what a reward model that judges token by token says; zero elsewhere."""
+
+READINGS: dict[str, Reading[Any]] = {
+    "policy": policy_outputs,
     "logprobs": Reading(_before_responses, _logprobs),
-    "values": Reading(_before_responses, _of_responses),
-    "scores": Reading(_at_the_end, _scores),
-    "token_scores": Reading(_at_responses, _of_responses),
+    "values": values,
+    "scores": scores,
+    "token_scores": token_scores,
     "policy_and_values": Reading(_before_responses, _policy_and_values),
 }
-"""By the names of the inference methods whose outputs they are:
-
-- `policy`: log-probabilities and entropies (in nats) of the response tokens, zero elsewhere; `logprobs` the former.
-- `values`: the scalar head before each response token, the value of the state in which it was chosen; zero elsewhere.
-- `scores`: the scalar head at the last token of each sequence, what a reward model says.
-- `token_scores`: the scalar head at each response token, what a reward model that judges token by token says.
-- `policy_and_values`: what both heads say, from one pass through the layers.
-"""
+"""By the names of the inference methods whose outputs they are. `logprobs` are those of `policy`, without entropies;
+`policy_and_values` is what both heads say, from one pass through the layers."""
 
 
-def policy_outputs(
-    params: Params, sequences: Sequences | Rollout, config: ModelConfig, layout: Layout, *, remat: Remat = "none"
-) -> PolicyOutputs:
-    """Log-probabilities and entropies (in nats) of the response tokens, zero elsewhere."""
-    return read(READINGS["policy"], params, sequences, config, layout, remat=remat)
-
-
-def values(
-    params: Params, sequences: Sequences | Rollout, config: ModelConfig, layout: Layout, *, remat: Remat = "none"
-) -> Float[Array, "B R"]:
-    """The scalar head before each response token; zero elsewhere."""
-    return read(READINGS["values"], params, sequences, config, layout, remat=remat)
-
-
-def scores(
-    params: Params, sequences: Sequences | Rollout, config: ModelConfig, layout: Layout, *, remat: Remat = "none"
-) -> Float[Array, " B"]:
-    """The scalar head at the last token of each sequence."""
-    return read(READINGS["scores"], params, sequences, config, layout, remat=remat)
-
-
-def token_scores(
-    params: Params, sequences: Sequences | Rollout, config: ModelConfig, layout: Layout, *, remat: Remat = "none"
-) -> Float[Array, "B R"]:
-    """The scalar head at each response token; zero elsewhere."""
-    return read(READINGS["token_scores"], params, sequences, config, layout, remat=remat)
-
-
+@jax.named_scope("logits")
 def logits(
     params: Params, hidden_SD: Float[Array, "*S D"], config: ModelConfig, layout: Layout
 ) -> Float[Array, "*S V"]:
     """Next-token logits in float32, split along the vocabulary as the head is.
 
-    Said here, lest XLA gather the head, and not its products, where the whole vocabulary is asked for.
+    Stated here, since XLA would gather the head, and not its products, where the whole vocabulary is asked for.
     """
     head_DV = output_embedding(params, config, layout)
     logits_SV = jnp.matmul(hidden_SD, head_DV, preferred_element_type=at_least_float32(hidden_SD.dtype))
@@ -212,7 +192,8 @@ def _chunk_outputs(
 def _chunk_forward(hidden_BCD: jax.Array, head_DV: jax.Array, target_BC: jax.Array, layout: Layout) -> Any:
     B, C, D = hidden_BCD.shape
     wide = at_least_float32(hidden_BCD.dtype)
-    logits_BCV = jnp.matmul(hidden_BCD.reshape(-1, D), head_DV, preferred_element_type=wide)
+    with jax.named_scope("logits"):
+        logits_BCV = jnp.matmul(hidden_BCD.reshape(-1, D), head_DV, preferred_element_type=wide)
     logits_BCV = layout.activation(logits_BCV.reshape(B, C, -1), ("batch", "length", "vocab"))
     highest_BC1 = logits_BCV.max(axis=-1, keepdims=True)
     exp_BCV = jnp.exp(logits_BCV - highest_BC1)
@@ -236,7 +217,8 @@ def _chunk_backward(layout: Layout, saved: Any, gradients: tuple[jax.Array, jax.
     by_logits_BCV = layout.activation(by_logits_BCV, ("batch", "length", "vocab"))
     by_logits_NV = by_logits_BCV.reshape(-1, by_logits_BCV.shape[-1])
     hidden_ND = hidden_BCD.reshape(-1, hidden_BCD.shape[-1])
-    return (by_logits_NV @ head_DV.T).reshape(hidden_BCD.shape), hidden_ND.T @ by_logits_NV, None
+    with jax.named_scope("logits"):
+        return (by_logits_NV @ head_DV.T).reshape(hidden_BCD.shape), hidden_ND.T @ by_logits_NV, None
 
 
 _chunk_outputs.defvjp(_chunk_forward, _chunk_backward)
@@ -246,6 +228,7 @@ def _is_target(logits_BCV: jax.Array, target_BC: jax.Array) -> jax.Array:
     return jax.lax.broadcasted_iota(jnp.int32, logits_BCV.shape, 2) == target_BC[..., None]
 
 
+@jax.named_scope("value_head")
 def _scalars(params: Params, hidden_SD: jax.Array, config: ModelConfig, layout: Layout) -> jax.Array:
     head_D1 = use(params["value_head"], declare(config)["value_head"], layout, at_least_float32(hidden_SD.dtype))
     return jnp.matmul(hidden_SD.astype(head_D1.dtype), head_D1)[..., 0]

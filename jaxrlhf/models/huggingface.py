@@ -6,7 +6,6 @@ model.safetensors.index.json lists. Their matrices are [out, in], ours [in, out]
 
 import contextlib
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any, Literal
@@ -15,43 +14,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
+from jax.tree_util import KeyPath
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from jaxrlhf.brief import brief
+from jaxrlhf.models.architecture import LAYERS, Weight, checkpoint_name, declare, is_weight
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.config_json import CONFIG, GENERATION, Origin, exported_config, read_json, stated, stated_precision
-from jaxrlhf.models.params import Params, Weight, declare, shardings_of
+from jaxrlhf.models.params import Params, shardings_of
 from jaxrlhf.names import check_file_name
 from jaxrlhf.sharding.layout import Layout
+from jaxrlhf.writing import replacing
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_NAMES = {
-    "embedding": "model.embed_tokens.weight",
-    "final_norm": "model.norm.weight",
-    "lm_head": "lm_head.weight",
-    "value_head": "score.weight",
-}
-_NAMES_IN_LAYER = {
-    "attention_norm": "input_layernorm.weight",
-    "query": "self_attn.q_proj.weight",
-    "key": "self_attn.k_proj.weight",
-    "value": "self_attn.v_proj.weight",
-    "output": "self_attn.o_proj.weight",
-    "query_bias": "self_attn.q_proj.bias",
-    "key_bias": "self_attn.k_proj.bias",
-    "value_bias": "self_attn.v_proj.bias",
-    "query_norm": "self_attn.q_norm.weight",
-    "key_norm": "self_attn.k_norm.weight",
-    "mlp_norm": "post_attention_layernorm.weight",
-    "gate": "mlp.gate_proj.weight",
-    "up": "mlp.up_proj.weight",
-    "down": "mlp.down_proj.weight",
-}
 
 
 def read_origin(folder: Path) -> Origin:
-    """What a model's folder says beside its weights; their precision is read from them where config.json says none.
+    """Reads the files beside a model's weights; their precision is read from them where config.json says none.
 
     Raises:
         ValueError: A file is missing or malformed.
@@ -61,7 +41,7 @@ def read_origin(folder: Path) -> Origin:
     precision = stated_precision(fields)
     if not precision:
         with contextlib.ExitStack() as stack:
-            files, name = _open_weights(folder, stack), _NAMES["embedding"]
+            files, name = _open_weights(folder, stack), checkpoint_name("embedding")
             stored = files[name].get_slice(name).get_dtype() if name in files else ""
         precision = {"BF16": "bfloat16", "F16": "float16"}.get(stored, "float32")
     return Origin(fields, generation, precision)
@@ -80,7 +60,7 @@ def check_params(folder: Path, config: ModelConfig) -> None:
 def holds_value_head(folder: Path) -> bool:
     """Whether a checkpoint has a scalar head."""
     with contextlib.ExitStack() as stack:
-        return _NAMES["value_head"] in _open_weights(folder, stack)
+        return checkpoint_name("value_head") in _open_weights(folder, stack)
 
 
 def load_params(folder: Path, config: ModelConfig, layout: Layout | None = None) -> Params:
@@ -98,7 +78,7 @@ def load_params(folder: Path, config: ModelConfig, layout: Layout | None = None)
         files = _open_weights(folder, stack)
         _check_weights(folder, files, config)
 
-        def load(path: Any, weight: Weight, sharding: NamedSharding | None = None) -> jax.Array:
+        def load(path: KeyPath, weight: Weight, sharding: NamedSharding | None = None) -> jax.Array:
             name = _tensor_name(path)
             if name in files:
                 tensor = files[name].get_tensor(name)
@@ -112,7 +92,7 @@ def load_params(folder: Path, config: ModelConfig, layout: Layout | None = None)
             )
 
         shardings = () if layout is None else (shardings_of(declared, layout),)
-        return jax.tree_util.tree_map_with_path(load, declared, *shardings, is_leaf=_is_weight)
+        return jax.tree_util.tree_map_with_path(load, declared, *shardings, is_leaf=is_weight)
 
 
 def save_params(
@@ -141,20 +121,14 @@ def save_params(
     """
     said = exported_config(config, dtype, end_id=end_id, pad_id=pad_id, origin=origin)
     tensors = {}
-    for path, weight in jax.tree_util.tree_flatten_with_path(params)[0]:
-        if isinstance(params["layers"], dict) and len(path) == 2:
-            for i in range(config.num_layers):
-                in_layer = (path[0], jax.tree_util.SequenceKey(i), path[1])
-                tensors[_tensor_name(in_layer)] = _exported(in_layer, weight[i], dtype)
-        else:
-            tensors[_tensor_name(path)] = _exported(path, weight, dtype)
+    for path, _ in jax.tree_util.tree_leaves_with_path(declare(config), is_leaf=is_weight):
+        tensors[_tensor_name(path)] = _exported(path, _at(path, params), dtype)
     folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / f".{_WEIGHTS}.partial"  # so that an interrupted run leaves no half-written weights behind
-    save_file(tensors, partial, metadata={"format": "pt"})
-    for name, fields in said.items():
-        (folder / name).write_text(json.dumps(fields, indent=2) + "\n")
-    shutil.copymode(folder / CONFIG, partial)  # safetensors makes files that only their owner can read
-    os.replace(partial, folder / _WEIGHTS)
+    with replacing(folder / _WEIGHTS) as partial:
+        save_file(tensors, partial, metadata={"format": "pt"})
+        for name, fields in said.items():
+            (folder / name).write_text(json.dumps(fields, indent=2) + "\n")
+        shutil.copymode(folder / CONFIG, partial)  # safetensors makes files that only their owner can read
 
 
 def _open_weights(folder: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
@@ -194,9 +168,9 @@ def _listed_files(index: Path) -> list[str]:
 
 def _check_weights(folder: Path, files: dict[str, Any], config: ModelConfig) -> None:
     """The files hold what the config declares, in its shapes, and nothing else that would go unused."""
-    leaves = jax.tree_util.tree_flatten_with_path(declare(config), is_leaf=_is_weight)[0]
+    leaves = jax.tree_util.tree_flatten_with_path(declare(config), is_leaf=is_weight)[0]
     shapes = {_tensor_name(path): w.shape[::-1] if _is_transposed(path) else w.shape for path, w in leaves}
-    head, scalar = _NAMES["lm_head"], _NAMES["value_head"]
+    head, scalar = checkpoint_name("lm_head"), checkpoint_name("value_head")
     missing = [name for name in shapes if name not in files and name != scalar]
     if missing:
         raise ValueError(
@@ -226,33 +200,35 @@ def _check_weights(folder: Path, files: dict[str, Any], config: ModelConfig) -> 
                 f"{folder}: {name}: weights must be in floating point of 16 bits or more. Got {found.get_dtype()}. "
                 "Use the checkpoint that this one was quantized from."
             )
-    embedding = _NAMES["embedding"]
-    both_heads = config.head != "scalar" and config.tie_embeddings and head in files
-    if both_heads and not np.array_equal(files[head].get_tensor(head), files[embedding].get_tensor(embedding)):
+    embedding = checkpoint_name("embedding")
+    both = (head, embedding) if config.has_tied_head and head in files else ()
+    if both and not np.array_equal(*(files[name].get_tensor(name) for name in both)):
         raise ValueError(
             f"{folder}: {head}: must equal {embedding}, since the config ties them. Got other numbers. Set "
             "tie_word_embeddings to false in config.json."
         )
 
 
-def _exported(path: Any, weight: jax.Array | np.ndarray, dtype: str) -> np.ndarray:
+def _exported(path: KeyPath, weight: jax.Array | np.ndarray, dtype: str) -> np.ndarray:
     # turned and cast where it lies: an array keeps a host copy of itself once it was asked for one
     return np.ascontiguousarray((weight.T if _is_transposed(path) else weight).astype(dtype))  # as it is written
 
 
-def _tensor_name(path: Any) -> str:
-    """What a weight is called in a checkpoint, from its path in the tree with layers as a list."""
+def _at(path: KeyPath, params: Params) -> jax.Array | np.ndarray:
+    """A weight by its path in the tree with layers as a list, of params with layers as a list or stacked."""
     if len(path) == 1:
-        return _NAMES[path[0].key]
-    return f"model.layers.{path[1].idx}.{_NAMES_IN_LAYER[path[2].key]}"
+        return params[path[0].key]
+    layers, number, name = params[LAYERS], path[1].idx, path[2].key
+    return layers[name][number] if isinstance(layers, dict) else layers[number][name]
 
 
-def _is_transposed(path: Any) -> bool:
+def _tensor_name(path: KeyPath) -> str:
+    """A weight's name in a checkpoint, from its path in the tree with layers as a list."""
+    return checkpoint_name(path[-1].key, path[1].idx if len(path) > 1 else None)
+
+
+def _is_transposed(path: KeyPath) -> bool:
     return path[-1].key != "embedding"
-
-
-def _is_weight(x: Any) -> bool:
-    return isinstance(x, Weight)
 
 
 def _first(names: list[str]) -> str:

@@ -59,16 +59,16 @@ class KVCache(struct.PyTreeNode):
 
     def repeat(self, times: int, layout: Layout) -> "KVCache":
         """The cache of as many copies of each sequence, side by side."""
-
-        def copies(x: jax.Array) -> jax.Array:
-            return jnp.broadcast_to(x[:, None], (x.shape[0], times, *x.shape[1:])).reshape(-1, *x.shape[1:])
+        if times == 1:
+            return self
 
         def repeated(x_BKTh: jax.Array) -> jax.Array:
-            return layout.activation(copies(x_BKTh), _AXES)
+            return layout.activation(copies(x_BKTh, times), _AXES)
 
         keys, values = tuple(map(repeated, self.keys)), tuple(map(repeated, self.values))
-        return self.replace(keys=keys, values=values, length=copies(self.length))
+        return self.replace(keys=keys, values=values, length=copies(self.length, times))
 
+    @jax.named_scope("write_cache")
     def write(self, layer: int, k_BKh: jax.Array, v_BKh: jax.Array, layout: Layout) -> "KVCache":
         """Store a layer's keys and values of the newest token."""
 
@@ -83,6 +83,13 @@ class KVCache(struct.PyTreeNode):
         return self.replace(keys=keys, values=values)
 
 
+def copies(x: jax.Array, times: int) -> jax.Array:
+    """Each row `times` times in a row, on the device that has it."""
+    if times == 1:
+        return x
+    return jnp.broadcast_to(x[:, None], (x.shape[0], times, *x.shape[1:])).reshape(-1, *x.shape[1:])
+
+
 def cache_prefill(
     keys_values: list[tuple[Float[Array, "B P K h"], Float[Array, "B P K h"]]],
     length_B: Int[Array, " B"],
@@ -90,16 +97,14 @@ def cache_prefill(
     layout: Layout,
 ) -> KVCache:
     """A cache of `num_slots` slots that holds the keys and values of prompts padded on the left to P columns."""
-    num_columns = keys_values[0][0].shape[1]
-    assert num_columns <= num_slots
 
     def lay_down(x_BPKh: jax.Array) -> jax.Array:
-        x_BKPh = x_BPKh.transpose(0, 2, 1, 3)
-        return layout.activation(jnp.pad(x_BKPh, ((0, 0), (0, 0), (0, num_slots - num_columns), (0, 0))), _AXES)
+        return layout.activation(x_BPKh.transpose(0, 2, 1, 3), _AXES)
 
-    return KVCache(
+    prompts = KVCache(
         keys=tuple(lay_down(k) for k, _ in keys_values),
         values=tuple(lay_down(v) for _, v in keys_values),
-        newest=jnp.int32(num_columns - 1),
+        newest=jnp.int32(keys_values[0][0].shape[1] - 1),
         length=length_B.astype(jnp.int32),
     )
+    return prompts.grow(num_slots, layout)

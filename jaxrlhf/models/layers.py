@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
+from jaxrlhf.models.architecture import JOINED
 from jaxrlhf.models.config import ModelConfig, RopeScaling, at_least_float32
 
 
@@ -32,6 +33,8 @@ class Adapted(struct.PyTreeNode):
     scale: float = struct.field(pytree_node=False)
 
 
+LayerWeights = dict[str, Any]
+"""The weights of one layer, or of all layers, stacked: name -> array, or `Adapted` where a matrix has an adapter."""
 Rotation = tuple[jax.Array, jax.Array]
 """Cosine and sine of every position's angles, [..., h / 2] each."""
 
@@ -41,7 +44,9 @@ def linear(x: jax.Array, weight: jax.Array | Adapted, bias: jax.Array | None = N
     product."""
     rows = x.reshape(-1, x.shape[-1])
     if isinstance(weight, Adapted):
-        y = rows @ weight.weight + (rows @ weight.down) @ weight.up * weight.scale
+        y = rows @ weight.weight
+        with jax.named_scope("adapter"):
+            y = y + (rows @ weight.down) @ weight.up * weight.scale
     else:
         y = rows @ weight
     if bias is not None:
@@ -84,82 +89,101 @@ def rotate(x: Float[Array, "*B heads h"], rotation: Rotation) -> Float[Array, "*
     return turned.astype(x.dtype)
 
 
-def join(weights: dict[str, Any]) -> dict[str, Any]:
+def join(weights: LayerWeights) -> LayerWeights:
     """The weights of a layer with those that multiply the same input side by side, as one matrix each.
 
-    `query`, `key` and `value` become `query_key_value`, `gate` and `up` become `gate_up`, and biases follow. One large
-    product is faster than several small ones. Where columns are split over `tensor` it cannot be had: the joined
-    columns would lie on other devices.
+    One large product is faster than several small ones. Where columns are split over `tensor` it cannot be had: the
+    joined columns would lie on other devices.
     """
     joined = dict(weights)
-    for names in (("query", "key", "value"), ("gate", "up")):
-        joined["_".join(names)] = jnp.concatenate([joined.pop(name) for name in names], axis=1)
-    if "query_bias" in joined:
-        biases = [joined.pop(f"{name}_bias") for name in ("query", "key", "value")]
-        joined["query_key_value_bias"] = jnp.concatenate(biases)
+    for whole, parts in JOINED.items():
+        for suffix in ("", "_bias"):
+            if parts[0] + suffix in joined:
+                joined[whole + suffix] = jnp.concatenate([joined.pop(part + suffix) for part in parts], axis=-1)
     return joined
 
 
-def is_joined(weights: dict[str, Any]) -> bool:
-    return "query_key_value" in weights
+def is_joined(weights: LayerWeights) -> bool:
+    """Whether `join` made them."""
+    return any(whole in weights for whole in JOINED)
 
 
-def is_adapted(weights: dict[str, Any]) -> bool:
+def is_adapted(weights: LayerWeights) -> bool:
     """Whether any weight of a layer has an adapter."""
     return any(isinstance(weight, Adapted) for weight in weights.values())
 
 
+def product(weights: LayerWeights, name: str, x: jax.Array) -> jax.Array:
+    """`linear` with one of a layer's matrices, and its bias if it has one."""
+    with jax.named_scope(name):
+        return linear(x, weights[name], weights.get(f"{name}_bias"))
+
+
 def queries_keys_values(
-    weights: dict[str, Any], x: jax.Array, rotation: Rotation, config: ModelConfig
+    weights: LayerWeights, x: jax.Array, rotation: Rotation, config: ModelConfig
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """[..., D] -> rotated queries [..., H, h], rotated keys and values, [..., K, h] each."""
     H, K, h = config.num_heads, config.num_kv_heads, config.head_size
     if not is_joined(weights):
         return (queries(weights, x, rotation, config), *keys_values(weights, x, rotation, config))
-    heads = linear(x, weights["query_key_value"], weights.get("query_key_value_bias"))
-    heads = heads.reshape(*x.shape[:-1], H + 2 * K, h)
+    heads = product(weights, "query_key_value", x).reshape(*x.shape[:-1], H + 2 * K, h)
     q, k, v = heads[..., :H, :], heads[..., H : H + K, :], heads[..., H + K :, :]
-    q, k = _normalized(weights, "query", q, config), _normalized(weights, "key", k, config)
-    return rotate(q, rotation), rotate(k, rotation), v
+    return _rotated(weights, "query", q, rotation, config), _rotated(weights, "key", k, rotation, config), v
 
 
-def queries(weights: dict[str, Any], x: jax.Array, rotation: Rotation, config: ModelConfig) -> jax.Array:
+def queries(weights: LayerWeights, x: jax.Array, rotation: Rotation, config: ModelConfig) -> jax.Array:
     """[..., D] -> rotated queries [..., H, h]."""
-    q = linear(x, *_columns(weights, "query", config)).reshape(*x.shape[:-1], -1, config.head_size)
-    return rotate(_normalized(weights, "query", q, config), rotation)
+    return _rotated(weights, "query", _heads(weights, "query", x, config), rotation, config)
 
 
 def keys_values(
-    weights: dict[str, Any], x: jax.Array, rotation: Rotation, config: ModelConfig
+    weights: LayerWeights, x: jax.Array, rotation: Rotation, config: ModelConfig
 ) -> tuple[jax.Array, jax.Array]:
     """[..., D] -> rotated keys and values, [..., K, h] each."""
-    shape = (*x.shape[:-1], -1, config.head_size)
-    k = linear(x, *_columns(weights, "key", config)).reshape(shape)
-    v = linear(x, *_columns(weights, "value", config)).reshape(shape)
-    return rotate(_normalized(weights, "key", k, config), rotation), v
+    k, v = _heads(weights, "key", x, config), _heads(weights, "value", x, config)
+    return _rotated(weights, "key", k, rotation, config), v
 
 
-def _columns(weights: dict[str, Any], name: str, config: ModelConfig) -> tuple[jax.Array | Adapted, jax.Array | None]:
-    """The weight and the bias of queries, keys or values, cut out where they are joined."""
-    if name in weights:
-        return weights[name], weights.get(f"{name}_bias")
-    H, K, h = config.num_heads, config.num_kv_heads, config.head_size
-    first, end = {"query": (0, H * h), "key": (H * h, (H + K) * h), "value": ((H + K) * h, (H + 2 * K) * h)}[name]
-    bias = weights.get("query_key_value_bias")
-    return weights["query_key_value"][:, first:end], None if bias is None else bias[first:end]
+def _heads(weights: LayerWeights, name: str, x: jax.Array, config: ModelConfig) -> jax.Array:
+    """Queries, keys or values, by columns that are cut out where they are joined."""
+    if name not in weights:
+        H, K, h = config.num_heads, config.num_kv_heads, config.head_size
+        first, end = {"query": (0, H * h), "key": (H * h, (H + K) * h), "value": ((H + K) * h, (H + 2 * K) * h)}[name]
+        whole = "query_key_value"
+        joined = {name: weights[whole], f"{name}_bias": weights.get(f"{whole}_bias")}
+        weights = {part: columns[..., first:end] for part, columns in joined.items() if columns is not None}
+    return product(weights, name, x).reshape(*x.shape[:-1], -1, config.head_size)
 
 
-def _normalized(weights: dict[str, Any], name: str, heads: jax.Array, config: ModelConfig) -> jax.Array:
-    return rms_norm(heads, weights[f"{name}_norm"], config.norm_eps) if config.qk_norm else heads
+def _rotated(weights: LayerWeights, name: str, heads: jax.Array, rotation: Rotation, config: ModelConfig) -> jax.Array:
+    if config.qk_norm:
+        heads = normed(weights, f"{name}_norm", heads, config)
+    return rotate(heads, rotation)
 
 
-def gated_mlp(weights: dict[str, Any], x: jax.Array) -> jax.Array:
+def normed(weights: LayerWeights, name: str, x: jax.Array, config: ModelConfig) -> jax.Array:
+    """Queries, keys or the residual stream, normalized by one of a layer's weights."""
+    return rms_norm(x, weights[name], config.norm_eps)
+
+
+def add_attention(weights: LayerWeights, x: Float[Array, "*B D"], heads: Float[Array, "*B H h"]) -> jax.Array:
+    """The residual stream after attention, from what the heads gave."""
+    return x + product(weights, "output", heads.reshape(*x.shape[:-1], -1))
+
+
+@jax.named_scope("mlp")
+def add_mlp(weights: LayerWeights, x: Float[Array, "*B D"], config: ModelConfig) -> jax.Array:
+    """The residual stream after the MLP."""
+    return x + gated_mlp(weights, normed(weights, "mlp_norm", x, config))
+
+
+def gated_mlp(weights: LayerWeights, x: jax.Array) -> jax.Array:
     """down(silu(gate(x)) * up(x)) (Shazeer 2020, arXiv:2002.05202)."""
     if is_joined(weights):
-        gated = _gated_halves(linear(x, weights["gate_up"]))
+        gated = _gated_halves(product(weights, "gate_up", x))
     else:
-        gated = _gated(linear(x, weights["gate"]), linear(x, weights["up"]))
-    return linear(gated, weights["down"])
+        gated = _gated(product(weights, "gate", x), product(weights, "up", x))
+    return product(weights, "down", gated)
 
 
 @jax.checkpoint

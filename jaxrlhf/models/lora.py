@@ -13,28 +13,25 @@ Reference:
 
 import dataclasses
 import math
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
+from jaxrlhf.models.architecture import (
+    CHECKPOINT_NAMES,
+    MATRICES,
+    Declared,
+    Matrix,
+    declare,
+    every_layer,
+    is_weight,
+    matrices,
+)
 from jaxrlhf.models.config import ModelConfig
-from jaxrlhf.models.layers import Adapted
-from jaxrlhf.models.params import Params, Weight, declare, declare_adapted, declare_layer, every_layer
+from jaxrlhf.models.layers import Adapted, LayerWeights
+from jaxrlhf.models.params import Params, declare_adapted
 from jaxrlhf.suggest import did_you_mean
-
-Target = Literal["query", "key", "value", "output", "gate", "up", "down"]
-
-MODULES: dict[str, str] = {
-    "query": "self_attn.q_proj",
-    "key": "self_attn.k_proj",
-    "value": "self_attn.v_proj",
-    "output": "self_attn.o_proj",
-    "gate": "mlp.gate_proj",
-    "up": "mlp.up_proj",
-    "down": "mlp.down_proj",
-}
-"""The same weights by their names in Hugging Face's models."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,8 +41,8 @@ class LoRAConfig:
     rank: int = 16
     alpha: float = 32.0
     """The product of an adapter is scaled by alpha / rank."""
-    targets: tuple[Target, ...] = get_args(Target)
-    """Which weights of each layer have one."""
+    targets: tuple[Matrix, ...] = MATRICES
+    """The weights of each layer that have one."""
     merge: Literal["auto", "always", "never"] = "auto"
     """Whether calls that do not train add adapters into a copy of the weights first. `auto`: where the call has so many
     tokens that applying them to each would cost more."""
@@ -58,10 +55,10 @@ class LoRAConfig:
         if not (math.isfinite(self.alpha) and self.alpha > 0):
             raise ValueError(f"alpha: must be finite and positive. Got {self.alpha}.")
         for target in self.targets:
-            if target not in get_args(Target):
-                here = [ours for ours, theirs in MODULES.items() if theirs.endswith(f".{target}")]
-                remedy = f" Here it is called {here[0]}." if here else did_you_mean(str(target), get_args(Target))
-                raise ValueError(f"targets: must be some of {', '.join(get_args(Target))}. Got {target!r}.{remedy}")
+            if target not in MATRICES:
+                here = [name for name in MATRICES if CHECKPOINT_NAMES[name].endswith(f".{target}")]
+                remedy = f" Here it is called {here[0]}." if here else did_you_mean(str(target), MATRICES)
+                raise ValueError(f"targets: must be some of {', '.join(MATRICES)}. Got {target!r}.{remedy}")
         if not self.targets or len(set(self.targets)) < len(self.targets):
             raise ValueError(f"targets: must name at least one weight, each once. Got {list(self.targets)}.")
 
@@ -70,12 +67,11 @@ class LoRAConfig:
         return self.alpha / self.rank
 
 
-def declare_adapters(config: ModelConfig, lora: LoRAConfig, *, stacked: bool = False) -> Any:
+def declare_adapters(config: ModelConfig, lora: LoRAConfig, *, stacked: bool = False) -> Declared:
     """The tree of a model's adapters, as declarations."""
-    layer = declare_layer(config)
-    adapted = {name: declare_adapted(layer[name], lora.rank, lora.scale) for name in lora.targets}
+    adapted = {name: declare_adapted(matrices(config)[name], lora.rank, lora.scale) for name in lora.targets}
     adapters = {name: {"down": a.down, "up": a.up} for name, a in adapted.items()}
-    tree: dict[str, Any] = {"layers": every_layer(adapters, config, stacked=stacked)}
+    tree: Declared = {"layers": every_layer(adapters, config, stacked=stacked)}
     head = declare(config).get("value_head")
     return tree if head is None else tree | {"value_head": head}
 
@@ -83,7 +79,7 @@ def declare_adapters(config: ModelConfig, lora: LoRAConfig, *, stacked: bool = F
 def adapt(base: Params, adapters: Params, config: ModelConfig, lora: LoRAConfig) -> Params:
     """The weights of a model whose layers apply the adapters beside their own weights. Moves and computes nothing."""
 
-    def layer(weights: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    def layer(weights: LayerWeights, own: dict[str, Any]) -> LayerWeights:
         adapted = {name: Adapted(weights[name], x["down"], x["up"], lora.scale) for name, x in own.items()}
         return {**weights, **adapted}
 
@@ -115,7 +111,7 @@ def merging_pays(config: ModelConfig, lora: LoRAConfig, num_tokens: int) -> bool
     """
     if lora.merge != "auto":
         return lora.merge == "always"
-    sizes = [declare_layer(config)[name].shape for name in lora.targets]
+    sizes = [matrices(config)[name].shape for name in lora.targets]
     once = sum(size_in * size_out for size_in, size_out in sizes)
     return num_tokens * sum(size_in + size_out for size_in, size_out in sizes) > once
 
@@ -123,7 +119,7 @@ def merging_pays(config: ModelConfig, lora: LoRAConfig, num_tokens: int) -> bool
 def init_adapters(config: ModelConfig, lora: LoRAConfig, key: jax.Array) -> Params:
     """New adapters, float32, layers as a list: `down` is random, `up` is zero, and so is a scalar head."""
     declared = declare_adapters(config, lora)
-    leaves, structure = jax.tree.flatten(declared, is_leaf=lambda x: isinstance(x, Weight))
+    leaves, structure = jax.tree.flatten(declared, is_leaf=is_weight)
     keys = jax.random.split(key, len(leaves))
     made = [
         w.stddev * jax.random.normal(k, w.shape) if w.stddev else jnp.zeros(w.shape)

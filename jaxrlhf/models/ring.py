@@ -11,7 +11,7 @@ tokens, D hidden size, K key-value heads, h head size.
 At tick t stage i serves micro-batch (t - i) mod G, and hands one hidden state a row to the next stage. The last stage
 draws a token and embeds it, so that what goes around has one shape. G ticks are a round: one token of every sequence.
 
-A stage keeps what it has of micro-batch m at place (m + i) mod G. So at tick t of any round all stages use place t: a
+A stage has the cache of micro-batch m at place (m + i) mod G. So at tick t of any round all stages use place t: a
 constant of the program, in which every cache is an array by itself and is updated where it lies.
 """
 
@@ -27,23 +27,21 @@ from jaxrlhf.experience import RUNNING, Prompts, Rollout, Sampling
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.generate import (
     Responses,
+    before_first_token,
     cache_sizes,
     draw_next,
     finish,
-    no_responses,
     prepare,
-    repeat,
     samples_of,
 )
 from jaxrlhf.models.heads import logits
 from jaxrlhf.models.kv_cache import KVCache, cache_prefill
+from jaxrlhf.models.layers import LayerWeights
 from jaxrlhf.models.params import Params
-from jaxrlhf.models.transformer import decode_layers, embed, normalize, run_layers
+from jaxrlhf.models.transformer import KeysValues, decode_layers, embed, normalize, run_layers
 from jaxrlhf.sharding.axes import PIPELINE
 from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.stages import layers_of_stages
-
-KeysValues = tuple[jax.Array, jax.Array]
 
 
 def generate(
@@ -54,27 +52,14 @@ def generate(
     sampling: Sampling,
     config: ModelConfig,
     layout: Layout,
-) -> Rollout:
-    """What `models.generate.generate` gives, over the stages of a pipelined layout.
+) -> tuple[Rollout, Int[Array, ""]]:
+    """The rollout of `models.generate.generate`, over the stages of a pipelined layout, and how many rounds it took: at
+    most as many as the longest response has tokens.
 
     Args:
         params: As `ring_params` gives them.
         prompts: As many as stages, or a multiple of it. A micro-batch has every G-th, so that no row leaves its device.
     """
-    responses, _ = respond(params, prompts, noise, temperature, sampling, config, layout)
-    return finish(samples_of(prompts, sampling, layout), responses, layout)
-
-
-def respond(
-    params: Params,
-    prompts: Prompts,
-    noise: UInt[Array, "3"],
-    temperature: Float[Array, ""],
-    sampling: Sampling,
-    config: ModelConfig,
-    layout: Layout,
-) -> tuple[Responses, Int[Array, ""]]:
-    """The responses to every prompt, and how many rounds they took: at most as many as the longest has tokens."""
     G = layout.strategy.pipeline
     assert layout.is_pipelined and layout.strategy.chunks == 1 and prompts.tokens.shape[0] % G == 0
     by_micro_batch = jax.tree.map(lambda x: x.reshape(-1, G, *x.shape[1:]).swapaxes(0, 1), prompts)
@@ -93,7 +78,8 @@ def respond(
         by_prompt = x.reshape(G, -1, sampling.num_samples, *x.shape[2:]).swapaxes(0, 1)
         return by_prompt.reshape(-1, *x.shape[2:])
 
-    return layout.constrain_rows(jax.tree.map(in_order, responses)), num_rounds
+    responses = layout.constrain_rows(jax.tree.map(in_order, responses))
+    return finish(samples_of(prompts, sampling, layout), responses, layout), num_rounds
 
 
 def _ring(
@@ -106,7 +92,7 @@ def _ring(
     config: ModelConfig,
     layout: Layout,
 ) -> tuple[Responses, jax.Array]:
-    """What every stage does. Arrays are those of one stage, and whole over the other mesh axes.
+    """The program of every stage. Arrays are those of one stage, and whole over the other mesh axes.
 
     Args:
         prompts: [G, N, ...]
@@ -114,29 +100,28 @@ def _ring(
     Returns:
         The responses, [G, N x num_samples, ...], and the number of rounds.
     """
-    G, P, R = layout.strategy.pipeline, prompts.tokens.shape[2], sampling.max_new_tokens
+    G, P = layout.strategy.pipeline, prompts.tokens.shape[2]
     stage = jax.lax.axis_index(PIPELINE)
     params = prepare({**params, "layers": _own(params["layers"])}, config, layout)
     with jax.named_scope("prefill"):
         keys_values, last_hidden = _prefill(params, prompts, stage, config, layout)
 
-    sizes = cache_sizes(R)
+    sizes = cache_sizes(sampling.max_new_tokens)
     caches, hidden, responses = [], [], []
     for place in range(G):
         own = jax.tree.map(lambda x, m=(place - stage) % G: x[m], prompts)
-        length = own.mask.sum(axis=1)
-        cache = cache_prefill([(k[place], v[place]) for k, v in keys_values], length, P + sizes[0], layout)
-        caches.append(cache.repeat(sampling.num_samples, layout) if sampling.num_samples > 1 else cache)
-        hidden.append(repeat(last_hidden[place], sampling, layout))
-        responses.append(no_responses(samples_of(own, sampling, layout), noise, R))
+        prefilled = [(k[place], v[place]) for k, v in keys_values]
+        cache = cache_prefill(prefilled, own.mask.sum(axis=1), P + sizes[0], layout)
+        last_ND, state = before_first_token(last_hidden[place], cache, own, noise, sampling, layout)
+        hidden, caches, responses = [*hidden, last_ND], [*caches, state.cache], [*responses, state.responses]
 
     def next_token(x_ND: jax.Array, responses: Responses) -> tuple[jax.Array, Responses]:
         """On the last stage: draws the next token of a micro-batch and embeds it, for the first stage."""
 
         def draw(x_ND: jax.Array, responses: Responses) -> tuple[jax.Array, Responses]:
-            normed_ND = normalize(params, x_ND[:, None], config, layout)[:, 0]
+            normed_ND = normalize(params, x_ND, config, layout)
             drawn = draw_next(responses, logits(params, normed_ND, config, layout), temperature, sampling, layout)
-            return layout.activation(params["embedding"][drawn.newest], ("batch", "embed")), drawn
+            return embed(params, drawn.newest, config, layout), drawn
 
         return jax.lax.cond(stage == G - 1, draw, lambda x_ND, responses: (x_ND, responses), x_ND, responses)
 
@@ -149,12 +134,14 @@ def _ring(
             if tick < G - 1:  # what the last stage has not yet got in the first round: it draws the first tokens
                 x_ND = jnp.where(has_arrived | (stage < G - 1), x_ND, hidden[tick])
             x_ND, responses[tick] = next_token(x_ND, responses[tick])
-            message_ND = _hand_on(x_ND, G)
-        running = _any_running(responses) & (stage == G - 1)
-        return number + 1, jax.lax.psum(running.astype(jnp.int32), PIPELINE) > 0, message_ND, caches, responses
+            message_ND = _send(x_ND, G)
+        running = (_any_running(responses) & (stage == G - 1)).astype(jnp.int32)
+        with jax.named_scope("is_running"):
+            goes_on = jax.lax.psum(running, PIPELINE) > 0
+        return number + 1, goes_on, message_ND, caches, responses
 
     message_ND, responses[-1] = next_token(hidden[-1], responses[-1])
-    carry = (jnp.int32(0), jnp.bool(True), _hand_on(message_ND, G), caches, responses)
+    carry = (jnp.int32(0), jnp.bool(True), _send(message_ND, G), caches, responses)
     with jax.named_scope("decode"):
         for size in sizes:
             grown = [cache.grow(P + size, layout) for cache in carry[3]]
@@ -164,12 +151,14 @@ def _ring(
     num_rounds, _, _, _, responses = carry
     by_micro_batch = [responses[(m - 1) % G] for m in range(G)]  # where the last stage has them
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *by_micro_batch)
-    return jax.tree.map(lambda x: jax.lax.psum(jnp.where(stage == G - 1, x, 0), PIPELINE), stacked), num_rounds
+    with jax.named_scope("share_responses"):
+        shared = jax.tree.map(lambda x: jax.lax.psum(jnp.where(stage == G - 1, x, 0), PIPELINE), stacked)
+    return shared, num_rounds
 
 
 def _prefill(
     params: Params, prompts: Prompts, stage: jax.Array, config: ModelConfig, layout: Layout
-) -> tuple[list[KeysValues], list[jax.Array]]:
+) -> tuple[KeysValues, list[jax.Array]]:
     """The prompts through the stages, one micro-batch behind the other.
 
     Returns:
@@ -180,12 +169,12 @@ def _prefill(
     axes = ("batch", "length", "kv_heads", "head_dim")
     shape, dtype = (N, P, config.num_kv_heads, config.head_size), config.compute_dtype
 
-    def run_if(condition: jax.Array, layers: list[Any], x_NPD: jax.Array, mask_NP: jax.Array) -> Any:
-        def skip(x_NPD: jax.Array, _: jax.Array) -> tuple[jax.Array, list[KeysValues]]:
+    def run_if(condition: jax.Array, layers: list[LayerWeights], x_NPD: jax.Array, mask_NP: jax.Array) -> Any:
+        def skip(x_NPD: jax.Array, _: jax.Array) -> tuple[jax.Array, KeysValues]:
             zeros = layout.activation(jnp.zeros(shape, dtype), axes)
             return x_NPD, [(zeros, zeros) for _ in layers]
 
-        def run(x_NPD: jax.Array, mask_NP: jax.Array) -> tuple[jax.Array, list[KeysValues]]:
+        def run(x_NPD: jax.Array, mask_NP: jax.Array) -> tuple[jax.Array, KeysValues]:
             return run_layers(layers, x_NPD, mask_NP, config, layout)
 
         return jax.lax.cond(condition, run, skip, x_NPD, mask_NP)
@@ -202,7 +191,7 @@ def _prefill(
             x_NPD, keys_values = run_if(serves & has_them, layers, x_NPD, own.mask)
             new += keys_values
         stored = jax.tree.map(lambda s, x: s.at[t % G].set(jnp.where(serves, x, s[t % G])), stored, new)
-        return (_hand_on(x_NPD, G), stored), x_NPD[:, -1]
+        return (_send(x_NPD, G), stored), x_NPD[:, -1]
 
     zeros = layout.activation(jnp.zeros((G, *shape), dtype), (None, *axes))
     message_NPD = layout.activation(jnp.zeros((N, P, config.hidden_size), dtype), ("batch", "length", "embed"))
@@ -229,7 +218,7 @@ def _decode(
     advanced = cache.advance()
     keys, values = [], []
 
-    def run(layers: list[Any], x_ND: jax.Array, part: KVCache) -> tuple[jax.Array, KVCache]:
+    def run(layers: list[LayerWeights], x_ND: jax.Array, part: KVCache) -> tuple[jax.Array, KVCache]:
         return decode_layers(layers, x_ND, part, config, layout)
 
     for layers, has_them in _layers_of(params, stage, config, layout):
@@ -252,21 +241,22 @@ def _decode(
 
 def _layers_of(
     params: Params, stage: jax.Array, config: ModelConfig, layout: Layout
-) -> list[tuple[list[Any], bool | jax.Array]]:
+) -> list[tuple[list[LayerWeights], bool | jax.Array]]:
     """The layers that every stage has, and, where the numbers differ, the one that only the first stages have; with
     whether this stage has them."""
     numbers = [len(layers) for layers in layers_of_stages(config.num_layers, layout.strategy.pipeline)]
     fewest, layers = min(numbers), params["layers"]
-    every: list[tuple[list[Any], bool | jax.Array]] = [(layers[:fewest], True)]
+    every: list[tuple[list[LayerWeights], bool | jax.Array]] = [(layers[:fewest], True)]
     return every if max(numbers) == fewest else [*every, (layers[fewest:], stage < numbers.count(max(numbers)))]
 
 
-def _own(slots: list[dict[str, jax.Array]]) -> list[dict[str, jax.Array]]:
+def _own(slots: list[LayerWeights]) -> list[LayerWeights]:
     """The layers of a stage, of which the arrays have a leading axis of one."""
     return jax.tree.map(lambda x: x.reshape(x.shape[1:]), slots)
 
 
-def _hand_on(x: jax.Array, num_stages: int) -> jax.Array:
+@jax.named_scope("send")
+def _send(x: jax.Array, num_stages: int) -> jax.Array:
     """To the next stage; from the last to the first."""
     return jax.lax.ppermute(x, PIPELINE, [(i, (i + 1) % num_stages) for i in range(num_stages)])
 

@@ -8,7 +8,6 @@ language-model head are whole on every stage, since a tied embedding is read on 
     {"embedding": [V, D], "final_norm": [D], "lm_head": [D, V], "layers": [{"query": [stages, D, H], ...}, ...]}
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -16,33 +15,26 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxrlhf.models.architecture import Declared, Weight, declare, declare_layer, map_weights, with_leading_axis
 from jaxrlhf.models.config import ModelConfig
-from jaxrlhf.models.params import Params, abstract_of, declare, declare_layer, map_weights
+from jaxrlhf.models.layers import LayerWeights
+from jaxrlhf.models.params import Params, Shardings, abstract_of
 from jaxrlhf.models.stages import whole_of
 from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.processes import absent, is_here
 from jaxrlhf.sharding.stages import layers_of_stages
 
 
-def declare_ring(config: ModelConfig, layout: Layout) -> Any:
+def declare_ring(config: ModelConfig, num_stages: int) -> Declared:
     """The weights in this form, as declarations. A value head is not among them."""
-    stages = layout.strategy.pipeline
-    num_slots = len(layers_of_stages(config.num_layers, stages)[0])
-    over_stages = map_weights(
-        lambda w: dataclasses.replace(w, shape=(stages, *w.shape), axes=("stages", *w.axes)), declare_layer(config)
-    )
+    slot = with_leading_axis(declare_layer(config), num_stages, "stages")
     others = {name: w for name, w in declare(config).items() if name not in ("layers", "value_head")}
-    return {**others, "layers": [over_stages for _ in range(num_slots)]}
+    return {**others, "layers": [slot for _ in layers_of_stages(config.num_layers, num_stages)[0]]}
 
 
-def abstract_ring(config: ModelConfig, layout: Layout) -> Any:
-    """Shapes of the weights in this form, in the compute precision."""
-    return abstract_of(declare_ring(config, layout), config.compute_dtype)
-
-
-def ring_shardings(config: ModelConfig, layout: Layout) -> Any:
-    """How they rest, as a tree of `NamedSharding`."""
-    return map_weights(lambda w: layout.weight(w.axes), declare_ring(config, layout))
+def ring_shardings(config: ModelConfig, layout: Layout) -> Shardings:
+    """Their shardings."""
+    return map_weights(lambda w: layout.weight(w.axes), declare_ring(config, layout.strategy.pipeline))
 
 
 def ring_params(params: Params, config: ModelConfig, layout: Layout, *, move: Callable[[Any, Any], Any]) -> Params:
@@ -65,24 +57,29 @@ def ring_params(params: Params, config: ModelConfig, layout: Layout, *, move: Ca
     return {**moved, "layers": joined}
 
 
-def _slots_of(stage: int, params: Params, config: ModelConfig, layout: Layout) -> list[dict[str, jax.Array]]:
-    """What one stage has of every slot, `[1, ...]` on its devices: its layers, and zeros where it has one less."""
+def _slots_of(stage: int, params: Params, config: ModelConfig, layout: Layout) -> list[LayerWeights]:
+    """One stage's part of every slot, `[1, ...]` on its devices: its layers, and zeros where it has one less."""
     own = layout.stage(stage)
     numbers = layers_of_stages(config.num_layers, layout.strategy.pipeline)
-    declared = declare_ring(config, own)["layers"][: len(numbers[0])]
-    shardings = map_weights(lambda w: own.weight(w.axes), declared)
+    slots, shardings = _declared_slots(config, len(numbers[0]), own)
     if not is_here(own.mesh):
-        return absent(abstract_of(declared, config.compute_dtype), shardings)
+        return absent(abstract_of(slots, config.compute_dtype), shardings)
     return _slots_program(config, own, len(numbers[0]))([params["layers"][number] for number in numbers[stage]])
 
 
 @functools.lru_cache(maxsize=128)
 def _slots_program(config: ModelConfig, stage: Layout, num_slots: int) -> Callable[[Any], Any]:
     """`layers -> slots`, on the devices of a stage."""
-    declared = declare_ring(config, stage)["layers"][:num_slots]
+    slots, shardings = _declared_slots(config, num_slots, stage)
 
-    def program(layers: list[dict[str, jax.Array]]) -> list[dict[str, jax.Array]]:
-        missing = map_weights(lambda w: jnp.zeros(w.shape, config.compute_dtype), declared[len(layers) :])
+    def program(layers: list[LayerWeights]) -> list[LayerWeights]:
+        missing = map_weights(lambda w: jnp.zeros(w.shape, config.compute_dtype), slots[len(layers) :])
         return [*jax.tree.map(lambda x: x[None], layers), *missing]
 
-    return jax.jit(program, out_shardings=map_weights(lambda w: stage.weight(w.axes), declared))
+    return jax.jit(program, out_shardings=shardings)
+
+
+def _declared_slots(config: ModelConfig, num_slots: int, stage: Layout) -> tuple[list[dict[str, Weight]], Any]:
+    """One stage's part of every slot, as declarations, and their shardings."""
+    slots = [with_leading_axis(declare_layer(config), 1, "stages") for _ in range(num_slots)]
+    return slots, map_weights(lambda w: stage.weight(w.axes), slots)

@@ -12,15 +12,14 @@ from typing import Any
 
 import jax
 from jax.sharding import NamedSharding
-from jax.tree_util import DictKey, SequenceKey
+from jax.tree_util import DictKey, KeyPath, SequenceKey
 
+from jaxrlhf.models.architecture import FIRST_STAGE, LAST_STAGE, LAYERS
 from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.stages import device_group, stage_of_layer
 
-_FIRST, _LAYERS, _LAST = ("embedding",), "layers", ("final_norm", "lm_head", "value_head")
 
-
-def virtual_stage_of_weight(path: tuple[Any, ...], num_layers: int, num_stages: int) -> int | None:
+def virtual_stage_of_weight(path: KeyPath, num_layers: int, num_stages: int) -> int | None:
     """The virtual stage of a weight, or of its moment in an optimizer's state. None: of what belongs to no weight, a
     counter.
 
@@ -29,31 +28,31 @@ def virtual_stage_of_weight(path: tuple[Any, ...], num_layers: int, num_stages: 
     """
     for i, key in enumerate(path):
         name = key.key if isinstance(key, DictKey) else None
-        if name == _LAYERS:
+        if name == LAYERS:
             number = path[i + 1]
             assert isinstance(number, SequenceKey), "layers are a list in a pipelined layout"
             return stage_of_layer(num_layers, num_stages)[number.idx]
-        if name in _FIRST:
+        if name in FIRST_STAGE:
             return 0
-        if name in _LAST:
+        if name in LAST_STAGE:
             return num_stages - 1
     return None
 
 
-def stage_of_weight(path: tuple[Any, ...], num_layers: int, layout: Layout) -> int | None:
+def stage_of_weight(path: KeyPath, num_layers: int, layout: Layout) -> int | None:
     """The stage of a weight; None: of all."""
     stage = virtual_stage_of_weight(path, num_layers, layout.strategy.num_stages)
     return None if stage is None else device_group(stage, layout.strategy)
 
 
 def pick(tree: Any, stage: int, num_layers: int, layout: Layout) -> Any:
-    """What belongs to one stage, as it lies on its devices: None in place of all other weights.
+    """The weights of one stage, on its devices: None in place of all others.
 
-    What belongs to no weight is whole on every device, and is seen on those of the stage.
+    Leaves that belong to no weight are whole on every device, and are seen on those of the stage.
     """
     own = layout.stage(stage)
 
-    def of_stage(path: tuple[Any, ...], x: Any) -> Any:
+    def of_stage(path: KeyPath, x: Any) -> Any:
         at = stage_of_weight(path, num_layers, layout)
         if at is None:
             return seen_from(x, own.replicated)
@@ -63,21 +62,23 @@ def pick(tree: Any, stage: int, num_layers: int, layout: Layout) -> Any:
 
 
 def pick_virtual(tree: Any, stage: int, num_layers: int, num_stages: int) -> Any:
-    """What belongs to one virtual stage, of a tree of weights: None in place of all others."""
+    """The weights of one virtual stage: None in place of all others."""
 
-    def of_stage(path: tuple[Any, ...], x: Any) -> Any:
-        return x if virtual_stage_of_weight(path, num_layers, num_stages) == stage else None
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x: x if virtual_stage_of_weight(path, num_layers, num_stages) == stage else None, tree
+    )
 
-    return jax.tree_util.tree_map_with_path(of_stage, tree)
+
+def lend_embedding(params: Any, embedding: Any) -> Any:
+    """The weights of the last stage with the embedding of the first, for a head that is tied to it."""
+    return {**params, "embedding": embedding}
 
 
 def fill(trees: Sequence[Any]) -> Any:
     """One tree of several that have None in different places."""
-
-    def first(*leaves: Any) -> Any:
-        return next((x for x in leaves if x is not None), None)
-
-    return jax.tree.map(first, *trees, is_leaf=lambda x: x is None)
+    return jax.tree.map(
+        lambda *leaves: next((x for x in leaves if x is not None), None), *trees, is_leaf=lambda x: x is None
+    )
 
 
 def join(parts: Sequence[Any], num_layers: int, layout: Layout) -> Any:
@@ -87,13 +88,13 @@ def join(parts: Sequence[Any], num_layers: int, layout: Layout) -> Any:
     for i, (path, _) in enumerate(leaves[0][0]):
         at = stage_of_weight(path, num_layers, layout)
         every = [part[0][i][1] for part in leaves]
-        joined.append(every[at] if at is not None else joined_view(every, layout.replicated))
+        joined.append(every[at] if at is not None else seen_from(every[0], layout.replicated, *every[1:]))
     return leaves[0][1].unflatten(joined)
 
 
-def seen_from(array: Any, sharding: NamedSharding) -> Any:
-    """A part of an array that lies on some of its devices, without a copy: of the same shape where these have all of
-    it, or else what they have together, as the sharding says.
+def seen_from(array: Any, sharding: NamedSharding, *others: Any) -> Any:
+    """The view of an array from the devices of a sharding, or of it and others that lie on other devices, without a
+    copy: an array of the same shape, whose shards are theirs.
 
     Shapes, which lie nowhere, get the sharding.
     """
@@ -101,21 +102,11 @@ def seen_from(array: Any, sharding: NamedSharding) -> Any:
         return sharding
     if isinstance(array, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
-    return array if array.sharding == sharding else _from_shards([array], array.shape, sharding)
-
-
-def joined_view(arrays: list[Any], sharding: NamedSharding) -> Any:
-    """One array of several that lie on different devices, which together are those of the sharding, without a copy."""
-    first = arrays[0]
-    if isinstance(first, NamedSharding):
-        return sharding
-    if isinstance(first, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(first.shape, first.dtype, sharding=sharding)
-    return _from_shards(arrays, first.shape, sharding)
+    return array if array.sharding == sharding else _from_shards([array, *others], array.shape, sharding)
 
 
 def part_of(array: jax.Array, shape: tuple[int, ...], sharding: NamedSharding) -> jax.Array:
-    """What some of the devices of an array have of it, as an array of its own, without a copy.
+    """The part of an array on some of its devices, as an array of its own, without a copy.
 
     Args:
         shape: Of the part. Its shards are those of the array.

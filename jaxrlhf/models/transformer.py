@@ -4,6 +4,7 @@ Letters: B sequences, T columns, S the last columns of T whose outputs are wante
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -12,40 +13,54 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxrlhf.models import layers
+from jaxrlhf.models.architecture import declare
 from jaxrlhf.models.attention import attention_implementation, cached_attention, column_attention, full_attention
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.kv_cache import KVCache
-from jaxrlhf.models.params import Params, declare, use, use_layer
+from jaxrlhf.models.layers import LayerWeights
+from jaxrlhf.models.params import Params, use, use_layer
 from jaxrlhf.sharding.layout import Layout
+from jaxrlhf.sharding.stages import layers_of_stages
 from jaxrlhf.sharding.strategy import Remat
 
 KeysValues = list[tuple[jax.Array, jax.Array]]
 
-Kept = Remat | Literal["dots_and_attention"]
-"""What is kept of each layer for a backward pass; the last is for one that comes much later: everything but what is
-cheap to compute anew, or follows from the weights alone."""
+SavedByLayer = Remat | Literal["dots_and_attention"]
+"""The residuals of each layer. The last is for a backward pass that comes much later: everything but what is cheap to
+compute anew, or follows from the weights alone."""
 Wanted = int | Int[Array, " B"]
-"""Which columns get an output: this one and all later ones, or one column of each sequence."""
+"""The columns that get an output: this one and all later ones, or one column of each sequence."""
 
 
 def hidden_states(
     params: Params,
-    tokens_BT: Int[Array, "B T"],
+    given: Int[Array, "B T"] | Float[Array, "B T D"],
     mask_BT: Bool[Array, "B T"],
     config: ModelConfig,
     layout: Layout,
     *,
     wanted: Wanted = 0,
-    remat: Remat = "none",
+    remat: SavedByLayer = "none",
+    stage: int = 0,
+    num_stages: int = 1,
 ) -> Float[Array, "B S D"]:
-    """The last layer's outputs, normalized, for the columns that are wanted.
+    """The last layer's outputs, normalized, for the columns that are wanted; or those of a pipeline's stage, of all
+    columns and as they are unless it is the last.
 
     Positions count real tokens, so padding on either side changes nothing. Where layers are not scanned, the last one
     computes queries, attention output and MLP only for the columns that are wanted.
+
+    Args:
+        params: Of a stage, as `models.stages.pick` gives them.
+        given: Tokens, or the outputs of the stage before.
+        layout: Of the stage's devices.
     """
-    x_BTD = embed(params, tokens_BT, config, layout)
-    x_BSD, _ = run_layers(params["layers"], x_BTD, mask_BT, config, layout, wanted=wanted, remat=remat)
-    return normalize(params, x_BSD, config, layout)
+    weights, last = params["layers"], stage == num_stages - 1
+    if num_stages > 1:
+        weights = [weights[i] for i in layers_of_stages(config.num_layers, num_stages)[stage]]
+    x_BTD: jax.Array = embed(params, given, config, layout) if stage == 0 else given
+    x_BSD, _ = run_layers(weights, x_BTD, mask_BT, config, layout, wanted=wanted if last else 0, remat=remat)
+    return normalize(params, x_BSD, config, layout) if last else x_BSD
 
 
 def prefill(
@@ -58,28 +73,28 @@ def prefill(
     return normalize(params, x_B1D, config, layout)[:, 0], keys_values
 
 
-def embed(params: Params, tokens_BT: Int[Array, "B T"], config: ModelConfig, layout: Layout) -> Float[Array, "B T D"]:
-    """The embeddings of tokens: what the first layer gets."""
-    declared = declare(config)["embedding"]
-    x_BTD = use(params["embedding"], declared, layout, config.compute_dtype)[tokens_BT]
-    return layout.activation(x_BTD, ("batch", "length", "embed"))
+@jax.named_scope("embed")
+def embed(params: Params, tokens: Int[Array, "*B"], config: ModelConfig, layout: Layout) -> Float[Array, "*B D"]:
+    """The input of the first layer: the embeddings of whole sequences, or of one more token of each."""
+    table_VD = use(params["embedding"], declare(config)["embedding"], layout, config.compute_dtype)
+    return layout.activation(table_VD[tokens], ("batch", *["length"] * (tokens.ndim - 1), "embed"))
 
 
-def normalize(params: Params, x_BSD: Float[Array, "B S D"], config: ModelConfig, layout: Layout) -> jax.Array:
-    """What heads get: the last layer's outputs, normalized."""
-    norm = use(params["final_norm"], declare(config)["final_norm"], layout, config.compute_dtype)
-    return layers.rms_norm(x_BSD, norm, config.norm_eps)
+def normalize(params: Params, x_BSD: Float[Array, "*B D"], config: ModelConfig, layout: Layout) -> Float[Array, "*B D"]:
+    """The input of heads: the last layer's outputs, normalized."""
+    norm_D = use(params["final_norm"], declare(config)["final_norm"], layout, config.compute_dtype)
+    return layers.rms_norm(x_BSD, norm_D, config.norm_eps)
 
 
 def run_layers(
-    weights: Any,
+    weights: list[LayerWeights] | LayerWeights,
     x_BTD: Float[Array, "B T D"],
     mask_BT: Bool[Array, "B T"],
     config: ModelConfig,
     layout: Layout,
     *,
     wanted: Wanted = 0,
-    remat: Kept = "none",
+    remat: SavedByLayer = "none",
 ) -> tuple[Float[Array, "B S D"], KeysValues]:
     """Some consecutive layers, all or those of one stage: outputs for the columns that are wanted, and every layer's
     keys and values [B, T, K, h].
@@ -89,7 +104,7 @@ def run_layers(
     """
     rotation = layers.rotary(jnp.maximum(jnp.cumsum(mask_BT, axis=1) - 1, 0), config)
 
-    def layer(weights: Any, x: jax.Array, wanted: Wanted) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    def layer(weights: LayerWeights, x: jax.Array, wanted: Wanted) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         return _layer(use_layer(weights, config, layout), x, rotation, mask_BT, config, layout, wanted)
 
     if isinstance(weights, dict):
@@ -108,30 +123,30 @@ def decode_step(
     params: Params, token_B: Int[Array, " B"], cache: KVCache, config: ModelConfig, layout: Layout
 ) -> tuple[Float[Array, "B D"], KVCache]:
     """Feed one more token of each sequence. `params` are ready for use, with layers as a list."""
-    x_BD = layout.activation(params["embedding"][token_B], ("batch", "embed"))
+    x_BD = embed(params, token_B, config, layout)
     x_BD, cache = decode_layers(params["layers"], x_BD, cache.advance(), config, layout)
-    return layers.rms_norm(x_BD, params["final_norm"], config.norm_eps), cache
+    return normalize(params, x_BD, config, layout), cache
 
 
 def decode_layers(
-    every_layer: list[Any], x_BD: Float[Array, "B D"], cache: KVCache, config: ModelConfig, layout: Layout
+    every_layer: list[LayerWeights], x_BD: Float[Array, "B D"], cache: KVCache, config: ModelConfig, layout: Layout
 ) -> tuple[Float[Array, "B D"], KVCache]:
     """Some consecutive layers over one more token of each sequence. The cache is theirs, and has made room for it."""
     occupied_BT = cache.occupied()
     rotation = layers.rotary(cache.length - 1, config)
     for i, weights in enumerate(every_layer):
-        normed = layers.rms_norm(x_BD, weights["attention_norm"], config.norm_eps)
-        q_BHh, k_BKh, v_BKh = layers.queries_keys_values(weights, normed, rotation, config)
-        cache = cache.write(i, k_BKh, v_BKh, layout)
-        attended_BHh = cached_attention(q_BHh, cache.keys[i], cache.values[i], occupied_BT)
-        x_BD = x_BD + layers.linear(attended_BHh.reshape(x_BD.shape[0], -1), weights["output"])
-        x_BD = x_BD + layers.gated_mlp(weights, layers.rms_norm(x_BD, weights["mlp_norm"], config.norm_eps))
-        x_BD = layout.activation(x_BD, ("batch", "embed"))
+        with jax.named_scope("attention"):
+            normed_BD = layers.normed(weights, "attention_norm", x_BD, config)
+            q_BHh, k_BKh, v_BKh = layers.queries_keys_values(weights, normed_BD, rotation, config)
+            cache = cache.write(i, k_BKh, v_BKh, layout)
+            attended_BHh = cached_attention(q_BHh, cache.keys[i], cache.values[i], occupied_BT)
+            x_BD = layers.add_attention(weights, x_BD, attended_BHh)
+        x_BD = layout.activation(layers.add_mlp(weights, x_BD, config), ("batch", "embed"))
     return x_BD, cache
 
 
 def _layer(
-    weights: dict[str, jax.Array],
+    weights: LayerWeights,
     x_BTD: jax.Array,
     rotation: layers.Rotation,
     mask_BT: jax.Array,
@@ -142,7 +157,7 @@ def _layer(
     """One layer, its outputs for the columns that are wanted; keys and values for all."""
     everywhere = isinstance(wanted, int) and wanted == 0
     with jax.named_scope("attention"):
-        normed_BTD = layers.rms_norm(x_BTD, weights["attention_norm"], config.norm_eps)
+        normed_BTD = layers.normed(weights, "attention_norm", x_BTD, config)
         if everywhere:
             q_BSHh, k_BTKh, v_BTKh = layers.queries_keys_values(weights, normed_BTD, rotation, config)
         else:
@@ -161,12 +176,9 @@ def _layer(
         else:
             attended_BSHh = column_attention(q_BSHh[:, 0], k_BTKh, v_BTKh, mask_BT, wanted)[:, None]
         attended_BSHh = checkpoint_name(attended_BSHh, "attended")
-        attended_BSH = attended_BSHh.reshape(*attended_BSHh.shape[:2], -1)
-        x_BSD = _select(x_BTD, wanted) + layers.linear(attended_BSH, weights["output"])
+        x_BSD = layers.add_attention(weights, _select(x_BTD, wanted), attended_BSHh)
         x_BSD = layout.activation(x_BSD, ("batch", "length", "embed"))
-    with jax.named_scope("mlp"):
-        x_BSD = x_BSD + layers.gated_mlp(weights, layers.rms_norm(x_BSD, weights["mlp_norm"], config.norm_eps))
-        return layout.activation(x_BSD, ("batch", "length", "embed")), (k_BTKh, v_BTKh)
+    return layout.activation(layers.add_mlp(weights, x_BSD, config), ("batch", "length", "embed")), (k_BTKh, v_BTKh)
 
 
 def _select(x_BTD: jax.Array, wanted: Wanted) -> jax.Array:
@@ -176,7 +188,7 @@ def _select(x_BTD: jax.Array, wanted: Wanted) -> jax.Array:
     return jnp.take_along_axis(x_BTD, wanted[:, None, None], axis=1)
 
 
-def _rematerialized(layer: Any, remat: Kept) -> Any:
+def _rematerialized(layer: Callable[..., Any], remat: SavedByLayer) -> Callable[..., Any]:
     if remat == "none":
         return layer
     dots = jax.checkpoint_policies.dots_with_no_batch_dims_saveable

@@ -3,10 +3,10 @@
 import dataclasses
 from collections.abc import Iterator, Sequence
 
-from jaxrlhf.planner.cost import CostModel
-from jaxrlhf.planner.hardware import Cluster, Kind
-from jaxrlhf.planner.problem import Problem
-from jaxrlhf.planner.simulate import steady_state
+from jaxrlhf.cluster.hardware import Cluster, Kind
+from jaxrlhf.planner.costs.cost_model import CostModel
+from jaxrlhf.planner.search.problem import Problem
+from jaxrlhf.planner.search.simulate import steady_state
 from jaxrlhf.planner.workload import Workload
 
 SLOW_KERNEL_SECONDS = 10e-6

@@ -5,13 +5,13 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from jaxrlhf.planner.choices import memory_problem, on_cpu
-from jaxrlhf.planner.fused_choice import as_one
-from jaxrlhf.planner.hardware import Cluster
-from jaxrlhf.planner.host_memory import PROCESS_BYTES, host_memory, total_memory, with_process
-from jaxrlhf.planner.memory import CallMemory, call_memory
-from jaxrlhf.planner.peak_memory import DeviceMemory, in_gb, memory_at_peak
-from jaxrlhf.planner.plan import Plan, PlanError
+from jaxrlhf.cluster.hardware import Cluster
+from jaxrlhf.cluster.host_memory import PROCESS_BYTES, host_memory, total_memory, with_process
+from jaxrlhf.planner.costs.memory import CallMemory, call_memory
+from jaxrlhf.planner.fusion.fused_choice import as_one
+from jaxrlhf.planner.plans.plan import Plan, PlanError
+from jaxrlhf.planner.search.choices import memory_problem, on_cpu
+from jaxrlhf.planner.search.peak_memory import DeviceMemory, in_gb, memory_at_peak
 from jaxrlhf.planner.workload import Workload
 
 _UNITS = {"GB": 1e9, "MB": 1e6}

@@ -6,12 +6,12 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxrlhf.planner.choices import looked_at
+from jaxrlhf.planner.make_plan import SEARCH, YARDSTICK, Planned, chosen
 from jaxrlhf.planner.memory_forecast import host_line
-from jaxrlhf.planner.peak_memory import DeviceMemory
-from jaxrlhf.planner.plan import Plan
-from jaxrlhf.planner.planning import FUSING, YARDSTICK, Planned, chosen
-from jaxrlhf.planner.problem import Choice
+from jaxrlhf.planner.plans.plan import Plan
+from jaxrlhf.planner.search.choices import looked_at
+from jaxrlhf.planner.search.peak_memory import DeviceMemory
+from jaxrlhf.planner.search.problem import Choice
 
 GB = 1e9
 JSON_VERSION = 1
@@ -102,8 +102,11 @@ def summary_lines(planned: Planned) -> list[str]:
         lines.append(copied)
     if planned.problem.devices_per_memory > 1:
         lines.append(host_line(max(each.total for each in planned.memory)))
-    if planned.strategy in FUSING:
-        lines.append(_proof(planned))
+    if planned.strategy == SEARCH:
+        lines.append(
+            f"The fastest of {planned.result.evaluated:,} plans looked at, of those with {looked_at(planned.cluster)}; "
+            "that no other is faster is not proven"
+        )
     if planned.gain is None:
         lines.append(f"No {YARDSTICK} plan to compare with: {planned.heuristic_note}")
     elif planned.strategy != YARDSTICK:
@@ -128,18 +131,6 @@ def _what_decides(critical: Sequence[str]) -> str:
     calls = [name for name in critical if ":" not in name]  # the others move weights and data for one of these
     moved = " and what is brought to them" if len(calls) < len(critical) else ""
     return f"What decides: {', '.join(dict.fromkeys(calls)) or 'no call'}{moved}"
-
-
-def _proof(planned: Planned) -> str:
-    """Whether branch and bound went through all that could be faster."""
-    if planned.result.proven:
-        return (
-            f"Proven: under this forecast no plan is faster, of those with {looked_at(planned.cluster)}; unless a "
-            "slower call made others begin earlier"
-        )
-    if planned.fuse:
-        return "Not proven: other placements of the calls that are fused were not searched"
-    return f"Not proven: the search ended after {planned.result.evaluated:,} plans; a faster one may be left"
 
 
 def runner_up_lines(planned: Planned) -> list[str]:
@@ -251,7 +242,6 @@ def plan_json(planned: Planned, plan: Plan) -> dict[str, Any]:
         "search": {
             "plans_possible": planned.problem.size,
             "plans_evaluated": planned.result.evaluated,
-            "proven": planned.result.proven,
             "planning_seconds": planned.planning_seconds,
             "history": [dataclasses.asdict(each) for each in planned.result.history if math.isfinite(each.seconds)],
         },

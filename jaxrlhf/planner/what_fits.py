@@ -3,12 +3,12 @@
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from jaxrlhf.planner.choices import make_problem
-from jaxrlhf.planner.cluster_text import kinds
-from jaxrlhf.planner.cost import CostModel
-from jaxrlhf.planner.hardware import Cluster, Group
-from jaxrlhf.planner.plan import Placement, PlanError
-from jaxrlhf.planner.search import search
+from jaxrlhf.cluster.cluster_text import kinds
+from jaxrlhf.cluster.hardware import Cluster, Group
+from jaxrlhf.planner.costs.cost_model import CostModel
+from jaxrlhf.planner.plans.plan import Placement, PlanError
+from jaxrlhf.planner.search.choices import make_problem
+from jaxrlhf.planner.search.search import search
 from jaxrlhf.planner.workload import Workload
 
 MAX_DEVICES = 256
@@ -40,9 +40,7 @@ def what_would_fit(
     def has_room(other: Cluster) -> bool:
         say(f"Looking whether {other} would have room")
         try:
-            search(
-                make_problem(workload, other, CostModel(other), fixed=fixed, offload=offload), steps=_STEPS, bounds=0
-            )
+            search(make_problem(workload, other, CostModel(other), fixed=fixed, offload=offload), steps=_STEPS)
         except PlanError:
             return False
         return True

@@ -16,6 +16,7 @@ from jaxrlhf.call_graph import Call, CallGraph, Kind
 from jaxrlhf.experience import Sampling
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.lora import LoRAConfig, merging_pays
+from jaxrlhf.programs.ahead_of_time import DescribedCall
 from jaxrlhf.sharding.row_padding import can_split, num_copies, row_parts
 from jaxrlhf.sharding.strategy import Strategy
 
@@ -58,8 +59,18 @@ class ModelCall:
     """What calls that wait for it get of it."""
     row_wise: bool = True
     """What it gives for a row depends on that row alone. Not so where it sums a loss."""
-    origin: Any = None
-    """What makes the call's real programs; None: it is described by its sizes alone."""
+    described: DescribedCall | None = None
+    """What makes the call's real programs; None: it is known by its sizes alone."""
+
+    def require_described(self) -> DescribedCall:
+        """What makes its real programs.
+
+        Raises:
+            ValueError: It is known by its sizes alone.
+        """
+        if self.described is None:
+            raise ValueError(f"{self.name}: must have programs. Got a call that is known by its sizes alone.")
+        return self.described
 
     @property
     def trains(self) -> bool:
@@ -158,7 +169,7 @@ def workload_of(
     graph: CallGraph,
     models: Mapping[str, ModelConfig],
     *,
-    origins: Mapping[str, Any] | None = None,
+    described: Mapping[str, DescribedCall] | None = None,
     adapters: Mapping[str, LoRAConfig] | None = None,
     bases: Mapping[str, tuple[str, ModelConfig]] | None = None,
 ) -> Workload:
@@ -166,7 +177,7 @@ def workload_of(
 
     Args:
         models: Role -> model, for roles that have one.
-        origins: Call -> what makes its real programs.
+        described: Call -> what makes its real programs.
         adapters: Role -> its adapters, for roles that train or read some.
         bases: Role -> the set of weights that its adapters adapt, and the model that these are of.
     """
@@ -180,7 +191,7 @@ def workload_of(
             continue
         behind[call.name] = (call.plan_name,)
         base, base_model = (bases or {}).get(call.role, ("", None))
-        made = _model_call(call, needs, models, origins or {}, adapters or {})
+        made = _model_call(call, needs, models, described or {}, adapters or {})
         calls.append(dataclasses.replace(made, base=base, base_model=base_model))
     return Workload(tuple(calls), tuple(call.name for call in graph.calls if call.kind == "host"))
 
@@ -189,13 +200,13 @@ def _model_call(
     call: Call,
     needs: tuple[str, ...],
     models: Mapping[str, ModelConfig],
-    origins: Mapping[str, Any],
+    described: Mapping[str, DescribedCall],
     adapters: Mapping[str, LoRAConfig],
 ) -> ModelCall:
     assert call.role is not None
     common: dict[str, Any] = dict(
         name=call.plan_name, role=call.role, kind=call.kind, model=models[call.role], needs=needs,
-        weights=call.weights or call.role, origin=origins.get(call.plan_name), lora=adapters.get(call.role),
+        weights=call.weights or call.role, described=described.get(call.plan_name), lora=adapters.get(call.role),
         row_wise=call.row_wise,
         output_bytes=sum(ref.dtype.itemsize * _size(ref.shape) for ref in call.output_refs if ref.has_rows),
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Which rows go to which shard, so that every shard and every micro-batch works on about as many tokens.
+"""Dealing rows to shards, so that every shard and every micro-batch works on about as many tokens.
 
 Rows are sorted by their tokens and dealt as cards are, forwards and backwards in turn. A program does that by itself:
 Python need not wait for lengths. Every shard gets as many rows, and sums nearly as even as a search would find, since
@@ -10,10 +10,11 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float, Int
 
 
 @functools.cache
-def dealt(num_rows: int, num_shards: int, micro_batches: int) -> np.ndarray:
+def dealt(num_rows: int, num_shards: int, micro_batches: int) -> Int[np.ndarray, " B"]:
     """Place -> the rank of the row that goes there, 0 for the one with the most tokens.
 
     Shards are blocks of consecutive places, and a micro-batch is every `micro_batches`-th place of each.
@@ -33,15 +34,19 @@ def dealt(num_rows: int, num_shards: int, micro_batches: int) -> np.ndarray:
     return ranks
 
 
-def balanced_order(tokens_B: jax.Array, *, num_shards: int, micro_batches: int) -> tuple[jax.Array, jax.Array]:
+def balanced_order(
+    tokens_B: Int[jax.Array, " B"], *, num_shards: int, micro_batches: int
+) -> tuple[Int[jax.Array, " B"], Int[jax.Array, " B"]]:
     """Place -> row, and back: `x[order]` is dealt, `x[order][inverse]` is x. Within a program; waits for nothing."""
     ranked_B = jnp.argsort(-tokens_B, stable=True)
     order_B = ranked_B[dealt(len(tokens_B), num_shards, micro_batches)]
     return order_B, jnp.argsort(order_B)
 
 
-def token_imbalance(tokens_B: np.ndarray, *, num_shards: int, micro_batches: int, mini_batches: int = 1) -> np.ndarray:
-    """How much longer a call takes than with even shards, where time goes with tokens and shards wait for each other.
+def token_imbalance(
+    tokens_B: Int[np.ndarray, " B"], *, num_shards: int, micro_batches: int, mini_batches: int = 1
+) -> Float[np.ndarray, "2"]:
+    """The factor by which a call takes longer than with even shards, where time goes with tokens and shards wait.
 
         sum over micro-batches of the most tokens of a shard / sum over micro-batches of the mean of the shards
 

@@ -1,4 +1,4 @@
-"""Moving arrays between virtual devices that are one processor: their memory is the host's, so it is copied there.
+"""Moving arrays between virtual devices of one CPU: their memory is the host's, so it is copied there.
 
 No program is compiled, nothing is copied twice, and devices that hold the same share one piece of memory, as they do
 after `jax.device_put`. The host waits until the sources are there.

@@ -1,35 +1,38 @@
 """Offload: arrays rest in pinned host memory, laid out as on the devices, and come back from there.
 
 Every shard lies in the memory of its own device's host, so nothing crosses a network, and pinned memory is copied from
-without the processor. Both ways are dispatched and not awaited.
+without the CPU. Both ways are dispatched and not awaited.
 """
 
-from typing import Any
+from typing import TypeVar
 
 import jax
 from jax.sharding import NamedSharding
+from jaxtyping import PyTree
 
 from jaxrlhf.sharding.processes import absent, is_here
 
+T = TypeVar("T")
+"""A tree of arrays."""
 HOST, DEVICE = "pinned_host", "device"
 
 
-def to_host_memory(tree: Any) -> Any:
-    """The same arrays in the memory of their devices' hosts. What is there already is returned as it is."""
+def to_host_memory(tree: T) -> T:
+    """Copies arrays to pinned memory of their devices' hosts. What is there already is returned as it is."""
     return _in_memory(tree, HOST)
 
 
-def to_device_memory(tree: Any) -> Any:
-    """The same arrays on their devices. What is there already is returned as it is."""
+def to_device_memory(tree: T) -> T:
+    """Copies arrays back to their devices. What is there already is returned as it is."""
     return _in_memory(tree, DEVICE)
 
 
-def rests_on_host(tree: Any) -> bool:
-    """Whether all arrays of a tree lie in host memory."""
+def rests_on_host(tree: PyTree[jax.Array]) -> bool:
+    """True where all arrays of a tree lie in host memory."""
     return all(x.sharding.memory_kind == HOST for x in jax.tree.leaves(tree))
 
 
-def _in_memory(tree: Any, kind: str) -> Any:
+def _in_memory(tree: T, kind: str) -> T:
     def moved(x: jax.Array) -> jax.Array:
         if x.sharding.memory_kind == kind:
             return x

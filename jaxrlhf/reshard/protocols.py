@@ -1,9 +1,9 @@
-"""Data between calls: which device gets which rows of a call's inputs, and whose outputs make up the result.
+"""Data between calls: which device gets which rows of a call's inputs.
 
-A protocol is two functions over a grid of devices. `distribute` says what each device receives of data that is whole;
-`collect` says which devices' outputs, in which order, are whole again. They move nothing themselves: `row_sharding`
-turns what `distribute` says into JAX's terms, and each device then receives its own part, straight from a device that
-has it. In the other direction a `jax.Array` knows where its parts are, so that outputs are collected by being read.
+A transfer protocol is a function over a grid of devices: the rows that each device receives of data that is whole. It
+moves nothing itself: `row_sharding` turns what it says into a JAX sharding, and each device then receives its own part,
+straight from a device that has it. HybridFlow's protocols also collect outputs; here a `jax.Array` knows where its
+parts are, so that outputs are collected by being read.
 
 Reference:
     Sheng et al. 2024 (HybridFlow), arXiv:2409.19256, section 4.1 and table 3.
@@ -12,6 +12,7 @@ Reference:
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -27,7 +28,7 @@ AUTO = "auto"
 
 
 class Coordinates(NamedTuple):
-    """Where a device stands in a grid."""
+    """The coordinates of a device in a grid."""
 
     pipeline: int
     data: int
@@ -56,20 +57,7 @@ class Grid:
 
 
 Distribute = Callable[[Grid, int], Mapping[Coordinates, slice]]
-"""(grid, rows) -> the rows that each device receives."""
-Collect = Callable[[Grid], Sequence[Coordinates]]
-"""Grid -> the devices whose outputs are the result, one after another."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Protocol:
-    """How rows reach the devices of a call, and how its outputs come back."""
-
-    name: str
-    distribute: Distribute
-    collect: Collect
-
-
+"""(grid, number of rows) -> the rows that each device receives."""
 Axis = Literal["pipeline", "data", "micro_data", "tensor"]
 
 
@@ -96,48 +84,23 @@ def split_over(*axes: Axis) -> Distribute:
     return distribute
 
 
-def taken_at(**indices: int) -> Collect:
-    """The outputs of the devices at these places along the axes that are named, by rank; -1 is the last."""
-
-    def collect(grid: Grid) -> tuple[Coordinates, ...]:
-        places = {axis: index % getattr(grid, axis) for axis, index in indices.items()}
-        return tuple(d for d in grid.devices if all(getattr(d, axis) == at for axis, at in places.items()))
-
-    return collect
-
-
-PROTOCOLS: dict[str, Protocol] = {
-    protocol.name: protocol
-    for protocol in (
-        # everyone gets everything and answers: settings, scalars, weights
-        Protocol("ONE_TO_ALL", split_over(), taken_at()),
-        # one part a data group; the last stage has the outputs, the same on every tensor shard
-        Protocol("3D_PROTO", split_over("data"), taken_at(pipeline=-1, micro_data=0, tensor=0)),
-        # generation on the devices of training, with more replicas of the model: every one gets rows of its own
-        Protocol("3D_ALL_MICRO_DP", split_over("data", "micro_data"), taken_at(pipeline=-1, tensor=0)),
-        # one answer a stage: what its layers are called, say
-        Protocol("3D_PP_ONLY", split_over(), taken_at(data=0, micro_data=0, tensor=0)),
-        # every device is a data group of its own
-        Protocol("DP_PROTO", split_over("pipeline", "data", "micro_data", "tensor"), taken_at()),
-        # the data is one part a device already, and comes back so: to look at what single devices do
-        Protocol("ALL_TO_ALL", split_over("pipeline", "data", "micro_data", "tensor"), taken_at()),
-    )
+PROTOCOLS: Mapping[str, Distribute] = {
+    # everyone gets everything: settings, scalars, weights
+    "ONE_TO_ALL": split_over(),
+    # one part a data group
+    "3D_PROTO": split_over("data"),
+    # generation on the devices of training, with more replicas of the model: every one gets rows of its own
+    "3D_ALL_MICRO_DP": split_over("data", "micro_data"),
+    "3D_PP_ONLY": split_over(),
+    # every device is a data group of its own
+    "DP_PROTO": split_over("pipeline", "data", "micro_data", "tensor"),
+    # the data is one part a device already: to look at what single devices do
+    "ALL_TO_ALL": split_over("pipeline", "data", "micro_data", "tensor"),
 }
-"""HybridFlow's protocols, and those that a user has registered."""
+"""HybridFlow's protocols."""
 
 
-def register(protocol: Protocol) -> None:
-    """Make a protocol known by its name, for `plan.<call>.protocol`.
-
-    Raises:
-        ValueError: The name is taken.
-    """
-    if protocol.name in (AUTO, *PROTOCOLS):
-        raise ValueError(f"protocol: a name may be registered once. Got {protocol.name!r} again. Choose another.")
-    PROTOCOLS[protocol.name] = protocol
-
-
-def find(name: str) -> Protocol:
+def find(name: str) -> Distribute:
     """The protocol of that name.
 
     Raises:
@@ -150,17 +113,15 @@ def find(name: str) -> Protocol:
     return PROTOCOLS[name]
 
 
-def choose(source: Layout | None, destination: Layout, *, has_rows: bool) -> Protocol:
-    """The protocol by which data reaches a call.
+def choose(source: Layout | None, destination: Layout) -> str:
+    """The name of the protocol by which rows reach a call.
 
     Args:
-        source: Where the data is. None: on the host.
+        source: Where they are. None: on the host.
     """
-    if not has_rows:
-        return PROTOCOLS["ONE_TO_ALL"]
     if destination.strategy.tensor == destination.strategy.pipeline == 1:
-        return PROTOCOLS["DP_PROTO"]
-    return PROTOCOLS["3D_ALL_MICRO_DP" if _micro_data(source, destination) > 1 else "3D_PROTO"]
+        return "DP_PROTO"
+    return "3D_ALL_MICRO_DP" if _micro_data(source, destination) > 1 else "3D_PROTO"
 
 
 def grid_of(destination: Layout, source: Layout | None = None) -> Grid:
@@ -178,13 +139,14 @@ def _micro_data(source: Layout | None, destination: Layout) -> int:
 
 
 @functools.lru_cache(maxsize=4096)  # asked for every input of every call of every step
-def row_sharding(protocol: Protocol, layout: Layout, num_rows: int, grid: Grid) -> NamedSharding:
-    """What `distribute` says, as a sharding of the first axis over the layout's mesh.
+def row_sharding(protocol: str, layout: Layout, num_rows: int, grid: Grid) -> NamedSharding:
+    """A protocol as a sharding of the first axis over the layout's mesh.
 
     Raises:
-        ValueError: What it says is not a split over some of the mesh axes, repeated over the others.
+        ValueError: The parts do not divide the rows, or are not split over some of the mesh axes and repeated over the
+            others.
     """
-    received = protocol.distribute(grid, num_rows)
+    received = find(protocol)(grid, num_rows)
     wanted = {
         device: received[at].indices(num_rows)[:2]
         for device, at in zip(layout.mesh.devices.flat, grid.devices, strict=True)
@@ -193,39 +155,36 @@ def row_sharding(protocol: Protocol, layout: Layout, num_rows: int, grid: Grid) 
     # what programs expect comes first: the same split, written otherwise, would compile them anew
     orders = [BATCH_AXES, *(axes for axes in orders if axes != BATCH_AXES)]
     for axes in orders:
-        parts = 1
-        for axis in axes:
-            parts *= layout.mesh.shape[axis]
-        if num_rows % parts:
+        if num_rows % math.prod(layout.mesh.shape[axis] for axis in axes):
             continue
         sharding = NamedSharding(layout.mesh, PartitionSpec(axes) if axes else PartitionSpec())
         places = sharding.devices_indices_map((num_rows,))
         if all(places[device][0].indices(num_rows)[:2] == rows for device, rows in wanted.items()):
             return sharding
     raise ValueError(
-        f"protocol {protocol.name}: must split the rows evenly over mesh axes. Got {sorted(set(wanted.values()))} of "
-        f"{num_rows} rows over {dict(layout.mesh.shape)}. Build `distribute` by split_over()."
+        f"protocol {protocol}: must split the rows evenly over mesh axes. Got {sorted(set(wanted.values()))} of "
+        f"{num_rows} rows over {dict(layout.mesh.shape)}. Use {AUTO}."
     )
 
 
 def input_shardings(
     arrays: Sequence[Any], has_rows: Sequence[bool], layout: Layout, protocol: str = AUTO
 ) -> list[NamedSharding]:
-    """Where each input of a call is to go: rows by a protocol, everything else to every device.
+    """The sharding of each input of a call: rows by a protocol, everything else on every device.
 
     Args:
         has_rows: Which arrays have rows; the others are settings and states.
-        protocol: The name of the one for rows; `auto` finds it by where each array is and where it goes.
+        protocol: The name of the one for rows, over the grid of the layout by itself; `auto` finds it by where each
+            array is and where it goes.
     """
     shardings = []
     for array, rows in zip(arrays, has_rows, strict=True):
-        source = _layout_of(array)
-        chosen = choose(source, layout, has_rows=rows) if protocol == AUTO or not rows else find(protocol)
-        if not rows:
-            assert chosen is PROTOCOLS["ONE_TO_ALL"], chosen
-            shardings.append(layout.replicated)  # whatever its dims are, none are rows
-        else:
+        source = _layout_of(array) if protocol == AUTO else None
+        if rows:
+            chosen = choose(source, layout) if protocol == AUTO else protocol
             shardings.append(row_sharding(chosen, layout, array.shape[0], grid_of(layout, source)))
+        else:
+            shardings.append(layout.replicated)  # whatever its dims are, none are rows
     return shardings
 
 

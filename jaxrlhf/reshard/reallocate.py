@@ -10,6 +10,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, Sharding
+from jaxtyping import PyTree
 
 from jaxrlhf.brief import brief
 from jaxrlhf.reshard.exchange import Lot, exchange
@@ -47,9 +48,9 @@ class Bucket:
 
 
 def reallocate(
-    tree: Any, shardings: NamedSharding | Any, *, donate: bool = False, bucket_bytes: int = BUCKET_BYTES
-) -> Any:
-    """The same arrays under other shardings: over the same, some, more, overlapping or other devices.
+    tree: PyTree, shardings: PyTree[Sharding], *, donate: bool = False, bucket_bytes: int = BUCKET_BYTES
+) -> PyTree[jax.Array]:
+    """Moves arrays to other shardings: over the same, some, more, overlapping or other devices.
 
     Args:
         tree: Pytree of arrays. What has no place yet (NumPy's arrays, numbers, arrays that JAX has not committed; in
@@ -92,7 +93,7 @@ def signature_of(array: jax.Array, target: Sharding) -> Signature:
 
 @functools.lru_cache(maxsize=4096)
 def check_even(shape: tuple[int, ...], sharding: Sharding, where: str) -> None:
-    """Whether an array can be split so.
+    """Checks that an array can be split as a sharding says.
 
     Raises:
         ValueError: It has too few dims, or one that does not divide evenly.
@@ -111,7 +112,9 @@ def check_even(shape: tuple[int, ...], sharding: Sharding, where: str) -> None:
             )
 
 
-def flatten(tree: Any, shardings: Any) -> tuple[list[str], list[Any], list[Sharding], Callable[[Iterable[Any]], Any]]:
+def flatten(
+    tree: PyTree, shardings: PyTree[Sharding]
+) -> tuple[list[str], list[Any], list[Sharding], Callable[[Iterable[Any]], PyTree]]:
     """Paths, arrays, their targets, and how results become a tree again."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
     if isinstance(shardings, Sharding):
@@ -126,14 +129,14 @@ def flatten(tree: Any, shardings: Any) -> tuple[list[str], list[Any], list[Shard
 
 
 def is_placed(array: Any) -> bool:
-    """Whether an array has a place that all processes agree on: what has no mesh is each process' own."""
+    """True for an array whose place all processes agree on: what has no mesh is each process' own."""
     if not isinstance(array, jax.Array) or not array.size or not array.committed:
         return False
     return jax.process_count() == 1 or isinstance(array.sharding, NamedSharding)
 
 
 def _place(array: Any, sharding: Sharding) -> jax.Array:
-    """What every process has by itself, laid out. An array without elements is made anew."""
+    """Lays out an array that every process has by itself. One without elements is made anew."""
     if jax.process_count() == 1:
         return jax.device_put(array, sharding)
     dtype = jax.dtypes.canonicalize_dtype(np.result_type(array))
@@ -229,7 +232,7 @@ def _fill(members: Sequence[int], signatures: Sequence[Signature], bucket_bytes:
 
 @functools.lru_cache(maxsize=4096)
 def way_of(signature: Signature) -> Way | None:
-    """How an array is moved; None where nothing is to be done."""
+    """The way that an array is moved; None where nothing is to be done."""
     source, target = signature.source, signature.target
     same_order = device_order(source) == device_order(target)
     held, wanted = _both_boxes(signature)
@@ -249,7 +252,7 @@ def way_of(signature: Signature) -> Way | None:
 
 
 def _suits_xla(held: list[Box], wanted: list[Box]) -> bool:
-    """Whether devices gather, or all split another dim than before.
+    """True where devices gather, or all split another dim than before.
 
     Where boxes cross in other ways XLA copies whole arrays onto every device.
     """
@@ -263,12 +266,12 @@ def _num_split_dims(boxes: list[Box]) -> int:
 
 
 def host_memory_is_theirs(devices: tuple[Device, ...]) -> bool:
-    """Whether devices are parts of this processor."""
+    """True for virtual devices, which are parts of this CPU."""
     return all(device.platform == "cpu" for device in devices)
 
 
 def _both_boxes(signature: Signature) -> tuple[dict[int, Box], dict[int, Box]]:
-    """What each device holds, and what it is to hold, in the order of the devices."""
+    """The boxes that each device holds, and is to hold, in the order of the devices."""
     devices = union(signature)
     boxes = [boxes_of(sharding, signature.shape, devices) for sharding in (signature.source, signature.target)]
     held, wanted = (
@@ -364,5 +367,5 @@ def _carry_out(arrays: list[jax.Array], signatures: list[Signature], bucket: Buc
 
 
 def _in_memory(array: jax.Array, sharding: Sharding) -> jax.Array:
-    """The same shards in another kind of memory."""
+    """Copies shards to another kind of memory."""
     return array if array.sharding.memory_kind == sharding.memory_kind else jax.device_put(array, sharding)

@@ -1,4 +1,4 @@
-"""What a reallocation moves: bytes that devices send and receive, and over which links.
+"""Traffic of a reallocation: bytes that devices send and receive, and over which links.
 
 Counted from the plan that `reallocate` carries out, either for arrays and shardings (`traffic_of`), or by arithmetic
 alone for grids of devices that need not exist (`traffic`). A piece counts once for every device that comes to hold it.
@@ -6,9 +6,12 @@ alone for grids of devices that need not exist (`traffic`). A piece counts once 
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import jax
 import numpy as np
+from jax.sharding import Sharding
+from jaxtyping import PyTree
 
 from jaxrlhf.reshard.reallocate import flatten, is_placed, signature_of
 from jaxrlhf.reshard.transfer import Change, Grid, Moves, plan
@@ -28,13 +31,13 @@ class Traffic(NamedTuple):
     received_bytes: Mapping[int, int]
     """Device -> what it gets from others."""
     local_bytes: int
-    """What was on its device before."""
+    """Bytes that stay on their device."""
     within_nodes_bytes: int
     between_nodes_bytes: int
 
     @property
     def moved_bytes(self) -> int:
-        """What goes from one device to another."""
+        """Bytes that go from one device to another."""
         return self.within_nodes_bytes + self.between_nodes_bytes
 
 
@@ -48,7 +51,7 @@ class Described(NamedTuple):
 
 
 def describe(
-    weights: Iterable[tuple[tuple[int, ...], Any, tuple[str | None, ...]]],
+    weights: Iterable[tuple[tuple[int, ...], jax.typing.DTypeLike, tuple[str | None, ...]]],
     *,
     source_rules: Rules = WEIGHTS_AT_REST,
     target_rules: Rules = WEIGHTS_AT_REST,
@@ -63,7 +66,7 @@ def describe(
 
 
 def traffic(arrays: Sequence[Described], source: Grid, target: Grid, *, node_size: int) -> Traffic:
-    """What moves where the arrays go from one grid to another.
+    """The traffic of arrays that go from one grid to another.
 
     Args:
         arrays: In the order of their tree: sources are chosen by what they had to send before.
@@ -92,8 +95,8 @@ def traffic(arrays: Sequence[Described], source: Grid, target: Grid, *, node_siz
     return _count(planned, nodes, dict.fromkeys(devices, 0), range(len(nodes)))
 
 
-def traffic_of(tree: Any, shardings: Any) -> Traffic:
-    """What `reallocate(tree, shardings)` moves between devices, named by their ids; nodes are processes.
+def traffic_of(tree: PyTree[jax.Array], shardings: PyTree[Sharding]) -> Traffic:
+    """The traffic of `reallocate(tree, shardings)` between devices, named by their ids; nodes are processes.
 
     What comes from or goes to host memory does not count. Cheap from the second time on.
     """
@@ -103,8 +106,8 @@ def traffic_of(tree: Any, shardings: Any) -> Traffic:
     )
 
 
-def bytes_received_here(tree: Any, shardings: Any) -> int:
-    """What the devices of this process receive in `reallocate(tree, shardings)`, in bytes."""
+def bytes_received_here(tree: PyTree[jax.Array], shardings: PyTree[Sharding]) -> int:
+    """Bytes that the devices of this process receive in `reallocate(tree, shardings)`."""
     received = traffic_of(tree, shardings).received_bytes
     return sum(received.get(device, 0) for device in own_ids())
 

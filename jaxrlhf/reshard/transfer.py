@@ -1,4 +1,4 @@
-"""Which piece of an array goes from which device to which: arithmetic on boxes, without devices.
+"""Planning the moves of an array between devices: arithmetic on boxes, without devices.
 
 A device holds a box of an array: for each dim, from where to where. A device that is to hold another box gets it in
 pieces, each the part that it shares with one box of the source. Where several devices hold a source box, one of them is
@@ -41,7 +41,7 @@ class Grid:
             )
 
     def boxes(self, shape: tuple[int, ...], spec: Sequence[str | tuple[str, ...] | None]) -> "Boxes":
-        """What each device holds of an array whose dims are split over the axes that `spec` names.
+        """The box that each device holds of an array whose dims are split over the axes that `spec` names.
 
         Raises:
             ValueError: An axis is unknown, or a dim does not divide evenly.
@@ -154,7 +154,7 @@ class Moves:
 
     @functools.cached_property
     def key(self) -> bytes:
-        """What tells it from other moves between the same layouts."""
+        """A key that differs from that of other moves between the same layouts."""
         return self.source_M.tobytes()
 
 
@@ -229,7 +229,7 @@ def plan(changes: Sequence[Change], nodes: Sequence[int]) -> list[list[tuple[Mov
 
 
 def _is_even(moves: Moves, owners: Groups) -> bool:
-    """Whether all owners of a box have equally much to send."""
+    """True where all owners of a box have equally much to send."""
     sent_N = _sent(moves, 1 + int(owners.members_N.max()))[owners.members_N]
     first_N = np.repeat(sent_N[owners.firsts_G], owners.counts_G)
     return bool((sent_N == first_N).all())

@@ -39,7 +39,7 @@ class TreePlan:
 
 @functools.lru_cache(maxsize=64)
 def tree_plan(signatures: tuple[Signature, ...]) -> TreePlan:
-    """What goes where, for the arrays of a tree in their order. The same in every process."""
+    """Plans the moves of the arrays of a tree, in their order. The same in every process."""
     devices = tuple(sorted(set().union(*map(_devices_of, signatures)), key=lambda d: (d.process_index, d.id)))
     nodes = tuple(device.process_index for device in devices)
     counts: dict[Signature, int] = {}

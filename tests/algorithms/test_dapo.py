@@ -10,7 +10,7 @@ import pytest
 from jaxrlhf.algorithms.dapo import DAPOConfig, dapo_batch, overlong_punishment, select_groups
 from jaxrlhf.algorithms.policy import ppo_policy_loss
 from jaxrlhf.experience import PolicyOutputs, Sampling
-from jaxrlhf.runtime.assembly import assemble
+from jaxrlhf.run.assembly import assemble
 from jaxrlhf.testing import small_run
 from tests.algorithms.made_up_rollout import (
     LENGTHS,

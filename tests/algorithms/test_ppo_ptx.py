@@ -10,8 +10,8 @@ from jaxrlhf.algorithms.ppo_ptx import PPOPtxConfig, PretrainingMix, prompts_and
 from jaxrlhf.algorithms.sft import SupervisedUpdate, sft_loss
 from jaxrlhf.call_graph import GraphError
 from jaxrlhf.experience import Sampling, Sequences, Term
-from jaxrlhf.runtime.assembly import assemble
-from jaxrlhf.runtime.metrics import flatten
+from jaxrlhf.observe.metrics import flatten
+from jaxrlhf.run.assembly import assemble
 from jaxrlhf.testing import SMALL_MODEL, small_run
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from jaxrlhf.config.reading import ConfigError, known_part
 from jaxrlhf.config.schema import RunConfig, load_run
-from jaxrlhf.runtime.assembly import assemble
+from jaxrlhf.run.assembly import assemble
 
 SETTINGS = (
     "settings of ppo that grpo does not have are left out: gae_lambda, critic_update. Those that it has apply to it: "
@@ -27,7 +27,7 @@ def test_a_base_of_another_algorithm_is_taken_as_far_as_it_goes(tmp_path):
     assert said(run) == [SETTINGS, PLAN]
     assert run.settings.sampling.max_new_tokens == 10 and run.settings.kl.coef == 0.02
     assert not run.settings.normalize_std and run.settings.sampling.num_samples == 8
-    assert set(run.plan) == {"default", "reference.logprobs", "actor.train"} and "critic" in run.roles
+    assert set(run.plan.calls) == {"reference.logprobs", "actor.train"} and run.plan.default and "critic" in run.roles
 
 
 def test_the_command_line_chooses_another_algorithm(tmp_path):
@@ -44,7 +44,7 @@ def test_nested_settings_and_fused_calls(tmp_path):
     assert said(run)[1].endswith(
         "what its plan says of critic.values, critic.train, fuse is left out: rloo has no critic."
     )
-    assert run.fuse == ()
+    assert run.plan.fuse == ()
     text = "base: grpo_arithmetic\nsettings: {actor_update: {clip: 0.3}, normalize_std: true}"
     (left_out,) = said(load(tmp_path, text, "algorithm=rloo"))
     assert left_out.startswith(

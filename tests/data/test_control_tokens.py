@@ -12,7 +12,7 @@ from jaxrlhf.data.config import DataConfig
 from jaxrlhf.data.control_tokens import MarkedText, control_pattern, mark_text, mark_tokens
 from jaxrlhf.data.prompts import load_prompts
 from jaxrlhf.data.tokenizer import JSONTokenizer, train_bpe
-from jaxrlhf.runtime.step_rows import StepRows, check_rows, load_tables
+from jaxrlhf.run.step_rows import StepRows, check_rows, load_tables
 
 CONTROL = ["<s>", "<|im_start|>", "<|im_end|>"]
 START, END = 257, 258

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from jaxrlhf.runtime.metrics import read_metrics, without_times
+from jaxrlhf.observe.metrics import read_metrics, without_times
 from jaxrlhf.train import main
 
 TINY = {

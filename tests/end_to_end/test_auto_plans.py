@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from jaxrlhf.config.plan_config import devices_from_text
 from jaxrlhf.config.reading import dump_yaml
 from jaxrlhf.config.schema import load_run
-from jaxrlhf.planner.presets import STRATEGIES
-from jaxrlhf.planner.search import search
-from jaxrlhf.runtime import planned_step
+from jaxrlhf.planner.search.methods import METHODS
+from jaxrlhf.planner.search.search import search
+from jaxrlhf.run import find_plan as finding
 
 SAME = (
     "--set", "warm_start=null", "--set", "devices=cpu:8",
@@ -22,8 +23,8 @@ SAME = (
 @pytest.fixture(autouse=True)
 def the_same_plan_at_once(monkeypatch):
     """A short search, and costs that are the same on every machine."""
-    monkeypatch.setitem(STRATEGIES, "search", functools.partial(search, steps=5_000))  # pyright: ignore
-    monkeypatch.setattr(planned_step, "usual_source", lambda cluster: "analytic")
+    monkeypatch.setitem(METHODS, "search", functools.partial(search, steps=5_000))  # pyright: ignore
+    monkeypatch.setattr(finding, "usual_source", lambda cluster: "analytic")
 
 
 def test_a_run_plans_for_itself_tells_how_right_it_was_and_goes_on_as_it_was(train, results):
@@ -39,10 +40,12 @@ def test_a_run_plans_for_itself_tells_how_right_it_was_and_goes_on_as_it_was(tra
     planned, ran = (json.loads((auto / name).read_text()) for name in ("planned.json", "plan.json"))
     assert ran["step"].get("offload") == planned["plan"].get("offload")
     for call in planned["calls"]:
-        placement = planned["plan"][call]
-        assert sorted(ran["step"][call]["devices"]) == placement["devices"]
-        assert ran["step"][call]["strategy"] == placement["strategy"]
-    assert sorted(ran["evaluation"]["actor.generate"]["devices"]) == planned["plan"]["actor.generate"]["devices"]
+        planned_call, ran_call = planned["plan"]["calls"][call], ran["step"]["calls"][call]
+        devices, ran_devices = (devices_from_text(each["devices"]) for each in (planned_call, ran_call))
+        assert sorted(ran_devices) == list(devices)
+        assert {**ran_call, "devices": planned_call["devices"]} == planned_call
+    generate = ran["evaluation"]["calls"]["actor.generate"], planned["plan"]["calls"]["actor.generate"]
+    assert len({tuple(sorted(devices_from_text(each["devices"]))) for each in generate}) == 1
     forecast = json.loads((auto / "outcome.json").read_text())["forecast"]
     assert forecast["steps_measured"] == 1 and set(forecast["calls"]) == set(planned["calls"])
     for name, seconds in forecast["calls"].items():
@@ -58,15 +61,15 @@ def test_a_run_plans_for_itself_tells_how_right_it_was_and_goes_on_as_it_was(tra
 
 
 def test_written_calls_stay_and_the_rest_is_planned_for(train):
-    written = "plan={auto: true, critic.train: {fsdp: 2, devices: 4-5}, critic.values: {data: 2, devices: '3,2'}}"
-    status, output, error = train(*SAME, "--set", written, "--dry-run")
+    calls = "{critic.train: {fsdp: 2, devices: 4-5}, critic.values: {data: 2, devices: '3,2'}}"
+    status, output, error = train(*SAME, "--set", f"plan={{auto: true, calls: {calls}}}", "--dry-run")
     assert status == 0, error
     assert "fsdp 2 on 4-5" in output and "data 2 on 3,2" in output
 
 
 def test_other_parts_of_a_run_fit_themselves_to_a_plan(train):
     """Rows of the warm start and the evaluation that the degrees of the step do not divide."""
-    over_all = "plan={auto: true, reference.logprobs: {data: 8}}"
+    over_all = "plan={auto: true, calls: {reference.logprobs: {data: 8}}}"
     odd = ("--set", "evaluation={num_prompts: 9, scorers: [exact_match]}", "--set", "warm_start.batch_size=6")
     status, output, error = train("--set", "devices=cpu:8", "--set", over_all, *odd, "--dry-run")
     assert status == 0, error
@@ -76,35 +79,35 @@ def test_other_parts_of_a_run_fit_themselves_to_a_plan(train):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        (
-            "plan=aut",
-            "plan: must be a mapping of calls to placements, auto, or the path of a plan, which ends in .json. ",
-        ),
+        ("plan=aut", "plan: must be a mapping, auto, or the path of a plan, which ends in .json. "),
         ("plan=aut", "Got 'aut'. Did you mean 'auto'?"),
         (
             "plan=gone.json",
             "gone.json: must be what python -m jaxrlhf.plan --out wrote. Got a file that cannot be read",
         ),
-        ("plan={auto: yes please}", "plan.auto: must be true or false. Got 'yes please'."),
+        ("plan={auto: yes please}", "plan.auto: expected true or false. Got 'yes please'."),
         (
             "plan={auto: true, default: {data: 2}}",
             "plan.default: calls that the plan does not name are planned for. Got",
         ),
         (
-            "plan={file: a.json, actor.train: {data: 2}}",
-            "plan.file: a file has the placements of all calls. Got also act",
+            "plan={file: a.json, calls: {actor.train: {data: 2}}}",
+            "plan.file: a file has the placements of all calls. Got also calls",
         ),
         (
             "plan={auto: true, fuse: [actor.train, critic.train]}",
             "plan.fuse: calls that are planned for run by themselve",
         ),
-        ("plan={auto: true, actor.trian: {data: 2}}", "plan.actor.trian: no call of this run has that name."),
         (
-            "plan={auto: true, critic.train: {data: 3}}",
-            "plan.critic.train, in the step: micro_batches x data x fsdp must",
+            "plan={auto: true, calls: {actor.trian: {data: 2}}}",
+            "plan.calls.actor.trian: no call of this run has that name.",
         ),
-        ("plan={auto: true, offload: [reward]}", "plan.offload: 'reward' has no weights of its own to offload."),
-        ("plan={default: {data: 2}, file: 3}", "plan.file: must be the path of a plan. Got 3."),
+        (
+            "plan={auto: true, calls: {critic.train: {data: 3}}}",
+            "plan.calls.critic.train, in the step: micro_batches x data x fsdp must",
+        ),
+        ("plan={auto: true, offload: [reward]}", "plan.offload: 'reward' has no weights of its own."),
+        ("plan={default: {data: 2}, file: 3}", "plan.file: expected text. Got 3."),
     ],
 )
 def test_plans_that_are_refused(train, override, message):
@@ -117,4 +120,4 @@ def test_a_config_is_written_as_it_is_read(tmp_path, plan):
     run = load_run("ppo_arithmetic", [f"plan={plan}"])
     (tmp_path / "again.yaml").write_text(dump_yaml(run))
     assert load_run(tmp_path / "again.yaml") == run
-    assert run.plan_file == (plan if plan.endswith(".json") else "") and run.plan_is_auto == (not run.plan_file)
+    assert run.plan.file == (plan if plan.endswith(".json") else "") and run.plan.auto == (not run.plan.file)

@@ -6,20 +6,20 @@ from pathlib import Path
 
 import pytest
 
+from jaxrlhf.cluster.cluster_text import read_cluster
 from jaxrlhf.config.schema import load_run
-from jaxrlhf.planner import planning
-from jaxrlhf.planner.cluster_text import read_cluster
-from jaxrlhf.planner.fused_choice import best_fused
-from jaxrlhf.planner.fusion import FusedOrder
-from jaxrlhf.planner.plan import SCHEDULES
-from jaxrlhf.planner.plan_file import read_plan, write_plan
-from jaxrlhf.planner.planning import Planned
-from jaxrlhf.planner.schedules.schedule import topological_order
-from jaxrlhf.runtime import executor
-from jaxrlhf.runtime.fused_training import FusedTraining
-from jaxrlhf.runtime.pipelined_training import PipelinedTraining
-from jaxrlhf.runtime.planned_step import plan_draft
-from jaxrlhf.runtime.step_draft import draft_step
+from jaxrlhf.execution import executor
+from jaxrlhf.execution.fused_training import FusedTraining
+from jaxrlhf.planner import make_plan as planning
+from jaxrlhf.planner.fusion.fused_choice import best_fused
+from jaxrlhf.planner.fusion.fusible import FusedOrder
+from jaxrlhf.planner.make_plan import Planned
+from jaxrlhf.planner.plans.plan import SCHEDULES
+from jaxrlhf.planner.plans.saved_plan import read_plan, write_plan
+from jaxrlhf.programs.pipelined_training import PipelinedTraining
+from jaxrlhf.run.find_plan import plan_draft
+from jaxrlhf.run.step_draft import draft_step
+from jaxrlhf.schedules.schedule import topological_order
 
 SETS = (
     "devices=cpu:8", "warm_start=null", "evaluation=null", "steps=1", "roles.actor.model.num_layers=2",
@@ -75,7 +75,7 @@ def test_a_schedule_that_was_edited_is_refused_and_one_that_is_missing_found_aga
     path.write_text(json.dumps(tree))
     status, _, error = train(*arguments(path, "--dry-run"))
     message = " ".join(error.split())
-    assert status == 1 and f"fused.json: plan: {SCHEDULES}: A schedule: nodes must not wait for one another" in message
+    assert status == 1 and f"fused.json: plan.{SCHEDULES}: A schedule: nodes must not wait for one another" in message
 
     del tree["plan"][SCHEDULES]
     path.write_text(json.dumps(tree))

@@ -11,7 +11,7 @@ import yaml
 from jaxrlhf.algorithms import ALGORITHMS
 from jaxrlhf.algorithms.algorithm import Algorithm
 from jaxrlhf.checkpoint.store import checkpoint_numbers
-from jaxrlhf.runtime.metrics import read_metrics, without_times
+from jaxrlhf.observe.metrics import read_metrics, without_times
 from jaxrlhf.train import main
 
 MARKER = "\n\nAssistant:"

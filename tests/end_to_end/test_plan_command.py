@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from jaxrlhf.plan import main
-from jaxrlhf.planner.plan_file import read_plan
+from jaxrlhf.planner.plans.saved_plan import read_plan
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def test_machines_get_one_document(plan):
     document = json.loads(output)
     assert document["strategy"] == "heuristic" and document["times_heuristic"] == pytest.approx(1.0)
     assert document["tokens"] == 16 * 29
-    assert set(document["plan"]) == {*document["calls"], "ppo_batch"}
+    assert set(document["plan"]["calls"]) == {*document["calls"], "ppo_batch"}
 
 
 def test_sizes_of_data_that_is_not_there_can_be_planned_for(plan):
@@ -61,11 +61,11 @@ def test_sizes_of_data_that_is_not_there_can_be_planned_for(plan):
 
 
 def test_calls_that_the_config_places_stay_there(plan):
-    written = "plan={auto: true, critic.train: {devices: '1'}, exact_match.scores: {data: 2}}"
+    written = "plan={auto: true, calls: {critic.train: {devices: '1'}, exact_match.scores: {data: 2}}}"
     status, output, error = plan("--set", written, "--out", "plan.json", "--seconds", "0.2")
     assert status == 0, error
     assert read_plan("plan.json").plan.placements["critic.train"].devices == (1,)
-    assert "Note: plan.exact_match.scores: no call of the step has that name." in output
+    assert "Note: plan.calls.exact_match.scores: no call of the step has that name." in output
 
 
 def test_the_plan_for_the_devices_that_are_here_can_be_run(plan, train, results):
@@ -85,15 +85,15 @@ def test_the_plan_for_the_devices_that_are_here_can_be_run(plan, train, results)
         (("--cluster", "eight"), "cluster: must be groups of nodes. Got 'eight'."),
         (("--strategy", "serch"), "Got 'serch'. "),
         (("--set", "roles.actor.model={preset: 70b}"), " GB too much, on 2 devices as tensor 2 (weights and "),
-        (("--set", "batch_size=7"), "plan.actor.train, in the step: mini_batches must divide the rows of the"),
+        (("--set", "batch_size=7"), "plan.calls.actor.train, in the step: mini_batches must divide the rows of the"),
         (("--prompt-tokens", "0"), "--prompt-tokens: must be at least 1. Got 0."),
         (("--response-tokens", "-1"), "--response-tokens: must be at least 1. Got -1."),
         (("--costs", "measured"), "--costs measured: is for clusters of devices like those of this machine,"),
         (("--out", "tiny.yaml/plan.json"), "File exists: 'tiny.yaml'"),
         (("--calibration", "none.json"), "--calibration: goes with --costs measured. Got analytic. Leave one out."),
         (("--out", "plan"), "--out: must be a file whose name ends in .json. Got 'plan'."),
-        (("--set", "plan={auto: true, critic.trian: {data: 2}}"), "plan.critic.trian: no call of this run has that"),
-        (("--set", "plan={auto: true, critic.train: {data: 4}}"), "plan.critic.train.devices: must be among the 2"),
+        (("--set", "plan={auto: true, calls: {critic.trian: {data: 2}}}"), "plan.calls.critic.trian: no call of this"),
+        (("--set", "plan={auto: true, calls: {critic.train: {data: 4}}}"), "plan.calls.critic.train.devices: must be"),
         (("--set", "plan={auto: true, offload: [referee]}"), "plan.offload: must be roles of the run. Got 'referee'."),
     ],
 )  # fmt: skip

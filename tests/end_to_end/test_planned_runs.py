@@ -7,11 +7,11 @@ import pytest
 
 from jaxrlhf.config.reading import dump_yaml
 from jaxrlhf.config.schema import load_run
-from jaxrlhf.runtime.metrics import read_metrics
+from jaxrlhf.observe.metrics import read_metrics
 
 PLAN = (
-    "plan={default: {data: 8, balance: true}, actor.train: {fsdp: 2, tensor: 2}, "
-    "reference.logprobs: {data: 4, devices: 4-7}, offload: [%s]}"
+    "plan={default: {data: 8, balance: true}, offload: [%s], calls: {actor.train: {fsdp: 2, tensor: 2}, "
+    "reference.logprobs: {data: 4, devices: 4-7}}}"
 )
 
 
@@ -32,8 +32,8 @@ def test_offloaded_roles_give_the_same_bit_for_bit(train, results):
 
 
 STAGES = (
-    "plan={default: {pipeline: 2, data: 2}, fuse: [actor.train, critic.train], actor.train: {pipeline: 2, tensor: 2, "
-    "micro_batches: 2}, critic.train: {pipeline: 2, data: 2, micro_batches: 2}}"
+    "plan={default: {pipeline: 2, data: 2}, fuse: [actor.train, critic.train], calls: {actor.train: {pipeline: 2, "
+    "tensor: 2, micro_batches: 2}, critic.train: {pipeline: 2, data: 2, micro_batches: 2}}}"
 )
 
 
@@ -88,17 +88,27 @@ def test_balance_is_a_metric(train):
         ("plan.offload=[referee]", "plan.offload: must be roles of the run. Got 'referee'."),
         (
             "plan.offload=[reward]",
-            "plan.offload: 'reward' has no weights of its own to offload. Roles that have: actor,",
+            "plan.offload: 'reward' has no weights of its own. Roles with weights: actor,",
         ),
-        ("plan.offload={data: 2}", "plan.offload: must be a list of roles. Got"),
-        ("plan.default=[two]", "plan.default: must be a placement, {data: 2, ...}. Got ["),
-        ("plan.critic.train.protocol=3D", "plan.critic.train.protocol: must be auto or one of ONE_TO_ALL,"),
-        ("plan.critic.train.pipeline=2", "plan.critic.train: pipeline x data x fsdp x tensor must be the number of"),
-        ("plan.fuse=actor.train", "plan.fuse: must be a list of two train calls. Got 'actor.train'."),
-        ("plan.fuse={data: 2}", "plan.fuse: must be a list of two train calls. Got"),
-        ("plan.offload=reference", "plan.offload: must be a list of roles. Got 'reference'. Write [reference]."),
+        ("plan.offload={data: 2}", "plan.offload: expected a list. Got"),
+        ("plan.default=[two]", "plan.default: expected a mapping. Got ["),
+        ("plan.calls.critic.train.protocol=3D", "plan.calls.critic.train.protocol: must be auto or one of ONE_TO_ALL,"),
+        (
+            "plan.calls.critic.train.pipeline=2",
+            "calls.critic.train: pipeline x data x fsdp x tensor must be the number of",
+        ),
+        ("plan.fuse=actor.train", "plan.fuse: expected a list. Got 'actor.train'."),
+        ("plan.fuse={data: 2}", "plan.fuse: expected a list. Got"),
+        ("plan.offload=reference", "plan.offload: expected a list. Got 'reference'. Write [reference]."),
         ("plan.fuse=[actor.train, ppo_batch]", "plan.fuse: must be two train calls. Got ['actor.train', 'ppo_batch'],"),
-        ("plan.critic.train.devices='0,2,4,6'", "plan.critic.train.devices: must be a consecutive part of one node"),
+        ("plan.calls.critic.train.devices='0,2,4,6'", "critic.train.devices: must be a consecutive part of one node"),
+        (
+            "plan.critic.train.data=2",
+            "plan: placements of calls stand under plan.calls. Got 'critic.train' beside it. Write plan.calls.critic",
+        ),
+        ("plan={critic.train: {data: 2}}", "Got 'critic.train' beside it. Write plan.calls.critic.train."),
+        ("plan={defualt: {data: 2}}", "Write plan.calls.defualt. Did you mean 'default'?"),
+        ("plan.calls=[two]", "plan.calls: expected a mapping. Got ["),
     ],
 )
 def test_plans_that_are_refused(train, override, message):
@@ -110,4 +120,4 @@ def test_a_config_with_offload_is_written_as_it_is_read(tmp_path):
     run = load_run("ppo_arithmetic", ["plan.offload=[reference]"])
     (tmp_path / "again.yaml").write_text(dump_yaml(run))
     again = load_run(tmp_path / "again.yaml")
-    assert again == run and again.offload == ("reference",) and "offload" not in again.placements
+    assert again == run and again.plan.offload == ("reference",)

@@ -13,11 +13,14 @@ import pytest
 from tests.subprocesses import flags_of_one_processor, free_port
 
 ROOT = Path(__file__).parents[2]
-APART = ("--set", "plan.default={data: 4, devices: 0-3}", "--set", "plan.reference.logprobs={data: 2, devices: 4-5}")
+APART = (
+    *("--set", "plan.default={data: 4, devices: 0-3}"),
+    *("--set", "plan.calls.reference.logprobs={data: 2, devices: 4-5}"),
+)
 """With the plan of ppo_arithmetic, whose critic has the second four devices: each process has calls of its own."""
 FAILING = """
 import os, sys
-from jaxrlhf.runtime import executor
+from jaxrlhf.execution import executor
 from jaxrlhf.train import main
 
 dispatch = executor.Executor._call_device

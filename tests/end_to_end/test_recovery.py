@@ -14,13 +14,13 @@ import pytest
 
 from jaxrlhf.checkpoint.store import checkpoint_numbers
 from jaxrlhf.config.schema import load_run
-from jaxrlhf.runtime import interruption
-from jaxrlhf.runtime.checkpoints import Checkpoints
-from jaxrlhf.runtime.console import Console
-from jaxrlhf.runtime.evaluation import Evaluator
-from jaxrlhf.runtime.metrics import read_metrics, without_times
-from jaxrlhf.runtime.run_folder import RunFolder
-from jaxrlhf.runtime.trainer import Trainer
+from jaxrlhf.observe.console import Console
+from jaxrlhf.observe.metrics import read_metrics, without_times
+from jaxrlhf.run import interruption
+from jaxrlhf.run.checkpoints import Checkpoints
+from jaxrlhf.run.evaluation import Evaluator
+from jaxrlhf.run.run_folder import RunFolder
+from jaxrlhf.run.trainer import Trainer
 from jaxrlhf.train import InputError, execute, prepare
 
 COMPILED = Path(__file__).parents[2] / ".cache" / "compilations"  # of tests/conftest.py
@@ -188,7 +188,8 @@ def test_on_another_layout_a_run_goes_on_to_rounding(train, results):
     assert train("--set", "steps=4", *reward)[0] == 0
     whole = results()
     assert train("--set", "steps=2", *reward)[0] == 0
-    plan = "plan={default: {data: 2, tensor: 2}, actor.train: {fsdp: 4}, critic.train: {fsdp: 2, devices: '6-7'}}"
+    calls = "{actor.train: {fsdp: 4}, critic.train: {fsdp: 2, devices: '6-7'}}"
+    plan = f"plan={{default: {{data: 2, tensor: 2}}, calls: {calls}}}"
     assert train("--set", "steps=4", "--resume", "runs/latest", "--set", plan, *reward)[0] == 0
     for got, want in zip(results()[2:], whole[2:], strict=True):
         for name in ("actor/pg_loss", "critic/vf_loss", "critic/score/mean", "kl/mean", "actor/grad_norm"):
@@ -221,7 +222,7 @@ def test_a_run_that_is_asked_to_stop_saves_and_leaves(train, results, monkeypatc
 def test_a_stop_in_the_warm_start_is_saved_too(train, results, monkeypatch):
     assert train()[0] == 0
     whole = records("runs/latest")
-    import jaxrlhf.runtime.warm_start as module
+    import jaxrlhf.run.warm_start as module
 
     flatten = module.flatten
 

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from safetensors.numpy import load_file, save_file
 
-from jaxrlhf.runtime.metrics import read_metrics
+from jaxrlhf.observe.metrics import read_metrics
 
 
 def test_a_run_leaves_everything_behind(train, results):
@@ -44,9 +44,7 @@ def test_a_run_leaves_everything_behind(train, results):
         "critic.train",
     ]  # fmt: skip
     plan = json.loads((folder / "plan.json").read_text())
-    assert (
-        plan["step"]["actor.train"]["strategy"]["fsdp"] == 2 and plan["step"]["actor.generate"]["strategy"]["data"] == 8
-    )
+    assert plan["step"]["calls"]["actor.train"]["fsdp"] == 2 and plan["step"]["calls"]["actor.generate"]["data"] == 8
     assert json.loads((folder / "versions.json").read_text())["jax"]
     samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
     assert {s["split"] for s in samples} == {"train", "held-out"}
@@ -74,7 +72,7 @@ def test_bfloat16_with_scanned_and_recomputed_layers(train, results):
     status, _, err = train(
         "--set", "roles.actor.model.num_layers=2", "--set", "roles.actor.model.dtype=bfloat16",
         "--set", "roles.actor.model.scan_layers=true",
-        "--set", "plan.actor.train.remat=layer", "--set", "plan.actor.train.micro_batches=2",
+        "--set", "plan.calls.actor.train.remat=layer", "--set", "plan.calls.actor.train.micro_batches=2",
         "--set", "roles.actor.model.tie_embeddings=true", "--set", "settings.kl.placement=loss",
         "--set", "settings.kl.estimator=k3",
     )  # fmt: skip
@@ -103,10 +101,7 @@ def test_bfloat16_with_scanned_and_recomputed_layers(train, results):
             r"max_position_embeddings: must hold prompt and response, 6 \+ 10",
         ),
         ("evaluation.sampling={max_new_tokens: 2000}", r"prompt and response, 6 \+ 2000 tokens in actor.gen"),
-        (
-            "roles.critic.model={num_layers: 7}",
-            r"critic.model.num_layers: must be that of the role 'actor'",
-        ),
+        ("roles.critic.model={num_layers: 7}", r"critic.model.num_layers: must be that of the role 'actor'"),
         ("roles.reference={model: {preset: tiny, head: scalar}, head: lm}", r"roles.reference.head: must be that of"),
         ("plan.default.data=0", r"plan.default.data: must be at least 1. Got 0"),
         ("evaluation.num_prompts=0", r"evaluation.num_prompts: must be at least 1"),
@@ -128,18 +123,21 @@ def test_bfloat16_with_scanned_and_recomputed_layers(train, results):
         ("roles.reward.options.answer_column=anser", r"roles.reward: .*needs a column 'anser' in every row"),
         ("roles={actor: {model: tiny}}", r"roles: ppo needs a role 'critic'"),
         ("roles.actor.optimizer=null", r"role 'actor' has no method 'train'.*It has no optimizer"),
-        ("plan.actor.trian.data=2", r"plan.actor.trian: no call of this run has that name.*Did you mean 'actor.train'"),
-        ("plan.reward.scores.data=2", r"plan.reward.scores: is plain Python on the host"),
-        ("plan.actor.train.devices=5-8", r"plan.actor.train.devices: must be among the 8 devices.* Got 8\."),
+        ("plan.calls.actor.trian.data=2", r"plan.calls.actor.trian: no call of this run .*Did you mean 'actor.train'"),
+        ("plan.calls.reward.scores.data=2", r"plan.calls.reward.scores: is plain Python on the host"),
         (
-            "plan.actor.generate={tensor: 4}",
-            r"plan.actor.generate.tensor: 4 does not divide num_kv_heads=2. Use 1 or 2",
+            "plan.calls.actor.train.devices=5-8",
+            r"plan.calls.actor.train.devices: must be among the 8 devices.* Got 8\.",
         ),
-        ("plan.actor.generate={fsdp: 3}", r"plan.actor.generate.fsdp: 3 does not divide hidden_size=32"),
-        ("plan.actor.generate={devices: 0..3}", r"plan.actor.generate.devices: must be positions of devices"),
         (
-            "plan.actor.train.micro_batches=3",
-            r"plan.actor.train, in the step: micro_batches x data x fsdp must divide a mini-batch of 8",
+            "plan.calls.actor.generate={tensor: 4}",
+            r"plan.calls.actor.generate.tensor: 4 does not divide num_kv_heads=2. Use 1 or 2",
+        ),
+        ("plan.calls.actor.generate={fsdp: 3}", r"plan.calls.actor.generate.fsdp: 3 does not divide hidden_size=32"),
+        ("plan.calls.actor.generate={devices: 0..3}", r"actor.generate.devices: must be positions of devices"),
+        (
+            "plan.calls.actor.train.micro_batches=3",
+            r"plan.calls.actor.train, in the step: micro_batches x data x fsdp must divide a mini-batch of 8",
         ),
         ("batch_size=18", r"must divide a mini-batch of 9 rows"),
         ("devices=gpu", r"devices: must be auto or cpu:<number>"),
@@ -192,7 +190,7 @@ def test_an_interrupt_is_no_traceback(train, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("jaxrlhf.runtime.trainer.warm_start", interrupted)
+    monkeypatch.setattr("jaxrlhf.run.trainer.warm_start", interrupted)
     status, out, err = train()
     assert status == 130 and err == "Error: Interrupted.\n" and "is in runs/tiny-" in out
 
@@ -204,7 +202,7 @@ QUESTIONS = [
 ]
 SMALL_GSM8K = ("batch_size=8", "steps=2", "tokenizer.vocab_size=320", "data.eval_rows=8", "evaluation.num_prompts=8",
                "warm_start.steps=2", "warm_start.updates_per_step=2", "warm_start.batch_size=8",
-               "settings.sampling.max_new_tokens=24", "plan={default: {data: 2}, actor.train: {fsdp: 2}}",
+               "settings.sampling.max_new_tokens=24", "plan={default: {data: 2}, calls: {actor.train: {fsdp: 2}}}",
                "compilation_cache=''", "data.path=questions.jsonl")  # fmt: skip
 
 

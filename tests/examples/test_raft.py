@@ -13,7 +13,7 @@ import pytest
 from examples.raft import RaftConfig, raft_batch, raft_loss
 from jaxrlhf.algorithms.sft import SupervisedUpdate
 from jaxrlhf.experience import STOP, PolicyOutputs, Rollout, Sampling
-from jaxrlhf.runtime.metrics import read_metrics
+from jaxrlhf.observe.metrics import read_metrics
 from jaxrlhf.testing import SMALL_MODEL, check_plan_invariance, learning_curve
 from jaxrlhf.train import main
 from tests.subprocesses import flags_of_one_processor
@@ -80,7 +80,7 @@ def test_it_learns():
 SMALL = {
     "steps": 1, "batch_size": 4, "roles.actor.model": SMALL_MODEL, "settings.sampling.num_samples": 2,
     "warm_start": None, "evaluation.num_prompts": 8, "evaluation.every": 0, "compilation_cache": "",
-    "plan": {"default": {"data": 2}, "raft_batch": {"data": 1}},
+    "plan": {"default": {"data": 2}, "calls": {"raft_batch": {"data": 1}}},
 }  # fmt: skip
 
 

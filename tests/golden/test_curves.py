@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import jaxrlhf
-from jaxrlhf.runtime.metrics import without_times
+from jaxrlhf.observe.metrics import without_times
 
 
 def characters(completions: list[str], partial_credit: float) -> list[float]:

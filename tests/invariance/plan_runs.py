@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxrlhf.config.schema import load_run
-from jaxrlhf.runtime.console import Console
-from jaxrlhf.runtime.metrics import read_metrics
+from jaxrlhf.observe.console import Console
+from jaxrlhf.observe.metrics import read_metrics
 from jaxrlhf.train import execute, prepare, start
 
 STEPS, ROWS = 3, 32
@@ -60,15 +60,15 @@ def random_plan(seed: int) -> str:
     """A valid plan over two nodes of four devices: every call on some part of a node or on both, with some strategy;
     under every third seed actor and critic are trained in one fused pipeline."""
     draw = random.Random(seed)
-    plan: dict[str, Any] = {call: _random_placement(call, draw) for call in CALLS}
+    calls, fuse = {call: _random_placement(call, draw) for call in CALLS}, []
     offload = [role for role in ("actor", "critic", "reference") if draw.random() < 0.2]
     if seed % 3 == 0:
         count = draw.choice((2, 4, 8))
         where = {"devices": f"0-{count - 1}", "pipeline": 2, "micro_batches": draw.choice((1, 2))}
-        plan["actor.train"] = {**where, "data": max(1, count // 4), "tensor": min(2, count // 2)}
-        plan["critic.train"] = {**where, "data": count // 2}
-        plan["fuse"] = ["actor.train", "critic.train"]
-    return json.dumps({"default": {"data": 1}, **plan, **({"offload": offload} if offload else {})})
+        calls["actor.train"] = {**where, "data": max(1, count // 4), "tensor": min(2, count // 2)}
+        calls["critic.train"] = {**where, "data": count // 2}
+        fuse = ["actor.train", "critic.train"]
+    return json.dumps({"default": {"data": 1}, "calls": calls, "fuse": fuse, "offload": offload})
 
 
 def _random_placement(call: str, draw: random.Random) -> dict[str, Any]:

@@ -19,24 +19,24 @@ ALL_PLANS = {f"random plan {i}": random_plan(i) for i in range(10)} if os.enviro
 plans that cost less."""
 PLANS = {
     "devices the other way round, in micro-batches": "{default: {data: 4, tensor: 2, devices: '7,6,5,4,3,2,1,0', "
-    "micro_batches: 2}, actor.train: {fsdp: 8, micro_batches: 2}, critic.train: {data: 4, micro_batches: 4}}",
+    "micro_batches: 2}, calls: {actor.train: {fsdp: 8, micro_batches: 2}, critic.train: {data: 4, micro_batches: 4}}}",
     **ALL_PLANS,
 }
 APART_AND_ACROSS = (
-    "{default: {data: 4, devices: 0-3}, actor.generate: {data: 8, micro_batches: 3}, actor.train: {fsdp: 4, tensor: 2}"
-    ", critic.values: {data: 2, tensor: 2, devices: 4-7}, critic.train: {fsdp: 4, devices: 4-7, micro_batches: 2}, "
-    "reference.logprobs: {data: 3, devices: 4-6}}"
+    "{default: {data: 4, devices: 0-3}, calls: {actor.generate: {data: 8, micro_batches: 3}, actor.train: {fsdp: 4, "
+    "tensor: 2}, critic.values: {data: 2, tensor: 2, devices: 4-7}, critic.train: {fsdp: 4, devices: 4-7, "
+    "micro_batches: 2}, reference.logprobs: {data: 3, devices: 4-6}}}"
 )
 
 
 STAGES_ACROSS = (
-    "{default: {data: 2, devices: 4-5}, actor.generate: {pipeline: 2, data: 4}, reference.logprobs: {pipeline: 2, "
-    "tensor: 2, micro_batches: 2, devices: 4-7}, actor.train: {pipeline: 2, data: 2, tensor: 2, micro_batches: 2}, "
-    "critic.train: {pipeline: 2, data: 4, micro_batches: 2}, fuse: [actor.train, critic.train]}"
+    "{default: {data: 2, devices: 4-5}, fuse: [actor.train, critic.train], calls: {actor.generate: {pipeline: 2, data: "
+    "4}, reference.logprobs: {pipeline: 2, tensor: 2, micro_batches: 2, devices: 4-7}, actor.train: {pipeline: 2, data:"
+    " 2, tensor: 2, micro_batches: 2}, critic.train: {pipeline: 2, data: 4, micro_batches: 2}}}"
 )
 STAGES_APART = (  # two roles on the same devices, of which one process has none, under other names of the same layout
-    "{default: {data: 4, devices: 4-7}, actor.generate: {data: 1}, actor.train: {fsdp: 2, devices: 2-3}, critic.train: "
-    "{pipeline: 2, tensor: 2, micro_batches: 2, schedule: gpipe, devices: 0-3}}"
+    "{default: {data: 4, devices: 4-7}, calls: {actor.generate: {data: 1}, actor.train: {fsdp: 2, devices: 2-3}, "
+    "critic.train: {pipeline: 2, tensor: 2, micro_batches: 2, schedule: gpipe, devices: 0-3}}}"
 )
 
 

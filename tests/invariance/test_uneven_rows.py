@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxrlhf.planner.plan import copied_rows
-from jaxrlhf.runtime.assembly import assemble
+from jaxrlhf.planner.plans.splits import copied_rows
+from jaxrlhf.run.assembly import assemble
 from jaxrlhf.sharding import mesh
 from jaxrlhf.testing import DEVICES_PER_NODE, NUM_DEVICES, _Trial, mean_of_characters, small_run
 
@@ -31,7 +31,7 @@ def steps(plan: dict[str, Any], num_samples: int, first_weights: Any = None) -> 
     run = small_run(
         "ppo" if num_samples == 1 else "grpo",
         steps=2, batch_size=ROWS, reward=mean_of_characters, settings=settings,
-        plan={"default": {"data": 1}, **plan},
+        plan={"default": {"data": 1}, "calls": plan},
     )  # fmt: skip
     mesh.use_virtual_cpu_devices(NUM_DEVICES, or_more=True)
     assembly = assemble(run, NUM_DEVICES, NUM_DEVICES if "devices" in str(plan) else DEVICES_PER_NODE)

@@ -11,8 +11,8 @@ from jaxrlhf.experience import Prompts, Rollout, Sampling
 from jaxrlhf.models import ring
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.generate import generate
-from jaxrlhf.models.params import Params, abstract_params, param_shardings
-from jaxrlhf.models.ring_weights import ring_params
+from jaxrlhf.models.params import Params, abstract_of, abstract_params, param_shardings
+from jaxrlhf.models.ring_weights import declare_ring, ring_params
 from jaxrlhf.reshard.reallocate import reallocate
 from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.strategy import Strategy
@@ -76,6 +76,10 @@ def abstract(config: ModelConfig) -> Any:
     return abstract_params(config, config.compute_dtype)
 
 
+def abstract_ring(config: ModelConfig, layout: Layout) -> Any:
+    return abstract_of(declare_ring(config, layout.strategy.pipeline), config.compute_dtype)
+
+
 def given(layout: Layout, temperature: float) -> tuple[Prompts, jax.Array, jax.Array]:
     """Prompts, noise and temperature on the devices of a layout."""
     prompts = reallocate(jax.tree.map(np.asarray, make_prompts()), layout.rows)
@@ -86,7 +90,7 @@ def given(layout: Layout, temperature: float) -> tuple[Prompts, jax.Array, jax.A
 def on_stages(config: ModelConfig, drawn: Sampling, temperature: float, layout: Layout) -> Rollout:
     """Through the ring, whole on every device."""
     fast = jax.jit(ring.generate, static_argnums=(4, 5, 6), out_shardings=layout.replicated)
-    return fast(pipelined(config, layout), *given(layout, temperature), drawn, config, layout)
+    return fast(pipelined(config, layout), *given(layout, temperature), drawn, config, layout)[0]
 
 
 def assert_same(rollout: Rollout, expected: Rollout) -> None:

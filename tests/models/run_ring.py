@@ -4,10 +4,18 @@ import sys
 
 import jax
 
-from jaxrlhf.models.ring_weights import abstract_ring
 from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.strategy import Strategy
-from tests.models.ring_cases import assert_same, model, on_one_device, on_stages, over, pipelined, sampling
+from tests.models.ring_cases import (
+    abstract_ring,
+    assert_same,
+    model,
+    on_one_device,
+    on_stages,
+    over,
+    pipelined,
+    sampling,
+)
 
 coordinator, num_processes, index = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 jax.config.update("jax_num_cpu_devices", 8 // num_processes)

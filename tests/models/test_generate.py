@@ -12,7 +12,6 @@ from jaxrlhf.experience import LENGTH, RUNNING, STOP, Prompts, Rollout, Sampling
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.generate import (
     DecodeState,
-    Until,
     decoding_stages,
     finish,
     generate,
@@ -47,6 +46,8 @@ SAMPLING = Sampling(max_new_tokens=R, min_new_tokens=2, stop_ids=STOPS)
 """Some sequences stop and some reach the limit."""
 NOISE = (16, 2, 3)
 GREEDY, RANDOM = 0.0, 0.8
+MANY = 1000
+"""More steps than any sequence runs."""
 START, RUN = (jax.jit(function, static_argnames=("sampling", "config", "layout")) for function in (start, run))
 
 
@@ -192,7 +193,7 @@ def naive_loop(uniforms_BR: np.ndarray, temperature: float) -> tuple[np.ndarray,
 @pytest.mark.parametrize("temperature", [GREEDY, RANDOM])
 def test_tokens_of_a_naive_loop(temperature):
     rollout = respond(temperature=temperature)
-    tokens_BR, length_B = naive_loop(np.asarray(begin(PROMPTS).uniforms), temperature)
+    tokens_BR, length_B = naive_loop(np.asarray(begin(PROMPTS).responses.uniforms), temperature)
     np.testing.assert_array_equal(rollout.tokens[:, P:], tokens_BR)
     np.testing.assert_array_equal(rollout.response.sum(axis=1), length_B)
 
@@ -241,7 +242,7 @@ def test_several_samples_of_a_prompt_are_those_of_as_many_prompts():
 
 
 def test_uniforms_lie_in_the_unit_interval_and_are_all_different():
-    uniforms_BR = np.asarray(begin(PROMPTS).uniforms)
+    uniforms_BR = np.asarray(begin(PROMPTS).responses.uniforms)
     assert (uniforms_BR >= 0).all() and (uniforms_BR < 1).all()
     assert len(np.unique(uniforms_BR)) == B * R
 
@@ -253,23 +254,17 @@ def begin(prompts: Prompts) -> DecodeState:
     return START(prepared(), prompts, noise_of(NOISE), jnp.float32(RANDOM), SAMPLING, CONFIG, LAYOUT)
 
 
-def go_on(state: DecodeState, *, num_steps: int = 1000, num_finished: int = 1000) -> DecodeState:
-    until = Until(num_finished=jnp.int32(num_finished), num_steps=jnp.int32(num_steps))
-    return RUN(prepared(), state, until, jnp.float32(RANDOM), SAMPLING, CONFIG, LAYOUT)
+def go_on(state: DecodeState, *, num_steps: int = MANY) -> DecodeState:
+    return RUN(prepared(), state, jnp.int32(num_steps), jnp.float32(RANDOM), SAMPLING, CONFIG, LAYOUT)
 
 
 def end(prompts: Prompts, state: DecodeState) -> Rollout:
-    return jax.device_get(finish(prompts, state, LAYOUT))
+    return jax.device_get(finish(prompts, state.responses, LAYOUT))
 
 
 def take_rows(state: DecodeState, rows: Any) -> DecodeState:
     """The state of some of the sequences."""
-    return state.replace(
-        **{name: take(getattr(state, name), rows) for name in state.__dataclass_fields__ if name != "cache"},
-        cache=state.cache.replace(
-            keys=take(state.cache.keys, rows), values=take(state.cache.values, rows), length=state.cache.length[rows]
-        ),
-    )
+    return jax.tree.map(lambda x: x[rows] if x.ndim else x, state)
 
 
 def turn_ring(state: DecodeState, newest: int) -> DecodeState:
@@ -291,10 +286,10 @@ def join(a: DecodeState, b: DecodeState) -> DecodeState:
 
 def test_two_steps_at_a_time():
     state, rounds = begin(PROMPTS), 0
-    while (np.asarray(state.finish) == RUNNING).any():
-        before = np.asarray(state.num_new)
+    while (np.asarray(state.responses.finish) == RUNNING).any():
+        before = np.asarray(state.responses.num_new)
         state, rounds = go_on(state, num_steps=2), rounds + 1
-        assert (np.asarray(state.num_new) - before <= 2).all()
+        assert (np.asarray(state.responses.num_new) - before <= 2).all()
     assert rounds == R // 2  # the first token is drawn by `start`
     assert_same(end(PROMPTS, state), respond())
 
@@ -302,17 +297,6 @@ def test_two_steps_at_a_time():
 def test_no_steps_at_all():
     state = begin(PROMPTS)
     jax.tree.map(np.testing.assert_array_equal, go_on(state, num_steps=0), state)
-
-
-@pytest.mark.parametrize("num_finished", [1, 3])
-def test_until_some_have_finished(num_finished):
-    state = go_on(begin(PROMPTS), num_finished=num_finished)
-    finished_B = np.asarray(state.finish) != RUNNING
-    assert num_finished <= finished_B.sum() < B
-    just_before = np.asarray(state.num_new)[~finished_B][0] - 1
-    whole = respond()
-    assert ((whole.response.sum(axis=1) <= just_before) & (whole.finish == STOP)).sum() < num_finished  # and not later
-    assert_same(end(PROMPTS, go_on(state)), whole)
 
 
 def test_parts_of_a_state_go_on_alike():
@@ -344,7 +328,7 @@ def test_a_growing_cache_changes_nothing():
     sampling = dataclasses.replace(SAMPLING, max_new_tokens=70, min_new_tokens=60)  # three stages
     state = START(prepared(), PROMPTS, noise_of(NOISE), jnp.float32(RANDOM), sampling, CONFIG, LAYOUT)
     assert state.cache.num_slots == P + 70
-    state = RUN(prepared(), state, Until.all_finished(), jnp.float32(RANDOM), sampling, CONFIG, LAYOUT)
+    state = RUN(prepared(), state, jnp.int32(MANY), jnp.float32(RANDOM), sampling, CONFIG, LAYOUT)
     grown = respond(sampling=sampling)
     assert_same(grown, end(PROMPTS, state))
     assert (grown.response.sum(axis=1) >= 60).all() and set(grown.finish.tolist()) == {STOP, LENGTH}
@@ -356,9 +340,9 @@ def test_slots_and_steps_are_those_that_are_told(columns, response, monkeypatch)
     sampling = Sampling(max_new_tokens=response, min_new_tokens=response)
     seen: list[tuple[int, int]] = []
 
-    def watched(params, state, until, *arguments):
-        after = run(params, state, until, *arguments)
-        seen.append((state.cache.num_slots - columns, int(after.num_new[0] - state.num_new[0])))
+    def watched(params, state, *arguments):
+        after = run(params, state, *arguments)
+        seen.append((state.cache.num_slots - columns, int(after.responses.num_new[0] - state.responses.num_new[0])))
         return after
 
     monkeypatch.setattr("jaxrlhf.models.generate.run", watched)
@@ -402,7 +386,7 @@ def test_a_donated_state_is_updated_in_place():
     state = jax.eval_shape(lambda: begin(PROMPTS))
     donating = jax.jit(run, static_argnames=("sampling", "config", "layout"), donate_argnames="state")
     compiled = donating.lower(
-        prepared(), state, Until.all_finished(), jnp.float32(RANDOM), SAMPLING, CONFIG, LAYOUT
+        prepared(), state, jnp.int32(MANY), jnp.float32(RANDOM), SAMPLING, CONFIG, LAYOUT
     ).compile()
     text, memory = compiled.as_text(), compiled.memory_analysis()
     assert text is not None and memory is not None

@@ -6,16 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrlhf.models.architecture import declare, num_parameters
 from jaxrlhf.models.config import PRESETS, ModelConfig
-from jaxrlhf.models.params import (
-    abstract_params,
-    declare,
-    init_params,
-    num_parameters,
-    param_shardings,
-    use,
-    with_layers,
-)
+from jaxrlhf.models.params import abstract_params, init_params, param_shardings, use, with_layers
 from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.strategy import Strategy
 

@@ -6,18 +6,18 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrlhf.experience import LENGTH, STOP
+from jaxrlhf.experience import LENGTH, STOP, Rollout
 from jaxrlhf.models import ring
-from jaxrlhf.models.generate import Responses
-from jaxrlhf.models.ring_weights import abstract_ring, ring_shardings
-from jaxrlhf.planner.programs.compiled_counts import Counts
-from jaxrlhf.planner.programs.hlo_counts import by_phase, count
+from jaxrlhf.models.ring_weights import ring_shardings
+from jaxrlhf.planner.compiled.counts import Counts
+from jaxrlhf.planner.compiled.hlo_counts import by_phase, count
 from jaxrlhf.sharding.stages import layers_of_stages
 from jaxrlhf.sharding.strategy import Strategy
 from tests.models.ring_cases import (
     B,
     P,
     V,
+    abstract_ring,
     assert_same,
     given,
     model,
@@ -62,38 +62,35 @@ LONG_MODEL = model(5)
 
 
 @functools.cache
-def long_responses() -> tuple[Responses, int, str]:
-    """Responses for which the cache grows, the number of rounds that they took, and the program."""
+def long_rollout() -> tuple[Rollout, int, str]:
+    """A rollout for which the cache grows, the number of rounds that they took, and the program."""
     layout = over(Strategy(pipeline=2))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("jaxrlhf.models.generate._MIN_GROWTH", 8)
         assert ring.cache_sizes(16) == [8, 16]
         args = pipelined(LONG_MODEL, layout), *given(layout, 0.8)
-        lowered = jax.jit(ring.respond, static_argnums=(4, 5, 6)).lower(*args, LONG, LONG_MODEL, layout)
+        lowered = jax.jit(ring.generate, static_argnums=(4, 5, 6)).lower(*args, LONG, LONG_MODEL, layout)
     program = lowered.compile()
-    responses, num_rounds = program(*args)
-    return jax.device_get(responses), int(num_rounds), program.as_text() or ""
+    rollout, num_rounds = program(*args)
+    return jax.device_get(rollout), int(num_rounds), program.as_text() or ""
 
 
 def test_a_growing_cache_changes_nothing():
-    responses, _, _ = long_responses()
-    expected = on_one_device(LONG_MODEL, LONG, 0.8)
-    np.testing.assert_array_equal(responses.tokens, expected.tokens[:, P:])
-    np.testing.assert_array_equal(responses.num_new, expected.lengths)
-    np.testing.assert_allclose(responses.logprobs, expected.logprobs, atol=1e-5)
-    assert responses.num_new.max() > 9  # of the cache that has grown
+    rollout, _, _ = long_rollout()
+    assert_same(rollout, on_one_device(LONG_MODEL, LONG, 0.8))
+    assert rollout.lengths.max() > 9  # of the cache that has grown
 
 
 def test_it_ends_when_all_have_finished():
     """A round gives every sequence a token, and those of the first micro-batch begin one ahead of the others."""
-    responses, num_rounds, _ = long_responses()
-    assert num_rounds == max(responses.num_new[0::2].max() - 1, responses.num_new[1::2].max())
+    rollout, num_rounds, _ = long_rollout()
+    assert num_rounds == max(rollout.lengths[0::2].max() - 1, rollout.lengths[1::2].max())
     assert num_rounds < 16
 
 
 def test_every_tick_sends_once():
     """As the cost model counts it: one tick less than two rounds for prompts, the first tokens, a round of decoding."""
-    _, _, program = long_responses()
+    _, _, program = long_rollout()
     once = count(program, by_phase).by_label(rounds=1)
 
     def sends(label: str) -> float:
@@ -104,7 +101,7 @@ def test_every_tick_sends_once():
 
 
 def test_no_step_copies_a_cache():
-    _, _, program = long_responses()
+    _, _, program = long_rollout()
     for num_slots in (P + 8, P + 16):
         cache = f"= f32[{B // 2},{LONG_MODEL.num_kv_heads},{num_slots},{LONG_MODEL.head_size}]"
         made = [line for line in program.splitlines() if cache in line]

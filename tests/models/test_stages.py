@@ -8,7 +8,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.params import init_params, param_shardings
-from jaxrlhf.models.pipeline import run_stage
 from jaxrlhf.models.stages import fill, join, part_of, pick, pick_virtual, seen_from, whole_of
 from jaxrlhf.models.transformer import hidden_states
 from jaxrlhf.sharding.layout import Layout
@@ -86,8 +85,8 @@ def test_stages_one_after_another_are_the_model(params):
     for stage in range(3):
         layout = Layout.over((stage,), Strategy())
         own = jax.device_put(pick_virtual(jax.device_get(params), stage, 5, 3), layout.replicated)
-        run = jax.jit(lambda own, x, stage=stage, layout=layout: run_stage(
-            own, x, mask_BT, stage, 3, CONFIG, layout, wanted=3
+        run = jax.jit(lambda own, x, stage=stage, layout=layout: hidden_states(
+            own, x, mask_BT, CONFIG, layout, wanted=3, stage=stage, num_stages=3
         ))  # fmt: skip
         x = jax.device_get(run(own, jax.device_put(x, layout.replicated)))
     whole = jax.tree.map(jnp.asarray, jax.device_get(params))

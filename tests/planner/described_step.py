@@ -16,8 +16,8 @@ from jaxrlhf.experience import Prompts, Sampling, Sequences
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.lora import LoRAConfig
 from jaxrlhf.planner.workload import Workload
-from jaxrlhf.runtime.roles import ModelRole
-from jaxrlhf.runtime.step_work import step_workload
+from jaxrlhf.programs.roles import ModelRole
+from jaxrlhf.run.step_work import step_workload
 from jaxrlhf.tracing import trace
 
 TINY = ModelConfig(

@@ -7,7 +7,7 @@ import random
 import numpy as np
 
 from jaxrlhf.call_graph import Kind
-from jaxrlhf.planner.problem import CallChoices, Choice, PairSeconds, Problem
+from jaxrlhf.planner.search.problem import CallChoices, Choice, PairSeconds, Problem
 from jaxrlhf.sharding.strategy import Strategy
 
 GIB = 2**30

@@ -7,11 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxrlhf.call_graph import CallGraph
+from jaxrlhf.config.reading import build
 from jaxrlhf.models.config import ModelConfig
-from jaxrlhf.planner.plan import (
-    Placement,
-    Plan,
-)
+from jaxrlhf.planner.plans.plan import Placement, Plan, PlanData
 from jaxrlhf.sharding.strategy import Strategy
 from jaxrlhf.tracing import Method, RoleMethods, compute, trace
 from tests.made_up_step import one_term
@@ -47,12 +45,16 @@ def make_graph(update: Update = Update()) -> CallGraph:
     tokens = jax.ShapeDtypeStruct((ROWS, COLUMNS), jnp.int32)
     scalar = jax.ShapeDtypeStruct((), jnp.float32)
     methods = {
-        "generate": Method("generate", lambda prompts: tokens),
-        "train": Method("train", lambda terms, update: scalar, row_wise=False, bind=one_term),
-    }
+        "generate": Method("generate", lambda prompts: tokens, tokens=lambda args, drawn: (drawn,)),
+        "train": Method(
+            "train", lambda terms, update: scalar, row_wise=False, bind=one_term,
+            tokens=lambda args, _: tuple(term.batch["tokens"] for term in args[0]),
+        ),
+    }  # fmt: skip
+    scores = jax.ShapeDtypeStruct((ROWS,), jnp.float32)
     roles = {
         "actor": RoleMethods(methods, weights="actor"),
-        "judge": RoleMethods({"scores": Method("host", lambda rollout: jax.ShapeDtypeStruct((ROWS,), jnp.float32))}),
+        "judge": RoleMethods({"scores": Method("host", lambda rollout: scores, tokens=lambda args, _: args)}),
     }
     return trace(step, roles, scalar, jax.ShapeDtypeStruct((ROWS, 3), jnp.int32), update)
 
@@ -63,6 +65,11 @@ NAMES = ["actor.generate", "actor.generate#2", "halve", "actor.train", "count_up
 
 def over(num_devices: int, **strategy: Any) -> Placement:
     return Placement(tuple(range(num_devices)), Strategy(**strategy))
+
+
+def read(data: Any) -> Plan:
+    """A plan from plain data."""
+    return build(PlanData, data, where="plan").plan()
 
 
 def plan_with(name: str, placement: Placement) -> Plan:

@@ -5,9 +5,9 @@ import re
 
 import pytest
 
-from jaxrlhf.planner.cluster_text import read_cluster
-from jaxrlhf.planner.cost import CostModel
-from jaxrlhf.planner.planning import Planned, plan_workload
+from jaxrlhf.cluster.cluster_text import read_cluster
+from jaxrlhf.planner.costs.cost_model import CostModel
+from jaxrlhf.planner.make_plan import Planned, plan_workload
 from jaxrlhf.planner.report import plan_json
 from jaxrlhf.planner.workload import Workload
 from tests.planner.described_step import TINY, ppo

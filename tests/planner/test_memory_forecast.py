@@ -5,15 +5,16 @@ import re
 
 import pytest
 
+from jaxrlhf.cluster import cluster_text
+from jaxrlhf.cluster.cluster_text import read_cluster
+from jaxrlhf.cluster.hardware import Cluster
 from jaxrlhf.config.schema import load_run
-from jaxrlhf.models.params import num_parameters
-from jaxrlhf.planner import cluster_text, memory_forecast
-from jaxrlhf.planner.cluster_text import read_cluster
-from jaxrlhf.planner.hardware import Cluster
-from jaxrlhf.planner.memory import call_memory, weight_bytes
+from jaxrlhf.models.architecture import num_parameters
+from jaxrlhf.planner import memory_forecast
+from jaxrlhf.planner.costs.memory import call_memory, weight_bytes
+from jaxrlhf.planner.make_plan import plan_workload
 from jaxrlhf.planner.memory_forecast import MemoryForecast, forecast_memory
-from jaxrlhf.planner.plan import Placement, Plan, PlanError
-from jaxrlhf.planner.planning import plan_workload
+from jaxrlhf.planner.plans.plan import Placement, Plan, PlanError
 from jaxrlhf.planner.report import memory_rows, plan_json, summary_lines
 from jaxrlhf.sharding.strategy import Strategy
 from tests.planner.described_step import TINY, ppo

@@ -6,20 +6,15 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jaxrlhf.reshard import protocols
 from jaxrlhf.reshard.protocols import (
     PROTOCOLS,
     Coordinates,
     Grid,
-    Protocol,
     choose,
     find,
     grid_of,
     input_shardings,
-    register,
     row_sharding,
-    split_over,
-    taken_at,
 )
 from jaxrlhf.reshard.reallocate import reallocate
 from jaxrlhf.sharding.layout import Layout
@@ -37,47 +32,31 @@ ROWS = 24
 
 
 def by_hand(name, grid):
-    """What each device receives of ROWS rows, and whose outputs are collected: a loop over table 3 of the paper."""
-    received, collected, rank = {}, [], 0
+    """What each device receives of ROWS rows: a loop over table 3 of the paper."""
+    received, rank = {}, 0
     num_devices = grid.pipeline * grid.data * grid.micro_data * grid.tensor
     for p in range(grid.pipeline):
         for d in range(grid.data):
             for m in range(grid.micro_data):
                 for t in range(grid.tensor):
-                    at = (p, d, m, t)
-                    everything, stage_end = list(range(ROWS)), p == grid.pipeline - 1
-                    part, parts, gives = {
-                        "ONE_TO_ALL": (0, 1, True),
-                        "3D_PROTO": (d, grid.data, stage_end and m == 0 and t == 0),
-                        "3D_ALL_MICRO_DP": (d * grid.micro_data + m, grid.data * grid.micro_data, stage_end and t == 0),
-                        "3D_PP_ONLY": (0, 1, d == m == t == 0),
-                        "DP_PROTO": (rank, num_devices, True),
-                        "ALL_TO_ALL": (rank, num_devices, True),
+                    part, parts = {
+                        "ONE_TO_ALL": (0, 1),
+                        "3D_PROTO": (d, grid.data),
+                        "3D_ALL_MICRO_DP": (d * grid.micro_data + m, grid.data * grid.micro_data),
+                        "3D_PP_ONLY": (0, 1),
+                        "DP_PROTO": (rank, num_devices),
+                        "ALL_TO_ALL": (rank, num_devices),
                     }[name]
-                    received[at] = np.array_split(everything, parts)[part].tolist()
-                    collected += [at] if gives else []
+                    received[p, d, m, t] = np.array_split(list(range(ROWS)), parts)[part].tolist()
                     rank += 1
-    return received, collected
+    return received
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 @pytest.mark.parametrize("name", PROTOCOLS)
 def test_protocols_are_those_of_the_paper(name, grid):
-    received, collected = by_hand(name, grid)
-    got = PROTOCOLS[name].distribute(grid, ROWS)
-    assert {tuple(at): list(range(ROWS))[rows] for at, rows in got.items()} == received
-    assert [tuple(at) for at in PROTOCOLS[name].collect(grid)] == collected
-
-
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
-@pytest.mark.parametrize("name", ["3D_PROTO", "3D_ALL_MICRO_DP", "DP_PROTO"])
-def test_what_is_distributed_and_collected_is_whole_again(name, grid):
-    """A call that works on rows, and whose outputs exist where the protocol says."""
-    protocol, data = PROTOCOLS[name], np.arange(ROWS) * 3
-    parts = protocol.distribute(grid, ROWS)
-    outputs = {at: data[rows] + 1 for at, rows in parts.items()}
-    if name == "DP_PROTO" or grid.micro_data == 1 or name == "3D_ALL_MICRO_DP":
-        np.testing.assert_array_equal(np.concatenate([outputs[at] for at in protocol.collect(grid)]), data + 1)
+    got = PROTOCOLS[name](grid, ROWS)
+    assert {tuple(at): list(range(ROWS))[rows] for at, rows in got.items()} == by_hand(name, grid)
 
 
 def test_ranks_count_tensor_first():
@@ -89,7 +68,7 @@ def test_ranks_count_tensor_first():
 def test_rows_that_do_not_split():
     message = "rows: data x micro_data must divide them. Got 10 rows for 4 parts. Lower a degree, or use another"
     with pytest.raises(ValueError, match=re.escape(message)):
-        PROTOCOLS["3D_ALL_MICRO_DP"].distribute(Grid(data=2, micro_data=2), 10)
+        PROTOCOLS["3D_ALL_MICRO_DP"](Grid(data=2, micro_data=2), 10)
 
 
 ONE = Layout.over((0,), Strategy())
@@ -101,20 +80,18 @@ LAYOUTS = [ONE, DATA, THREE, TENSOR, HALF]
 
 
 @pytest.mark.parametrize(
-    ("source", "destination", "has_rows", "name"),
+    ("source", "destination", "name"),
     [
-        (None, THREE, False, "ONE_TO_ALL"),
-        (DATA, ONE, False, "ONE_TO_ALL"),
-        (None, DATA, True, "DP_PROTO"),
-        (TENSOR, DATA, True, "DP_PROTO"),
-        (None, THREE, True, "3D_PROTO"),
-        (HALF, THREE, True, "3D_PROTO"),
-        (THREE, TENSOR, True, "3D_PROTO"),
-        (TENSOR, THREE, True, "3D_ALL_MICRO_DP"),
+        (None, DATA, "DP_PROTO"),
+        (TENSOR, DATA, "DP_PROTO"),
+        (None, THREE, "3D_PROTO"),
+        (HALF, THREE, "3D_PROTO"),
+        (THREE, TENSOR, "3D_PROTO"),
+        (TENSOR, THREE, "3D_ALL_MICRO_DP"),
     ],
 )
-def test_the_layouts_choose_the_protocol(source, destination, has_rows, name):
-    assert choose(source, destination, has_rows=has_rows).name == name
+def test_the_layouts_choose_the_protocol(source, destination, name):
+    assert choose(source, destination) == name
 
 
 def test_replicas_of_generation_within_a_group_of_training():
@@ -154,30 +131,18 @@ def test_a_protocol_by_name_is_what_moves_the_rows():
         assert sharding.is_equivalent_to(jax.sharding.NamedSharding(THREE.mesh, spec), 1)
 
 
-@pytest.fixture
-def registered(monkeypatch):
-    monkeypatch.setattr(protocols, "PROTOCOLS", dict(PROTOCOLS))
+def test_a_protocol_by_name_gives_every_data_group_its_part_wherever_the_rows_come_from():
+    """Also from a layout that holds a replica where the destination holds two."""
+    wide = Layout.over(tuple(range(8)), Strategy(data=4, tensor=2))
+    rows = jax.device_put(np.arange(16), TENSOR.rows)
+    assert input_shardings([rows], [True], wide, "3D_PROTO") == [wide.rows]
 
 
-def test_a_protocol_of_one_s_own(registered):
-    register(Protocol("BY_TENSOR", split_over("tensor"), taken_at(data=0)))
-    (sharding,) = input_shardings([np.arange(16)], [True], THREE, "BY_TENSOR")
-    assert sharding.spec == PartitionSpec(("tensor",))
-    message = "protocol: a name may be registered once. Got 'BY_TENSOR' again. Choose another."
+def test_a_split_that_no_mesh_axes_make():
+    wide = Layout.over(tuple(range(8)), Strategy(data=4, tensor=2))
+    message = "protocol 3D_PROTO: must split the rows evenly over mesh axes. Got [(0, 8), (8, 16)] of 16 rows over"
     with pytest.raises(ValueError, match=re.escape(message)):
-        register(Protocol("BY_TENSOR", split_over(), taken_at()))
-
-
-def test_a_protocol_that_no_mesh_can_follow():
-    def backwards(grid, num_rows):
-        parts = split_over("data")(grid, num_rows)
-        return dict(zip(parts, list(parts.values())[::-1], strict=True))
-
-    message = (
-        "protocol BACKWARDS: must split the rows evenly over mesh axes. Got [(0, 4), (4, 8), (8, 12), (12, 16)] of"
-    )
-    with pytest.raises(ValueError, match=re.escape(message)):
-        row_sharding(Protocol("BACKWARDS", backwards, taken_at()), THREE, 16, grid_of(THREE))
+        row_sharding("3D_PROTO", wide, 16, Grid(data=2, micro_data=2, tensor=2))
 
 
 def test_names_of_protocols():

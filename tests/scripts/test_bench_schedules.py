@@ -5,6 +5,7 @@ import json
 import pytest
 
 from scripts import bench_schedules
+from scripts.fused_models import paper_pipes
 
 
 def test_it_reports_what_it_measures(capsys, tmp_path):
@@ -27,7 +28,7 @@ def test_it_reports_what_plans_and_runs_find(capsys):
 
 
 def test_all_instances_fill_whole_nodes():
-    for name, (large, small, micro_batches) in bench_schedules.INSTANCES.items():
-        pipes = bench_schedules.pipes_of(name)
+    for large, small, micro_batches in bench_schedules.INSTANCES.values():
+        pipes = paper_pipes(large, small, micro_batches)
         assert [pipe.stages for pipe in pipes] == [large] + [small] * (large // small)
         assert sum(pipe.micro_batches for pipe in pipes[1:]) == micro_batches == pipes[0].micro_batches

@@ -2,10 +2,10 @@
 
 import pytest
 
-from jaxrlhf.planner.cost import CallSeconds
-from jaxrlhf.planner.plan import Placement, Plan
-from jaxrlhf.runtime.events import Event
-from jaxrlhf.runtime.timing import Timing
+from jaxrlhf.calibration.timing import Timing
+from jaxrlhf.observe.events import Event
+from jaxrlhf.planner.costs.cost_model import CallSeconds
+from jaxrlhf.planner.plans.plan import Placement, Plan
 from jaxrlhf.sharding.strategy import Strategy
 from scripts import check_forecast
 from scripts.check_forecast import (

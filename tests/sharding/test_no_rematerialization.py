@@ -16,7 +16,7 @@ from jaxrlhf.experience import Sequences
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.heads import policy_outputs
 from jaxrlhf.models.params import abstract_params, param_shardings
-from jaxrlhf.planner.programs import hlo
+from jaxrlhf.planner.compiled import hlo
 from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.strategy import Remat, Strategy
 

@@ -1,0 +1,1 @@
+"""Measuring this machine: passes of calls, links, the host."""

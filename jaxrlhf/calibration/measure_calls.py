@@ -1,0 +1,286 @@
+"""Seconds of the passes of a step's calls, measured: the real programs on the devices at hand, with made-up arguments.
+
+A model of up to `WHOLE_LAYERS` layers is run whole: one program to compile, and nothing to extrapolate. The seconds of
+a deeper one follow from two depths, of which neither is a single layer: a scan over one is no loop to the compiler.
+
+A decoding step is the difference between a response of some tokens and one of a single token. It reads the whole cache,
+which grows in stages, so the responses follow prompts that are as long as gives them the slots that a step sees on
+average.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrlhf.calibration.timing import Timing, time_in_turn
+from jaxrlhf.experience import Sampling
+from jaxrlhf.models.generate import slots_read
+from jaxrlhf.planner.costs.calibration import Case, MeasuredPhase, Point, case_of
+from jaxrlhf.planner.costs.work import analytic_work
+from jaxrlhf.planner.plans.splits import undivided_sizes
+from jaxrlhf.planner.workload import ModelCall, Workload
+from jaxrlhf.programs.ahead_of_time import (
+    CallProgram,
+    DescribedCall,
+    DescribedRows,
+    call_program,
+    update_program,
+)
+from jaxrlhf.run.assembly import Phase
+from jaxrlhf.run.step_work import step_workload
+from jaxrlhf.sharding.layout import Layout
+from jaxrlhf.sharding.strategy import Remat, Strategy
+
+WHOLE_LAYERS = 4
+DEPTHS = (2, 4)
+"""Layers of the two programs from whose seconds those of a deeper model follow."""
+DECODED = 32
+"""Tokens of the longer response: as many as a cache has room for before it grows."""
+ROWS_APART = 4
+"""The fewer rows of two neighbouring measurements, as a part of the more."""
+ROW_COUNTS = 3
+MOST_UPDATES = 4
+"""Updates of a train program that is run, if the call makes as many: what a program of several does but once (memory
+that the system hands out, weights gathered that no update changes) is shared among them, as in the run."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Degrees:
+    """The degrees at which calls are measured: all that go together."""
+
+    data: tuple[int, ...] = (1,)
+    fsdp: tuple[int, ...] = (1,)
+    tensor: tuple[int, ...] = (1,)
+    remat: tuple[Remat, ...] = ("none",)
+
+    def strategies(self, call: ModelCall, num_devices: int) -> list[Strategy]:
+        """Those that a call can have on so many devices."""
+        remats = self.remat if call.trains else ("none",)
+        every = itertools.product(self.data, self.fsdp, self.tensor, remats)
+        found = [Strategy(data=d, fsdp=f, tensor=t, remat=remat) for d, f, t, remat in every]
+        return [s for s in found if s.num_devices <= num_devices and divides(call, s)]
+
+
+def divides(call: ModelCall, strategy: Strategy) -> bool:
+    """Whether a call's model and rows can be split so."""
+    is_split = not undivided_sizes(call.model, tensor=strategy.tensor, fsdp=strategy.fsdp)
+    return is_split and not any(rows % strategy.num_row_shards for rows in call.divisible)
+
+
+def described_workload(phase: Phase) -> Workload:
+    """The calls of a step, each with what makes its programs."""
+    return step_workload(phase.graph, phase.roles)
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One measurement to be made."""
+
+    call: ModelCall
+    strategy: Strategy
+    """Its micro-batches are those of the program that is run."""
+    rows: int
+    """Of a micro-batch, of all row shards together, of the array that has most."""
+
+    @property
+    def rows_per_shard(self) -> float:
+        """Of a micro-batch, as the cost model counts them."""
+        return self.rows * self.call.rows / self.described.num_rows / self.strategy.num_row_shards
+
+    @property
+    def described(self) -> DescribedCall:
+        return self.call.require_described()
+
+    @property
+    def cases(self) -> tuple[Case, ...]:
+        """What it measures."""
+        return tuple(case_of(self.call, phase, self.strategy) for phase in _PHASES[self.call.kind])
+
+
+_PHASES: dict[str, tuple[MeasuredPhase, ...]] = {
+    "infer": ("forward",),
+    "train": ("gradient", "update"),
+    "generate": ("prefill", "decode"),
+}
+
+
+def jobs(workload: Workload, strategies: Mapping[str, Iterable[Strategy]]) -> list[Job]:
+    """What to measure of each call under each strategy: what tells most first.
+
+    The rows of a shard are all that it has without micro-batches, then the powers of two a `ROWS_APART`-th of that,
+    and so on: these it has in micro-batches, and they are run in some, since a loop over them is faster than as many
+    programs. Calls of equal models and shapes are measured once.
+
+    Args:
+        strategies: Call -> strategies, of which only degrees and remat matter.
+    """
+    found: dict[tuple[Any, ...], tuple[int, Job]] = {}
+    for call in workload.calls:
+        for strategy in strategies[call.name]:
+            strategy = Strategy(data=strategy.data, fsdp=strategy.fsdp, tensor=strategy.tensor, remat=strategy.remat)
+            for level, rows in enumerate(_row_counts(call, strategy)):
+                job = Job(call, dataclasses.replace(strategy, micro_batches=ROWS_APART if level else 1), rows)
+                found.setdefault((job.cases, rows), (level, job))
+    return [job for _, job in sorted(found.values(), key=lambda item: item[0])]
+
+
+def _row_counts(call: ModelCall, strategy: Strategy) -> list[int]:
+    shards, most = strategy.num_row_shards, max(call.divisible)
+    each = [most // shards]
+    each += [2 ** int(math.log2(each[0] / ROWS_APART**i)) for i in range(1, ROW_COUNTS) if each[0] >= ROWS_APART**i]
+
+    def splits(rows: int) -> bool:
+        return all(count * rows % (most * shards) == 0 for count in call.divisible)
+
+    return [n * shards for n in each if splits(n * shards)]
+
+
+def measure(job: Job, *, dispatch_seconds: float, patience_seconds: float = 3.0) -> list[tuple[Case, Point]]:
+    """Runs a job on the first devices, and measures.
+
+    Args:
+        dispatch_seconds: Of a program that does nothing. It is left out of what is measured.
+        patience_seconds: As of `time_in_turn`.
+
+    Raises:
+        jax.errors.JaxRuntimeError: It does not fit into memory, among others.
+    """
+    layout = Layout.over(tuple(range(job.strategy.num_devices)), job.strategy)
+    num_layers = job.call.model.num_layers
+    depths = (num_layers,) if num_layers <= WHOLE_LAYERS else DEPTHS
+    programs = [program for depth in depths for program in _programs(job, layout, depth)]
+    vocabulary = job.call.model.vocab_size
+    timed = time_in_turn(
+        [_Run(program, trains=job.call.trains, vocab_size=vocabulary) for program in programs],
+        patience_seconds=patience_seconds,
+    )
+    timed = [dataclasses.replace(t, seconds=max(t.seconds - dispatch_seconds, 0.0)) for t in timed]
+    of_depths = [
+        timed[i : i + len(programs) // len(depths)] for i in range(0, len(timed), len(programs) // len(depths))
+    ]
+    measured = []
+    for phase, case in zip(_PHASES[job.call.kind], job.cases, strict=True):
+        seconds = [_of_phase(job, phase, timings) for timings in of_depths]
+        if all(s is not None for s in seconds):
+            measured.append((case, _point(job, phase, depths, [s for s in seconds if s is not None])))
+    return measured
+
+
+def _programs(job: Job, layout: Layout, depth: int) -> list[CallProgram]:
+    """What is run for a depth, in the order in which `_of_phase` reads it."""
+    call, described, rows = job.call, job.described, job.rows * job.strategy.micro_batches
+    if call.kind == "generate":
+        long, prompt = min(call.response, DECODED), _decoding_prompt(call)
+        responses = [(call.prompt, 1)]
+        if call.response > 1:
+            responses += [(prompt, long)] + ([(prompt, 1)] if prompt != call.prompt else [])
+        return [
+            call_program(_responding(described, *response), layout, num_layers=depth, rows=rows)
+            for response in responses
+        ]
+    if call.trains:
+        program = call_program(described, layout, num_layers=depth, rows=rows, updates=_updates(call))
+        return [program, update_program(described, layout, num_layers=depth)]
+    return [call_program(described, layout, num_layers=depth, rows=rows)]
+
+
+def _updates(call: ModelCall) -> int:
+    """Of the train program that is run."""
+    return min(call.updates, MOST_UPDATES)
+
+
+def _of_phase(job: Job, phase: MeasuredPhase, timings: Sequence[Timing]) -> Timing | None:
+    """What a phase takes, from the runs of `_programs`. None: the call does not have it."""
+    if phase == "update":
+        return timings[1]
+    passes, whole = job.strategy.micro_batches, timings[0]
+    if phase == "gradient":
+        whole = _less(dataclasses.replace(whole, seconds=whole.seconds / _updates(job.call)), timings[1])
+    elif phase == "decode":
+        if job.call.response == 1:
+            return None
+        passes *= min(job.call.response, DECODED) - 1
+        whole = _less(timings[1], timings[2] if len(timings) > 2 else timings[0])
+    return dataclasses.replace(whole, seconds=whole.seconds / passes)
+
+
+def _less(one: Timing, other: Timing) -> Timing:
+    """What the one takes more than the other."""
+    seconds = max(one.seconds - other.seconds, 0.0)
+    spread = math.hypot(one.seconds * one.spread, other.seconds * other.spread)
+    return Timing(seconds, spread / seconds if seconds else 0.0, max(one.others, other.others))
+
+
+def _point(job: Job, phase: MeasuredPhase, depths: tuple[int, ...], timings: Sequence[Timing]) -> Point:
+    num_layers, spread = job.call.model.num_layers, max(t.spread for t in timings)
+    if len(depths) == 1:  # flops tell how much of it is the layers'
+        work = analytic_work(
+            job.call, "gradient" if phase == "update" else phase, tensor=job.strategy.tensor, fsdp=job.strategy.fsdp,
+            remat=job.strategy.remat,
+        )  # fmt: skip
+        whole = timings[0].seconds
+        layer = whole * work.layer.flops / (work.layer.flops * num_layers + work.rest.flops)
+        rest = whole - layer * num_layers
+    else:
+        layer = max(0.0, timings[1].seconds - timings[0].seconds) / (depths[1] - depths[0])
+        rest = timings[0].seconds - layer * depths[0]
+    rows = {"update": 0.0, "decode": job.rows_per_shard * job.call.num_samples}.get(phase, job.rows_per_shard)
+    return Point(rows, layer, rest, spread, max(t.others for t in timings))
+
+
+def _decoding_prompt(call: ModelCall) -> int:
+    """Columns of a prompt after which a response of `DECODED` tokens has the slots of an average step of the call."""
+    return round(slots_read(call.prompt, call.response)) - min(call.response, DECODED)
+
+
+def _responding(call: DescribedCall, prompt: int, response: int) -> DescribedCall:
+    """A generate call with prompts of so many columns and responses of so many tokens, none of which ends early."""
+    prompts, sampling = call.args
+    assert isinstance(sampling, Sampling)
+
+    def with_columns(x: Any) -> Any:
+        return dataclasses.replace(x, shape=(x.shape[0], prompt)) if len(x.shape) == 2 else x
+
+    prompts = jax.tree.map(with_columns, prompts, is_leaf=lambda x: isinstance(x, DescribedRows))
+    sampling = dataclasses.replace(sampling, max_new_tokens=response, min_new_tokens=response)
+    return dataclasses.replace(call, args=(prompts, sampling))
+
+
+class _Run:
+    """A program with made-up arguments. What it donates, weights and optimizer state, is what the run before gave."""
+
+    def __init__(self, program: CallProgram, *, trains: bool, vocab_size: int) -> None:
+        self._program: Callable[..., Any] = program.program
+        self._trains = trains
+        self._arguments = list(made_up(program.arguments, vocab_size))
+        if trains:  # squares of gradients are not negative
+            self._arguments[1] = jax.tree.map(jnp.zeros_like, self._arguments[1])
+
+    def __call__(self) -> Any:
+        outputs = self._program(*self._arguments)
+        if self._trains:
+            self._arguments[:2] = outputs[:2]
+        return outputs
+
+
+def made_up(described: Any, vocab_size: int) -> Any:
+    """Arrays of the described shapes, laid out as described: tokens of a vocabulary, masks without padding, small
+    numbers of either sign."""
+    rng = np.random.default_rng(0)
+
+    def array(x: jax.ShapeDtypeStruct) -> jax.Array:
+        if x.dtype == jnp.bool:
+            values = np.ones(x.shape, bool)
+        elif jnp.issubdtype(x.dtype, jnp.integer):
+            values = rng.integers(0, vocab_size, x.shape).astype(x.dtype) if x.shape else np.zeros((), x.dtype)
+        else:
+            values = 0.02 * rng.standard_normal(x.shape, np.float32) if x.shape else np.ones(())
+        return jax.device_put(np.asarray(values, x.dtype), x.sharding)
+
+    return jax.tree.map(array, described)

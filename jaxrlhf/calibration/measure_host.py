@@ -1,0 +1,51 @@
+"""What a run's own work takes of the host's processors, beside the programs of its calls."""
+
+import time
+
+from jaxrlhf.execution.executor import Executor
+from jaxrlhf.observe.timeline import Timeline
+from jaxrlhf.planner.plans.plan import Plan
+from jaxrlhf.run.assembly import Assembly
+from jaxrlhf.run.first_weights import load_first_weights
+from jaxrlhf.sharding import mesh
+
+COMPILING_STEPS = 2
+"""The first steps of a run, in which programs are compiled."""
+_STEPS = 8
+
+
+def run_steps(
+    assembly: Assembly, plan: Plan, steps: int, *, timeline: Timeline | None = None, one_at_a_time: bool = False
+) -> float:
+    """Runs some steps of a run, after those that compile.
+
+    Args:
+        one_at_a_time: As of `Executor`.
+
+    Returns:
+        Seconds of a processor that its main thread took for a step: for arguments, layouts, and starting programs.
+    """
+    phase = assembly.train
+    executor = Executor(phase.roles, seed=assembly.config.seed, timeline=timeline, one_at_a_time=one_at_a_time)
+    load_first_weights(executor, phase, assembly.config, {})
+    state, began = phase.first_state, 0.0
+    for step in range(COMPILING_STEPS + steps):
+        if step == COMPILING_STEPS:
+            began = time.thread_time()
+        state = executor.run(phase.graph, plan, state, assembly.train_rows(step), step=step).state
+        if step < COMPILING_STEPS:
+            executor.wait()
+    executor.wait()
+    taken = time.thread_time() - began
+    executor.close()
+    return taken / steps
+
+
+def host_seconds(assembly: Assembly, num_cores: int) -> float:
+    """By how much a run's own work makes its calls longer, for each of their devices, where the processors that it is
+    taken from are the devices. 0 where they are not."""
+    if mesh.platform() != "cpu":
+        return 0.0
+    graph, plan = assembly.train.graph, assembly.train.plan
+    devices = sum(len(plan[call].devices) for call in graph.calls if call.kind != "host")
+    return run_steps(assembly, plan, _STEPS) / devices / num_cores

@@ -1,0 +1,1 @@
+"""Clusters: kinds of devices, nodes, links, and how users write them."""

@@ -1,0 +1,83 @@
+"""Expands the short ways to write parts of a config: `model: FOLDER`, presets, `plan: auto`, `devices_memory: 20 GB`.
+
+It works on trees, before a tree becomes dataclasses.
+"""
+
+from typing import Any
+
+from jaxrlhf.brief import brief
+from jaxrlhf.config.plan_config import expand_plan
+from jaxrlhf.config.reading import ConfigError, to_tree
+from jaxrlhf.models.config import PRESETS, ModelConfig
+from jaxrlhf.suggest import did_you_mean
+
+RANDOM = "random"
+"""The `init` of weights that are drawn at random."""
+MODEL = "model"
+"""The key of a config that names the folder which all roles start from that have no other origin."""
+_ORIGINS = ("init", "function", "weighted_sum", "shares", "average")
+"""Keys of a role that say what it is, or where its weights come from."""
+
+
+def expand(tree: dict[str, Any], where: str) -> None:
+    """Replaces everything short in the tree of a run, in place, by what it stands for.
+
+    Raises:
+        ConfigError: It is of a form that it cannot have. Says `where` the tree came from, and the key.
+    """
+    _expand_model(tree, where)
+    _expand_presets(tree, where)
+    expand_plan(tree, where)
+    _expand_memory(tree, where)
+
+
+def _expand_model(tree: dict[str, Any], where: str) -> None:
+    """`model: FOLDER` becomes the `init` of every role that has a model and says nothing of where it comes from."""
+    if (folder := tree.pop(MODEL, None)) in (None, ""):
+        return
+    if not isinstance(folder, str):
+        raise ConfigError(
+            f"{where}: {MODEL}: must be a folder in Hugging Face's format, which roles start from. Got {brief(folder)}."
+        )
+    roles = tree.get("roles")
+    named = [role for role in (roles.values() if isinstance(roles, dict) else ()) if isinstance(role, dict)]
+    starting = [role for role in named if not any(role.get(key) for key in _ORIGINS)]
+    if not starting:
+        raise ConfigError(
+            f"{where}: {MODEL}: a role must start from it. Got {brief(folder)}, and every role says itself what it is "
+            f"or starts from. Leave `init` out of one, or leave {MODEL} out."
+        )
+    for role in starting:
+        role["init"] = folder
+
+
+def _expand_presets(tree: dict[str, Any], where: str) -> None:
+    """`model: tiny` and `model: {preset: tiny, num_layers: 4}` become the fields of a model: all of them, where its
+    weights are random."""
+    roles = tree.get("roles")
+    for name, role in roles.items() if isinstance(roles, dict) else ():
+        model = role.get("model") if isinstance(role, dict) else None
+        if isinstance(model, str):
+            model = {"preset": model}
+        if isinstance(model, dict) and "preset" in model:
+            preset = model["preset"]
+            if not isinstance(preset, str) or preset not in PRESETS:
+                raise ConfigError(
+                    f"{where}: roles.{name}.model.preset: must be one of {', '.join(PRESETS)}. Got {brief(preset)}."
+                    f"{did_you_mean(str(preset), PRESETS)}"
+                )
+            model = {**PRESETS[preset], **{key: value for key, value in model.items() if key != "preset"}}
+        if isinstance(model, dict):
+            role["model"] = model if role.get("init", RANDOM) != RANDOM else {**to_tree(ModelConfig()), **model}
+
+
+def _expand_memory(tree: dict[str, Any], where: str) -> None:
+    """`devices_memory: 20 GB` becomes `{device: 20 GB, host: 20 GB}`."""
+    size = tree.get("devices_memory")
+    if isinstance(size, int | float):
+        raise ConfigError(
+            f"{where}: devices_memory: must be a size, as 20 GB, or {{device: 20 GB, host: 12 GB}}. Got {brief(size)}. "
+            "Write its unit."
+        )
+    if isinstance(size, str):
+        tree["devices_memory"] = {"device": size, "host": size}

@@ -1,0 +1,147 @@
+"""The section `plan` of a config: placements of calls, and what else a user can say of a plan."""
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from flax.core import FrozenDict
+
+from jaxrlhf.brief import brief, cut
+from jaxrlhf.config.reading import FORM, INLINE, ConfigError, to_tree
+from jaxrlhf.reshard.protocols import AUTO
+from jaxrlhf.sharding.strategy import Strategy
+from jaxrlhf.suggest import did_you_mean
+
+MAX_DEVICES = 2**20
+"""The most devices that a placement can name."""
+
+
+def devices_from_text(text: str) -> tuple[int, ...]:
+    """Positions of devices: '0-3', '3,2,1,0', '0-1,4-5'. An empty text is none.
+
+    Raises:
+        ValueError: Anything else, or more than `MAX_DEVICES`.
+    """
+    spans: list[range] = []
+    for part in text.split(",") if text else ():
+        match = re.fullmatch(r"\s*([0-9]{1,7})(?:-([0-9]{1,7}))?\s*", part)
+        spans.append(range(int(match[1]), int(match[2] or match[1]) + 1) if match else range(0))
+        if not spans[-1] or sum(map(len, spans)) > MAX_DEVICES:
+            raise ValueError(f"must be positions of devices, such as '0-3' or '3,2,1,0'. Got {brief(text)}.")
+    return tuple(device for span in spans for device in span)
+
+
+def devices_to_text(devices: tuple[int, ...]) -> str:
+    """Positions of devices as `devices_from_text` reads them: '0-3' where they follow one another."""
+    if len(devices) > 1 and devices == tuple(range(devices[0], devices[-1] + 1)):
+        return f"{devices[0]}-{devices[-1]}"
+    return ",".join(map(str, devices))
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """Where one call runs and how it is parallelized.
+
+    Configs and saved plans write its keys and those of the strategy in one mapping: `{devices: 0-3, fsdp: 2, tensor:
+    2}`.
+    """
+
+    devices: tuple[int, ...] = dataclasses.field(default=(), metadata={FORM: (str, devices_from_text, devices_to_text)})
+    """Positions in `jax.devices()`: consecutive ones of one node, or whole nodes; in any order, which is the mesh's.
+    Empty in a config: the first ones, as many as the degrees need (`with_devices`)."""
+    strategy: Strategy = dataclasses.field(default=Strategy(), metadata={INLINE: True})
+    protocol: str = AUTO
+    """How rows reach the devices: the name of a protocol of `reshard.protocols`, or `auto`."""
+
+    def with_devices(self) -> "Placement":
+        """The placement on the first devices, as many as its degrees need, where it names none itself."""
+        first = tuple(range(min(self.strategy.num_devices, MAX_DEVICES)))
+        return self if self.devices else dataclasses.replace(self, devices=first)
+
+    def __str__(self) -> str:
+        return f"{self.strategy} on {devices_to_text(self.devices)}"
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanConfig:
+    """What a config says of the plan of a run."""
+
+    default: Placement | None = None
+    """Of every call that has no entry of its own. None: each splits its rows over all devices."""
+    calls: Mapping[str, Placement] = dataclasses.field(default_factory=FrozenDict)
+    """Call -> its placement. `actor.generate` holds for `actor.generate#2` too, unless that has its own entry."""
+    offload: tuple[str, ...] = ()
+    """Roles whose weights rest in host memory where no call needs them."""
+    fuse: tuple[str, ...] = ()
+    """Two train calls that run as one pipeline."""
+    auto: bool = False
+    """Plan for the calls that have no entry."""
+    file: str = ""
+    """A plan that `python -m jaxrlhf.plan --out` wrote. Empty: none."""
+
+    def __post_init__(self) -> None:
+        others = [name for name, value in vars(self).items() if name != "file" and value]
+        if self.file and others:
+            raise ValueError(
+                f"file: a file has the placements of all calls. Got also {', '.join(others)}. Remove one or the other; "
+                "or change the file, which is JSON."
+            )
+        if self.auto and self.default is not None:
+            raise ValueError(
+                f"default: calls that the plan does not name are planned for. Got {brief(to_tree(self.default))} "
+                "beside `auto: true`. Remove one of them."
+            )
+        if self.auto and (unnamed := [name for name in self.fuse if name not in self.calls]):
+            raise ValueError(
+                f"fuse: calls that are planned for run by themselves. Got {unnamed[0]}. Give it a placement of its "
+                "own under plan.calls, or leave fuse out."
+            )
+
+    @property
+    def placements(self) -> dict[str, Placement]:
+        """Call -> its placement with devices, for every entry of `calls`."""
+        return {name: placement.with_devices() for name, placement in self.calls.items()}
+
+
+def expand_plan(tree: dict[str, Any], where: str) -> None:
+    """Spells out the section `plan` in the tree of a config.
+
+    `plan: auto` becomes `{auto: true}`, `plan: a/plan.json` becomes `{file: a/plan.json}`, and under `calls` `{actor:
+    {train: ...}}`, as `--set plan.calls.actor.train.data=2` makes it, becomes `{actor.train: ...}`.
+
+    Raises:
+        ConfigError: It is some other text, or has placements of calls outside `calls`. Begins with `where`.
+    """
+    plan = tree.get("plan")
+    if isinstance(plan, str):
+        if plan != "auto" and not plan.endswith(".json"):
+            raise ConfigError(
+                f"{where}: plan: must be a mapping, auto, or the path of a plan, which ends in .json. Got "
+                f"{brief(plan)}.{did_you_mean(plan, ['auto'])}"
+            )
+        tree["plan"] = {"auto": True} if plan == "auto" else {"file": plan}
+    if not isinstance(plan, dict):
+        return
+    keys = [field.name for field in dataclasses.fields(PlanConfig)]
+    for name, entry in _joined({key: entry for key, entry in plan.items() if key not in keys}).items():
+        if isinstance(entry, dict) or "." in str(name):
+            raise ConfigError(
+                f"{where}: plan: placements of calls stand under plan.calls. Got {brief(name)} beside it. Write "
+                f"plan.calls.{cut(str(name))}.{did_you_mean(str(name), keys)}"
+            )
+    if isinstance(plan.get("calls"), dict):
+        tree["plan"] = {**plan, "calls": _joined(plan["calls"])}
+
+
+def _joined(calls: Mapping[str, Any]) -> dict[str, Any]:
+    """Entries by the names of calls. Of two entries of one call, the later one goes over what was there."""
+    joined: dict[str, Any] = {}
+    for name, entry in calls.items():
+        is_role = isinstance(entry, dict) and entry and all(isinstance(value, dict) for value in entry.values())
+        entries = {f"{name}.{method}": placement for method, placement in entry.items()} if is_role else {name: entry}
+        for call, placement in entries.items():
+            if isinstance(before := joined.get(call), dict) and isinstance(placement, dict):
+                placement = {**before, **placement}
+            joined[call] = placement
+    return joined

@@ -1,0 +1,458 @@
+"""The executor: runs a planned graph, call by call, and waits for nothing that Python does not need.
+
+For each call in graph order it brings the role's weights and the call's inputs into the call's layout, dispatches the
+program, begins to bring what it gives to whoever needs it, and goes on. Calls on disjoint devices therefore overlap,
+also those of neighbouring steps. Python functions run in threads beside the devices; the first call that needs their
+output waits for it.
+"""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import functools
+import itertools
+import time
+import zlib
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxrlhf.call_graph import Call, CallGraph, split_args
+from jaxrlhf.execution.channel import Channel
+from jaxrlhf.execution.function_threads import FunctionThreads
+from jaxrlhf.execution.fused_training import FusedTraining
+from jaxrlhf.execution.hand_overs import HandOvers
+from jaxrlhf.execution.host_arrays import gather, hand_to_threads
+from jaxrlhf.execution.step_result import Leaves, StepResult, Values, lookup
+from jaxrlhf.execution.weight_store import WeightStore
+from jaxrlhf.experience import Sampling
+from jaxrlhf.models.params import Params
+from jaxrlhf.observe.timeline import STEP, Timeline, Watcher
+from jaxrlhf.planner.fusion.fusible import fused_order
+from jaxrlhf.planner.plans.plan import Plan
+from jaxrlhf.planner.plans.splits import splits_rows
+from jaxrlhf.programs.arrays import Outputs, Program, Rebuild
+from jaxrlhf.programs.call_programs import compute_program, model_program
+from jaxrlhf.programs.in_flight import InFlight
+from jaxrlhf.programs.optimizer import OptimizerState
+from jaxrlhf.programs.pipeline import Pipelined
+from jaxrlhf.programs.roles import FunctionRole, ModelRole, Role
+from jaxrlhf.programs.weight_sets import form_read, reads_merged
+from jaxrlhf.reshard.offload import rests_on_host
+from jaxrlhf.sharding.layout import Layout
+from jaxrlhf.sharding.processes import absent, is_here, meet
+
+
+class Executor:
+    """Runs planned graphs over the weights of a set of roles.
+
+    In a run of several processes, each has an executor and runs the same graphs: every call is dispatched in the
+    processes that own its devices, Python functions run in the first one, and the others get what they gave.
+    """
+
+    def __init__(
+        self,
+        roles: Mapping[str, Role],
+        *,
+        seed: int,
+        timeline: Timeline | None = None,
+        channel: Channel | None = None,
+        one_at_a_time: bool = False,
+        weights: WeightStore | None = None,
+    ) -> None:
+        """
+        Args:
+            one_at_a_time: Each call waits until those before it have ended, and what is brought to it is there: for
+                measuring calls where all devices share a CPU, so that calls beside one another would slow
+                each other.
+            weights: Those to run on. None: a store of its own, still empty.
+        """
+        self._roles = roles
+        self._one_at_a_time = one_at_a_time
+        self._channel = channel or Channel()
+        self._seed = seed
+        self._timeline = timeline or Timeline()
+        self._watcher = Watcher(self._timeline)
+        self._programs: dict[Hashable, Program] = {}
+        self._in_flight = InFlight(self._wait_for)
+        self._at = (STEP, 0)
+        """Phase and number of the step that is being dispatched, as the timeline is to know it."""
+        self._threads = FunctionThreads()
+        self._hand_overs: HandOvers | None = None
+        """Of the step that is being dispatched."""
+        self._first_versions: dict[str, int] = {}
+        """Set of weights -> its version before this step."""
+        models = {name: role for name, role in roles.items() if isinstance(role, ModelRole)}
+        self.weights = weights or WeightStore(models)
+
+    def run(
+        self,
+        graph: CallGraph,
+        plan: Plan,
+        state: Any,
+        data: Any,
+        *,
+        step: int,
+        phase: str = STEP,
+        number: int | None = None,
+    ) -> StepResult:
+        """One step, dispatched.
+
+        Args:
+            graph: The step's calls, of one iteration.
+            state: The state that the step before gave, or the first.
+            data: The rows of this step.
+            step: Decides, with the seed, all its noise.
+            phase: The part of the run that it belongs to, for the timeline.
+            number: The step's number in the timeline, as metrics count. None: `step + 1`.
+
+        Raises:
+            RewardError: A function role failed, in this step.
+        """
+        self._at = (phase, step + 1 if number is None else number)
+        values: Values = {"state": jax.tree.leaves(state), "data": jax.tree.leaves(data)}
+        self._first_versions = self.weights.versions()
+        self._hand_overs = HandOvers(graph, plan)
+        for role in plan.offload:
+            self._offload(role)
+        waiting: Call | None = None  # the first of two calls that are fused
+        for i, call in enumerate(graph.calls):
+            if call.plan_name in plan.fuse and waiting is None:
+                waiting = call
+                continue
+            if call.kind == "host":
+                values[call.name] = scores = self._call_host(call, values)
+                if self._one_at_a_time:
+                    concurrent.futures.wait([scores])
+                continue
+            later = graph.calls[i + 1 :]
+            together = (waiting, call) if waiting is not None and call.plan_name in plan.fuse else (call,)
+            for one in together:
+                for other in later if one.kind == "train" else ():
+                    if other.weights == one.weights and other.writes is None and other.reads <= one.reads:
+                        self._pin(other, plan)  # it reads the version before this one
+                self._reload(one, plan)  # the first of a step: all others were, with the call before
+            if len(together) == 2:
+                outputs = self._call_fused(together, plan, values, step)
+                waiting = None
+            else:
+                outputs = {call.name: self._call_device(call, plan, values, step)}
+            values.update(outputs)
+            for one in together:
+                if not self._one_at_a_time:
+                    self._hand_overs.start(one, outputs[one.name])
+                self._offload_after(one, later, plan)
+            if self._one_at_a_time:
+                self.wait()
+        self.weights.unpin()
+        new_state = jax.tree.map(lambda ref: lookup(values, ref, self._wait), graph.state)
+        phase, number = self._at
+        wait = functools.partial(self._timeline.wait, step=number, phase=phase)
+        return StepResult(graph, new_state, values, self._channel, wait)
+
+    def wait(self, step: int | None = None) -> None:
+        """Until everything dispatched (of one step, by its number) is done; raises what went wrong."""
+        phase, number = self._at if step is None else (STEP, step)
+        with self._timeline.wait("calls to end", step=number, phase=phase):
+            self._watcher.drain(step)
+
+    def abandon_functions(self, seconds: float) -> None:
+        """Gives up waiting for Python functions that have run for so long: the step raises a `FunctionAbandonedError`.
+        May be called in any thread."""
+        self._threads.abandon(seconds, lambda error: (False, error))
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self._threads.close()
+        self._watcher.close()
+
+    def _call_host(self, call: Call, values: Values) -> "concurrent.futures.Future[Leaves]":
+        assert call.role is not None
+        role = self._roles[call.role]
+        assert isinstance(role, FunctionRole)
+        score = role.score if call.method == "scores" else role.score_tokens
+        assert score is not None
+        arrays, _, rebuild = split_args(call.args)
+        inputs = [lookup(values, ref, self._wait) for ref in arrays]
+        hand_to_threads(inputs)
+        phase, step = self._at
+        number = self._channel.number()
+
+        def work() -> tuple[bool, Any]:
+            try:
+                on_host = gather(inputs, self._channel, number)
+                assert on_host is not None
+                rollout = rebuild(on_host)
+                with self._timeline.host(call.plan_name, kind=call.kind, step=step, phase=phase):
+                    return True, [score(*rollout)]
+            except Exception as error:
+                return False, error
+
+        def send() -> None:
+            try:
+                gather(inputs, self._channel, number)
+            except Exception as error:
+                self._channel.abort(error)  # the first process waits for this
+
+        if not self._channel.is_first:
+            self._threads.submit(call.plan_name, send)
+        return self._channel.later(lambda: self._threads.submit(call.plan_name, work))
+
+    def _call_device(self, call: Call, plan: Plan, values: Values, step: int) -> Leaves:
+        ready = self._ready(call, plan, values, step)
+        arguments, program = self._arguments(ready), self._program(ready)
+        outputs = program(*arguments) if program is not None else None
+        if call.kind == "train":
+            outputs = self._trained(ready, arguments, outputs)
+        elif outputs is None:
+            outputs = _absent_outputs(call, ready.layout)
+        ends = program.ends if isinstance(program, Pipelined) else {ready.layout: outputs}
+        for where, array in ends.items():
+            self._watch(array, call.plan_name, call.kind, where, ready.dispatched, inputs=ready.arrays)
+        if isinstance(program, Pipelined):
+            program.ends = {}
+        self._bound_in_flight(outputs, ready.layout)
+        return outputs
+
+    def _call_fused(self, calls: tuple[Call, Call], plan: Plan, values: Values, step: int) -> dict[str, Leaves]:
+        """Two train calls as one pipeline."""
+        ready = [self._ready(call, plan, values, step) for call in calls]
+        arguments = [self._arguments(each) for each in ready]
+        programs: list[Any] = [self._program(each) for each in ready]
+        results: Sequence[Any] = (None, None)
+        ends: Mapping[Layout, Outputs] = {}
+        if programs[0] is not None:  # both have the same devices
+            key = ("fuse", *(each.key for each in ready))
+            if key not in self._programs:
+                order = fused_order(plan[calls[0]], plan[calls[1]], plan.schedules)
+                self._programs[key] = FusedTraining(programs[0], programs[1], order)
+            fused: Any = self._programs[key]
+            results = fused(*arguments)
+            ends, fused.ends = fused.ends, {}
+        outputs = tuple(self._trained(*each) for each in zip(ready, arguments, results, strict=True))
+        name = " + ".join(call.plan_name for call in calls)
+        for where, array in ends.items():
+            self._watch(array, name, "train", where, ready[0].dispatched, inputs=ready[0].arrays + ready[1].arrays)
+        self._bound_in_flight(outputs[1], ready[1].layout)
+        return dict(zip((call.name for call in calls), outputs, strict=True))
+
+    def _ready(self, call: Call, plan: Plan, values: Values, step: int) -> "_Ready":
+        """A call with its inputs on its devices."""
+        placement = plan[call]
+        layout = Layout.over(placement.devices, placement.strategy)
+        refs, settings, rebuild = split_args(call.args)
+        for ref in refs:
+            lookup(values, ref, self._wait)  # what comes from a Python function
+        dispatched = time.perf_counter()
+        assert self._hand_overs is not None
+        arrays = self._hand_overs.inputs(call, refs, functools.partial(lookup, values))
+        avals = tuple((ref.shape, ref.dtype, ref.has_rows) for ref in refs)
+        if call.kind == "generate":
+            settings = _without_temperature(settings)
+        key = (call.role, call.method, call.function, layout, settings, avals)
+        noise = np.array([self._seed, step, zlib.crc32(call.plan_name.encode())], np.uint32)
+        return _Ready(call, layout, rebuild, [ref.has_rows for ref in refs], arrays, key, noise, dispatched)
+
+    def _arguments(self, ready: "_Ready") -> tuple[Any, ...]:
+        """The arguments of the program of a call. Of a train call, the store gives the weights up."""
+        call = ready.call
+        if call.kind == "compute":
+            return (ready.arrays,)
+        if call.kind == "train":
+            params, optimizer, adapted = self._weights_to_train(call, ready.layout)
+            return params, optimizer, ready.noise, ready.arrays, adapted
+        params = self._weights_to_read(call, ready.layout)
+        if call.kind == "generate":
+            _, sampling = call.args
+            assert isinstance(sampling, Sampling)
+            return params, ready.noise, np.float32(sampling.temperature), ready.arrays
+        return params, ready.arrays
+
+    def _weights_to_train(self, call: Call, layout: Layout) -> tuple[Params, OptimizerState, Params | None]:
+        """Master weights, the optimizer's state, and the weights that adapters adapt."""
+        assert call.role is not None
+        started = time.perf_counter()
+        params, optimizer, received = self.weights.take_for_training(call.role, layout)
+        if received is not None:
+            self._watch_reallocation(call.role, optimizer.num_updates, layout, started, received)
+        adapted, received = self.weights.adapted_by(call.role, layout)
+        if received is not None:
+            self._watch_reallocation(call.role, adapted, layout, started, received)
+        return params, optimizer, adapted
+
+    def _weights_to_read(self, call: Call, layout: Layout) -> Params:
+        """Weights in the compute precision."""
+        assert call.role is not None
+        started = time.perf_counter()
+        role, name = self._model_role(call), self.weights.read_by(call.role)[0]
+        params, received = self.weights.for_inference(
+            call.role, layout, layers=form_read(role, call.kind, layout),
+            version=self._first_versions[name] + call.reads, merged=reads_merged(role, call.num_tokens),
+        )  # fmt: skip
+        if received is not None:
+            self._watch_reallocation(call.role, params, layout, started, received)
+        return params
+
+    def _trained(self, ready: "_Ready", arguments: tuple[Any, ...], results: Any) -> Leaves:
+        """The metrics of a train call, whose weights the store takes back."""
+        call, layout = ready.call, ready.layout
+        assert call.role is not None
+        params, optimizer, *_ = arguments
+        if results is None:
+            metrics = _absent_outputs(call, layout)
+        else:
+            params, optimizer, metrics = results
+        self.weights.trained(call.role, layout, params, optimizer)
+        return jax.tree.leaves(metrics)
+
+    def _pin(self, call: Call, plan: Plan) -> None:
+        """Keeps the weights that a call reads, which are about to change."""
+        assert call.role is not None
+        layout = Layout.over(plan[call].devices, plan[call].strategy)
+        self.weights.pin(call.role, layout, layers=form_read(self._model_role(call), call.kind, layout))
+
+    def _offload_after(self, call: Call, later: Sequence[Call], plan: Plan) -> None:
+        """Lets an offloaded role rest after the last call of a step that reads what is its own, and begins to bring
+        back what the next call reads.
+
+        One call ahead, while the one just dispatched runs: earlier would fill the devices again.
+        """
+        used, still_used = self._sets(call), {name for other in later for name in self._sets(other)}
+        for role in plan.offload:
+            own = set(self.weights.owned_by(role))
+            if own & used and not own & still_used:
+                self._offload(role)
+        following = next((other for other in later if other.kind != "host"), None)
+        if following is not None:
+            self._reload(following, plan)
+
+    def _offload(self, role: str) -> None:
+        started = time.perf_counter()
+        moving = self.weights.offload(role)
+        if moving is not None:
+            self._watch_memory(moving, f"{role}.offload", self.weights.home(self.weights.owned_by(role)[0]), started)
+
+    def _sets(self, call: Call) -> set[str]:
+        """The sets of weights that a call reads."""
+        is_model = isinstance(self._roles.get(call.role or ""), ModelRole)
+        return set(self.weights.read_by(call.role)) if is_model and call.role else set()
+
+    def _reload(self, call: Call, plan: Plan) -> None:
+        """Begins to bring a call's role back from host memory, unless it is there."""
+        resting = {name for role in plan.offload for name in self.weights.owned_by(role)}
+        if call.role is None or not resting & self._sets(call):
+            return
+        placement, started = plan[call], time.perf_counter()
+        layout = Layout.over(placement.devices, placement.strategy)
+        layers = form_read(self._model_role(call), call.kind, layout)
+        moving = self.weights.prefetch(call.role, layout, layers=layers, for_training=call.kind == "train")
+        if moving is not None:
+            self._watch_memory(moving, f"{call.role}.reload", layout, started)
+
+    def _watch_memory(self, moving: Any, name: str, layout: Layout, started: float) -> None:
+        size = sum(shard.data.nbytes for x in jax.tree.leaves(moving) for shard in x.addressable_shards)
+        # what comes back may be donated to a train call; what rests never is
+        self._watch(moving, name, "offload", layout, started, copy=not rests_on_host(moving), bytes=size)
+
+    def _model_role(self, call: Call) -> ModelRole:
+        assert call.role is not None
+        role = self._roles[call.role]
+        assert isinstance(role, ModelRole)
+        return role
+
+    def _program(self, ready: "_Ready") -> Program | None:
+        """The program of a call; None in a process that owns none of its devices."""
+        layout = ready.layout
+        if not is_here(layout.mesh):
+            return None
+        if ready.key not in self._programs:
+            self._programs[ready.key] = self._new_program(ready)
+            if layout.own_devices != layout.devices:
+                self._in_flight.wait()  # so that no device is late
+                meet(layout.mesh.devices.flat)
+        return self._programs[ready.key]
+
+    def _new_program(self, ready: "_Ready") -> Program:
+        call, layout = ready.call, ready.layout
+        split = splits_rows(call, layout.strategy)
+        if call.kind == "compute":
+            assert call.function is not None
+            rows_out = [ref.has_rows and split for ref in call.output_refs]
+            return compute_program(call.function, ready.rebuild, rows_out, layout)
+        role = self._model_role(call)
+        return model_program(call.kind, call.method, role, ready.rebuild, ready.has_rows, layout, uneven=not split)
+
+    def _wait(self, name: str) -> contextlib.AbstractContextManager[None]:
+        phase, number = self._at
+        return self._timeline.wait(name, step=number, phase=phase)
+
+    def _watch(
+        self,
+        arrays: Any,
+        name: str,
+        kind: str,
+        layout: Layout,
+        dispatched: float,
+        *,
+        inputs: Sequence[Any] = (),
+        bytes: int = 0,
+        copy: bool = False,
+    ) -> None:
+        """Has the timeline know when arrays are there, of what begins when its inputs are. `copy`: they may be donated
+        before the watcher has seen them."""
+        if not layout.own_devices:
+            return
+        # of weights over the stages of a pipeline, one of a stage that is here
+        here = (x for x in jax.tree.leaves(arrays) if not isinstance(x, jax.Array) or x.sharding.addressable_devices)
+        first = list(itertools.islice(here, 1))
+        phase, number = self._at
+        self._watcher.watch(
+            [x + 0 for x in first] if copy else first,
+            name=name, kind=kind, devices=layout.own_devices, step=number, dispatched=dispatched, phase=phase,
+            bytes=bytes, inputs=inputs,
+        )  # fmt: skip
+
+    def _watch_reallocation(self, role: str, arrays: Any, layout: Layout, started: float, received: int) -> None:
+        self._watch(arrays, f"{role}.reallocate", "reallocate", layout, started, copy=True, bytes=received)
+
+    def _bound_in_flight(self, outputs: Leaves, layout: Layout) -> None:
+        if layout.own_devices:
+            self._in_flight.add(outputs)
+        self._watcher.check()
+
+    def _wait_for(self, outputs: Leaves) -> None:
+        """Waits for a call in flight."""
+        with self._wait("calls in flight"):
+            jax.block_until_ready(outputs)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Ready:
+    """A call with its inputs on its devices."""
+
+    call: Call
+    layout: Layout
+    rebuild: Rebuild
+    has_rows: list[bool]
+    """Of the arrays of its arguments."""
+    arrays: Leaves
+    key: Hashable
+    """Of its program: the role and its method, or the function; the layout, the settings, and the shapes."""
+    noise: np.ndarray
+    dispatched: float
+
+
+def _absent_outputs(call: Call, layout: Layout) -> Leaves:
+    """The outputs, without shards, of a call that runs in other processes."""
+    split = splits_rows(call, layout.strategy)
+    if call.kind in ("infer", "train") and layout.is_pipelined:
+        layout = layout.stage(layout.strategy.num_stages - 1)
+    return [absent(ref, layout.rows if ref.has_rows and split else layout.replicated) for ref in call.output_refs]
+
+
+def _without_temperature(settings: Any) -> Hashable:
+    """The settings of a call of `generate` without the temperature, which is an argument of its program."""
+    structure, values = settings
+    return structure, tuple(dataclasses.replace(x, temperature=1.0) if isinstance(x, Sampling) else x for x in values)

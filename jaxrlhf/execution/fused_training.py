@@ -1,0 +1,67 @@
+"""Two train calls as one pipeline: the instructions of both in one order, mini-batch by mini-batch.
+
+Each call gives what it would give alone: only the order differs in which the devices do its work and the other's.
+"""
+
+from typing import Any
+
+from jaxrlhf.planner.fusion.fusible import FusedOrder
+from jaxrlhf.programs.arrays import Outputs
+from jaxrlhf.programs.pipeline import Pipelined, Worker, carry_out
+from jaxrlhf.programs.pipelined_training import PipelinedTraining, TrainRun
+
+
+class FusedTraining(Pipelined):
+    """`(arguments of the first, arguments of the second) -> (results of the first, results of the second)`, where
+    arguments and results are those of `PipelinedTraining`."""
+
+    def __init__(self, first: PipelinedTraining, second: PipelinedTraining, order: FusedOrder) -> None:
+        self._calls, self._order = (first, second), order
+
+    def __call__(self, first: tuple[Any, ...], second: tuple[Any, ...]) -> tuple[Any, Any]:
+        runs = [TrainRun(call.programs, *given) for call, given in zip(self._calls, (first, second), strict=True)]
+        assert runs[0].num_updates == runs[1].num_updates, "the plan was checked"
+        for update in range(runs[0].num_updates):
+            for run in runs:
+                run.begin_update(update)
+            for term in range(max(run.num_terms for run in runs)):
+                self._carry_out(runs, term)
+            for run in runs:
+                run.end_update()
+        self.ends = runs[1].ends
+        return runs[0].result(), runs[1].result()
+
+    def _carry_out(self, runs: list[TrainRun], term: int) -> None:
+        """The schedule for a term of both losses; where one has no more, for what is left of the other."""
+        merged: list[MergedStages | None] = []
+        for run, count in zip(runs, self._order.merged, strict=True):
+            if term < run.num_terms:
+                merged += [MergedStages(worker, count) for worker in run.workers(term)]
+            else:
+                merged += [None] * len(run.programs.groups)
+        there = {pipe: worker for pipe, worker in enumerate(merged) if worker is not None}
+        carry_out((x for x in self._order.instructions if x.pipe in there), there)
+        for run in runs:
+            if term < run.num_terms:
+                run.end_term(term)
+
+
+class MergedStages:
+    """Consecutive stages of a worker that lie on one node of the other call, as one stage."""
+
+    def __init__(self, worker: Worker, count: int) -> None:
+        self._worker, self._count = worker, count
+
+    def forward(self, micro_batch: int, stage: int) -> Outputs:
+        """The stages one after another."""
+        outputs = None
+        for one in range(stage * self._count, (stage + 1) * self._count):
+            outputs = self._worker.forward(micro_batch, one)
+        return outputs
+
+    def backward(self, micro_batch: int, stage: int) -> Outputs:
+        """The stages one after another, from the last."""
+        outputs = None
+        for one in reversed(range(stage * self._count, (stage + 1) * self._count)):
+            outputs = self._worker.backward(micro_batch, one)
+        return outputs

@@ -1,0 +1,65 @@
+"""The result of a step: its next state and the outputs of its calls, and reading them."""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jaxrlhf.call_graph import CallGraph, Ref
+from jaxrlhf.execution.channel import Channel
+from jaxrlhf.execution.host_arrays import to_host
+
+Leaves = list[Any]
+"""The outputs of a call: arrays, which may still be under way, in the order of `jax.tree.leaves`; numpy arrays of a
+Python function."""
+Values = dict[str, "Leaves | concurrent.futures.Future[Leaves]"]
+"""Call, 'state' or 'data' -> its outputs."""
+Wait = Callable[[str], contextlib.AbstractContextManager[None]]
+"""Given what is waited for: a context to wait in, which the timeline then shows."""
+
+
+def _untold(_: str) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
+
+@dataclasses.dataclass
+class StepResult:
+    """The result of a step. Its arrays may still be under way.
+
+    What reads arrays gives them to every process of the run, and every process must call it, in the same order.
+    """
+
+    graph: CallGraph
+    state: Any
+    """The state for the next step."""
+    _values: Values
+    _channel: Channel = dataclasses.field(default_factory=Channel)
+    _wait: Wait = _untold
+
+    def fetch(self) -> Any:
+        """The results that the step function returned beside its state, as numpy arrays. Waits for them."""
+        return self.read(self.graph.results[0])
+
+    def outputs(self, call_name: str) -> Any:
+        """A call's outputs as numpy arrays. Waits for them."""
+        (call,) = (c for c in self.graph.calls if c.name == call_name)
+        return self.read(call.outputs)
+
+    def read(self, tree: Any) -> Any:
+        """A tree with the arrays in place of the graph's references to them, as numpy arrays. Waits for them."""
+        refs = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, Ref)]
+        with self._wait("results"):
+            arrays = iter(to_host([lookup(self._values, ref) for ref in refs], self._channel))
+        return jax.tree.map(lambda x: next(arrays) if isinstance(x, Ref) else x, tree)
+
+
+def lookup(values: Values, ref: Ref, wait: Wait = _untold) -> Any:
+    """The output that a reference stands for. Waits for that of a Python function, in the context that `wait` makes."""
+    leaves = values[ref.call]
+    if isinstance(leaves, concurrent.futures.Future):
+        with wait(ref.call):
+            leaves = leaves.result()
+    return leaves[ref.leaf]

@@ -1,0 +1,387 @@
+"""Weights of all roles, by version and layout.
+
+Weights are held in sets (`weight_sets`). A set that is trained has master weights (float32) and optimizer state in the
+layout of its last train call. Every other call gets a copy in the compute precision in its own layout, made when it is
+first asked for, and dropped when training makes a new version. A set that never changes has such copies only. A moving
+average has master weights too, beside those that it follows.
+
+In a pipelined layout every weight is on the devices of its stage: `weight_forms` says what that asks for.
+
+A role that is offloaded rests in host memory: master weights and optimizer state, or, of a set that never changes, each
+of its copies, which stay there for good. What a call needs is brought to the devices before it, and let go after it.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxrlhf.models.lora import adapt, init_adapters
+from jaxrlhf.models.params import LayerForm, Params, init_params, with_layers
+from jaxrlhf.programs.arrays import Program, with_shardings
+from jaxrlhf.programs.optimizer import OptimizerState, init_optimizer
+from jaxrlhf.programs.roles import ModelRole
+from jaxrlhf.programs.weight_forms import (
+    arranged,
+    form_between,
+    in_form,
+    merge_program,
+    moved,
+    program_at,
+    run_at,
+    to_ring,
+    without_stages,
+)
+from jaxrlhf.programs.weight_sets import BASE, Form, WeightSet, sets_owned, sets_read, weight_sets
+from jaxrlhf.reshard.offload import rests_on_host, to_device_memory, to_host_memory
+from jaxrlhf.reshard.reallocate import reallocate
+from jaxrlhf.reshard.traffic import bytes_received_here
+from jaxrlhf.sharding.layout import Layout
+
+
+@dataclasses.dataclass
+class _Held:
+    """The arrays of one set."""
+
+    version: int
+    home: Layout
+    """The layout of the master weights, or of the first copy of weights that never change."""
+    master: Params | None
+    optimizer: OptimizerState | None
+    copies: dict[Form, Params]
+    """Weights in the compute precision, on the devices."""
+    resting: dict[Form, Params] = dataclasses.field(default_factory=dict)
+    """The same in host memory, of a set that never changes."""
+    merged: dict[tuple[int, Form], Params] = dataclasses.field(default_factory=dict)
+    """Base weights with these adapters merged in, by the adapters' version and the form."""
+    pinned: dict[tuple[int, Form], Params] = dataclasses.field(default_factory=dict)
+    """Copies of older versions that calls of this step still read."""
+
+    @property
+    def source(self) -> Params:
+        """Weights of the present version on the devices of `home`, to make others from."""
+        if self.master is not None:
+            return to_device_memory(self.master)
+        held = self.resting | self.copies
+        return to_device_memory(
+            next(x for (layout, layers), x in held.items() if layout == self.home and layers != "ring")
+        )
+
+
+class WeightStore:
+    """The weights of all roles. What is read is asked for by role; what is saved and restored, by set."""
+
+    def __init__(self, roles: Mapping[str, ModelRole]) -> None:
+        self._roles = roles
+        self.sets = weight_sets(roles)
+        self._held: dict[str, _Held] = {}
+
+    def version(self, name: str) -> int:
+        """The number of train calls that a set has seen; for a moving average, those of the set that it follows."""
+        return self._held[name].version
+
+    def versions(self) -> dict[str, int]:
+        """The version of every set."""
+        return {name: held.version for name, held in self._held.items()}
+
+    def home(self, name: str) -> Layout:
+        """The layout in which a set rests, or of its first copy."""
+        return self._held[name].home
+
+    def read_by(self, role: str) -> tuple[str, ...]:
+        """The sets that a role's calls read."""
+        return sets_read(role, self._roles[role])
+
+    def owned_by(self, role: str) -> tuple[str, ...]:
+        """The sets that exist because of a role; none if the role belongs to another part of the run."""
+        return sets_owned(role, self._roles[role]) if role in self._roles else ()
+
+    # -- sets: first weights, and what is saved of them ----------------------------------------------------------------
+
+    def initialize(self, name: str, layout: Layout, key: jax.Array) -> None:
+        """Random weights, made in place: the whole model is never on one device."""
+        weight_set = self.sets[name]
+
+        def make(key: jax.Array) -> Params:
+            if weight_set.lora is not None:
+                made = init_adapters(weight_set.model, weight_set.lora, key)
+            else:
+                made = init_params(weight_set.model, key, random_value_head=self.random_head(name))
+            return with_layers(made, stacked=weight_set.resting_form(layout) == "stacked")
+
+        self.load(name, layout, run_at(layout, make, weight_set.shardings(layout), key))
+
+    def random_head(self, name: str) -> bool:
+        """Whether a new scalar head of this set is random: only where the set is never trained."""
+        return not self.sets[name].rests_in_float32 and not name.endswith(BASE)
+
+    def load(
+        self, name: str, layout: Layout, params: Params, *, optimizer: OptimizerState | None = None, version: int = 0
+    ) -> None:
+        """Take weights over, float32 and resting in `layout`. They belong to the store from now on."""
+        weight_set = self.sets[name]
+        form: Form = (layout, weight_set.resting_form(layout))
+        params = in_form(params, weight_set, form)
+        if not weight_set.rests_in_float32:
+            copy = in_form(params, weight_set, form, weight_set.model.compute_dtype)
+            self._held[name] = _Held(version, layout, None, None, {form: copy})
+            return
+        config = weight_set.optimizer
+        if optimizer is None and config is not None:
+            optimizer = run_at(
+                layout, lambda p: init_optimizer(config, p), weight_set.optimizer_shardings(layout), params
+            )
+        self._held[name] = _Held(version, layout, params, optimizer, {})
+
+    def snapshot(self, name: str) -> tuple[Layout, Params]:
+        """A copy of a set that shares nothing with it, in float32."""
+        held = self._held[name]
+
+        def copy(params: Params) -> Params:
+            return jax.tree.map(lambda x: jnp.copy(x).astype(jnp.float32), params)
+
+        return held.home, run_at(held.home, copy, self.sets[name].shardings(held.home), held.source)
+
+    def state(self, name: str) -> dict[str, Any]:
+        """All arrays of a set that a checkpoint must hold, on the devices."""
+        held = self._held[name]
+        if held.optimizer is None:
+            return {"params": held.source}
+        return {"params": held.source, "optimizer": to_device_memory(held.optimizer)}
+
+    def abstract_state(self, name: str, layout: Layout, *, saved: LayerForm | None = None) -> dict[str, Any]:
+        """Shapes, dtypes and shardings of what `state` gives where the set rests in `layout`.
+
+        Args:
+            saved: Form of the layers in the checkpoint to be read. If `layout` cannot hold that form, the shardings are
+                of another layout over the same devices that can. None means the form in which they rest.
+        """
+        weight_set = self.sets[name]
+        layers = saved or weight_set.resting_form(layout)
+        if layers == "stacked" and layout.is_pipelined:
+            layout = without_stages(layout, weight_set.model)
+        dtype = None if weight_set.rests_in_float32 else weight_set.model.compute_dtype
+        state = {
+            "params": with_shardings(
+                weight_set.abstract(dtype, layers=layers), weight_set.shardings(layout, layers=layers)
+            )
+        }
+        if weight_set.optimizer is not None:
+            abstract = weight_set.abstract_optimizer(layers=layers)
+            state["optimizer"] = with_shardings(abstract, weight_set.optimizer_shardings(layout, layers=layers))
+        return state
+
+    def restore(self, name: str, layout: Layout, state: dict[str, Any], version: int) -> None:
+        """Takes over what `state` gave, to rest in `layout`. The arrays must not be used afterwards.
+
+        Args:
+            state: As `abstract_state` says, with layers in any form.
+        """
+        weight_set = self.sets[name]
+        layers = weight_set.resting_form(layout)
+        if layout.is_pipelined and isinstance(state["params"]["layers"], dict):
+            shardings = {"params": weight_set.shardings(layout)}
+            if "optimizer" in state:
+                shardings["optimizer"] = weight_set.optimizer_shardings(layout)
+            state = reallocate(arranged(state, layers), shardings, donate=True)
+        else:
+            state = arranged(state, layers)
+        if weight_set.rests_in_float32:
+            self._held[name] = _Held(version, layout, state["params"], state.get("optimizer"), {})
+        else:
+            self._held[name] = _Held(version, layout, None, None, {(layout, layers): state["params"]})
+
+    # -- roles: what their calls read ----------------------------------------------------------------------------------
+
+    def for_inference(
+        self, role: str, layout: Layout, *, layers: LayerForm, version: int | None = None, merged: bool = False
+    ) -> tuple[Params, int | None]:
+        """A role's weights in the compute precision in a layout.
+
+        Args:
+            layers: Form of the layers. Those of a `ring` always have their adapters merged in.
+            version: Of the first set that the role reads. None means the current one; any other must have been pinned.
+            merged: Adapters are merged into a copy of the base weights, not left beside them.
+
+        Returns:
+            The weights, and the bytes that devices of this process had to receive for them; None where they were there.
+        """
+        own, *base = self.read_by(role)
+        held = self._held[own]
+        form: Form = (layout, layers)
+        version = held.version if version is None else version
+        if not base:
+            return self._copy(own, form, version)
+        merged = merged or layers == "ring"
+        if merged and (version, form) in held.merged:
+            return held.merged[version, form], None
+        beside = _beside(form)
+        params, received = self._copy(own, beside, version)
+        config, lora = self._roles[role].model, self._roles[role].lora
+        assert lora is not None
+        base_params, base_received = self._copy(base[0], beside, None)
+        if base_received is not None:
+            received = (received or 0) + base_received
+        adapted = adapt(base_params, params, config, lora)
+        if merged:
+            adapted = merge_program(config, beside)(adapted)
+            if layers == "ring":
+                adapted, more = to_ring(adapted, config, layout)
+                received = (received or 0) + more
+            held.merged[version, form] = adapted
+        return adapted, received
+
+    def _copy(self, name: str, form: Form, version: int | None) -> tuple[Params, int | None]:
+        """One set in the compute precision, on the devices."""
+        held = self._held[name]
+        if version not in (None, held.version):
+            return held.pinned[version, form], None
+        if form in held.copies:
+            return held.copies[form], None
+        if form in held.resting:
+            held.copies[form] = to_device_memory(held.resting[form])
+            return held.copies[form], None
+        held.copies[form], received = self._made(name, form)
+        return held.copies[form], received
+
+    def _made(self, name: str, form: Form) -> tuple[Params, int | None]:
+        """A copy of the present version, and the bytes received for it; None where nothing had to be moved."""
+        held, weight_set, (layout, layers) = self._held[name], self.sets[name], form
+        if layers == "ring":
+            as_list: Form = (layout, "list")
+            there = held.copies.get(as_list)
+            params, received = (there, None) if there is not None else self._made(name, as_list)
+            ring, more = to_ring(params, weight_set.model, layout)
+            return ring, (received or 0) + more
+        # in the compute precision before it is moved, so that less is moved
+        by = form_between(weight_set, held.home, layout, layers)
+        source = in_form(held.source, weight_set, (held.home, by), weight_set.model.compute_dtype)
+        shardings = weight_set.shardings(layout, layers=by)
+        received = None if layout == held.home else bytes_received_here(source, shardings)
+        return in_form(reallocate(source, shardings), weight_set, form), received
+
+    def pin(self, role: str, layout: Layout, *, layers: LayerForm) -> None:
+        """Keeps the present version of what a role reads for a call that comes after training made a new one."""
+        name, *base = self.read_by(role)
+        form: Form = (layout, layers)
+        form = _beside(form) if base else form
+        held = self._held[name]
+        held.pinned[held.version, form] = self._copy(name, form, None)[0]
+
+    def unpin(self) -> None:
+        """Lets all older versions go."""
+        for held in self._held.values():
+            held.pinned.clear()
+            held.merged = {key: params for key, params in held.merged.items() if key[0] == held.version}
+
+    # -- training ------------------------------------------------------------------------------------------------------
+
+    def adapted_by(self, role: str, layout: Layout) -> tuple[Params | None, int | None]:
+        """The base weights of a role's adapters, for a train call, and the bytes received for them; `(None, None)` if
+        the role has no adapters."""
+        base = self.read_by(role)[1:]
+        if not base:
+            return None, None
+        return self._copy(base[0], (layout, self.sets[base[0]].resting_form(layout)), None)
+
+    def take_for_training(self, role: str, layout: Layout) -> tuple[Params, OptimizerState, int | None]:
+        """Master weights and optimizer state in a layout, to be donated to a train call, and the bytes that devices of
+        this process had to receive for it; None where they were there.
+
+        The store holds none of either until `trained` brings the new version.
+        """
+        held, weight_set = self._held[role], self.sets[role]
+        params, optimizer = to_device_memory((held.master, held.optimizer))
+        assert params is not None and optimizer is not None, f"{role} is already being trained"
+        received = None
+        held.copies.clear()
+        if layout != held.home:
+            by = form_between(weight_set, held.home, layout)
+            state = arranged((params, optimizer), by)
+            shardings = (weight_set.shardings(layout, layers=by), weight_set.optimizer_shardings(layout, layers=by))
+            received = bytes_received_here(state, shardings)
+            state = reallocate(state, shardings, donate=True)
+            params, optimizer = arranged(state, weight_set.resting_form(layout))
+        held.master = held.optimizer = None
+        return params, optimizer, received
+
+    def trained(self, role: str, layout: Layout, params: Params, optimizer: OptimizerState) -> None:
+        """A train call's new version. Moving averages of it follow."""
+        before = self._held[role]
+        self._held[role] = _Held(before.version + 1, layout, params, optimizer, {}, pinned=before.pinned)
+        for name, weight_set in self.sets.items():
+            if weight_set.average is not None and weight_set.average.of == role:
+                self._follow(name, before.version + 1, layout, params)
+
+    def _follow(self, name: str, version: int, layout: Layout, params: Params) -> None:
+        """Moves an average towards a new version of what it follows."""
+        held, weight_set = self._held[name], self.sets[name]
+        assert weight_set.average is not None
+        held.version = version
+        if version % weight_set.average.every:
+            return
+        params = moved(params, weight_set, layout, (held.home, weight_set.resting_form(held.home)))
+        average = _average_program(weight_set, held.home)
+        held.master = average(to_device_memory(held.master), params, jnp.float32(weight_set.average.decay))
+        held.copies.clear()
+
+    # -- host memory ---------------------------------------------------------------------------------------------------
+
+    def offload(self, role: str) -> Any:
+        """Lets what a role owns rest in host memory: what is needed later is moved there, and no copy stays on the
+        devices.
+
+        Programs that were dispatched keep what they read until they are done.
+
+        Returns:
+            Arrays that are now on their way there; None if nothing has to go.
+        """
+        moving = []
+        for name in self.owned_by(role):
+            held = self._held[name]
+            if held.master is not None and not rests_on_host(held.master):
+                held.master, held.optimizer = to_host_memory((held.master, held.optimizer))
+                moving.append((held.master, held.optimizer))
+            elif not self.sets[name].rests_in_float32:
+                new = {key: to_host_memory(copy) for key, copy in held.copies.items() if key not in held.resting}
+                held.resting |= new
+                moving += list(new.values())
+            held.copies.clear()
+            held.merged.clear()
+        return moving or None
+
+    def prefetch(self, role: str, layout: Layout, *, layers: LayerForm, for_training: bool) -> Any:
+        """Starts bringing what a role reads back from host memory, in the layout of the call that comes next.
+
+        Returns:
+            Arrays that are now on their way; None if they are there.
+        """
+        own, *base = self.read_by(role)
+        moving = []
+        if for_training:
+            held = self._held[own]
+            if held.master is not None and rests_on_host(held.master):
+                held.master, held.optimizer = to_device_memory((held.master, held.optimizer))
+                moving.append(held.master)
+        form: Form = (layout, layers)
+        form = _beside(form) if base else form
+        for name in base if for_training else (own, *base):
+            if form not in self._held[name].copies:
+                moving.append(self._copy(name, form, None)[0])
+        return (moving[0] if len(moving) == 1 else moving) or None
+
+
+def _beside(form: Form) -> Form:
+    """The form that adapters and base weights must have to be merged into a form."""
+    return (form[0], "list") if form[1] == "ring" else form
+
+
+@functools.lru_cache(maxsize=64)
+def _average_program(weight_set: WeightSet, layout: Layout) -> Program:
+    def averaged(average: Params, params: Params, decay: jax.Array) -> Params:
+        return jax.tree.map(lambda a, x: decay * a + (1 - decay) * x, average, params)
+
+    return program_at(layout, averaged, weight_set.shardings(layout))

@@ -1,0 +1,236 @@
+"""The architecture of the models, declared once: their weights, how these split, what a layer costs, and the names in
+checkpoints.
+
+A decoder-only transformer: RMSNorm, rotary positions, grouped-query attention, gated MLP. Everything that must know
+which weights a layer has (initial values, shardings, stages, adapters, checkpoints, forecasts of time and memory)
+derives it from here. A variant is a field of `ModelConfig`; its weights, names and costs, declared here; a branch where
+the mathematics differs, in `layers`, `attention` or `transformer`; and its family in `config_json`.
+
+Letters: D hidden size, F MLP size, h head size, H query heads x h, K key-value heads x h, V vocabulary.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+
+from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.sharding.axes import TENSOR, WEIGHTS_AT_USE
+from jaxrlhf.sharding.layout import Axes
+from jaxrlhf.sharding.strategy import Remat
+
+Declared = dict[str, Any]
+"""A tree of `Weight`, in the form of the weights that it declares."""
+
+# -- weights -----------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """The declaration of one weight."""
+
+    shape: tuple[int, ...]
+    axes: Axes
+    """Logical axes, one a dim."""
+    initializer: Literal["normal", "ones", "zeros"] = "normal"
+    stddev: float = 0.0
+    dtype: jax.typing.DTypeLike = jnp.float32
+    """Of the master weight, which is trained; calls that do not train hold copies in the compute precision."""
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def splits_input(self) -> bool:
+        """`tensor` splits a matrix along what it multiplies, so that its product is a sum over devices."""
+        return self.axes[0] is not None and WEIGHTS_AT_USE[self.axes[0]] == TENSOR
+
+
+def declare(config: ModelConfig, *, stacked: bool = False) -> Declared:
+    """The tree of a model's weights."""
+    D, V = config.hidden_size, config.vocab_size
+    tree: Declared = {"embedding": Weight((V, D), ("vocab", "embed"), stddev=D**-0.5)}
+    tree["layers"] = every_layer(declare_layer(config), config, stacked=stacked)
+    tree["final_norm"] = Weight((D,), ("norm",), "ones")
+    if config.head in ("scalar", "both"):
+        tree["value_head"] = Weight((D, 1), ("embed", "value"), "zeros")
+    if config.head in ("lm", "both") and not config.tie_embeddings:
+        tree["lm_head"] = Weight((D, V), ("embed", "vocab"), stddev=D**-0.5)
+    return tree
+
+
+FIRST_STAGE, LAYERS, LAST_STAGE = ("embedding",), "layers", ("final_norm", "lm_head", "value_head")
+"""The names of the tree, by where in a pipeline they are used. A tied embedding is used on the last stage too."""
+
+
+def declare_layer(config: ModelConfig) -> dict[str, Weight]:
+    """One layer's weights."""
+    D, F, H, K = _sizes(config)
+    into_residual = 1 / math.sqrt(2 * config.num_layers)  # keeps the residual stream's scale however deep the model
+    layer = {
+        "attention_norm": Weight((D,), ("norm",), "ones"),
+        "query": Weight((D, H), ("embed", "heads"), stddev=D**-0.5),
+        "key": Weight((D, K), ("embed", "kv_heads"), stddev=D**-0.5),
+        "value": Weight((D, K), ("embed", "kv_heads"), stddev=D**-0.5),
+        "output": Weight((H, D), ("heads", "embed"), stddev=H**-0.5 * into_residual),
+        "mlp_norm": Weight((D,), ("norm",), "ones"),
+        "gate": Weight((D, F), ("embed", "mlp"), stddev=D**-0.5),
+        "up": Weight((D, F), ("embed", "mlp"), stddev=D**-0.5),
+        "down": Weight((F, D), ("mlp", "embed"), stddev=F**-0.5 * into_residual),
+    }
+    if config.attention_bias:
+        layer["query_bias"] = Weight((H,), ("heads",), "zeros")
+        layer["key_bias"] = Weight((K,), ("kv_heads",), "zeros")
+        layer["value_bias"] = Weight((K,), ("kv_heads",), "zeros")
+    if config.qk_norm:
+        layer["query_norm"] = Weight((config.head_size,), ("norm",), "ones")
+        layer["key_norm"] = Weight((config.head_size,), ("norm",), "ones")
+    return layer
+
+
+Matrix = Literal["query", "key", "value", "output", "gate", "up", "down"]
+"""The matrices of a layer, all of which may have adapters."""
+MATRICES: tuple[Matrix, ...] = get_args(Matrix)
+JOINED: dict[str, tuple[Matrix, ...]] = {"query_key_value": ("query", "key", "value"), "gate_up": ("gate", "up")}
+"""Matrices with the same input, which are one product where no columns are split; biases follow them."""
+
+
+def every_layer(layer: Any, config: ModelConfig, *, stacked: bool) -> Any:
+    """The declarations of all layers, from those of one: a list, or, stacked, with a leading axis."""
+    if not stacked:
+        return [layer for _ in range(config.num_layers)]
+    return with_leading_axis(layer, config.num_layers, "layers")
+
+
+def with_leading_axis(tree: Any, size: int, axis: str) -> Any:
+    """Declarations of arrays with one more axis in front."""
+    return map_weights(lambda w: dataclasses.replace(w, shape=(size, *w.shape), axes=(axis, *w.axes)), tree)
+
+
+def map_weights(function: Callable[[Weight], Any], tree: Any) -> Any:
+    """A function of declarations over a tree of them."""
+    return jax.tree.map(function, tree, is_leaf=is_weight)
+
+
+def is_weight(x: Any) -> bool:
+    return isinstance(x, Weight)
+
+
+@functools.lru_cache(maxsize=1024)
+def num_parameters(config: ModelConfig, *, output_embedding: bool = True) -> int:
+    """The number of parameters; without the output embedding, of all but the language-model and the scalar head."""
+    tree = declare(config)
+    if not output_embedding:
+        tree = {name: w for name, w in tree.items() if name not in ("lm_head", "value_head")}
+    return sum(w.size for w in jax.tree.leaves(tree, is_leaf=is_weight))
+
+
+# -- names -------------------------------------------------------------------------------------------------------------
+
+CHECKPOINT_NAMES: dict[str, str] = {
+    "embedding": "model.embed_tokens",
+    "final_norm": "model.norm",
+    "lm_head": "lm_head",
+    "value_head": "score",
+    # in model.layers.<number>
+    "attention_norm": "input_layernorm",
+    "query": "self_attn.q_proj",
+    "key": "self_attn.k_proj",
+    "value": "self_attn.v_proj",
+    "output": "self_attn.o_proj",
+    "query_norm": "self_attn.q_norm",
+    "key_norm": "self_attn.k_norm",
+    "mlp_norm": "post_attention_layernorm",
+    "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj",
+    "down": "mlp.down_proj",
+}
+"""The modules of Hugging Face's models. A bias has the module of its weight."""
+
+
+def checkpoint_name(name: str, layer: int | None = None) -> str:
+    """A weight's name in a checkpoint.
+
+    >>> checkpoint_name("key_bias", 3)
+    'model.layers.3.self_attn.k_proj.bias'
+    """
+    module, kind = CHECKPOINT_NAMES[name.removesuffix("_bias")], "bias" if name.endswith("_bias") else "weight"
+    return f"{module}.{kind}" if layer is None else f"model.layers.{layer}.{module}.{kind}"
+
+
+# -- costs of a layer --------------------------------------------------------------------------------------------------
+
+
+class Width(NamedTuple):
+    """A number of activations per token: `whole` on every device, and `split` over `tensor`."""
+
+    whole: float
+    split: float
+
+    def on_device(self, tensor: int) -> float:
+        return self.whole + self.split / tensor
+
+
+@functools.lru_cache(maxsize=256)
+def matrices(config: ModelConfig) -> Mapping[Matrix, Weight]:
+    """The declarations of a layer's matrices."""
+    layer = declare_layer(config)
+    return MappingProxyType({name: layer[name] for name in MATRICES})
+
+
+@functools.lru_cache(maxsize=1024)
+def matrix_numbers(config: ModelConfig, names: tuple[Matrix, ...] = MATRICES) -> int:
+    """Parameters of some of a layer's matrices: half the operations of their products with one token."""
+    return sum(matrices(config)[name].size for name in names)
+
+
+@functools.lru_cache(maxsize=1024)
+def matrix_widths(config: ModelConfig, names: tuple[Matrix, ...] = MATRICES) -> tuple[Width, ...]:
+    """Inputs and outputs of some of a layer's matrices: one of the two is whole on every device, the other is split."""
+    weights = [matrices(config)[name] for name in names]
+    return tuple(Width(*(weight.shape[::-1] if weight.splits_input else weight.shape)) for weight in weights)
+
+
+def pair_flops(config: ModelConfig) -> int:
+    """Operations for a query and a key that it sees, in all heads: the score, and the weighted value."""
+    return 2 * 2 * config.num_heads * config.head_size
+
+
+def cached_numbers(config: ModelConfig) -> int:
+    """Keys and values of one token in one layer."""
+    return 2 * config.num_kv_heads * config.head_size
+
+
+def read_and_written(config: ModelConfig) -> Width:
+    """Activations per token that a layer's forward pass reads and writes: two norms and two sums over the hidden state,
+    inputs and outputs of products, rotations, attention and gate."""
+    D, F, H, K = _sizes(config)
+    return Width(12 * D, 3 * H + 4 * K + 5 * F)
+
+
+def residuals(config: ModelConfig, remat: Remat) -> Width:
+    """Residuals per token of a layer: its input; and, unless it is rematerialized, its norms' outputs, queries, keys,
+    values, attention, and the two factors of the MLP."""
+    D, F, H, K = _sizes(config)
+    if remat == "layer":
+        return Width(D, 0)
+    return Width(2 * D, (1 if remat == "dots" else 2) * H + 2 * K + 2 * F)
+
+
+def live_activations(config: ModelConfig) -> Width:
+    """Activations per token that are live while a layer is computed: the residual stream before and after, a norm's
+    output, and the MLP's two products with half of their gated one, or, where they are more, those of attention."""
+    D, F, H, K = _sizes(config)
+    return Width(3 * D, max(2.5 * F, 2 * H + 2 * K))
+
+
+def _sizes(config: ModelConfig) -> tuple[int, int, int, int]:
+    """D, F, H, K."""
+    h = config.head_size
+    return config.hidden_size, config.intermediate_size, config.num_heads * h, config.num_kv_heads * h

@@ -1,0 +1,1 @@
+"""What a run shows: timeline, metrics, console, trackers, pictures."""

@@ -1,0 +1,148 @@
+"""Timelines as files: the Chrome trace format, which ui.perfetto.dev and chrome://tracing open.
+
+A trace has a row per device, and rows for the host of every process: one of its main thread's waits, the others of what
+ran in threads beside it.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxrlhf.observe.events import MOVING, WAIT, Event, ProcessEvents, on_one_clock
+from jaxrlhf.writing import write_atomically
+
+Rows = list[tuple[str, list[Event]]]
+"""(label, events, no two of which overlap), from top to bottom."""
+
+
+class TraceError(ValueError):
+    """A file that is no trace of a run."""
+
+
+def write_chrome_trace(path: Path, processes: Sequence[ProcessEvents]) -> None:
+    """Writes what the processes of a run saw, the first one first, as one trace.
+
+    Its "metadata" holds `dropped_events` and the Unix time of the trace's zero.
+    """
+    write_atomically(path, json.dumps(chrome_trace(processes)))
+
+
+def chrome_trace(processes: Sequence[ProcessEvents]) -> dict[str, Any]:
+    """The trace of what the processes of a run saw, as plain data."""
+    entries: list[dict[str, Any]] = [_label("process_name", 1, name="jaxrlhf")]
+    # Thread 0 of process 0 is the idle thread to viewers: both count from 1.
+    for thread, (label, row) in enumerate(trace_rows(on_one_clock(processes)), start=1):
+        entries += [_label("thread_name", thread, name=label), _label("thread_sort_index", thread, sort_index=thread)]
+        entries += [_entry(event, thread) for event in row]
+    metadata = {
+        "dropped_events": sum(process.num_dropped for process in processes),
+        "origin_unix_seconds": min(process.origin_unix_seconds for process in processes),
+    }
+    return {"traceEvents": entries, "displayTimeUnit": "ms", "metadata": metadata}
+
+
+def trace_rows(processes: Sequence[ProcessEvents]) -> Rows:
+    """The rows of a trace, of processes that are on one clock: every device, then the host of every process."""
+    on_device: dict[int, list[Event]] = {}
+    for process in processes:
+        for event in process.events:
+            for device in process.told_of(event):
+                on_device.setdefault(device, []).append(event)
+    rows: Rows = [(f"device {device}", on_device[device]) for device in sorted(on_device)]
+    for number, process in enumerate(processes):
+        host = f"host {number}" if len(processes) > 1 else "host"
+        on_host = [event for event in process.events if not event.devices]
+        rows += [(host, row) for row in _apart(event for event in on_host if event.kind != WAIT)]
+        rows += [(f"{host} waits", row) for row in _apart(event for event in on_host if event.kind == WAIT)]
+    return rows
+
+
+def read_rows(path: Path) -> Rows:
+    """The rows of a trace that `write_chrome_trace` wrote. An event of several devices is on each of their rows.
+
+    Raises:
+        TraceError: The file is not there, or no such trace.
+    """
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+        label_of = {entry["tid"]: entry["args"]["name"] for entry in entries if entry["name"] == "thread_name"}
+        rows: dict[int, list[Event]] = {thread: [] for thread in label_of}
+        for entry in entries:
+            if entry["ph"] == "X":
+                rows[entry["tid"]].append(_event(entry, label_of[entry["tid"]]))
+    except OSError as error:
+        raise TraceError(
+            f"{path}: must be the timeline.json of a run. Got no file that can be read ({error.strerror}). Name the "
+            "folder of a run that has ended, such as runs/latest; output.timeline must be on."
+        ) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise TraceError(
+            f"{path}: must be a timeline that jaxrlhf wrote. Got something else ({type(error).__name__}: {error}). "
+            "Name the folder of a run, or the timeline.json in it."
+        ) from error
+    return [(label_of[thread], rows[thread]) for thread in sorted(rows)]
+
+
+def _apart(events: Iterable[Event]) -> list[list[Event]]:
+    """Events in as few rows as it takes for no two of a row to overlap, or viewers misdraw them."""
+    rows: list[list[Event]] = []
+    for event in sorted(events, key=lambda event: event.start):
+        row = next((row for row in rows if row[-1].end <= event.start), None)
+        if row is None:
+            rows.append([event])
+        else:
+            row.append(event)
+    return rows
+
+
+def _entry(event: Event, thread: int) -> dict[str, Any]:
+    arguments: dict[str, Any] = {"phase": event.phase, "step": event.step, "kind": event.kind}
+    if event.devices:
+        arguments |= {"devices": _spans(event.devices), "bytes": event.bytes}
+    if event.kind == WAIT:
+        arguments["waited_for"] = event.name
+    entry = {
+        "name": event.name,
+        "cat": event.kind,
+        "ph": "X",
+        "pid": 1,
+        "tid": thread,
+        "ts": 1e6 * event.start,
+        "dur": 1e6 * (event.end - event.start),
+        "args": arguments,
+    }
+    # One of the color names that chrome://tracing knows; Perfetto has colors by name alone, and `cat` to filter by.
+    return entry | {"cname": "grey"} if event.kind in (*MOVING, WAIT) else entry
+
+
+def _event(entry: Mapping[str, Any], label: str) -> Event:
+    arguments = entry["args"]
+    device = re.fullmatch(r"device (\d+)", label)
+    start = entry["ts"] / 1e6
+    return Event(
+        entry["name"],
+        arguments["kind"],
+        (int(device[1]),) if device else (),
+        arguments["step"],
+        start,
+        start + entry["dur"] / 1e6,
+        arguments["phase"],
+        arguments.get("bytes", 0),
+    )
+
+
+def _spans(devices: Sequence[int]) -> str:
+    """Numbers as text, with those that follow one another drawn together: '0-3,8'."""
+    spans: list[list[int]] = []
+    for device in sorted(devices):
+        if spans and device == spans[-1][-1] + 1:
+            spans[-1] = [spans[-1][0], device]
+        else:
+            spans.append([device])
+    return ",".join("-".join(map(str, span)) for span in spans)
+
+
+def _label(name: str, thread: int, /, **arguments: str | int) -> dict[str, Any]:
+    return {"name": name, "ph": "M", "pid": 1, "tid": thread, "args": arguments}

@@ -1,0 +1,249 @@
+"""Output of a run on the terminal: tables, samples, progress, and where its files are.
+
+In a pipe everything is plain lines without escape codes. Texts of users and models are shown as they are: nothing in
+them is taken for markup, and what could move the cursor is escaped.
+"""
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+import rich.box
+from rich.cells import cell_len
+from rich.console import Console as RichConsole
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from jaxrlhf.observe.metrics import best_evaluation
+from jaxrlhf.observe.plain_text import BLOCKS, cell, printable, sparkline
+from jaxrlhf.observe.progress import Progress
+
+_MAX_CELL = 34
+"""Characters that a table's cell may take before its text wraps."""
+_EASY_CELL = 16
+"""A cell is not made narrower than this, nor than its longest word, to fit one more column beside it."""
+_GAP = 2
+
+
+class Console:
+    """Writes to standard output, and errors to standard error. `quiet` leaves the errors only."""
+
+    def __init__(
+        self,
+        quiet: bool = False,
+        *,
+        output: TextIO | None = None,
+        errors: TextIO | None = None,
+        width: int | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._out = RichConsole(
+            file=output, quiet=quiet, width=width, highlight=False, markup=False, emoji=False, soft_wrap=False
+        )
+        self._errors = RichConsole(
+            file=errors, stderr=errors is None, width=width, highlight=False, markup=False, emoji=False
+        )
+        self._clock = clock
+
+    def header(self, text: str) -> None:
+        """A heading, set off by an empty line."""
+        self._out.print()
+        self._out.print(self._text(text, "bold"), soft_wrap=True)
+
+    def line(self, text: str) -> None:
+        """One line, never wrapped, so that it can be copied and searched."""
+        self._out.print(self._text(text), soft_wrap=True)
+
+    def table(self, title: str, rows: Sequence[Mapping[str, Any]], columns: Sequence[str] | None = None) -> None:
+        """A table of plain data. Without `columns`, every key is one, in order of first appearance.
+
+        What does not fit the width goes on below in further tables, each of which repeats the first column.
+        """
+        self.header(title)
+        if not rows:
+            self.line("(none)")
+            return
+        keys = list(dict.fromkeys(key for row in rows for key in row)) if columns is None else list(columns)
+        cells = {key: [self._text(cell(row.get(key))) for row in rows] for key in keys}
+        limit = max(8, min(_MAX_CELL, (self._out.width - _GAP) // 2))
+        widths = {key: _column_widths(_heading(key), cells[key], limit) for key in keys}
+        for number, width_of in enumerate(_column_blocks(widths, self._out.width)):
+            if number:
+                self._out.print()
+            table = _plain_table()
+            for key, width in width_of.items():
+                numeric = all(isinstance(row.get(key), int | float | None) for row in rows)
+                justify = "right" if numeric else "left"
+                table.add_column(self._text(_heading(key)), justify=justify, width=width, overflow="fold")
+            for row_cells in zip(*(cells[key] for key in width_of), strict=True):
+                table.add_row(*row_cells)
+            self._out.print(table)
+
+    def samples(self, title: str, rows: Sequence[Mapping[str, Any]], max_chars: int = 240) -> None:
+        """Completions beside their prompts: rows of `prompt`, `completion` and `scores`, a number by scorer.
+
+        Longer texts are cut with an ellipsis; newlines and other control characters are shown escaped.
+        """
+        self.header(title)
+        if not rows:
+            self.line("(none)")
+            return
+        table = _plain_table()
+        table.show_lines = table.expand = True
+        table.add_column("prompt", ratio=2, overflow="fold")
+        table.add_column("completion", ratio=3, overflow="fold")
+        table.add_column("reward", overflow="fold", max_width=max(12, self._out.width // 3))
+        for row in rows:
+            scores: Mapping[str, float] = row["scores"]
+            table.add_row(
+                self._cut(row["prompt"], max_chars),
+                self._cut(row["completion"], max_chars),
+                Text("\n").join(self._text(f"{name} {cell(score)}") for name, score in scores.items()),
+            )
+        self._out.print(table)
+
+    @contextlib.contextmanager
+    def progress(self, total: int, *, start: int = 0, every: int = 10) -> Iterator[Progress]:
+        """Shows how the steps go by: a live bar on a terminal, and lines that stay.
+
+        Args:
+            total: Steps of the whole run.
+            start: Steps done before, in a run that was resumed.
+            every: A line stays every so many steps, and whenever ten seconds went by without one.
+        """
+        live = self._out.is_terminal and not self._out.is_dumb_terminal and not self._out.quiet
+        with contextlib.ExitStack() as stack:
+            progress = Progress(self.line, total, start=start, every=every, clock=self._clock)
+            if live:
+                stack.enter_context(
+                    Live(get_renderable=progress.picture, console=self._out, refresh_per_second=4, transient=True)
+                )
+            yield progress
+
+    @contextlib.contextmanager
+    def status(self, *, every: float = 5.0) -> Iterator[Callable[[str], None]]:
+        """Shows what is going on, in one line that changes; where nobody sees it change, in lines that stay.
+
+        Args:
+            every: Seconds that such lines keep apart.
+        """
+        live = self._out.is_terminal and not self._out.is_dumb_terminal and not self._out.quiet
+        if live:
+            with self._out.status("") as shown:
+                yield lambda line: shown.update(self._text(line))
+            return
+        printed = -math.inf
+
+        def say(line: str) -> None:
+            nonlocal printed
+            if self._clock() - printed >= every:
+                printed = self._clock()
+                self.line(line)
+
+        yield say
+
+    def evaluation(self, evaluations: Sequence[tuple[int, Mapping[str, float]]], num_prompts: int) -> None:
+        """One line on the last of a run's evaluations, (steps done, metrics), and how it stands to the best so far."""
+        done, metrics = evaluations[-1]
+        shown = []
+        for name, value in metrics.items():
+            if not name.startswith("eval/"):
+                continue
+            standing = ""
+            if len(evaluations) > 1 and name != "eval/response_length":
+                step, best = best_evaluation(evaluations, name)
+                standing = " (best so far)" if step == done else f" (best {best:.3f} after {step})"
+            shown.append(f"{name} {value:.3f}{standing}")
+        self.line(f"evaluation after {done} steps on {num_prompts} held-out prompts: {', '.join(shown)}")
+
+    def curve(self, name: str, values: Sequence[float]) -> None:
+        """The course of a metric, as a sparkline between its first and last value."""
+        finite = [value for value in values if math.isfinite(value)]
+        if not finite:
+            self.line(f"{name}  (no values)")
+            return
+        ends = f"{name}  {cell(finite[0])}", cell(finite[-1])
+        width = min(60, self._out.width - len(ends[0]) - len(ends[1]) - 2)
+        picture = sparkline(values, width) if width >= 8 and self._can_show(BLOCKS) else "->"
+        self.line(f"{ends[0]} {picture} {ends[1]}")
+
+    def where(self, paths: Mapping[str, Path]) -> None:
+        """Lists where everything was written, by what it is."""
+        self.header("Written to")
+        width = max(map(len, paths), default=0)
+        for name, path in paths.items():
+            self.line(f"  {name:<{width}}  {path}")
+
+    def release(self) -> None:
+        """Gives a terminal back as it was, where the process ends in the midst of a progress bar."""
+        self._out.show_cursor(True)
+
+    def error(self, message: str) -> None:
+        """Shows an error on standard error, quiet or not. Line breaks in the message stay."""
+        for number, line in enumerate(message.split("\n")):
+            shown = self._text(line if number else f"Error: {line}", "bold red", self._errors)
+            self._errors.print(shown, soft_wrap=True)
+
+    def _text(self, text: str, style: str = "", console: RichConsole | None = None) -> Text:
+        """Text that shows as it is on any terminal, line breaks and control characters escaped."""
+        encoding = (console or self._out).encoding
+        return Text(printable(text).encode(encoding, "backslashreplace").decode(encoding), style)
+
+    def _cut(self, text: str, max_chars: int) -> Text:
+        # No need to escape what will be cut away.
+        shown = self._text(text[: max_chars + 1])
+        if len(shown) > max_chars:
+            mark = "…" if self._can_show("…") else "..."
+            shown = shown[: max_chars - len(mark)] + Text(mark)
+        return shown
+
+    def _can_show(self, text: str) -> bool:
+        try:
+            text.encode(self._out.encoding)
+        except UnicodeEncodeError:
+            return False
+        return True
+
+
+def _plain_table() -> Table:
+    # The box puts one blank between columns, the padding the rest of the gap.
+    return Table(
+        box=rich.box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, _GAP - 1, 0, 0), header_style="bold"
+    )
+
+
+def _column_widths(heading: str, cells: Sequence[Text], limit: int) -> tuple[int, int]:
+    """The least width that a column reads well in, and what it would like."""
+    in_heading = max(map(cell_len, heading.split(" ")))
+    wanted = min(limit, max(in_heading, *(cell.cell_len for cell in cells)))
+    longest_word = max(in_heading, *(cell_len(word) for cell in cells for word in cell.plain.split(" ")))
+    return min(wanted, max(longest_word, _EASY_CELL)), wanted
+
+
+def _column_blocks(widths: Mapping[str, tuple[int, int]], available: int) -> list[dict[str, int]]:
+    """Splits columns into blocks that fit, each led by the first column, and says how wide each column is."""
+    first, *others = widths
+    blocks = [[first]]
+    for key in others:
+        block = blocks[-1]
+        if len(block) > 1 and sum(widths[other][0] + _GAP for other in block) + widths[key][0] > available:
+            blocks.append([first])
+        blocks[-1].append(key)
+    fitted = []
+    for block in blocks:
+        width_of = {key: widths[key][1] for key in block}
+        while sum(width_of.values()) + _GAP * (len(block) - 1) > available:
+            slack = [key for key in block if width_of[key] > widths[key][0]]
+            if not slack:
+                break
+            width_of[max(slack, key=lambda key: width_of[key])] -= 1
+        fitted.append(width_of)
+    return fitted
+
+
+def _heading(key: str) -> str:
+    return key.replace("_", " ")

@@ -1,0 +1,73 @@
+"""Predicted and measured seconds of each call of a plan and of a step."""
+
+import dataclasses
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxrlhf.observe.step_timers import TIMING, timer_of
+from jaxrlhf.planner.plans.saved_plan import SavedPlan
+
+STEP = "step"
+"""The name of a whole step beside those of calls."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """Predicted and measured seconds."""
+
+    seconds: Mapping[str, tuple[float, float | None]]
+    """Call, or `STEP` -> what was predicted, and the median of what was measured. None: no step told."""
+    steps: int
+    """The number of steps that were measured."""
+
+    def rows(self) -> list[dict[str, Any]]:
+        """As rows of a table."""
+        return [
+            {
+                "call": name,
+                "predicted seconds": predicted,
+                "measured seconds": measured,
+                "error": f"{100 * (predicted / measured - 1):+.0f} %" if measured else "",
+            }
+            for name, (predicted, measured) in self.seconds.items()
+        ]
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data."""
+        both = {name: {"predicted": p, "measured": m} for name, (p, m) in self.seconds.items()}
+        return {"steps_measured": self.steps, STEP: both.pop(STEP), "calls": both}
+
+
+def compare(saved: SavedPlan, records: Sequence[Mapping[str, Any]], *, after: int) -> Comparison:
+    """Compares the forecast of a step and of its calls with the records of a run's metrics.
+
+    Args:
+        after: Steps up to this one are left out: in the first step of every start, programs are compiled.
+    """
+    steps = [record for record in records if f"{TIMING}step" in record and record["step"] > after]
+    seconds = {name: (predicted, _median(steps, _names(name, saved))) for name, predicted in _predicted(saved).items()}
+    return Comparison(seconds, len(steps))
+
+
+def _predicted(saved: SavedPlan) -> dict[str, float]:
+    """Call, or two that are fused -> seconds; and those of a step. Each of two fused calls has those of both."""
+    seconds = {name: forecast.seconds for name, forecast in saved.calls.items()}
+    if fused := [name for name in saved.plan.fuse if name in seconds]:
+        seconds[" + ".join(fused)] = max(seconds.pop(name) for name in fused)
+    return {**seconds, STEP: saved.step_seconds}
+
+
+def _names(call: str, saved: SavedPlan) -> list[str]:
+    """The metrics that may have a call's seconds, the most precise first."""
+    if call == STEP:
+        return [f"{TIMING}step"]
+    timer = timer_of(call, saved.work[call.partition(" + ")[0]]["kind"])
+    return [f"{TIMING}{timer}/{call}", f"{TIMING}{timer}"]
+
+
+def _median(steps: Sequence[Mapping[str, Any]], names: Sequence[str]) -> float | None:
+    for name in names:
+        if values := [record[name] for record in steps if name in record]:
+            return statistics.median(values)
+    return None

@@ -1,0 +1,71 @@
+"""Values as short plain text: numbers, durations, curves, and texts that hide nothing."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+"""The characters of a sparkline."""
+
+
+def cell(value: Any) -> str:
+    """A value of plain data as a table shows it."""
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return number(value, digits=4)
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key}={cell(item)}" for key, item in value.items())
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return ", ".join(cell(item) for item in value)
+    return str(value)
+
+
+def number(value: float, *, digits: int) -> str:
+    """So many digits that count, without an exponent where a plain number will do."""
+    return f"{value:.0f}" if 10**digits <= abs(value) < 1e9 else f"{value:.{digits}g}"
+
+
+def duration(seconds: float) -> str:
+    """Hours and minutes, or minutes and seconds.
+
+    >>> duration(2996)
+    '49m56s'
+    """
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours}h{minutes:02}m"
+    return f"{minutes}m{rest:02}s" if minutes else f"{rest}s"
+
+
+def printable(text: str) -> str:
+    """A text with line breaks and control characters escaped."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def sparkline(values: Sequence[float], width: int = 60) -> str:
+    """A curve in one line of block characters, from the least value to the greatest.
+
+    More values than `width` are averaged in groups; what is not finite leaves a gap.
+
+    >>> sparkline([0, 1, 2, 3, 4, 5, 6, 7])
+    '▁▂▃▄▅▆▇█'
+    """
+    columns = min(width, len(values))
+    groups = [values[len(values) * i // columns : len(values) * (i + 1) // columns] for i in range(columns)]
+    means = [_mean([value for value in group if math.isfinite(value)]) for group in groups]
+    finite = [mean for mean in means if mean is not None]
+    if not finite:
+        return " " * columns
+    least, greatest = min(finite), max(finite)
+    if least == greatest:
+        return "".join(" " if mean is None else BLOCKS[3] for mean in means)
+    top = len(BLOCKS) - 1
+    return "".join(" " if m is None else BLOCKS[round(top * (m - least) / (greatest - least))] for m in means)
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None

@@ -1,0 +1,103 @@
+"""Steps going by: how fast, what they gave, where the time goes, and how long it will take."""
+
+import collections
+from collections.abc import Callable, Mapping
+
+from rich.console import Group
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from jaxrlhf.observe.plain_text import duration, number, printable
+
+
+class Progress:
+    """Takes note of the steps and writes lines about them. `Console.progress` makes it."""
+
+    def __init__(
+        self, write: Callable[[str], None], total: int, *, start: int, every: int, clock: Callable[[], float]
+    ) -> None:
+        self._write = write
+        self._total = total
+        self._every = every
+        self._clock = clock
+        self._step = start
+        self._updated = self._began = clock()
+        self._printed: float | None = None
+        self._recent: collections.deque[tuple[int, float, float]] = collections.deque(maxlen=20)
+        """(steps, seconds, tokens) of the latest updates, of which all rates are means."""
+        self._compiled = False
+        self._saved: int | None = None
+        self._line, self._slowest = "the first step compiles", ""
+
+    def saved(self, step: int) -> None:
+        """Takes note of a checkpoint after so many steps: where the run would go on, if it were killed now."""
+        self._saved = step
+
+    def resume(self) -> None:
+        """Takes note that the time since the last step, of an evaluation or a checkpoint, is none of the next one."""
+        self._updated = self._clock()
+
+    def update(
+        self,
+        step: int,
+        shown: Mapping[str, float],
+        calls: Mapping[str, float] | None = None,
+        *,
+        tokens: float | None = None,
+        busy: float | None = None,
+        overlap: float = 0.0,
+    ) -> None:
+        """Takes note that `step` steps are done.
+
+        Args:
+            shown: What to show of the last step, as in `{"reward": 0.3, "KL": 0.01, "length": 40}`.
+            calls: Seconds of each of its calls, or stages.
+            tokens: That these steps worked on.
+            busy: The fraction of the step in which a device worked, on average.
+            overlap: The fraction of the working time in which two or more calls ran. Shown where there is any.
+        """
+        now = self._clock()
+        self._recent.append((max(1, step - self._step), now - self._updated, tokens or 0.0))
+        if not self._compiled and len(self._recent) > 1:
+            self._recent.popleft()
+            self._compiled = True
+        self._updated, self._step = now, step
+        num_steps, all_seconds, all_tokens = (sum(column) for column in zip(*self._recent, strict=True))
+        seconds = all_seconds / num_steps
+        line = "  ".join(
+            [
+                f"step {step:>{len(str(self._total))}}/{self._total}",
+                *(f"{name} {number(value, digits=3)}" for name, value in shown.items()),
+                f"{number(seconds, digits=3)} s/step",
+                *([f"{number(all_tokens / all_seconds, digits=3)} tokens/s"] if all_tokens and all_seconds else []),
+                *([] if busy is None else [f"busy {busy:.0%}"]),
+                *([f"overlap {overlap:.0%}"] if round(100 * overlap) else []),
+                # the first step compiles: it says nothing of those to come
+                *([f"ETA {duration((self._total - step) * seconds)}"] if self._compiled and step < self._total else []),
+                *([] if self._saved is None else [f"saved {self._saved}"]),
+            ]
+        )
+        slowest = _breakdown(calls) if calls else ""
+        self._line, self._slowest = line, slowest
+        if self._printed is None or step % self._every == 0 or step >= self._total or now - self._printed >= 10:
+            self._printed = now
+            self._write(f"{line}  {slowest}".rstrip())
+
+    def picture(self) -> Group:
+        """A line for a terminal while the run goes on."""
+        bar = Table.grid(padding=(0, 1))
+        elapsed = duration(self._clock() - self._began)
+        bar.add_row(ProgressBar(total=self._total, completed=self._step, width=40), elapsed)
+        return Group(bar, Text(printable(self._line)), Text(printable(self._slowest), "dim"))
+
+
+def _breakdown(calls: Mapping[str, float], most: int = 3) -> str:
+    """The slowest calls, and the rest in one sum."""
+    ranked = sorted(calls.items(), key=lambda call: -call[1])
+    shown = ranked[:most] if len(ranked) > most + 1 else ranked
+    parts = [f"{name} {seconds:.2f}" for name, seconds in shown]
+    rest = ranked[len(shown) :]
+    if rest:
+        parts.append(f"{len(rest)} others {sum(seconds for _, seconds in rest):.2f}")
+    return f"({', '.join(parts)})"

@@ -1,0 +1,301 @@
+"""When each call ran, on which devices: completion times, seconds per call, and a trace to look at.
+
+A dispatched program returns at once, so the clock around a dispatch tells who waited, not who worked. A `Watcher` waits
+for the results instead, off the main thread, and a `Timeline` keeps what it saw.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import queue
+import threading
+import time
+from collections.abc import Container, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import jax
+
+from jaxrlhf.observe.chrome_trace import write_chrome_trace
+from jaxrlhf.observe.events import STEP, WAIT, Event, ProcessEvents, merged
+from jaxrlhf.observe.step_timers import Spans, timing_metrics
+from jaxrlhf.observe.utilization import utilization_metrics
+
+MIN_WAIT_SECONDS = 1e-4
+"""Shorter waits are not recorded: they only look whether there is anything to wait for."""
+
+
+class Timeline:
+    """The latest events of a run, recorded from any thread.
+
+    Args:
+        max_events: How many it keeps.
+        own_devices: The devices of this process, idle ones too. None: every device that an event names.
+    """
+
+    def __init__(self, max_events: int = 20_000, *, own_devices: Sequence[int] | None = None) -> None:
+        self._events: collections.deque[Event] = collections.deque(maxlen=max_events)
+        self._running: dict[int, Event] = {}
+        self._own_devices = None if own_devices is None else tuple(own_devices)
+        self._num_dropped = 0
+        self._last_dropped_step: int | None = None
+        self._lock = threading.Lock()
+        self._origin = time.perf_counter()
+        self._origin_unix = time.time()
+
+    def record(self, event: Event) -> None:
+        """Adds an event; past `max_events`, the oldest one is dropped."""
+        with self._lock:
+            self._add(event)
+
+    @contextlib.contextmanager
+    def running(self, event: Event) -> Iterator[None]:
+        """What runs inside is an event in progress, which `events(running=True)` shows. It is not recorded."""
+        with self._lock:
+            self._running[id(event)] = event
+        try:
+            yield
+        finally:
+            with self._lock:
+                del self._running[id(event)]
+
+    @contextlib.contextmanager
+    def host(self, name: str, *, kind: str, step: int, phase: str = STEP) -> Iterator[None]:
+        """Records what runs inside as work on the host, also where it raises."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.record(Event(name, kind, (), step, start, time.perf_counter(), phase))
+
+    @contextlib.contextmanager
+    def wait(self, name: str, *, step: int, phase: str = STEP) -> Iterator[None]:
+        """Records that the main thread waits inside, for what `name` says, where there is anything to wait for."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            end = time.perf_counter()
+            if end - start >= MIN_WAIT_SECONDS:
+                self.record(Event(name, WAIT, (), step, start, end, phase))
+
+    def events(self, *, running: bool = False) -> list[Event]:
+        """The events that are still kept, in the order of recording.
+
+        Args:
+            running: Also those in progress, as if they ended now.
+        """
+        with self._lock:
+            events = list(self._events)
+            if running:
+                now = time.perf_counter()
+                events += [dataclasses.replace(event, end=max(event.start, now)) for event in self._running.values()]
+            return events
+
+    def seen(self, *, steps: Container[int] | None = None) -> ProcessEvents:
+        """The events of this process, to be merged with those of others. Times are seconds since it was made.
+
+        Args:
+            steps: The events of these steps alone, with those in progress. None: all that have ended.
+        """
+        events = self.events(running=steps is not None)
+        chosen = tuple(
+            dataclasses.replace(event, start=event.start - self._origin, end=event.end - self._origin)
+            for event in events
+            if steps is None or event.step in steps
+        )
+        return ProcessEvents(chosen, self._origin_unix, self._own_devices, self._num_dropped)
+
+    def summary(self, step: int, others: Sequence[ProcessEvents] = ()) -> dict[str, float]:
+        """The timers of one step of training, and how busy the devices were.
+
+        Args:
+            others: What other processes saw of it: their `seen(steps=range(step - 1, step + 2))`. Without them it tells
+                of this process' devices alone.
+
+        Returns:
+            The metrics that `step_timers.timing_metrics` and `utilization.utilization_metrics` name.
+
+        Raises:
+            ValueError: Events as late as this step's have been dropped.
+        """
+        if self._last_dropped_step is not None and step <= self._last_dropped_step:
+            raise ValueError(
+                f"Timeline of step {step}: events up to step {self._last_dropped_step} are no longer all kept. "
+                f"Got max_events={self._events.maxlen}. Raise it, or ask for the summary when the step is done."
+            )
+        # what is older says nothing of this step, and there may be much of it
+        recent = tuple(event for event in self.events(running=True) if event.step >= step - 1)
+        own = ProcessEvents(recent, self._origin_unix - self._origin, self._own_devices)
+        events = merged([own, *others])
+        devices = {device for process in (own, *others) for device in process.own_devices or ()}
+        devices |= {device for event in events for device in event.devices}
+        spans: dict[tuple[str, str], Spans] = {}
+        for event in events:
+            if event.step == step and event.phase == STEP:
+                spans.setdefault((event.name, event.kind), []).append((event.start, event.end))
+        return timing_metrics(spans) | utilization_metrics(events, step, sorted(devices))
+
+    def write_chrome_trace(self, path: Path, others: Sequence[ProcessEvents] = ()) -> None:
+        """Writes a Chrome trace, which opens in ui.perfetto.dev: `chrome_trace.write_chrome_trace`.
+
+        Args:
+            others: What the other processes saw, in their order, where this is the first of several.
+        """
+        write_chrome_trace(path, [self.seen(), *others])
+
+    def _add(self, event: Event) -> None:
+        if len(self._events) == self._events.maxlen:
+            dropped = self._events[0]
+            self._num_dropped += 1
+            if dropped.phase == STEP:
+                self._last_dropped_step = max(dropped.step, self._last_dropped_step or dropped.step)
+        self._events.append(event)
+
+
+@dataclasses.dataclass(eq=False)
+class _Watched:
+    """A dispatched call whose completion is awaited."""
+
+    name: str
+    kind: str
+    devices: tuple[int, ...]
+    step: int
+    phase: str
+    dispatched: float
+    bytes: int
+    arrays: list[Any]
+    inputs: list[Any]
+    predecessors: list["_Watched"]
+    """The calls dispatched just before this one to each of its devices."""
+    end: float = 0.0
+    stamped: threading.Event = dataclasses.field(default_factory=threading.Event)
+
+
+class Watcher:
+    """Records in a timeline when dispatched calls complete, without holding up whoever dispatches.
+
+    A device works off its calls in the order of dispatch: a call starts when it is dispatched, when the last call
+    before it on any of its devices completes, or when its inputs are there, whichever is latest. Every set of devices
+    has a thread of its own, so that a long call delays the stamps of nobody on other devices.
+    """
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
+        self._lanes: dict[tuple[int, ...], queue.SimpleQueue[_Watched | None]] = {}
+        self._threads: list[threading.Thread] = []
+        self._latest_on: dict[int, _Watched] = {}
+        self._num_pending: collections.Counter[tuple[str, int]] = collections.Counter()
+        self._error: Exception | None = None
+        self._closed = False
+        self._changed = threading.Condition()
+
+    def watch(
+        self,
+        arrays: Any,
+        *,
+        name: str,
+        kind: str,
+        devices: tuple[int, ...],
+        step: int,
+        dispatched: float,
+        phase: str = STEP,
+        bytes: int = 0,
+        inputs: Sequence[Any] = (),
+    ) -> None:
+        """Takes note of a call that was just dispatched. Returns at once.
+
+        Args:
+            arrays: Outputs of the call, which are kept alive until it completes. One small output does: all outputs
+                of a program complete together. It must not be donated or deleted, which would leave nothing to
+                wait for and counts as a failure of the call.
+            dispatched: `time.perf_counter()` from just before the dispatch.
+            bytes: What it moves to this process' devices, where moving is what it does.
+            inputs: Arrays that are on their way to the call's devices, which it waits for; they are not donated either.
+        """
+        assert devices, f"Call {name!r} must name its devices; work on the host goes to Timeline.host."
+        with self._changed:
+            assert not self._closed, "The watcher is closed."
+            predecessors = {id(call): call for device in devices if (call := self._latest_on.get(device))}
+            leaves = jax.tree.leaves(arrays)
+            before = list(predecessors.values())
+            call = _Watched(name, kind, devices, step, phase, dispatched, bytes, leaves, list(inputs), before)
+            self._latest_on.update(dict.fromkeys(devices, call))
+            self._num_pending[phase, step] += 1
+            if devices not in self._lanes:
+                self._lanes[devices] = queue.SimpleQueue()
+                lane = (self._lanes[devices],)
+                self._threads.append(threading.Thread(target=self._serve, args=lane, name="timeline", daemon=True))
+                self._threads[-1].start()
+            self._lanes[devices].put(call)
+
+    def drain(self, step: int | None = None) -> None:
+        """Waits until what was dispatched so far (of a step of training) is in the timeline, then checks."""
+        pending = self._num_pending
+        with self._changed:
+            self._changed.wait_for(lambda: not (pending.total() if step is None else pending[STEP, step]))
+        self.check()
+
+    def check(self) -> None:
+        """Raises the error of the first call that failed, if one did."""
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        """Waits for everything dispatched, ends the threads, then checks."""
+        with self._changed:
+            self._closed = True
+            for lane in self._lanes.values():
+                lane.put(None)
+            self._lanes.clear()
+        for thread in self._threads:
+            thread.join()
+        self.check()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except Exception:
+            # An error that is already on its way tells more than what failed after it.
+            if error is None:
+                raise
+
+    def _serve(self, lane: "queue.SimpleQueue[_Watched | None]") -> None:
+        while (call := lane.get()) is not None:
+            self._stamp(call)
+
+    def _stamp(self, call: _Watched) -> None:
+        # Predecessors were all dispatched earlier, so these waits cannot form a circle.
+        for predecessor in call.predecessors:
+            predecessor.stamped.wait()
+        start = max(call.dispatched, *(predecessor.end for predecessor in call.predecessors), 0.0)
+        failure: Exception | None = None
+        try:
+            looked = time.perf_counter()
+            jax.block_until_ready(call.inputs)
+            if time.perf_counter() - looked >= MIN_WAIT_SECONDS:
+                start = max(start, time.perf_counter())
+            event = Event(call.name, call.kind, call.devices, call.step, start, start, call.phase, call.bytes)
+            with self._timeline.running(event):
+                jax.block_until_ready(call.arrays)
+                call.end = time.perf_counter()
+                self._timeline.record(dataclasses.replace(event, end=call.end))
+        except Exception as error:
+            error.add_note(f"This came up in call {call.name!r} of {call.phase} {call.step}.")
+            failure, call.end = error, time.perf_counter()
+        # Nothing may keep the arrays alive now, nor chain every call to all those before it.
+        call.arrays = call.inputs = []
+        call.predecessors = []
+        call.stamped.set()
+        with self._changed:
+            self._error = self._error or failure
+            self._num_pending[call.phase, call.step] -= 1
+            if not self._num_pending[call.phase, call.step]:
+                del self._num_pending[call.phase, call.step]
+            self._changed.notify_all()

@@ -1,0 +1,256 @@
+"""Trackers, which show a run beside its files: TensorBoard, and Weights & Biases where the config asks for it.
+
+metrics.jsonl and samples.jsonl are the record. Trackers show the same numbers elsewhere, and may fail: a full disk or a
+network that is gone in the middle of the night is told once, counted, and ends no training.
+"""
+
+import collections
+import importlib
+import json
+import os
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
+from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
+from tensorboardX.summary import text as text_summary
+
+from jaxrlhf.config.reading import to_tree
+from jaxrlhf.config.schema import OutputConfig, RunConfig, WandbConfig
+from jaxrlhf.observe.metrics import TrainingError
+from jaxrlhf.writing import write_atomically
+
+GLOBAL_STEP, WARM_START_STEP = "training/global_step", "warm_start/step"
+"""Metrics that say where on its axis a record lies."""
+
+
+class Tracker(Protocol):
+    """Shows a run somewhere. Any of its methods may raise."""
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def samples(self, step: int, split: str, rows: Sequence[Mapping[str, Any]]) -> None: ...
+
+    def close(self, *, failed: bool) -> None: ...
+
+
+def check_trackers(output: OutputConfig) -> None:
+    """Everything that the output's trackers need is installed.
+
+    Raises:
+        ValueError: Something is not.
+    """
+    if output.wandb is not None:
+        _import_wandb()
+
+
+class Trackers:
+    """The trackers of one run, guarded: once they are open, none of them raises."""
+
+    def __init__(
+        self, trackers: Mapping[str, Tracker], shown_at: Mapping[str, str], warn: Callable[[str], None]
+    ) -> None:
+        self._trackers, self._warn = trackers, warn
+        self._num_failed: collections.Counter[str] = collections.Counter()
+        self.shown_at = shown_at
+        """Name -> the folder or address where it can be watched."""
+
+    @classmethod
+    def open(
+        cls,
+        folder: Path,
+        config: RunConfig,
+        *,
+        resumed_at: int | None = None,
+        warm_start_resumed_at: int | None = None,
+        warn: Callable[[str], None],
+    ) -> Self:
+        """The trackers that a config asks for.
+
+        Args:
+            folder: The run's.
+            resumed_at: Steps done, in a run that goes on in its folder: what lies after them there is shown no more.
+            warm_start_resumed_at: Updates of the warm start done, where it goes on in the midst of that.
+            warn: Says a line to the user.
+
+        Raises:
+            ValueError: wandb is not installed.
+            TrainingError: Weights & Biases refuses the run.
+        """
+        trackers: dict[str, Tracker] = {}
+        shown_at: dict[str, str] = {}
+        if config.output.tensorboard:
+            trackers["TensorBoard"] = TensorBoard(folder / "tensorboard", resumed_at, warm_start_resumed_at)
+            shown_at["tensorboard"] = str(folder / "tensorboard")
+        if config.output.wandb is not None:
+            wandb = WeightsAndBiases(folder, config, config.output.wandb)
+            trackers["Weights & Biases"] = wandb
+            shown_at["wandb"] = wandb.address
+        return cls(trackers, shown_at, warn)
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        """Shows a record of metrics.jsonl: of a step, an evaluation, or (with `warm_start/step`) the warm start."""
+        self._each(lambda tracker: tracker.metrics(step, values))
+
+    def samples(self, step: int, split: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Shows samples: rows of `prompt`, `completion`, `scores` and `finish`."""
+        self._each(lambda tracker: tracker.samples(step, split, rows))
+
+    def close(self, *, failed: bool = False) -> None:
+        """Writes out what is left, and says what was lost.
+
+        Args:
+            failed: The run ended by an error.
+        """
+        self._each(lambda tracker: tracker.close(failed=failed))
+        for name, count in self._num_failed.items():
+            self._warn(f"{name}: {count} records were lost. They are in metrics.jsonl and samples.jsonl.")
+
+    def _each(self, act: Callable[[Tracker], None]) -> None:
+        for name, tracker in self._trackers.items():
+            try:
+                act(tracker)
+            except Exception as error:
+                self._num_failed[name] += 1
+                if self._num_failed[name] == 1:
+                    self._warn(
+                        f"{name} failed, and training goes on without it ({type(error).__name__}: {error}). This is "
+                        "said once; metrics.jsonl and samples.jsonl are complete."
+                    )
+
+
+class TensorBoard:
+    """Scalars and samples for TensorBoard. The warm start has a folder, and so an axis, of its own.
+
+    Written from the caller's thread: with tensorboardX's own writer a disk error ends a thread, and then training hangs
+    at a full queue.
+    """
+
+    def __init__(self, folder: Path, resumed_at: int | None, warm_start_resumed_at: int | None) -> None:
+        self._folders = {"run": folder, "warm start": folder / "warm_start"}
+        self._resumed_at = {"run": resumed_at, "warm start": warm_start_resumed_at}
+        self._writers: dict[str, EventsWriter] = {}
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        if WARM_START_STEP in values:
+            self._write("warm start", Event(step=int(values[WARM_START_STEP]), summary=Summary(value=scalars)))
+        else:
+            self._write("run", Event(step=step, summary=Summary(value=scalars)))
+
+    def samples(self, step: int, split: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        text = _encodable("\n\n---\n\n".join(map(_sample_text, rows)))
+        self._write("run", Event(step=step, summary=text_summary(f"samples/{split}", text)))
+
+    def close(self, *, failed: bool) -> None:
+        del failed
+        for writer in self._writers.values():
+            writer.close()
+
+    def _write(self, axis: str, event: Event) -> None:
+        if axis not in self._writers:
+            self._writers[axis] = self._open(axis)
+        event.wall_time = time.time()
+        self._writers[axis].write_event(event)
+        self._writers[axis].flush()
+
+    def _open(self, axis: str) -> EventsWriter:
+        folder, resumed_at = self._folders[axis], self._resumed_at[axis]
+        folder.mkdir(parents=True, exist_ok=True)
+        # The name has the second in it and no more: a run that was resumed within one must not overwrite itself.
+        writer = EventsWriter(str(folder / "events"), f".{time.time_ns() % 10**9:09}.{os.getpid()}")
+        if resumed_at is not None:
+            start = SessionLog(status=SessionLog.START)
+            writer.write_event(Event(step=resumed_at + 1, wall_time=time.time(), session_log=start))
+        return writer
+
+
+class WeightsAndBiases:
+    """A run on Weights & Biases. The id in the folder's wandb.json lets a resumed run go on under the same one."""
+
+    def __init__(self, folder: Path, config: RunConfig, wandb_config: WandbConfig) -> None:
+        self._wandb = _import_wandb()
+        try:
+            self._run = self._wandb.init(
+                project=wandb_config.project,
+                entity=wandb_config.entity or None,
+                group=wandb_config.group or None,
+                tags=list(wandb_config.tags),
+                mode=wandb_config.mode,
+                name=folder.name,
+                id=_run_id(folder / "wandb.json"),
+                resume="allow" if wandb_config.mode == "online" else None,
+                dir=str(folder),
+                config=to_tree(config),
+                # its capture of the terminal would get in the way of the progress bar
+                settings=self._wandb.Settings(console="off", silent=True),
+            )
+        except Exception as error:
+            got = f"{type(error).__name__}: {str(error).rstrip('.')}"
+            raise TrainingError(
+                f"output.wandb: Weights & Biases must take the run. Got {got}. Log in with `wandb login`, or set "
+                "output.wandb.mode=offline and send it later with `wandb sync`."
+            ) from error
+        self.address: str = self._run.url if wandb_config.mode == "online" else str(folder / "wandb")
+        # Its own step only ever grows, and a resumed run repeats some: the axes are metrics instead.
+        self._run.define_metric("*", step_metric=GLOBAL_STEP)
+        self._run.define_metric("warm_start/*", step_metric=WARM_START_STEP)
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        axis = {} if WARM_START_STEP in values else {GLOBAL_STEP: step}
+        self._run.log({**values, **axis})
+
+    def samples(self, step: int, split: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        if not rows:
+            return
+        scorers = list(rows[0]["scores"])
+        table = self._wandb.Table(columns=["step", "prompt", "completion", "finish", *scorers])
+        for row in rows:
+            scores = [row["scores"][name] for name in scorers]
+            table.add_data(step, _encodable(row["prompt"]), _encodable(row["completion"]), row["finish"], *scores)
+        self._run.log({f"samples/{split}": table, GLOBAL_STEP: step})
+
+    def close(self, *, failed: bool) -> None:
+        self._run.finish(exit_code=int(failed))
+
+
+def _import_wandb() -> Any:
+    try:
+        wandb = importlib.import_module("wandb")
+    except ImportError:
+        wandb = None
+    # A folder called wandb, such as it leaves behind itself, can be imported too.
+    if not hasattr(wandb, "init"):
+        raise ValueError(
+            "output.wandb: needs the package wandb. Got none installed. Install it by pip install 'jaxrlhf[wandb]', or "
+            "leave output.wandb out."
+        )
+    return wandb
+
+
+def _run_id(path: Path) -> str:
+    """The id in a file that an earlier start of the run left, or else a new one, which is left there."""
+    if path.exists():
+        return json.loads(path.read_text())["id"]
+    run_id = uuid.uuid4().hex[:8]
+    write_atomically(path, json.dumps({"id": run_id}) + "\n")
+    return run_id
+
+
+def _sample_text(row: Mapping[str, Any]) -> str:
+    """A sample in Markdown, its texts as they are."""
+    scores = ", ".join(f"{name} {score:.4g}" for name, score in row["scores"].items())
+    return f"{_block(row['prompt'])}\n\n{_block(row['completion'])}\n\n{scores} ({row['finish']})"
+
+
+def _block(text: str) -> str:
+    return "\n".join(f"    {line}" for line in text.splitlines() or [""])
+
+
+def _encodable(text: str) -> str:
+    """Text without lone surrogates, such as a tokenizer may give for half a character."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")

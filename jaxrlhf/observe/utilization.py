@@ -1,0 +1,175 @@
+"""Utilization of the devices while a step was the one to be done: busy, idle, side by side, or moving bytes.
+
+Steps overlap: a generation of step t + 1 may run while a critic still trains on step t. So that every second of a run
+counts once, a step's span begins where the step before ended, and whatever ran within it counts, of whatever step.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxrlhf.observe.events import MOVING, STEP, WAIT, Event
+from jaxrlhf.observe.step_timers import Spans, covered_seconds
+
+BUSY, OVERLAP = "perf/busy_fraction", "perf/overlap"
+REALLOCATION, BYTES = "perf/reallocation_share", "perf/reallocated_bytes"
+MAX_DEVICE_METRICS = 16
+"""With more devices than this there is no metric for each: dashboards are to stay readable."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Utilization:
+    """Seconds of devices in a span of time, by what they did."""
+
+    seconds: float
+    """Length of the span."""
+    busy_seconds: Mapping[int, float]
+    """Device -> seconds in which something ran on it."""
+    moving_seconds: float
+    """Of these, over all devices, in which what ran moved weights or data and computed nothing."""
+    running_seconds: float
+    """Seconds in which anything ran on any device."""
+    overlapped_seconds: float
+    """Of these, in which two or more calls ran, each on devices of its own."""
+
+    @property
+    def busy_fraction(self) -> float:
+        """Mean over the devices, idle ones too."""
+        return sum(self.busy_seconds.values()) / (len(self.busy_seconds) * self.seconds)
+
+    @property
+    def overlap(self) -> float:
+        return self.overlapped_seconds / self.running_seconds if self.running_seconds else 0.0
+
+    @property
+    def reallocation_share(self) -> float:
+        busy = sum(self.busy_seconds.values())
+        return self.moving_seconds / busy if busy else 0.0
+
+
+def step_span(events: Sequence[Event], step: int) -> tuple[float, float] | None:
+    """The span from when everything before a step of training was done until the step's last call is.
+
+    What is before it are the earlier steps, and evaluations, checkpoints and the like. Where nothing is, the span
+    begins with the step's first call. The spans of steps that follow one another share their borders.
+
+    Returns:
+        None where it has no time of its own: nothing of it ran, or it ended before an earlier step did.
+    """
+    own = [event for event in events if event.phase == STEP and event.step == step and event.kind != WAIT]
+    if not own:
+        return None
+    end = max(event.end for event in own)
+    before = [event.end for event in events if _is_before(event, step, end)]
+    start = max(before) if before else min(event.start for event in own)
+    return (start, end) if start < end else None
+
+
+def utilization(events: Sequence[Event], span: tuple[float, float], devices: Sequence[int]) -> Utilization:
+    """The use of `devices` in a span of time. Work on the host does not count.
+
+    Args:
+        events: Those of several processes lie on one clock, each on the devices of its own process.
+    """
+    start, end = span
+    on_device: dict[int, Spans] = {device: [] for device in devices}
+    moving: dict[int, Spans] = {device: [] for device in devices}
+    of_call: dict[tuple[Any, ...], Spans] = {}
+    for event in events:
+        clipped = max(start, event.start), min(end, event.end)
+        if clipped[0] >= clipped[1] or not event.devices:
+            continue
+        of_call.setdefault(event.call, []).append(clipped)
+        for device in event.devices:
+            on_device[device].append(clipped)
+            if event.kind in MOVING:
+                moving[device].append(clipped)
+    running, overlapped = _running_seconds(list(of_call.values()))
+    return Utilization(
+        seconds=end - start,
+        busy_seconds={device: covered_seconds(spans) for device, spans in on_device.items()},
+        moving_seconds=sum(map(covered_seconds, moving.values())),
+        running_seconds=running,
+        overlapped_seconds=overlapped,
+    )
+
+
+def utilization_metrics(events: Sequence[Event], step: int, devices: Sequence[int]) -> dict[str, float]:
+    """Utilization metrics of a step's span.
+
+    Args:
+        events: Of this step and those beside it, also such as are still going on.
+        devices: All devices of the run, idle ones too.
+
+    Returns:
+        `perf/busy_fraction`, `perf/busy_fraction/device_<i>` of up to 16 devices, `perf/overlap`,
+        `perf/reallocation_share` and `perf/reallocated_bytes`, which is of the step's own calls. Nothing, where the
+        step has no span or no devices.
+    """
+    span = step_span(events, step)
+    if span is None or not devices:
+        return {}
+    used = utilization(events, span, devices)
+    metrics = {BUSY: used.busy_fraction}
+    if 1 < len(devices) <= MAX_DEVICE_METRICS:
+        metrics |= {f"{BUSY}/device_{device}": busy / used.seconds for device, busy in used.busy_seconds.items()}
+    moved = sum(event.bytes for event in events if event.phase == STEP and event.step == step and event.kind in MOVING)
+    return metrics | {OVERLAP: used.overlap, REALLOCATION: used.reallocation_share, BYTES: float(moved)}
+
+
+def utilization_line(records: Sequence[Mapping[str, Any]]) -> str:
+    """Utilization over a run, from the records of its metrics. Empty, where these do not tell.
+
+    The first step of the records is left out, since it compiles, unless there is no other.
+    """
+    steps = [record for record in records if BUSY in record]
+    steps = steps[1:] or steps
+    if not steps:
+        return ""
+    seconds = sum(record["timing_s/step"] for record in steps)
+
+    def mean(name: str) -> float:
+        return sum(record.get(name, 0.0) * record["timing_s/step"] for record in steps) / seconds
+
+    moved = sum(record[BYTES] for record in steps) / len(steps)
+    return (
+        f"Devices: busy {mean(BUSY):.0%} of the time; of that, two or more calls at once {mean(OVERLAP):.0%}, moving "
+        f"weights and data {mean(REALLOCATION):.0%}{f' ({_bytes(moved)} a step)' if moved else ''}."
+    )
+
+
+def _is_before(event: Event, step: int, end: float) -> bool:
+    """True for an event of what was to be done before a step that ended then."""
+    if event.phase != STEP:
+        return event.end <= end
+    return event.step < step and event.kind != WAIT
+
+
+def _running_seconds(calls: Sequence[Spans]) -> tuple[float, float]:
+    """Seconds in which any call ran, and in which two or more did. A call runs while any of its pieces does."""
+    changes: list[tuple[float, int, int]] = []
+    for number, spans in enumerate(calls):
+        for start, end in spans:
+            changes += [(start, 1, number), (end, -1, number)]
+    pieces: collections.Counter[int] = collections.Counter()
+    running = overlapped = 0.0
+    reached = 0.0
+    for time, change, number in sorted(changes):
+        if pieces:
+            running += time - reached
+        if len(pieces) > 1:
+            overlapped += time - reached
+        reached = time
+        pieces[number] += change
+        if not pieces[number]:
+            del pieces[number]
+    return running, overlapped
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"

@@ -1,0 +1,1 @@
+"""Costs from compiled programs: described devices, HLO, counts."""

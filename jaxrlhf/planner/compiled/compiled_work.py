@@ -1,0 +1,204 @@
+"""The work of calls from programs that a compiler made of them, in place of formulas.
+
+A program is compiled for two depths; their difference is a layer, and what is left the rest. It is compiled for few
+rows and for each `tensor` degree: operations, activations and collectives grow with the rows, weights do not. What does
+not depend on the compiler is not asked of it: bytes of weights, and what is gathered over `fsdp`.
+
+    work, notes = compile_work(workload, cluster, cache=CostCache(default_folder()))
+    CostModel(cluster, work).seconds(...)
+"""
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from jaxrlhf.cluster.hardware import Cluster
+from jaxrlhf.models.generate import decoding_stages
+from jaxrlhf.planner.compiled.compiler import Progress, Question, compile_all
+from jaxrlhf.planner.compiled.counts import Counts, Loop, ProgramCounts
+from jaxrlhf.planner.compiled.described_devices import Described
+from jaxrlhf.planner.costs.cache import CostCache
+from jaxrlhf.planner.costs.work import LayerWork, Phase, Work, analytic_work
+from jaxrlhf.planner.plans.splits import undivided_sizes
+from jaxrlhf.planner.workload import ModelCall, Workload
+from jaxrlhf.programs.ahead_of_time import DescribedCall, call_program
+from jaxrlhf.sharding.layout import Layout
+from jaxrlhf.sharding.mesh import mesh_over
+from jaxrlhf.sharding.strategy import Remat, Strategy
+
+ROWS = {"generate": 16, "infer": 4, "train": 4}
+"""Rows on each device for which calls are compiled: enough for products to be large."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CallAtDepth:
+    """A call whose program is compiled for few layers and rows."""
+
+    call: DescribedCall
+    num_layers: int
+    rows: int
+    tensor: int
+
+
+class CompiledWork:
+    """A source of work for a cost model, from the counts of compiled programs."""
+
+    def __init__(self, counts: Mapping[tuple[str, int, int], ProgramCounts]) -> None:
+        """
+        Args:
+            counts: (call, layers, tensor degree) -> what its program does.
+        """
+        self._counts = counts
+        self._made: dict[Any, LayerWork] = {}
+
+    def __call__(self, call: ModelCall, phase: Phase, *, tensor: int, fsdp: int, remat: Remat) -> LayerWork:
+        formula = analytic_work(call, phase, tensor=tensor, fsdp=fsdp, remat=remat)
+        if call.described is None:
+            return formula
+        key = (call.name, phase, tensor, remat)
+        if key not in self._made:
+            less, more = depths(call)
+            one, two = (
+                self._whole(call, phase, remat, tensor, self._counts[call.name, n, tensor]) for n in (less, more)
+            )
+            layer = _scaled(two, one, 1 / (more - less))
+            self._made[key] = LayerWork(layer, _scaled(one, layer * less, 1.0))
+        made = self._made[key]
+        rows = _rows(call, phase)
+        return LayerWork(*(_with_weights(a, b, rows) for a, b in zip(made, formula, strict=True)))
+
+    def _whole(self, call: ModelCall, phase: Phase, remat: Remat, tensor: int, counts: ProgramCounts) -> Work:
+        """The work of a phase in a program, for each row; weights are counted with the rows."""
+        rows = _rows(call, phase)
+        if phase == "decode":
+            return _per_row(_decoding(call, counts), rows, tensor)
+        parts = counts.by_label(rounds=0)
+        if phase == "prefill":
+            return _per_row(_sum(part for label, part in parts.items() if label != "decode"), rows, tensor)
+        if phase == "forward":
+            return _per_row(_sum(parts.values()), rows, tensor)
+        twice = ["forward"] if remat == "layer" else []  # is computed anew
+        labels = ["forward", "backward", *twice]
+        return _per_row(_sum(parts.get(label, Counts()) for label in labels), rows, tensor)
+
+
+def lower_program(program: CallAtDepth, described: Described) -> Any:
+    """A program for described devices, lowered. Where cuDNN's attention cannot be, it is matrix products."""
+    call = program.call
+    model = call.role.model
+    if model.attention == "auto" and not described.has_cudnn:
+        call = dataclasses.replace(
+            call, role=dataclasses.replace(call.role, model=dataclasses.replace(model, attention="xla"))
+        )
+    strategy = Strategy(tensor=program.tensor)
+    layout = Layout(mesh_over(described.devices[: program.tensor], strategy), strategy)
+    return call_program(call, layout, num_layers=program.num_layers, rows=program.rows).lower()
+
+
+def depths(call: ModelCall) -> tuple[int, int]:
+    """The numbers of layers for which a call is compiled. A loop over a single layer would not stay one."""
+    return (2, 3) if call.model.scan_layers and call.kind != "generate" else (1, 2)
+
+
+def compile_work(
+    workload: Workload,
+    cluster: Cluster,
+    *,
+    cache: CostCache | None,
+    processes: int = 2,
+    progress: Progress = lambda done, total, name: None,
+) -> tuple[CompiledWork, tuple[str, ...]]:
+    """The work of all calls of a workload that have programs, for every `tensor` degree that a plan may give them.
+
+    In a mixed cluster programs are compiled for the slowest kind of device: what they do hardly differs.
+
+    Returns:
+        The work, and what is to be known of where it comes from.
+
+    Raises:
+        CompileError: A program does not compile.
+    """
+    kind, per_node = cluster.slowest(0, cluster.num_devices), cluster.devices_per_node
+    asked = {
+        (call.name, num_layers, tensor): Question(
+            f"{call.name}, {num_layers} layers, tensor {tensor}",
+            lower_program,
+            CallAtDepth(call.described, num_layers, ROWS[call.kind], tensor),
+            kind,
+            tensor,
+            devices_per_node=tensor,
+        )
+        for call in workload.calls
+        if call.described is not None
+        for tensor in tensor_degrees(call, per_node)
+        for num_layers in depths(call)
+    }
+    answers = compile_all(list(asked.values()), cache=cache, processes=processes, progress=progress)
+    counts = {key: answer.counts for key, answer in zip(asked, answers, strict=True)}
+    unknown = {name: None for answer in answers for name in answer.counts.unknown}
+    notes = dict.fromkeys(note for answer in answers for note in answer.notes)
+    notes |= {f"work of {name} is not counted: nobody here knows what it computes": None for name in unknown}
+    return CompiledWork(counts), tuple(notes)
+
+
+def tensor_degrees(call: ModelCall, devices_per_node: int) -> list[int]:
+    """What divides a node, and what a model splits over `tensor`."""
+    divisors = (n for n in range(1, devices_per_node + 1) if devices_per_node % n == 0)
+    return [n for n in divisors if not undivided_sizes(call.model, tensor=n)]
+
+
+def _decoding(call: ModelCall, counts: ProgramCounts) -> Counts:
+    """A decoding step: the mean over the loops, of which each goes on with a larger cache."""
+    loops = [loop for loop in counts.loops if loop.label == "decode" and loop.trips is None]
+    steps = [num_steps for _, num_steps in decoding_stages(call.response)]
+    assert len(loops) == len(steps), (call.name, len(loops), len(steps))
+    total = sum((_round(loop) * n for loop, n in zip(loops, steps, strict=True)), Counts())
+    return total * (1 / max(1, sum(steps)))
+
+
+def _round(loop: Loop) -> Counts:
+    return loop.round.total(rounds=1)
+
+
+def _sum(parts: Iterable[Counts]) -> Counts:
+    return sum(parts, Counts())
+
+
+def _per_row(counts: Counts, rows: int, tensor: int) -> Work:
+    """Counts of a program for so many rows on one device, for each of them."""
+    times, operands = 0.0, 0.0
+    if tensor > 1:
+        as_all_reduce = 2 * (tensor - 1) / tensor
+        times = sum(counts.collectives.values())
+        operands = sum(n * collective.wire_bytes for collective, n in counts.collectives.items()) / as_all_reduce
+    return Work(
+        flops=counts.flops / rows,
+        row_bytes=counts.bytes / rows,
+        kernels=counts.kernels - times,
+        tensor_collectives=times,
+        tensor_bytes=operands / rows,
+    )
+
+
+def _scaled(more: Work, less: Work, times: float) -> Work:
+    """The difference of two programs' work. The rest can be negative: the last layer computes less than the others."""
+    pairs = zip(dataclasses.astuple(more), dataclasses.astuple(less), strict=True)
+    return Work(*((a - b) * times for a, b in pairs))
+
+
+def _with_weights(compiled: Work, formula: Work, rows: int) -> Work:
+    """What a compiler counted for so many rows, with the bytes of weights apart, as formulas have them."""
+    all_bytes = compiled.row_bytes * rows
+    return dataclasses.replace(
+        compiled,
+        narrow_flops=formula.narrow_flops,
+        row_bytes=(all_bytes - formula.weight_bytes) / rows,
+        weight_bytes=formula.weight_bytes,
+        fsdp_collectives=formula.fsdp_collectives,
+        fsdp_bytes=formula.fsdp_bytes,
+    )
+
+
+def _rows(call: ModelCall, phase: Phase) -> int:
+    """Rows of a phase on each device in the programs that are compiled: decoding has one for every sample."""
+    return ROWS[call.kind] * (call.num_samples if phase == "decode" else 1)

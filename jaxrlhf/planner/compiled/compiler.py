@@ -1,0 +1,239 @@
+"""Programs compiled for described devices, to see what they do: kept on disk, and many of them in several processes.
+
+questions = [Question("train, 2 layers", lower_program, CallAtDepth(call, 2, 4, 8), kind, num_devices=8)]
+for compilation in compile_all(questions, cache=CostCache(default_folder())):
+    print(compilation.counts.total().flops, compilation.memory)
+"""
+
+import concurrent.futures
+import dataclasses
+import multiprocessing
+import os
+import pickle
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any
+
+import jax
+
+from jaxrlhf.brief import cut
+from jaxrlhf.cluster.hardware import Kind
+from jaxrlhf.config.schema import MAX_VIRTUAL_DEVICES
+from jaxrlhf.importing import import_files, imported_files
+from jaxrlhf.planner.compiled.counts import Collective, Counts, ProgramCounts
+from jaxrlhf.planner.compiled.described_devices import Described, described_devices, has_gpu_compiler, target_config
+from jaxrlhf.planner.compiled.hlo_counts import Classifier, by_phase, count
+from jaxrlhf.planner.costs.cache import CostCache, fingerprint, source_digest
+from jaxrlhf.sharding.mesh import use_virtual_cpu_devices
+from jaxrlhf.xla_flags import known_flags
+
+_USUAL_PROCESSES = 2
+"""Each takes about half a gigabyte."""
+_SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision")
+"""Of JAX, those that decide what a program is."""
+_FUSED_ATTENTION = ("__cudnn$fmha", "CustomSPMDPartitioning")
+"""How StableHLO calls cuDNN's attention: on one device, and on several."""
+_WITHOUT_SOFTMAX_SEARCH = {"xla_disable_hlo_passes": "triton-softmax-rewriter"}
+"""Where attention is matrix products, XLA searches a minute for how to fuse its softmax. Without, bytes are 10 % more.
+"""
+
+
+class CompileError(RuntimeError):
+    """A program that does not compile, or whose process has ended."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """What does this program do on these devices?"""
+
+    name: str
+    """For people: 'actor.train, 2 layers'."""
+    lower: Callable[[Any, Described], jax.stages.Lowered]
+    """A function of a module."""
+    subject: Any
+    """What it lowers: data that can be pickled, and that `cost_cache.fingerprint` knows."""
+    kind: Kind
+    num_devices: int
+    devices_per_node: int = 8
+    classify: Classifier = by_phase
+    """Tells the parts of the program apart: a function of a module, or a `functools.partial` of one."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.num_devices <= MAX_VIRTUAL_DEVICES:
+            raise ValueError(f"num_devices: must be 1 to {MAX_VIRTUAL_DEVICES}. Got {self.num_devices}.")
+
+    @property
+    def key(self) -> str:
+        """Under which its answer is kept: made of all that decides it."""
+        target = self.kind.target
+        devices = (
+            target and target_config(self.kind, target), has_gpu_compiler(), self.num_devices, self.devices_per_node,
+        )  # fmt: skip
+        versions = (jax.__version__, source_digest(), os.environ.get("XLA_FLAGS", ""), _settings())
+        return fingerprint((self.lower, self.subject, self.classify, devices, versions))
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryUse:
+    """Bytes on each device, as the compiler has laid them out."""
+
+    arguments: int
+    outputs: int
+    aliased: int
+    """Of outputs that take the place of arguments."""
+    temporary: int
+
+    @property
+    def peak(self) -> int:
+        """While the program runs."""
+        return self.arguments + self.outputs - self.aliased + self.temporary
+
+
+@dataclasses.dataclass(frozen=True)
+class Compilation:
+    """What a program does."""
+
+    counts: ProgramCounts
+    memory: MemoryUse | None
+    """None: compiled for other devices, which would not need it."""
+    notes: tuple[str, ...] = ()
+    """What is to be known of these numbers."""
+    seconds: float = 0.0
+    """That lowering and compiling took."""
+
+    def to_tree(self) -> dict[str, Any]:
+        """As plain data."""
+        memory = None if self.memory is None else dataclasses.asdict(self.memory)
+        return {"counts": self.counts.to_tree(), "memory": memory, "notes": list(self.notes), "seconds": self.seconds}
+
+    @classmethod
+    def from_tree(cls, tree: dict[str, Any]) -> "Compilation":
+        """What `to_tree` gave."""
+        memory = None if tree["memory"] is None else MemoryUse(**tree["memory"])
+        return cls(ProgramCounts.from_tree(tree["counts"]), memory, tuple(tree["notes"]), tree["seconds"])
+
+
+Progress = Callable[[int, int, str], None]
+"""`(answers so far, all of them, the name of the question answered last)`."""
+
+
+def compile_all(
+    questions: Sequence[Question],
+    *,
+    cache: CostCache | None,
+    processes: int = _USUAL_PROCESSES,
+    progress: Progress = lambda done, total, name: None,
+) -> list[Compilation]:
+    """The answers, in the order of the questions. Those that are in the cache take no process; equal ones are compiled
+    once.
+
+    Raises:
+        CompileError: A program cannot be lowered or compiled. Those that were done before are in the cache.
+    """
+    keys = [question.key for question in questions]
+    answers: dict[str, Compilation] = {}
+    for key in dict.fromkeys(keys):
+        tree = cache.get(key) if cache else None
+        if tree is not None:
+            answers[key] = Compilation.from_tree(tree)
+    open_ = {key: question for key, question in zip(keys, questions, strict=True) if key not in answers}
+    if not open_:
+        return [answers[key] for key in keys]
+    total = len(set(keys))
+    devices = max(question.num_devices for question in open_.values())
+    pool = concurrent.futures.ProcessPoolExecutor(
+        min(processes, len(open_)),
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=_start_process,
+        initargs=(devices, _settings(), imported_files()),
+    )
+    with pool:
+        tasks = {pool.submit(_answer_pickled, _pickled(question)): key for key, question in open_.items()}
+        try:
+            for task in concurrent.futures.as_completed(tasks):
+                key = tasks[task]
+                answers[key] = task.result()
+                if cache:
+                    cache.put(key, answers[key].to_tree())
+                progress(len(answers), total, open_[key].name)
+        except BrokenProcessPool as error:
+            raise CompileError(
+                f"A process that compiles programs has ended before its time, one of {processes}. It may have had too "
+                "little memory: use fewer."
+            ) from error
+        finally:
+            pool.shutdown(cancel_futures=True)
+    return [answers[key] for key in keys]
+
+
+def answer(question: Question) -> Compilation:
+    """The answer to one question, compiled in this process.
+
+    Raises:
+        CompileError: Its program cannot be lowered or compiled.
+    """
+    start = time.perf_counter()
+    try:
+        described = described_devices(question.kind, question.num_devices, devices_per_node=question.devices_per_node)
+        compilation = compile_counts(question.lower(question.subject, described), described, question.classify)
+    except Exception as error:
+        raise CompileError(f"{question.name}: must compile. Got {type(error).__name__}: {cut(str(error))}.") from error
+    return dataclasses.replace(compilation, seconds=time.perf_counter() - start)
+
+
+def compile_counts(lowered: jax.stages.Lowered, described: Described, classify: Classifier) -> Compilation:
+    """What a program does that was lowered for described devices."""
+    program = lowered.as_text()
+    options = dict(described.options)
+    if described.is_gpu and not any(name in program for name in _FUSED_ATTENTION):
+        options |= known_flags(_WITHOUT_SOFTMAX_SEARCH)
+    compiled = lowered.compile(compiler_options=options)
+    text = compiled.as_text()
+    assert text is not None
+    counts = count(text, classify)
+    if described.stands_in:
+        return Compilation(counts.map(_narrowed) if "bf16>" in program else counts, None, described.notes)
+    stats = compiled.memory_analysis()
+    memory = stats and MemoryUse(
+        stats.argument_size_in_bytes,
+        stats.output_size_in_bytes,
+        stats.alias_size_in_bytes,
+        stats.temp_size_in_bytes,
+    )
+    return Compilation(counts, memory, described.notes)
+
+
+def _narrowed(counts: Counts) -> Counts:
+    """What a GPU would do of what a processor does in float32 in place of bfloat16: half of all bytes."""
+    collectives: dict[Collective, float] = {}
+    for collective, times in counts.collectives.items():
+        if collective.dtype == "f32":
+            collective = dataclasses.replace(collective, dtype="bf16", bytes=collective.bytes / 2)
+        collectives[collective] = collectives.get(collective, 0.0) + times
+    return dataclasses.replace(counts, bytes=counts.bytes / 2, collectives=collectives)
+
+
+def _settings() -> dict[str, Any]:
+    return {name: getattr(jax.config, name) for name in _SETTINGS}
+
+
+def _start_process(num_devices: int, settings: dict[str, Any], files: Sequence[str]) -> None:
+    """Make a new process one that compiles: for described devices, or for as many virtual ones."""
+    os.environ.setdefault("NPROC", "2")  # threads of XLA's pools: the processes are many already
+    jax.config.update("jax_enable_compilation_cache", False)
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    use_virtual_cpu_devices(num_devices)
+    import_files(files)
+
+
+def _pickled(question: Question) -> bytes:
+    try:
+        return pickle.dumps(question)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise CompileError(f"{question.name}: must go to another process. Got {cut(str(error))}.") from error
+
+
+def _answer_pickled(data: bytes) -> Compilation:
+    return answer(pickle.loads(data))

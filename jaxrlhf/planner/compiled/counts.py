@@ -1,0 +1,188 @@
+"""What a compiled program does, counted: for one of its devices, by the part of the program that does it.
+
+    counts = ProgramCounts(parts={"prefill": Counts(...)}, loops=(Loop("while.3", "decode", None, ...),))
+    counts.total(rounds=255).flops
+
+Operations are those of matrix products: a multiplication and an addition are two. Bytes are those that kernels read
+from memory and write to it, where a fusion is one kernel and keeps what it computes inside to itself.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from jaxrlhf.planner.compiled.hlo import Groups
+
+_PER_DEVICE_OF_GROUP = {
+    # as many of the operand's bytes as a device sends in a ring of n
+    "all-reduce": lambda n: 2 * (n - 1) / n,
+    "all-gather": lambda n: n - 1,
+    "reduce-scatter": lambda n: (n - 1) / n,
+    "all-to-all": lambda n: (n - 1) / n,
+    "ragged-all-to-all": lambda n: (n - 1) / n,
+    "collective-broadcast": lambda n: 1.0 if n > 1 else 0.0,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One communication of devices."""
+
+    kind: str
+    """'all-reduce', 'all-gather', 'reduce-scatter', 'all-to-all', 'collective-permute' ..."""
+    dtype: str
+    """As HLO writes it: 'bf16'."""
+    bytes: float
+    """Of what each device puts in."""
+    groups: Groups
+    """Devices by their positions in the mesh; of `collective-permute`, pairs of a source and a target."""
+
+    @property
+    def group_size(self) -> int:
+        """Devices of a group."""
+        return max((len(group) for group in self.groups), default=1)
+
+    @property
+    def wire_bytes(self) -> float:
+        """What each device sends, if a group is a ring."""
+        if self.kind == "collective-permute":
+            return self.bytes if any(source != target for source, target in self.groups) else 0.0
+        return self.bytes * _PER_DEVICE_OF_GROUP[self.kind](self.group_size)
+
+    def num_nodes(self, devices_per_node: int) -> int:
+        """Nodes over which a group lies, where the first device of the mesh is the first of a node: 1 is within."""
+        return max((len({device // devices_per_node for device in group}) for group in self.groups), default=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Counts:
+    """What is done; sums, differences and multiples of it too."""
+
+    flops: float = 0.0
+    bytes: float = 0.0
+    kernels: float = 0.0
+    """Kernels that are started, those of collectives among them."""
+    collectives: Mapping[Collective, float] = dataclasses.field(default_factory=dict)
+    """Each with how often it happens."""
+
+    def __add__(self, other: "Counts") -> "Counts":
+        collectives = dict(self.collectives)
+        for collective, count in other.collectives.items():
+            collectives[collective] = collectives.get(collective, 0.0) + count
+        return Counts(
+            self.flops + other.flops,
+            self.bytes + other.bytes,
+            self.kernels + other.kernels,
+            {collective: count for collective, count in collectives.items() if count},
+        )
+
+    def __mul__(self, times: float) -> "Counts":
+        collectives = {collective: count * times for collective, count in self.collectives.items() if count * times}
+        return Counts(self.flops * times, self.bytes * times, self.kernels * times, collectives)
+
+    def __sub__(self, other: "Counts") -> "Counts":
+        return self + other * -1.0
+
+    def wire_bytes(self, *, devices_per_node: int | None = None, between_nodes: bool = False) -> float:
+        """What each device sends in collectives: in all, or in those within nodes, or in those between nodes."""
+        return sum(
+            count * collective.wire_bytes
+            for collective, count in self.collectives.items()
+            if devices_per_node is None or (collective.num_nodes(devices_per_node) > 1) == between_nodes
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramCounts:
+    """What a program does, or a round of one of its loops."""
+
+    parts: Mapping[str, Counts]
+    """Label -> what is done outside loops."""
+    loops: tuple["Loop", ...] = ()
+    """In the order in which they run."""
+    unknown: tuple[str, ...] = ()
+    """Calls of libraries of which nobody here knows what they compute, each once: their operations are not counted."""
+
+    def total(self, *, rounds: "Rounds | None" = None) -> Counts:
+        """All of it, loops times their rounds.
+
+        Args:
+            rounds: Of loops that end when a condition says so: a number, or a function of the loop.
+
+        Raises:
+            ValueError: There are such loops, and `rounds` is None.
+        """
+        return sum(self.by_label(rounds=rounds).values(), Counts())
+
+    def by_label(self, *, rounds: "Rounds | None" = None) -> dict[str, Counts]:
+        """Label -> what is done, loops times their rounds, as in `total`."""
+        sums = dict(self.parts)
+        for loop in self.loops:
+            times = loop.times(rounds)
+            for label, counts in loop.round.by_label(rounds=rounds).items():
+                sums[label] = sums.get(label, Counts()) + counts * times
+        return sums
+
+    def every_loop(self) -> Iterator["Loop"]:
+        """Loops, and those inside them."""
+        for loop in self.loops:
+            yield loop
+            yield from loop.round.every_loop()
+
+    def map(self, change: Callable[[Counts], Counts]) -> "ProgramCounts":
+        """The same with all counts changed."""
+        loops = tuple(dataclasses.replace(loop, round=loop.round.map(change)) for loop in self.loops)
+        return ProgramCounts({label: change(counts) for label, counts in self.parts.items()}, loops, self.unknown)
+
+    def to_tree(self) -> dict[str, Any]:
+        """As plain data."""
+        return {
+            "parts": {label: _counts_tree(counts) for label, counts in self.parts.items()},
+            "loops": [{**vars(loop), "round": loop.round.to_tree()} for loop in self.loops],
+            "unknown": list(self.unknown),
+        }
+
+    @classmethod
+    def from_tree(cls, tree: dict[str, Any]) -> "ProgramCounts":
+        """What `to_tree` gave, also by way of JSON."""
+        return cls(
+            {label: _counts_of(counts) for label, counts in tree["parts"].items()},
+            tuple(Loop(**{**loop, "round": cls.from_tree(loop["round"])}) for loop in tree["loops"]),
+            tuple(tree["unknown"]),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    name: str
+    """Of its instruction."""
+    label: str
+    trips: int | None
+    """How often it goes around. None: until a condition no longer holds."""
+    round: ProgramCounts
+    """One round, its condition included."""
+
+    def times(self, rounds: "Rounds | None") -> float:
+        if self.trips is not None:
+            return self.trips
+        if rounds is None:
+            raise ValueError(
+                f"rounds: must be given for loops that end when a condition says so. Got None for {self.name!r} in "
+                f"{self.label!r}. Give the number of its rounds."
+            )
+        return rounds(self) if callable(rounds) else rounds
+
+
+Rounds = float | Callable[[Loop], float]
+
+
+def _counts_tree(counts: Counts) -> dict[str, Any]:
+    return {**vars(counts), "collectives": [[vars(c), count] for c, count in counts.collectives.items()]}
+
+
+def _counts_of(tree: dict[str, Any]) -> Counts:
+    collectives = {
+        Collective(**{**fields, "groups": tuple(map(tuple, fields["groups"]))}): count
+        for fields, count in tree["collectives"]
+    }
+    return Counts(**{**tree, "collectives": collectives})

@@ -1,0 +1,171 @@
+"""Devices that are only described: GPUs that are not there, for XLA to compile programs for.
+
+XLA compiles for a GPU from its description, if JAX's CUDA plugin is installed (the extra `planner`), on a machine
+without a GPU and without CUDA. Where the plugin is missing, virtual devices of the processor stand in: products are the
+same and most collectives, but what computes in bfloat16 is widened to float32, fusions are those of a processor, and
+memory is none that a GPU would need.
+"""
+
+import dataclasses
+import functools
+import importlib.util
+import pkgutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jax.experimental import topologies
+
+from jaxrlhf.cluster.hardware import Kind, Target
+from jaxrlhf.sharding.mesh import first_virtual_devices
+from jaxrlhf.xla_flags import known_flags
+
+NO_COMPILER = (
+    "no compiler for GPUs: counted on virtual devices of the processor, with bytes of bfloat16 corrected, without "
+    "figures of memory. Install jaxrlhf[planner], on Linux"
+)
+NO_CUDNN = "attention compiled as matrix products: cuDNN's cannot be lowered here"
+_CUDNN_VERSION = 90800
+_CUDNN_CAPABILITY = (8, 0)
+"""From which on cuDNN has attention in one kernel for bfloat16."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Described:
+    """Devices to lower and compile programs for."""
+
+    devices: tuple[Any, ...]
+    """As JAX knows them, node after node."""
+    target: str
+    """All that compiling depends on, of what is known of them."""
+    options: Mapping[str, Any]
+    """For `lowered.compile`."""
+    has_cudnn: bool = False
+    """Whether attention can be lowered to cuDNN's. If not, `attention` of a model must be `xla`."""
+    stands_in: bool = False
+    """They are virtual devices of the processor in place of GPUs."""
+    notes: tuple[str, ...] = ()
+    """What is to be known of numbers that come from them."""
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.devices[0].platform == "gpu"
+
+
+def has_gpu_compiler() -> bool:
+    """Whether JAX's CUDA plugin is installed. Does not load it."""
+    spec = importlib.util.find_spec("jax_plugins")
+    folders = list(spec.submodule_search_locations or ()) if spec else []
+    return any(module.name.startswith("xla_cuda") for module in pkgutil.iter_modules(folders))
+
+
+@functools.cache
+def described_devices(kind: Kind, count: int, *, devices_per_node: int) -> Described:
+    """So many devices of a kind, in nodes of `devices_per_node`.
+
+    Loads the CUDA plugin, if the kind is a GPU. A process that has loaded it should not be one that trains.
+
+    Raises:
+        ValueError: Virtual devices are needed, and JAX runs already with fewer.
+    """
+    if kind.target is None:
+        return Described(first_virtual_devices(count), "cpu", known_flags(_PROCESSOR_OPTIONS))
+    nodes = max(1, count // devices_per_node)
+    text = target_config(kind, kind.target)
+    topology = f"1x{nodes}x{count // nodes}"  # partitions x hosts x GPUs of each
+    try:
+        described = topologies.get_topology_desc(platform="cuda", target_config=text, topology=topology)
+    except NotImplementedError:
+        virtual = first_virtual_devices(count)
+        options = known_flags(_PROCESSOR_OPTIONS)
+        return Described(virtual, "cpu in place of a GPU", options, stands_in=True, notes=(NO_COMPILER,))
+    major, minor = map(int, kind.target.capability.split("."))
+    has_cudnn = (major, minor) >= _CUDNN_CAPABILITY and _assume_cudnn()
+    return Described(
+        tuple(described.devices),
+        f"{topology}\n{text}",
+        known_flags({"xla_gpu_cuda_data_dir": str(_toolkit()), **_FASTER, **_ONE_CUBLAS_CALL_EACH}),
+        has_cudnn=has_cudnn,
+        notes=() if has_cudnn else (NO_CUDNN,),
+    )
+
+
+_FASTER = {"xla_backend_optimization_level": 0}
+"""What comes after HLO is never run."""
+_ONE_CUBLAS_CALL_EACH = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_dot_merger_threshold_mb": 0}
+"""Where there is a GPU, XLA finds by trial which kernels multiply fastest, cuBLAS's or its own, into which it fuses
+what feeds them. Here it would have to guess, and may fail. Bytes come out as with its own kernels to about 2 %."""
+_PROCESSOR_OPTIONS = {**_FASTER, "xla_cpu_parallel_codegen_split_count": 1}
+
+
+def target_config(kind: Kind, target: Target) -> str:
+    """A GPU as XLA wants it described: a `GpuTargetConfigProto` as text."""
+    major, minor = target.capability.split(".")
+    extension = "ACCELERATED_FEATURES" if target.accelerated else "NONE"
+    return f"""gpu_device_info {{
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_block_optin: {target.shared_memory_per_block}
+  shared_memory_per_core: {target.shared_memory_per_core}
+  threads_per_core_limit: 2048
+  core_count: {target.cores}
+  fpus_per_core: {target.float_units_per_core}
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: {int(kind.memory.bandwidth)}
+  l2_cache_size: {target.l2_bytes}
+  clock_rate_ghz: {target.clock_ghz}
+  device_memory_size: {kind.memory.bytes}
+  cuda_compute_capability {{ major: {major} minor: {minor} feature_extension: {extension} }}
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: {_CUDNN_VERSION // 10_000} minor: {_CUDNN_VERSION // 100 % 100} }}
+device_description_str: "{(kind.names or (kind.name,))[0]}"
+"""
+
+
+@functools.cache
+def _toolkit() -> Path:
+    """A folder that XLA takes for CUDA's: an assembler that assembles nothing, and a library of no functions.
+
+    Programs for GPUs that are not there never run, so that only their HLO matters, which is the same with the real
+    toolkit.
+    """
+    folder = Path(_toolkit_folder().name)
+    assembler = folder / "bin" / "ptxas"
+    assembler.parent.mkdir()
+    assembler.write_text(
+        '#!/bin/sh\nif [ "$1" = --version ]; then echo "Cuda compilation tools, release 13.0, V13.0.0"; exit; fi\n'
+        'while [ "$1" != -o ]; do shift; done\n: > "$2"\n'
+    )
+    assembler.chmod(0o755)
+    library = folder / "nvvm" / "libdevice" / "libdevice.10.bc"
+    library.parent.mkdir(parents=True)
+    library.write_text("; LLVM reads modules as text too\n")
+    return folder
+
+
+@functools.cache
+def _toolkit_folder() -> tempfile.TemporaryDirectory[str]:
+    """Deleted when the process ends."""
+    return tempfile.TemporaryDirectory(prefix="jaxrlhf-cuda-")
+
+
+def _assume_cudnn() -> bool:
+    """Let JAX lower attention to cuDNN's where cuDNN is not installed; False if this version of JAX cannot be told."""
+    try:
+        from jax._src.cudnn import fused_attention_stablehlo as lowering
+
+        find = lowering.check_cudnn_version
+    except (ImportError, AttributeError):
+        return False
+    try:
+        find()
+    except RuntimeError:
+        lowering.check_cudnn_version = lambda: _CUDNN_VERSION
+    return True

@@ -1,0 +1,324 @@
+"""From a compiled program as HLO to what it does, counted: loops by their trips, conditionals by their dearer branch.
+
+Labels tell the parts of a program apart, by where in the Python program an instruction comes from. What XLA made by
+itself has the label of the latest result that it takes, or else of the loop or call that it stands in.
+"""
+
+import functools
+import math
+import re
+from collections.abc import Callable
+
+from jaxrlhf.planner.compiled.counts import Collective, Counts, Loop, ProgramCounts
+from jaxrlhf.planner.compiled.hlo import Computation, Instruction, Module, device_groups, parse, scopes
+
+Classifier = Callable[[str], str | None]
+"""`op_name` of an instruction -> its label; None: that of what it stands in."""
+
+REST = "rest"
+"""The label of what has no other."""
+_COLLECTIVES = {
+    "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
+    "collective-broadcast",
+}  # fmt: skip
+_FREE = {
+    "parameter", "tuple", "get-tuple-element", "bitcast", "constant", "after-all", "partition-id", "replica-id",
+    "opt-barrier", "add-dependency", "domain",
+}  # fmt: skip
+_NAMELESS = {"parameter", "constant"}
+"""Whose `op_name` says nothing of what is done with them."""
+_LAZY = {"bitcast", "convert", "copy"}
+"""Of a fusion's instructions, those that compute only what is asked of them, and pass their input on."""
+_SLICES = {"slice", "dynamic-slice", "gather"}
+_PRODUCT = "dot_general"
+"""How JAX calls a matrix product, also where XLA computes it without one."""
+_NO_PRODUCTS = {"TopK", "AllocateBuffer", "PadToStatic", "SliceToDynamic", "cu_threefry2x32", "cu_threefry2x32_ffi"}
+"""Calls of libraries that compute no matrix products."""
+
+
+def count(text: str, classify: Classifier) -> ProgramCounts:
+    """What one device does in a program, given as `compiled.as_text()` gives it.
+
+    Raises:
+        HloError: The text cannot be read.
+    """
+    module = parse(text)
+    tally = _Tally(module, classify)
+    tally.walk(module.entry, REST)
+    return tally.result()
+
+
+def by_scope(*names: str) -> Classifier:
+    """Labels are those of `names` that stand in an `op_name`, the first of them that does."""
+    return functools.partial(_first_scope, names)
+
+
+def _first_scope(names: tuple[str, ...], op_name: str) -> str | None:
+    found = set(scopes(op_name))
+    return next((name for name in names if name in found), None)
+
+
+def by_phase(op_name: str) -> str | None:
+    """`prefill` and `decode` of generation, `forward` and `backward` of a train call, what it computes anew among the
+    latter; neither for the rest, such as the update of the weights."""
+    if label := _first_scope(("decode", "prefill"), op_name):
+        return label
+    return "backward" if "transpose(" in op_name else "forward" if "jvp(" in op_name else None
+
+
+class _Tally:
+    """Adds up what instructions do, by label."""
+
+    def __init__(self, module: Module, classify: Classifier) -> None:
+        self.module = module
+        self.classify = classify
+        self.flops: dict[str, float] = {}
+        self.bytes: dict[str, float] = {}
+        self.kernels: dict[str, float] = {}
+        self.collectives: dict[str, dict[Collective, float]] = {}
+        self.loops: list[Loop] = []
+        self.unknown: dict[str, None] = {}
+
+    def result(self) -> ProgramCounts:
+        labels = dict.fromkeys([*self.flops, *self.bytes, *self.kernels, *self.collectives])
+        parts = {
+            label: Counts(
+                self.flops.get(label, 0.0),
+                self.bytes.get(label, 0.0),
+                self.kernels.get(label, 0.0),
+                self.collectives.get(label, {}),
+            )
+            for label in labels
+        }
+        return ProgramCounts(parts, tuple(self.loops), tuple(self.unknown))
+
+    def walk(self, name: str, inherited: str, *, inside_kernel: bool = False) -> None:
+        """Add what a computation does.
+
+        Args:
+            inherited: The label of instructions that have none.
+            inside_kernel: It is part of a fusion, which is a kernel already and has its bytes counted.
+        """
+        computation = self.module.computations[name]
+        labels: dict[str, tuple[int, str]] = {}  # instruction -> its position and label, where it has one of its own
+        for i, instruction in enumerate(computation.instructions):
+            taken = [labels[operand] for operand in instruction.operands if operand in labels]
+            if instruction.op_name and instruction.op not in _NAMELESS:
+                labels[instruction.name] = i, self.classify(instruction.op_name) or inherited
+            elif taken:
+                labels[instruction.name] = i, max(taken)[1]
+            _, label = labels.get(instruction.name, (i, inherited))
+            if not self._enters(computation, instruction, label, inside_kernel=inside_kernel):
+                self._add(computation, instruction, label, inside_kernel=inside_kernel)
+
+    def _enters(self, computation: Computation, instruction: Instruction, label: str, *, inside_kernel: bool) -> bool:
+        """Add what the computations do that an instruction calls; False where it calls none."""
+        op = instruction.op
+        if op == "while":
+            self._loop(instruction, label)
+        elif op == "conditional":
+            self._branch(instruction, label)
+        elif op == "fusion":
+            called = _called(instruction, "calls")
+            self.walk(called, label, inside_kernel=True)
+            if not inside_kernel:
+                fused = self.module.computations[called]
+                self._kernel(label, _fusion_bytes(computation, instruction, fused))
+        elif op in ("call", "async-start"):
+            attribute = "calls" if op == "async-start" else "to_apply"
+            self.walk(_called(instruction, attribute), label, inside_kernel=inside_kernel)
+        else:
+            return False
+        return True
+
+    def _loop(self, instruction: Instruction, label: str) -> None:
+        inner = _Tally(self.module, self.classify)
+        inner.walk(_called(instruction, "body"), label)
+        inner.walk(_called(instruction, "condition"), label)
+        trips = instruction.text(r'"known_trip_count":\{"n":"(\d+)"')
+        self.unknown |= inner.unknown
+        self.loops.append(Loop(instruction.name, label, int(trips) if trips else None, inner.result()))
+
+    def _branch(self, instruction: Instruction, label: str) -> None:
+        """The branch with the most operations, of equals that with the most bytes."""
+        sides = []
+        for name in instruction.branches:
+            inner = _Tally(self.module, self.classify)
+            inner.walk(name, label)
+            sides.append(inner)
+
+        def dearness(side: _Tally) -> tuple[float, float]:
+            once = side.result().total(rounds=1)
+            return once.flops, once.bytes
+
+        dearest = max(sides, key=dearness)
+        for own, other in ((self.flops, dearest.flops), (self.bytes, dearest.bytes), (self.kernels, dearest.kernels)):
+            for name, number in other.items():
+                own[name] = own.get(name, 0.0) + number
+        for name, collectives in dearest.collectives.items():
+            for collective, times in collectives.items():
+                self._collective(name, collective, times)
+        self.loops += dearest.loops
+        self.unknown |= dearest.unknown
+
+    def _add(self, computation: Computation, instruction: Instruction, label: str, *, inside_kernel: bool) -> None:
+        """Add what an instruction does that calls no computation."""
+        op = instruction.op
+        if op.endswith(("-done", "-update")) or op in _FREE:
+            return
+        if op in _COLLECTIVES or op == "send":
+            operands = [computation.by_name[name] for name in instruction.operands]
+            shapes = [shape for operand in operands for shape in operand.shapes]
+            largest = max(shapes, key=lambda shape: shape.bytes)
+            groups = device_groups(instruction.attributes, self.module.num_devices)
+            kind = "collective-permute" if op == "send" else op
+            self._collective(label, Collective(kind, largest.dtype, sum(s.bytes for s in shapes), groups), 1)
+            self._kernel(label, 0.0)
+            return
+        if flops := self._flops(computation, instruction):
+            self.flops[label] = self.flops.get(label, 0.0) + flops
+        if not inside_kernel:
+            self._kernel(label, _bytes(computation, instruction))
+
+    def _kernel(self, label: str, bytes_: float) -> None:
+        self.kernels[label] = self.kernels.get(label, 0.0) + 1
+        self.bytes[label] = self.bytes.get(label, 0.0) + bytes_
+
+    def _collective(self, label: str, collective: Collective, times: float) -> None:
+        of_label = self.collectives.setdefault(label, {})
+        of_label[collective] = of_label.get(collective, 0.0) + times
+
+    def _flops(self, computation: Computation, instruction: Instruction) -> float:
+        """Operations of matrix products in an instruction.
+
+        A product of a matrix with one row may have become a multiplication of their elements, and a sum over it.
+        """
+        if instruction.op == "dot":
+            contracted = instruction.numbers(r"lhs_contracting_dims=\{([\d,]*)\}")
+            return _dot_flops(computation, instruction, contracted)
+        if instruction.op == "multiply" and instruction.op_name.endswith(f"/{_PRODUCT}"):
+            return 2.0 * instruction.shapes[0].size
+        if instruction.op == "custom-call":
+            return self._library_flops(computation, instruction)
+        if instruction.op in ("convolution", "ragged-dot", "scaled-dot"):
+            self.unknown[instruction.op] = None
+        return 0.0
+
+    def _library_flops(self, computation: Computation, instruction: Instruction) -> float:
+        target = instruction.text(r'custom_call_target="([^"]*)"') or ""
+        if target.startswith("__cublas$"):
+            contracted = instruction.numbers(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]')
+            return _dot_flops(computation, instruction, contracted)
+        if target.startswith("__cudnn$fmha"):
+            return _attention_flops(computation, instruction, target)
+        if target not in _NO_PRODUCTS:
+            self.unknown[target] = None
+        return 0.0
+
+
+def _called(instruction: Instruction, attribute: str) -> str:
+    name = instruction.called(attribute)
+    assert name is not None, (attribute, instruction)
+    return name
+
+
+def _dot_flops(computation: Computation, instruction: Instruction, contracted: tuple[int, ...]) -> float:
+    left = computation.operand(instruction, 0).shapes[0].dims
+    return 2.0 * instruction.shapes[0].size * math.prod(left[dim] for dim in contracted)
+
+
+def _attention_flops(computation: Computation, instruction: Instruction, target: str) -> float:
+    """Of cuDNN's attention: two products forward, scores and the sum of values. Backward five, for scores are computed
+    anew, and each of the two has two derivatives. A causal mask leaves out what lies above the diagonal; any other is
+    an input, and leaves out nothing."""
+    scores = instruction.numbers(r'"intermediate_tensor_shape":\s*\{[^}]*?"dimensions":\s*\[([^\]]*)\]')
+    head_size = computation.operand(instruction, 0).shapes[0].dims[-1]
+    rows_heads, (queries, keys) = math.prod(scores[:-2]), scores[-2:]
+    pairs = queries * keys
+    if re.search(r'"mask_type":\s*"(PADDING_)?CAUSAL"', instruction.attributes):
+        pairs = sum(min(query + 1, keys) for query in range(queries))
+    return (5 if target.endswith("Backward") else 2) * 2.0 * rows_heads * pairs * head_size
+
+
+def _bytes(computation: Computation, instruction: Instruction) -> float:
+    """That an instruction outside fusions reads and writes."""
+    op = instruction.op
+    operands = [computation.by_name[name] for name in instruction.operands]
+    if op in ("slice", "dynamic-slice"):
+        return 2 * instruction.bytes
+    if op == "gather":
+        return 2 * instruction.bytes + operands[1].bytes
+    if op == "dynamic-update-slice":
+        return 2 * operands[1].bytes
+    if op == "scatter":
+        return _scattered_bytes(operands) + sum(operand.bytes for operand in operands[len(operands) // 2 :])
+    if op == "custom-call":
+        return _results_of_call(instruction) + sum(operand.bytes for operand in operands)
+    if op == "copy":  # also of one that goes on while others run, which gives more than the copy
+        return 2 * operands[0].bytes
+    return instruction.bytes + sum(operand.bytes for operand in operands)
+
+
+def _results_of_call(instruction: Instruction) -> float:
+    """Bytes that a library gives, without the space that it only works in."""
+    shapes = instruction.shapes
+    if len(shapes) > 1 and shapes[-1].dtype in ("s8", "u8"):
+        shapes = shapes[:-1]
+    return sum(shape.bytes for shape in shapes)
+
+
+def _scattered_bytes(operands: list[Instruction]) -> float:
+    """That a scatter in place reads and writes of its arrays: `operands` are so many arrays, indices, and updates."""
+    return 2 * sum(update.bytes for update in operands[len(operands) // 2 + 1 :])
+
+
+def _fusion_bytes(computation: Computation, instruction: Instruction, fused: Computation) -> float:
+    """That a fusion reads and writes. Of an input of which it takes slices, only these; what it updates in place, it
+    neither reads nor writes whole."""
+    roots = [_through_bitcasts(fused, root) for root in _roots(fused)]
+    in_place = {root.name for root in roots if root.op in ("dynamic-update-slice", "scatter")}
+    read = sum(
+        _read_bytes(fused, parameter, computation.by_name[operand].bytes, in_place)
+        for parameter, operand in zip(fused.parameters, instruction.operands, strict=True)
+    )
+    return read + sum(_written_bytes(fused, root) for root in roots)
+
+
+def _roots(fused: Computation) -> list[Instruction]:
+    root = fused.root
+    return [fused.by_name[name] for name in root.operands] if root.op == "tuple" else [root]
+
+
+def _through_bitcasts(fused: Computation, instruction: Instruction) -> Instruction:
+    while instruction.op == "bitcast":
+        instruction = fused.operand(instruction, 0)
+    return instruction
+
+
+def _written_bytes(fused: Computation, root: Instruction) -> float:
+    if root.op == "dynamic-update-slice":
+        return fused.operand(root, 1).bytes
+    if root.op == "scatter":
+        return _scattered_bytes([fused.by_name[name] for name in root.operands])
+    return root.bytes
+
+
+def _read_bytes(fused: Computation, parameter: Instruction, whole: float, in_place: set[str]) -> float:
+    """That a fusion reads of a parameter of `whole` bytes."""
+    item = whole / max(1, sum(shape.size for shape in parameter.shapes))
+    read = 0.0
+    for name, user in _users(fused, parameter.name):
+        at_first = user.operands.index(name) == 0
+        if user.op in _SLICES and at_first:
+            read += user.shapes[0].size * item
+        elif not (user.name in in_place and at_first):
+            return whole
+    return min(read, whole)
+
+
+def _users(fused: Computation, name: str) -> list[tuple[str, Instruction]]:
+    """What takes a value, by way of instructions that only pass it on: each with the name under which it takes it."""
+    found = []
+    for user in fused.users.get(name, ()):
+        found += _users(fused, user.name) if user.op in _LAZY and not user.is_root else [(name, user)]
+    return found

@@ -1,0 +1,1 @@
+"""What calls cost: operations, bytes, memory, seconds."""

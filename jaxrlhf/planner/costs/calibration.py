@@ -1,0 +1,422 @@
+"""What was measured on a machine: seconds of passes, and what its devices do in a second; between them lines are drawn.
+
+    calibration = read_calibration(calibration_file(machine), machine=machine)
+    CostModel(calibration.on(cluster), measured=calibration, measured_update=calibration.update)
+
+Passes are known at some degrees and row counts, powers of two, and lie on straight lines between. Where nothing near
+was measured there is no answer, and the cost model counts work instead, with the rates of this machine.
+`runtime.measure` measures; `python -m jaxrlhf.calibrate` writes the file.
+
+Reference:
+    Mei et al. 2024, arXiv:2406.14088, section 5.1 (ReaL): layers profiled at powers of two, interpolated linearly.
+"""
+
+import dataclasses
+import functools
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from jaxrlhf.brief import brief
+from jaxrlhf.cluster.hardware import MEASURED, Cluster, Kind
+from jaxrlhf.config.reading import ConfigError, build, to_tree
+from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.models.lora import LoRAConfig
+from jaxrlhf.planner.costs.cache import default_folder
+from jaxrlhf.planner.costs.cost_model import PassSeconds, UpdateSeconds
+from jaxrlhf.planner.workload import ModelCall
+from jaxrlhf.sharding import mesh
+from jaxrlhf.sharding.strategy import Remat, Strategy
+from jaxrlhf.writing import write_atomically
+
+VERSION = 2
+"""Of the file."""
+QUIET = 0.05
+"""Others may have so much of the processors, or Linux counts ticks amiss, before they are said to disturb."""
+_COMMAND = "Measure this machine: python -m jaxrlhf.calibrate --config NAME_OR_PATH."
+
+MeasuredPhase = Literal["forward", "gradient", "prefill", "decode", "update"]
+"""Phases of calls, and `update`: the optimizer, once for each mini-batch."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """Where something was measured. What was measured on one machine, or with one compiler, says nothing of another."""
+
+    platform: str
+    """'cpu', 'gpu' or 'tpu'."""
+    device_kind: str
+    """As JAX calls it: 'NVIDIA H200'."""
+    processor: str
+    num_cores: int
+    jax: str
+    """Versions."""
+    jaxlib: str
+
+    def __str__(self) -> str:
+        devices = "" if self.platform == "cpu" else f"{self.device_kind}, "
+        return f"{devices}{self.processor} with {self.num_cores} cores, jax {self.jax}, jaxlib {self.jaxlib}"
+
+    @property
+    def shares_processor(self) -> bool:
+        """Whether all its devices are one processor, so that they slow one another."""
+        return self.platform == "cpu"
+
+
+def this_machine() -> Machine:
+    """The machine that this process runs on, with the devices that JAX shows."""
+    version = importlib.metadata.version
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return Machine(mesh.platform(), mesh.device_kind(), _processor(), cores, version("jax"), version("jaxlib"))
+
+
+def _processor() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        text = ""
+    match = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return match[1].strip() if match else platform.processor() or platform.machine()
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """How busy the host's processors were while something was measured."""
+
+    others: float
+    """The part of all processors that other processes had."""
+    average: float
+    """Processes that were running or wanted to, over the last minute of it: Linux's load average, with those of the
+    measurement itself."""
+    num_cores: int
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if not math.isfinite(value) or value < 0:
+                raise ValueError(f"{field.name}: must be finite and not negative. Got {value}.")
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether what was measured is as it would be alone on the machine."""
+        return self.others <= QUIET
+
+    def __str__(self) -> str:
+        quiet = "" if self.is_quiet else ", too much to tell how long anything takes alone"
+        return (
+            f"other processes had {100 * self.others:.0f} % of {self.num_cores} cores{quiet}; load average "
+            f"{self.average:.1f}"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Rates:
+    """What one device does while all devices of its node do the same. Seconds, bytes a second, operations a second."""
+
+    num_devices: int
+    """Of the node."""
+    float32_flops: float
+    """Of large matrix products, of factors in float32 as JAX multiplies them."""
+    bfloat16_flops: float
+    half_dim: float
+    """The narrowest dim of a weight at which products with it are half as fast."""
+    memory_bandwidth: float
+    kernel_seconds: float
+    graph_kernel_seconds: float
+    """Of a kernel in the body of a loop."""
+    dispatch_seconds: float
+    step_seconds: float
+    """That the iteration of a loop takes beside its kernels."""
+    host_bandwidth: float
+    collective_seconds: float = 0.0
+    """Of the smallest all-reduce, for each doubling of the devices that take part. 0, as are those below: there is but
+    one device."""
+    link_bandwidth: float = 0.0
+    """Of a ring in which large arrays are added up over all devices."""
+    copy_seconds: float = 0.0
+    """Of the smallest copy from one device to another."""
+    copy_bandwidth: float = 0.0
+    host_seconds: float = 0.0
+    """By which the program's own work makes a call of a run longer, for each device of it. 0: devices are others than
+    the host's processors."""
+
+    def __post_init__(self) -> None:
+        positive = ("num_devices", "float32_flops", "bfloat16_flops", "memory_bandwidth", "host_bandwidth")
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if not math.isfinite(value) or value < 0 or (field.name in positive and value == 0):
+                rule = "positive" if field.name in positive else "not negative"
+                raise ValueError(f"{field.name}: must be finite and {rule}. Got {value}.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What was run: everything of a call and its strategy that a pass of it depends on, but its rows. What the phase
+    has nothing to do with is 0, 1 or none."""
+
+    model: ModelConfig
+    phase: MeasuredPhase
+    prompt: int
+    response: int
+    outputs: int
+    """Columns that get an output of the head."""
+    num_samples: int
+    data: int
+    fsdp: int
+    tensor: int
+    remat: Remat = "none"
+    lora: LoRAConfig | None = None
+
+    @property
+    def num_row_shards(self) -> int:
+        return self.data * self.fsdp
+
+
+def case_of(call: ModelCall, phase: MeasuredPhase, strategy: Strategy) -> Case:
+    """What to measure, or to look up, for a phase of a call."""
+    over_rows = phase != "update"
+    generates = phase in ("prefill", "decode")
+    return Case(
+        call.model,
+        phase,
+        prompt=call.prompt if over_rows else 0,
+        response=call.response if over_rows and phase != "prefill" else 0,
+        outputs=call.outputs if phase in ("forward", "gradient") else 0,
+        num_samples=call.num_samples if generates else 1,
+        data=strategy.data,
+        fsdp=strategy.fsdp,
+        tensor=strategy.tensor,
+        remat=strategy.remat if phase == "gradient" else "none",
+        lora=None if call.merges else call.lora,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """One measurement."""
+
+    rows: float
+    """On each row shard; of `decode`, sequences. 0 of `update`."""
+    layer: float
+    """Seconds of one layer."""
+    rest: float
+    """Seconds of everything else. Less than nothing where the last layer does less than the others."""
+    spread: float
+    """Half the distance between the quartiles of the runs, as a fraction of their median."""
+    others: float
+    """The part of the host's processors that other processes had meanwhile."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if not math.isfinite(value) or (value < 0 and field.name != "rest"):
+                raise ValueError(f"{field.name}: must be finite and not negative. Got {value}.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Curve:
+    """The measurements of one case, from the fewest rows on."""
+
+    case: Case
+    points: tuple[Point, ...]
+
+    def __post_init__(self) -> None:
+        rows = [point.rows for point in self.points]
+        if not rows or rows != sorted(set(rows)):
+            raise ValueError(f"points: must be at least one, from the fewest rows on, each once. Got rows {rows}.")
+
+    def at(self, rows: float) -> PassSeconds:
+        """On the straight line between the two measurements beside it; beyond the last two, on theirs.
+
+        Noise bends no line below reason: more rows than were measured take no less than the most that were, and fewer
+        no less than their part of the fewest. Of a single measurement, the seconds are in proportion to the rows.
+        """
+        first, last = self.points[0], self.points[-1]
+        if len(self.points) == 1:
+            return _mixed((first, rows / first.rows if first.rows else 1.0))
+        right = next((i for i, point in enumerate(self.points) if point.rows >= rows), len(self.points) - 1)
+        a, b = self.points[max(right, 1) - 1], self.points[max(right, 1)]
+        part = (rows - a.rows) / (b.rows - a.rows)
+        line = _mixed((a, 1 - part), (b, part))
+        if first.rows <= rows <= last.rows:
+            return line
+        bound = _mixed((last, 1.0) if rows > last.rows else (first, rows / first.rows))
+        return bound if line.layer < bound.layer else line
+
+
+def _mixed(*parts: tuple[Point | PassSeconds, float]) -> PassSeconds:
+    """The sum of measurements, each times its number."""
+    return PassSeconds(sum(x.layer * times for x, times in parts), sum(x.rest * times for x, times in parts))
+
+
+@dataclasses.dataclass(frozen=True)
+class Calibration:
+    """All that was measured on a machine. As a function, it is a `cost.MeasuredPass`."""
+
+    date: str
+    machine: Machine
+    rates: Rates
+    curves: tuple[Curve, ...] = ()
+    version: int = VERSION
+    load: Load | None = None
+    """While the newest of it was measured. None: a file that does not say."""
+
+    def __call__(self, call: ModelCall, phase: MeasuredPhase, strategy: Strategy, rows: float) -> PassSeconds | None:
+        """Seconds of a pass, through one layer and the rest; None where nothing near it was measured.
+
+        Devices of their own take as long however many others have rows too, so any measured number of row shards does.
+        Devices that share a processor work on all rows together: what counts is how many these are, and, between
+        measured numbers of shards, the logarithm of how many shards they are in; the stages of a pipeline, which all
+        work at once, each have their part of it. `fsdp` at one degree stands there for another, with as many shards;
+        its absence does not. `tensor` must be as it was measured.
+        """
+        found = self._near(call, phase, strategy)
+        if found is None:
+            return None
+        below, above = found
+        if not self.machine.shares_processor:
+            return below.at(rows)
+        few, many, shards = below.case.num_row_shards, above.case.num_row_shards, strategy.num_row_shards
+        one, other = below.at(rows * shards / few), above.at(rows * shards / many)
+        between = math.log(shards / few) / math.log(many / few) if few < many else 0.0
+        seconds = _mixed((one, 1 - between), (other, between))
+        return dataclasses.replace(seconds, layer=seconds.layer * strategy.pipeline)
+
+    def update(self, call: ModelCall, strategy: Strategy) -> UpdateSeconds | None:
+        """Seconds of the optimizer, with gradients added up over the copies of the weights if there were any; None
+        where nothing near was measured. It is a `cost.MeasuredUpdate`."""
+        near, optimizer = self._near(call, "update", strategy), self(call, "update", strategy, 0.0)
+        if near is None or optimizer is None:
+            return None
+        return UpdateSeconds(optimizer, includes_reduction=strategy.data == 1 or near[1].case.data > 1)
+
+    def on(self, cluster: Cluster) -> Cluster:
+        """A cluster with the rates of this machine for its kind of device."""
+        groups = []
+        for group in cluster.groups:
+            kind, scale = group.kind, 1.0
+            if self.machine.device_kind in kind.names:
+                if self.machine.shares_processor:
+                    scale = self.rates.num_devices / group.devices_per_node
+                kind = measured_kind(kind, self.rates, scale=scale, source=f"{MEASURED} {self.date}")
+            groups.append(dataclasses.replace(group, kind=kind))
+        return Cluster(tuple(groups))
+
+    def with_curves(self, curves: Iterable[Curve]) -> "Calibration":
+        """The same with more curves, which take the place of those of the same cases."""
+        merged = {curve.case: curve for curve in (*self.curves, *curves)}
+        return dataclasses.replace(self, curves=tuple(merged.values()))
+
+    def _near(self, call: ModelCall, phase: MeasuredPhase, strategy: Strategy) -> tuple[Curve, Curve] | None:
+        """The curves measured with the next fewer row shards and the next more, as far as there are any; of devices of
+        their own, twice the nearest."""
+        curves = self._by_case.get(case_of(call, phase, dataclasses.replace(strategy, data=1, fsdp=1)), {})
+        degree, wanted = strategy.fsdp, strategy.num_row_shards
+        if self.machine.shares_processor and degree > 1 and degree not in curves:
+            degree = min((d for d in curves if d > 1), key=lambda d: abs(math.log(d / strategy.fsdp)), default=degree)
+        by_shards = curves.get(degree)
+        if not by_shards:
+            return None
+        if not self.machine.shares_processor:
+            nearest = by_shards[min(by_shards, key=lambda shards: abs(math.log(shards / wanted)))]
+            return nearest, nearest
+        below = max((shards for shards in by_shards if shards <= wanted), default=min(by_shards))
+        above = min((shards for shards in by_shards if shards >= wanted), default=max(by_shards))
+        return by_shards[below], by_shards[above]
+
+    @functools.cached_property
+    def _by_case(self) -> dict[Case, dict[int, dict[int, Curve]]]:
+        """Case on one row shard -> degree of `fsdp` -> row shards -> curve."""
+        found: dict[Case, dict[int, dict[int, Curve]]] = {}
+        for curve in self.curves:
+            case = dataclasses.replace(curve.case, data=1, fsdp=1)
+            found.setdefault(case, {}).setdefault(curve.case.fsdp, {})[curve.case.num_row_shards] = curve
+        return found
+
+
+def measured_kind(kind: Kind, rates: Rates, *, scale: float, source: str) -> Kind:
+    """A kind with measured rates, which stand for its peaks too.
+
+    Args:
+        scale: What a device has of the work of one that was measured: more where fewer share a processor.
+    """
+    costs = kind.coefficients
+    bandwidth = rates.link_bandwidth or kind.link.bandwidth * costs.link_efficiency
+    return dataclasses.replace(
+        kind,
+        peak_flops=dataclasses.replace(
+            kind.peak_flops, tf32=rates.float32_flops * scale, bfloat16=rates.bfloat16_flops * scale, source=source
+        ),
+        memory=dataclasses.replace(kind.memory, bandwidth=rates.memory_bandwidth * scale, source=source),
+        link=dataclasses.replace(kind.link, bandwidth=bandwidth, source=source),
+        coefficients=dataclasses.replace(
+            costs,
+            matmul_efficiency=1.0,
+            half_dim=rates.half_dim,
+            memory_efficiency=1.0,
+            link_efficiency=1.0,
+            kernel_seconds=rates.kernel_seconds,
+            graph_kernel_seconds=rates.graph_kernel_seconds,
+            dispatch_seconds=rates.dispatch_seconds,
+            step_seconds=rates.step_seconds,
+            collective_seconds=rates.collective_seconds or costs.collective_seconds,
+            host_bandwidth=rates.host_bandwidth * scale,
+            host_seconds=rates.host_seconds,
+            source=source,
+        ),
+    )
+
+
+def curves_of(points: Sequence[tuple[Case, Point]]) -> tuple[Curve, ...]:
+    """Measurements, joined to curves. Of two at the same rows, the later counts."""
+    cases: dict[Case, dict[float, Point]] = {}
+    for case, point in points:
+        cases.setdefault(case, {})[point.rows] = point
+    return tuple(Curve(case, tuple(by_rows[rows] for rows in sorted(by_rows))) for case, by_rows in cases.items())
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def calibration_file(machine: Machine, folder: Path | None = None) -> Path:
+    """Where what was measured on a machine is kept. Without a folder: in that of the user's caches."""
+    text = f"{machine.device_kind} {machine.processor} {machine.num_cores} jax {machine.jax}"
+    return (folder or default_folder("calibration")) / f"{re.sub(r'[^A-Za-z0-9.]+', '-', text).strip('-').lower()}.json"
+
+
+def read_calibration(path: Path, *, machine: Machine | None = None) -> Calibration:
+    """What `write_calibration` wrote.
+
+    Args:
+        machine: Must be the one that was measured. None: any may be, as where a plan is made for another.
+
+    Raises:
+        ConfigError: There is no such file, it is not as it should be, or another machine was measured.
+    """
+    try:
+        tree: Any = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}. {_COMMAND}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path}: must be the JSON of a calibration. Got {error}. {_COMMAND}") from error
+    version = tree.get("version") if isinstance(tree, dict) else None
+    if version != VERSION:
+        raise ConfigError(f"{path}: version: must be {VERSION}. Got {brief(version)}. {_COMMAND}")
+    calibration = build(Calibration, tree, where=str(path))
+    if machine is not None and calibration.machine != machine:
+        raise ConfigError(
+            f"{path}: must have been measured on this machine, {machine}. Got {calibration.machine}. {_COMMAND}"
+        )
+    return calibration
+
+
+def write_calibration(path: Path, calibration: Calibration) -> None:
+    """Writes a file that `read_calibration` reads, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, json.dumps(to_tree(calibration), indent=1, allow_nan=False) + "\n")

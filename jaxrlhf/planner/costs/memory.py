@@ -1,0 +1,350 @@
+"""Per-device memory of a call, in bytes, on its fullest device.
+
+What stays between calls is exact, counted from the declared weights and the rules by which they are split. What is
+there while a call runs (keys and values, activations, logits, gradients) is counted from what the programs keep, which
+tests compare with what compiled programs report.
+
+Programs of a CPU keep more than those of a GPU, since their compiler puts off nothing: weights that are split over
+`fsdp` are gathered in whole before the first layer, those that are joined are joined in all layers, gradients are added
+up over copies into new arrays, and numbers are float32. A tied embedding counts twice: as it is looked up, and as head.
+
+Reference:
+    Mei et al. 2024, arXiv:2406.14088, section 5.1 and Table 2 (ReaL): static memory, and dynamic memory.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+
+from jaxrlhf.models.architecture import (
+    FIRST_STAGE,
+    JOINED,
+    LAST_STAGE,
+    LAYERS,
+    Declared,
+    Weight,
+    cached_numbers,
+    declare,
+    is_weight,
+    live_activations,
+    matrix_numbers,
+    residuals,
+)
+from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.models.generate import cache_sizes
+from jaxrlhf.models.lora import LoRAConfig, declare_adapters
+from jaxrlhf.models.ring_weights import declare_ring
+from jaxrlhf.planner.workload import ModelCall
+from jaxrlhf.sharding.axes import FSDP, PIPELINE, WEIGHTS_AT_REST
+from jaxrlhf.sharding.stages import layers_of_stages
+from jaxrlhf.sharding.strategy import Strategy
+
+MASTER_BYTES, MOMENT_BYTES = 4, 8
+"""Of each trained weight: itself in float32, and two moments of AdamW."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CallMemory:
+    """Peak bytes on the fullest device of a call."""
+
+    resting: int
+    """That stay between calls: master weights and moments where it trains, weights where nothing trains them."""
+    optimizer: int = 0
+    """What of that is moments."""
+    base: int = 0
+    """The weights that its adapters adapt, which stay there between calls; others that read them in the same layout
+    read the same arrays."""
+    copy: int = 0
+    """Its own copy of weights that another call trains, or of adapters, and of the weights that they were added into.
+    """
+    shared_with_training: int = 0
+    """Bytes of that copy which are the master weights themselves, where they are trained in the call's layout: all of
+    it in float32, but for what adapters were added into."""
+    gradients: int = 0
+    activations: int = 0
+    """Of micro-batches between their forward and backward passes, and of the one at work."""
+    logits: int = 0
+    cache: int = 0
+    """Keys and values."""
+    gathered: int = 0
+    """Weights as they are used: gathered over `fsdp`, joined, in the compute precision."""
+
+    @property
+    def working(self) -> int:
+        """Bytes that are in use only while the call runs."""
+        return self.gradients + self.activations + self.logits + self.cache + self.gathered
+
+
+def call_memory(call: ModelCall, strategy: Strategy, *, is_trained: bool, on_cpu: bool = False) -> CallMemory:
+    """The memory of a call.
+
+    Args:
+        is_trained: Whether any call trains the set of weights that it reads.
+        on_cpu: Its programs are compiled for a CPU, not for a GPU.
+    """
+    if call.kind == "train":
+        memory = _train_memory(call, strategy)
+        return _trained_on_cpu(call, strategy, memory) if on_cpu else memory
+    size, in_ring = call.model.itemsize, call.kind == "generate" and strategy.pipeline > 1
+    weights = ring_bytes(call.model, strategy) if in_ring else weight_bytes(call.model, strategy, size)
+    if call.lora is None:
+        own = weights
+        held = dict(resting=0 if is_trained else own, copy=own if is_trained else 0)
+    else:
+        own = weight_bytes(call.model, strategy, size, lora=call.lora)
+        merged = weights if reads_merged(call, strategy) else 0
+        held = dict(
+            resting=0 if is_trained else own, copy=merged + (own if is_trained else 0), base=_base(call, strategy)
+        )
+    if size == MASTER_BYTES and is_trained and not in_ring:
+        held |= dict(shared_with_training=own)
+    if on_cpu:
+        held |= dict(gathered=_gathered_on_cpu(call, strategy))
+    if call.kind == "generate":
+        return dataclasses.replace(_generate_memory(call, strategy), **held)
+    rows = call.part_rows(strategy)
+    activations = int(rows * call.columns * size * (_live(call.model, strategy) + _passing(call.model, strategy)))
+    logits, gathered = _logits(call, strategy, rows), _gathered(call, strategy)
+    if logits > activations + gathered:
+        return CallMemory(logits=logits, **held)
+    return CallMemory(activations=activations, **{"gathered": gathered, **held})
+
+
+def reads_merged(call: ModelCall, strategy: Strategy) -> bool:
+    """Whether a call reads weights with its adapters added in: where that pays, and always over the stages that
+    generate."""
+    in_ring = call.kind == "generate" and strategy.pipeline > 1
+    return call.lora is not None and (call.merges or in_ring)
+
+
+@functools.lru_cache(maxsize=4096)
+def ring_bytes(model: ModelConfig, strategy: Strategy) -> int:
+    """Bytes of weights on each device as the stages read them that generate: as many layers as the stage with most has,
+    and embedding, final norm and head whole on every stage."""
+    degrees = {"fsdp": strategy.fsdp, "tensor": strategy.tensor, PIPELINE: strategy.pipeline}
+    return _all_local(declare_ring(model, strategy.pipeline), degrees) * model.itemsize
+
+
+def _base(call: ModelCall, strategy: Strategy) -> int:
+    """Bytes of what a call's adapters adapt, in the compute precision."""
+    return weight_bytes(call.base_model or call.model, strategy, call.model.itemsize)
+
+
+def weight_bytes(model: ModelConfig, strategy: Strategy, size: int, *, lora: LoRAConfig | None = None) -> int:
+    """Bytes of weights on the device that has most of them.
+
+    Args:
+        size: Bytes of a number.
+        lora: Count the adapters in place of the weights.
+    """
+    return max(_stage_numbers(model, lora, *_splits(strategy))) * size
+
+
+def gradient_numbers(model: ModelConfig, strategy: Strategy, *, lora: LoRAConfig | None = None) -> tuple[int, int]:
+    """Numbers of the gradient on the device that has most of them: of weights that are split over `fsdp`, or could be,
+    and of all others.
+
+    Args:
+        lora: Count the adapters in place of the weights.
+    """
+    stages = zip(*(_stage_numbers(model, lora, *_splits(strategy), over) for over in (True, False)), strict=True)
+    split, whole = max(stages, key=sum)
+    return split, whole
+
+
+def evenness(model: ModelConfig, strategy: Strategy, *, lora: LoRAConfig | None = None) -> float:
+    """Weights of a device, on average, as a part of those of the device that has most of them."""
+    numbers = _stage_numbers(model, lora, *_splits(strategy))
+    return sum(numbers) / len(numbers) / max(numbers)
+
+
+def _splits(strategy: Strategy) -> tuple[int, int, int, int]:
+    return strategy.pipeline, strategy.chunks, strategy.fsdp, strategy.tensor
+
+
+@functools.lru_cache(maxsize=4096)
+def _stage_numbers(
+    model: ModelConfig,
+    lora: LoRAConfig | None,
+    pipeline: int,
+    chunks: int,
+    fsdp: int,
+    tensor: int,
+    over_fsdp: bool | None = None,
+) -> tuple[int, ...]:
+    """Numbers of each stage's weights on one of its devices.
+
+    Args:
+        over_fsdp: Count only the weights that `fsdp` splits, or only those that it does not. None: all.
+    """
+    declared: Declared = declare(model) if lora is None else declare_adapters(model, lora)
+    degrees = {"fsdp": fsdp, "tensor": tensor}
+
+    local = functools.partial(_all_local, degrees=degrees, over_fsdp=over_fsdp)
+    layer, first = local(declared[LAYERS][0]), sum(local(declared.get(name, ())) for name in FIRST_STAGE)
+    virtual = layers_of_stages(model.num_layers, pipeline * chunks)
+    numbers = [sum(len(virtual[v]) for v in range(s, len(virtual), pipeline)) * layer for s in range(pipeline)]
+    numbers[0] += first
+    numbers[-1] += sum(local(declared.get(name, ())) for name in LAST_STAGE)
+    if pipeline > 1 and model.tie_embeddings:
+        numbers[-1] += first
+    return tuple(numbers)
+
+
+def _all_local(tree: Any, degrees: dict[str, int], over_fsdp: bool | None = None) -> int:
+    """Numbers of declared weights on one device; `over_fsdp` is as of `_stage_numbers`."""
+    weights = jax.tree.leaves(tree, is_leaf=is_weight)
+    return sum(_local(w, degrees) for w in weights if over_fsdp in (None, _rests_over_fsdp(w)))
+
+
+def _local(weight: Weight, degrees: dict[str, int]) -> int:
+    """Numbers of a weight on one device."""
+    size = 1
+    for dim, axis in zip(weight.shape, weight.axes, strict=True):
+        over = None if axis is None else WEIGHTS_AT_REST[axis]
+        size *= math.ceil(dim / degrees.get(over, 1)) if isinstance(over, str) else dim
+    return size
+
+
+def _rests_over_fsdp(weight: Weight) -> bool:
+    return any(axis is not None and WEIGHTS_AT_REST[axis] == FSDP for axis in weight.axes)
+
+
+def cache_bytes(call: ModelCall, strategy: Strategy) -> int:
+    """Keys and values of all responses that a device draws at a time, at their longest, on the stage with most layers.
+
+    Exact for a cache of `prompt + response` slots.
+    """
+    model = call.model
+    rows = math.ceil(call.part_rows(strategy) * strategy.pipeline * call.num_samples)
+    numbers = rows * call.columns * _layers_of_fullest(model, strategy) * cached_numbers(model) // strategy.tensor
+    return numbers * model.itemsize
+
+
+def _generate_memory(call: ModelCall, strategy: Strategy) -> CallMemory:
+    model, size = call.model, call.model.itemsize
+    sizes = cache_sizes(call.response)
+    before_last = call.prompt + (sizes[-2] if len(sizes) > 1 else 0)
+    cache = cache_bytes(call, strategy)
+    growing = int(cache * before_last / call.columns)  # the cache before it grew for the last time
+    at_first = int(cache * (call.prompt + sizes[0]) / call.columns)
+    prompts = call.part_rows(strategy)
+    prefill = int(prompts * call.prompt * size * (_live(model, strategy) + _passing(model, strategy)))
+    rows = prompts * call.num_samples
+    gathered = _gathered(call, strategy, all_layers=True)
+    logits = int(rows * model.vocab_size * 4 * 2)
+    if prefill + at_first > cache + growing:
+        return CallMemory(0, 0, activations=prefill, logits=logits, cache=at_first, gathered=gathered)
+    return CallMemory(0, 0, logits=logits, cache=cache + growing, gathered=gathered)
+
+
+def _train_memory(call: ModelCall, strategy: Strategy) -> CallMemory:
+    model, size = call.model, call.model.itemsize
+    trained = weight_bytes(model, strategy, 1, lora=call.lora)
+    rows = call.rows / call.mini_batches / (strategy.micro_batches * strategy.num_row_shards)
+    tokens = rows * call.columns
+    layers = _layers_of_fullest(model, strategy)
+    in_flight = min(strategy.micro_batches, strategy.pipeline) if strategy.schedule == "1f1b" else (
+        strategy.micro_batches
+    )  # fmt: skip
+    saved = tokens * size * (model.hidden_size + layers * _residuals(model, strategy)) * max(1, in_flight)
+    if strategy.remat == "layer" and strategy.pipeline > 1:  # a stage keeps what it was given, and each layer's input
+        saved = tokens * size * model.hidden_size * (layers + in_flight)
+    at_work = tokens * size * 2 * _live(model, strategy)
+    accumulated = MASTER_BYTES if strategy.micro_batches > 1 or strategy.pipeline > 1 else size
+    resting, gathered = trained * (MASTER_BYTES + MOMENT_BYTES), _gathered(call, strategy)
+    logits, gradients = 2 * _logits(call, strategy, rows), trained * accumulated
+    held = dict(resting=resting, optimizer=trained * MOMENT_BYTES, gathered=gathered)
+    held |= {} if call.lora is None else dict(base=_base(call, strategy))
+    if strategy.micro_batches == 1 and logits > at_work + gradients:  # the head comes before most gradients are there
+        return CallMemory(activations=int(saved), logits=logits, **held)
+    return CallMemory(gradients=gradients, activations=int(saved + at_work), **held)
+
+
+def _trained_on_cpu(call: ModelCall, strategy: Strategy, memory: CallMemory) -> CallMemory:
+    """The memory of a train call on a CPU. A loop over mini-batches holds what it gathers once more, one over
+    micro-batches its gradients."""
+    whole, embedding, again = _whole_on_cpu(call.model, strategy)
+    adapters = 0 if call.lora is None else weight_bytes(call.model, strategy, MASTER_BYTES, lora=call.lora)
+    gradients, gathered = adapters or whole + again, 0
+    if strategy.num_row_shards > 1:
+        gradients *= 2
+    if call.lora is not None:
+        gathered = _gathered_on_cpu(call, strategy)
+    elif strategy.fsdp > 1:
+        gathered = whole * ((call.updates > 1) + (strategy.data == 1))
+        if strategy.data == 1:  # gradients are split as they are made, but for those of the embedding
+            gradients = embedding + 2 * again
+    if strategy.micro_batches > 1:
+        gradients *= 2
+    return dataclasses.replace(memory, gradients=gradients, gathered=gathered)
+
+
+def _gathered_on_cpu(call: ModelCall, strategy: Strategy) -> int:
+    """Weights as a pass without gradients uses them on a CPU, beside those that are there."""
+    if strategy.fsdp == 1:
+        return _gathered(call, strategy, all_layers=True)
+    whole, _, again = _whole_on_cpu(call.model, strategy)
+    return whole + again
+
+
+def _whole_on_cpu(model: ModelConfig, strategy: Strategy) -> tuple[int, int, int]:
+    """Bytes of a stage's weights in float32, not split over `fsdp`; of the embedding; and of that again if it is the
+    output head too."""
+    split = dataclasses.replace(strategy, fsdp=1)
+    embedding = model.vocab_size * model.hidden_size // strategy.tensor * MASTER_BYTES
+    return weight_bytes(model, split, MASTER_BYTES), embedding, embedding if model.has_tied_head else 0
+
+
+def _residuals(model: ModelConfig, strategy: Strategy) -> float:
+    """Residuals per token of a layer, on one device."""
+    return residuals(model, strategy.remat).on_device(strategy.tensor)
+
+
+def residuals_per_token(model: ModelConfig, strategy: Strategy, num_layers: int) -> float:
+    """Residuals per token of a stage of so many layers, on one of its devices: its input, and those of its layers,
+    unless its backward pass recomputes them."""
+    if strategy.remat == "layer":
+        return model.hidden_size
+    return model.hidden_size + num_layers * _residuals(model, strategy)
+
+
+def _live(model: ModelConfig, strategy: Strategy) -> float:
+    """Live activations per token while one layer is computed, on one device."""
+    return live_activations(model).on_device(strategy.tensor)
+
+
+def _passing(model: ModelConfig, strategy: Strategy) -> int:
+    """Numbers of each token that a pass without gradients has beside: what goes into all-reduces and comes out."""
+    return 2 * model.hidden_size if strategy.tensor > 1 else 0
+
+
+def _logits(call: ModelCall, strategy: Strategy, rows: float) -> int:
+    """Bytes of the logits of one chunk of columns, in float32."""
+    if call.model.head == "scalar":
+        return 0
+    tokens = min(rows * call.outputs, max(call.model.logits_chunk_tokens, rows))
+    return int(tokens * call.model.vocab_size / strategy.tensor * 4)
+
+
+def _gathered(call: ModelCall, strategy: Strategy, *, all_layers: bool = False) -> int:
+    """Weights as they are used, where they rest otherwise: those of two layers at a time, or, in decoding, all."""
+    model, size = call.model, call.model.itemsize
+    count = _layers_of_fullest(model, strategy) if all_layers else 2
+    joined = sum(matrix_numbers(model, names) for names in JOINED.values())
+    whole = matrix_numbers(model)
+    in_other_precision = call.kind == "train" and call.lora is None and size < MASTER_BYTES
+    if strategy.fsdp > 1 or in_other_precision:
+        head_size = MASTER_BYTES if call.trains else size
+        head = model.hidden_size * model.vocab_size * head_size if strategy.fsdp > 1 else 0
+        return int((count * whole * size + head) / strategy.tensor)
+    is_joined = strategy.tensor == 1 and (call.lora is None or reads_merged(call, strategy))
+    return int(count * joined * size) if is_joined else 0
+
+
+def _layers_of_fullest(model: ModelConfig, strategy: Strategy) -> int:
+    counts = [len(layers) for layers in layers_of_stages(model.num_layers, strategy.num_stages)]
+    return max(sum(counts[s :: strategy.pipeline]) for s in range(strategy.pipeline))

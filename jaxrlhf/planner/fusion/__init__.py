@@ -1,0 +1,1 @@
+"""Which two train calls may run as one pipeline, and whether that is faster."""

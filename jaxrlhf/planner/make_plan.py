@@ -1,0 +1,326 @@
+"""From a workload and a cluster to a plan, and everything that there is to say about it.
+
+planned = plan_workload(workload, read_cluster("16x8:a100-80g"))
+planned.seconds, planned.gain                  # of an iteration; over the plan that everybody writes
+plan = planned.plan_for(graph)
+"""
+
+import contextlib
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Iterable, Mapping
+
+from jaxrlhf.call_graph import CallGraph
+from jaxrlhf.cluster.hardware import Cluster
+from jaxrlhf.numba_loops import numba_is_there
+from jaxrlhf.planner.assumptions import assumptions
+from jaxrlhf.planner.costs.cost_model import CostModel
+from jaxrlhf.planner.fusion.fused_choice import FusedPlan, best_fused
+from jaxrlhf.planner.plans.check_plan import check
+from jaxrlhf.planner.plans.complete_plan import complete_plan
+from jaxrlhf.planner.plans.plan import NoRoomError, Placement, Plan, PlanError
+from jaxrlhf.planner.plans.saved_plan import CallForecast, SavedPlan, described_work, devices_of
+from jaxrlhf.planner.search.choices import make_problem
+from jaxrlhf.planner.search.methods import AMONG, find_method
+from jaxrlhf.planner.search.peak_memory import DeviceMemory, memory_at_peak, memory_during, peak_memory
+from jaxrlhf.planner.search.problem import Choice, Problem
+from jaxrlhf.planner.search.search import warm_up
+from jaxrlhf.planner.search.search_result import RunnerUp, SearchResult
+from jaxrlhf.planner.search.simulate import Simulation, steady_state
+from jaxrlhf.planner.what_fits import what_would_fit
+from jaxrlhf.planner.workload import Workload
+from jaxrlhf.schedules.instructions import Schedule
+
+SEARCH, YARDSTICK = "search", "heuristic"
+"""Strategies: the one that is used unless another is asked for, and the one that others are compared with, as it is
+what is usually written by hand."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Planned:
+    """A plan, how it was found, and what is expected of it."""
+
+    workload: Workload
+    cluster: Cluster
+    problem: Problem
+    result: SearchResult
+    strategy: str
+    heuristic: Simulation | None
+    """Of the plan that is usually written by hand; None where it does not fit."""
+    heuristic_note: str
+    """Why it does not."""
+    memory: tuple[DeviceMemory, ...]
+    """Memory -> what is there when most is there."""
+    planning_seconds: float
+    fixed: Mapping[str, Placement] = dataclasses.field(default_factory=dict)
+    """Placements that were given."""
+    offload: tuple[str, ...] = ()
+    """Roles that were to rest in host memory."""
+    fuse: tuple[str, ...] = ()
+    """Train calls that run as one pipeline."""
+    schedules: tuple[Schedule, ...] = ()
+    """By which they do: those that their seconds are of."""
+    notes: tuple[str, ...] = ()
+    """What is to be known of these numbers."""
+    assumed: tuple[str, ...] = ()
+    """What they rest on that nobody has measured."""
+
+    def __repr__(self) -> str:
+        return f"<{self.summary()}>"  # all that it has would fill a hundred lines
+
+    @property
+    def simulation(self) -> Simulation:
+        """What consecutive iterations settle to."""
+        return self.result.simulation
+
+    @property
+    def seconds(self) -> float:
+        """Of an iteration."""
+        return self.simulation.seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.workload.tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def gain(self) -> float | None:
+        """How many times as many iterations in the same time as under the heuristic plan. None: it does not fit."""
+        return self.heuristic.seconds / self.seconds if self.heuristic is not None and self.seconds else None
+
+    @property
+    def choices(self) -> dict[str, Choice]:
+        """Call -> how it runs."""
+        return chosen(self.problem, self.result.plan)
+
+    @property
+    def offloaded(self) -> tuple[str, ...]:
+        """Roles whose weights rest in host memory."""
+        weights = [call.weights for call in self.workload.calls if self.choices[call.name].offloaded]
+        return tuple(dict.fromkeys((*self.offload, *weights)))
+
+    def summary(self) -> str:
+        """The plan in a line."""
+        compared = self.gain is not None and self.strategy != YARDSTICK
+        gain = f", {self.gain:.2f} x as fast as the {YARDSTICK} plan" if compared else ""
+        how = f"{self.cluster} by {self.strategy} in {self.planning_seconds:.1f} s"
+        return f"Planned for {how}: {self.seconds:.4g} s a step{gain}"
+
+    def call_seconds(self, name: str) -> float:
+        """Of a call, without loading; of two that run as one pipeline, of both together."""
+        choices = self.choices
+        return sum(choices[each].seconds for each in (self.fuse if name in self.fuse else (name,)))
+
+    def call_memory(self, name: str) -> int:
+        """Bytes in the fullest memory of a call's devices while it runs, with what rests there of others."""
+        together = self.fuse if name in self.fuse else (name,)
+        return max(self._during[each].total for each in together)
+
+    @functools.cached_property
+    def _during(self) -> dict[str, DeviceMemory]:
+        return memory_during(self.problem, self.result.plan)
+
+    def placements(self) -> dict[str, Placement]:
+        """Call -> its placement, of the calls of models."""
+        return {
+            name: self.fixed.get(name) or Placement(tuple(choice.devices), choice.strategy)
+            for name, choice in self.choices.items()
+        }
+
+    def plan_for(self, graph: CallGraph) -> Plan:
+        """The plan with a placement for every call of a graph that takes devices, `compute` calls too.
+
+        Raises:
+            PlanError: The graph has a call of a model that was not planned for.
+        """
+        models = {call.role: call.model for call in self.workload.calls}
+        known = {call.name for call in self.workload.calls}
+        for call in graph.calls:
+            if call.role in models and call.plan_name not in known:
+                raise PlanError(
+                    f"plan.calls.{call.plan_name}: must be a call of the workload that was planned for. Got one that "
+                    f"is not. Its calls: {', '.join(known)}."
+                )
+        num_devices, devices_per_node = self.cluster.num_devices, self.cluster.devices_per_node
+        plan = complete_plan(
+            graph, self.placements(), models, num_devices=num_devices, devices_per_node=devices_per_node,
+            written=self.fixed, offload=self.offloaded, fuse=self.fuse, schedules=self.schedules,
+        )  # fmt: skip
+        check(plan, graph, models, num_devices, devices_per_node)
+        return plan
+
+    def saved(self, plan: Plan | None = None, *, asked: object = None) -> SavedPlan:
+        """What is written to disk.
+
+        Args:
+            plan: For all calls of a graph. None: for the calls of models alone.
+            asked: What the config said under `plan`, as plain data.
+        """
+        names = [call.name for call in self.workload.calls]
+        return SavedPlan(
+            plan=plan or Plan(self.placements(), self.offloaded, self.fuse, self.schedules),
+            devices=devices_of(self.cluster),
+            work=described_work(self.workload),
+            strategy=self.strategy,
+            step_seconds=self.seconds,
+            calls={name: CallForecast(self.call_seconds(name), self.call_memory(name)) for name in names},
+            asked=asked,
+        )
+
+
+def plan_workload(
+    workload: Workload,
+    cluster: Cluster,
+    *,
+    strategy: str = SEARCH,
+    costs: CostModel | None = None,
+    fixed: Mapping[str, Placement] | None = None,
+    offload: Iterable[str] = (),
+    fuse: Iterable[str] = (),
+    seed: int = 0,
+    seconds: float | None = None,
+    notes: Iterable[str] = (),
+    say: Callable[[str], None] = lambda line: None,
+) -> Planned:
+    """The plan of a workload on a cluster.
+
+    Args:
+        strategy: One of `methods.METHODS`.
+        costs: What calls cost. None: by formulas and the numbers of the cluster's devices.
+        fixed: Call -> the placement that it keeps.
+        offload: Roles whose weights must rest in host memory.
+        fuse: Train calls that are to run as one pipeline. They are counted as if they ran by themselves.
+        seconds: The most that the search may take. None: as long as it is set up for.
+        notes: On where the costs come from.
+        say: Told what is going on, in lines.
+
+    Raises:
+        NoRoomError: No plan fits: says by how much, and what would.
+        PlanError: The strategy is not known, or has no plan for the workload.
+    """
+    started = time.perf_counter()
+    if seconds is not None and not seconds > 0:
+        raise PlanError(f"seconds: the time to look for a plan must be positive. Got {seconds}.")
+    plan_by, costs, fixed, offload = (
+        find_method(strategy),
+        costs or CostModel(cluster),
+        dict(fixed or {}),
+        tuple(offload),
+    )
+    try:
+        problem = _problem(strategy, workload, cluster, costs, fixed, offload, say)
+        say("Compiling the loops of the search, if they are not on disk")
+        warm_up()
+        say(f"Looking for a plan by {strategy}, of {problem.size:.2g}")
+        result = without_needless_offload(problem, plan_by(problem, seed=seed, seconds=seconds))
+    except NoRoomError as error:
+        fitting = what_would_fit(workload, cluster, fixed=fixed, offload=offload, say=say)
+        raise NoRoomError(f"{error} {fitting}".rstrip()) from error
+    heuristic, why_not = result.simulation, ""
+    if strategy != YARDSTICK:
+        heuristic, why_not = _yardstick(workload, cluster, costs, fixed, offload)
+    fuse, notes = tuple(fuse), list(notes)
+    may_fuse = strategy == SEARCH and not fuse and not any(call.trains for call in workload.calls if call.name in fixed)
+    if may_fuse:
+        say("Looking whether two train calls as one pipeline are faster")
+    plans = _plans_to_fuse(problem, result) if may_fuse else []
+    fused = best_fused(problem, workload, costs, plans, beat=result.seconds)
+    if strategy == SEARCH and not numba_is_there():
+        notes.append("numba is not installed: few plans were looked at. pip install 'jaxrlhf[planner]'.")
+    if fused is not None:
+        problem, fuse, result = fused.problem, fused.fuse, _with_fused(result, fused)
+        notes.append(
+            f"{' and '.join(fuse)} run as one pipeline, each in the bubbles of the other: {fused.seconds:.4g} s both. "
+            f"One after the other they would take {fused.apart:.4g} s."
+        )
+    return Planned(
+        workload=workload,
+        cluster=cluster,
+        problem=problem,
+        result=result,
+        strategy=strategy,
+        heuristic=heuristic,
+        heuristic_note=why_not,
+        memory=memory_at_peak(problem, result.plan),
+        planning_seconds=time.perf_counter() - started,
+        fixed=fixed,
+        offload=offload,
+        fuse=fuse,
+        schedules=fused.schedules if fused is not None else (),
+        notes=tuple(notes),
+        assumed=assumptions(problem, result.plan, workload, costs, seconds=result.simulation.seconds),
+    )
+
+
+def _plans_to_fuse(problem: Problem, result: SearchResult) -> list[tuple[int, ...]]:
+    """Plans whose train calls may be faster as one pipeline: the best, those that lost, and that of calls which are all
+    on all devices, where there is most to share."""
+    plans = [result.plan, *(each.plan for each in result.runners_up if not each.lacking)]
+    with contextlib.suppress(PlanError):  # it does not fit, or rows do not divide so
+        plans.append(find_method("colocate")(problem).plan)
+    return plans
+
+
+def _with_fused(result: SearchResult, fused: FusedPlan) -> SearchResult:
+    """What a search found with two train calls fused; the plan without that is one that lost."""
+    seconds = fused.simulation.seconds
+    lost = [RunnerUp(result.plan, result.seconds, 0), *result.runners_up]
+    return dataclasses.replace(
+        result,
+        plan=fused.plan,
+        simulation=fused.simulation,
+        memory=peak_memory(fused.problem, fused.plan),
+        runners_up=tuple(each for each in lost if not each.lacking or each.seconds < seconds),
+    )
+
+
+def without_needless_offload(problem: Problem, result: SearchResult) -> SearchResult:
+    """The same plan with weights on the devices where they fit, and the iteration takes no longer for it: to a search,
+    copies from the host that nobody waits for are as good."""
+    for number, call in enumerate(problem.calls):
+        choice = call.choices[result.plan[number]]
+        at_home = (i for i, c in enumerate(call.choices) if not c.offloaded and _same_place(c, choice))
+        other = next(at_home, None) if choice.offloaded else None
+        if other is None:
+            continue
+        plan = (*result.plan[:number], other, *result.plan[number + 1 :])
+        memory, simulation = peak_memory(problem, plan), steady_state(problem, plan)
+        fits = all(taken <= room for taken, room in zip(memory, problem.capacity, strict=True))
+        if fits and simulation.seconds <= result.seconds:
+            result = dataclasses.replace(result, plan=plan, simulation=simulation, memory=memory)
+    return result
+
+
+def _same_place(one: Choice, other: Choice) -> bool:
+    return (one.devices, one.strategy) == (other.devices, other.strategy)
+
+
+def _problem(
+    strategy: str,
+    workload: Workload,
+    cluster: Cluster,
+    costs: CostModel,
+    fixed: Mapping[str, Placement],
+    offload: Iterable[str],
+    say: Callable[[str], None] = lambda line: None,
+) -> Problem:
+    """What a strategy chooses from."""
+    among = AMONG.get(strategy, "fast")
+    return make_problem(workload, cluster, costs, fixed=fixed, offload=offload, among=among, say=say)
+
+
+def _yardstick(
+    workload: Workload, cluster: Cluster, costs: CostModel, fixed: Mapping[str, Placement], offload: Iterable[str]
+) -> tuple[Simulation | None, str]:
+    """The heuristic plan's simulation, or why there is none."""
+    try:
+        problem = _problem(YARDSTICK, workload, cluster, costs, fixed, offload)
+        found = without_needless_offload(problem, find_method(YARDSTICK)(problem))
+    except PlanError as error:
+        return None, str(error)
+    return found.simulation, ""
+
+
+def chosen(problem: Problem, plan: Iterable[int]) -> dict[str, Choice]:
+    """Call -> its choice under a plan."""
+    return {call.name: call.choices[pick] for call, pick in zip(problem.calls, plan, strict=True)}

@@ -1,0 +1,275 @@
+"""What a plan must keep to: the graph, the models, the rows and the devices that are there.
+
+    check(plan, graph, models, num_devices=16, devices_per_node=8)
+
+Every error names the key of the config, says the rule, what it got, and what would do.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+
+from jaxrlhf.brief import brief
+from jaxrlhf.call_graph import Call, CallGraph
+from jaxrlhf.config.plan_config import Placement
+from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.planner.plans.config_keys import BATCH_SIZE, RowCountKeys
+from jaxrlhf.planner.plans.plan import Plan, PlanError
+from jaxrlhf.planner.plans.splits import copied_rows, term_rows, undivided_sizes
+from jaxrlhf.reshard.protocols import AUTO, Grid, find
+from jaxrlhf.schedules.schedule import bubble_warning
+from jaxrlhf.sharding.row_padding import can_split
+from jaxrlhf.sharding.strategy import Strategy
+from jaxrlhf.suggest import did_you_mean
+
+
+def check(
+    plan: Plan,
+    graph: CallGraph,
+    models: Mapping[str, ModelConfig],
+    num_devices: int,
+    devices_per_node: int | None = None,
+    keys: RowCountKeys = BATCH_SIZE,
+) -> None:
+    """Checks that a plan fits its graph, its models and the devices.
+
+    Args:
+        models: Role -> model, for roles that have one.
+        devices_per_node: How many of the devices each node has. None: all are in one.
+        keys: What the config calls the graph's rows, for error messages.
+
+    Raises:
+        PlanError: Devices do not exist or are not contiguous, or a degree does not divide the model or the rows.
+    """
+    for call in graph.calls:
+        if call.kind == "host":
+            continue
+        if call.plan_name not in plan.placements:
+            raise PlanError(f"plan: needs a placement for every call. Got none for '{call.plan_name}'.")
+        check_call(call, plan[call], models, num_devices, devices_per_node, keys)
+
+
+def check_call(
+    call: Call,
+    placement: Placement,
+    models: Mapping[str, ModelConfig],
+    num_devices: int,
+    devices_per_node: int | None = None,
+    keys: RowCountKeys = BATCH_SIZE,
+) -> None:
+    """Checks that a placement fits one call of a graph. Arguments and errors are those of `check`."""
+    where = f"plan.calls.{call.plan_name}"
+    _check_devices(where, placement, num_devices, devices_per_node or num_devices)
+    if call.role is not None:
+        _check_model(where, placement.strategy, models[call.role])
+        _check_stages(where, call, placement.strategy, models[call.role])
+    _check_rows(keys, call, placement.strategy)
+    _check_protocol(where, call, placement)
+
+
+def check_offload(offload: Iterable[str], roles: Iterable[str], models: Iterable[str]) -> None:
+    """Checks the roles to offload.
+
+    Raises:
+        PlanError: A role is unknown, is listed twice, or has no weights of its own.
+    """
+    roles, models, seen = tuple(roles), tuple(models), set[str]()
+    for role in offload:
+        if role not in roles:
+            raise PlanError(
+                f"plan.offload: must be roles of the run. Got '{role}'. Roles: {', '.join(roles)}."
+                f"{did_you_mean(role, roles)}"
+            )
+        if role not in models:
+            raise PlanError(
+                f"plan.offload: '{role}' has no weights of its own. Roles with weights: {', '.join(models)}. Remove it."
+            )
+        if role in seen:
+            raise PlanError(f"plan.offload: each role must be listed at most once. Got '{role}' again. Remove it.")
+        seen.add(role)
+
+
+def check_entries(
+    placements: Mapping[str, Placement], graphs: Iterable[CallGraph], *, more: Iterable[str] = ()
+) -> None:
+    """Checks that every entry of a config's plan names a call of one of the graphs that takes devices.
+
+    An entry for a `compute` call must not ask for stages. Under a default that has some, its rows are the same on every
+    stage.
+
+    Args:
+        placements: The entries, by call.
+        more: Names that calls of other parts of the run may have.
+
+    Raises:
+        PlanError: An entry is not.
+    """
+    named = {call.plan_name.split("#")[0]: call for graph in graphs for call in graph.calls}
+    named |= {call.plan_name: call for graph in graphs for call in graph.calls}
+    known = sorted(name for name, call in named.items() if call.kind != "host")
+    for name, placement in placements.items():
+        where, pipeline = f"plan.calls.{name}", placement.strategy.pipeline
+        kind = named[name].kind if name in named else ""
+        if kind == "host":
+            raise PlanError(f"{where}: is plain Python on the host and takes no devices. Remove it.")
+        if not kind and name.split("#")[0] not in more:
+            raise PlanError(
+                f"{where}: no call of this run has that name. Calls: {', '.join(known)}.{did_you_mean(name, known)}"
+            )
+        if kind == "compute" and pipeline > 1:
+            raise PlanError(
+                f"{where}.pipeline: must be 1, since a `compute` call has no layers to put on stages. Got {pipeline}. "
+                "Leave pipeline out, or use data."
+            )
+
+
+def stage_warnings(plan: Plan, graph: CallGraph) -> list[str]:
+    """Warnings for calls with too few micro-batches to fill their pipeline; fused calls fill each other's bubbles."""
+    warnings = []
+    for call in graph.calls:
+        if call.kind in ("train", "infer") and call.plan_name not in plan.fuse:  # generation cuts its own
+            strategy = plan[call].strategy
+            if warning := bubble_warning(strategy.pipeline, strategy.chunks, strategy.micro_batches):
+                warnings.append(f"plan.calls.{call.plan_name}: {warning}")
+    return warnings
+
+
+def _check_devices(where: str, placement: Placement, num_devices: int, devices_per_node: int) -> None:
+    devices, strategy = placement.devices, placement.strategy
+    if len(set(devices)) != len(devices):
+        raise PlanError(f"{where}.devices: each device must be listed at most once. Got {brief(list(devices))}.")
+    missing = [d for d in devices if not 0 <= d < num_devices]
+    if missing:
+        there = f"the {num_devices} devices of this run, 0 to {num_devices - 1}"
+        there = "device 0, the only one of this run" if num_devices == 1 else f"among {there}"
+        raise PlanError(
+            f"{where}.devices: must be {there}. Got {brief(missing)[1:-1]}. Lower the degrees, or run on more devices."
+        )
+    if len(devices) != strategy.num_devices:
+        raise PlanError(
+            f"{where}: pipeline x data x fsdp x tensor must be the number of devices, {len(devices)}. Got "
+            f"{strategy.pipeline} x {strategy.data} x {strategy.fsdp} x {strategy.tensor} = {strategy.num_devices}. "
+            "Change a degree or `devices`."
+        )
+    _check_node_parts(where, devices, devices_per_node)
+
+
+def _check_node_parts(where: str, devices: tuple[int, ...], devices_per_node: int) -> None:
+    """Checks that devices are a consecutive part of one node, or whole nodes.
+
+    Meshes of other shapes would leave devices between them that no other call can use well.
+
+    Reference:
+        Mei et al. 2024 (ReaL), arXiv:2406.14088, section 4.
+    """
+    count, nodes = len(devices), sorted({device // devices_per_node for device in devices})
+    if count == len(nodes) * devices_per_node or (len(nodes) == 1 and max(devices) - min(devices) + 1 == count):
+        return
+    rule, first = "must be a consecutive part of one node, in any order", min(devices)
+    if len(nodes) == 1 or count < devices_per_node:
+        first = min(first, (nodes[0] + 1) * devices_per_node - count)  # what fits into the first node
+    else:
+        rule, first, count = "must be whole nodes", nodes[0] * devices_per_node, len(nodes) * devices_per_node
+    use = str(first) if count == 1 else f"{first}-{first + count - 1}"
+    if len(nodes) > 1:
+        rule += f" (a node has {devices_per_node} devices)"
+    raise PlanError(f"{where}.devices: {rule}. Got {brief(list(devices))}. Use {use}, say.")
+
+
+def _check_model(where: str, strategy: Strategy, model: ModelConfig) -> None:
+    for degree, name in undivided_sizes(model, tensor=strategy.tensor, fsdp=strategy.fsdp):
+        value, size = getattr(strategy, degree), getattr(model, name)
+        raise PlanError(f"{where}.{degree}: {value} does not divide {name}={size}. Use {_divisors(size)}.")
+
+
+def _check_stages(where: str, call: Call, strategy: Strategy, model: ModelConfig) -> None:
+    """Checks that each stage has at least one layer and, where a call generates, one part of the layers."""
+    layers, pipeline, chunks = model.num_layers, strategy.pipeline, strategy.chunks
+    if call.kind == "generate" and chunks > 1:
+        entry = f"{{pipeline: {pipeline}, data: {strategy.data}, fsdp: {strategy.fsdp}, tensor: {strategy.tensor}}}"
+        raise PlanError(
+            f"{where}.chunks: must be 1 where a call generates, since its stages have one part of the layers each. Got "
+            f"{chunks}. Leave chunks out; if they are from `default`, give the call an entry of its own, {entry}."
+        )
+    if strategy.num_stages <= layers:
+        return
+    if pipeline <= layers:
+        most = layers // pipeline
+        remedy = f"Use chunks {most} or fewer" if most > 1 else "Leave chunks out"
+    else:
+        remedy = f"Use pipeline {layers} or fewer" if layers > 1 else "Leave pipeline out"
+    product = "pipeline x chunks" if chunks > 1 else "pipeline"
+    got = f"{pipeline} x {chunks} = {strategy.num_stages}" if chunks > 1 else str(pipeline)
+    raise PlanError(
+        f"{where}: {product} must be at most num_layers={layers}, a layer for each stage. Got {got}. {remedy}."
+    )
+
+
+def _check_rows(keys: RowCountKeys, call: Call, strategy: Strategy) -> None:
+    where = keys.where(call.plan_name)
+    if call.kind == "train":
+        mini_batches = call.update.mini_batches
+        for rows in term_rows(call):
+            if rows % mini_batches:
+                key = keys.mini_batches(call.update)
+                raise PlanError(
+                    f"{where}: mini_batches must divide the rows of the batch. Got {mini_batches} for {rows} rows. Use "
+                    f"{_divisors(rows)}{f' for {key}' if key else ''}, or another {keys.key(rows)}."
+                )
+            what = f"a mini-batch of {rows // mini_batches} rows ({rows} / {mini_batches})"
+            _check_shards(where, rows // mini_batches, what, strategy, (strategy.micro_batches,), keys.key(rows))
+        return
+    if call.kind == "compute":  # on arrays that lie whole on every device, where their rows do not divide
+        return
+    micro_batches: tuple[int, ...] = (strategy.micro_batches,)
+    if call.kind == "generate" and strategy.pipeline > 1:
+        micro_batches += (strategy.pipeline,)  # each micro-batch is cut once more, into a part for each stage
+    copied = copied_rows(call, strategy) > 0
+    for rows in sorted({ref.shape[0] for ref in call.refs if ref.has_rows}, reverse=True):
+        _check_shards(where, rows, f"{rows} rows", strategy, micro_batches, keys.key(rows), may_copy=copied)
+
+
+def _check_shards(
+    where: str,
+    rows: int,
+    what: str,
+    strategy: Strategy,
+    micro: tuple[int, ...],
+    key: str,
+    *,
+    may_copy: bool = False,
+) -> None:
+    """Checks that rows split over micro-batches and shards: evenly, or with copies of some.
+
+    Args:
+        micro: `micro_batches` of the plan, then the number of stages where each is cut once more, a part for each.
+    """
+    factors = (*micro, strategy.data, strategy.fsdp)
+    if not can_split(rows, math.prod(factors), may_copy=may_copy):
+        rule = f"be at most {what}" if may_copy else f"divide {what}"
+        raise PlanError(
+            f"{where}: micro_batches {'x pipeline ' if len(micro) > 1 else ''}x data x fsdp must {rule}. Got "
+            f"{' x '.join(map(str, factors))} = {math.prod(factors)}. Lower a degree, or use another {key}."
+        )
+
+
+def _check_protocol(where: str, call: Call, placement: Placement) -> None:
+    if placement.protocol == AUTO:  # whatever is chosen splits rows as the strategy does
+        return
+    strategy = placement.strategy
+    grid = Grid(pipeline=strategy.pipeline, data=strategy.num_row_shards, tensor=strategy.tensor)
+    try:
+        distribute = find(placement.protocol)
+        for num_rows in {ref.shape[0] for ref in call.refs if ref.has_rows}:
+            received = distribute(grid, num_rows)
+            if strategy.pipeline > 1 and call.role and received != find("3D_PROTO")(grid, num_rows):
+                raise ValueError(
+                    "protocol: must give each stage all rows, split over data x fsdp, where a call has stages. Got "
+                    f"{placement.protocol!r}. Use {AUTO} or 3D_PROTO."
+                )
+    except ValueError as error:
+        raise PlanError(f"{where}.{error}") from error
+
+
+def _divisors(size: int) -> str:
+    small = [str(n) for n in range(1, min(size, 64) + 1) if size % n == 0]
+    return small[0] if len(small) == 1 else ", ".join(small[:-1]) + " or " + small[-1]

@@ -1,0 +1,53 @@
+"""Which keys of a config set how many rows a graph has, for error messages."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class RowCountKeys:
+    """A part of a run, and the keys of its config that set its rows."""
+
+    part: str = ""
+    """`the evaluation`."""
+    rows: str = "batch_size"
+    """The key that sets how many rows the part is given."""
+    counts: Mapping[int, str] = dataclasses.field(default_factory=dict)
+    """A number of rows -> the key that sets it, where that is another one."""
+    settings: Any = None
+    """What the config has under `settings`. None: the part's settings are not from there."""
+
+    def where(self, call: str) -> str:
+        """A call of the plan, and the part of the run that it is in."""
+        return f"plan.calls.{call}" + (f", in {self.part}" if self.part else "")
+
+    def key(self, num_rows: int) -> str:
+        """The key that sets this number of rows."""
+        return self.counts.get(num_rows, self.rows)
+
+    def mini_batches(self, update: Any) -> str:
+        """The key that sets the mini-batches of the settings `update`. Empty: not known."""
+        paths = paths_of(self.settings, lambda value: value is update)
+        return f"{paths[0]}.mini_batches" if len(paths) == 1 else ""
+
+
+BATCH_SIZE = RowCountKeys()
+"""Where nothing else is known."""
+
+
+def paths_of(settings: Any, is_wanted: Callable[[Any], bool], path: str = "settings") -> list[str]:
+    """Where in nested settings the wanted values stand."""
+    if is_wanted(settings):
+        return [path]
+    if not dataclasses.is_dataclass(settings) or isinstance(settings, type):
+        return []
+    fields = dataclasses.fields(settings)
+    return [p for f in fields for p in paths_of(getattr(settings, f.name), is_wanted, f"{path}.{f.name}")]
+
+
+def count_keys(settings: Any, counts: set[int]) -> dict[int, str]:
+    """Numbers of rows -> the `batch_size` under `settings` that says so, where it is the only one."""
+    found = {count: paths_of(settings, lambda x, count=count: type(x) is int and x == count) for count in counts}
+    named = {count: [p for p in paths if p.endswith(".batch_size")] for count, paths in found.items()}
+    return {count: paths[0] for count, paths in named.items() if len(paths) == 1}

@@ -1,1 +1,0 @@
-"""Programs compiled for devices that are only described, and what is counted in them."""

@@ -1,1 +1,0 @@
-"""Schedules of pipelines, of one model and of two fused, and the search for short ones."""

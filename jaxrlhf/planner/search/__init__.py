@@ -1,0 +1,1 @@
+"""Looking for a fast plan: the choices of each call, the simulation of a step, strategies."""

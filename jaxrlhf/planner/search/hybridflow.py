@@ -1,0 +1,309 @@
+"""HybridFlow's mapping: which sets of weights share devices, how many devices they get, and how each call runs there.
+`hybridflow` is the best of all mappings, `standalone` and `split` are the best of those that people make by hand.
+
+All ways to say which sets share devices are tried (15 for the four of PPO), and all numbers of devices that they can
+have. A mapping takes as long as its stages one after another, where calls that share devices add up and others run side
+by side. The best by this measure are placed on the devices and simulated as all plans are.
+
+Reference:
+    Sheng et al. 2024 (HybridFlow), arXiv:2409.19256, section 6 and Algorithm 1.
+"""
+
+import contextlib
+import dataclasses
+import heapq
+import math
+import time
+from collections.abc import Hashable, Iterator, Sequence
+
+from jaxrlhf.planner.plans.plan import NoRoomError, PlanError
+from jaxrlhf.planner.search.problem import Problem
+from jaxrlhf.planner.search.search import fastest_that_fits, options_on, search
+from jaxrlhf.planner.search.search_result import SearchResult, result_of
+
+SIMULATED = 50
+"""Of all mappings that fit, so many of the fastest are simulated."""
+_STEPS = 2_000
+"""Of the search for how a group runs on its devices, whose calls take turns."""
+_MOST_SETS = 8
+"""Of weights, which can share devices in 4140 ways."""
+Group = tuple[str, ...]
+"""Sets of weights that share devices."""
+Colocation = tuple[Group, ...]
+"""All sets of weights."""
+
+
+def colocations(sets: Sequence[str]) -> Iterator[Colocation]:
+    """All ways to say which sets share devices.
+
+    >>> [len(list(colocations("abcdef"[:n]))) for n in range(1, 7)]
+    [1, 2, 5, 15, 52, 203]
+    """
+    if not sets:
+        yield ()
+        return
+    first, *others = sets
+    for rest in colocations(others):
+        yield ((first,), *rest)
+        for k, group in enumerate(rest):
+            yield (*rest[:k], (first, *group), *rest[k + 1 :])
+
+
+def hybridflow(problem: Problem, *, seed: int = 0, seconds: float | None = None) -> SearchResult:
+    """The best mapping of all, those of `colocate`, `standalone` and `split` among them. It is the same for every seed;
+    `seconds` only cut the simulation of the best ones.
+
+    Raises:
+        PlanError: There are too many sets of weights, or no mapping fits.
+    """
+    del seed
+    problem.require_choices()
+    sets = _sets(problem)
+    if len(sets) > _MOST_SETS:
+        raise PlanError(
+            f"hybridflow: tries all ways to group sets of weights, of which there may be {_MOST_SETS}. Got "
+            f"{len(sets)}: {', '.join(sets)}. Use search."
+        )
+    always: list[Colocation] = [(tuple(sets),), tuple((name,) for name in sets)]
+    with contextlib.suppress(PlanError):  # there are no two parts
+        always.append(_split_parts(problem))
+    return best_mapping(problem, list(colocations(sets)), "hybridflow", always=always, seconds=seconds)
+
+
+def standalone(problem: Problem, *, seed: int = 0, seconds: float | None = None) -> SearchResult:
+    """Every set of weights on devices of its own, in the order of the step; the sizes that give the shortest iteration.
+
+    Raises:
+        PlanError: There are fewer devices than sets, or no sizes fit.
+    """
+    del seed, seconds
+    return best_mapping(problem, [tuple((name,) for name in _sets(problem))], "standalone")
+
+
+def split(problem: Problem, *, seed: int = 0, seconds: float | None = None) -> SearchResult:
+    """Two parts: the first set that is trained with every other set of that size or larger that is not, such as its
+    reference; and all others, such as critic and reward. Where there is no second trained set, those never trained are
+    the second part. The sizes are those that give the shortest iteration.
+
+    Raises:
+        PlanError: There are no two parts, or they do not fit.
+    """
+    del seed, seconds
+    return best_mapping(problem, [_split_parts(problem)], "split")
+
+
+def best_mapping(
+    problem: Problem,
+    among: Sequence[Colocation],
+    method: str,
+    *,
+    always: Sequence[Colocation] = (),
+    seconds: float | None = None,
+) -> SearchResult:
+    """The best mapping of certain colocations.
+
+    For each of them, all numbers of devices are tried that its groups can have side by side: those for which there are
+    choices, where no group could have the next larger number. How long a group takes on its devices is found once: with
+    the fastest choices that fit together, as a short search finds them. The calls of a stage are equally far from the
+    beginning of the step. It takes as long as the group that takes longest.
+
+    Args:
+        method: Whose mapping it is, for errors.
+        always: Of those colocations, as many mappings are simulated as if there were no others.
+        seconds: After which no further mapping is simulated.
+
+    Raises:
+        PlanError: None of them fits the devices.
+    """
+    begun, groups, looked = time.monotonic(), _Groups(problem), 0
+    ranked: list[tuple[float, int, Colocation, tuple[range, ...]]] = []
+    for colocation in among:
+        for sizes in _allocations([groups.sizes(group) for group in colocation], problem.num_devices):
+            looked += 1
+            devices = groups.place(colocation, sizes)
+            if devices is not None and (latency := groups.latency(colocation, devices)) < math.inf:
+                ranked.append((latency, looked, colocation, devices))
+    best: SearchResult | None = None
+    tried = heapq.nsmallest(SIMULATED, ranked)
+    for each in map(_as_set, always):
+        own = [mapping for mapping in ranked if _as_set(mapping[2]) == each]
+        tried += [mapping for mapping in heapq.nsmallest(SIMULATED, own) if mapping not in tried]
+    for _, _, colocation, devices in tried:
+        if best is not None and seconds is not None and time.monotonic() - begun > seconds:
+            break
+        placed = {name: each for group, each in zip(colocation, devices, strict=True) for name in group}
+        found = result_of(problem, fastest_that_fits(problem, options_on(problem, placed), method), evaluated=looked)
+        if best is None or found.seconds < best.seconds:
+            best = found
+    if best is None:
+        described = f"of {len(among)} ways to group them" if len(among) > 1 else f"in groups {_in_words(among[0])}"
+        raise PlanError(
+            f"{method}: sets of weights must fit on devices of their own, {described}. Got "
+            f"{problem.num_devices} devices, on which they do not. Use search, more devices or larger ones."
+        )
+    return best
+
+
+def _split_parts(problem: Problem) -> Colocation:
+    """The two parts of `split`.
+
+    Raises:
+        PlanError: There are none.
+    """
+    trained = [call.weights for call in problem.calls if call.trains]
+    names = _sets(problem)
+    if not trained or len(names) < 2:
+        raise PlanError(f"split: must have two sets of weights, one of them trained. Got {', '.join(names)}.")
+    actor = next((call.weights for call in problem.calls if call.kind == "generate"), trained[0])
+    second = [name for name in dict.fromkeys(trained) if name != actor]
+    likes = _like(problem, actor)
+    first = [actor, *[name for name in names if name not in trained and name in likes]] if second else [actor]
+    return tuple(first), tuple(name for name in names if name not in first)
+
+
+def _sets(problem: Problem) -> list[str]:
+    """The sets of weights, in the order of the step."""
+    return list(dict.fromkeys(call.weights for call in problem.calls))
+
+
+def _like(problem: Problem, name: str) -> set[str]:
+    """Sets that could be of the same model, head included: what readers keep or copy is the same to a fiftieth."""
+
+    def size(weights: str) -> int:
+        readers = [call for call in problem.calls if call.weights == weights and not call.trains]
+        one_device = [c for call in readers for c in call.choices if not c.offloaded]
+        return min((((c.resting or c.copy) * len(c.devices) // c.strategy.data) for c in one_device), default=0)
+
+    own = size(name)
+    return {other for other in _sets(problem) if abs(size(other) - own) <= own / 50}
+
+
+def _as_set(colocation: Colocation) -> frozenset[frozenset[str]]:
+    return frozenset(map(frozenset, colocation))
+
+
+def _in_words(colocation: Colocation) -> str:
+    return " | ".join(" + ".join(group) for group in colocation)
+
+
+def _allocations(sizes: Sequence[Sequence[int]], num_devices: int) -> Iterator[tuple[int, ...]]:
+    """Numbers of devices for each group, which are there together, and of which none can be the next larger one."""
+
+    def extend(chosen: tuple[int, ...], left: int) -> Iterator[tuple[int, ...]]:
+        if len(chosen) == len(sizes):
+            larger = (
+                min((n for n in each if n > size), default=math.inf) - size
+                for each, size in zip(sizes, chosen, strict=True)
+            )
+            if min(larger, default=math.inf) > left:
+                yield chosen
+            return
+        for size in sizes[len(chosen)]:
+            if size <= left:
+                yield from extend((*chosen, size), left - size)
+
+    yield from extend((), num_devices)
+
+
+class _Groups:
+    """What groups of sets can do with devices. Each is found once."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._places: list[dict[range, list[int]]] = []
+        """Call -> devices -> its choices there."""
+        self._stages: list[int] = []
+        positions = {call.name: j for j, call in enumerate(problem.calls)}
+        for call in problem.calls:
+            places: dict[range, list[int]] = {}
+            for k, choice in enumerate(call.choices):
+                places.setdefault(choice.devices, []).append(k)
+            self._places.append(places)
+            self._stages.append(1 + max((self._stages[positions[need]] for need in call.needs), default=-1))
+        self._where: dict[Group, list[range]] = {}
+        self._ways: dict[tuple[Group, tuple[int, ...]], tuple[int, ...] | None] = {}
+        self._alike: dict[Hashable, int] = {}
+        self._seconds: dict[tuple[Group, range], list[float]] = {}
+
+    def where(self, group: Group) -> list[range]:
+        """Devices on which all calls of a group can run, in their order."""
+        if group not in self._where:
+            places = [set(self._places[j]) for j in self._calls(group)]
+            self._where[group] = sorted(set.intersection(*places), key=lambda devices: (devices.start, devices.stop))
+        return self._where[group]
+
+    def sizes(self, group: Group) -> list[int]:
+        """Numbers of devices that a group can have."""
+        return sorted({len(devices) for devices in self.where(group)})
+
+    def place(self, colocation: Colocation, sizes: Sequence[int]) -> tuple[range, ...] | None:
+        """Devices for each group, side by side: the largest number first, each the first that are free. None: there are
+        none."""
+        placed: dict[Group, range] = {}
+        for size, group in sorted(zip(sizes, colocation, strict=True), key=lambda each: -each[0]):
+            for devices in self.where(group):
+                if len(devices) == size and not any(_overlap(devices, other) for other in placed.values()):
+                    placed[group] = devices
+                    break
+            else:
+                return None
+        return tuple(placed[group] for group in colocation)
+
+    def latency(self, colocation: Colocation, devices: Sequence[range]) -> float:
+        """HybridFlow's latency; infinite where a group does not fit on its devices."""
+        of_groups = [self._stage_seconds(group, each) for group, each in zip(colocation, devices, strict=True)]
+        return sum(max(seconds) for seconds in zip(*of_groups, strict=True))
+
+    def _calls(self, group: Group) -> list[int]:
+        return [j for j, call in enumerate(self._problem.calls) if call.weights in group]
+
+    def _stage_seconds(self, group: Group, devices: range) -> list[float]:
+        """Stage -> seconds of all its calls, one after another."""
+        if (group, devices) not in self._seconds:
+            way, seconds = self._way(group, devices), [0.0] * (max(self._stages) + 1)
+            for j, k in (way or {}).items():
+                choice = self._problem.calls[j].choices[k]
+                seconds[self._stages[j]] += choice.load + choice.seconds + choice.unload
+            self._seconds[group, devices] = seconds if way is not None else [math.inf] * len(seconds)
+        return self._seconds[group, devices]
+
+    def _way(self, group: Group, devices: range) -> dict[int, int] | None:
+        """Call -> its choice. None where nothing fits."""
+        calls = self._calls(group)
+        there = [self._places[j][devices] for j in calls]
+        room = min(self._problem.capacity[memory] for memory in self._problem.memories(devices))
+        alike = (room, *(self._number(j, some) for j, some in zip(calls, there, strict=True)))
+        if (group, alike) not in self._ways:
+            self._ways[group, alike] = self._fastest(calls, there)
+        way = self._ways[group, alike]
+        return None if way is None else {j: some[k] for j, some, k in zip(calls, there, way, strict=True)}
+
+    def _number(self, j: int, some: Sequence[int]) -> int:
+        """The same for choices that are alike but for their place."""
+        choices = (dataclasses.replace(self._problem.calls[j].choices[k], first=0, end=0) for k in some)
+        return self._alike.setdefault((j, tuple(choices)), len(self._alike))
+
+    def _fastest(self, calls: Sequence[int], among: Sequence[Sequence[int]]) -> tuple[int, ...] | None:
+        """Of each call, which of its choices on the same devices are fastest together. None where none fit."""
+        names = {self._problem.calls[j].name for j in calls}
+        part = dataclasses.replace(
+            self._problem,
+            calls=tuple(
+                dataclasses.replace(
+                    self._problem.calls[j],
+                    needs=tuple(need for need in self._problem.calls[j].needs if need in names),
+                    choices=tuple(self._problem.calls[j].choices[k] for k in some),
+                )
+                for j, some in zip(calls, among, strict=True)
+            ),
+            reallocations={},
+            transfers={},
+        )
+        try:
+            return search(part, steps=_STEPS).plan
+        except NoRoomError:
+            return None
+
+
+def _overlap(a: range, b: range) -> bool:
+    return a.start < b.stop and b.start < a.stop

@@ -1,0 +1,67 @@
+"""Ways to find a plan, by name: by search, by HybridFlow's mapping, or as people place models by hand."""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from jaxrlhf.planner.plans.plan import PlanError
+from jaxrlhf.planner.search.choices import Among
+from jaxrlhf.planner.search.hybridflow import hybridflow, split, standalone
+from jaxrlhf.planner.search.problem import Problem
+from jaxrlhf.planner.search.search import fastest_that_fits, most_devices, options_on, search
+from jaxrlhf.planner.search.search_result import SearchResult, result_of
+from jaxrlhf.suggest import did_you_mean
+
+
+class PlanBy(Protocol):
+    """A way to find a plan."""
+
+    def __call__(self, problem: Problem, *, seed: int = 0, seconds: float | None = None) -> SearchResult: ...
+
+
+def heuristic(problem: Problem, *, seed: int = 0, seconds: float | None = None) -> SearchResult:
+    """Every call on all devices, all alike: tensor within a node, pipeline across nodes; the fastest micro-batches and
+    remat that fit together. The problem has no other choices (`choices.Among`, `usual`).
+
+    Raises:
+        PlanError: They do not fit together.
+    """
+    del seed, seconds
+    return result_of(problem, fastest_that_fits(problem, [range(len(c.choices)) for c in problem.calls], "heuristic"))
+
+
+def colocate(problem: Problem, *, seed: int = 0, seconds: float | None = None) -> SearchResult:
+    """Every call on all devices, or as many as rows divide over, each with the fastest choice that fits beside the
+    others.
+
+    Raises:
+        PlanError: Calls have no choice on the same devices, or they do not fit together.
+    """
+    del seed, seconds
+    devices = most_devices(problem, "colocate")
+    options = options_on(problem, {call.weights: devices for call in problem.calls})
+    options = [[0] if len(call.choices) == 1 else some for call, some in zip(problem.calls, options, strict=True)]
+    return result_of(problem, fastest_that_fits(problem, options, "colocate"))
+
+
+METHODS: Mapping[str, PlanBy] = {
+    "search": search,
+    "hybridflow": hybridflow,
+    "heuristic": heuristic,
+    "colocate": colocate,
+    "standalone": standalone,
+    "split": split,
+}
+"""Name, as `--strategy` has it -> the way to find a plan."""
+AMONG: Mapping[str, Among] = {"heuristic": "usual", "standalone": "any", "split": "any"}
+"""Method -> the choices that its problem has. Of the others: those of `fast` plans."""
+
+
+def find_method(name: str) -> PlanBy:
+    """A way to find a plan, by name.
+
+    Raises:
+        PlanError: There is none of that name.
+    """
+    if name not in METHODS:
+        raise PlanError(f"strategy: must be one of {', '.join(METHODS)}. Got {name!r}.{did_you_mean(name, METHODS)}")
+    return METHODS[name]

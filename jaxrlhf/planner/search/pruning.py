@@ -1,0 +1,159 @@
+"""Choices that no good plan needs: those that another beats in everything, and those too slow for any fast plan."""
+
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+
+from jaxrlhf.planner.search.problem import CallChoices, Choice, PairSeconds, Problem
+from jaxrlhf.planner.search.step_order import layout, step_order
+
+_ROUNDING = 1 + 1e-9
+
+
+def undominated(choices: Sequence[Choice]) -> list[Choice]:
+    """Those of some choices on devices that are alike than which no other is as fast and needs no more memory of any
+    sort. Of equal ones, the first."""
+    seconds = np.array([x.seconds + x.load + x.unload for x in choices])
+    sizes = np.array([(x.resting, x.base, x.working, x.copy, x.copy - x.shared_with_training) for x in choices])
+    return [choices[k] for k in _undominated(list(range(len(choices))), seconds, sizes, [])]
+
+
+def worth_keeping(problem: Problem) -> tuple[tuple[int, ...], ...]:
+    """Call -> the choices that a good plan may need, in their order. Left out are:
+
+    - choices that take more than a memory has by themselves, of what rests, works and is copied because of them: no
+      plan with one of them fits;
+    - of two choices on the same devices, one than which the other needs no more memory of any sort and is faster by at
+      least as much as bringing weights and outputs can take longer with it. Where other calls read the same weights,
+      which are brought but once for all that have one layout, this goes for choices with equal layouts.
+
+    The second rule may lose something where the other is not just as fast: what is ready earlier may get a device
+    before something that is more urgent (Graham 1966).
+    """
+    kept, own = [], own_bytes(problem)
+    for j, call in enumerate(problem.calls):
+        sizes = np.column_stack([own[j], [x.copy for x in call.choices]])
+        room = [min(problem.capacity[memory] for memory in problem.memories(x.devices)) for x in call.choices]
+        same = [other for other in problem.calls if _read(other) & _read(call)]
+        shared = len(same) - any(other.trains for other in same) > 1
+        alike: dict[Hashable, list[int]] = {}
+        for k, choice in enumerate(call.choices):
+            if own[j][k].sum() <= room[k]:
+                alike.setdefault(layout(choice) if shared else (choice.first, choice.end), []).append(k)
+        seconds = np.array([x.seconds + x.load + x.unload for x in call.choices])
+        tables = _tables_of(problem, j)
+        kept.append(tuple(sorted(k for group in alike.values() for k in _undominated(group, seconds, sizes, tables))))
+    return tuple(kept)
+
+
+def within_reach(problem: Problem, seconds: float) -> tuple[tuple[int, ...], ...]:
+    """Call -> the choices with which an iteration could take no longer than `seconds`, in their order. All of them for
+    a call that would have none left.
+
+    With what all other calls take at the least: no iteration is shorter than a circle of calls that wait for each
+    other, nor than all device-seconds divided by the number of devices; where nothing runs beside anything else, than
+    all calls together.
+    """
+    busy = [np.array([x.load + x.seconds + x.unload for x in call.choices]) for call in problem.calls]
+    waited = [np.array([x.load + x.seconds for x in call.choices]) for call in problem.calls]
+    devices = [np.array([len(x.devices) for x in call.choices]) for call in problem.calls]
+    least = np.array([each.min() for each in waited])
+    area = np.array([(b * n).min() for b, n in zip(busy, devices, strict=True)])
+    others = _circles(problem, least)
+    kept = []
+    for j in range(len(problem.calls)):
+        bounds = [
+            waited[j] + others[j],
+            busy[j],
+            (busy[j] * devices[j] + area.sum() - area[j]) / problem.num_devices,
+        ]
+        if problem.one_at_a_time:
+            bounds.append(busy[j] + least.sum() - least[j])
+        some = np.flatnonzero(np.max(bounds, axis=0) <= seconds * _ROUNDING)
+        kept.append(tuple(int(k) for k in some) or tuple(range(len(busy[j]))))
+    return tuple(kept)
+
+
+def own_bytes(problem: Problem) -> list[np.ndarray]:
+    """Call -> [choice, 4]: bytes on its devices that rest there because of it, that it works with, of its copy where
+    it shares what it can with training, and of what its adapters adapt."""
+    order = step_order(problem)
+    return [
+        np.array(
+            [
+                (
+                    x.resting * (order.homes[j] in (None, j)),
+                    x.working,
+                    (x.copy - x.shared_with_training) * bool(order.alive[j]),
+                    x.base,
+                )
+                for x in call.choices
+            ]
+        )
+        for j, call in enumerate(problem.calls)
+    ]
+
+
+def _read(call: CallChoices) -> set[str]:
+    """The sets of weights that a call reads: its own, and what its adapters adapt."""
+    return {call.weights, call.base} - {""}
+
+
+def _tables_of(problem: Problem, j: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """What it takes to bring weights and outputs to and from a call: (seconds [row, column], choice -> row)."""
+
+    def from_call(table: PairSeconds) -> tuple[np.ndarray, np.ndarray]:
+        return table.values, table.row
+
+    def to_call(table: PairSeconds) -> tuple[np.ndarray, np.ndarray]:
+        return table.values.T, table.column
+
+    tables = [*problem.reallocations.items(), *problem.transfers.items()]
+    return [from_call(table) for (i, _), table in tables if i == j] + [
+        to_call(table) for (_, i), table in tables if i == j
+    ]
+
+
+def _undominated(
+    group: list[int], seconds: np.ndarray, sizes: np.ndarray, tables: list[tuple[np.ndarray, np.ndarray]]
+) -> list[int]:
+    """Those of some choices than which no other is as good in everything. Of equal ones, the first.
+
+    Args:
+        seconds: [choice] with loading and unloading.
+        sizes: [choice, ...] bytes of every sort.
+        tables: As `_tables_of` gives them.
+    """
+    seconds, sizes = seconds[group], sizes[group]
+    beats = (sizes[:, None] <= sizes[None]).all(-1)  # [one, other]
+    gained = seconds[None] - seconds[:, None]
+    beats &= gained >= 0
+    for values, row in tables:
+        rows, number = np.unique(row[group], return_inverse=True)
+        if len(rows) == 1 or not (beats & ~np.eye(len(group), dtype=bool)).any():
+            continue
+        longer = np.array([(values[one] - values[rows]).max(1) for one in rows])  # [one, other], at the most
+        gained = gained - np.maximum(longer, 0.0)[number][:, number]
+        beats &= gained >= 0
+    equal = beats & beats.T
+    first = np.tril(np.ones_like(equal), -1).T.astype(bool)  # of equal ones, the first beats the others
+    beaten = (beats & (~equal | first)).any(0)
+    return [group[k] for k in np.flatnonzero(~beaten)]
+
+
+def _circles(problem: Problem, least: np.ndarray) -> np.ndarray:
+    """Call -> the least that the others take of the longest circle of one iteration that it is part of."""
+    waits, num_calls = step_order(problem).waits, len(least)
+    path = np.full((num_calls, num_calls), -np.inf)  # from the start of the one to the end of the other
+    np.fill_diagonal(path, least)
+    for wait in waits:
+        if wait.lag == 0:
+            path[wait.before, wait.after] = least[wait.before] + least[wait.after]
+    for via in range(num_calls):  # calls stand in the order of the step
+        path = np.maximum(path, path[:, via : via + 1] + path[via] - least[via])
+    longest = np.zeros(num_calls)
+    for wait in waits:
+        if wait.lag == 1:  # from the start of `after` to the end of `before`, and around
+            through = path[wait.after] + path[:, wait.before] - least
+            longest = np.maximum(longest, through)
+    return np.maximum(0.0, longest - least)

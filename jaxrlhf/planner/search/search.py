@@ -1,0 +1,108 @@
+"""The search for a fast plan, among all choices of a problem or among some of them.
+
+Some hundred thousand plans a second are looked at where numba is installed, some hundred where it is not.
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from jaxrlhf.numba_loops import numba_is_there
+from jaxrlhf.planner.plans.plan import PlanError
+from jaxrlhf.planner.search.chains import WAYS, Chains
+from jaxrlhf.planner.search.problem import CallChoices, Choice, PairSeconds, Problem
+from jaxrlhf.planner.search.search_result import SearchResult
+from jaxrlhf.sharding.strategy import Strategy
+
+STEPS, STEPS_IN_PYTHON = 600_000, 2_000
+"""Plans that chains look at where nobody says how many."""
+_STEPS_ON_GIVEN_DEVICES = 10_000
+
+
+def search(
+    problem: Problem,
+    *,
+    seed: int = 0,
+    steps: int | None = None,
+    seconds: float | None = None,
+    chains: int = len(WAYS),
+    compiled: bool = True,
+) -> SearchResult:
+    """The fastest plan that chains find, or a neighbor of theirs.
+
+    Only choices take part that are worth keeping (`pruning`).
+
+    Args:
+        seed: Of the chains. The same seed, steps and chains give the same plan, unless time is up before.
+        steps: Plans that chains look at, all together. None: `STEPS`, or `STEPS_IN_PYTHON` without numba. Up to half as
+            many more are their neighbors.
+        seconds: To stop after. None: no limit.
+        compiled: Whether numba is used, if it is installed. It changes nothing but the time and what None stands for.
+
+    Raises:
+        PlanError: A call has no choices.
+        NoRoomError: No plan was found that fits the memory of the devices.
+    """
+    for name, number in (("steps", steps), ("chains", chains)):
+        if number is not None and number < 1:
+            raise ValueError(f"search: {name} must be at least 1. Got {number}.")
+    compiled = compiled and numba_is_there()
+    steps = (STEPS if compiled else STEPS_IN_PYTHON) if steps is None else steps
+    found = Chains(problem, compiled=compiled, seconds=seconds)
+    found.walk(seed=seed, steps=steps, chains=chains)
+    found.descend(most=steps // 2)
+    return found.result()
+
+
+@functools.cache
+def warm_up() -> None:
+    """Compiles the loops of searches, or reads them from disk, so that the time of the next one is all for plans."""
+    choice = Choice(0, 1, Strategy(), 1.0, resting=1, working=1, copy=1)
+    calls = (
+        CallChoices("actor.generate", "generate", "actor", "actor", False, (), (choice,)),
+        CallChoices("actor.train", "train", "actor", "actor", True, ("actor.generate",), (choice,)),
+    )
+    seconds = PairSeconds.of(np.zeros((1, 1)))
+    search(Problem(calls, 1, 1, (10,), {(1, 0): seconds}, {(0, 1): seconds}, tokens=1), steps=8)
+
+
+def most_devices(problem: Problem, method: str) -> range:
+    """The most devices on which every call has a choice, but those that have a single one.
+
+    Args:
+        method: Whose plan it is for, for the error.
+
+    Raises:
+        PlanError: There are none.
+    """
+    open_calls = [call for call in problem.calls if len(call.choices) > 1]
+    common = set.intersection(*({c.devices for c in call.choices} for call in open_calls)) if open_calls else set()
+    if open_calls and not common:
+        raise PlanError(f"{method}: all calls must have a choice on the same devices. Got none. Use another strategy.")
+    return max(common, key=lambda devices: (len(devices), -devices.start), default=range(problem.num_devices))
+
+
+def options_on(problem: Problem, devices: Mapping[str, range]) -> list[list[int]]:
+    """Call -> its choices on the devices of its set of weights."""
+    return [
+        [k for k, choice in enumerate(call.choices) if choice.devices == devices[call.weights]]
+        for call in problem.calls
+    ]
+
+
+def fastest_that_fits(problem: Problem, options: Sequence[Sequence[int]], method: str) -> tuple[int, ...]:
+    """The plan with the shortest iteration among some that fit, as a short search finds it.
+
+    Args:
+        options: Call -> the choices that it may have.
+        method: Whose plan it is, for the error.
+
+    Raises:
+        PlanError: A call has no choice, or none fit.
+    """
+    try:
+        found = search(problem.with_choices(options), steps=_STEPS_ON_GIVEN_DEVICES).plan
+    except PlanError as error:
+        raise PlanError(f"{method}: {str(error).removeprefix('plan: ')}") from error
+    return tuple(some[k] for some, k in zip(options, found, strict=True))

@@ -1,0 +1,71 @@
+"""What a search for a plan gives back."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from jaxrlhf.planner.search.peak_memory import in_gb, peak_memory
+from jaxrlhf.planner.search.problem import Problem
+from jaxrlhf.planner.search.simulate import Simulation, steady_state
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """The best plan after a part of a search."""
+
+    evaluated: int
+    """Plans looked at until then."""
+    seconds: float
+    """Of an iteration under the best one that fits; infinite if none was found yet."""
+    elapsed: float
+    """Seconds of searching."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RunnerUp:
+    """A plan that lost, and that is not the same but for which devices are which: calls share devices in another way,
+    or have others in number."""
+
+    plan: tuple[int, ...]
+    seconds: float
+    lacking: int
+    """Bytes by which the fullest device is above its capacity; 0 if all fits."""
+
+    def why(self, best: float) -> str:
+        """Why it lost against a plan of so many seconds.
+
+        >>> RunnerUp((0,), 5.5, 0).why(5.0)
+        '10.0 % slower, by 0.5 s'
+        >>> RunnerUp((0,), 4.5, 2 * 10**9).why(5.0)
+        '10.0 % faster, but a device lacks 2 GB'
+        """
+        part = f"{abs(self.seconds / best - 1):.1%}".replace("%", " %")
+        if self.lacking:
+            return f"{part} faster, but a device lacks {in_gb(self.lacking)}"
+        return f"{part} slower, by {self.seconds - best:.3g} s"
+
+
+@dataclasses.dataclass(frozen=True)
+class SearchResult:
+    """The best plan found, and what lost against it."""
+
+    plan: tuple[int, ...]
+    """Call -> its choice."""
+    simulation: Simulation
+    memory: tuple[int, ...]
+    """Memory -> bytes that it needs."""
+    evaluated: int
+    """Plans looked at."""
+    history: tuple[Progress, ...] = ()
+    """Each time that a better plan was found, and the end."""
+    runners_up: tuple[RunnerUp, ...] = ()
+    """The best that fit, fastest first, and then those that would be faster but do not fit, nearest first."""
+
+    @property
+    def seconds(self) -> float:
+        """Of an iteration."""
+        return self.simulation.seconds
+
+
+def result_of(problem: Problem, plan: Sequence[int], *, evaluated: int = 1) -> SearchResult:
+    """A plan that is known, with what it gives."""
+    return SearchResult(tuple(plan), steady_state(problem, plan), peak_memory(problem, plan), evaluated)

@@ -1,0 +1,1 @@
+"""From a call and a layout to jitted functions: generation, inference, training, in one piece and over stages."""

@@ -1,0 +1,94 @@
+"""The optimizer: AdamW over float32 master weights, its state laid out as they are."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import struct
+from jaxtyping import Float
+
+from jaxrlhf.config.schema import OptimizerConfig
+from jaxrlhf.models.params import Params
+from jaxrlhf.programs.arrays import Abstract, Metrics, Shardings
+from jaxrlhf.sharding.layout import Layout
+
+
+class OptimizerState(struct.PyTreeNode):
+    """The state of an optimizer: how many updates it has made, and AdamW's moments."""
+
+    num_updates: jax.Array
+    adamw: optax.OptState
+
+
+def learning_rate(config: OptimizerConfig, num_updates: int) -> optax.Schedule:
+    """The rate of each update: a linear warm-up, then the schedule until `num_updates`.
+
+    The first update of a warm-up has the rate 1 / warmup_updates of the full one, not zero.
+    """
+    peak, final = config.learning_rate, config.learning_rate * config.final_fraction
+    decay_updates = max(num_updates - config.warmup_updates, 1)
+    after: optax.Schedule
+    if config.schedule == "linear":
+        after = optax.linear_schedule(peak, final, decay_updates)
+    elif config.schedule == "cosine":
+        after = optax.cosine_decay_schedule(peak, decay_updates, alpha=config.final_fraction)
+    else:
+        after = optax.constant_schedule(peak)
+    if not config.warmup_updates:
+        return after
+    warmup = config.warmup_updates
+
+    def rate(count: Any) -> jax.Array:
+        return jnp.where(count < warmup, peak * (count + 1) / warmup, after(jnp.maximum(count - warmup, 0)))
+
+    return rate
+
+
+def init_optimizer(config: OptimizerConfig, params: Params) -> OptimizerState:
+    """The state before the first update."""
+    return OptimizerState(num_updates=jnp.int32(0), adamw=_transform(config).init(params))
+
+
+def apply_gradient(
+    config: OptimizerConfig,
+    num_updates: int,
+    params: Params,
+    state: OptimizerState,
+    gradient: Params,
+    grad_norm: Float[jax.Array, ""] | None = None,
+) -> tuple[Params, OptimizerState, Metrics]:
+    """One update. Metrics: `grad_norm`, before clipping, and `lr`.
+
+    Args:
+        grad_norm: Of the whole gradient, where `gradient` is a part of it. None: it is the whole.
+    """
+    grad_norm = optax.tree.norm(gradient) if grad_norm is None else grad_norm
+    if config.max_grad_norm:
+        scale = jnp.minimum(1.0, config.max_grad_norm / (grad_norm + 1e-6))
+        gradient = jax.tree.map(lambda g: g * scale, gradient)
+    direction, adamw = _transform(config).update(gradient, state.adamw, params)
+    rate = jnp.asarray(learning_rate(config, num_updates)(state.num_updates), jnp.float32)
+    params = jax.tree.map(lambda p, d: p - rate * (d + config.weight_decay * p), params, direction)
+    return params, OptimizerState(state.num_updates + 1, adamw), {"grad_norm": grad_norm, "lr": rate}
+
+
+def optimizer_shardings(config: OptimizerConfig, abstract: Abstract, shardings: Shardings, layout: Layout) -> Shardings:
+    """Moments lie as their weights do, counters everywhere.
+
+    Args:
+        abstract, shardings: Shapes and shardings of the weights.
+    """
+    state = jax.eval_shape(lambda params: init_optimizer(config, params), abstract)
+    adamw = optax.tree_map_params(
+        _transform(config),
+        lambda _, sharding: sharding,
+        state.adamw,
+        shardings,
+        transform_non_params=lambda _: layout.replicated,
+    )
+    return OptimizerState(num_updates=layout.replicated, adamw=adamw)  # pyright: ignore[reportArgumentType]
+
+
+def _transform(config: OptimizerConfig) -> optax.GradientTransformation:
+    return optax.scale_by_adam(config.beta1, config.beta2, config.eps)

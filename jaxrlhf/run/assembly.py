@@ -1,0 +1,397 @@
+"""From a config to everything a run needs: data, roles, graphs, plans. All is checked here, and nothing is compiled.
+
+A run has up to four graphs over the same roles: the warm start, the algorithm's step, the evaluation by samples, and
+what the algorithm measures on held-out rows.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from jaxrlhf.algorithms.evaluation import EvaluationConfig, evaluation_step
+from jaxrlhf.algorithms.sft import SFTConfig, SupervisedUpdate, sft_state, sft_step
+from jaxrlhf.brief import brief
+from jaxrlhf.call_graph import CallGraph
+from jaxrlhf.config.reading import ConfigError
+from jaxrlhf.config.schema import EvaluationRunConfig, RunConfig
+from jaxrlhf.data.loader import PromptLoader
+from jaxrlhf.data.prompts import PromptTable
+from jaxrlhf.experience import Prompts, Sampling
+from jaxrlhf.models.architecture import Weight, num_parameters
+from jaxrlhf.models.attention import attention_implementation
+from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.models.config_json import Origin
+from jaxrlhf.models.lora import declare_adapters
+from jaxrlhf.planner.costs.stage_costs import reference_costs
+from jaxrlhf.planner.fusion.fusible import check_fusion, fusion_notes, oppose, with_schedules
+from jaxrlhf.planner.plans.check_plan import check, check_entries, check_offload, stage_warnings
+from jaxrlhf.planner.plans.complete_plan import complete_plan
+from jaxrlhf.planner.plans.config_keys import RowCountKeys
+from jaxrlhf.planner.plans.device_order import reuse_training_shards, training_placements
+from jaxrlhf.planner.plans.plan import Placement, Plan, resolve
+from jaxrlhf.planner.plans.saved_plan import SavedPlan
+from jaxrlhf.programs.roles import FunctionRole, ModelRole, Role, WeightedSumRole
+from jaxrlhf.run.configured_roles import describe, origins
+from jaxrlhf.run.find_plan import find_plan, is_planned
+from jaxrlhf.run.run_folder import OWN_FOLDERS
+from jaxrlhf.run.step_draft import (
+    StepDraft,
+    draft_step,
+    first_state,
+    on_host,
+    samplings_of,
+    trace_step,
+    with_stop_ids,
+)
+from jaxrlhf.run.step_rows import StepRows, Tables
+from jaxrlhf.sharding.layout import Layout
+from jaxrlhf.sharding.strategy import Strategy
+from jaxrlhf.suggest import did_you_mean
+
+
+@dataclasses.dataclass(frozen=True)
+class Phase:
+    """A step function ready to run: traced and planned."""
+
+    roles: Mapping[str, Role]
+    graph: CallGraph
+    plan: Plan
+    first_state: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Assembly:
+    """A run, before it starts."""
+
+    config: RunConfig
+    tables: Tables
+    loader: PromptLoader
+    train: Phase
+    train_rows: StepRows
+    """Step -> the rows that it is given."""
+    warm_start: Phase | None
+    evaluation: Phase | None
+    """Samples of the actor, scored."""
+    eval_batches: tuple[Prompts, ...]
+    held_out: Phase | None
+    """What the algorithm measures on held-out rows."""
+    held_out_batches: tuple[Any, ...]
+    best_by: str
+    """The metric by which the best checkpoint is chosen, without `eval/`. Empty: by none."""
+    warnings: tuple[str, ...]
+    saved: SavedPlan | None = None
+    """The plan of the step, and what is expected of it; None where the config writes it out."""
+    origins: Mapping[str, Origin] = dataclasses.field(default_factory=dict)
+    """Exported role -> what the folder says of it that its weights come from, where they do."""
+
+    @property
+    def table(self) -> PromptTable:
+        """The rows of `data`."""
+        return self.tables.main
+
+    @property
+    def phases(self) -> dict[str, Phase]:
+        """In the order in which they run first."""
+        named = {
+            "warm start": self.warm_start,
+            "evaluation": self.evaluation,
+            "held-out rows": self.held_out,
+            "step": self.train,
+        }
+        return {name: phase for name, phase in named.items() if phase is not None}
+
+    def role_rows(self) -> list[dict[str, Any]]:
+        """What plays each role, as a table."""
+        rows = []
+        for name, role in self.train.roles.items():
+            config = self.config.roles[name]
+            if isinstance(role, WeightedSumRole):
+                sum_of = " + ".join(f"{weight:g} x {part}" for part, weight in role.weights.items())
+                rows.append({"role": name, "what": sum_of})
+                continue
+            if isinstance(role, FunctionRole):
+                options = "".join(f", {key}={value}" for key, value in config.options.items())
+                rows.append({"role": name, "what": f"function {config.function}{options}"})
+                continue
+            model = role.model
+            rows.append(
+                {
+                    "role": name,
+                    "what": f"model, {_head(role)}",
+                    "parameters": _num_parameters(role),
+                    "precision": model.dtype,
+                    "attention": ", ".join(sorted(self.attention(name, model))),
+                    "starts from": describe(name, role, self.config.roles),
+                    "updates": role.num_updates,
+                }
+            )
+        return rows
+
+    def attention(self, role: str, model: ModelConfig) -> set[str]:
+        """The implementations of attention that a role's calls use."""
+        placements = [p.plan[call] for p in self.phases.values() for call in p.graph.calls if call.role == role]
+        layouts = [Layout.over(placement.devices, placement.strategy) for placement in placements]
+        try:
+            return {attention_implementation(model, layout) for layout in layouts}
+        except ValueError as error:
+            raise ConfigError(f"roles.{role}.model.{error}") from error
+
+
+def assemble(
+    config: RunConfig,
+    num_devices: int,
+    devices_per_node: int | None = None,
+    *,
+    tables: Tables | None = None,
+    draft: StepDraft | None = None,
+    saved: SavedPlan | None = None,
+) -> Assembly:
+    """Everything that a run needs.
+
+    Args:
+        num_devices: How many devices the plan may use.
+        devices_per_node: How many of them each node has. None: all are in one.
+        tables: The rows of its data. None: they are read.
+        draft: Its step, traced. None: that is done here.
+        saved: The plan of its step, where the config says that it is planned for or read from a file.
+
+    Raises:
+        ConfigError, PlanError, GraphError or ValueError: Something in config, data or plan does not fit. Each says
+            where, which rule, what it got and what to do.
+    """
+    draft = draft or draft_step(config, tables=tables)
+    if saved is None and is_planned(draft):
+        saved = find_plan(draft).saved
+    check_offload(config.plan.offload if saved is None else saved.plan.offload, config.roles, draft.owners)
+    _check_evaluation(draft)
+    _check_export(draft)
+    phases = _Phases(draft, saved, num_devices, devices_per_node or num_devices)
+    train = phases.step
+    warm_start, warnings = _warm_start(draft, phases)
+    evaluation, eval_batches = _evaluation(draft, phases)
+    held_out, held_out_batches = _held_out(draft, phases)
+    made = Assembly(
+        config=config,
+        tables=draft.tables,
+        loader=draft.loader,
+        train=train,
+        train_rows=draft.rows,
+        warm_start=warm_start,
+        evaluation=evaluation,
+        eval_batches=eval_batches,
+        held_out=held_out,
+        held_out_batches=held_out_batches,
+        best_by=_best_by(config.evaluation, held_out) if config.evaluation is not None else "",
+        warnings=(*draft.warnings, *warnings),
+        saved=saved,
+        origins=origins(config),
+    )
+    graphs = [phase.graph for phase in made.phases.values()]
+    check_entries(config.plan.calls, graphs)
+    _check_lengths(made, draft.models)
+    for name, model in draft.models.items():
+        made.attention(name, model)
+    waits = [warning for phase in made.phases.values() for warning in stage_warnings(phase.plan, phase.graph)]
+    waits += fusion_notes(train.plan, train.graph)
+    return dataclasses.replace(made, warnings=(*made.warnings, *dict.fromkeys(waits)))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Phases:
+    """Traces and plans the parts of a run: by the entries of its config, or by the plan that was found for its step."""
+
+    draft: StepDraft
+    saved: SavedPlan | None
+    num_devices: int
+    devices_per_node: int
+
+    @functools.cached_property
+    def step(self) -> Phase:
+        """The step of the algorithm."""
+        draft = self.draft
+        plan = self._plan(draft.graph, draft.keys, (self.saved.plan if self.saved else draft.config.plan).fuse)
+        trained = training_placements(plan, draft.graph)
+        plan = reuse_training_shards(plan, draft.graph, trained, self.devices_per_node)
+        return Phase(draft.roles, draft.graph, plan, draft.first_state)
+
+    def trace(
+        self, step: Callable[..., Any], roles: Mapping[str, Role], state: Any, data: Any, settings: Any,
+        keys: RowCountKeys,
+    ) -> Phase:  # fmt: skip
+        """Another part of the run. An evaluation generates where the step does.
+
+        Args:
+            keys: Which keys of the config set its rows, for error messages.
+
+        Raises:
+            GraphError, PlanError: As `assemble` does.
+        """
+        state = on_host(state)
+        graph = trace_step(step, roles, state, data, settings)
+        plan = self._plan(graph, keys)
+        trained = training_placements(plan, graph) or training_placements(self.step.plan, self.step.graph)
+        plan = reuse_training_shards(plan, graph, trained, self.devices_per_node)
+        return Phase(roles, graph, plan, state)
+
+    def _plan(self, graph: CallGraph, keys: RowCountKeys, fuse: tuple[str, ...] = ()) -> Plan:
+        """A plan for one graph, checked."""
+        draft, num_devices, per_node = self.draft, self.num_devices, self.devices_per_node
+        config = draft.config.plan
+        if self.saved is None:
+            default = config.default or Placement(strategy=Strategy(data=num_devices))
+            plan = resolve(graph, default.with_devices(), config.placements, offload=config.offload, fuse=fuse)
+        else:
+            step = self.saved.plan
+            kept = {**step.placements, **config.placements} if graph is draft.graph else config.placements
+            plan = complete_plan(
+                graph, step.placements, draft.models, num_devices=num_devices, devices_per_node=per_node, written=kept,
+                offload=step.offload, fuse=fuse, schedules=step.schedules if fuse else (),
+            )  # fmt: skip
+        check(plan, graph, draft.models, num_devices, per_node, keys)
+        check_fusion(plan, graph)
+        if not plan.fuse:
+            return plan
+        return with_schedules(oppose(plan, graph), graph, draft.workload(), reference_costs(num_devices, per_node))
+
+
+def _warm_start(draft: StepDraft, phases: _Phases) -> tuple[Phase | None, list[str]]:
+    """The warm start, where the config has one, and notes on the rows that it leaves out."""
+    warm, table, new_tokens = draft.config.warm_start, draft.tables.main, draft.new_tokens
+    if warm is None:
+        return None, []
+    notes, left_out = [], table.num_train - len(table.demonstrable(new_tokens))
+    if warm.overlong == "error" or left_out == table.num_train:
+        table.check_demonstrations(max_new_tokens=new_tokens, key="warm_start.overlong")
+    elif left_out:
+        notes.append(
+            f"{left_out} of {table.num_train} completions do not fit into {new_tokens} tokens: no warm start on them."
+        )
+    rows = draft.loader.demonstrations(0, warm.batch_size * warm.updates_per_step, new_tokens)
+    actor: dict[str, Role] = {"actor": ModelRole(draft.models["actor"], warm.optimizer, warm.steps)}
+    sft = SFTConfig(update=SupervisedUpdate(mini_batches=warm.updates_per_step))
+    keys = RowCountKeys("the warm start", "warm_start.batch_size")
+    return phases.trace(sft_step, actor, sft_state(sft), rows, sft, keys), notes
+
+
+def _evaluation(draft: StepDraft, phases: _Phases) -> tuple[Phase | None, tuple[Prompts, ...]]:
+    """Samples of the actor, scored, and the prompts of each batch; where the config has an evaluation with scorers."""
+    evaluation = draft.config.evaluation
+    if evaluation is None or not evaluation.scorers:
+        return None, ()
+    sampling, table = evaluation.sampling, draft.tables.main
+    if sampling is None:
+        as_trained = next(iter(samplings_of(draft.settings)), Sampling(max_new_tokens=draft.new_tokens))
+        sampling = dataclasses.replace(as_trained, temperature=0.0, num_samples=1)
+    settings = EvaluationConfig(with_stop_ids(sampling, table.tokenizer.end_id), evaluation.scorers)
+    size, keys = _evaluation_batch(evaluation)
+    batches = tuple(PromptLoader(table, size, draft.config.seed).eval_batches(evaluation.num_prompts))
+    return phases.trace(evaluation_step, draft.roles, (), batches[0], settings, keys), batches
+
+
+def _held_out(draft: StepDraft, phases: _Phases) -> tuple[Phase | None, tuple[Any, ...]]:
+    """What the algorithm measures on held-out rows, and these in batches; where the config has an evaluation."""
+    evaluation, step = draft.config.evaluation, draft.algorithm.evaluation
+    if evaluation is None or step is None:
+        return None, ()
+    size, keys = _evaluation_batch(evaluation)
+    batches = draft.rows.held_out(evaluation.num_prompts, size)
+    state = first_state(draft.algorithm, draft.settings)
+    return phases.trace(step, draft.roles, state, batches[0], draft.settings, keys), batches
+
+
+def _evaluation_batch(config: EvaluationRunConfig) -> tuple[int, RowCountKeys]:
+    """The rows of a batch of an evaluation, and the key that sets them."""
+    key = "evaluation.batch_size" if config.batch_size else "evaluation.num_prompts"
+    return config.batch_size or config.num_prompts, RowCountKeys("the evaluation", key)
+
+
+def _head(role: ModelRole) -> str:
+    """Which heads a role speaks by, in words."""
+    head = role.view or role.model.head
+    return "lm and scalar heads" if head == "both" else f"{head} head"
+
+
+def _num_parameters(role: ModelRole) -> str:
+    """How many numbers a role's weights hold, and of those of its adapters how many are trained."""
+    if role.view is not None:
+        return f"those of {role.weights}"
+    whole = f"{num_parameters(role.model):,}"
+    if role.lora is None:
+        return whole
+    adapters = jax.tree.leaves(declare_adapters(role.model, role.lora), is_leaf=lambda x: isinstance(x, Weight))
+    return f"{whole}, trained {sum(w.size for w in adapters):,}"
+
+
+def _check_lengths(made: Assembly, models: Mapping[str, ModelConfig]) -> None:
+    """No call of any phase sees longer sequences than its model holds."""
+    calls = [call for phase in made.phases.values() for call in phase.graph.calls if call.role in models]
+    for call in calls:
+        model = models[call.role or ""]
+        longest, prompt = call.longest_sequence, made.table.prompt_length
+        if longest > model.max_position_embeddings:
+            raise ConfigError(
+                f"roles.{call.role}.model.max_position_embeddings: must hold prompt and response, {prompt} + "
+                f"{longest - prompt} tokens in {call.name}. Got {model.max_position_embeddings}. Lower "
+                "data.max_prompt_tokens or max_new_tokens."
+            )
+
+
+def _check_evaluation(draft: StepDraft) -> None:
+    """The scorers of an evaluation are roles, and an actor samples what they score."""
+    config, evaluation = draft.config, draft.config.evaluation
+    if evaluation is None or not evaluation.scorers:
+        return
+    if "actor" not in config.roles:
+        raise ConfigError(
+            f"evaluation.scorers: must be [] where no actor samples, as under {config.algorithm}. Got "
+            f"[{', '.join(evaluation.scorers)}], and [reward] is the default. "
+            + ("Write `scorers: []`." if draft.algorithm.evaluation is not None else "Leave evaluation out.")
+        )
+    for scorer in evaluation.scorers:
+        if scorer not in config.roles:
+            raise ConfigError(
+                f"evaluation.scorers: must be roles of the run. Got {brief(scorer)}. Roles: {', '.join(config.roles)}."
+                f"{did_you_mean(scorer, config.roles)} Write [] to sample nothing."
+            )
+
+
+def _check_export(draft: StepDraft) -> None:
+    """Exported roles have weights of their own, and a folder that the run does not use itself."""
+    for name in draft.config.output.export:
+        if name not in draft.owners:
+            raise ConfigError(
+                f"output.export: must be roles with weights of their own. Got {brief(name)}. Known: "
+                f"{', '.join(draft.owners)}."
+            )
+        if name.lower() in OWN_FOLDERS:
+            raise ConfigError(
+                f"output.export: an exported role has a folder of its name in the run's, which has its own "
+                f"{', '.join(OWN_FOLDERS)}. Got {name}. Rename the role."
+            )
+
+
+def _best_by(config: EvaluationRunConfig, held_out: Phase | None) -> str:
+    """What the best checkpoint is chosen by, checked."""
+    measured = [] if held_out is None else list(held_out.graph.results[0])
+    if not config.scorers and not measured:
+        raise ConfigError(
+            "evaluation.scorers: must name at least one role, since the algorithm measures nothing by itself. Got "
+            "none. Leave evaluation out to have none."
+        )
+    if taken := [name for name in config.scorers if name in measured]:
+        raise ConfigError(
+            f"evaluation.scorers: the algorithm itself measures eval/{taken[0]}. Got a role of that name. Rename it."
+        )
+    if held_out is not None and (trained := [c.name for c in held_out.graph.calls if c.kind == "train"]):
+        raise ConfigError(f"evaluation: an algorithm's evaluation must train nothing. Got {trained[0]} in it.")
+    known = [*config.scorers, *measured]
+    if config.best_by and config.best_by not in known:
+        raise ConfigError(
+            f"evaluation.best_by: must be what is measured, {', '.join(known)}. Got {brief(config.best_by)}."
+            f"{did_you_mean(config.best_by, known)}"
+        )
+    by_loss = "loss" if "loss" in measured else ""
+    return config.best_by or (config.scorers[0] if config.scorers else by_loss)

@@ -1,0 +1,233 @@
+"""What the checkpoints of a run hold, and when one is due.
+
+    checkpoints/warm_start/<updates>   the actor in its warm start
+    checkpoints/frozen/0               sets of weights that never change, once
+    checkpoints/steps/<steps>          sets of weights that change, with their optimizers, and the algorithm's state
+
+Layers are saved as they rest, stacked or as a list, and read in whatever layout and form the run that goes on has.
+
+The data position and all noise follow from the seed and the number of steps, so they need no arrays.
+"""
+
+import contextlib
+import functools
+import shutil
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxrlhf.checkpoint.store import CheckpointError, CheckpointStore
+from jaxrlhf.execution.channel import Channel
+from jaxrlhf.execution.executor import Executor
+from jaxrlhf.execution.weight_store import WeightStore
+from jaxrlhf.models.params import LayerForm
+from jaxrlhf.programs.roles import ModelRole
+from jaxrlhf.programs.weight_sets import weight_sets
+from jaxrlhf.reshard.reallocate import reallocate
+from jaxrlhf.run.assembly import Assembly, Phase
+from jaxrlhf.run.first_weights import home_layout
+from jaxrlhf.run.recovery import FROZEN, ResumePoint, checkpoint_folder
+from jaxrlhf.run.run_folder import RunFolder
+
+
+class Checkpoints:
+    """Saves a run to its folder. A folder for each part of the run is made when it is first needed."""
+
+    def __init__(
+        self,
+        assembly: Assembly,
+        folder: RunFolder,
+        *,
+        channel: Channel | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._assembly, self._folder, self._clock = assembly, folder, clock
+        self._channel = channel or Channel()
+        self._output = assembly.config.output
+        self._stores: dict[str, CheckpointStore] = {}
+        self._saved_at = clock()
+
+    def is_due(self, done: int) -> bool:
+        """Whether a checkpoint is to be saved after so many steps, whatever the clock says."""
+        every = self._output.checkpoint_every
+        return done == self._assembly.config.steps or bool(every and done % every == 0)
+
+    def minutes_are_over(self) -> bool:
+        """Whether the last checkpoint, or the start, is long ago."""
+        minutes = self._output.checkpoint_minutes
+        return bool(minutes) and self._clock() - self._saved_at >= 60 * minutes
+
+    def save_steps(self, done: int, executor: Executor, state: Any, *, value: float | None = None) -> None:
+        """After so many steps. `value` tells how good the policy is: the best checkpoint is kept."""
+        phase = self._assembly.train
+        frozen = frozen_sets(phase)
+        if frozen and FROZEN not in self._stores:
+            store = self._store(FROZEN)
+            if store.latest() is None:
+                store.save(0, _arrays(phase, executor, frozen, ()), {})
+                store.wait()  # what a checkpoint needs is there before it
+        self._save("steps", done, phase, executor, changing_sets(phase), state, value)
+
+    def save_warm_start(self, done: int, executor: Executor, state: Any) -> None:
+        """In the warm start, after so many updates."""
+        assert self._assembly.warm_start is not None
+        self._save("warm_start", done, self._assembly.warm_start, executor, ["actor"], state, None)
+
+    def start_over(self) -> None:
+        """Removes the weights that never change, where a run that has no step yet makes its weights anew."""
+        self._channel.share(lambda: shutil.rmtree(checkpoint_folder(self._folder, FROZEN), ignore_errors=True))
+
+    def drop_warm_start(self) -> None:
+        """Removes the checkpoints of the warm start, if there are any, once there is one after it."""
+        folder = checkpoint_folder(self._folder, "warm_start")
+        if not self._channel.share(folder.exists):
+            return
+        self.wait()
+        if "warm_start" in self._stores:
+            self._stores.pop("warm_start").close()
+        self._channel.share(lambda: shutil.rmtree(folder, ignore_errors=True))
+
+    def wait(self) -> None:
+        """Until everything is on disk."""
+        for store in self._stores.values():
+            store.wait()
+
+    @property
+    def are_being_written(self) -> bool:
+        """Whether what was saved may not be on the disk yet."""
+        return any(store.writes_beside for store in self._stores.values())
+
+    def close(self) -> None:
+        with contextlib.ExitStack() as stores:  # one that fails leaves none of the others open
+            for store in self._stores.values():
+                stores.callback(store.close)
+
+    def _save(
+        self,
+        part: str,
+        done: int,
+        phase: Phase,
+        executor: Executor,
+        sets: list[str],
+        state: Any,
+        value: float | None,
+    ) -> None:
+        versions = {name: executor.weights.version(name) for name in sets}
+        meta = {"seed": self._assembly.config.seed, "data": self._data, "versions": versions}
+        self._store(part).save(done, _arrays(phase, executor, sets, state), meta, value=value)
+        self._saved_at = self._clock()
+
+    @functools.cached_property
+    def _data(self) -> str:
+        return self._assembly.tables.digest()
+
+    def _store(self, part: str) -> CheckpointStore:
+        if part not in self._stores:
+            keep = self._output.keep_checkpoints
+            self._stores[part] = CheckpointStore(checkpoint_folder(self._folder, part), keep=keep)
+        return self._stores[part]
+
+
+def changing_sets(phase: Phase) -> list[str]:
+    """The sets of weights that are trained, or follow those that are."""
+    return [name for name, kind in weight_sets(_models(phase)).items() if kind.rests_in_float32]
+
+
+def frozen_sets(phase: Phase) -> list[str]:
+    """The sets of weights that stay."""
+    return [name for name, kind in weight_sets(_models(phase)).items() if not kind.rests_in_float32]
+
+
+def _models(phase: Phase) -> dict[str, ModelRole]:
+    return {name: role for name, role in phase.roles.items() if isinstance(role, ModelRole)}
+
+
+def restore(point: ResumePoint, phase: Phase, executor: Executor) -> Any:
+    """Gives all sets of weights of a phase those of a checkpoint. Returns the algorithm's state there.
+
+    Raises:
+        CheckpointError: It holds other arrays.
+    """
+    if frozen := frozen_sets(phase):
+        held, _ = _read(_frozen_beside(point.checkpoint), phase, executor.weights, frozen, ())
+        for name in frozen:
+            executor.weights.restore(name, home_layout(phase, name), held["roles"][name], 0)
+    changing = changing_sets(phase)
+    held, meta = _read(point.checkpoint, phase, executor.weights, changing, phase.first_state)
+    for name in changing:
+        executor.weights.restore(name, home_layout(phase, name), held["roles"][name], meta["versions"][name])
+    return held["algorithm"]
+
+
+def check_checkpoint(point: ResumePoint, assembly: Assembly) -> None:
+    """Asks that a checkpoint fits this run: its data and the arrays of its roles. Reads no array.
+
+    Raises:
+        CheckpointError: It does not.
+    """
+    assert point.position is not None
+    phase = assembly.train if point.position.phase == "steps" else assembly.warm_start
+    if phase is None:
+        raise CheckpointError(
+            f"resume: {point.checkpoint} is of a warm start, so the config must have one. Got none. Add warm_start."
+        )
+    weights = WeightStore(_models(phase))
+    with CheckpointStore(point.checkpoint.parent, read_only=True) as store:
+        meta = store.meta(point.position.done)
+        if meta["data"] != assembly.tables.digest():
+            raise CheckpointError(
+                f"resume: must go on with the data and tokenizer of {point.folder.path}: its rows, in their order. Got "
+                "other rows. Give it the same files, or start a new run with resume=never."
+            )
+        done, changing = point.position.done, changing_sets(phase)
+        store.check(done, _abstract(store, done, phase, weights, changing, phase.first_state))
+    if frozen := frozen_sets(phase):
+        with CheckpointStore(_frozen_beside(point.checkpoint).parent, read_only=True) as store:
+            store.check(0, _abstract(store, 0, phase, weights, frozen, ()))
+
+
+def _frozen_beside(checkpoint: Path) -> Path:
+    return checkpoint.parents[1] / FROZEN / "0"
+
+
+def _read(
+    checkpoint: Path, phase: Phase, weights: WeightStore, sets: list[str], state: Any
+) -> tuple[Any, dict[str, Any]]:
+    number = int(checkpoint.name)
+    with CheckpointStore(checkpoint.parent, read_only=True) as store:
+        return store.restore(number, _abstract(store, number, phase, weights, sets, state))
+
+
+def _arrays(phase: Phase, executor: Executor, sets: list[str], state: Any) -> dict[str, Any]:
+    anywhere = home_layout(phase, sets[0]).replicated
+    return {
+        "roles": {name: executor.weights.state(name) for name in sets},
+        "algorithm": reallocate(state, anywhere),
+    }
+
+
+def _abstract(
+    store: CheckpointStore, number: int, phase: Phase, weights: WeightStore, sets: list[str], state: Any
+) -> dict[str, Any]:
+    """What `_arrays` gave, as shapes, dtypes and shardings in which this run reads it."""
+    anywhere, saved = home_layout(phase, sets[0]).replicated, store.arrays(number)
+    return {
+        "roles": {
+            name: weights.abstract_state(name, home_layout(phase, name), saved=_saved_form(saved, name))
+            for name in sets
+        },
+        "algorithm": jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.asarray(x).dtype, sharding=anywhere), state
+        ),
+    }
+
+
+def _saved_form(saved: Iterable[str], name: str) -> LayerForm | None:
+    """How the layers of a set lie in a checkpoint, from the paths of its arrays; None where it has no such set."""
+    layers = f"roles/{name}/params/layers/"
+    names = {path.removeprefix(layers).split("/")[0] for path in saved if path.startswith(layers)}
+    return ("list" if "0" in names else "stacked") if names else None

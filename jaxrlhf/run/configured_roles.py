@@ -1,0 +1,350 @@
+"""From a config to its roles: their models, functions and sums, and whether they fit one another.
+
+`roles` says what each kind of role can do.
+"""
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from jaxrlhf.brief import brief
+from jaxrlhf.config.reading import ConfigError
+from jaxrlhf.config.schema import RANDOM, RoleConfig, RunConfig
+from jaxrlhf.data.prompts import PromptTable
+from jaxrlhf.models.adapter_files import check_adapters
+from jaxrlhf.models.architecture import num_parameters
+from jaxrlhf.models.config import CHOSEN, Head, ModelConfig
+from jaxrlhf.models.config_json import Origin
+from jaxrlhf.models.config_json import read_config as read_folder
+from jaxrlhf.models.huggingface import check_params, read_origin
+from jaxrlhf.programs.roles import ModelRole, Role, WeightedSumRole
+from jaxrlhf.programs.weight_sets import BASE
+from jaxrlhf.run.scoring import function_role
+from jaxrlhf.suggest import did_you_mean
+
+MAX_PARAMETERS = 10**14
+"""What no model of any size has."""
+
+
+def configured_models(config: RunConfig, *, on_cpu: bool) -> dict[str, ModelConfig]:
+    """Role -> model: that of the role or the folder which it starts from, with what the config states laid over it.
+
+    Args:
+        on_cpu: Whether the devices are CPUs. On others, a folder in bfloat16 computes in that unless told otherwise.
+
+    Raises:
+        ConfigError or ValueError: A role has no model to take, or one that cannot be its own.
+    """
+    check_origins(config)
+    for name in config.roles:
+        chain = [name]
+        while (source := config.roles[chain[-1]].init) in config.roles:
+            chain.append(source)
+            if source in chain[:-1]:
+                raise ConfigError(
+                    f"roles.{name}.init: roles must not start from each other in a circle. Got {' -> '.join(chain)}."
+                )
+
+    def model_of(name: str) -> ModelConfig:
+        role = config.roles[name]
+        where = f"roles.{name}"
+        if other := _other(role):
+            return model_of(other)
+        source = config.roles.get(role.init)
+        if source is not None and not _has_model(source):
+            what = "function" if source.function else "weighted_sum"
+            raise ConfigError(f"{where}.init: '{role.init}' is a {what} and has no weights to start from.")
+        if source is not None and _other(source):
+            raise ConfigError(
+                f"{where}.init: '{role.init}' has no first weights of its own. Start from '{_other(source)}', whose "
+                "weights it reads."
+            )
+        stated = dict[str, Any](role.model or {})
+        head = stated.get("head", "lm")
+        if role.head is not None and head not in ("lm", role.head):
+            raise ConfigError(f"{where}.head: must be that of its model, {head}. Got {role.head}. Say it once.")
+        if role.init == RANDOM:
+            model = ModelConfig(**stated)
+        elif source is not None:
+            model = _laid_over(stated, model_of(role.init), where, f"the role '{role.init}'")
+        else:
+            folder = Path(role.init)
+            longest = stated.get("max_position_embeddings")
+            found = read_folder(folder, head=role.head or head, longest=longest)
+            found = dataclasses.replace(found, dtype=folder_dtype(folder, on_cpu=on_cpu))
+            model = _laid_over(stated, found, where, role.init)
+        return model if role.head is None else dataclasses.replace(model, head=role.head)
+
+    for name, role in config.roles.items():
+        _check_other(config, name, role)
+    models = {name: model_of(name) for name, role in config.roles.items() if _has_model(role)}
+    for role in config.roles.values():  # a trunk gets the head that another role speaks by
+        if role.shares and models[role.shares].head != (role.head or "scalar"):
+            models[role.shares] = dataclasses.replace(models[role.shares], head="both")
+    for name, role in config.roles.items():
+        if other := _other(role):
+            models[name] = models[other]
+    for name, model in models.items():
+        _check_size(f"roles.{name}.model", model)
+    for name, model in models.items():
+        if config.roles[name].init not in ("random", *config.roles):
+            check_params(Path(config.roles[name].init), model)
+    for name, model in models.items():
+        lora = config.roles[name].lora
+        if lora is not None and lora.init:
+            check_adapters(Path(lora.init), model, lora)
+    return models
+
+
+def check_origins(config: RunConfig) -> None:
+    """Asks that every role with a model has something to start from, before the data is read.
+
+    Raises:
+        ConfigError: It says nothing of a model, or starts from what is neither a role nor a folder.
+    """
+    for name, role in config.roles.items():
+        where = f"roles.{name}"
+        if not _has_model(role) or _other(role):
+            continue
+        if role.init == RANDOM and role.model is None:
+            raise ConfigError(
+                f"{where}: a role needs a model, a function, a weighted_sum, or an init to take its model from. Got "
+                "none. Set `model` to the folder that all such roles start from, as in --set model=FOLDER."
+            )
+        # a Path would raise where the name is too long for any file
+        if role.init not in (RANDOM, *config.roles) and not os.path.isdir(role.init):
+            raise ConfigError(
+                f"{where}.init: must be random, another role or a folder with a checkpoint. Got {brief(role.init)}, "
+                "which is no folder. Download a model of a hub first, and name its folder here or in `model`. Roles: "
+                f"{', '.join(config.roles)}.{did_you_mean(role.init, config.roles)}"
+            )
+
+
+def folder_dtype(folder: Path, *, on_cpu: bool) -> Literal["float32", "bfloat16"]:
+    """The precision that a folder's model computes in unless the config says one: the folder's own on devices that are
+    made for it, where it is bfloat16. CPUs are not, and bfloat16 is slower there."""
+    return "bfloat16" if not on_cpu and read_origin(folder).precision == "bfloat16" else "float32"
+
+
+def precision_notes(config: RunConfig, models: Mapping[str, ModelConfig]) -> list[str]:
+    """Notes on roles that start from a folder in bfloat16 and are not told what to compute in."""
+    notes = []
+    for name, model in models.items():
+        role = config.roles[name]
+        told = role.init in (RANDOM, *config.roles) or "dtype" in (role.model or {})
+        if not told and read_origin(Path(role.init)).precision == "bfloat16":
+            why = "as that is" if model.dtype == "bfloat16" else "as is usual on CPUs, while that is in bfloat16"
+            notes.append(
+                f"{name} starts from {role.init} and computes in {model.dtype}, {why}. To change "
+                f"that, set roles.{name}.model.dtype."
+            )
+    return notes
+
+
+def origins(config: RunConfig) -> dict[str, Origin]:
+    """Role -> what the folder says of it that its weights come from, of roles that are exported and have one.
+
+    Raises:
+        ValueError: A file there is missing or malformed.
+    """
+    found = {}
+    for name in config.output.export:
+        source = _other(config.roles[name]) or name
+        while (init := config.roles[source].init) in config.roles:
+            source = init
+        if init != RANDOM:
+            found[name] = read_origin(Path(init))
+    return found
+
+
+def check_roles(config: RunConfig, needed: tuple[str, ...], models: Mapping[str, ModelConfig]) -> None:
+    """Asks for the roles that an algorithm needs, each of them one kind of role, and sums of roles that score."""
+    for name in needed:
+        if name not in config.roles:
+            raise ConfigError(
+                f"roles: {config.algorithm} needs a role '{name}'. Got {', '.join(config.roles) or 'none'}."
+                f"{did_you_mean(name, config.roles)}"
+            )
+    for name, role in config.roles.items():
+        has_model = role.model is not None or role.optimizer is not None or role.init != "random" or bool(_other(role))
+        said = {"function": bool(role.function), "weighted_sum": role.weighted_sum is not None, "a model": has_model}
+        if sum(said.values()) > 1:
+            got = " and ".join(what for what, is_said in said.items() if is_said)
+            raise ConfigError(f"roles.{name}: a role is a function, a weighted_sum or a model. Got {got}. Keep one.")
+        _check_sum(config, name, models)
+    if config.warm_start is not None and "actor" not in models:
+        raise ConfigError("warm_start: trains the role 'actor'. Got none with a model.")
+
+
+def describe(name: str, role: ModelRole, roles: Mapping[str, RoleConfig]) -> str:
+    """Where a role's weights come from, in words."""
+    if role.view is not None:
+        return f"shares {role.weights}"
+    own = role.weights or roles[name].init
+    if role.average is not None:
+        own = f"average of {role.average.of}"
+    if role.lora is None:
+        return own
+    base = f"rank {role.lora.rank} on {role.base}"
+    if role.average is not None:
+        return f"{base}, {own}"
+    adapters = f"{role.lora.init}, " if role.lora.init else ""
+    start = f" ({roles[name].init})" if role.base == name + BASE else ""
+    return f"{adapters}{base}{start}"
+
+
+def check_vocabulary(models: Mapping[str, ModelConfig], table: PromptTable) -> None:
+    """Asks that every model has an embedding for every token."""
+    for name, model in models.items():
+        if table.tokenizer.vocab_size > model.vocab_size:
+            raise ConfigError(
+                f"roles.{name}.model.vocab_size: must hold the tokenizer's vocabulary, {table.tokenizer.vocab_size} "
+                f"({table.tokenizer.name}). Got {model.vocab_size}. Raise it, or use another tokenizer."
+            )
+
+
+def make_role(
+    name: str, roles: Mapping[str, RoleConfig], models: Mapping[str, ModelConfig], table: PromptTable
+) -> Role:
+    """The role that a checked config asks for."""
+    role = roles[name]
+    if role.function:
+        return function_role(name, role, table)
+    if role.weighted_sum is not None:
+        return WeightedSumRole(role.weighted_sum)
+    made = ModelRole(models[name], role.optimizer)
+    if owner := _other(role):
+        lora, base = roles[owner].lora, _base(owner, roles, models) if roles[owner].lora is not None else ""
+        if role.average is not None:
+            return dataclasses.replace(made, average=role.average, lora=lora, base=base)
+        return dataclasses.replace(made, weights=owner, lora=lora, base=base, view=role.head or "scalar")
+    if role.lora is not None:
+        return dataclasses.replace(made, lora=role.lora, base=_base(name, roles, models))
+    source = roles.get(role.init)
+    if role.optimizer is None and source is not None and source.lora is not None:
+        base = _base(role.init, roles, models)
+        if _holds(models[base.removesuffix(BASE)], models[name], models[name].head):
+            return dataclasses.replace(made, weights=base)  # what never changes needs no copy
+    return made
+
+
+def _base(name: str, roles: Mapping[str, RoleConfig], models: Mapping[str, ModelConfig]) -> str:
+    """The set of weights that a role's adapters adapt: its own, or that of the adapted role which it starts from."""
+    source = roles.get(roles[name].init)
+    if source is not None and source.lora is not None:
+        base = _base(roles[name].init, roles, models)
+        if _holds(models[base.removesuffix(BASE)], models[name], "lm" if models[name].head != "scalar" else None):
+            return base
+    return name + BASE
+
+
+def _holds(model: ModelConfig, reader: ModelConfig, head: Head | None) -> bool:
+    """Whether the weights that a model's adapters adapt are what another model reads: in its precision and form, and
+    with a head of it (None: without any)."""
+    same = (model.dtype, model.scan_layers) == (reader.dtype, reader.scan_layers)
+    return same and (head is None or (head == "lm" and model.head in ("lm", "both")))
+
+
+def _other(role: RoleConfig) -> str:
+    """The role whose weights a role reads or follows."""
+    return role.shares or (role.average.of if role.average is not None else "")
+
+
+def _check_other(config: RunConfig, name: str, role: RoleConfig) -> None:
+    """A role that reads or follows another's weights says no more than that, and the other has weights of its own."""
+    other, where = _other(role), f"roles.{name}.{'shares' if role.shares else 'average.of'}"
+    if not other:
+        return
+    if other not in config.roles or other == name:
+        known = [each for each in config.roles if each != name]
+        raise ConfigError(
+            f"{where}: must be another role. Got {brief(other)}. Roles: {', '.join(known)}.{did_you_mean(other, known)}"
+        )
+    source = config.roles[other]
+    if not _has_model(source) or _other(source):
+        raise ConfigError(f"{where}: must be a role with weights of its own. Got '{other}', which has none.")
+    said = {
+        "model": role.model is not None,
+        "init": role.init != "random",
+        "optimizer": role.optimizer is not None,
+        "lora": role.lora is not None,
+        "average": bool(role.shares) and role.average is not None,
+        "head": role.average is not None and role.head is not None,
+    }
+    if any(said.values()):
+        got = ", ".join(field for field, is_said in said.items() if is_said)
+        raise ConfigError(
+            f"roles.{name}: its weights are those of '{other}', with all that they are. Got also {got}. Remove it."
+        )
+    if role.shares and role.head == "lm" and source.head != "scalar":
+        raise ConfigError(
+            f"{where}: is for a second head beside that of '{other}'. Got lm, which '{other}' has itself: the role "
+            f"would change with it. For its weights as they started, set roles.{name} to {{init: {other}}}."
+        )
+    if role.average is not None and source.optimizer is None:
+        raise ConfigError(f"{where}: must be a role that is trained. Got '{other}', which has no optimizer.")
+
+
+def _laid_over(stated: Mapping[str, Any], model: ModelConfig, where: str, source: str) -> ModelConfig:
+    """What a config states of a model over that of weights which are there already.
+
+    Raises:
+        ConfigError or ValueError: It contradicts what the weights are, or cannot be chosen.
+    """
+    chosen = {field: value for field, value in stated.items() if field in CHOSEN}
+    for field, value in stated.items():
+        there = model.head_size if field == "head_dim" else getattr(model, field)
+        if field == "max_position_embeddings" and value < there:
+            chosen[field] = value  # shorter sequences ask nothing new of the weights
+        elif field not in CHOSEN and value != there and not (field == "head_dim" and value == 0):
+            free = ", ".join([*CHOSEN, "a smaller max_position_embeddings"])
+            raise ConfigError(
+                f"{where}.model.{field}: must be that of {source}, {brief(there)}, since its weights start from there. "
+                f"Got {brief(value)}. Leave it out (where a preset or a base config says it, set {where}.model to null "
+                f"first); free to choose are {free}."
+            )
+    try:
+        return dataclasses.replace(model, **chosen)
+    except ValueError as error:
+        raise ConfigError(f"{where}.model.{error}") from error
+
+
+def _has_model(role: RoleConfig) -> bool:
+    return not role.function and role.weighted_sum is None
+
+
+def _check_size(where: str, model: ModelConfig) -> None:
+    """Sizes that some machine could hold, so that nobody waits for shapes which none can."""
+    for field, most in {"num_layers": 10_000, "vocab_size": 2**31 - 1, "hidden_size": 2**31 - 1}.items():
+        if getattr(model, field) > most:
+            raise ConfigError(f"{where}.{field}: must be at most {most:,}. Got {getattr(model, field)}.")
+    if num_parameters(model) > MAX_PARAMETERS:
+        raise ConfigError(
+            f"{where}: must have at most {MAX_PARAMETERS:,} parameters. Got {num_parameters(model):,}. Lower its sizes."
+        )
+
+
+def _check_sum(config: RunConfig, name: str, models: Mapping[str, ModelConfig]) -> None:
+    """The parts of a sum are roles that score, none of them the sum itself."""
+
+    def visit(name: str, above: tuple[str, ...]) -> None:
+        where = f"roles.{name}.weighted_sum"
+        for part in config.roles[name].weighted_sum or {}:
+            if part not in config.roles:
+                raise ConfigError(
+                    f"{where}: must be of roles of the run. Got {brief(part)}. Roles: {', '.join(config.roles)}."
+                    f"{did_you_mean(part, config.roles)}"
+                )
+            if part in (*above, name):
+                chain = " -> ".join((*above, name, part))
+                raise ConfigError(f"{where}: roles must not add each other up in a circle. Got {chain}.")
+            if part in models and models[part].head != "scalar":
+                raise ConfigError(
+                    f"{where}: must be of roles that score: functions, sums and models with a scalar head. Got "
+                    f"{brief(part)}, a language model. Set roles.{part}.head to scalar, or leave it out."
+                )
+            visit(part, (*above, name))
+
+    visit(name, ())

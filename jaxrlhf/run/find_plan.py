@@ -1,0 +1,174 @@
+"""Finds the plan of a run's step where nobody wrote it by hand: in a file, in the run that goes on, or by a search.
+
+Before anything compiles: a search for a plan counts what calls cost, and runs none of them.
+"""
+
+import dataclasses
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from jaxrlhf.cluster.cluster_text import CPU, local_cluster
+from jaxrlhf.cluster.hardware import Cluster
+from jaxrlhf.config.plan_config import PlanConfig
+from jaxrlhf.config.reading import to_tree
+from jaxrlhf.planner.cost_sources import CostSource, costs_from, usual_source
+from jaxrlhf.planner.make_plan import Planned, plan_workload
+from jaxrlhf.planner.plans.check_plan import check_call, check_entries, check_offload
+from jaxrlhf.planner.plans.plan import Placement, PlanError, placement_of
+from jaxrlhf.planner.plans.saved_plan import SavedPlan, read_plan
+from jaxrlhf.run.step_draft import StepDraft
+from jaxrlhf.sharding import mesh
+from jaxrlhf.sharding.strategy import Strategy
+
+SEARCH_SECONDS = 5.0
+"""The most that a run looks for its plan before it starts."""
+
+
+@dataclasses.dataclass(frozen=True)
+class FoundPlan:
+    """A plan and where it comes from."""
+
+    saved: SavedPlan
+    note: str
+    """In words."""
+    notes: tuple[str, ...] = ()
+    """What is to be known of its forecast."""
+
+
+def is_planned(draft: StepDraft) -> bool:
+    """Whether the plan of the step is not, or not all of it, written in its config."""
+    return draft.config.plan.auto or bool(draft.config.plan.file)
+
+
+def find_plan(
+    draft: StepDraft, *, resumed: Path | None = None, say: Callable[[str], None] = lambda line: None
+) -> FoundPlan:
+    """The plan of a step that its config does not write out, for the devices that JAX shows.
+
+    A run that goes on keeps its plan, as long as config and devices ask for the same; unless it is in a file, which is
+    read again.
+
+    Args:
+        resumed: The plan of the run that it goes on with. There need not be such a file.
+        say: Told what is going on, in lines.
+
+    Raises:
+        PlanError or ConfigError: The file does not fit the run, or no plan fits the devices.
+    """
+    config, asked = draft.config, to_tree(draft.config.plan)
+    if resumed is not None and resumed.is_file() and not os.path.isfile(config.plan.file):
+        try:
+            saved = read_plan(resumed)
+            if to_tree(saved.asked) != asked:
+                raise PlanError("the config asks for another.")
+            _check(saved, draft)
+        except PlanError as error:
+            say(f"Not the plan that the run had: {error}")
+        else:
+            return FoundPlan(saved, f"Kept the plan that the run had, {resumed}")
+    if config.plan.file:
+        saved = dataclasses.replace(read_plan(config.plan.file), asked=asked)
+        _check(saved, draft)
+        return FoundPlan(saved, f"The plan of {config.plan.file}")
+    planned = plan_draft(draft, local_cluster(config.devices_memory), seconds=SEARCH_SECONDS, say=say)
+    return FoundPlan(planned.saved(planned.plan_for(draft.graph), asked=asked), planned.summary(), planned.notes)
+
+
+def _check(saved: SavedPlan, draft: StepDraft) -> None:
+    """A plan was made for this step and these devices, and fits them still where it was changed by hand.
+
+    Raises:
+        PlanError: It was not, or does not.
+    """
+    saved.check_work(draft.workload())
+    devices_per_node, kinds = mesh.devices_per_process(), mesh.kinds_of_processes()
+    saved.check_devices(
+        devices_per_node=devices_per_node, kinds=[CPU] * len(kinds) if mesh.platform() == "cpu" else kinds
+    )
+    try:
+        check_entries(saved.plan.placements, [draft.graph])
+        for call in draft.graph.calls:
+            if placement := saved.plan.placements.get(call.plan_name):
+                check_call(call, placement, draft.models, mesh.num_devices(), devices_per_node, draft.keys)
+    except PlanError as error:
+        raise PlanError(f"{saved.source}: {error}") from error
+
+
+def plan_draft(
+    draft: StepDraft,
+    cluster: Cluster,
+    *,
+    strategy: str = "search",
+    seconds: float | None = None,
+    seed: int | None = None,
+    costs: CostSource | None = None,
+    calibration: Path | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> Planned:
+    """Looks for the plan of a step on a cluster. Calls that its config places stay there, if the rest is to be planned.
+
+    Args:
+        seconds: The most that the search may take. None: as long as it is set up for.
+        seed: Of the search. None: that of the config.
+        costs: Where they come from. None: from where it takes no time.
+        calibration: As of `costs_from`.
+        say: Told what is going on, in lines.
+
+    Raises:
+        PlanError or ConfigError: What is written does not fit, or no plan does.
+        CompileError: A program cannot be compiled, where costs come from compiled ones.
+    """
+    config, workload = draft.config, draft.workload()
+    offload = config.plan.offload if config.plan.auto else ()
+    check_offload(offload, config.roles, draft.owners)
+    for call in draft.graph.calls:
+        if call.kind != "host":  # whatever the plan, mini-batches divide the rows
+            check_call(call, Placement((0,), Strategy()), draft.models, 1, 1, draft.keys)
+    fixed = fixed_placements(draft, cluster)
+    known = costs_from(costs or usual_source(cluster), workload, cluster, calibration=calibration, say=say)
+    return plan_workload(
+        workload,
+        known.model.cluster,
+        strategy=strategy,
+        costs=known.model,
+        fixed=fixed,
+        offload=offload,
+        fuse=config.plan.fuse if config.plan.auto else (),
+        seed=config.seed if seed is None else seed,
+        seconds=seconds,
+        notes=known.notes,
+        say=say,
+    )
+
+
+def fixed_placements(draft: StepDraft, cluster: Cluster) -> dict[str, Placement]:
+    """Call -> the placement that the config writes out, of all calls of the step for which it has one.
+
+    Raises:
+        PlanError or ConfigError: One does not fit.
+    """
+    if not draft.config.plan.auto:
+        return {}
+    methods = [f"{name}.{method}" for name, role in draft.roles.items() for method in role.methods(name).methods]
+    check_entries(draft.config.plan.calls, [draft.graph], more=methods)
+    found = {}
+    for call in draft.graph.calls:
+        placement = placement_of(call.plan_name, draft.config.plan.placements)
+        if placement is not None and call.kind != "host":
+            check_call(call, placement, draft.models, cluster.num_devices, cluster.devices_per_node, draft.keys)
+            found[call.plan_name] = placement
+    return found
+
+
+def left_out(draft: StepDraft) -> list[str]:
+    """Notes on what the config says of its plan and a search for another one does not keep to."""
+    plan, calls = draft.config.plan, {call.plan_name for call in draft.graph.calls}
+    if not plan.auto:
+        is_said = plan != PlanConfig()
+        return ["What the config says under `plan` is not kept to: it has no `auto: true`."] if is_said else []
+    names = calls | {name.partition("#")[0] for name in calls}
+    notes = [f"plan.calls.{name}: no call of the step has that name." for name in plan.calls if name not in names]
+    if plan.fuse:
+        notes.append(f"plan.fuse: {' and '.join(plan.fuse)} are counted as if they ran by themselves.")
+    return notes

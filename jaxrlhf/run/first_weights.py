@@ -1,0 +1,136 @@
+"""Where every set of weights comes from at the start: random numbers, a checkpoint, or another role."""
+
+import zlib
+from pathlib import Path
+
+import jax
+
+from jaxrlhf.config.schema import RunConfig
+from jaxrlhf.execution.executor import Executor
+from jaxrlhf.models.adapter_files import load_adapters
+from jaxrlhf.models.huggingface import holds_value_head, load_params
+from jaxrlhf.models.params import Params, init_params, with_layers
+from jaxrlhf.programs.roles import ModelRole
+from jaxrlhf.programs.weight_forms import moved, run_at
+from jaxrlhf.programs.weight_sets import BASE, WeightSet, sets_read, weight_sets
+from jaxrlhf.reshard.reallocate import reallocate
+from jaxrlhf.run.assembly import Phase
+from jaxrlhf.sharding.layout import Layout
+
+Placed = tuple[Layout, Params]
+"""Float32 weights and the layout that they rest in."""
+
+
+def load_first_weights(executor: Executor, phase: Phase, config: RunConfig, known: dict[str, Placed]) -> None:
+    """Give every set of a phase its first weights, those that start from others after these.
+
+    Args:
+        known: Whole weights of roles that are there already, such as a warm-started actor's. They are left as they are.
+    """
+    store = executor.weights
+    ready = {name + BASE if name + BASE in store.sets else name: placed for name, placed in known.items()}
+    given = set(ready)
+    waiting = [name for name, kind in store.sets.items() if kind.lora is None and kind.average is None]
+    sources = {name: source_of(phase, config, name) for name in waiting}
+    while waiting:
+        name = next(n for n in waiting if sources[n] not in waiting)  # assembly has refused circles
+        waiting.remove(name)
+        if name in given:
+            _adopt(executor, phase, config, name, *ready[name])
+        elif sources[name] in ready:
+            _adopt(executor, phase, config, name, *ready[sources[name]])
+        else:
+            _make(executor, phase, config, name)
+        if name in (sources[n] for n in waiting) and name not in ready:
+            ready[name] = store.snapshot(name)
+    for name, kind in store.sets.items():
+        if kind.lora is not None and kind.average is None:
+            _make_adapters(executor, phase, config, name)
+    for name, kind in store.sets.items():
+        if kind.average is not None:
+            home = home_layout(phase, name)
+            store.load(name, home, _to_home(*store.snapshot(kind.average.of), kind, home))
+
+
+def home_layout(phase: Phase, name: str) -> Layout:
+    """Where a set of weights starts: where it is trained, or else where it is first used."""
+    models = {role: x for role, x in phase.roles.items() if isinstance(x, ModelRole)}
+    average = weight_sets(models)[name].average
+    if average is not None:
+        return home_layout(phase, average.of)
+    readers = {role for role, x in models.items() if name in sets_read(role, x)}
+    calls = [call for call in phase.graph.calls if call.role in readers]
+    trained = [call for call in calls if call.kind == "train"]
+    if not calls:  # what no call of this step uses rests beside the others
+        calls = [call for call in phase.graph.calls if call.kind != "host"]
+    placement = phase.plan[(trained or calls)[0]]
+    return Layout.over(placement.devices, placement.strategy)
+
+
+def source_of(phase: Phase, config: RunConfig, name: str) -> str:
+    """The set that a set starts from, or what `init` says of its role: `random` or a folder."""
+    source = config.roles[name.removesuffix(BASE)].init
+    role = phase.roles.get(source)
+    if not isinstance(role, ModelRole):
+        return source
+    return role.base or role.weights or source
+
+
+def _make(executor: Executor, phase: Phase, config: RunConfig, name: str) -> None:
+    """Random weights, or those of a checkpoint."""
+    layout, model = home_layout(phase, name), executor.weights.sets[name].model
+    source = source_of(phase, config, name)
+    if source == "random":
+        executor.weights.initialize(name, layout, _key(config, name))
+        return
+    params = load_params(Path(source), model, layout)
+    if "value_head" in params and not holds_value_head(Path(source)):
+        del params["value_head"]
+        params = _with_own_head(executor, params, name, layout, _key(config, name))
+    executor.weights.load(name, layout, params)
+
+
+def _adopt(executor: Executor, phase: Phase, config: RunConfig, name: str, layout: Layout, params: Params) -> None:
+    """A set's own copy of weights, brought to its home."""
+    home = home_layout(phase, name)
+    own = _with_own_head(executor, params, name, layout, _key(config, name))
+    executor.weights.load(name, home, _to_home(layout, own, executor.weights.sets[name], home))
+
+
+def _to_home(layout: Layout, params: Params, kind: WeightSet, home: Layout) -> Params:
+    """Weights from the layout that they are in, as they rest in another."""
+    return moved(params, kind, layout, (home, kind.resting_form(home)))
+
+
+def _make_adapters(executor: Executor, phase: Phase, config: RunConfig, name: str) -> None:
+    """New adapters, or saved ones. A scalar head starts as that of the weights which they adapt."""
+    store, layout, kind = executor.weights, home_layout(phase, name), executor.weights.sets[name]
+    assert kind.lora is not None
+    if kind.lora.init:
+        store.load(name, layout, load_adapters(Path(kind.lora.init), kind.model, kind.lora, layout))
+        return
+    store.initialize(name, layout, _key(config, name))
+    base = store.read_by(name)[1]
+    if "value_head" in kind.declare() and base == name + BASE and "value_head" in store.sets[base].declare():
+        shardings = kind.shardings(layout)
+        head = reallocate(store.snapshot(base)[1]["value_head"], shardings["value_head"])
+        store.load(name, layout, {**store.snapshot(name)[1], "value_head": head})
+
+
+def _with_own_head(executor: Executor, params: Params, name: str, layout: Layout, key: jax.Array) -> Params:
+    """Copies of weights, under a new head where the set's model declares one that they do not have."""
+    kind = executor.weights.sets[name]
+    wanted = kind.declare()
+
+    def copy(params: Params) -> Params:
+        own = {name: jax.tree.map(lambda x: x.copy(), value) for name, value in params.items() if name in wanted}
+        if wanted.keys() - own.keys():
+            new = init_params(kind.model, key, random_value_head=executor.weights.random_head(name))
+            own |= {name: new[name] for name in wanted.keys() - own.keys()}
+        return with_layers(own, stacked=kind.resting_form(layout) == "stacked")
+
+    return run_at(layout, copy, kind.shardings(layout), params)
+
+
+def _key(config: RunConfig, name: str) -> jax.Array:
+    return jax.random.fold_in(jax.random.key(config.seed), zlib.crc32(name.removesuffix(BASE).encode()))

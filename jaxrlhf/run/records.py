@@ -1,0 +1,140 @@
+"""What a run writes down as it goes: metrics and samples, each step once however often the run was killed."""
+
+import dataclasses
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxrlhf.config.schema import RunConfig
+from jaxrlhf.data.prompts import PromptTable
+from jaxrlhf.execution.channel import Channel
+from jaxrlhf.experience import LENGTH, STOP, Rollout
+from jaxrlhf.observe.json_lines import truncate
+from jaxrlhf.observe.metrics import MetricsWriter, read_metrics
+from jaxrlhf.observe.samples import SamplesWriter
+from jaxrlhf.observe.trackers import Trackers
+from jaxrlhf.run.recovery import ResumePoint
+from jaxrlhf.run.run_folder import RunFolder, RunFolderError
+from jaxrlhf.run.scoring import decode_responses
+from jaxrlhf.writing import writing
+
+FINISH_NAMES = {STOP: "stop", LENGTH: "length"}
+
+
+def open_records(
+    channel: Channel,
+    folder: RunFolder,
+    config: RunConfig,
+    table: PromptTable,
+    *,
+    resume: ResumePoint | None,
+    warn: Callable[[str], None],
+) -> "Records | SilentRecords":
+    """The records of a run: the first process writes them, the others know what was written before this start."""
+    opened: list[Records] = []
+
+    def open_here() -> tuple[list[dict[str, Any]], dict[str, Path]]:
+        opened.append(Records(folder, config, table, resume=resume, warn=warn))
+        return opened[0].history, opened[0].shown_at
+
+    history, shown_at = channel.share(open_here)
+    return opened[0] if opened else SilentRecords(history, shown_at)
+
+
+@dataclasses.dataclass
+class SilentRecords:
+    """`Records` that write nothing, for processes other than the first."""
+
+    history: list[dict[str, Any]]
+    shown_at: dict[str, Path]
+    latest_samples: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+
+    def write_metrics(self, done: int, metrics: Mapping[str, float]) -> None:
+        """Nothing."""
+
+    def write_samples(self, done: int, split: str, rollout: Rollout, scores: Mapping[str, np.ndarray]) -> None:
+        """Nothing."""
+
+    def sync(self) -> None:
+        """Nothing."""
+
+    def close(self, *, failed: bool) -> None:
+        """Nothing."""
+
+
+class Records:
+    """The files of a run that grow with it, and the trackers that show the same elsewhere.
+
+    Args:
+        resume: Where the run goes on: records of what came after are dropped. In a branch, those of the run that it
+            branches off from are copied first.
+        warn: Says a line to the user.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        config: RunConfig,
+        table: PromptTable,
+        *,
+        resume: ResumePoint | None,
+        warn: Callable[[str], None],
+    ) -> None:
+        self._table, self._num_samples = table, config.output.num_samples
+        position = resume.position if resume is not None else None
+        for path in (folder.metrics, folder.samples):
+            if resume is not None and resume.is_branch and (resume.folder.path / path.name).exists():
+                with writing(path):
+                    shutil.copyfile(resume.folder.path / path.name, path)
+            try:
+                truncate(path, lambda record: position is not None and position.covers(record))
+            except (ValueError, KeyError) as error:
+                raise RunFolderError(f"{error} Mend or remove the line, and resume again.") from error
+        self.history: list[dict[str, Any]] = read_metrics(folder.metrics) if folder.metrics.exists() else []
+        """Records of metrics from before this start."""
+        self.latest_samples: list[dict[str, Any]] = []
+        self._metrics = MetricsWriter(folder.metrics)
+        self._samples = SamplesWriter(folder.samples)
+        shown = (0, 0) if resume is not None else (None, None)
+        if position is not None:
+            shown = (position.done, None) if position.phase == "steps" else (0, position.done)
+        self._trackers = Trackers.open(
+            folder.path, config, resumed_at=shown[0], warm_start_resumed_at=shown[1], warn=warn
+        )
+        self.shown_at = {name: Path(where) for name, where in self._trackers.shown_at.items()}
+
+    def write_metrics(self, done: int, metrics: Mapping[str, float]) -> None:
+        """One record, after so many steps."""
+        self._metrics.write(done, metrics)
+        self._trackers.metrics(done, metrics)
+
+    def write_samples(self, done: int, split: str, rollout: Rollout, scores: Mapping[str, np.ndarray]) -> None:
+        """The first few responses of a rollout of numpy arrays, with what each scorer gave them."""
+        few = jax.tree.map(lambda x: x[: self._num_samples], rollout)
+        self.latest_samples = [
+            {
+                "prompt": self._table.prompt(int(few.row[i])),
+                "completion": completion,
+                "scores": {name: float(values[i]) for name, values in scores.items()},
+                "finish": FINISH_NAMES[int(few.finish[i])],
+            }
+            for i, completion in enumerate(decode_responses(few, self._table))
+        ]
+        for sample in self.latest_samples:
+            self._samples.write(step=done, split=split, **sample)
+        self._trackers.samples(done, split, self.latest_samples)
+
+    def sync(self) -> None:
+        """Returns when all records are on the disk: before the checkpoint that goes with them."""
+        self._metrics.sync()
+        self._samples.sync()
+
+    def close(self, *, failed: bool) -> None:
+        """Closes all files. `failed`: the run ended by an error."""
+        self._metrics.close()
+        self._samples.close()
+        self._trackers.close(failed=failed)

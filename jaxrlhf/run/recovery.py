@@ -1,0 +1,243 @@
+"""Where a run goes on: finding the run that `resume` means, and asking whether it may go on from there.
+
+    resume: never          a new run
+    resume: auto           the newest run of this config in output.folder, from its newest checkpoint; none: a new run
+    resume: runs/x         that run, in the same folder, from its newest checkpoint
+    resume: runs/x/checkpoints/steps/40
+                           a new run, from that checkpoint
+
+A run that goes on in its folder writes what the undisturbed run would have written: records of what came after the
+checkpoint are dropped first, and are made again. A damaged newest checkpoint is set aside, and the run goes on from the
+newest whole one.
+"""
+
+import dataclasses
+import itertools
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from jaxrlhf.brief import brief
+from jaxrlhf.checkpoint.manifest import find_damage
+from jaxrlhf.checkpoint.store import CheckpointError, checkpoint_numbers
+from jaxrlhf.config.reading import ConfigError, leaves, to_tree
+from jaxrlhf.config.schema import RunConfig, load_run
+from jaxrlhf.run.run_folder import RunFolder
+
+CheckpointPhase = Literal["warm_start", "steps"]
+PHASES: tuple[CheckpointPhase, ...] = ("warm_start", "steps")
+"""The parts of a run that have checkpoints, in order."""
+FROZEN = "frozen"
+"""The folder of weights that never change, which are saved once."""
+
+_OF_NO_CONSEQUENCE = (
+    *("resume", "output", "compilation_cache", "devices", "devices_memory", "plan", "evaluation", "steps"),
+)
+"""Keys that do not change what the steps of a run give."""
+_DECISIVE = ("seed", "algorithm", "batch_size")
+"""Keys that decide which rows and which noise a step gets. They must stay when a run goes on."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Position:
+    """How far a run has come."""
+
+    phase: CheckpointPhase
+    done: int
+    """Updates of the warm start, or steps."""
+
+    def covers(self, record: Mapping[str, Any]) -> bool:
+        """Whether a record of metrics or samples had been written when the run was here."""
+        if "warm_start/step" in record:
+            return self.phase == "steps" or record["warm_start/step"] <= self.done
+        return self.phase == "steps" and record["step"] <= self.done
+
+    def __str__(self) -> str:
+        return f"{self.done} steps" if self.phase == "steps" else f"{self.done} updates of the warm start"
+
+
+@dataclasses.dataclass(frozen=True)
+class ResumePoint:
+    """A run to go on with."""
+
+    folder: RunFolder
+    position: Position | None
+    """None: it has no checkpoint yet, and starts over."""
+    is_branch: bool = False
+    """A new run is to start from here, in a folder of its own."""
+    notes: tuple[str, ...] = ()
+    """What differs between the config of the run and the one that is given now, and which checkpoints are damaged."""
+    damaged: tuple[Path, ...] = ()
+    """Newer checkpoints that are not whole, to be set aside."""
+
+    @property
+    def checkpoint(self) -> Path:
+        """Where the checkpoint lies."""
+        assert self.position is not None
+        return checkpoint_folder(self.folder, self.position.phase) / str(self.position.done)
+
+
+def checkpoint_folder(folder: RunFolder, phase: str) -> Path:
+    """Where the checkpoints of a phase are."""
+    return folder.checkpoints / phase
+
+
+def newest_position(folder: RunFolder) -> Position | None:
+    """The newest complete checkpoint of a run."""
+    for phase in reversed(PHASES):
+        numbers = checkpoint_numbers(checkpoint_folder(folder, phase))
+        if numbers:
+            return Position(phase, numbers[-1])
+    return None
+
+
+def set_aside(damaged: Path) -> Path:
+    """Renames a damaged checkpoint, so that it is not taken for one and none of it is lost. Returns its new path."""
+    names = (f"{damaged.name}.damaged{f'-{i}' if i > 1 else ''}" for i in itertools.count(1))
+    path = next(path for name in names if not (path := damaged.with_name(name)).exists())
+    return damaged.rename(path)
+
+
+def _find_whole(folder: RunFolder) -> tuple[Position | None, dict[Path, str]]:
+    """The newest whole checkpoint of a run, and what is wrong with those that are newer.
+
+    Raises:
+        CheckpointError: There are some, and none is whole.
+    """
+    damaged: dict[Path, str] = {}
+    for phase in reversed(PHASES):
+        there = checkpoint_folder(folder, phase)
+        for number in reversed(checkpoint_numbers(there)):
+            damage = find_damage(there / str(number))
+            if damage is None:
+                _check_frozen(folder)
+                return Position(phase, number), damaged
+            damaged[there / str(number)] = damage
+    if damaged:
+        raise CheckpointError(
+            f"resume: {folder.checkpoints} must have a whole checkpoint. Got damaged ones: "
+            f"{', '.join(f'{path} ({damage})' for path, damage in damaged.items())}. Bring one back from a copy, or "
+            "start a new run with resume=never."
+        )
+    return None, damaged
+
+
+def _check_frozen(folder: RunFolder) -> None:
+    """Asks that the weights that never change, which are beside every checkpoint, are whole."""
+    path = checkpoint_folder(folder, FROZEN) / "0"
+    if damage := find_damage(path):
+        raise CheckpointError(
+            f"resume: {path} must be whole, since every checkpoint of the run needs it. Got damage: {damage}. Bring it "
+            "back from a copy, or start a new run with resume=never."
+        )
+
+
+def what_is_kept(folder: RunFolder) -> str:
+    """The newest checkpoint of a run that cannot go on, and how to go on from it, in a sentence."""
+    position = newest_position(folder)
+    if position is None:
+        return "No checkpoint was saved before; started again with --resume auto, the run starts over."
+    checkpoint = ResumePoint(folder, position).checkpoint
+    return f"Kept: {checkpoint}, after {position}. Start again with --resume auto to go on from there."
+
+
+def find_resume_point(config: RunConfig) -> ResumePoint | None:
+    """The run that `resume` means; None where a new one is to start.
+
+    Raises:
+        CheckpointError: There is no such run or checkpoint, or it cannot be gone on with under this config.
+    """
+    if config.resume == "never":
+        return None
+    if config.resume == "auto":
+        return _find_newest(config)
+    path = Path(config.resume)
+    if path.parent.name in PHASES and path.parent.parent.name == "checkpoints":
+        return _named_checkpoint(config, path)
+    folder = RunFolder(path.resolve())
+    there = _config_of(folder)
+    point = _newest_point(folder, there, config)
+    _check(point, there, config)
+    if point.position is not None and point.position.phase == "steps" and point.position.done > config.steps:
+        raise CheckpointError(
+            f"resume: {path} has done {point.position.done} steps, so steps must be at least that. Got {config.steps}. "
+            "Raise it, or name an earlier checkpoint of it."
+        )
+    return point
+
+
+def _named_checkpoint(config: RunConfig, path: Path) -> ResumePoint:
+    folder = RunFolder(path.resolve().parents[2])
+    there = _config_of(folder)
+    phase: CheckpointPhase = "steps" if path.parent.name == "steps" else "warm_start"
+    numbers = checkpoint_numbers(path.parent)
+    if not path.name.isdecimal() or int(path.name) not in numbers:
+        there_are = ", ".join(map(str, numbers)) or "none"
+        raise CheckpointError(f"resume: must be a complete checkpoint. Got {brief(str(path))}. There: {there_are}.")
+    if damage := find_damage(path):
+        raise CheckpointError(f"resume: {path} must be whole. Got damage: {damage}. Name another one of {path.parent}.")
+    _check_frozen(folder)
+    point = ResumePoint(folder, Position(phase, int(path.name)), True, _differences(there, config))
+    _check(point, there, config)
+    if phase == "steps" and int(path.name) > config.steps:
+        raise CheckpointError(f"resume: {path} has done more than steps={config.steps}. Raise it.")
+    return point
+
+
+def _find_newest(config: RunConfig) -> ResumePoint | None:
+    """The run of this config that was started last, if there is one."""
+    root = Path(config.output.folder)
+    started = root.iterdir() if root.is_dir() else ()
+    folders = [path for path in started if path.name.startswith(f"{config.name}-") and (path / "config.yaml").is_file()]
+    for path in sorted(folders, key=lambda path: (path / "config.yaml").stat().st_mtime_ns, reverse=True):
+        folder = RunFolder(path.resolve())
+        try:
+            there = _config_of(folder)
+        except CheckpointError:  # written by another version: not a run of this config
+            continue
+        if not _differences(there, config, leave_out=_OF_NO_CONSEQUENCE):
+            return _newest_point(folder, there, config)
+    return None
+
+
+def _newest_point(folder: RunFolder, there: RunConfig, config: RunConfig) -> ResumePoint:
+    folder.check_free()
+    position, damaged = _find_whole(folder)
+    notes = (
+        f"{path} is damaged: {damage}. It is set aside under another name, and the run goes on from {position}."
+        for path, damage in damaged.items()
+    )
+    return ResumePoint(folder, position, notes=(*notes, *_differences(there, config)), damaged=tuple(damaged))
+
+
+def _check(point: ResumePoint, there: RunConfig, config: RunConfig) -> None:
+    for key in _DECISIVE:
+        before, now = getattr(there, key), getattr(config, key)
+        if before != now:
+            raise CheckpointError(
+                f"resume: must go on with the {key} of {point.folder.path}, {before}, which decides data and noise. "
+                f"Got {now}."
+            )
+
+
+def _config_of(folder: RunFolder) -> RunConfig:
+    """The config of a run."""
+    if not os.path.isfile(folder.config):  # a Path would raise where the name is too long for any file
+        raise CheckpointError(
+            f"resume: must be never, auto, the folder of a run or a checkpoint in one. Got {brief(str(folder.path))}."
+        )
+    try:
+        return load_run(folder.config)
+    except ConfigError as error:
+        raise CheckpointError(f"resume: the config of the run must still be valid. Got {error}") from error
+
+
+def _differences(there: RunConfig, config: RunConfig, *, leave_out: tuple[str, ...] = ("resume",)) -> tuple[str, ...]:
+    """What has another value now, as 'key: value there, value now'."""
+    before, now = (leaves({k: v for k, v in to_tree(c).items() if k not in leave_out}) for c in (there, config))
+    return tuple(
+        f"{key}: {before.get(key, 'not set')} in the run, {now.get(key, 'not set')} now"
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key) != now.get(key)
+    )

@@ -1,0 +1,229 @@
+"""The folder of one run: which file lies where, whole-file writes, and what the run was started from."""
+
+import contextlib
+import dataclasses
+import fcntl
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+from jaxrlhf import __version__
+from jaxrlhf.brief import brief
+from jaxrlhf.names import check_file_name
+from jaxrlhf.writing import UnwritableError, replacing, write_atomically, writing
+
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+OWN_FOLDERS = ("checkpoints", "tensorboard", "wandb")
+"""Folders in that of a run which are no exported role's."""
+
+
+class RunFolderError(ValueError):
+    """A run's folder that is in use."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RunFolder:
+    """Everything that one run writes. `RunFolder(path)` is a folder that exists; `create` makes a new one."""
+
+    path: Path
+
+    @classmethod
+    def create(cls, root: Path, name: str) -> "RunFolder":
+        """Makes `root/<name>-<YYYYmmdd-HHMMSS>` and points the symlink `root/latest` at it.
+
+        Where that name is taken, `-2`, `-3` and so on is added. In a run of several processes, one of them calls this.
+
+        Raises:
+            ValueError: `name` is no plain file name, or `root/latest` is something other than a symlink.
+        """
+        check_run_folder(root, name)
+        stem = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        path = root / stem
+        ordinal = 1
+        while True:
+            try:
+                with writing(path):
+                    path.mkdir(parents=True)
+                break
+            except UnwritableError as error:
+                if not isinstance(error.__cause__, FileExistsError):
+                    raise
+                ordinal += 1
+                path = root / f"{stem}-{ordinal}"
+        folder = cls(path)
+        with writing(path):
+            folder.checkpoints.mkdir()
+            folder.become_latest()
+        return folder
+
+    def become_latest(self) -> None:
+        """Points the symlink `latest`, beside this folder, at it."""
+        latest = self.path.parent / "latest"
+        with replacing(latest) as link:
+            link.symlink_to(self.path.name, target_is_directory=True)
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keeps every other process from running this run. The lock goes when the process does, however it ends.
+
+        Raises:
+            RunFolderError: Another process is running it.
+        """
+        with self._lock_file.open("a+") as file:
+            self._lock(file, fcntl.LOCK_EX)
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {platform.node()}")
+            file.flush()
+            yield
+
+    def check_free(self) -> None:
+        """Asks that no other process is running this run. Changes nothing.
+
+        Raises:
+            RunFolderError: One is.
+        """
+        if self._lock_file.exists():
+            with self._lock_file.open() as file:
+                self._lock(file, fcntl.LOCK_SH)
+
+    @property
+    def _lock_file(self) -> Path:
+        return self.path / ".lock"
+
+    def _lock(self, file: TextIO, how: int) -> None:
+        try:
+            fcntl.flock(file, how | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.seek(0)
+            raise RunFolderError(
+                f"{self.path}: one process at a time can run a run. Got another one that is running it: "
+                f"{file.read() or 'unknown'}. Wait until it has ended, or end it."
+            ) from error
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def graph(self) -> Path:
+        return self.path / "graph.json"
+
+    @property
+    def plan(self) -> Path:
+        return self.path / "plan.json"
+
+    @property
+    def planned(self) -> Path:
+        """The plan of the step as it was found, with what is expected of it. There where nobody wrote it by hand."""
+        return self.path / "planned.json"
+
+    @property
+    def versions(self) -> Path:
+        return self.path / "versions.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def samples(self) -> Path:
+        return self.path / "samples.jsonl"
+
+    @property
+    def timeline(self) -> Path:
+        return self.path / "timeline.json"
+
+    @property
+    def reward_error(self) -> Path:
+        """The traceback of a reward function that raised."""
+        return self.path / "reward_error.txt"
+
+    @property
+    def outcome(self) -> Path:
+        return self.path / "outcome.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def write_text(self, name: str, text: str) -> None:
+        """Writes a file of this folder, such as 'config.yaml', whole or not at all."""
+        write_atomically(self.path / name, text)
+
+    def write_json(self, name: str, data: Any) -> None:
+        """Writes plain data as strict JSON, whole or not at all."""
+        self.write_text(name, json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def check_run_folder(root: Path, name: str) -> None:
+    """A run of this name can have its folder in `root`.
+
+    Raises:
+        ValueError: `name` is no plain file name, `root` cannot be a folder, or `root/latest` is no symlink.
+    """
+    check_file_name(name, "Name of the run", example="ppo_math")
+    latest = root / "latest"
+    if os.path.exists(latest) and not latest.is_symlink():
+        raise ValueError(
+            f"{latest}: this name is kept for a symlink to the newest run. Got a file or folder of that name. "
+            "Rename it, or choose another root."
+        )
+    existing = next(path for path in (root, *root.absolute().parents) if os.path.exists(path))
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise ValueError(
+            f"output.folder: must be a folder that can be written to, or made. Got {brief(str(root))}; {existing} is "
+            "none."
+        )
+
+
+def collect_versions() -> dict[str, Any]:
+    """What a run was started from: versions, platform, git commit, command line. What cannot be known is None."""
+    commit, dirty = git_commit(Path(__file__).parents[1])
+    return {
+        "python": platform.python_version(),
+        "jaxrlhf": __version__,
+        **{package: _version(package) for package in _PACKAGES},
+        "platform": platform.platform(),
+        "git": {"commit": commit, "dirty": dirty},
+        "command": list(sys.orig_argv),
+    }
+
+
+def git_commit(package: Path) -> tuple[str | None, bool | None]:
+    """The commit of the checkout that tracks a package's folder, and whether the folder differs from that commit.
+
+    Both are None without git, and for a package that merely lies inside somebody else's checkout, as in a virtual
+    environment.
+    """
+    tracked = _git(package, "ls-files", "--error-unmatch", "__init__.py")
+    commit = _git(package, "rev-parse", "--verify", "HEAD")
+    changes = _git(package, "status", "--porcelain", "--", ".")
+    if tracked is None or commit is None or changes is None:
+        return None, None
+    return commit.strip(), bool(changes.strip())
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    # Inside a git hook, GIT_DIR and its like point at the hook's repository, whatever the folder.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *arguments], env=environment, capture_output=True, text=True, timeout=30
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,76 @@
+"""Python functions as roles: what they get is the text of responses, and the columns of their rows."""
+
+import inspect
+from typing import Any
+
+import numpy as np
+
+from jaxrlhf.brief import brief
+from jaxrlhf.config.reading import ConfigError
+from jaxrlhf.config.schema import RoleConfig
+from jaxrlhf.data.prompts import PromptTable
+from jaxrlhf.experience import STOP, Rollout
+from jaxrlhf.programs.roles import FunctionRole
+from jaxrlhf.rewards.functions import (
+    ROW_ARGUMENTS,
+    RewardError,
+    call_reward,
+    call_token_reward,
+    check_reward,
+    load_reward,
+)
+from jaxrlhf.rewards.verifiers import VERIFIERS, RewardFunction
+
+
+def function_role(name: str, role: RoleConfig, table: PromptTable) -> FunctionRole:
+    """The role that a config asks for, its function loaded and its arguments checked."""
+    try:
+        function = load_reward(role.function, role.options)
+        check_reward(function, [*table.other, "finished", "num_tokens"], name=name)
+    except ValueError as error:
+        raise ConfigError(f"roles.{name}: {error}") from error
+    _check_names(name, role, function, table)
+    if role.function in VERIFIERS:  # they read columns by options, so only a call tells whether every row has them
+        rows = np.arange(len(table.prompts))
+        columns = {**table.columns(rows), "finished": [True] * len(rows), "num_tokens": [1] * len(rows)}
+        try:
+            call_reward(function, list(table.prompts), [""] * len(rows), columns, name=name)
+        except RewardError as error:
+            raise ConfigError(f"roles.{name}: {error}") from error
+
+    def asked_of(rollout: Rollout) -> tuple[Any, list[str], list[str], dict[str, list[Any]]]:
+        rows = np.asarray(rollout.row)
+        columns = table.columns(rows) | {
+            "finished": [bool(x) for x in np.asarray(rollout.finish) == STOP],
+            "num_tokens": [int(x) for x in np.asarray(rollout.lengths)],
+        }
+        return function, [table.prompt(int(row)) for row in rows], decode_responses(rollout, table), columns
+
+    def score(rollout: Rollout) -> np.ndarray:
+        return call_reward(*asked_of(rollout), name=name, timeout_seconds=role.timeout_seconds)
+
+    def score_tokens(rollout: Rollout) -> np.ndarray:
+        rewards = call_token_reward(*asked_of(rollout), name=name, timeout_seconds=role.timeout_seconds)
+        scores_BR = np.zeros(rollout.response.shape, np.float32)
+        scores_BR[np.asarray(rollout.response)] = np.concatenate(rewards)
+        return scores_BR
+
+    return FunctionRole(score, score_tokens)
+
+
+def _check_names(name: str, role: RoleConfig, function: RewardFunction, table: PromptTable) -> None:
+    """Asks that no argument which a user's function names is both a column and something that was measured."""
+    for column in table.withheld:
+        measured = column in inspect.signature(function).parameters and column not in ROW_ARGUMENTS
+        if measured and role.function not in VERIFIERS and column not in role.options:
+            raise ConfigError(
+                f"roles.{name}: Reward {brief(name)}: an argument must have one meaning. Got {brief(column)}, by which "
+                "functions get what was measured of completions, and a column of that name. Rename the column."
+            )
+
+
+def decode_responses(rollout: Rollout, table: PromptTable) -> list[str]:
+    """The text of every response."""
+    R = rollout.response.shape[1]
+    tokens_BR, response_BR = np.asarray(rollout.tokens)[:, -R:], np.asarray(rollout.response)
+    return [table.tokenizer.decode(tokens[real].tolist()) for tokens, real in zip(tokens_BR, response_BR, strict=True)]

@@ -1,0 +1,64 @@
+"""A run with other sizes than its data has, by `--prompt-tokens` and `--response-tokens`: to plan without the data."""
+
+import dataclasses
+from typing import Any
+
+from jaxrlhf.config.reading import ConfigError
+from jaxrlhf.config.schema import RunConfig
+from jaxrlhf.data.config import DataConfig
+from jaxrlhf.data.prompts import load_prompts
+from jaxrlhf.data.tokenizer import TokenizerConfig
+from jaxrlhf.experience import Sampling
+from jaxrlhf.planner.plans.config_keys import paths_of
+from jaxrlhf.run.step_draft import map_settings
+from jaxrlhf.run.step_rows import Tables
+
+
+def with_response_tokens(config: RunConfig, count: int) -> RunConfig:
+    """The run with responses of so many tokens.
+
+    Raises:
+        ConfigError: Its algorithm has no such length.
+    """
+    if count < 1:
+        raise ConfigError(f"--response-tokens: must be at least 1. Got {count}.")
+    keys = paths_of(config.settings, lambda value: type(value) is int)
+    if not any(key.endswith(".max_new_tokens") for key in keys):
+        raise ConfigError(
+            f"--response-tokens: is for algorithms whose settings have max_new_tokens. Got {config.algorithm}."
+        )
+
+    def with_count(part: Any) -> Any:
+        if isinstance(part, Sampling):
+            return dataclasses.replace(part, max_new_tokens=count, min_new_tokens=min(part.min_new_tokens, count))
+        return dataclasses.replace(part, max_new_tokens=count) if hasattr(part, "max_new_tokens") else part
+
+    return dataclasses.replace(config, settings=map_settings(with_count, config.settings))
+
+
+def with_synthetic_prompts(config: RunConfig, tokens: int) -> tuple[RunConfig, Tables]:
+    """The run with made-up rows whose prompts have so many tokens, in place of its data and tokenizer.
+
+    Raises:
+        ConfigError: There would be no token.
+    """
+    if tokens < 1:
+        raise ConfigError(f"--prompt-tokens: must be at least 1. Got {tokens}.")
+    made_up = DataConfig(task="arithmetic", overlong="drop")
+    table = load_prompts(made_up, TokenizerConfig(kind="bytes"))
+    table = dataclasses.replace(table, prompt_length=tokens, tokens=[each[-tokens:] for each in table.tokens])
+    config = dataclasses.replace(
+        config,
+        data=made_up,
+        datasets=dict.fromkeys(config.datasets, made_up),
+        tokenizer=TokenizerConfig(kind="bytes"),
+        settings=map_settings(_without_stop_ids, config.settings),
+        evaluation=None,
+        warm_start=None,
+    )
+    return config, Tables(table, dict.fromkeys(config.datasets, table))
+
+
+def _without_stop_ids(part: Any) -> Any:
+    """A `Sampling` stops at the end of text: other tokens are another tokenizer's."""
+    return dataclasses.replace(part, stop_ids=()) if isinstance(part, Sampling) else part

@@ -1,0 +1,218 @@
+"""The step of a run, from its config to its call graph: all that there is to know of it before it has a plan."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrlhf.algorithms.algorithm import Algorithm
+from jaxrlhf.call_graph import CallGraph, GraphError
+from jaxrlhf.config.reading import ConfigError
+from jaxrlhf.config.schema import RunConfig, load_algorithm
+from jaxrlhf.data.loader import PromptLoader
+from jaxrlhf.data.prompts import PromptTable
+from jaxrlhf.experience import Sampling
+from jaxrlhf.importing import failure
+from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.observe.metrics import check_results
+from jaxrlhf.planner.plans.config_keys import RowCountKeys, count_keys
+from jaxrlhf.planner.workload import Workload
+from jaxrlhf.programs.roles import ModelRole, Role
+from jaxrlhf.run.configured_roles import (
+    check_roles,
+    check_vocabulary,
+    configured_models,
+    make_role,
+    precision_notes,
+)
+from jaxrlhf.run.configured_tokenizer import tokenizer_notes
+from jaxrlhf.run.step_rows import StepRows, Tables, check_rows, load_tables
+from jaxrlhf.run.step_work import step_workload
+from jaxrlhf.sharding import mesh
+from jaxrlhf.tracing import trace
+
+MAX_BATCH_TOKENS = 2**28
+"""What no run of any size reaches."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StepDraft:
+    """The step of a run, traced, and what it is made of."""
+
+    config: RunConfig
+    algorithm: Algorithm
+    settings: Any
+    """Of the algorithm; every `Sampling` in them has stop tokens."""
+    tables: Tables
+    rows: StepRows
+    """Step -> the rows that it is given."""
+    new_tokens: int
+    """Of the longest response."""
+    models: Mapping[str, ModelConfig]
+    """Role -> model, for roles that have one."""
+    roles: Mapping[str, Role]
+    first_state: Any
+    graph: CallGraph
+    keys: RowCountKeys
+    warnings: tuple[str, ...]
+
+    @property
+    def owners(self) -> list[str]:
+        """Roles with weights of their own."""
+        return [name for name in self.models if not self.config.roles[name].shares]
+
+    @property
+    def loader(self) -> PromptLoader:
+        """The batches of `data`."""
+        return PromptLoader(self.tables.main, self.config.batch_size, self.config.seed)
+
+    def workload(self) -> Workload:
+        """The step as a planner sees it. Every call knows what makes its programs."""
+        return step_workload(self.graph, self.roles)
+
+
+def draft_step(config: RunConfig, *, tables: Tables | None = None, on_cpu: bool | None = None) -> StepDraft:
+    """The step that a config describes.
+
+    Args:
+        tables: The rows of its data. None: they are read.
+        on_cpu: Whether it is to run on CPUs. None: as JAX's devices are.
+
+    Raises:
+        ConfigError, GraphError or ValueError: Something in config or data does not fit. Each says where, which rule,
+            what it got and what to do.
+    """
+    algorithm = load_algorithm(config.algorithm)
+    tables = tables or load_tables(config)
+    table = tables.main
+    settings = with_stop_ids(config.settings, table.tokenizer.end_id)
+    for sampling in samplings_of((settings, config.evaluation)):
+        _check_stop_ids(sampling, table)
+    models = configured_models(config, on_cpu=mesh.platform() == "cpu" if on_cpu is None else on_cpu)
+    check_roles(config, algorithm.roles, models)
+    check_vocabulary(models, table)
+    rows = StepRows(algorithm.data(settings), tables, config.batch_size, config.seed)
+    measures = config.evaluation is not None and algorithm.evaluation is not None
+    warnings = [*config.notes, *precision_notes(config, models), *tokenizer_notes(config), *_warnings(config, table)]
+    warnings += check_rows(rows, config, held_out=measures)
+    new_tokens = max([s.max_new_tokens for s in samplings_of(settings)] + [rows.max_new_tokens]) or 128
+    _check_batches(config, rows, new_tokens)
+    roles: dict[str, Role] = {name: make_role(name, config.roles, models, table) for name in config.roles}
+    state = on_host(first_state(algorithm, settings))
+    graph = trace_step(algorithm.step, roles, state, rows(0), settings)
+    check_results(getattr(algorithm.step, "__name__", "step"), graph.results[0])
+    counts = count_keys(settings, {each.count for each in rows.named.values()} - {0, config.batch_size})
+    keys = RowCountKeys("the step", counts=counts, settings=settings)
+    roles = _count_updates(roles, graph, config.steps)
+    return StepDraft(
+        config, algorithm, settings, tables, rows, new_tokens, models, roles, state, graph, keys, tuple(warnings)
+    )
+
+
+def trace_step(step: Any, roles: Mapping[str, Role], state: Any, data: Any, settings: Any) -> CallGraph:
+    """The graph of a step function over the roles of a run."""
+    return trace(step, {name: role.methods(name) for name, role in roles.items()}, state, data, settings)
+
+
+def on_host(state: Any) -> Any:
+    """A state as numpy arrays: no device is chosen yet."""
+    return jax.tree.map(lambda x: np.asarray(jnp.asarray(x)), state)
+
+
+def first_state(algorithm: Algorithm, settings: Any) -> Any:
+    """What the first step is given.
+
+    Raises:
+        GraphError: The algorithm's function fails.
+    """
+    name = getattr(algorithm.step, "__name__", "step")
+    try:
+        return algorithm.init_state(settings)
+    except GraphError:
+        raise
+    except Exception as error:
+        raise GraphError(
+            f"{name}: its init_state must give the first state. Got {failure(error, algorithm.init_state)}. Its only "
+            f"argument is the settings, here {type(settings).__name__}: write `def init_state(config): ...`."
+        ) from error
+
+
+def with_stop_ids(settings: Any, end_id: int) -> Any:
+    """Settings in which every `Sampling` without stop tokens stops at the end of text."""
+
+    def stopped(part: Any) -> Any:
+        is_open = isinstance(part, Sampling) and not part.stop_ids
+        return dataclasses.replace(part, stop_ids=(end_id,)) if is_open else part
+
+    return map_settings(stopped, settings)
+
+
+def map_settings(change: Callable[[Any], Any], settings: Any) -> Any:
+    """Nested settings with every dataclass in them changed, the inner ones first."""
+    if not dataclasses.is_dataclass(settings) or isinstance(settings, type):
+        return settings
+    inner = {f.name: map_settings(change, getattr(settings, f.name)) for f in dataclasses.fields(settings) if f.init}
+    return change(dataclasses.replace(settings, **inner))
+
+
+def samplings_of(settings: Any) -> list[Sampling]:
+    """All `Sampling`s in nested settings."""
+    if isinstance(settings, Sampling):
+        return [settings]
+    if isinstance(settings, tuple):
+        return [sampling for each in settings for sampling in samplings_of(each)]
+    if not dataclasses.is_dataclass(settings):
+        return []
+    return [s for f in dataclasses.fields(settings) for s in samplings_of(getattr(settings, f.name))]
+
+
+def _check_stop_ids(sampling: Sampling, table: PromptTable) -> None:
+    for token in sampling.stop_ids:
+        if not 0 <= token < table.tokenizer.vocab_size:
+            raise ConfigError(
+                f"sampling.stop_ids: must be tokens of the vocabulary ({table.tokenizer.name}), 0 to "
+                f"{table.tokenizer.vocab_size - 1}. Got {token}."
+            )
+
+
+def _check_batches(config: RunConfig, train_rows: StepRows, new_tokens: int) -> None:
+    """Batches that the host could hold, before the first one is made."""
+    rows = {"batch_size": max(map(train_rows.size, train_rows.named.values()))}
+    if config.warm_start is not None:
+        rows["warm_start.batch_size"] = config.warm_start.batch_size * config.warm_start.updates_per_step
+    if config.evaluation is not None:
+        rows["evaluation.num_prompts"] = config.evaluation.num_prompts
+        new_tokens = max([new_tokens, *(sampling.max_new_tokens for sampling in samplings_of(config.evaluation))])
+    tables = train_rows.tables
+    prompt_length = max(table.prompt_length for table in (tables.main, *tables.more.values()))
+    for where, num_rows in rows.items():
+        if num_rows * (prompt_length + new_tokens) > MAX_BATCH_TOKENS:
+            raise ConfigError(
+                f"{where}: rows x (prompt + response) must be at most {MAX_BATCH_TOKENS:,} tokens. Got {num_rows} x "
+                f"({prompt_length} + {new_tokens}). Lower it, data.max_prompt_tokens or max_new_tokens."
+            )
+
+
+def _count_updates(roles: Mapping[str, Role], graph: CallGraph, steps: int) -> dict[str, Role]:
+    """The roles, each knowing how many updates the whole run will make of it."""
+    updates: dict[str, int] = {}
+    for call in graph.calls:
+        if call.kind == "train" and call.role is not None:
+            settings = call.update
+            updates[call.role] = updates.get(call.role, 0) + steps * settings.mini_batches * settings.epochs
+    return {
+        name: dataclasses.replace(role, num_updates=updates.get(name, 0)) if isinstance(role, ModelRole) else role
+        for name, role in roles.items()
+    }
+
+
+def _warnings(config: RunConfig, table: PromptTable) -> list[str]:
+    warnings = []
+    if config.batch_size > table.num_train:
+        warnings.append(
+            f"batch_size={config.batch_size} exceeds the {table.num_train} training rows: a step repeats rows."
+        )
+    return warnings

@@ -1,0 +1,363 @@
+"""The loop of a run: first or saved weights, warm start, steps, evaluations, checkpoints."""
+
+import collections
+import dataclasses
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError
+
+from jaxrlhf.config.schema import RunConfig
+from jaxrlhf.execution.channel import Channel
+from jaxrlhf.execution.executor import Executor
+from jaxrlhf.execution.function_threads import FunctionAbandonedError
+from jaxrlhf.execution.step_result import StepResult
+from jaxrlhf.execution.weight_store import WeightStore
+from jaxrlhf.observe.console import Console
+from jaxrlhf.observe.json_lines import split_non_finite
+from jaxrlhf.observe.metrics import TrainingError, check_finite, flatten, without_times
+from jaxrlhf.observe.progress import Progress
+from jaxrlhf.observe.step_timers import timer_seconds
+from jaxrlhf.observe.timeline import Timeline
+from jaxrlhf.programs.roles import weighted_sum
+from jaxrlhf.run.assembly import Assembly
+from jaxrlhf.run.balance_metrics import balance_metrics
+from jaxrlhf.run.checkpoints import Checkpoints, changing_sets, restore
+from jaxrlhf.run.evaluation import Evaluator
+from jaxrlhf.run.export import export
+from jaxrlhf.run.first_weights import load_first_weights
+from jaxrlhf.run.interruption import RunStopped, StopRequest
+from jaxrlhf.run.records import open_records
+from jaxrlhf.run.recovery import ResumePoint, newest_position, what_is_kept
+from jaxrlhf.run.requests import Requests
+from jaxrlhf.run.run_folder import RunFolder
+from jaxrlhf.run.throughput import count_tokens, throughput_metrics
+from jaxrlhf.run.warm_start import warm_start
+from jaxrlhf.sharding import mesh
+from jaxrlhf.writing import UnwritableError, writing
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What a run came to, from its first step on, whenever it was resumed."""
+
+    steps: int
+    evaluations: tuple[tuple[int, dict[str, float]], ...]
+    """(steps done, metrics), in order."""
+    best: tuple[int, float] | None
+    """Steps done and value of the best evaluation: the checkpoint of that number is kept."""
+    rewards: tuple[float, ...]
+    """The mean score of every step."""
+    samples: tuple[dict[str, Any], ...]
+    """The latest sampled prompts and completions, with their scores. Not kept over a resume."""
+    last_metrics: dict[str, float]
+    shown_at: dict[str, Path]
+    """Where trackers show the run, by their name."""
+    folder: RunFolder
+    weights: WeightStore
+    """All weights as they came to be, on the devices."""
+
+    def to_json(self) -> dict[str, Any]:
+        """How the run went, as plain data."""
+        evaluations = [
+            {"step": done, **split_non_finite(without_times(metrics))[0]} for done, metrics in self.evaluations
+        ]
+        best = None if self.best is None else {"step": self.best[0], "value": self.best[1]}
+        return {"steps": self.steps, "best": best, "evaluations": evaluations, "rewards": list(self.rewards)}
+
+
+class Trainer:
+    """Runs an assembled run. Holds the executor, the writers and what has been seen so far.
+
+    Args:
+        folder: Where the run writes.
+        resume: Where it goes on. None: from the start.
+        stop: Where it looks, between two steps, whether it is to stop.
+        channel: To the other processes of the run, each of which has a trainer.
+    """
+
+    def __init__(
+        self,
+        assembly: Assembly,
+        folder: RunFolder,
+        console: Console,
+        *,
+        resume: ResumePoint | None = None,
+        stop: StopRequest | None = None,
+        channel: Channel | None = None,
+    ) -> None:
+        self._channel = channel = channel or Channel()
+        self._assembly, self._folder, self._console = assembly, folder, console
+        self._config: RunConfig = assembly.config
+        self._resume = resume
+        self._timeline = Timeline(own_devices=mesh.own_positions())
+        self._executor = Executor(
+            assembly.train.roles, seed=self._config.seed, timeline=self._timeline, channel=channel
+        )
+        self._records = open_records(channel, folder, assembly.config, assembly.table, resume=resume, warn=console.line)
+        self._checkpoints = Checkpoints(assembly, folder, channel=channel)
+        stop = stop or StopRequest()
+        stop.abandon = self._executor.abandon_functions
+        self._requests = Requests(stop, self._checkpoints, channel)
+        branches_at = resume.position if resume is not None and resume.is_branch else None
+        since = branches_at.done if branches_at is not None and branches_at.phase == "steps" else 0
+        self._evaluator = Evaluator(assembly, self._records.history, since=since)
+        steps = [record for record in self._records.history if "critic/score/mean" in record]
+        self._rewards: list[float] = [record["critic/score/mean"] for record in steps]
+        self._last: dict[str, float] = steps[-1] if steps else {}
+        self._reported = 0.0
+        at = resume.position if resume and not resume.is_branch else None
+        self._saved = at.done if at and at.phase == "steps" else None
+        """Steps done at the newest checkpoint of this folder."""
+
+    def run(self) -> Outcome:
+        """The whole run. Raises what goes wrong in it, after closing what it had open.
+
+        Raises:
+            RunStopped: It was asked to stop, and has saved.
+        """
+        try:
+            self._requests.has_unsaved(False)
+            try:
+                first_step, state = self._start()
+                self._train(first_step, state)
+            except FunctionAbandonedError as error:
+                kept = "No step was saved." if self._saved is None else f"Saved after {self._saved} steps."
+                raise self._requests.stopped(f"{error} {kept}") from error
+            self._requests.has_unsaved(True)  # files of the end
+            self._executor.wait()
+            with writing(self._folder.path, SafetensorError):
+                export(self._assembly, self._executor, self._folder, self._channel)
+        except BaseException as error:
+            if not self._is_in_all(error):
+                unwritten = isinstance(error, UnwritableError)
+                self._channel.abort(error, message=f"{error} {what_is_kept(self._folder)}" if unwritten else None)
+            raise
+        finally:
+            self._close(sys.exception())
+        return Outcome(
+            steps=self._config.steps,
+            evaluations=tuple(self._evaluator.results),
+            best=self._evaluator.best(),
+            rewards=tuple(self._rewards),
+            samples=tuple(self._records.latest_samples),
+            last_metrics=self._last,
+            shown_at=self._records.shown_at,
+            folder=self._folder,
+            weights=self._executor.weights,
+        )
+
+    def _close(self, error: BaseException | None) -> None:
+        """Closes everything, whatever fails of that. Raises the first failure, unless the run ended by an error."""
+        failures: list[Exception] = []
+        for close in (
+            lambda: self._write_timeline(error),
+            lambda: self._records.close(failed=error is not None),
+            self._executor.close,
+            self._checkpoints.close,
+        ):
+            try:
+                close()
+            except Exception as failure:
+                failures.append(failure)
+        if failures and error is None:
+            raise failures[0]
+        for failure in failures:  # an error that is already on its way tells more than what failed after it
+            assert error is not None
+            error.add_note(f"Then, in closing: {type(failure).__name__}: {failure}")
+
+    def _write_timeline(self, error: BaseException | None) -> None:
+        if not self._config.output.timeline:
+            return
+        # after an error of this process alone, the others are not there to tell what they saw
+        together = error is None or self._is_in_all(error)
+        others = self._channel.gather(self._timeline.seen())[1:] if together else []
+        if self._channel.is_first:
+            self._timeline.write_chrome_trace(self._folder.timeline, others)
+
+    def _start(self) -> tuple[int, Any]:
+        """Brings all weights in. Returns the steps done and the algorithm's state after them."""
+        phase, resume = self._assembly.train, self._resume
+        if resume is not None and resume.position is not None:
+            self._console.line(f"Going on from {resume.checkpoint}, after {resume.position}")
+            if resume.position.phase == "steps":
+                done, state = resume.position.done, restore(resume, phase, self._executor)
+                if self._evaluator.is_missing(done):
+                    self._evaluate(done, state)
+                return done, state
+        self._checkpoints.start_over()
+        first = {}
+        if self._assembly.warm_start is not None:
+            first["actor"] = warm_start(
+                self._assembly, self._records, self._checkpoints, self._console, self._timeline, self._requests,
+                resume, self._channel,
+            )  # fmt: skip
+        load_first_weights(self._executor, phase, self._config, first)
+        self._evaluate(0, phase.first_state)
+        if first:  # work that a kill should not undo
+            self._save(0, phase.first_state)
+            self._checkpoints.drop_warm_start()
+        return 0, phase.first_state
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    def _train(self, first_step: int, state: Any) -> None:
+        phase, config = self._assembly.train, self._config
+        self._console.header(f"{config.algorithm}: {config.steps} steps of {self._assembly.train_rows.in_words()}")
+        unread: collections.deque[tuple[int, StepResult]] = collections.deque()
+        self._reported = time.perf_counter()
+        with self._console.progress(config.steps, start=first_step) as progress:
+            if self._saved is not None:
+                progress.saved(self._saved)
+            if first_step < config.steps and self._requests.look().stop:  # it was asked to while its weights were made
+                self._save(first_step, state)
+                raise self._stopped(first_step)
+            for step in range(first_step, config.steps):
+                rows, versions = self._assembly.train_rows(step), self._versions()
+                try:
+                    result = self._executor.run(phase.graph, phase.plan, state, rows, step=step)
+                except Exception as error:
+                    if step > first_step and self._versions() == versions and self._is_in_all(error):
+                        self._rescue(step, state, unread, progress)
+                    raise
+                self._requests.has_unsaved(True)
+                state, done = result.state, step + 1
+                unread.append((step, result))
+                asked = self._requests.look()
+                evaluates, stops = self._evaluator.is_due(done), asked.stop and done < config.steps
+                saves = self._checkpoints.is_due(done) or asked.save or stops
+                # metrics are read a step late, so that the devices do not wait for Python
+                while len(unread) > (0 if evaluates or saves else 1):
+                    self._report(*unread.popleft(), progress)
+                if evaluates and self._evaluate(done, state) and config.output.keep_best:
+                    saves = True
+                if saves:
+                    self._save(done, state)
+                    progress.saved(done)
+                if evaluates or saves:
+                    self._reported = time.perf_counter()
+                    progress.resume()
+                if stops:
+                    raise self._stopped(done)
+
+    def _report(self, step: int, result: StepResult, progress: Progress) -> None:
+        """Read a step's metrics, write them, check them, show them."""
+        done = step + 1
+        metrics = flatten(result.fetch())
+        self._executor.wait(done)
+        now = time.perf_counter()
+        seconds, self._reported = now - self._reported, now
+        seen = self._channel.gather(self._timeline.seen(steps=range(done - 1, done + 2)))
+        timings = self._timeline.summary(done, seen[1:])
+        metrics |= timings
+        metrics |= throughput_metrics(count_tokens(result), timings, seconds=seconds, num_devices=mesh.num_devices())
+        metrics |= balance_metrics(result, self._assembly.train.plan)
+        if len(scores := _scores(result)) > 1:
+            metrics |= {f"reward/{name}/mean": float(values.mean()) for name, values in scores.items()}
+        metrics |= {"training/global_step": done, "training/epoch": self._assembly.train_rows.epoch(done)}
+        self._records.write_metrics(done, metrics)
+        try:
+            check_finite(metrics, step=done)
+        except TrainingError as error:
+            raise TrainingError(f"{error} {self._last_good()}") from error
+        self._last = metrics
+        if "critic/score/mean" in metrics:
+            self._rewards.append(metrics["critic/score/mean"])
+        every = self._config.output.samples_every
+        if every and (done == 1 or done % every == 0 or done == self._config.steps):
+            self._write_step_samples(done, result)
+        self._show(progress, done, metrics)
+
+    def _show(self, progress: Progress, done: int, metrics: Mapping[str, float]) -> None:
+        names = {"reward": "critic/score/mean", "KL": "kl/mean", "length": "response_length/mean"}
+        if names["reward"] not in metrics:
+            names = {"loss": next((name for name in metrics if name.endswith("/loss")), "")}
+        shown = {short: metrics[name] for short, name in names.items() if name in metrics}
+        progress.update(
+            done, shown, timer_seconds(metrics), tokens=metrics["perf/total_num_tokens"],
+            busy=metrics.get("perf/busy_fraction"), overlap=metrics.get("perf/overlap", 0.0),
+        )  # fmt: skip
+
+    def _write_step_samples(self, done: int, result: StepResult) -> None:
+        """The first rollout of a step, with everything that scored it."""
+        generate = next((c for c in result.graph.calls if c.kind == "generate"), None)
+        if generate is not None:
+            scores = _scores(result, of=generate.name)
+            self._records.write_samples(done, "train", result.outputs(generate.name), scores)
+
+    def _evaluate(self, done: int, state: Any) -> bool:
+        """Evaluates, and tells whether the policy is better than it was after any step before."""
+        if self._assembly.evaluation is None and self._assembly.held_out is None:
+            return False
+        before = self._evaluator.best()
+        try:
+            self._evaluator.run(done, state, self._executor, self._records)
+        except Exception as error:
+            if self._is_in_all(error):
+                self._save(done, state)
+                self._checkpoints.wait()
+                self._console.line(f"Saved after {done} steps, before the evaluation that failed.")
+            raise
+        assert self._config.evaluation is not None
+        self._console.evaluation(self._evaluator.results, self._config.evaluation.num_prompts)
+        return self._evaluator.best() != before
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def _save(self, done: int, state: Any) -> None:
+        """Saves what the next step depends on. Every step before has been reported, with losses that are finite."""
+        if self._saved == done:
+            return
+        self._records.sync()
+        value = self._evaluator.value(done) if self._config.output.keep_best else None
+        with self._timeline.wait("checkpoint", step=done, phase="checkpoint"):
+            self._checkpoints.save_steps(done, self._executor, state, value=value)
+        self._saved = done
+        self._requests.has_unsaved(False)
+
+    def _stopped(self, done: int) -> RunStopped:
+        """What to raise when the run has saved because it was asked to stop."""
+        self._checkpoints.wait()
+        return self._requests.stopped(f"Saved after {done} of {self._config.steps} steps.")
+
+    def _rescue(
+        self, done: int, state: Any, unread: collections.deque[tuple[int, StepResult]], progress: Progress
+    ) -> None:
+        """Saves the steps that are whole, when the next one failed before it changed any weights."""
+        while unread:
+            self._report(*unread.popleft(), progress)
+        self._save(done, state)
+        self._checkpoints.wait()
+        self._console.line(f"Saved after {done} steps, before the one that failed.")
+
+    def _is_in_all(self, error: BaseException) -> bool:
+        """Whether every process of the run has this error now, so that they can save and close together."""
+        common = isinstance(error, TrainingError | RunStopped)  # of metrics and requests, which all of them have
+        return self._channel.count == 1 or common or self._channel.is_shared(error)
+
+    def _last_good(self) -> str:
+        """Which checkpoint is left when a step went wrong."""
+        self._checkpoints.wait()
+        position = newest_position(self._folder)
+        if position is None:
+            return "No checkpoint was saved before it: set output.checkpoint_every or output.checkpoint_minutes."
+        newest = ResumePoint(self._folder, position).checkpoint
+        return f"The last good checkpoint is {newest}; if the same comes of it, name one before."
+
+    def _versions(self) -> dict[str, int]:
+        """How often each set of weights has been trained."""
+        return {name: self._executor.weights.version(name) for name in changing_sets(self._assembly.train)}
+
+
+def _scores(result: StepResult, *, of: str | None = None) -> dict[str, np.ndarray]:
+    """What each role gave to rollouts, and the weighted sums of that. `of`: to the rollout of this call alone."""
+    chosen: dict[str, str] = {}
+    for call in result.graph.calls:
+        scores = call.method == "scores" and of in (None, *(ref.call for ref in call.refs))
+        if scores or (call.function is weighted_sum and all(ref.call in chosen for ref in call.refs)):
+            chosen[call.name] = call.name.replace(".scores", "").replace(f".{weighted_sum.__name__}", "")
+    return {role: result.outputs(name) for name, role in chosen.items()}

@@ -1,0 +1,69 @@
+"""Calls of a small model, described and lowered: what is compiled to see what is counted."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxrlhf.config.schema import OptimizerConfig
+from jaxrlhf.experience import Prompts, Sampling, Sequences, Term
+from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.planner.compiled.described_devices import Described
+from jaxrlhf.programs.ahead_of_time import DescribedCall, DescribedRows, call_program
+from jaxrlhf.programs.roles import ModelRole
+from jaxrlhf.sharding.layout import Layout
+from jaxrlhf.sharding.mesh import mesh_over
+from jaxrlhf.sharding.strategy import Strategy
+
+
+@dataclasses.dataclass(frozen=True)
+class Update:
+    mini_batches: int = 1
+    epochs: int = 1
+
+
+def weighted_logprobs(outputs: Any, batch: Any, update: Update) -> Any:
+    return (outputs.logprobs * batch["weights"]).sum(), batch["weights"].sum(), {}
+
+
+def described(kind: str, model: ModelConfig, *, rows: int, columns: int, response: int) -> DescribedCall:
+    """A call that infers log-probabilities of responses, trains on them, or generates them."""
+    tokens, mask, wanted = (
+        DescribedRows((rows, n), dtype)
+        for n, dtype in ((columns, jnp.int32), (columns, jnp.bool), (response, jnp.bool))
+    )
+    sequences = Sequences(tokens=tokens, mask=mask, response=wanted)  # pyright: ignore[reportArgumentType]
+    if kind == "infer":
+        return DescribedCall("actor.logprobs", kind, "logprobs", (sequences,), ModelRole(model), rows * columns)
+    if kind == "train":
+        batch = {"sequences": sequences, "weights": DescribedRows((rows, response), jnp.float32)}
+        role = ModelRole(model, OptimizerConfig(), 10)
+        args = ((Term(weighted_logprobs, batch),), Update())
+        return DescribedCall("actor.train", kind, "train", args, role, rows * columns)
+    prompts = Prompts(
+        tokens=DescribedRows((rows, columns - response), jnp.int32),  # pyright: ignore[reportArgumentType]
+        mask=DescribedRows((rows, columns - response), jnp.bool),  # pyright: ignore[reportArgumentType]
+        row=DescribedRows((rows,), jnp.int32),  # pyright: ignore[reportArgumentType]
+        id=DescribedRows((rows,), jnp.uint32),  # pyright: ignore[reportArgumentType]
+    )
+    args = (prompts, Sampling(max_new_tokens=response))
+    return DescribedCall("actor.generate", "generate", "generate", args, ModelRole(model), rows * columns)
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """A call over tensor shards, with all its layers and rows."""
+
+    call: DescribedCall
+    tensor: int = 1
+
+
+def lower(subject: Subject, devices: Described) -> jax.stages.Lowered:
+    """For described devices."""
+    call, strategy = subject.call, Strategy(tensor=subject.tensor)
+    if not devices.has_cudnn:
+        role = dataclasses.replace(call.role, model=dataclasses.replace(call.role.model, attention="xla"))
+        call = dataclasses.replace(call, role=role)
+    layout = Layout(mesh_over(devices.devices, strategy), strategy)
+    return call_program(call, layout, num_layers=call.role.model.num_layers, rows=call.num_rows).lower()

@@ -1,0 +1,25 @@
+"""Operations of programs by formulas, beside which compiled ones are counted."""
+
+from jaxrlhf.models.architecture import pair_flops
+from jaxrlhf.models.attention import query_blocks
+from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.models.counts import product_flops
+
+
+def program_flops(
+    config: ModelConfig, *, rows: int, columns: int, scored: int, attention: str, gradient: bool = False
+) -> int:
+    """Those of a forward pass, or of a forward and a backward pass that computes nothing anew. Pairs of a query and a
+    key that the mask hides are among them. The backward pass of cuDNN's attention has five products for the two of its
+    forward pass, since it keeps no scores."""
+
+    def pairs(queries: int) -> int:
+        if attention == "cudnn":
+            return (queries + queries % 2) * (columns + columns % 2)
+        return sum((end - start) * (columns - queries + end) for start, end in query_blocks(queries))
+
+    products = product_flops(config, columns=columns, last_layer=scored, scored=scored)
+    of_pairs = ((config.num_layers - 1) * pairs(columns) + pairs(scored)) * pair_flops(config)
+    if not gradient:
+        return rows * (products + of_pairs)
+    return rows * (3 * products + of_pairs * (7 if attention == "cudnn" else 6) // 2)

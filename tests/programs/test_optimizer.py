@@ -1,0 +1,86 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxrlhf.config.schema import OptimizerConfig
+from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.models.params import abstract_params, init_params, param_shardings
+from jaxrlhf.programs.optimizer import apply_gradient, init_optimizer, learning_rate, optimizer_shardings
+from jaxrlhf.sharding.layout import Layout
+from jaxrlhf.sharding.strategy import Strategy
+
+MODEL = ModelConfig(vocab_size=16, hidden_size=8, intermediate_size=16, num_heads=2, num_kv_heads=2)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (OptimizerConfig(learning_rate=1.0), {0: 1.0, 9: 1.0, 50: 1.0}),
+        (OptimizerConfig(learning_rate=1.0, warmup_updates=4), {0: 0.25, 1: 0.5, 3: 1.0, 4: 1.0, 9: 1.0}),
+        (OptimizerConfig(learning_rate=2.0, schedule="linear", final_fraction=0.5), {0: 2.0, 5: 1.5, 10: 1.0, 99: 1.0}),
+        (OptimizerConfig(learning_rate=1.0, schedule="cosine"), {0: 1.0, 5: 0.5, 10: 0.0}),
+        (
+            OptimizerConfig(learning_rate=1.0, schedule="cosine", warmup_updates=2),
+            {0: 0.5, 1: 1.0, 2: 1.0, 6: 0.5, 10: 0},
+        ),
+        (OptimizerConfig(learning_rate=1.0, schedule="cosine", final_fraction=0.2), {5: 0.6, 10: 0.2}),
+    ],
+)
+def test_learning_rate(config, expected):
+    rate = learning_rate(config, num_updates=10)
+    for update, value in expected.items():
+        np.testing.assert_allclose(rate(jnp.int32(update)), value, atol=1e-6)
+
+
+def test_updates_are_those_of_adamw_with_a_clipped_gradient():
+    config = OptimizerConfig(learning_rate=0.1, beta1=0.8, beta2=0.9, eps=1e-3, weight_decay=0.3, max_grad_norm=1.0)
+    reference = optax.chain(
+        optax.clip_by_global_norm(1.0), optax.adamw(0.1, b1=0.8, b2=0.9, eps=1e-3, weight_decay=0.3)
+    )
+    params = expected = {"a": jnp.array([1.0, -2.0]), "b": jnp.array([[0.5]])}
+    state, expected_state = init_optimizer(config, params), reference.init(expected)
+    gradients = [
+        {"a": jnp.array([3.0, 4.0]), "b": jnp.array([[0.0]])},
+        {"a": jnp.array([0.1, 0.2]), "b": jnp.array([[0.3]])},
+    ]
+    for gradient, norm in zip(gradients, (5.0, np.sqrt(0.14)), strict=True):
+        params, state, metrics = apply_gradient(config, 10, params, state, gradient)
+        updates, expected_state = reference.update(gradient, expected_state, expected)
+        expected = optax.apply_updates(expected, updates)
+        np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-6)
+        np.testing.assert_allclose(metrics["lr"], 0.1)
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4), params, expected)
+    assert state.num_updates == 2
+
+
+def test_a_gradient_is_not_clipped_at_zero():
+    config = OptimizerConfig(max_grad_norm=0.0, eps=1e3, learning_rate=1.0)  # so large an eps makes steps proportional
+    params = {"a": jnp.zeros(1)}
+    step = [
+        apply_gradient(config, 1, params, init_optimizer(config, params), {"a": jnp.array([g])})[0]["a"]
+        for g in (1.0, 9.0)
+    ]
+    np.testing.assert_allclose(step[1] / step[0], 9.0, rtol=0.02)
+
+
+@pytest.mark.parametrize("scan_layers", [False, True])
+def test_moments_lie_as_their_weights(scan_layers):
+    model = ModelConfig(**{**vars(MODEL), "scan_layers": scan_layers})
+    layout = Layout.over((0, 1, 2, 3), Strategy(fsdp=2, tensor=2))
+    config = OptimizerConfig()
+    params = abstract_params(model, stacked=scan_layers)
+    shardings = optimizer_shardings(config, params, param_shardings(model, layout, stacked=scan_layers), layout)
+    state = jax.eval_shape(lambda p: init_optimizer(config, p), params)
+    assert jax.tree.structure(shardings) == jax.tree.structure(state)
+    weights = param_shardings(model, layout, stacked=scan_layers)
+    assert jax.tree.leaves(shardings.adamw.mu) == jax.tree.leaves(shardings.adamw.nu) == jax.tree.leaves(weights)
+    assert shardings.num_updates == layout.replicated
+
+
+def test_a_tiny_learning_rate_still_moves_weights():
+    params = init_params(MODEL, jax.random.key(0))
+    config = OptimizerConfig(learning_rate=1e-3)
+    moved, _, _ = apply_gradient(config, 1, params, init_optimizer(config, params), jax.tree.map(jnp.ones_like, params))
+    assert all(bool(jnp.all(x != y)) for x, y in zip(jax.tree.leaves(params), jax.tree.leaves(moved), strict=True))
