@@ -12,7 +12,7 @@ _PACKAGE = __name__.partition(".")[0]
 
 
 def numba_is_there() -> bool:
-    """Whether loops can be compiled."""
+    """True if numba is installed, which compiles the loops."""
     try:
         import numba  # noqa: F401 (only whether it is there)
     except ImportError:

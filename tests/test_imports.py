@@ -104,10 +104,11 @@ def violations(source: str, module: str, *, is_package: bool = False) -> list[st
         elif home in ONLY and room(name) not in ONLY[home]:
             found.append(f"imports {name}, where {home} may import only {', '.join(sorted(ONLY[home]))}")
     attributes = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    called = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
     for name in ("jax.devices", "jax.local_devices"):
         if module != ASKS_FOR_DEVICES and (name in attributes or name in imported):
             found.append(f"uses {name}, which is for {ASKS_FOR_DEVICES} alone")
-    if "importlib.import_module" in attributes and module not in BY_NAME:
+    if {"importlib.import_module", "__import__"} & {*attributes, *imported, *called} and module not in BY_NAME:
         found.append("imports by a string: what it needs lies below it")
     if vague := VAGUE.intersection(module.split(".")):
         found.append(f"is called {', '.join(vague)}, which says nothing")
@@ -158,6 +159,8 @@ def test_no_room_is_too_large(folder):
             "imports jaxrlhf.planner.plans.plan, which",
         ),
         ("jaxrlhf.run.trainer", "'.'\nimport importlib\nimportlib.import_module('x')", "imports by a string"),
+        ("jaxrlhf.run.trainer", "'.'\nfrom importlib import import_module", "imports by a string"),
+        ("jaxrlhf.run.trainer", "'.'\n__import__('x')", "imports by a string"),
         ("jaxrlhf", "'.'\nimport jaxrlhf.suggest", "imports jaxrlhf.suggest"),
         ("jaxrlhf.models.heads", "'.'\nimport jaxrlhf.nowhere", "imports jaxrlhf.nowhere, from an unknown room"),
         ("jaxrlhf.nowhere", "'.'", "is in an unknown room 'nowhere'"),

@@ -191,7 +191,7 @@ def _programs(job: Job, layout: Layout, depth: int) -> list[CallProgram]:
 
 
 def _updates(call: ModelCall) -> int:
-    """Of the train program that is run."""
+    """The number of updates in the train program that is measured."""
     return min(call.updates, MOST_UPDATES)
 
 

@@ -41,7 +41,7 @@ def devices_to_text(devices: tuple[int, ...]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Where one call runs and how it is parallelized.
+    """The devices of a call and the strategy on them.
 
     Configs and saved plans write its keys and those of the strategy in one mapping: `{devices: 0-3, fsdp: 2, tensor:
     2}`.
@@ -65,10 +65,10 @@ class Placement:
 
 @dataclasses.dataclass(frozen=True)
 class PlanConfig:
-    """What a config says of the plan of a run."""
+    """The section `plan` of a config."""
 
     default: Placement | None = None
-    """Of every call that has no entry of its own. None: each splits its rows over all devices."""
+    """Placement of the calls without an entry. None: each splits its rows over all devices."""
     calls: Mapping[str, Placement] = dataclasses.field(default_factory=FrozenDict)
     """Call -> its placement. `actor.generate` holds for `actor.generate#2` too, unless that has its own entry."""
     offload: tuple[str, ...] = ()

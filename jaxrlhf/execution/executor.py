@@ -436,10 +436,10 @@ class _Ready:
     layout: Layout
     rebuild: Rebuild
     has_rows: list[bool]
-    """Of the arrays of its arguments."""
+    """One for each array among its arguments."""
     arrays: Leaves
     key: Hashable
-    """Of its program: the role and its method, or the function; the layout, the settings, and the shapes."""
+    """The key of its program: the role and its method, or the function; the layout, the settings, and the shapes."""
     noise: np.ndarray
     dispatched: float
 

@@ -115,7 +115,7 @@ class WeightStore:
         self.load(name, layout, run_at(layout, make, weight_set.shardings(layout), key))
 
     def random_head(self, name: str) -> bool:
-        """Whether a new scalar head of this set is random: only where the set is never trained."""
+        """True if a new scalar head of this set starts from random numbers: only where the set is never trained."""
         return not self.sets[name].rests_in_float32 and not name.endswith(BASE)
 
     def load(

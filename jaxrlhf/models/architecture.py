@@ -40,7 +40,7 @@ class Weight:
     initializer: Literal["normal", "ones", "zeros"] = "normal"
     stddev: float = 0.0
     dtype: jax.typing.DTypeLike = jnp.float32
-    """Of the master weight, which is trained; calls that do not train hold copies in the compute precision."""
+    """dtype of the master weight, which is trained; calls that do not train hold copies in the compute precision."""
 
     @property
     def size(self) -> int:

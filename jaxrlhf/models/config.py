@@ -60,7 +60,7 @@ class ModelConfig:
     """The language-model head is the transposed embedding."""
     head: Head = "lm"
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
-    """Of matrix products. Master weights and optimizer state are float32 in either case. float64 is for
+    """dtype of matrix products. Master weights and optimizer state are float32 with `bfloat16` too. `float64` is for
     tests of numerics, with JAX_ENABLE_X64."""
     attention: Literal["auto", "xla", "cudnn"] = "auto"
     """Over whole sequences: `xla` is matrix products over blocks of queries, `cudnn` a fused kernel. `auto` is cuDNN's

@@ -51,7 +51,7 @@ class _Family:
     head_dim: int | None = None
     """None is hidden_size / num_heads."""
     window: Literal["none", "all layers", "by flag"] = "none"
-    """Where `sliding_window` applies: nowhere, in every layer, or if `use_sliding_window` says so."""
+    """Layers that a `sliding_window` applies to: none, all, or all if `use_sliding_window` is true."""
 
 
 _FAMILIES: Mapping[str, _Family] = {

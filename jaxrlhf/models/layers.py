@@ -104,7 +104,7 @@ def join(weights: LayerWeights) -> LayerWeights:
 
 
 def is_joined(weights: LayerWeights) -> bool:
-    """Whether `join` made them."""
+    """True for weights as `join` gives them."""
     return any(whole in weights for whole in JOINED)
 
 
