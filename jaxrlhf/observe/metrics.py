@@ -8,8 +8,7 @@ import reprlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +16,7 @@ import jax.numpy as jnp
 from jaxrlhf.brief import brief
 from jaxrlhf.call_graph import GraphError, Ref
 from jaxrlhf.names import check_metric_name
-from jaxrlhf.observe.json_lines import JsonLinesWriter, read_json_lines, split_non_finite
+from jaxrlhf.observe.json_lines import read_json_lines, split_non_finite
 
 _OF_THE_CLOCK = ("time", "timing_s/", "timing_per_token_ms/", "perf/")
 _RECORD_KEYS = ("step", "time", "non_finite")
@@ -96,40 +95,20 @@ def check_finite(metrics: Mapping[str, float], *names: str, step: int) -> None:
         )
 
 
-class MetricsWriter:
-    """Writes one JSON line per step: `{"step": 3, "time": 1700000000.0, "actor/loss": 0.1, ...}`.
+def metrics_record(step: int, metrics: Mapping[str, float]) -> dict[str, Any]:
+    """A line of the metrics file: `{"step": 3, "time": 1700000000.0, "actor/loss": 0.1, ...}`.
 
-    A value that is not finite is written as null, and its name is listed under "non_finite". Lines are
-    appended.
+    A value that is not finite becomes null, and its name is listed under "non_finite".
+
+    Raises:
+        ValueError: A metric has the name of one of the record's own keys.
     """
-
-    def __init__(self, path: Path) -> None:
-        self._lines = JsonLinesWriter(path)
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        reserved = [name for name in _RECORD_KEYS if name in metrics]
-        if reserved:
-            raise ValueError(f"Metric {reserved[0]!r}: this name is the record's own. Rename it, as in 'group/name'.")
-        values, non_finite = split_non_finite(metrics)
-        record: dict[str, Any] = {"step": step, "time": time.time(), **values}
-        if non_finite:
-            record["non_finite"] = non_finite
-        self._lines.write(record)
-
-    def sync(self) -> None:
-        """Returns when every line is on the disk. To be called before a checkpoint that counts on them."""
-        self._lines.sync()
-
-    def close(self) -> None:
-        self._lines.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
+    reserved = [name for name in _RECORD_KEYS if name in metrics]
+    if reserved:
+        raise ValueError(f"Metric {reserved[0]!r}: this name is the record's own. Rename it, as in 'group/name'.")
+    values, non_finite = split_non_finite(metrics)
+    record: dict[str, Any] = {"step": step, "time": time.time(), **values}
+    return {**record, "non_finite": non_finite} if non_finite else record
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -13,9 +13,9 @@ from jaxrlhf.config.schema import RunConfig
 from jaxrlhf.data.prompts import PromptTable
 from jaxrlhf.execution.channel import Channel
 from jaxrlhf.experience import LENGTH, STOP, Rollout
-from jaxrlhf.observe.json_lines import truncate
-from jaxrlhf.observe.metrics import MetricsWriter, read_metrics
-from jaxrlhf.observe.samples import SamplesWriter
+from jaxrlhf.observe.json_lines import JsonLinesWriter, truncate
+from jaxrlhf.observe.metrics import metrics_record, read_metrics
+from jaxrlhf.observe.samples import sample_record
 from jaxrlhf.observe.trackers import Trackers
 from jaxrlhf.run.recovery import ResumePoint
 from jaxrlhf.run.run_folder import RunFolder, RunFolderError
@@ -97,8 +97,8 @@ class Records:
         self.history: list[dict[str, Any]] = read_metrics(folder.metrics) if folder.metrics.exists() else []
         """Records of metrics from before this start."""
         self.latest_samples: list[dict[str, Any]] = []
-        self._metrics = MetricsWriter(folder.metrics)
-        self._samples = SamplesWriter(folder.samples)
+        self._metrics = JsonLinesWriter(folder.metrics)
+        self._samples = JsonLinesWriter(folder.samples)
         shown = (0, 0) if resume is not None else (None, None)
         if position is not None:
             shown = (position.done, None) if position.phase == "steps" else (0, position.done)
@@ -109,7 +109,7 @@ class Records:
 
     def write_metrics(self, done: int, metrics: Mapping[str, float]) -> None:
         """One record, after so many steps."""
-        self._metrics.write(done, metrics)
+        self._metrics.write(metrics_record(done, metrics))
         self._trackers.metrics(done, metrics)
 
     def write_samples(self, done: int, split: str, rollout: Rollout, scores: Mapping[str, np.ndarray]) -> None:
@@ -125,7 +125,7 @@ class Records:
             for i, completion in enumerate(decode_responses(few, self._table))
         ]
         for sample in self.latest_samples:
-            self._samples.write(step=done, split=split, **sample)
+            self._samples.write(sample_record(step=done, split=split, **sample))
         self._trackers.samples(done, split, self.latest_samples)
 
     def sync(self) -> None:

@@ -10,13 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrlhf.observe.json_lines import JsonLinesWriter
 from jaxrlhf.observe.metrics import (
-    MetricsWriter,
     TrainingError,
     best_evaluation,
     check_finite,
     evaluations_in,
     flatten,
+    metrics_record,
     read_metrics,
 )
 
@@ -97,11 +98,11 @@ def test_check_finite_names_all_and_takes_further_names() -> None:
 def test_metrics_round_trip_as_strict_json(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     before = time.time()
-    with MetricsWriter(path) as writer:
-        writer.write(3, {"actor/loss": 0.25, "b": math.nan, "c": -math.inf})
+    with JsonLinesWriter(path) as writer:
+        writer.write(metrics_record(3, {"actor/loss": 0.25, "b": math.nan, "c": -math.inf}))
         # Flushed: a reader sees the line while the run goes on.
         (line,) = path.read_text().splitlines()
-        writer.write(4, {"actor/loss": 0.125})
+        writer.write(metrics_record(4, {"actor/loss": 0.125}))
 
     def refuse(constant: str) -> float:
         raise AssertionError(constant)
@@ -118,28 +119,25 @@ def test_metrics_round_trip_as_strict_json(tmp_path: Path) -> None:
 def test_a_resumed_run_goes_on_in_the_same_file(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     for step in range(2):
-        with MetricsWriter(path) as writer:
-            writer.write(step, {"x": 1.0})
+        with JsonLinesWriter(path) as writer:
+            writer.write(metrics_record(step, {"x": 1.0}))
     assert [record["step"] for record in read_metrics(path)] == [0, 1]
 
 
 @pytest.mark.parametrize("name", ["step", "time", "non_finite"])
-def test_the_records_own_names_are_refused(tmp_path: Path, name: str) -> None:
-    with (
-        MetricsWriter(tmp_path / "x") as writer,
-        pytest.raises(ValueError, match=f"Metric '{name}': this name is the record's own"),
-    ):
-        writer.write(0, {name: 1.0})
+def test_the_records_own_names_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"Metric '{name}': this name is the record's own"):
+        metrics_record(0, {name: 1.0})
 
 
 def test_evaluations_are_found_again_with_the_best_of_them(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    with MetricsWriter(path) as writer:
-        writer.write(0, {"eval/x": 0.5, "timing_s/testing": 1.0})
-        writer.write(1, {"actor/loss": 1.0})
-        writer.write(2, {"eval/x": math.nan})
-        writer.write(4, {"eval/x": 0.75})
-        writer.write(6, {"eval/x": 0.75})
+    with JsonLinesWriter(path) as writer:
+        writer.write(metrics_record(0, {"eval/x": 0.5, "timing_s/testing": 1.0}))
+        writer.write(metrics_record(1, {"actor/loss": 1.0}))
+        writer.write(metrics_record(2, {"eval/x": math.nan}))
+        writer.write(metrics_record(4, {"eval/x": 0.75}))
+        writer.write(metrics_record(6, {"eval/x": 0.75}))
     evaluations = evaluations_in(read_metrics(path))
     assert [step for step, _ in evaluations] == [0, 2, 4, 6]
     assert evaluations[0] == (0, {"eval/x": 0.5, "timing_s/testing": 1.0})
