@@ -30,7 +30,7 @@ from jaxrlhf.data.tokenizer import JSONTokenizer
 from jaxrlhf.execution.channel import Channel
 from jaxrlhf.execution.function_threads import any_left_behind
 from jaxrlhf.observe.console import Console
-from jaxrlhf.observe.forecast import Comparison, compare
+from jaxrlhf.observe.forecast_errors import Comparison, compare
 from jaxrlhf.observe.metrics import TrainingError, read_metrics
 from jaxrlhf.observe.step_timers import time_rows
 from jaxrlhf.observe.trackers import check_trackers
@@ -45,7 +45,7 @@ from jaxrlhf.run.checkpoints import check_checkpoint
 from jaxrlhf.run.compilation_cache import complaints_said_once
 from jaxrlhf.run.find_plan import FoundPlan, find_plan, is_planned
 from jaxrlhf.run.interruption import RunStopped, StopRequest
-from jaxrlhf.run.recovery import ResumePoint, find_resume_point, newest_position, set_aside, what_is_kept
+from jaxrlhf.run.resume_point import ResumePoint, find_resume_point, newest_position, set_aside, what_is_kept
 from jaxrlhf.run.run_folder import RunFolder, RunFolderError, check_run_folder, collect_versions
 from jaxrlhf.run.step_draft import StepDraft, draft_step
 from jaxrlhf.run.step_rows import Tables, load_tables

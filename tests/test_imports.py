@@ -29,7 +29,7 @@ LAYERS = [
     {"models"},
     {"sharding", "tracing"},
     {"call_graph"},
-    {"importing", "names"},
+    {"importing", "name_rules"},
     {"experience", "suggest", "brief", "writing", "xla_flags", "numba_loops"},
 ]
 DEPTH = {room: depth for depth, layer in enumerate(LAYERS) for room in layer}

@@ -3,12 +3,12 @@
 Letters: B sequences, P prompt columns, R the most new tokens.
 
     state = start(params, prompts, noise, ...)           # prefill, and the first token
-    state = run(params, state, num_steps, ...)           # decode so many more, or until all have finished
+    state = decode(params, state, num_steps, ...)        # decode so many more, or until all have finished
     rollout = finish(prompts, state.responses)
 
-`run` takes a state and gives one, so the sequences of a state may be parted, joined or moved to other devices between
-two runs. A sequence draws the same tokens in any of these cases: its noise depends on the seed, the step, the call, its
-id and the position alone.
+`decode` takes a state and gives one, so the sequences of a state may be parted, joined or moved to other devices
+between two calls of it. A sequence draws the same tokens in any of these cases: its noise depends on the seed, the
+step, the call, its id and the position alone.
 """
 
 import math
@@ -110,7 +110,7 @@ def before_first_token(
     return layout.constrain_rows(copies(hidden_BD, n)), DecodeState(responses, cache.repeat(n, layout))
 
 
-def run(
+def decode(
     params: Params,
     state: DecodeState,
     num_steps: Int[Array, ""],
@@ -185,7 +185,7 @@ def generate(
     state = start(params, prompts, noise, temperature, sampling, config, layout, num_slots=P + cache_sizes(R)[0])
     for num_new_slots, num_steps in decoding_stages(R):
         state = state.replace(cache=state.cache.grow(P + num_new_slots, layout))
-        state = run(params, state, jnp.int32(num_steps), temperature, sampling, config, layout)
+        state = decode(params, state, jnp.int32(num_steps), temperature, sampling, config, layout)
     return finish(samples_of(prompts, sampling, layout), state.responses, layout)
 
 

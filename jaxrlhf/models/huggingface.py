@@ -23,7 +23,7 @@ from jaxrlhf.models.architecture import LAYERS, Weight, checkpoint_name, declare
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.config_json import CONFIG, GENERATION, Origin, exported_config, read_json, stated, stated_precision
 from jaxrlhf.models.params import Params, shardings_of
-from jaxrlhf.names import check_file_name
+from jaxrlhf.name_rules import check_file_name
 from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.writing import replacing
 

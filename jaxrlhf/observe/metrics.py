@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jaxrlhf.brief import brief
 from jaxrlhf.call_graph import GraphError, Ref
-from jaxrlhf.names import check_metric_name
+from jaxrlhf.name_rules import check_metric_name
 from jaxrlhf.observe.json_lines import read_json_lines, split_non_finite
 
 _OF_THE_CLOCK = ("time", "timing_s/", "timing_per_token_ms/", "perf/")

@@ -11,7 +11,7 @@ import jax
 from jaxtyping import Float
 
 from jaxrlhf.experience import Sampling
-from jaxrlhf.models import ring
+from jaxrlhf.models import pipelined_generation
 from jaxrlhf.models.generate import generate
 from jaxrlhf.models.heads import READINGS
 from jaxrlhf.models.params import Params
@@ -80,7 +80,7 @@ def generate_program(role: ModelRole, rebuild: Rebuild, layout: Layout, *, uneve
 
         def respond(some_prompts: Any) -> Any:
             given = params, some_prompts, noise, temperature, sampling, role.model, layout
-            rollout = ring.generate(*given)[0] if layout.is_pipelined else generate(*given)
+            rollout = pipelined_generation.generate(*given)[0] if layout.is_pipelined else generate(*given)
             # a row for each prompt, with its samples in it, until all are back in order
             return jax.tree.map(lambda x: x.reshape(-1, sampling.num_samples, *x.shape[1:]), rollout)
 

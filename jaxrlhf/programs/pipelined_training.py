@@ -186,7 +186,7 @@ class TrainRun:
             spread = jax.tree.map(
                 lambda *x, mesh=layout.mesh: whole_of(x, NamedSharding(mesh, x[0].sharding.spec)), *own
             )
-            self._sums[stage], self._squares[stage] = programs.accumulate(term, stage)(
+            self._sums[stage], self._squares[stage] = programs.sum_over_groups(term, stage)(
                 spread, seen_from(weight, layout.replicated), self._without_rows[stage], self._sums[stage]
             )
             del own, spread  # before the next stage, as far as it is on the same devices

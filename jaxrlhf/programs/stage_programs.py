@@ -264,7 +264,7 @@ class TrainPrograms:
 
         return self.get(("totals", i), lambda: StageProgram(totals, self.last.replicated, self.last.mesh))
 
-    def accumulate(self, i: int, stage: int) -> StageProgram:
+    def sum_over_groups(self, i: int, stage: int) -> StageProgram:
         """`(gradients of the groups, weight, arrays without rows, sum over the terms before) -> (sum, square of its
         norm)`; the last is donated. What is lent is left out of the norm."""
         layout = self.layout.stage(stage)
@@ -273,7 +273,7 @@ class TrainPrograms:
         if lent:
             own = lend_embedding(own, layout.weight(self.embedding.axes))
 
-        def accumulate(
+        def sum_over_groups(
             groups: Params, weight: jax.Array, arrays: Arrays, before: Params | None
         ) -> tuple[Params, jax.Array]:
             sums = self.losses.mean(jax.tree.map(lambda g: g.sum(axis=0), groups), weight, arrays, i)
@@ -282,8 +282,8 @@ class TrainPrograms:
             return sums, jnp.square(optax.tree.norm(counted))[None]
 
         return self.get(
-            ("accumulate", i, stage),
-            lambda: StageProgram(accumulate, (own, layout.replicated), layout.mesh, donated=(3,)),
+            ("sum_over_groups", i, stage),
+            lambda: StageProgram(sum_over_groups, (own, layout.replicated), layout.mesh, donated=(3,)),
         )
 
     def take_back(self) -> StageProgram:

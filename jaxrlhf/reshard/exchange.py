@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxrlhf.reshard.transfer import Boxes, Moves
-from jaxrlhf.reshard.tree_plan import Device, Signature, boxes_of, on_device
+from jaxrlhf.reshard.moves import Boxes, Moves
+from jaxrlhf.reshard.tree_moves import Device, Signature, boxes_of, on_device
 from jaxrlhf.sharding.processes import meet_first
 
 AXIS = "device"

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from jaxrlhf.reshard.transfer import Moves
-from jaxrlhf.reshard.tree_plan import Device, Signature, boxes_of
+from jaxrlhf.reshard.moves import Moves
+from jaxrlhf.reshard.tree_moves import Device, Signature, boxes_of
 
 ALIGNMENT = 64
 """Bytes. JAX takes host memory over as it is if it starts at a multiple of this."""

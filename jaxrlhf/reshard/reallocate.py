@@ -15,8 +15,8 @@ from jaxtyping import PyTree
 from jaxrlhf.brief import brief
 from jaxrlhf.reshard.exchange import Lot, exchange
 from jaxrlhf.reshard.host_copy import copy_on_host
-from jaxrlhf.reshard.transfer import Moves
-from jaxrlhf.reshard.tree_plan import Device, Signature, boxes_of, mesh_devices, on_device, tree_plan
+from jaxrlhf.reshard.moves import Moves
+from jaxrlhf.reshard.tree_moves import Device, Signature, boxes_of, mesh_devices, on_device, tree_moves
 from jaxrlhf.sharding.processes import meet_first
 
 BUCKET_BYTES = 256 * 2**20
@@ -198,7 +198,7 @@ def schedule(signatures: tuple[Signature, ...], bucket_bytes: int) -> tuple[Buck
         devices = union(signatures[members[0]])
         lots: dict[int, Lot] = {}
         if way in ("host", "shards", "exchange"):
-            plan = tree_plan(signatures)
+            plan = tree_moves(signatures)
             lots = {i: _lot(signatures[i], plan.devices, plan.moves[i], devices) for i in members}
         # Like arrays side by side: they travel together, and buckets of a large model share their programs.
         like = {i: lots.get(i, signatures[i]) for i in members}

@@ -13,9 +13,9 @@ import numpy as np
 from jax.sharding import Sharding
 from jaxtyping import PyTree
 
+from jaxrlhf.reshard.moves import Change, Grid, Moves, plan_moves
 from jaxrlhf.reshard.reallocate import flatten, is_placed, signature_of
-from jaxrlhf.reshard.transfer import Change, Grid, Moves, plan
-from jaxrlhf.reshard.tree_plan import Signature, tree_plan
+from jaxrlhf.reshard.tree_moves import Signature, tree_moves
 from jaxrlhf.sharding.axes import WEIGHTS_AT_REST, Rules, partition_spec
 from jaxrlhf.sharding.mesh import own_ids
 
@@ -89,7 +89,7 @@ def traffic(arrays: Sequence[Described], source: Grid, target: Grid, *, node_siz
     ]
     planned = [
         (moves, change.itemsize * count)
-        for change, lots in zip(changes, plan(changes, nodes), strict=True)
+        for change, lots in zip(changes, plan_moves(changes, nodes), strict=True)
         for moves, count in lots
     ]
     return _count(planned, nodes, dict.fromkeys(devices, 0), range(len(nodes)))
@@ -114,7 +114,7 @@ def bytes_received_here(tree: PyTree[jax.Array], shardings: PyTree[Sharding]) ->
 
 @functools.lru_cache(maxsize=64)
 def _traffic_of(signatures: tuple[Signature, ...]) -> Traffic:
-    tree = tree_plan(signatures)
+    tree = tree_moves(signatures)
     planned = [(moves, s.dtype.itemsize) for moves, s in zip(tree.moves, signatures, strict=True)]
     ids = [device.id for device in tree.devices]
     return _count(planned, tree.nodes, dict.fromkeys(ids, 0), ids)

@@ -30,7 +30,7 @@ from jaxrlhf.programs.weight_sets import weight_sets
 from jaxrlhf.reshard.reallocate import reallocate
 from jaxrlhf.run.assembly import Assembly, Phase
 from jaxrlhf.run.first_weights import home_layout
-from jaxrlhf.run.recovery import FROZEN, ResumePoint, checkpoint_folder
+from jaxrlhf.run.resume_point import FROZEN, ResumePoint, checkpoint_folder
 from jaxrlhf.run.run_folder import RunFolder
 
 

@@ -17,7 +17,7 @@ from jaxrlhf.observe.json_lines import JsonLinesWriter, truncate
 from jaxrlhf.observe.metrics import metrics_record, read_metrics
 from jaxrlhf.observe.samples import sample_record
 from jaxrlhf.observe.trackers import Trackers
-from jaxrlhf.run.recovery import ResumePoint
+from jaxrlhf.run.resume_point import ResumePoint
 from jaxrlhf.run.run_folder import RunFolder, RunFolderError
 from jaxrlhf.run.scoring import decode_responses
 from jaxrlhf.writing import writing

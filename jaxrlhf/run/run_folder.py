@@ -16,7 +16,7 @@ from typing import Any, TextIO
 
 from jaxrlhf import __version__
 from jaxrlhf.brief import brief
-from jaxrlhf.names import check_file_name
+from jaxrlhf.name_rules import check_file_name
 from jaxrlhf.writing import UnwritableError, replacing, write_atomically, writing
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")

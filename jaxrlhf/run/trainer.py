@@ -32,8 +32,8 @@ from jaxrlhf.run.export import export
 from jaxrlhf.run.first_weights import load_first_weights
 from jaxrlhf.run.interruption import RunStopped, StopRequest
 from jaxrlhf.run.records import open_records
-from jaxrlhf.run.recovery import ResumePoint, newest_position, what_is_kept
 from jaxrlhf.run.requests import Requests
+from jaxrlhf.run.resume_point import ResumePoint, newest_position, what_is_kept
 from jaxrlhf.run.run_folder import RunFolder
 from jaxrlhf.run.throughput import count_tokens, throughput_metrics
 from jaxrlhf.run.warm_start import warm_start

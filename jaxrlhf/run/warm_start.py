@@ -9,8 +9,8 @@ from jaxrlhf.run.assembly import Assembly
 from jaxrlhf.run.checkpoints import Checkpoints, restore
 from jaxrlhf.run.first_weights import Placed, load_first_weights
 from jaxrlhf.run.records import Records, SilentRecords
-from jaxrlhf.run.recovery import ResumePoint
 from jaxrlhf.run.requests import Requests
+from jaxrlhf.run.resume_point import ResumePoint
 
 WARM_START_STEP = 2**31
 """The first step number of a warm start, apart from those of training."""

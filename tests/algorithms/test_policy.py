@@ -7,7 +7,7 @@ import pytest
 from jaxrlhf.algorithms.gspo import SequenceUpdate
 from jaxrlhf.algorithms.kl import KLPenalty
 from jaxrlhf.algorithms.policy import PolicyConfig, PolicyUpdate, ReinforceUpdate, policy_state, rewarded
-from jaxrlhf.algorithms.rewards import last_token
+from jaxrlhf.algorithms.token_rewards import last_token
 from tests.algorithms.made_up_rollout import MASK, REFERENCE, SCORES, N, group_of, kl_k1, make_rollout
 
 

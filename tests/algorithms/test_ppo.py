@@ -12,7 +12,7 @@ from jaxrlhf.algorithms.kl import KLPenalty
 from jaxrlhf.algorithms.masked import whiten
 from jaxrlhf.algorithms.policy import PolicyState, PolicyUpdate, policy_state, ppo_policy_loss
 from jaxrlhf.algorithms.ppo import PPOConfig, ValueUpdate, explained_variance, ppo_batch, value_loss
-from jaxrlhf.algorithms.rewards import no_moments
+from jaxrlhf.algorithms.token_rewards import no_moments
 from jaxrlhf.experience import LENGTH, STOP, Max, PolicyOutputs, Rollout
 
 B, P, R = 4, 2, 5

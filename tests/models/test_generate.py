@@ -12,11 +12,11 @@ from jaxrlhf.experience import LENGTH, RUNNING, STOP, Prompts, Rollout, Sampling
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.generate import (
     DecodeState,
+    decode,
     decoding_stages,
     finish,
     generate,
     prepare,
-    run,
     slots_read,
     start,
 )
@@ -48,7 +48,7 @@ NOISE = (16, 2, 3)
 GREEDY, RANDOM = 0.0, 0.8
 MANY = 1000
 """More steps than any sequence runs."""
-START, RUN = (jax.jit(function, static_argnames=("sampling", "config", "layout")) for function in (start, run))
+START, DECODE = (jax.jit(function, static_argnames=("sampling", "config", "layout")) for function in (start, decode))
 
 
 @functools.cache
@@ -255,7 +255,7 @@ def begin(prompts: Prompts) -> DecodeState:
 
 
 def go_on(state: DecodeState, *, num_steps: int = MANY) -> DecodeState:
-    return RUN(prepared(), state, jnp.int32(num_steps), jnp.float32(RANDOM), SAMPLING, CONFIG, LAYOUT)
+    return DECODE(prepared(), state, jnp.int32(num_steps), jnp.float32(RANDOM), SAMPLING, CONFIG, LAYOUT)
 
 
 def end(prompts: Prompts, state: DecodeState) -> Rollout:
@@ -328,7 +328,7 @@ def test_a_growing_cache_changes_nothing():
     sampling = dataclasses.replace(SAMPLING, max_new_tokens=70, min_new_tokens=60)  # three stages
     state = START(prepared(), PROMPTS, noise_of(NOISE), jnp.float32(RANDOM), sampling, CONFIG, LAYOUT)
     assert state.cache.num_slots == P + 70
-    state = RUN(prepared(), state, jnp.int32(MANY), jnp.float32(RANDOM), sampling, CONFIG, LAYOUT)
+    state = DECODE(prepared(), state, jnp.int32(MANY), jnp.float32(RANDOM), sampling, CONFIG, LAYOUT)
     grown = respond(sampling=sampling)
     assert_same(grown, end(PROMPTS, state))
     assert (grown.response.sum(axis=1) >= 60).all() and set(grown.finish.tolist()) == {STOP, LENGTH}
@@ -341,11 +341,11 @@ def test_slots_and_steps_are_those_that_are_told(columns, response, monkeypatch)
     seen: list[tuple[int, int]] = []
 
     def watched(params, state, *arguments):
-        after = run(params, state, *arguments)
+        after = decode(params, state, *arguments)
         seen.append((state.cache.num_slots - columns, int(after.responses.num_new[0] - state.responses.num_new[0])))
         return after
 
-    monkeypatch.setattr("jaxrlhf.models.generate.run", watched)
+    monkeypatch.setattr("jaxrlhf.models.generate.decode", watched)
     arguments = (noise_of(NOISE), jnp.float32(RANDOM), sampling, CONFIG, LAYOUT)
     generate(params(), make_prompts(columns), *arguments)
     assert seen == decoding_stages(response)
@@ -384,7 +384,7 @@ def test_the_ring_keeps_the_latest_tokens():
 
 def test_a_donated_state_is_updated_in_place():
     state = jax.eval_shape(lambda: begin(PROMPTS))
-    donating = jax.jit(run, static_argnames=("sampling", "config", "layout"), donate_argnames="state")
+    donating = jax.jit(decode, static_argnames=("sampling", "config", "layout"), donate_argnames="state")
     compiled = donating.lower(
         prepared(), state, jnp.int32(MANY), jnp.float32(RANDOM), SAMPLING, CONFIG, LAYOUT
     ).compile()

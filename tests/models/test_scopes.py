@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxrlhf.experience import Prompts, Sampling
-from jaxrlhf.models import heads, ring
+from jaxrlhf.models import heads, pipelined_generation
 from jaxrlhf.models.architecture import JOINED, MATRICES
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.generate import generate
@@ -16,7 +16,7 @@ from jaxrlhf.models.params import abstract_params
 from jaxrlhf.planner.compiled.hlo import scopes
 from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.strategy import Strategy
-from tests.models.ring_cases import abstract_ring
+from tests.models.pipelined_cases import abstract_ring
 from tests.random_weights import params_of
 
 CONFIG = ModelConfig(
@@ -63,6 +63,6 @@ def test_generation():
     run = functools.partial(generate, sampling=sampling, config=CONFIG, layout=Layout.over((0,), one))
     assert names(run, params_of(CONFIG), *arguments(2)) == LAST_APART | {"logits"}
     layout = Layout.over((0, 1), two)
-    run = functools.partial(ring.generate, sampling=sampling, config=CONFIG, layout=layout)
+    run = functools.partial(pipelined_generation.generate, sampling=sampling, config=CONFIG, layout=layout)
     sends = {"send", "is_running", "share_responses"}
     assert names(run, abstract_ring(CONFIG, layout), *arguments(2)) == TOGETHER | {"logits"} | sends

@@ -7,8 +7,8 @@ import ml_dtypes
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jaxrlhf.reshard.moves import Grid
 from jaxrlhf.reshard.traffic import Described
-from jaxrlhf.reshard.transfer import Grid
 
 LAYOUTS: dict[str, tuple[list[int], tuple[int, int, int]]] = {
     "one": ([0], (1, 1, 1)),

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from jaxrlhf.reshard.grouping import zero_redundancy_order
+from jaxrlhf.reshard.moves import Boxes, Grid
 from jaxrlhf.reshard.traffic import Described, describe, traffic
-from jaxrlhf.reshard.transfer import Boxes, Grid
 
 AXES = ("data", "pipeline", "tensor")
 STACKED = Described((64, 64), np.dtype(np.float32), ("pipeline", "tensor"), ("pipeline", "tensor"))

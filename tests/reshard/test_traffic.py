@@ -10,9 +10,9 @@ import pytest
 
 from jaxrlhf.reshard import reallocate as module
 from jaxrlhf.reshard.exchange import _program
+from jaxrlhf.reshard.moves import Grid
 from jaxrlhf.reshard.reallocate import schedule, signature_of
 from jaxrlhf.reshard.traffic import Described, describe, traffic, traffic_of
-from jaxrlhf.reshard.transfer import Grid
 from tests.reshard.layouts import LAYOUTS, PAIRS, described, grid, place, shardings, values
 
 

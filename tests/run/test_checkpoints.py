@@ -12,7 +12,7 @@ from jaxrlhf.models.params import with_layers
 from jaxrlhf.run.assembly import assemble
 from jaxrlhf.run.checkpoints import Checkpoints, check_checkpoint, restore
 from jaxrlhf.run.first_weights import load_first_weights
-from jaxrlhf.run.recovery import Position, ResumePoint
+from jaxrlhf.run.resume_point import Position, ResumePoint
 from jaxrlhf.run.run_folder import RunFolder
 from jaxrlhf.testing import SMALL_MODEL, small_run
 

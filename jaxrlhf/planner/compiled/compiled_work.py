@@ -15,8 +15,8 @@ from typing import Any
 from jaxrlhf.cluster.hardware import Cluster
 from jaxrlhf.models.generate import decoding_stages
 from jaxrlhf.planner.compiled.compiler import Progress, Question, compile_all
-from jaxrlhf.planner.compiled.counts import Counts, Loop, ProgramCounts
 from jaxrlhf.planner.compiled.described_devices import Described
+from jaxrlhf.planner.compiled.program_counts import Counts, Loop, ProgramCounts
 from jaxrlhf.planner.costs.cache import CostCache
 from jaxrlhf.planner.costs.work import LayerWork, Phase, Work, analytic_work
 from jaxrlhf.planner.plans.splits import undivided_sizes

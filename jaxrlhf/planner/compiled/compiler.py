@@ -21,9 +21,9 @@ from jaxrlhf.brief import cut
 from jaxrlhf.cluster.hardware import Kind
 from jaxrlhf.config.schema import MAX_VIRTUAL_DEVICES
 from jaxrlhf.importing import import_files, imported_files
-from jaxrlhf.planner.compiled.counts import Collective, Counts, ProgramCounts
 from jaxrlhf.planner.compiled.described_devices import Described, described_devices, has_gpu_compiler, target_config
 from jaxrlhf.planner.compiled.hlo_counts import Classifier, by_phase, count
+from jaxrlhf.planner.compiled.program_counts import Collective, Counts, ProgramCounts
 from jaxrlhf.planner.costs.cache import CostCache, fingerprint, source_digest
 from jaxrlhf.sharding.mesh import use_virtual_cpu_devices
 from jaxrlhf.xla_flags import known_flags

@@ -9,8 +9,8 @@ import math
 import re
 from collections.abc import Callable
 
-from jaxrlhf.planner.compiled.counts import Collective, Counts, Loop, ProgramCounts
 from jaxrlhf.planner.compiled.hlo import Computation, Instruction, Module, device_groups, parse, scopes
+from jaxrlhf.planner.compiled.program_counts import Collective, Counts, Loop, ProgramCounts
 
 Classifier = Callable[[str], str | None]
 """`op_name` of an instruction -> its label; None: that of what it stands in."""

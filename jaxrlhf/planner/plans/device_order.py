@@ -8,8 +8,8 @@ import numpy as np
 from jaxrlhf.call_graph import CallGraph
 from jaxrlhf.planner.plans.plan import Placement, Plan
 from jaxrlhf.reshard.grouping import zero_redundancy_order
+from jaxrlhf.reshard.moves import Grid
 from jaxrlhf.reshard.traffic import describe, traffic
-from jaxrlhf.reshard.transfer import Grid
 from jaxrlhf.sharding.axes import DATA, FSDP, TENSOR
 from jaxrlhf.sharding.strategy import Strategy
 

@@ -9,7 +9,7 @@ from jaxrlhf.cluster.cluster_text import read_cluster
 from jaxrlhf.models.counts import forward_flops
 from jaxrlhf.models.generate import cache_sizes, slots_read
 from jaxrlhf.planner.compiled.compiled_work import ROWS, CompiledWork, compile_work, depths, tensor_degrees
-from jaxrlhf.planner.compiled.counts import Collective, Counts, Loop, ProgramCounts
+from jaxrlhf.planner.compiled.program_counts import Collective, Counts, Loop, ProgramCounts
 from jaxrlhf.planner.costs.cache import CostCache
 from jaxrlhf.planner.costs.work import analytic_work
 from jaxrlhf.planner.workload import Workload

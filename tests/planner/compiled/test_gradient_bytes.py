@@ -9,8 +9,8 @@ import pytest
 
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.lora import LoRAConfig
-from jaxrlhf.planner.compiled.counts import Collective, Counts
 from jaxrlhf.planner.compiled.hlo_counts import by_phase, count
+from jaxrlhf.planner.compiled.program_counts import Collective, Counts
 from jaxrlhf.planner.costs.cost_model import reduced_bytes
 from jaxrlhf.planner.costs.work import analytic_work
 from jaxrlhf.planner.workload import ModelCall
@@ -123,7 +123,7 @@ def stage_reductions(strategy: Strategy, model: ModelConfig) -> Iterable[Counts]
     call.run()
     programs = call.program.programs
     for stage in range(strategy.pipeline):
-        text = programs.accumulate(0, stage).compiled.as_text()
+        text = programs.sum_over_groups(0, stage).compiled.as_text()
         assert text is not None
         yield count(text, by_phase).total()
 

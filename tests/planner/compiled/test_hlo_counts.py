@@ -9,9 +9,9 @@ import pytest
 
 from jaxrlhf.cluster.cluster_text import kinds
 from jaxrlhf.models.config import ModelConfig
-from jaxrlhf.planner.compiled.counts import Collective, Counts, ProgramCounts
 from jaxrlhf.planner.compiled.described_devices import described_devices
 from jaxrlhf.planner.compiled.hlo_counts import REST, by_phase, by_scope, count
+from jaxrlhf.planner.compiled.program_counts import Collective, Counts, ProgramCounts
 from tests.planner.compiled.described_programs import Subject, described, lower
 from tests.planner.compiled.program_flops import program_flops
 

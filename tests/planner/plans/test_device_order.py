@@ -5,8 +5,8 @@ import pytest
 
 from jaxrlhf.planner.plans.device_order import reuse_training_shards, training_placements
 from jaxrlhf.planner.plans.plan import Placement, Plan
+from jaxrlhf.reshard.moves import Grid
 from jaxrlhf.reshard.traffic import describe, traffic
-from jaxrlhf.reshard.transfer import Grid
 from jaxrlhf.sharding.strategy import Strategy
 from tests.made_up_step import actor_critic, trace_step
 

@@ -11,8 +11,8 @@ from jaxrlhf.cluster.cluster_text import read_cluster
 from jaxrlhf.cluster.hardware import Cluster
 from jaxrlhf.planner.search.problem import Choice
 from jaxrlhf.planner.search.reallocation_seconds import node_parts, reallocation_seconds, received, shape_of
+from jaxrlhf.reshard.moves import Grid
 from jaxrlhf.reshard.traffic import Described, traffic
-from jaxrlhf.reshard.transfer import Grid
 from jaxrlhf.sharding.stages import layers_of_stages
 from jaxrlhf.sharding.strategy import Strategy
 

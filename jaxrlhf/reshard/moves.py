@@ -194,7 +194,7 @@ class Change:
     count: int = 1
 
 
-def plan(changes: Sequence[Change], nodes: Sequence[int]) -> list[list[tuple[Moves, int]]]:
+def plan_moves(changes: Sequence[Change], nodes: Sequence[int]) -> list[list[tuple[Moves, int]]]:
     """The moves of a tree of arrays.
 
     Args:

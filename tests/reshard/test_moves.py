@@ -3,11 +3,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from jaxrlhf.reshard.transfer import LOTS, Boxes, Change, Grid, Moves, plan
+from jaxrlhf.reshard.moves import LOTS, Boxes, Change, Grid, Moves, plan_moves
 
 
 def one_way(source, target, *, nodes, count=1):
-    (lots,) = plan([Change(source, target, 4, count)], nodes)
+    (lots,) = plan_moves([Change(source, target, 4, count)], nodes)
     return lots
 
 
@@ -70,7 +70,7 @@ def test_owners_take_turns_within_an_array_and_from_array_to_array():
 def test_loads_carry_over_from_one_change_to_the_next():
     source = line([0, 1], 1)
     changes = [Change(source, line([2], 1), 4), Change(source, line([3], 1), 4), Change(source, line([2], 1), 4)]
-    senders = [lots[0][0].source_M.tolist() for lots in plan(changes, [0] * 4)]
+    senders = [lots[0][0].source_M.tolist() for lots in plan_moves(changes, [0] * 4)]
     assert senders == [[0], [1], [0]]
 
 

@@ -2,7 +2,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrlhf.algorithms.rewards import last_token, merge_moments, moments_of, no_moments, shape_scores, token_rewards
+from jaxrlhf.algorithms.token_rewards import (
+    last_token,
+    merge_moments,
+    moments_of,
+    no_moments,
+    shape_scores,
+    token_rewards,
+)
 from jaxrlhf.experience import LENGTH, STOP
 
 ALL_STOP = jnp.full(4, STOP)

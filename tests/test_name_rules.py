@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from jaxrlhf.names import MAX_BYTES, check_file_name, check_metric_name, check_name
+from jaxrlhf.name_rules import MAX_BYTES, check_file_name, check_metric_name, check_name
 
 LONG = "x" * (MAX_BYTES + 1)
 

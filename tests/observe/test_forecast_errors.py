@@ -3,7 +3,7 @@
 import dataclasses
 import math
 
-from jaxrlhf.observe.forecast import compare
+from jaxrlhf.observe.forecast_errors import compare
 from jaxrlhf.planner.plans.plan import Placement, Plan
 from jaxrlhf.planner.plans.saved_plan import CallForecast, Devices, SavedPlan
 from jaxrlhf.sharding.strategy import Strategy

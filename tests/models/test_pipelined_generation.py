@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 from jaxrlhf.experience import LENGTH, STOP, Rollout
-from jaxrlhf.models import ring
+from jaxrlhf.models import pipelined_generation
 from jaxrlhf.models.ring_weights import ring_shardings
-from jaxrlhf.planner.compiled.counts import Counts
 from jaxrlhf.planner.compiled.hlo_counts import by_phase, count
+from jaxrlhf.planner.compiled.program_counts import Counts
 from jaxrlhf.sharding.stages import layers_of_stages
 from jaxrlhf.sharding.strategy import Strategy
-from tests.models.ring_cases import (
+from tests.models.pipelined_cases import (
     B,
     P,
     V,
@@ -67,9 +67,11 @@ def long_rollout() -> tuple[Rollout, int, str]:
     layout = over(Strategy(pipeline=2))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("jaxrlhf.models.generate._MIN_GROWTH", 8)
-        assert ring.cache_sizes(16) == [8, 16]
+        assert pipelined_generation.cache_sizes(16) == [8, 16]
         args = pipelined(LONG_MODEL, layout), *given(layout, 0.8)
-        lowered = jax.jit(ring.generate, static_argnums=(4, 5, 6)).lower(*args, LONG, LONG_MODEL, layout)
+        lowered = jax.jit(pipelined_generation.generate, static_argnums=(4, 5, 6)).lower(
+            *args, LONG, LONG_MODEL, layout
+        )
     program = lowered.compile()
     rollout, num_rounds = program(*args)
     return jax.device_get(rollout), int(num_rounds), program.as_text() or ""
@@ -140,4 +142,4 @@ def test_the_form_of_the_weights(strategy):
 
 
 def test_in_two_processes():
-    run_processes("tests.models.run_ring", 2)
+    run_processes("tests.models.run_pipelined_generation", 2)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrlhf.experience import Prompts, Rollout, Sampling
-from jaxrlhf.models import ring
+from jaxrlhf.models import pipelined_generation
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.generate import generate
 from jaxrlhf.models.params import Params, abstract_of, abstract_params, param_shardings
@@ -89,7 +89,7 @@ def given(layout: Layout, temperature: float) -> tuple[Prompts, jax.Array, jax.A
 
 def on_stages(config: ModelConfig, drawn: Sampling, temperature: float, layout: Layout) -> Rollout:
     """Through the ring, whole on every device."""
-    fast = jax.jit(ring.generate, static_argnums=(4, 5, 6), out_shardings=layout.replicated)
+    fast = jax.jit(pipelined_generation.generate, static_argnums=(4, 5, 6), out_shardings=layout.replicated)
     return fast(pipelined(config, layout), *given(layout, temperature), drawn, config, layout)[0]
 
 

@@ -1,4 +1,4 @@
-"""One of several processes that generate in one pipeline: run_ring.py COORDINATOR NUM_PROCESSES INDEX."""
+"""One of several processes that generate in one pipeline. Arguments: COORDINATOR NUM_PROCESSES INDEX."""
 
 import sys
 
@@ -6,7 +6,7 @@ import jax
 
 from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.strategy import Strategy
-from tests.models.ring_cases import (
+from tests.models.pipelined_cases import (
     abstract_ring,
     assert_same,
     model,

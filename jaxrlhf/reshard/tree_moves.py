@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
-from jaxrlhf.reshard.transfer import Boxes, Change, Grid, Moves, plan
+from jaxrlhf.reshard.moves import Boxes, Change, Grid, Moves, plan_moves
 
 Device = Any
 """A `jax.Device`, which type checkers take for a variable."""
@@ -28,7 +28,7 @@ class Signature(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class TreePlan:
+class TreeMoves:
     """The moves of every array of a tree, between devices that are named by their position."""
 
     devices: tuple[Device, ...]
@@ -38,7 +38,7 @@ class TreePlan:
 
 
 @functools.lru_cache(maxsize=64)
-def tree_plan(signatures: tuple[Signature, ...]) -> TreePlan:
+def tree_moves(signatures: tuple[Signature, ...]) -> TreeMoves:
     """Plans the moves of the arrays of a tree, in their order. The same in every process."""
     devices = tuple(sorted(set().union(*map(_devices_of, signatures)), key=lambda d: (d.process_index, d.id)))
     nodes = tuple(device.process_index for device in devices)
@@ -51,9 +51,9 @@ def tree_plan(signatures: tuple[Signature, ...]) -> TreePlan:
     ]
     turns = {
         signature: iter([moves for moves, count in lots for _ in range(count)])
-        for signature, lots in zip(counts, plan(changes, nodes), strict=True)
+        for signature, lots in zip(counts, plan_moves(changes, nodes), strict=True)
     }
-    return TreePlan(devices, nodes, tuple(next(turns[signature]) for signature in signatures))
+    return TreeMoves(devices, nodes, tuple(next(turns[signature]) for signature in signatures))
 
 
 @functools.lru_cache(maxsize=4096)
