@@ -21,6 +21,7 @@ from pathlib import Path
 import jax
 
 import jaxrlhf
+from jaxrlhf import garbage
 from jaxrlhf.checkpoint.manifest import find_damage
 from jaxrlhf.checkpoint.store import CheckpointError
 from jaxrlhf.cluster.cluster_text import local_cluster
@@ -163,6 +164,7 @@ def start(config: RunConfig, *, detect: bool = False) -> Channel:
     Raises:
         InputError: There are no such devices, or the other processes cannot be reached.
     """
+    garbage.collect_rarely()
     try:
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", MEMORY_FRACTION)  # before there are devices
         cluster = cluster_of(os.environ, detect=detect)

@@ -41,7 +41,7 @@ from jaxrlhf.planner.search.choices import Among, make_problem
 from jaxrlhf.planner.search.methods import AMONG, find_method
 from jaxrlhf.planner.search.peak_memory import peak_memory
 from jaxrlhf.planner.search.problem import Problem
-from jaxrlhf.planner.search.search import STEPS, search, warm_up
+from jaxrlhf.planner.search.search import default_steps, search, warm_up
 from jaxrlhf.planner.search.search_result import SearchResult
 from jaxrlhf.planner.search.simulate import steady_state
 from jaxrlhf.planner.workload import Workload
@@ -156,7 +156,7 @@ def longer_search(outcome: Outcome, seed: int, seconds: float) -> Iterator[str]:
     if outcome.problem is None:
         return
     limit = min(seconds, LONGER * outcome.cpu_seconds)
-    longer = search(outcome.problem, seed=seed + 1, steps=LONGER * STEPS, seconds=limit)
+    longer = search(outcome.problem, seed=seed + 1, steps=LONGER * default_steps(outcome.problem), seconds=limit)
     if outcome.seconds > longer.seconds * (1 + WITHIN):
         gap = outcome.seconds / longer.seconds - 1
         yield f"search {outcome.seconds:.4g} s, {longer.seconds:.4g} s with another seed in {limit:.0f} s: {gap:.1%}"

@@ -1,9 +1,11 @@
 """What every test runs under: eight virtual CPU devices, strict JAX, a compilation cache, and checked shapes."""
 
+import gc
 import os
 import pathlib
 from collections.abc import Callable
 
+from jaxrlhf import garbage
 from jaxrlhf.xla_flags import known_flags
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -54,3 +56,12 @@ def check_function(function: Callable) -> Callable:
 
 # The hook wants a name that it can import; pytest has put this module into `sys.modules` under its own.
 jaxtyping.install_import_hook(CHECKED_ROOMS, f"{__name__}.check_function")
+
+
+garbage.collect_rarely()
+
+
+def pytest_collection_finish() -> None:
+    """Leaves what importing and collecting have made out of every later collection of garbage."""
+    gc.collect()
+    gc.freeze()

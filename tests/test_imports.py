@@ -30,7 +30,7 @@ LAYERS = [
     {"sharding", "tracing"},
     {"call_graph"},
     {"importing", "name_rules"},
-    {"experience", "suggest", "brief", "writing", "xla_flags", "numba_loops"},
+    {"experience", "suggest", "brief", "garbage", "writing", "xla_flags", "numba_loops"},
 ]
 DEPTH = {room: depth for depth, layer in enumerate(LAYERS) for room in layer}
 ONLY = {

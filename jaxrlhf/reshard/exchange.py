@@ -127,36 +127,52 @@ def _program(lots: tuple[Lot, ...], devices: tuple[Device, ...]) -> Callable[[li
 def _move_lot(
     shards: list[jax.Array], made: list[Round], shape: tuple[int, ...], receivers: set[int], position: jax.Array
 ) -> list[jax.Array]:
-    """On one device: what it holds of some like arrays -> what it is to hold."""
-    outputs: list[jax.Array | None] = [None] * len(shards)
+    """On one device: its shards of some like arrays -> those that it is to have."""
+    # Programs are traced at the start of every process: small arrays are one, and few operations are recorded.
+    joined = len(shards) > 1 and shards[0].nbytes < ALONE_BYTES
+    lead = (len(shards),) if joined else ()
+    blocks = [jnp.stack(shards)] if joined else shards
+    outputs: list[jax.Array | None] = [None] * len(blocks)
     for each in made:
-        read = _at(each.read_UR, position)
-        pieces = [jax.lax.dynamic_slice(shard, read, each.shape) for shard in shards]
-        if each.links and pieces[0].nbytes >= ALONE_BYTES:
+        sizes = (*lead, *each.shape)
+        pieces = [_slice(block, _starts(each.read_UR, position, lead), sizes) for block in blocks]
+        if each.links and (joined or pieces[0].nbytes >= ALONE_BYTES):
             pieces = [jax.lax.ppermute(piece, AXIS, each.links) for piece in pieces]
         elif each.links:
             pieces = list(jax.lax.ppermute(jnp.stack(pieces), AXIS, each.links))
-        write = _at(each.write_UR, position)
         all_write = receivers <= set(np.flatnonzero(each.writes_U).tolist())
+        if all_write and each.shape == shape:
+            outputs = [*pieces]
+            continue
+        write = _starts(each.write_UR, position, lead)
         for i, piece in enumerate(pieces):
-            if all_write and each.shape == shape:
-                outputs[i] = piece
-                continue
-            old = outputs[i]
-            output = jnp.zeros(shape, piece.dtype) if old is None else old
+            output = outputs[i]
+            output = jnp.zeros((*lead, *shape), piece.dtype) if output is None else output
             if not all_write:
-                there = jax.lax.dynamic_slice(output, write, each.shape)
-                piece = jnp.where(jnp.asarray(each.writes_U)[position], piece, there)
-            outputs[i] = jax.lax.dynamic_update_slice(output, piece, write)
-    return [output for output in outputs if output is not None]
+                writes = _of_device(each.writes_U, position)
+                piece = jax.lax.select(writes, piece, _slice(output, write, sizes))
+            outputs[i] = jax.lax.dynamic_update_slice(output, piece, write, allow_negative_indices=False)
+    moved = [output for output in outputs if output is not None]
+    return list(jnp.unstack(moved[0])) if joined else moved
 
 
-def _at(table_UR: np.ndarray, position: jax.Array) -> list[jax.Array]:
-    """The row of a device; numbers that are the same for all devices as constants."""
-    return [
-        jnp.asarray(column[0] if (column == column[0]).all() else jnp.asarray(column)[position])
-        for column in table_UR.T
+def _slice(array: jax.Array, starts: list[jax.Array | int], sizes: tuple[int, ...]) -> jax.Array:
+    return jax.lax.dynamic_slice(array, starts, sizes, allow_negative_indices=False)
+
+
+def _starts(table_UR: np.ndarray, position: jax.Array, lead: tuple[int, ...]) -> list[jax.Array | int]:
+    """The row of a device, after zeros for the dims in front. What is the same for all devices is a constant."""
+    same = (table_UR == table_UR[0]).all(axis=0)
+    of_dims = [
+        int(column[0]) if is_same else _of_device(column, position)
+        for column, is_same in zip(table_UR.T, same, strict=True)
     ]
+    return [0 for _ in lead] + of_dims
+
+
+def _of_device(numbers_U: np.ndarray, position: jax.Array) -> jax.Array:
+    """The number of a device."""
+    return jax.lax.dynamic_index_in_dim(numbers_U, position, keepdims=False, allow_negative_indices=False)
 
 
 def _enter(arrays: Sequence[jax.Array], devices: tuple[Device, ...], here: tuple[Device, ...]) -> list[jax.Array]:

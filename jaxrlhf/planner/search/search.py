@@ -4,6 +4,7 @@ Some hundred thousand plans a second are looked at where numba is installed, som
 """
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -15,8 +16,8 @@ from jaxrlhf.planner.search.problem import CallChoices, Choice, PairSeconds, Pro
 from jaxrlhf.planner.search.search_result import SearchResult
 from jaxrlhf.sharding.strategy import Strategy
 
-STEPS, STEPS_IN_PYTHON = 600_000, 2_000
-"""Plans that chains look at where nobody says how many."""
+STEPS, STEPS_IN_PYTHON = 40_000, 150
+"""Plans that chains look at for each pair of calls, where nobody says how many: a step may change two calls."""
 _STEPS_ON_GIVEN_DEVICES = 10_000
 
 
@@ -35,8 +36,8 @@ def search(
 
     Args:
         seed: Of the chains. The same seed, steps and chains give the same plan, unless time is up before.
-        steps: Plans that chains look at, all together. None: `STEPS`, or `STEPS_IN_PYTHON` without numba. Up to half as
-            many more are their neighbors.
+        steps: Plans that chains look at, all together. None means `default_steps`. Up to half as many
+            more are their neighbors.
         seconds: To stop after. None: no limit.
         compiled: Whether numba is used, if it is installed. It changes nothing but the time and what None stands for.
 
@@ -48,11 +49,17 @@ def search(
         if number is not None and number < 1:
             raise ValueError(f"search: {name} must be at least 1. Got {number}.")
     compiled = compiled and numba_is_there()
-    steps = (STEPS if compiled else STEPS_IN_PYTHON) if steps is None else steps
+    steps = default_steps(problem, compiled=compiled) if steps is None else steps
     found = Chains(problem, compiled=compiled, seconds=seconds)
     found.walk(seed=seed, steps=steps, chains=chains)
     found.descend(most=steps // 2)
     return found.result()
+
+
+def default_steps(problem: Problem, *, compiled: bool = True) -> int:
+    """Plans that the chains of a search look at, if the caller does not say how many."""
+    pairs = math.comb(max(2, len(problem.calls)), 2)
+    return pairs * (STEPS if compiled else STEPS_IN_PYTHON)
 
 
 @functools.cache
