@@ -2,6 +2,8 @@
 
 import ast
 import dataclasses
+import doctest
+import importlib
 import inspect
 import json
 import re
@@ -57,6 +59,8 @@ PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob
 CONFIGURATION = ROOT / "docs" / "configuration.md"
 METRICS = ROOT / "docs" / "metrics.md"
 
+WITH_EXAMPLES = [path for path in sorted((ROOT / "jaxrlhf").rglob("*.py")) if ">>>" in path.read_text()]
+
 SECTIONS: dict[str, type[Any]] = {
     "A run": RunConfig,
     "`devices_memory`": MemoryLimits,
@@ -101,6 +105,13 @@ SECTIONS: dict[str, type[Any]] = {
     "`output.wandb`": WandbConfig,
 }
 """Heading in docs/configuration.md -> the dataclass that it describes."""
+
+
+@pytest.mark.parametrize("path", WITH_EXAMPLES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_examples_in_docstrings_give_what_they_say(path):
+    module = importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
+    failed, tried = doctest.testmod(module)
+    assert tried and not failed
 
 
 def section(page: Path, heading: str) -> str:

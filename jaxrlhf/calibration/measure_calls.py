@@ -46,8 +46,8 @@ ROWS_APART = 4
 """The fewer rows of two neighbouring measurements, as a part of the more."""
 ROW_COUNTS = 3
 MOST_UPDATES = 4
-"""Updates of a train program that is run, if the call makes as many: what a program of several does but once (memory
-that the system hands out, weights gathered that no update changes) is shared among them, as in the run."""
+"""The most updates of a train program that is measured. Work that a program of several updates does only once is shared
+among them, as in the run."""
 
 
 @dataclasses.dataclass(frozen=True)

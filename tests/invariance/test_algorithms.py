@@ -56,7 +56,7 @@ def test_no_plan_changes_what_any_method_gives(roles, num_plans):
     check_plan_invariance("tests.invariance.every_method:every_method", roles=roles, num_plans=num_plans)
 
 
-@pytest.mark.parametrize(("number", "algorithm"), enumerate(ALGORITHMS), ids=ALGORITHMS)
+@pytest.mark.parametrize(("number", "algorithm"), [*enumerate(ALGORITHMS)], ids=ALGORITHMS)
 def test_no_plan_changes_the_result(number, algorithm):
     if ALL_PLANS or algorithm in OF_THEIR_OWN:
         num_plans, seed = 3 if ALL_PLANS else 2, 0

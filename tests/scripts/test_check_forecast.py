@@ -1,5 +1,7 @@
 """Seconds of calls, told apart from a run's events, beside what was predicted."""
 
+import dataclasses
+
 import pytest
 
 from jaxrlhf.calibration.timing import Timing
@@ -17,6 +19,7 @@ from scripts.check_forecast import (
     measured,
     step_row,
     step_timing,
+    with_merge,
 )
 
 PLAN = Plan({name: Placement((0, 1), Strategy(data=2)) for name in ("a", "b")})
@@ -33,6 +36,19 @@ def test_calls_of_one_processor_begin_where_the_one_before_ends():
     assert one_at_a_time["b"][1] == 3.0
     assert one_at_a_time["a"][0].seconds == 0.5  # dispatched when nothing was at work
     assert measured(events, one_at_a_time=False)["b"][0].seconds == pytest.approx(2.9)
+
+
+def test_a_call_that_merges_adapters_begins_with_the_last_reallocation_of_its_role():
+    call = Event("actor.generate", "generate", (0, 1), 3, 2.0, 5.0)
+    moves = [
+        Event(name, "reallocate", (0, 1), step, start, start + 0.5)
+        for name, step, start in (
+            ("actor.reallocate", 3, 0.5), ("actor.reallocate", 3, 1.0), ("critic.reallocate", 3, 1.2),
+            ("actor.reallocate", 2, 1.3), ("actor.reallocate", 3, 6.0),
+        )
+    ]  # fmt: skip
+    assert with_merge(call, moves) == dataclasses.replace(call, start=1.0)
+    assert with_merge(call, []) == call
 
 
 def test_calls_are_noted_and_copies_are_not():
