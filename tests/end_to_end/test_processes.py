@@ -112,7 +112,21 @@ def test_a_killed_process_ends_the_other_and_the_run_goes_on_in_one_process(trai
 
 @pytest.mark.timeout(600)
 def test_an_error_in_one_process_ends_all_with_its_traceback(train, tmp_path):
-    run = Started(tmp_path, [sys.executable, "-c", FAILING, "--config", "tiny.yaml", *APART])
+    run = Started(
+        tmp_path,
+        [
+            sys.executable,
+            "-c",
+            FAILING,
+            "--config",
+            "tiny.yaml",
+            "--set",
+            "warm_start=null",
+            "--set",
+            "evaluation=null",
+            *APART,
+        ],
+    )
     assert run.ends(240) == [1, 1]
     first, second = (log.read_text() for log in run.logs)
     assert "process 1 of 2 failed, so process 0 ends too" in first
