@@ -95,6 +95,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _cluster(text: str, config: RunConfig) -> Cluster:
     """The cluster that is planned for. Of the devices that are here, an accelerator is started only for `local`."""
+    mesh.skip_cuda_check_without_gpu()
     if text != LOCAL:
         mesh.use_processor_alone()
     elif config.num_virtual_devices is not None:

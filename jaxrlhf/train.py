@@ -167,6 +167,7 @@ def start(config: RunConfig, *, detect: bool = False) -> Channel:
     garbage.collect_rarely()
     try:
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", MEMORY_FRACTION)  # before there are devices
+        mesh.skip_cuda_check_without_gpu()
         cluster = cluster_of(os.environ, detect=detect)
         count = (cluster.count or 1) if cluster is not None else 1
         if config.num_virtual_devices is not None:

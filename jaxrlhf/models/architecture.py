@@ -190,6 +190,11 @@ def matrix_numbers(config: ModelConfig, names: tuple[Matrix, ...] = MATRICES) ->
     return sum(matrices(config)[name].size for name in names)
 
 
+def head_numbers(config: ModelConfig) -> int:
+    """Parameters of the output heads, tied or not: half the operations of their products with one token."""
+    return config.hidden_size * {"lm": config.vocab_size, "scalar": 1, "both": config.vocab_size + 1}[config.head]
+
+
 @functools.lru_cache(maxsize=1024)
 def matrix_widths(config: ModelConfig, names: tuple[Matrix, ...] = MATRICES) -> tuple[Width, ...]:
     """Inputs and outputs of some of a layer's matrices: one of the two is whole on every device, the other is split."""

@@ -28,8 +28,7 @@ def attention_implementation(config: ModelConfig, layout: Layout) -> str:
     Raises:
         ValueError: cuDNN is asked for where there is no NVIDIA GPU, or for float32, which it does not compute.
     """
-    on_gpu = layout.mesh.devices.flat[0].platform in ("gpu", "cuda")
-    if config.attention == "cudnn" and not (on_gpu and config.dtype == "bfloat16"):
+    if config.attention == "cudnn" and not (layout.is_on_gpu and config.dtype == "bfloat16"):
         raise ValueError(
             f"attention: cudnn needs an NVIDIA GPU and bfloat16. Got {layout.mesh.devices.flat[0].platform} and "
             f"{config.dtype}. Use xla or auto."
@@ -37,7 +36,7 @@ def attention_implementation(config: ModelConfig, layout: Layout) -> str:
     if config.attention == "auto":
         return (
             "cudnn"
-            if on_gpu and config.dtype == "bfloat16" and config.head_size % 8 == 0 and config.head_size <= 128
+            if layout.is_on_gpu and config.dtype == "bfloat16" and config.head_size % 8 == 0 and config.head_size <= 128
             else "xla"
         )
     return config.attention

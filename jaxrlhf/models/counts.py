@@ -6,7 +6,7 @@ One multiplication and one addition are two operations. What is not a matrix pro
 not counted, nor what is computed twice to save memory, nor the half of attention that is hidden.
 """
 
-from jaxrlhf.models.architecture import cached_numbers, matrix_numbers, num_parameters, pair_flops
+from jaxrlhf.models.architecture import cached_numbers, head_numbers, matrix_numbers, num_parameters, pair_flops
 from jaxrlhf.models.attention import seen_pairs
 from jaxrlhf.models.config import ModelConfig
 
@@ -31,9 +31,8 @@ def product_flops(config: ModelConfig, *, columns: int, last_layer: int, scored:
     columns. As many for the gradient of all these weights, and for that of what they multiply."""
     everywhere = matrix_numbers(config, ("key", "value"))
     others = matrix_numbers(config) - everywhere
-    head = scored * config.hidden_size * (config.vocab_size if config.head == "lm" else 1)
     layers = config.num_layers * columns * everywhere + ((config.num_layers - 1) * columns + last_layer) * others
-    return 2 * (layers + head)
+    return 2 * (layers + scored * head_numbers(config))
 
 
 def decode_step_bytes(config: ModelConfig, *, rows: int, tokens: float) -> float:

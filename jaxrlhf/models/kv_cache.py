@@ -9,6 +9,8 @@ slot.
 Keys are rotated by their own positions before they are stored, so the order of slots does not matter to attention.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -16,6 +18,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxrlhf.sharding.layout import Layout
 
+SLOTS_ON_GPU = 8
+"""The number of slots is a multiple of so many on GPUs: cuBLAS would have every cache copied in every step, to one that
+is. Elsewhere there are no more than asked for."""
 _AXES = ("batch", "kv_heads", "length", "head_dim")
 
 
@@ -46,7 +51,10 @@ class KVCache(struct.PyTreeNode):
         )
 
     def grow(self, num_slots: int, layout: Layout) -> "KVCache":
-        """The same cache with more slots. Must come before the ring has gone round, while its tokens are in order."""
+        """The same cache with so many slots, or, on GPUs, up to `SLOTS_ON_GPU` - 1 more. Must come before the ring has
+        gone round, while its tokens are in order."""
+        if layout.is_on_gpu:
+            num_slots = math.ceil(num_slots / SLOTS_ON_GPU) * SLOTS_ON_GPU
         assert num_slots >= self.num_slots
         if num_slots == self.num_slots:
             return self
@@ -96,7 +104,8 @@ def cache_prefill(
     num_slots: int,
     layout: Layout,
 ) -> KVCache:
-    """A cache of `num_slots` slots that holds the keys and values of prompts padded on the left to P columns."""
+    """A cache that is grown to `num_slots` slots and holds the keys and values of prompts, padded on the left to P
+    columns."""
 
     def lay_down(x_BPKh: jax.Array) -> jax.Array:
         return layout.activation(x_BPKh.transpose(0, 2, 1, 3), _AXES)

@@ -188,7 +188,8 @@ def _prefill(
         )
         new = []
         for layers, has_them in _layers_of(params, stage, config, layout):
-            x_NPD, keys_values = run_if(serves & has_them, layers, x_NPD, own.mask)
+            runs = serves if has_them is None else serves & has_them
+            x_NPD, keys_values = run_if(runs, layers, x_NPD, own.mask)
             new += keys_values
         stored = jax.tree.map(lambda s, x: s.at[t % G].set(jnp.where(serves, x, s[t % G])), stored, new)
         return (_send(x_NPD, G), stored), x_NPD[:, -1]
@@ -217,19 +218,10 @@ def _decode(
     """
     advanced = cache.advance()
     keys, values = [], []
-
-    def run(layers: list[LayerWeights], x_ND: jax.Array, part: KVCache) -> tuple[jax.Array, KVCache]:
-        return decode_layers(layers, x_ND, part, config, layout)
-
     for layers, has_them in _layers_of(params, stage, config, layout):
         these = slice(len(keys), len(keys) + len(layers))
         part = advanced.replace(keys=cache.keys[these], values=cache.values[these])
-        if has_them is True:
-            x_ND, part = run(layers, x_ND, part)
-        else:
-            x_ND, part = jax.lax.cond(
-                has_them, functools.partial(run, layers), lambda x_ND, part: (x_ND, part), x_ND, part
-            )
+        x_ND, part = decode_layers(layers, x_ND, part, config, layout, only_if=has_them)
         keys, values = [*keys, *part.keys], [*values, *part.values]
     return x_ND, KVCache(
         keys=tuple(keys),
@@ -241,12 +233,12 @@ def _decode(
 
 def _layers_of(
     params: Params, stage: jax.Array, config: ModelConfig, layout: Layout
-) -> list[tuple[list[LayerWeights], bool | jax.Array]]:
+) -> list[tuple[list[LayerWeights], jax.Array | None]]:
     """The layers that every stage has, and, where the numbers differ, the one that only the first stages have; with
-    whether this stage has them."""
+    whether this stage has them. None: every stage does."""
     numbers = [len(layers) for layers in layers_of_stages(config.num_layers, layout.strategy.pipeline)]
     fewest, layers = min(numbers), params["layers"]
-    every: list[tuple[list[LayerWeights], bool | jax.Array]] = [(layers[:fewest], True)]
+    every: list[tuple[list[LayerWeights], jax.Array | None]] = [(layers[:fewest], None)]
     return every if max(numbers) == fewest else [*every, (layers[fewest:], stage < numbers.count(max(numbers)))]
 
 

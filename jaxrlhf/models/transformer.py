@@ -129,20 +129,55 @@ def decode_step(
 
 
 def decode_layers(
-    every_layer: list[LayerWeights], x_BD: Float[Array, "B D"], cache: KVCache, config: ModelConfig, layout: Layout
+    every_layer: list[LayerWeights],
+    x_BD: Float[Array, "B D"],
+    cache: KVCache,
+    config: ModelConfig,
+    layout: Layout,
+    *,
+    only_if: Bool[Array, ""] | None = None,
 ) -> tuple[Float[Array, "B D"], KVCache]:
-    """Some consecutive layers over one more token of each sequence. The cache is theirs, and has made room for it."""
+    """Some consecutive layers over one more token of each sequence. The cache is theirs, and has made room for it.
+
+    Args:
+        only_if: Where it is False nothing is computed, `x_BD` stays as it is, and zeros enter the cache. None: True. No
+            branch of the program gives a cache, of which it would be a copy.
+    """
     occupied_BT = cache.occupied()
     rotation = layers.rotary(cache.length - 1, config)
+
+    def project(weights: LayerWeights, x_BD: jax.Array) -> tuple[jax.Array, ...]:
+        normed_BD = layers.normed(weights, "attention_norm", x_BD, config)
+        return layers.queries_keys_values(weights, normed_BD, rotation, config)
+
+    def attend(
+        weights: LayerWeights, x_BD: jax.Array, q_BHh: jax.Array, k_BKTh: jax.Array, v_BKTh: jax.Array
+    ) -> jax.Array:
+        with jax.named_scope("attention"):
+            attended_BHh = cached_attention(q_BHh, k_BKTh, v_BKTh, occupied_BT)
+            x_BD = layers.add_attention(weights, x_BD, attended_BHh)
+        return layout.activation(layers.add_mlp(weights, x_BD, config), ("batch", "embed"))
+
+    def nothing(_: LayerWeights, x_BD: jax.Array) -> tuple[jax.Array, ...]:
+        numbers, h = (config.num_heads, config.num_kv_heads, config.num_kv_heads), config.head_size
+        return tuple(jnp.zeros((x_BD.shape[0], n, h), x_BD.dtype) for n in numbers)
+
+    def unchanged(_: LayerWeights, x_BD: jax.Array, *__: jax.Array) -> jax.Array:
+        return x_BD
+
     for i, weights in enumerate(every_layer):
         with jax.named_scope("attention"):
-            normed_BD = layers.normed(weights, "attention_norm", x_BD, config)
-            q_BHh, k_BKh, v_BKh = layers.queries_keys_values(weights, normed_BD, rotation, config)
+            q_BHh, k_BKh, v_BKh = _if(only_if, project, nothing, weights, x_BD)
             cache = cache.write(i, k_BKh, v_BKh, layout)
-            attended_BHh = cached_attention(q_BHh, cache.keys[i], cache.values[i], occupied_BT)
-            x_BD = layers.add_attention(weights, x_BD, attended_BHh)
-        x_BD = layout.activation(layers.add_mlp(weights, x_BD, config), ("batch", "embed"))
+        x_BD = _if(only_if, attend, unchanged, weights, x_BD, q_BHh, cache.keys[i], cache.values[i])
     return x_BD, cache
+
+
+def _if(
+    condition: jax.Array | None, function: Callable[..., Any], otherwise: Callable[..., Any], *arguments: Any
+) -> Any:
+    """One function of some arguments, or the other. None: the first."""
+    return function(*arguments) if condition is None else jax.lax.cond(condition, function, otherwise, *arguments)
 
 
 def _layer(

@@ -97,8 +97,7 @@ def _decoding_options(layout: Layout) -> dict[str, Any] | None:
     On GPUs it would make one product of those with the same input, by joining their weights in every step: with weights
     split over `tensor`, more bytes than the products themselves read. Where they are not split they are joined before.
     """
-    on_gpu = layout.mesh.devices.flat[0].platform in ("gpu", "cuda")
-    return known_flags({"xla_gpu_dot_merger_threshold_mb": 0}) if on_gpu else None
+    return known_flags({"xla_gpu_dot_merger_threshold_mb": 0}) if layout.is_on_gpu else None
 
 
 def infer_program(role: ModelRole, method: str, rebuild: Rebuild, layout: Layout, *, uneven: bool = False) -> Program:

@@ -81,10 +81,15 @@ class StageProgram:
         self._compiled: jax.stages.Compiled | None = None
         self._absent: Outputs = None
 
-    def compile(self, *arguments: Any) -> None:
-        """Compiles it where it runs. Arguments are arrays, or shapes with dtypes and shardings."""
+    def compile(self, *arguments: Any, options: dict[str, Any] | None = None) -> None:
+        """Compiles it where it runs.
+
+        Args:
+            arguments: Arrays, or shapes with dtypes and shardings.
+            options: Of XLA.
+        """
         if self.is_new:
-            self._compiled = self._jitted.lower(*arguments).compile()
+            self._compiled = self._jitted.lower(*arguments).compile(compiler_options=options)
 
     @property
     def is_new(self) -> bool:

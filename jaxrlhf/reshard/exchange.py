@@ -95,13 +95,16 @@ def exchange(arrays: Sequence[jax.Array], lots: tuple[Lot, ...], devices: tuple[
     signatures = [lot.signature for lot in lots for _ in range(lot.count)]
     entering = _enter(arrays, devices, here)
     meet_first(devices)
-    leaving = _program(lots, devices)(entering)
+    leaving = exchange_program(lots, devices)(entering)
     return [_leave(array, signature) for array, signature in zip(leaving, signatures, strict=True)]
 
 
 @functools.lru_cache(maxsize=256)
-def _program(lots: tuple[Lot, ...], devices: tuple[Device, ...]) -> Callable[[list[jax.Array]], list[jax.Array]]:
-    """The jitted program of some lots."""
+def exchange_program(
+    lots: tuple[Lot, ...], devices: tuple[Device, ...]
+) -> Callable[[list[jax.Array]], list[jax.Array]]:
+    """The jitted program of some lots: `shards -> shards`, those of an array one behind another in the order of the
+    devices."""
     routes = []
     for lot in lots:
         shape, source, target = lot.signature.shape, lot.signature.source, lot.signature.target

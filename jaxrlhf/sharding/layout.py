@@ -47,6 +47,11 @@ class Layout:
     def is_pipelined(self) -> bool:
         return self.strategy.pipeline > 1
 
+    @property
+    def is_on_gpu(self) -> bool:
+        """True on GPUs, described ones too."""
+        return self.mesh.devices.flat[0].platform in ("gpu", "cuda")
+
     def stage(self, stage: int) -> "Layout":
         """The layout of the devices of one stage. Virtual stages beyond the first round are on the same devices."""
         return _stage(self, stage % self.strategy.pipeline)

@@ -1,7 +1,9 @@
 """From devices to meshes. The only place that asks JAX which devices there are, or tells it how many to make up."""
 
 import functools
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -10,6 +12,9 @@ from jax.sharding import AxisType, Mesh
 
 from jaxrlhf.sharding.axes import MESH_AXES
 from jaxrlhf.sharding.strategy import Strategy
+
+_NVIDIA_DEVICES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")
+"""One of which is there where a GPU is: of a machine, a container, and WSL."""
 
 
 def use_virtual_cpu_devices(count: int, *, or_more: bool = False) -> None:
@@ -52,6 +57,14 @@ def first_virtual_devices(count: int) -> tuple[Any, ...]:
 def use_processor_alone() -> None:
     """Start no accelerator. Of no effect where JAX runs already."""
     jax.config.update("jax_platforms", "cpu")
+
+
+def skip_cuda_check_without_gpu() -> None:
+    """Where there is no NVIDIA GPU, keep JAX's CUDA plugin from checking for NVIDIA's libraries, which nobody needs
+    there: the extras `planner` and `test` bring the plugin for its compiler, and JAX would print that they are missing.
+    Must come before anything else uses JAX."""
+    if not any(Path(device).exists() for device in _NVIDIA_DEVICES):
+        os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
 
 def num_devices() -> int:

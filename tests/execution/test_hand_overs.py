@@ -157,10 +157,10 @@ def test_a_run_whose_moves_are_all_exchange_programs_gives_the_same(apart, monke
     for each in (module, hand_overs):
         monkeypatch.setattr(each, "way_of", by_exchange)
     schedule.cache_clear()
-    programs = exchange._program.cache_info().misses
+    programs = exchange.exchange_program.cache_info().misses
     assert_same_bits(plain, run(assembly))
     assert {"shards", "jit", "exchange"} <= ways
-    assert exchange._program.cache_info().misses >= programs + 4
+    assert exchange.exchange_program.cache_info().misses >= programs + 4
 
 
 def test_the_programs_of_a_step_are_traced_once(apart, monkeypatch):

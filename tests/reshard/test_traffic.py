@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxrlhf.reshard import reallocate as module
-from jaxrlhf.reshard.exchange import _program
+from jaxrlhf.reshard.exchange import exchange_program
 from jaxrlhf.reshard.moves import Grid
 from jaxrlhf.reshard.reallocate import schedule, signature_of
 from jaxrlhf.reshard.traffic import Described, describe, traffic, traffic_of
@@ -62,7 +62,8 @@ def test_programs_move_what_the_plan_says(source, target, monkeypatch):
             jax.ShapeDtypeStruct((n * s[0], *s[1:]) if s else (), tree[keys[i]].dtype)
             for i, s in zip(bucket.members, shards, strict=True)
         ]
-        for (sender, receiver), size in permuted(jax.make_jaxpr(_program(bucket.lots, bucket.devices))(avals)).items():
+        program = exchange_program(bucket.lots, bucket.devices)
+        for (sender, receiver), size in permuted(jax.make_jaxpr(program)(avals)).items():
             sent[bucket.devices[sender].id] += size
             received[bucket.devices[receiver].id] += size
     schedule.cache_clear()

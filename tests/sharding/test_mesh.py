@@ -1,3 +1,4 @@
+import os
 import re
 import subprocess
 import sys
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from jaxrlhf.sharding import mesh
 from jaxrlhf.sharding.mesh import build_mesh, device_kind, memory_bytes, num_devices, platform, use_virtual_cpu_devices
 from jaxrlhf.sharding.strategy import Strategy
 
@@ -55,6 +57,14 @@ def test_virtual_devices_after_jax_is_up():
         )
         with pytest.raises(ValueError, match=re.escape(message)):
             use_virtual_cpu_devices(count)
+
+
+def test_nvidia_libraries_are_checked_where_there_is_a_gpu(monkeypatch, tmp_path):
+    for device, expected in ((tmp_path, {}), (tmp_path / "nvidia0", {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"})):
+        monkeypatch.setattr(mesh, "_NVIDIA_DEVICES", (device,))
+        monkeypatch.setattr(os, "environ", {})
+        mesh.skip_cuda_check_without_gpu()
+        assert os.environ == expected
 
 
 def test_virtual_devices_in_a_fresh_process():

@@ -18,7 +18,7 @@ from typing import Any
 from jax.experimental import topologies
 
 from jaxrlhf.cluster.hardware import Kind, Target
-from jaxrlhf.sharding.mesh import first_virtual_devices
+from jaxrlhf.sharding.mesh import first_virtual_devices, skip_cuda_check_without_gpu
 from jaxrlhf.xla_flags import known_flags
 
 NO_COMPILER = (
@@ -74,6 +74,7 @@ def described_devices(kind: Kind, count: int, *, devices_per_node: int) -> Descr
     nodes = max(1, count // devices_per_node)
     text = target_config(kind, kind.target)
     topology = f"1x{nodes}x{count // nodes}"  # partitions x hosts x GPUs of each
+    skip_cuda_check_without_gpu()
     try:
         described = topologies.get_topology_desc(platform="cuda", target_config=text, topology=topology)
     except NotImplementedError:

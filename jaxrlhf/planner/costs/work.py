@@ -17,6 +17,7 @@ from jaxrlhf.models.architecture import (
     MATRICES,
     Matrix,
     cached_numbers,
+    head_numbers,
     matrices,
     matrix_numbers,
     matrix_widths,
@@ -231,9 +232,8 @@ def _flops(model: ModelConfig, num_layers: int, columns: int, scored: int) -> fl
     config = dataclasses.replace(model, num_layers=num_layers)
     if not model.scan_layers:
         return forward_flops(config, rows=1, columns=columns, scored=scored)
-    head = columns - scored
     whole = forward_flops(config, rows=1, columns=columns, scored=columns)
-    return whole - head * 2 * model.hidden_size * (model.vocab_size if model.head == "lm" else 1)
+    return whole - (columns - scored) * 2 * head_numbers(model)
 
 
 def decode_work(call: ModelCall, *, tensor: int, slots: float) -> LayerWork:

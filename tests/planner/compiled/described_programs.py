@@ -1,20 +1,31 @@
 """Calls of a small model, described and lowered: what is compiled to see what is counted."""
 
 import dataclasses
+import sys
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 from jaxrlhf.config.schema import OptimizerConfig
 from jaxrlhf.experience import Prompts, Sampling, Sequences, Term
 from jaxrlhf.models.config import ModelConfig
-from jaxrlhf.planner.compiled.described_devices import Described
+from jaxrlhf.planner.compiled.described_devices import Described, has_gpu_compiler
 from jaxrlhf.programs.ahead_of_time import DescribedCall, DescribedRows, call_program
 from jaxrlhf.programs.roles import ModelRole
 from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.mesh import mesh_over
 from jaxrlhf.sharding.strategy import Strategy
+
+
+def require_gpu_compiler() -> None:
+    """Fails a test where JAX's CUDA plugin is missing that should be there, and skips it where there is none."""
+    if has_gpu_compiler():
+        return
+    if sys.platform != "linux":
+        pytest.skip("JAX's CUDA plugin, which compiles for GPUs, is for Linux")
+    pytest.fail("JAX's CUDA plugin, which compiles for GPUs, must be installed: pip install -e '.[test]'")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,23 +34,27 @@ class Update:
     epochs: int = 1
 
 
-def weighted_logprobs(outputs: Any, batch: Any, update: Update) -> Any:
-    return (outputs.logprobs * batch["weights"]).sum(), batch["weights"].sum(), {}
+def weighted(outputs: Any, batch: Any, update: Update) -> Any:
+    """A loss of what the heads of a model say: log-probabilities, values, or their sum."""
+    both = [outputs] if isinstance(outputs, jax.Array) else [outputs.logprobs, getattr(outputs, "values", 0.0)]
+    return (sum(both) * batch["weights"]).sum(), batch["weights"].sum(), {}
 
 
-def described(kind: str, model: ModelConfig, *, rows: int, columns: int, response: int) -> DescribedCall:
-    """A call that infers log-probabilities of responses, trains on them, or generates them."""
+def described(
+    kind: str, model: ModelConfig, *, rows: int, columns: int, response: int, method: str = "logprobs"
+) -> DescribedCall:
+    """A call that infers what heads say of responses, by a method; trains on it; or generates them."""
     tokens, mask, wanted = (
         DescribedRows((rows, n), dtype)
         for n, dtype in ((columns, jnp.int32), (columns, jnp.bool), (response, jnp.bool))
     )
     sequences = Sequences(tokens=tokens, mask=mask, response=wanted)  # pyright: ignore[reportArgumentType]
     if kind == "infer":
-        return DescribedCall("actor.logprobs", kind, "logprobs", (sequences,), ModelRole(model), rows * columns)
+        return DescribedCall(f"actor.{method}", kind, method, (sequences,), ModelRole(model), rows * columns)
     if kind == "train":
         batch = {"sequences": sequences, "weights": DescribedRows((rows, response), jnp.float32)}
         role = ModelRole(model, OptimizerConfig(), 10)
-        args = ((Term(weighted_logprobs, batch),), Update())
+        args = ((Term(weighted, batch),), Update())
         return DescribedCall("actor.train", kind, "train", args, role, rows * columns)
     prompts = Prompts(
         tokens=DescribedRows((rows, columns - response), jnp.int32),  # pyright: ignore[reportArgumentType]

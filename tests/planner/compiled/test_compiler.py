@@ -22,13 +22,12 @@ from jaxrlhf.planner.compiled.described_devices import (
     NO_CUDNN,
     Described,
     described_devices,
-    has_gpu_compiler,
     target_config,
 )
 from jaxrlhf.planner.compiled.hlo_counts import by_scope
 from jaxrlhf.planner.costs.cache import CostCache
 from tests.planner.compiled import described_programs
-from tests.planner.compiled.described_programs import Subject
+from tests.planner.compiled.described_programs import Subject, require_gpu_compiler
 from tests.planner.compiled.program_flops import program_flops
 
 MODEL = ModelConfig(
@@ -66,10 +65,10 @@ def small(lower: Any, subject: Any = "float32", device: str = "cpu", name: str =
     return Question(name, lower, subject, kinds()[device], num_devices=2)
 
 
-@pytest.mark.skipif(not has_gpu_compiler(), reason="JAX's CUDA plugin is not installed")
 def test_programs_for_gpus_that_are_not_there(tmp_path):
     """Attention is cuDNN's where it can be, and products are cuBLAS's: their operations are those of the formulas, 200
     columns of 201 being fed. This process itself describes no device."""
+    require_gpu_compiler()
     before = described_devices.cache_info()
     questions = [question("train", "h100", 2), question("infer", "a100-80g", 1), question("infer", "v100-32g", 2)]
     seen = []
