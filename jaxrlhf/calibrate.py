@@ -19,10 +19,10 @@ import jax
 import numpy as np
 
 from jaxrlhf.brief import brief
-from jaxrlhf.calibration.measure_calls import Degrees, Job, described_workload, jobs, measure
+from jaxrlhf.calibration.measure_calls import Degrees, Job, jobs, measure
 from jaxrlhf.calibration.measure_host import host_seconds
 from jaxrlhf.calibration.measure_machine import measure_machine
-from jaxrlhf.calibration.timing import WatchedLoad
+from jaxrlhf.calibration.timing import OthersLoad
 from jaxrlhf.config.reading import ConfigError
 from jaxrlhf.observe.console import Console
 from jaxrlhf.planner.costs.calibration import (
@@ -40,6 +40,7 @@ from jaxrlhf.planner.costs.calibration import (
 from jaxrlhf.planner.plans.plan import Plan
 from jaxrlhf.planner.workload import Workload
 from jaxrlhf.run.assembly import assemble
+from jaxrlhf.run.step_work import step_workload
 from jaxrlhf.sharding import mesh
 from jaxrlhf.sharding.strategy import Remat, Strategy
 from jaxrlhf.train import read, start
@@ -85,11 +86,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.error(str(error))
         return 1
     console.line(f"Measuring {machine}, as {mesh.num_devices()} devices")
-    watched = WatchedLoad()
+    watched = OthersLoad()
     rates = measure_machine(patience_seconds=options.patience)
     rates = dataclasses.replace(rates, host_seconds=host_seconds(assembly, machine.num_cores))
     console.table("One device, while all of them do the same", rate_rows(rates))
-    work = described_workload(step)
+    work = step_workload(step.graph, step.roles)
     to_do = jobs(work, strategies(work, step.plan, degrees, mesh.num_devices()))
     calibration = known or Calibration("", machine, rates)
     calibration = dataclasses.replace(calibration, date=datetime.date.today().isoformat(), rates=rates)
@@ -112,33 +113,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse_degrees(texts: Sequence[str], *, all_devices: int) -> Degrees:
-    """What `--degrees` says. Without `data`, it is 1, and where devices share a processor, all of them too.
+    """Reads `--degrees`. By default `data` is 1, and also all devices where they share a processor.
 
     Raises:
-        ConfigError: It is not as it should be.
+        ConfigError: A name or a value is not allowed.
     """
     found: dict[str, Any] = {"data": (1, all_devices)} if mesh.platform() == "cpu" and all_devices > 1 else {}
     for text in texts:
         name, equals, values = text.partition("=")
         if name not in _DEGREES or not equals:
             raise ConfigError(f"--degrees: must be of {', '.join(_DEGREES)}. Got {brief(text)}. {_EXAMPLE}")
+        listed = values.split(",")
         if name == "remat":
             known = get_args(Remat)
-            if not set(values.split(",")) <= set(known):
+            if not set(listed) <= set(known):
                 raise ConfigError(f"--degrees: remat: must be of {', '.join(known)}. Got {brief(values)}. {_EXAMPLE}")
-            found[name] = tuple(values.split(","))
-            continue
-        if not all(value.isdecimal() and 1 <= int(value) <= all_devices for value in values.split(",")):
+        elif not all(value.isdecimal() and 1 <= int(value) <= all_devices for value in listed):
             raise ConfigError(
                 f"--degrees: {name}: must be numbers from 1 to {all_devices}, the devices that there are, with commas "
                 f"between. Got {brief(values)}. {_EXAMPLE}"
             )
-        found[name] = tuple(int(value) for value in values.split(","))
+        found[name] = tuple(listed if name == "remat" else map(int, listed))
     return Degrees(**found)
 
 
 def strategies(work: Workload, plan: Plan, degrees: Degrees, num_devices: int) -> dict[str, list[Strategy]]:
-    """Call -> what to measure it under: its own strategy in the run's plan first."""
+    """Call -> the strategies to measure: its own in the run's plan first."""
     return {
         call.name: [plan.placements[call.name].strategy, *degrees.strategies(call, num_devices)] for call in work.calls
     }
@@ -156,12 +156,12 @@ def measure_all(
     patience_seconds: float,
     save: Callable[[Measured], None],
 ) -> Measured:
-    """Runs jobs one after another, and says how it goes; then all of them once more while there is time, since no
-    machine is equally fast at all times. What does not fit into memory is left out.
+    """Runs jobs one after another and reports progress, then all of them once more while there is time, since no
+    machine is equally fast at all times. Jobs that do not fit into memory are left out.
 
     Args:
-        deadline: Of `time.perf_counter()`, after which none begins.
-        save: Given what was measured so far, after each.
+        deadline: The value of `time.perf_counter()` after which no job begins.
+        save: Is given all measurements so far after each job.
     """
     measured: Measured = []
     for again in (False, True):
@@ -182,9 +182,7 @@ def measure_all(
             others = max((point.others for _, point in pairs), default=0.0)
             console.line(f"{what}: {seconds}" + (f" (others had {100 * others:.0f} %)" if others > QUIET else ""))
             if again:
-                before = measured[i][1]
-                pairs = [(case, mean(a, b)) for (case, a), (_, b) in zip(before, pairs, strict=True)]
-                measured[i] = (job, pairs)
+                measured[i] = (job, [(x, mean(a, b)) for (x, a), (_, b) in zip(measured[i][1], pairs, strict=True)])
             else:
                 measured.append((job, pairs))
             save(measured)
@@ -192,8 +190,8 @@ def measure_all(
 
 
 def mean(one: Point, other: Point) -> Point:
-    """Of two measurements of the same, each of which counts by what it had of the processors; their spread is at least
-    half of what they differ by."""
+    """The mean of two measurements of the same, weighted by their shares of the processors. Its spread is at least half
+    their difference."""
     weights = np.array([1 - one.others, 1 - other.others]) + 1e-6
     both = np.array([dataclasses.astuple(one), dataclasses.astuple(other)])
     rows, layer, rest, spread, others = (float(x) for x in weights @ both / weights.sum())

@@ -8,12 +8,13 @@ its padding at both ends, and the response always starts at column P. `Sequences
 """
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any
 
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, UInt
+
+from jaxrlhf.require import require, require_at_least_one, require_not_negative, require_positive_fraction
 
 RUNNING, STOP, LENGTH = 0, 1, 2
 """Finish reasons: still decoding; ended by a stop token; ended by the limit on new tokens."""
@@ -128,19 +129,10 @@ class Sampling:
     """Any of these ends a response. Empty: the tokenizer's end-of-text token."""
 
     def __post_init__(self) -> None:
-        def require(holds: bool, field: str, rule: str) -> None:
-            if not holds:
-                raise ValueError(f"sampling.{field}: {rule}. Got {getattr(self, field)!r}.")
-
-        require(self.max_new_tokens >= 1, "max_new_tokens", "must be at least 1")
-        require(
-            0 <= self.min_new_tokens <= self.max_new_tokens,
-            "min_new_tokens",
-            f"must lie between 0 and max_new_tokens={self.max_new_tokens}",
-        )
-        require(
-            math.isfinite(self.temperature) and self.temperature >= 0, "temperature", "must be finite and not negative"
-        )
-        require(self.top_k >= 0, "top_k", "must be 0 (all tokens) or positive")
-        require(0 < self.top_p <= 1, "top_p", "must lie in (0, 1]")
-        require(self.num_samples >= 1, "num_samples", "must be at least 1")
+        least, most = self.min_new_tokens, self.max_new_tokens
+        require_at_least_one(most, "sampling.max_new_tokens")
+        require(0 <= least <= most, "sampling.min_new_tokens", f"must lie between 0 and max_new_tokens={most}", least)
+        require_not_negative(self.temperature, "sampling.temperature")
+        require(self.top_k >= 0, "sampling.top_k", "must be 0 (all tokens) or positive", self.top_k)
+        require_positive_fraction(self.top_p, "sampling.top_p")
+        require_at_least_one(self.num_samples, "sampling.num_samples")

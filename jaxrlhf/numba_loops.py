@@ -4,10 +4,14 @@ import functools
 import hashlib
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+Integers = Any
+"""An array of int64 where loops are compiled, else a list: what is faster."""
 _PACKAGE = __name__.partition(".")[0]
 
 
@@ -20,12 +24,19 @@ def numba_is_there() -> bool:
     return True
 
 
+def integers(values: Iterable[int], *, compiled: bool) -> Integers:
+    """A sequence as loops take it."""
+    if not compiled:
+        return [int(value) for value in values]
+    return np.array(values if isinstance(values, np.ndarray) else list(values), np.int64)
+
+
 def loops(*modules: types.ModuleType, compiled: bool) -> Mapping[str, Callable[..., Any]]:
     """The functions of some modules by name, compiled together or as they are.
 
-    They may call each other and no other functions of this package. Compiled code is kept on disk under a digest of the
-    sources of all these modules, so that it follows their changes. What is private is compiled in less time, and can be
-    called by the others only.
+    They may call each other and no other functions of this package. Compiled code is cached on disk under a digest of
+    the sources of all these modules, so that it follows their changes. Private functions are compiled faster, and only
+    the others can call them.
     """
     if compiled:
         return _compiled(*(module.__name__ for module in modules))

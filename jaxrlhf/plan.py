@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         draft = _draft(options, config, on_cpu=all(group.kind.target is None for group in cluster.groups))
         with console.status() as say:
             planned = plan_draft(
-                draft, cluster, strategy=options.strategy, seconds=options.seconds, seed=options.seed,
+                draft, cluster, method=options.strategy, seconds=options.seconds, seed=options.seed,
                 costs="measured" if options.calibration else options.costs, calibration=options.calibration, say=say,
             )  # fmt: skip
         plan = planned.plan_for(draft.graph)
@@ -94,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _cluster(text: str, config: RunConfig) -> Cluster:
-    """The cluster that is planned for. Of the devices that are here, an accelerator is started only for `local`."""
+    """The cluster to plan for. Accelerators of this machine are started only for `local`."""
     mesh.skip_cuda_check_without_gpu()
     if text != LOCAL:
         mesh.use_processor_alone()
@@ -115,7 +115,7 @@ def _draft(options: argparse.Namespace, config: RunConfig, *, on_cpu: bool) -> S
 
 
 def _check_out(path: Path | None) -> None:
-    """A plan can be written there, and a config can name it: no plan is looked for that cannot.
+    """Checks before planning that a plan can be written to a path and named in a config.
 
     Raises:
         ConfigError: It cannot.
@@ -126,9 +126,9 @@ def _check_out(path: Path | None) -> None:
 
 
 def _pictures_folder(options: argparse.Namespace) -> Path | None:
-    """Where pictures go: as the command line says, else beside the plan, if they can be drawn. None: nowhere.
+    """The folder of pictures: that of the command line, else that of the plan if they can be drawn, else None.
 
-    The folders are made, so that no plan is looked for that cannot be written.
+    Makes the folders, so that errors come before planning.
     """
     if options.pictures is not None:
         check_matplotlib()
@@ -141,7 +141,7 @@ def _pictures_folder(options: argparse.Namespace) -> Path | None:
 
 
 def _write(planned: Planned, plan: Plan, *, out: Path | None, pictures: Path | None) -> dict[str, Path]:
-    """Writes the plan and its pictures, as far as they are asked for. Returns what is where."""
+    """Writes the plan and its pictures if they are asked for. Returns their paths."""
     written: dict[str, Path] = {}
     if out is not None:
         write_plan(out, planned.saved(plan))

@@ -13,9 +13,9 @@ paper; memory is the peak of a node relative to that of the models trained one a
     serial   one model after another by 1F1B: the sum of (M + S - 1) * (forward + backward)
     1F1B+    the same with half the stages, of twice the latency, and half the micro-batches, in twice the groups
     greedy   always what can start earliest, of the larger model first, and of that a backward first
-    ours     `jaxrlhf.schedules.fused_schedule.fuse`
+    ours     `scripts.fused_search.fuse`
     bound    no schedule is shorter
-    quick    the same module's `fuse_quickly`, within the memory that both models take by themselves
+    quick    `jaxrlhf.schedules.fused_schedule.fuse_quickly`, within the memory that both models take by themselves
 
 Seconds are those of the clock, and of processors. numba compiles the search where it is installed, before the first
 instance.
@@ -30,10 +30,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxrlhf.schedules.fused_schedule import FusedResult, fuse, fuse_quickly
+from jaxrlhf.schedules.fused_schedule import fuse_quickly
 from jaxrlhf.schedules.schedule import makespan, peak_activations, validate
 from jaxrlhf.schedules.schedule_bounds import added_peaks, serial_peak
 from scripts.fused_models import MODELS, greedy_schedule, paper_pipes, shallow_serial_latency
+from scripts.fused_search import FusedResult, fuse, measured
 from scripts.schedule_picture import draw_schedule
 
 INSTANCES = {
@@ -82,7 +83,9 @@ def measure_quickly(instance: str) -> tuple[dict[str, Any], FusedResult]:
         found.append(fuse_quickly(pipes, memory_cap=added_peaks(pipes), compiled=compiled))
         cpu.append(time.process_time() - begin)
     assert found[0] == found[1]
-    quick, tight = found[0], fuse_quickly(pipes, memory_cap=TIGHT * serial_peak(pipes))
+    quick, tight = (
+        measured(pipes, each) for each in (found[0], fuse_quickly(pipes, memory_cap=TIGHT * serial_peak(pipes)))
+    )
     row = {
         "instance": instance,
         "bound": quick.lower_bound,

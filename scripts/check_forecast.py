@@ -36,9 +36,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxrlhf.calibration.measure_calls import described_workload
 from jaxrlhf.calibration.measure_host import COMPILING_STEPS, run_steps
-from jaxrlhf.calibration.timing import OthersLoad, Timing, WatchedLoad, timing
+from jaxrlhf.calibration.timing import OthersLoad, Timing, timing
 from jaxrlhf.cluster.cluster_text import local_cluster
 from jaxrlhf.config.schema import RunConfig
 from jaxrlhf.observe.console import Console
@@ -52,6 +51,7 @@ from jaxrlhf.planner.plans.plan import Placement, Plan
 from jaxrlhf.planner.search.choices import strategies
 from jaxrlhf.planner.workload import ModelCall, Workload
 from jaxrlhf.run.assembly import Assembly, assemble
+from jaxrlhf.run.step_work import step_workload
 from jaxrlhf.sharding import mesh
 from jaxrlhf.sharding.strategy import Strategy
 from jaxrlhf.train import read, start
@@ -259,7 +259,7 @@ def compare_pairs(plans: Sequence[tuple[str, float, float]], count: int, seed: i
 
 def check_pairs(assembly: Assembly, calibration: Calibration, options: argparse.Namespace, console: Console) -> int:
     """Runs pairs of plans. Returns the exit status."""
-    work, ran = described_workload(assembly.train), []
+    work, ran = step_workload(assembly.train.graph, assembly.train.roles), []
     for number, (plan, seconds) in enumerate(drawn_plans(assembly, work, calibration, options.plans, options.seed)):
         took = step_timing(noted_steps(assembly, plan, options.steps))
         ran.append((f"plan {number}", seconds, alone(took)))
@@ -306,8 +306,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     if options.pairs:
         return check_pairs(assembly, calibration, options, console)
-    plan, watched = assembly.train.plan, WatchedLoad()
-    forecast = predicted(described_workload(assembly.train), plan, calibration)
+    plan, watched = assembly.train.plan, OthersLoad()
+    forecast = predicted(step_workload(assembly.train.graph, assembly.train.roles), plan, calibration)
     apart = machine.shares_processor
     merging = [name for name, seconds in forecast.items() if seconds.merge]
     noted = noted_steps(assembly, plan, options.steps, one_at_a_time=apart, merging=merging)

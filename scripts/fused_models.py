@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from jaxrlhf.schedules.instructions import PerStage, Pipe, Schedule, ScheduleError
 from jaxrlhf.schedules.job_shop import as_schedule, job_shop, larger_model_first, list_schedule, ranks
-from jaxrlhf.schedules.schedule_bounds import serial_latency
 
 MODELS: dict[tuple[int, int], tuple[tuple[float, float], tuple[float, float]]] = {
     (8, 4): ((5, 1.95), (4, 2)),
@@ -124,6 +123,25 @@ def paper_pipes(large: int, small: int, micro_batches: int) -> tuple[Pipe, ...]:
         for stages, (forward, activation) in zip((large, small), MODELS[large, small], strict=True)
     )
     return fused_pipes(first, second)
+
+
+def serial_latency(pipes: Sequence[Pipe]) -> float:
+    """The sum over models of what 1F1B takes, if the next begins when the one before has ended everywhere.
+
+        sum over models of the largest of its pipes' (M + S - 1) * (forward + backward)
+
+    For pipes with K chunks on N nodes it is (K M + N - 1) * (forward + backward) if N divides M. Where stages differ,
+    micro-batches follow one another as the slowest node lets them, and pass the others once.
+    """
+    latest: dict[int, float] = {}
+    for pipe in pipes:
+        by_node: dict[int, float] = {}
+        for stage, node in enumerate(pipe.nodes):
+            by_node[node] = by_node.get(node, 0) + pipe.work(stage)
+        slowest, chunks = max(by_node.values()), pipe.stages // len(by_node)
+        latency = pipe.micro_batches * slowest + (sum(by_node.values()) - slowest) / chunks
+        latest[pipe.model] = max(latest.get(pipe.model, 0), latency)
+    return sum(latest.values())
 
 
 def shallow_serial_latency(pipes: Sequence[Pipe]) -> float:

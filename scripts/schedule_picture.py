@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxrlhf.schedules.schedule import Schedule, ScheduleError, activation_levels, bubble_fraction, spans
+from jaxrlhf.schedules.instructions import Schedule, ScheduleError, spans
+from jaxrlhf.schedules.schedule import activation_levels, bubble_fraction
 
 _SHADES = (
     (("#9fc5e8", "#cfe2f3"), ("#0b5394", "#3d85c6")),

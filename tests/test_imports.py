@@ -30,11 +30,12 @@ LAYERS = [
     {"sharding", "tracing"},
     {"call_graph"},
     {"importing", "name_rules"},
-    {"experience", "suggest", "brief", "garbage", "writing", "xla_flags", "numba_loops"},
+    {"experience"},
+    {"require", "suggest", "brief", "garbage", "writing", "xla_flags", "numba_loops"},
 ]
 DEPTH = {room: depth for depth, layer in enumerate(LAYERS) for room in layer}
 ONLY = {
-    "algorithms": {"algorithms", "tracing", "experience"},
+    "algorithms": {"algorithms", "tracing", "experience", "require"},
     "schedules": {"schedules", "numba_loops", "brief", "suggest"},
 }
 """Rooms that may import less than all that lies below them."""

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args
 
-from jaxrlhf.algorithms.settings import require
+from jaxrlhf.require import require
 
 RowKind = Literal["prompts", "demonstrations", "preferences"]
 

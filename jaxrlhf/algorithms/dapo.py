@@ -14,8 +14,8 @@ from jaxtyping import Array, Float, Int
 from jaxrlhf.algorithms.group import differing, group_batch, require_group
 from jaxrlhf.algorithms.policy import PolicyUpdate, ppo_policy_loss
 from jaxrlhf.algorithms.reported import masked_summary, rollout_metrics, score_metrics, summary
-from jaxrlhf.algorithms.settings import require, require_not_negative
 from jaxrlhf.experience import Prompts, Rollout, Sampling
+from jaxrlhf.require import require, require_not_negative
 from jaxrlhf.tracing import GraphError, compute
 
 

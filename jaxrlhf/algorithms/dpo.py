@@ -13,8 +13,8 @@ from jaxtyping import Array, Bool, Float
 
 from jaxrlhf.algorithms.losses import Loss, Metrics
 from jaxrlhf.algorithms.pairs import correct_pairs, pair_batch
-from jaxrlhf.algorithms.settings import require, require_passes, require_positive
 from jaxrlhf.experience import PolicyOutputs, Preferences
+from jaxrlhf.require import require, require_passes, require_positive
 
 DPOLoss = Literal["sigmoid", "robust", "ipo"]
 

@@ -3,8 +3,8 @@
 import dataclasses
 from typing import Any
 
-from jaxrlhf.algorithms.settings import require
 from jaxrlhf.experience import Prompts, Sampling
+from jaxrlhf.require import require
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from jaxrlhf.algorithms.reported import masked_summary, rollout_metrics, score_metrics
-from jaxrlhf.algorithms.settings import require
 from jaxrlhf.experience import Rollout, Sampling
+from jaxrlhf.require import require
 
 STD_FLOOR = 1e-6
 """Added to a standard deviation before dividing by it."""

@@ -14,8 +14,8 @@ from jaxtyping import Array, Float
 from jaxrlhf.algorithms.group import group_batch, require_group
 from jaxrlhf.algorithms.losses import Loss, clipped_sequence_loss
 from jaxrlhf.algorithms.policy import regularized
-from jaxrlhf.algorithms.settings import require, require_not_negative, require_passes, require_positive
 from jaxrlhf.experience import PolicyOutputs, Prompts, Rollout, Sampling
+from jaxrlhf.require import require, require_not_negative, require_passes, require_positive
 from jaxrlhf.tracing import compute
 
 

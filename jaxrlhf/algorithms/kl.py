@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float
 
-from jaxrlhf.algorithms.settings import require, require_not_negative, require_positive
+from jaxrlhf.require import require, require_not_negative, require_positive
 
 Estimator = Literal["k1", "k2", "k3"]
 

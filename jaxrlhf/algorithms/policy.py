@@ -24,9 +24,9 @@ from jaxrlhf.algorithms.losses import (
 )
 from jaxrlhf.algorithms.masked import masked_mean, masked_sum
 from jaxrlhf.algorithms.reported import rollout_metrics, score_metrics, summary
-from jaxrlhf.algorithms.settings import require, require_not_negative, require_passes, require_positive
 from jaxrlhf.algorithms.token_rewards import Moments, ScoreNormalization, no_moments, shape_scores, token_rewards
 from jaxrlhf.experience import PolicyOutputs, Rollout, Sampling
+from jaxrlhf.require import require, require_not_negative, require_passes, require_positive
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,8 +17,8 @@ from jaxrlhf.algorithms.masked import masked_mean, masked_variance, whiten
 from jaxrlhf.algorithms.policy import PolicyConfig, PolicyState, PolicyUpdate, ppo_policy_loss, rewarded
 from jaxrlhf.algorithms.reported import masked_summary
 from jaxrlhf.algorithms.returns import gae
-from jaxrlhf.algorithms.settings import require_fraction, require_passes, require_positive
 from jaxrlhf.experience import Prompts, Rollout
+from jaxrlhf.require import require_fraction, require_passes, require_positive
 from jaxrlhf.tracing import compute
 
 

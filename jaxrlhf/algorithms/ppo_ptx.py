@@ -10,9 +10,9 @@ from typing import Any
 from jaxrlhf.algorithms.algorithm import Rows
 from jaxrlhf.algorithms.policy import PolicyState, ppo_policy_loss
 from jaxrlhf.algorithms.ppo import PPOConfig, ppo_batch, value_loss
-from jaxrlhf.algorithms.settings import require, require_not_negative
 from jaxrlhf.algorithms.sft import sft_loss
 from jaxrlhf.experience import Sequences, Term
+from jaxrlhf.require import require, require_not_negative
 from jaxrlhf.tracing import compute
 
 

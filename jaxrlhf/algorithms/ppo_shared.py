@@ -13,8 +13,8 @@ from typing import Any
 from jaxrlhf.algorithms.losses import Loss, clipped_value_loss
 from jaxrlhf.algorithms.policy import PolicyState, PolicyUpdate, ppo_policy_loss
 from jaxrlhf.algorithms.ppo import ActorCriticConfig, ppo_batch
-from jaxrlhf.algorithms.settings import require_positive
 from jaxrlhf.experience import PolicyAndValues, PolicyOutputs, Prompts
+from jaxrlhf.require import require_positive
 from jaxrlhf.tracing import compute
 
 

@@ -13,8 +13,8 @@ from jaxrlhf.algorithms.masked import whiten
 from jaxrlhf.algorithms.policy import PolicyConfig, PolicyState, PolicyUpdate, ppo_policy_loss, rewarded
 from jaxrlhf.algorithms.ppo import advantage_metrics
 from jaxrlhf.algorithms.returns import discounted_sum
-from jaxrlhf.algorithms.settings import require_fraction
 from jaxrlhf.experience import Prompts, Rollout
+from jaxrlhf.require import require_fraction
 from jaxrlhf.tracing import compute
 
 

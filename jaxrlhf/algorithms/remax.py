@@ -19,8 +19,8 @@ from jaxrlhf.algorithms.policy import (
     token_kl,
 )
 from jaxrlhf.algorithms.reported import masked_summary, score_metrics, summary
-from jaxrlhf.algorithms.settings import require
 from jaxrlhf.experience import Prompts, Rollout
+from jaxrlhf.require import require
 from jaxrlhf.tracing import compute
 
 

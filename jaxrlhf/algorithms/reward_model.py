@@ -13,8 +13,8 @@ from jaxtyping import Array, Float
 
 from jaxrlhf.algorithms.losses import Loss, Metrics
 from jaxrlhf.algorithms.pairs import correct_pairs, pair_batch
-from jaxrlhf.algorithms.settings import require, require_not_negative, require_passes
 from jaxrlhf.experience import Preferences, Term
+from jaxrlhf.require import require, require_not_negative, require_passes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,9 +21,9 @@ from jaxrlhf.algorithms.ppo import PPOConfig, advantage_metrics, value_loss, val
 from jaxrlhf.algorithms.ppo_ptx import PretrainingMix
 from jaxrlhf.algorithms.reported import summary
 from jaxrlhf.algorithms.returns import gae
-from jaxrlhf.algorithms.settings import require, require_positive
 from jaxrlhf.algorithms.token_rewards import token_rewards
 from jaxrlhf.experience import Rollout, Term
+from jaxrlhf.require import require, require_positive
 from jaxrlhf.tracing import compute
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from jaxrlhf.algorithms.losses import Loss
 from jaxrlhf.algorithms.masked import masked_count, masked_sum
-from jaxrlhf.algorithms.settings import require, require_passes
 from jaxrlhf.experience import PolicyOutputs, Sequences
+from jaxrlhf.require import require, require_passes
 
 
 @dataclasses.dataclass(frozen=True)

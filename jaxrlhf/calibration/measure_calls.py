@@ -22,7 +22,7 @@ from jaxrlhf.calibration.timing import Timing, time_in_turn
 from jaxrlhf.experience import Sampling
 from jaxrlhf.models.generate import slots_read
 from jaxrlhf.planner.costs.calibration import Case, MeasuredPhase, Point, case_of
-from jaxrlhf.planner.costs.work import analytic_work
+from jaxrlhf.planner.costs.work import PHASES, analytic_work
 from jaxrlhf.planner.plans.splits import undivided_sizes
 from jaxrlhf.planner.workload import ModelCall, Workload
 from jaxrlhf.programs.ahead_of_time import (
@@ -32,8 +32,6 @@ from jaxrlhf.programs.ahead_of_time import (
     call_program,
     update_program,
 )
-from jaxrlhf.run.assembly import Phase
-from jaxrlhf.run.step_work import step_workload
 from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.strategy import Remat, Strategy
 
@@ -60,7 +58,7 @@ class Degrees:
     remat: tuple[Remat, ...] = ("none",)
 
     def strategies(self, call: ModelCall, num_devices: int) -> list[Strategy]:
-        """Those that a call can have on so many devices."""
+        """The strategies that a call can have on some devices."""
         remats = self.remat if call.trains else ("none",)
         every = itertools.product(self.data, self.fsdp, self.tensor, remats)
         found = [Strategy(data=d, fsdp=f, tensor=t, remat=remat) for d, f, t, remat in every]
@@ -68,14 +66,9 @@ class Degrees:
 
 
 def divides(call: ModelCall, strategy: Strategy) -> bool:
-    """Whether a call's model and rows can be split so."""
+    """True if a call's model and rows can be split in this way."""
     is_split = not undivided_sizes(call.model, tensor=strategy.tensor, fsdp=strategy.fsdp)
     return is_split and not any(rows % strategy.num_row_shards for rows in call.divisible)
-
-
-def described_workload(phase: Phase) -> Workload:
-    """The calls of a step, each with what makes its programs."""
-    return step_workload(phase.graph, phase.roles)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,11 +79,11 @@ class Job:
     strategy: Strategy
     """Its micro-batches are those of the program that is run."""
     rows: int
-    """Of a micro-batch, of all row shards together, of the array that has most."""
+    """Of a micro-batch, of all row shards together, of the array with most rows."""
 
     @property
     def rows_per_shard(self) -> float:
-        """Of a micro-batch, as the cost model counts them."""
+        """Rows of a micro-batch, as the cost model counts them."""
         return self.rows * self.call.rows / self.described.num_rows / self.strategy.num_row_shards
 
     @property
@@ -99,19 +92,15 @@ class Job:
 
     @property
     def cases(self) -> tuple[Case, ...]:
-        """What it measures."""
+        """The cases that it measures."""
         return tuple(case_of(self.call, phase, self.strategy) for phase in _PHASES[self.call.kind])
 
 
-_PHASES: dict[str, tuple[MeasuredPhase, ...]] = {
-    "infer": ("forward",),
-    "train": ("gradient", "update"),
-    "generate": ("prefill", "decode"),
-}
+_PHASES: dict[str, tuple[MeasuredPhase, ...]] = {**PHASES, "train": ("gradient", "update")}
 
 
 def jobs(workload: Workload, strategies: Mapping[str, Iterable[Strategy]]) -> list[Job]:
-    """What to measure of each call under each strategy: what tells most first.
+    """The measurements of each call under each strategy, the most important first.
 
     The rows of a shard are all that it has without micro-batches, then the powers of two a `ROWS_APART`-th of that,
     and so on: these it has in micro-batches, and they are run in some, since a loop over them is faster than as many
@@ -157,13 +146,12 @@ def measure(job: Job, *, dispatch_seconds: float, patience_seconds: float = 3.0)
     programs = [program for depth in depths for program in _programs(job, layout, depth)]
     vocabulary = job.call.model.vocab_size
     timed = time_in_turn(
-        [_Run(program, trains=job.call.trains, vocab_size=vocabulary) for program in programs],
+        [_repeatable(program, trains=job.call.trains, vocab_size=vocabulary) for program in programs],
         patience_seconds=patience_seconds,
     )
     timed = [dataclasses.replace(t, seconds=max(t.seconds - dispatch_seconds, 0.0)) for t in timed]
-    of_depths = [
-        timed[i : i + len(programs) // len(depths)] for i in range(0, len(timed), len(programs) // len(depths))
-    ]
+    each = len(programs) // len(depths)
+    of_depths = [timed[i : i + each] for i in range(0, len(timed), each)]
     measured = []
     for phase, case in zip(_PHASES[job.call.kind], job.cases, strict=True):
         seconds = [_of_phase(job, phase, timings) for timings in of_depths]
@@ -173,17 +161,14 @@ def measure(job: Job, *, dispatch_seconds: float, patience_seconds: float = 3.0)
 
 
 def _programs(job: Job, layout: Layout, depth: int) -> list[CallProgram]:
-    """What is run for a depth, in the order in which `_of_phase` reads it."""
+    """The programs for a depth, in the order in which `_of_phase` reads them."""
     call, described, rows = job.call, job.described, job.rows * job.strategy.micro_batches
     if call.kind == "generate":
         long, prompt = min(call.response, DECODED), _decoding_prompt(call)
-        responses = [(call.prompt, 1)]
+        sizes = [(call.prompt, 1)]
         if call.response > 1:
-            responses += [(prompt, long)] + ([(prompt, 1)] if prompt != call.prompt else [])
-        return [
-            call_program(_responding(described, *response), layout, num_layers=depth, rows=rows)
-            for response in responses
-        ]
+            sizes += [(prompt, long)] + ([(prompt, 1)] if prompt != call.prompt else [])
+        return [call_program(_responding(described, *each), layout, num_layers=depth, rows=rows) for each in sizes]
     if call.trains:
         program = call_program(described, layout, num_layers=depth, rows=rows, updates=_updates(call))
         return [program, update_program(described, layout, num_layers=depth)]
@@ -196,7 +181,7 @@ def _updates(call: ModelCall) -> int:
 
 
 def _of_phase(job: Job, phase: MeasuredPhase, timings: Sequence[Timing]) -> Timing | None:
-    """What a phase takes, from the runs of `_programs`. None: the call does not have it."""
+    """The time of a phase, from the runs of `_programs`. None if the call does not have it."""
     if phase == "update":
         return timings[1]
     passes, whole = job.strategy.micro_batches, timings[0]
@@ -211,7 +196,7 @@ def _of_phase(job: Job, phase: MeasuredPhase, timings: Sequence[Timing]) -> Timi
 
 
 def _less(one: Timing, other: Timing) -> Timing:
-    """What the one takes more than the other."""
+    """By how much one takes longer than the other."""
     seconds = max(one.seconds - other.seconds, 0.0)
     spread = math.hypot(one.seconds * one.spread, other.seconds * other.spread)
     return Timing(seconds, spread / seconds if seconds else 0.0, max(one.others, other.others))
@@ -240,7 +225,7 @@ def _decoding_prompt(call: ModelCall) -> int:
 
 
 def _responding(call: DescribedCall, prompt: int, response: int) -> DescribedCall:
-    """A generate call with prompts of so many columns and responses of so many tokens, none of which ends early."""
+    """A generate call with prompts and responses of given lengths, none of which ends early."""
     prompts, sampling = call.args
     assert isinstance(sampling, Sampling)
 
@@ -252,21 +237,20 @@ def _responding(call: DescribedCall, prompt: int, response: int) -> DescribedCal
     return dataclasses.replace(call, args=(prompts, sampling))
 
 
-class _Run:
-    """A program with made-up arguments. What it donates, weights and optimizer state, is what the run before gave."""
+def _repeatable(program: CallProgram, *, trains: bool, vocab_size: int) -> Callable[[], Any]:
+    """A program with made-up arguments. Weights and optimizer state, which it donates, are the outputs of its last
+    run."""
+    arguments = list(made_up(program.arguments, vocab_size))
+    if trains:  # squares of gradients are not negative
+        arguments[1] = jax.tree.map(jnp.zeros_like, arguments[1])
 
-    def __init__(self, program: CallProgram, *, trains: bool, vocab_size: int) -> None:
-        self._program: Callable[..., Any] = program.program
-        self._trains = trains
-        self._arguments = list(made_up(program.arguments, vocab_size))
-        if trains:  # squares of gradients are not negative
-            self._arguments[1] = jax.tree.map(jnp.zeros_like, self._arguments[1])
-
-    def __call__(self) -> Any:
-        outputs = self._program(*self._arguments)
-        if self._trains:
-            self._arguments[:2] = outputs[:2]
+    def run() -> Any:
+        outputs = program.program(*arguments)
+        if trains:
+            arguments[:2] = outputs[:2]
         return outputs
+
+    return run
 
 
 def made_up(described: Any, vocab_size: int) -> Any:

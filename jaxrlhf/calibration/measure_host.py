@@ -1,4 +1,4 @@
-"""What a run's own work takes of the host's processors, beside the programs of its calls."""
+"""The time that a run's own work takes from the host's processors, beside the programs of its calls."""
 
 import time
 
@@ -23,7 +23,7 @@ def run_steps(
         one_at_a_time: As of `Executor`.
 
     Returns:
-        Seconds of a processor that its main thread took for a step: for arguments, layouts, and starting programs.
+        CPU seconds of the main thread for a step: for arguments, layouts, and starting programs.
     """
     phase = assembly.train
     executor = Executor(phase.roles, seed=assembly.config.seed, timeline=timeline, one_at_a_time=one_at_a_time)
@@ -42,8 +42,8 @@ def run_steps(
 
 
 def host_seconds(assembly: Assembly, num_cores: int) -> float:
-    """By how much a run's own work makes its calls longer, for each of their devices, where the processors that it is
-    taken from are the devices. 0 where they are not."""
+    """The time that a run's own work adds to a call for each of its devices, if these are the host's processors; else
+    0."""
     if mesh.platform() != "cpu":
         return 0.0
     graph, plan = assembly.train.graph, assembly.train.plan

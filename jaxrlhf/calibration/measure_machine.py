@@ -1,7 +1,7 @@
-"""What the devices of a node do in a second, measured: products, memory, kernels, collectives, copies.
+"""Measured rates of the devices of a node: products, memory, kernels, collectives, copies.
 
 All devices do the same at the same time, as they do while a call runs. A rate is the slope between two sizes, or the
-line through several, so that what a program costs before it begins is in none of them.
+line through several, so that it does not contain the cost of starting a program.
 """
 
 import functools
@@ -22,7 +22,7 @@ from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.strategy import Strategy
 
 NARROW_DIMS = (16, 32, 64, 128, 256, 512, 1024)
-"""Of the weights that are multiplied with."""
+"""Of the weights in matrix products."""
 _CHAIN = (16, 144)
 """Kernels of a short program and of a long one."""
 _LOOPS = (32, 288)
@@ -33,7 +33,7 @@ def measure_machine(*, large: int | None = None, patience_seconds: float = 3.0) 
     """Measures the devices of this process.
 
     Args:
-        large: Numbers in the largest arrays, on each device. None: what a device of this kind works on for some
+        large: Numbers in the largest arrays, on each device. None means what a device of this kind works on for some
             milliseconds.
         patience_seconds: As of `time_in_turn`, for each of about ten measurements.
     """
@@ -78,7 +78,7 @@ def _rate(seconds: list[float], sizes: tuple[float, float]) -> float:
 
 
 def _on_each(layout: Layout, shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.Array:
-    """Small numbers, so many on each device."""
+    """Small numbers, of a shape on each device."""
     values = 0.02 * np.random.default_rng(0).standard_normal((layout.strategy.data, *shape), np.float32)
     return jax.device_put(jnp.asarray(values, dtype), layout.rows)
 
@@ -101,7 +101,7 @@ def _products(layout: Layout, large: int, dtype: str, time: Time) -> tuple[float
     weights = 1 / seconds  # errors are fractions of what is measured
     terms = np.stack([np.ones_like(inverse), inverse], axis=1) * weights[:, None]
     one_over_rate, half_over_rate = np.linalg.lstsq(terms, seconds * weights, rcond=None)[0]
-    if one_over_rate <= 0:  # the narrow ones tell nothing of wide ones
+    if one_over_rate <= 0:  # narrow products do not predict wide ones
         return float(1 / seconds[-1]), 0.0
     return float(1 / one_over_rate), max(0.0, float(half_over_rate / one_over_rate))
 
@@ -162,28 +162,19 @@ def _collectives(layout: Layout, large: int, time: Time) -> dict[str, float]:
     """Seconds of the smallest all-reduce for each doubling of the devices, and the bandwidth of a ring."""
     count = layout.strategy.data
 
-    def all_reduce(x: jax.Array) -> jax.Array:
-        return jax.lax.psum(x, DATA)
-
-    summed = jax.jit(
-        jax.shard_map(all_reduce, mesh=layout.mesh, in_specs=PartitionSpec(DATA), out_specs=PartitionSpec())
-    )
+    all_reduce = functools.partial(jax.lax.psum, axis_name=DATA)
+    split, whole = PartitionSpec(DATA), PartitionSpec()
+    summed = jax.jit(jax.shard_map(all_reduce, mesh=layout.mesh, in_specs=split, out_specs=whole))
     sizes = (256, large)
     seconds = time([functools.partial(summed, _on_each(layout, (size,))) for size in sizes])
-    moved = (2 * 4 * (count - 1) / count * sizes[0], 2 * 4 * (count - 1) / count * sizes[1])
-    return {
-        "collective_seconds": seconds[0] / np.log2(count),
-        "link_bandwidth": _rate(seconds, moved),
-    }
+    moved = 2 * 4 * (count - 1) / count
+    return {"collective_seconds": seconds[0] / np.log2(count), "link_bandwidth": moved * _rate(seconds, sizes)}
 
 
 def _copies(large: int, time: Time) -> dict[str, float]:
     """Seconds of the smallest copy from one device to another, and the bandwidth of a large one."""
     first, second = (Layout.over((device,), Strategy()).replicated for device in mesh.own_positions()[:2])
     sizes = (256, large)
-
-    def copied(x: jax.Array) -> jax.Array:
-        return jax.device_put(x, second)
-
-    seconds = time([functools.partial(copied, jax.device_put(jnp.ones(size), first)) for size in sizes])
+    arrays = [jax.device_put(jnp.ones(size), first) for size in sizes]
+    seconds = time([functools.partial(jax.device_put, array, second) for array in arrays])
     return {"copy_seconds": seconds[0], "copy_bandwidth": 4 * _rate(seconds, sizes)}

@@ -1,8 +1,8 @@
-"""How long programs take, on a host whose processors others may use too.
+"""Times of programs, on a host whose processors other processes may use too.
 
-Other processes make runs longer, never shorter. So every run is noted with the part of the processors that others had
-meanwhile, and the quietest runs count. Where the devices are these processors, a program that keeps all of them busy
-has the rest: alone, it takes so much less. One that does not is thought shorter than it is, by no more than that part.
+Other processes make runs longer, never shorter. So every run is recorded with the share of the processors that others
+had meanwhile, and the quietest runs count. If the devices are these processors, the time of a program is scaled to the
+share that it had. For a program that does not keep all of them busy, this is too short by at most the others' share.
 """
 
 import dataclasses
@@ -19,43 +19,36 @@ from jaxrlhf.planner.costs.calibration import QUIET, Load
 from jaxrlhf.sharding import mesh
 
 LEAST_RUNS = 5
-"""That count, of each program."""
+"""The number of runs that count, of each program."""
 WINDOW_SECONDS = 0.2
 """Shorter programs run several times in a row: Linux counts processor time in ticks of 10 ms."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """How long a program takes."""
+    """The time of a program."""
 
     seconds: float
     """The median of the runs that count."""
     spread: float
     """Half the distance between their quartiles, as a fraction of it."""
     others: float
-    """The part of the host's processors that other processes had during these runs. 0 where devices are others."""
+    """The share of the host's processors that other processes had during these runs. 0 if the devices are others."""
 
 
 class OthersLoad:
-    """What other processes have of the host's processors, since it was made or last asked. 0 where it does not tell."""
+    """The share of the host's processors that other processes have. 0 if the system does not tell."""
 
     def __init__(self) -> None:
-        self._last = _ticks()
+        self._first = self._last = _ticks()
 
     def share(self) -> float:
-        """A fraction of all processors, since the last time."""
+        """A fraction of all processors, since this was last asked."""
         before, self._last = self._last, _ticks()
         return _share(before, self._last)
 
-
-class WatchedLoad:
-    """How busy the processors are from when it was made on."""
-
-    def __init__(self) -> None:
-        self._first = _ticks()
-
     def load(self) -> Load:
-        """Until now."""
+        """The load of the processors since the object was made."""
         average = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
         return Load(_share(self._first, _ticks()), average, os.cpu_count() or 1)
 
@@ -78,11 +71,10 @@ def _ticks() -> tuple[float, float, float]:
 
 
 def time_in_turn(programs: Sequence[Callable[[], Any]], *, patience_seconds: float = 3.0) -> list[Timing]:
-    """Runs programs in turn, so that what changes on the machine changes for all of them, and times each, as if it were
-    alone on the machine.
+    """Runs programs in turn, so that changes of the machine affect all of them, and times each as if it were alone.
 
     Args:
-        programs: What each gives is waited for.
+        programs: The results of each are waited for.
         patience_seconds: How long, beyond the least number of runs, to wait for runs without others.
     """
     shares_processors, counts = mesh.platform() == "cpu", []
@@ -111,7 +103,7 @@ def time_in_turn(programs: Sequence[Callable[[], Any]], *, patience_seconds: flo
 
 
 def timing(runs: Sequence[tuple[float, float]]) -> Timing:
-    """Of runs, each with its seconds and the part of the processors that others had: the quiet ones count, or else the
+    """The time of some runs, given as (seconds, share of the processors that others had). Quiet runs count, or else the
     quietest."""
     ordered = sorted(runs, key=lambda run: run[1])
     counting = [run for i, run in enumerate(ordered) if i < LEAST_RUNS or run[1] <= QUIET]

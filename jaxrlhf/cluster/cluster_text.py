@@ -1,4 +1,4 @@
-"""From what a user says of a cluster to the cluster.
+"""From a user's description of a cluster to the cluster.
 
 8x8:a100-80g                  8 nodes of 8 A100s
 2x8:h100+4x8:a100-80g         nodes of two kinds
@@ -37,7 +37,7 @@ from jaxrlhf.suggest import did_you_mean
 Tree = dict[str, Any]
 
 VERSION = 1
-"""Of the file of kinds that comes with the package."""
+"""The version of the file of kinds that comes with the package."""
 CPU, LOCAL = "cpu", "local"
 _USUAL_DEVICES_PER_NODE = 8
 _GROUP = re.compile(r"(?P<nodes>\d+)x(?P<devices>\d+):(?P<kind>[^\s:+]+)")
@@ -53,9 +53,9 @@ class _Group:
     kind: str
     devices_per_node: int = _USUAL_DEVICES_PER_NODE
     network: Network | None = None
-    """None: that of the kind."""
+    """None means that of the kind."""
     host_bandwidth: float | None = None
-    """None: that of the kind."""
+    """None means that of the kind."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,10 +71,10 @@ def read_cluster(text: str, limits: MemoryLimits | None = None) -> Cluster:
     """The cluster that a text describes, as at the top of this file.
 
     Args:
-        limits: Of memory, where the cluster is this machine.
+        limits: Of memory, if the cluster is this machine.
 
     Raises:
-        ConfigError: The text or the file is not as it should be, or names a kind that is not known.
+        ConfigError: The text or the file is not valid, or names an unknown kind.
     """
     if Path(text).suffix in (".yaml", ".yml"):
         return _from_file(text)
@@ -86,7 +86,8 @@ def read_cluster(text: str, limits: MemoryLimits | None = None) -> Cluster:
         matches = [_GROUP.fullmatch(part.strip()) for part in text.split("+")]
         groups = [_Group(int(m["nodes"]), m["kind"], int(m["devices"])) for m in matches if m]
         if len(groups) < len(matches):
-            raise ConfigError(f"cluster: must be groups of nodes. Got {brief(text)}. {_FORMS}{_hint(text)}")
+            hint = did_you_mean(text, [LOCAL, CPU, *(f"1x8:{name}" for name in kinds())])
+            raise ConfigError(f"cluster: must be groups of nodes. Got {brief(text)}. {_FORMS}{hint}")
     return _cluster(groups, kinds(), where=f"cluster: {brief(text)}", limits=limits)
 
 
@@ -102,13 +103,13 @@ def kinds() -> Mapping[str, Kind]:
 
 
 def local_cluster(limits: MemoryLimits | None = None, *, any_kind: bool = False) -> Cluster:
-    """The devices that JAX shows, each process of which is taken for a node, with the memory that is available.
+    """The devices that JAX shows, a node for each process, with the memory that is available.
 
     Args:
-        any_kind: Devices of a kind that is not known have the memory that JAX says, and are an H100 otherwise.
+        any_kind: Take devices of an unknown kind as H100s with the memory that JAX reports.
 
     Raises:
-        ConfigError: They are of a kind that is not known.
+        ConfigError: The devices are of an unknown kind.
     """
     name = CPU if mesh.platform() == "cpu" else mesh.device_kind()
     by_name = {known: kind for kind in kinds().values() for known in kind.names}
@@ -134,16 +135,16 @@ def local_cluster(limits: MemoryLimits | None = None, *, any_kind: bool = False)
 
 
 def _at_most(memory: Memory, limits: Iterable[int]) -> Memory:
-    """A memory of which plans fill no more than some limits."""
+    """A memory of which plans fill no more than the least of some limits."""
     capacity = int(memory.bytes * memory.usable)
     least = min([capacity, *limits])
     return memory if least == capacity else dataclasses.replace(memory, bytes=least, usable=1.0)
 
 
 def _shared_processor(core: Kind, num_devices: int, limit: int | None) -> Kind:
-    """A virtual device of this machine's processor, whose cores so many of them share, and its memory, up to a limit.
+    """A virtual device of this machine's processor, whose cores and memory, up to a limit, `num_devices` of them share.
 
-    Plans fill what is left of it beside the process itself.
+    Plans fill the memory that the process itself leaves.
     """
     share = (os.cpu_count() or 1) / num_devices
     peaks, memory, room = core.peak_flops, core.memory, host_room(limit)
@@ -190,7 +191,7 @@ def _cluster(
 
 
 def _kinds_of(trees: Mapping[str, Any], known: Mapping[str, Kind], *, where: str) -> Mapping[str, Kind]:
-    """Kinds from plain data, by name. A `base` is one that is known or stands earlier."""
+    """Kinds from plain data, by name. A `base` is a known kind or an earlier one."""
     whole: dict[str, Tree] = {name: _tree(kind) for name, kind in known.items()}
     found = {}
     for name, tree in trees.items():
@@ -209,7 +210,7 @@ def _kinds_of(trees: Mapping[str, Any], known: Mapping[str, Kind], *, where: str
 
 
 def _over(base: Tree, own: Tree) -> Tree:
-    """What a kind has with a base. Numbers that stand beside those of the base say where each comes from."""
+    """The tree of a kind with a base. Sections with numbers of both have the source of each."""
     merged = copy.deepcopy(base)
     for key, value in own.items():
         if isinstance(value, Mapping) and isinstance(merged.get(key), dict):
@@ -234,8 +235,3 @@ def _unknown(where: str, name: object, known: Mapping[str, object]) -> str:
         f"{where}: unknown kind of device {brief(name)}. Known: {', '.join(known)}; or describe yours in a .yaml file."
         f"{suggestion}"
     )
-
-
-def _hint(text: str) -> str:
-    """What a text that is no cluster may have meant."""
-    return did_you_mean(text, [LOCAL, CPU, *(f"1x8:{name}" for name in kinds())])

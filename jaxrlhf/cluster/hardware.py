@@ -1,27 +1,28 @@
-"""A cluster as the planner sees it: kinds of devices, nodes of them, the links between, and who may work together.
+"""A cluster as the planner sees it: kinds of devices, nodes, links, and the sets of devices that a call may have.
 
-Devices are numbers, node after node, group after group, as in `jax.devices()`. Rates are those of one device, of links
-in one direction; bytes a second, seconds, and operations a second, where a multiplication and an addition are two.
-Numbers come with their provenance, in `source`; `cluster_text` reads them.
+Devices are numbers, node after node, group after group, as in `jax.devices()`. Rates are those of one device, and of
+links in one direction, in bytes a second, seconds, and operations a second (a multiplication and an addition are two).
+Numbers have their provenance in `source`; `cluster_text` reads them.
 """
 
 import dataclasses
 import functools
 import math
 import re
-from typing import Any
+
+from jaxrlhf.require import require_fields, require_not_negative, require_positive, require_positive_fraction
 
 MAX_NODES = 1024
-"""Of a cluster. A call may have any consecutive ones of them, so there are half a million ways to choose."""
+"""Of a cluster. A call may have any consecutive nodes, so there are half a million ways to choose."""
 MEASURED = "measured on"
-"""How the provenance of numbers begins that were measured on devices of their kind."""
+"""The beginning of the provenance of numbers that were measured on devices of their kind."""
 AS_GIVEN = "as given"
-"""The provenance of numbers whose `source` nobody wrote."""
+"""The provenance of numbers without a `source`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PeakFlops:
-    """Operations a second that matrix products could reach, by what their factors are."""
+    """Peak operations a second of matrix products, by the type of their factors."""
 
     float32: float
     tf32: float
@@ -30,7 +31,7 @@ class PeakFlops:
     source: str = AS_GIVEN
 
     def __post_init__(self) -> None:
-        _require_positive(self, "float32", "tf32", "bfloat16")
+        require_fields(self, require_positive, "float32", "tf32", "bfloat16")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,8 +45,8 @@ class Memory:
     source: str = AS_GIVEN
 
     def __post_init__(self) -> None:
-        _require_positive(self, "bytes", "bandwidth")
-        _require_fraction(self, "usable")
+        require_fields(self, require_positive, "bytes", "bandwidth")
+        require_fields(self, require_positive_fraction, "usable")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,8 +58,8 @@ class Link:
     source: str = AS_GIVEN
 
     def __post_init__(self) -> None:
-        _require_positive(self, "bandwidth")
-        _require_not_negative(self, "latency")
+        require_fields(self, require_positive, "bandwidth")
+        require_fields(self, require_not_negative, "latency")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,21 +70,21 @@ class Network:
     """Of the whole node."""
     latency: float
     adapters: int = 1
-    """Between which the bandwidth is divided: two devices that talk alone have that of one."""
+    """The bandwidth is divided between them: two devices that communicate alone have that of one adapter."""
     source: str = AS_GIVEN
 
     def __post_init__(self) -> None:
-        _require_positive(self, "bandwidth", "adapters")
-        _require_not_negative(self, "latency")
+        require_fields(self, require_positive, "bandwidth", "adapters")
+        require_fields(self, require_not_negative, "latency")
 
     def shared_by(self, num_devices: int) -> float:
-        """Bytes a second that each of so many devices of a node has when all of them talk."""
+        """Bytes a second of each device when `num_devices` of a node communicate."""
         return self.bandwidth / self.adapters * min(1.0, self.adapters / num_devices)
 
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """What XLA's compiler asks about a GPU that is not there."""
+    """The properties of an absent GPU that XLA's compiler needs."""
 
     capability: str
     """Of CUDA: '8.0'."""
@@ -96,7 +97,7 @@ class Target:
     """The most that a kernel may ask for."""
     l2_bytes: int
     accelerated: bool = False
-    """Whether it has instructions that only this capability has, as Hopper's sm_90a."""
+    """True if it has instructions that only this capability has, such as Hopper's sm_90a."""
     source: str = AS_GIVEN
 
     def __post_init__(self) -> None:
@@ -104,15 +105,15 @@ class Target:
             raise ValueError(
                 f"capability: must be two numbers with a point between. Got {self.capability!r}. Write '8.0' in quotes."
             )
-        _require_positive(
-            self, "cores", "float_units_per_core", "clock_ghz", "shared_memory_per_core", "shared_memory_per_block",
-            "l2_bytes",
+        require_fields(
+            self, require_positive, "cores", "float_units_per_core", "clock_ghz", "shared_memory_per_core",
+            "shared_memory_per_block", "l2_bytes",
         )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
 class Coefficients:
-    """What of its peaks a device reaches, and what everything costs that does no work."""
+    """The parts of its peaks that a device reaches, and the overheads of kernels, programs and collectives."""
 
     matmul_efficiency: float
     """Of peak operations a second, by large matrix products."""
@@ -131,7 +132,7 @@ class Coefficients:
     dispatch_seconds: float
     """Of one program, before its first kernel."""
     step_seconds: float
-    """That a device waits for the host in every decoding step: none where the loop runs on the device."""
+    """The time that a device waits for the host in every decoding step; 0 if the loop runs on the device."""
     collective_seconds: float
     """Of the smallest collective within a node, for each doubling of the devices that take part."""
     network_collective_seconds: float
@@ -139,42 +140,48 @@ class Coefficients:
     host_bandwidth: float
     """Bytes a second between a device and pinned memory of its host, when all devices of the node copy."""
     host_seconds: float = 0.0
-    """By which the program's own work, arguments and layouts and dispatch, makes a call longer, for each device of it:
-    where devices are the host's processors, it takes from them."""
+    """The time that the program's own work (arguments, layouts, dispatch) adds to a call for each of its devices, if
+    these are the host's processors."""
     source: str = AS_GIVEN
 
     @property
     def is_measured(self) -> bool:
-        """Whether they were found on such a device, by `python -m jaxrlhf.calibrate`."""
+        """True if they were found on such a device, by `python -m jaxrlhf.calibrate`."""
         return self.source.startswith(MEASURED)
 
     def __post_init__(self) -> None:
-        _require_fraction(self, "matmul_efficiency", "memory_efficiency", "link_efficiency", "network_efficiency")
-        _require_not_negative(
-            self, "half_dim", "kernel_seconds", "graph_kernel_seconds", "dispatch_seconds", "step_seconds",
-            "collective_seconds",
-            "network_collective_seconds", "host_seconds",
+        require_fields(
+            self,
+            require_positive_fraction,
+            "matmul_efficiency",
+            "memory_efficiency",
+            "link_efficiency",
+            "network_efficiency",
+        )
+        require_fields(
+            self, require_not_negative, "half_dim", "kernel_seconds", "graph_kernel_seconds", "dispatch_seconds",
+            "step_seconds", "collective_seconds", "network_collective_seconds", "host_seconds",
         )  # fmt: skip
-        _require_positive(self, "host_bandwidth")
+        require_fields(self, require_positive, "host_bandwidth")
 
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """A kind of device, with what links it to others in nodes that are made of it."""
+    """A kind of device, with its link and its network in nodes of this kind."""
 
     name: str
-    """By which a description of a cluster knows it: 'a100-80g'."""
+    """In descriptions of clusters: 'a100-80g'."""
     names: tuple[str, ...]
-    """By which JAX knows it: 'NVIDIA A100-SXM4-80GB'."""
+    """In JAX: 'NVIDIA A100-SXM4-80GB'."""
     peak_flops: PeakFlops
     memory: Memory
     link: Link
     """Between devices of a node."""
     network: Network
-    """Of a node that does not say otherwise."""
+    """The default of its nodes."""
     coefficients: Coefficients
     target: Target | None = None
-    """None: a processor."""
+    """None for a CPU."""
 
     @property
     def capacity(self) -> int:
@@ -189,14 +196,14 @@ class Kind:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Nodes that are alike."""
+    """Equal nodes."""
 
     nodes: int
     devices_per_node: int
     kind: Kind
     network: Network
     host_bytes: int | None = None
-    """Of a node's own memory that a plan may fill with weights that rest there. None: nobody tells."""
+    """Bytes of a node's own memory that a plan may fill with weights at rest. None if not known."""
 
     def __post_init__(self) -> None:
         for name in ("nodes", "devices_per_node"):
@@ -213,7 +220,7 @@ class Group:
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """Groups of nodes, all of as many devices."""
+    """Groups of nodes, which all have equally many devices."""
 
     groups: tuple[Group, ...]
 
@@ -244,9 +251,6 @@ class Cluster:
     def devices_per_node(self) -> int:
         return self.groups[0].devices_per_node
 
-    def node_of(self, device: int) -> int:
-        return device // self.devices_per_node
-
     def group_of(self, device: int) -> Group:
         """The group of the node that a device is in.
 
@@ -273,30 +277,22 @@ class Cluster:
         """Bytes that a plan may fill of a device's memory, or of the one that it shares."""
         return self.kind_of(device).capacity
 
-    def slowest(self, first: int, end: int) -> Kind:
-        """Of the kinds of devices `first` to `end - 1`, that with the fewest operations a second; of equals, that with
-        the slower memory."""
-        kinds = {self.kind_of(device) for device in range(first, end, self.devices_per_node)}
-        kinds.add(self.kind_of(end - 1))
+    def slowest(self, devices: range) -> Kind:
+        """The kind among some devices with the fewest operations a second; of equals, that with the slower memory."""
+        kinds = {group.kind for group in self._groups_of(devices)}
         return min(kinds, key=lambda kind: (kind.peak_flops.bfloat16, kind.memory.bandwidth, kind.name))
 
-    def network(self, first: int, end: int) -> Network:
-        """The way out of the nodes of devices `first` to `end - 1`: where they differ, the slowest."""
-        networks = {self.group_of(device).network for device in range(first, end, self.devices_per_node)}
-        networks.add(self.group_of(end - 1).network)
+    def network(self, devices: range) -> Network:
+        """The slowest of the networks of the nodes that some devices are in."""
+        networks = {group.network for group in self._groups_of(devices)}
         return min(networks, key=lambda network: (network.bandwidth, -network.latency))
 
-    def link(self, one: int, other: int) -> Link:
-        """The way between two devices that talk alone. Between nodes it is as slow as the slower end."""
-        if self.node_of(one) == self.node_of(other):
-            return self.kind_of(one).link
-        ends = (self.group_of(one).network, self.group_of(other).network)
-        slower = min(ends, key=lambda network: network.shared_by(1))
-        return Link(slower.shared_by(1), max(network.latency for network in ends), slower.source)
+    def _groups_of(self, devices: range) -> list[Group]:
+        return [self.group_of(device) for device in (*devices[:: self.devices_per_node], devices[-1])]
 
     @functools.cached_property
     def meshes(self) -> tuple[range, ...]:
-        """All devices that a call may have: a part of a node that is a power of two, divides it and starts at a
+        """All sets of devices that a call may have: a part of a node that is a power of two, divides it and starts at a
         multiple of itself; or consecutive whole nodes. From the smallest on, then from the first device on.
 
         Reference:
@@ -311,41 +307,3 @@ class Cluster:
             for node in range(self.num_nodes - nodes + 1)
         ]
         return (*within, *whole)
-
-
-def degrees(num_devices: int, *, devices_per_node: int) -> list[tuple[int, int, int]]:
-    """All (pipeline, data, tensor) whose product is `num_devices`. What is split by `tensor` stays within a node."""
-    found = []
-    for tensor in range(1, min(num_devices, devices_per_node) + 1):
-        if num_devices % tensor or devices_per_node % tensor:
-            continue
-        rest = num_devices // tensor
-        found += [(pipeline, rest // pipeline, tensor) for pipeline in range(1, rest + 1) if rest % pipeline == 0]
-    return found
-
-
-def num_options(cluster: Cluster) -> int:
-    """In how many ways one call could run: devices, and (pipeline, data, tensor) over them."""
-    per_node = cluster.devices_per_node
-    return sum(len(degrees(len(mesh), devices_per_node=per_node)) for mesh in cluster.meshes)
-
-
-def _require_positive(value: Any, *names: str) -> None:
-    for name in names:
-        number = getattr(value, name)
-        if not (math.isfinite(number) and number > 0):
-            raise ValueError(f"{name}: must be finite and positive. Got {number}.")
-
-
-def _require_not_negative(value: Any, *names: str) -> None:
-    for name in names:
-        number = getattr(value, name)
-        if not (math.isfinite(number) and number >= 0):
-            raise ValueError(f"{name}: must be finite, not negative. Got {number}.")
-
-
-def _require_fraction(value: Any, *names: str) -> None:
-    for name in names:
-        number = getattr(value, name)
-        if not 0 < number <= 1:
-            raise ValueError(f"{name}: must lie in (0, 1]. Got {number}.")

@@ -1,4 +1,4 @@
-"""Memory that a run may take of this machine: what is available, under the limits of the container that it runs in.
+"""Memory that a run may take of this machine: what is available, within the limits of its container.
 
 Read from /proc and /sys/fs/cgroup (version 2 or 1), as Linux has them.
 """
@@ -9,14 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PROCESS_BYTES = 1_000_000_000
-"""Of a run's process beside its arrays: Python, JAX, compiled programs, and what compiling takes."""
+"""Memory of a run's process beside its arrays: Python, JAX, compiled programs and compiling."""
 RETAINED = 0.12
-"""What the allocator keeps of arrays that are gone, as a part of those that are there when most are."""
+"""Memory of freed arrays that the allocator retains, as a part of the arrays at their peak."""
 SHARE = 0.4
-"""Of what is available, that a plan may take unless it is told how much: the rest is for other programs, for
-checkpoints, and for what a forecast leaves out."""
+"""The part of available memory that a plan may take by default. The rest is for other programs, for checkpoints, and
+for what a forecast leaves out."""
 UNLIMITED = 1 << 60
-"""What version 1 writes for no limit is larger."""
+"""Version 1 writes larger numbers than this for no limit."""
 _VERSIONS = (
     # limit, usage, and the cached files in it that are given back before anything is killed
     ("memory.max", "memory.current", "inactive_file"),
@@ -25,18 +25,18 @@ _VERSIONS = (
 
 
 def host_memory(root: Path = Path("/")) -> int | None:
-    """Bytes that this process could have in all, with those that it has: what is available on the machine, or left of
-    a container's limit, whichever is less. None: nobody tells.
+    """Bytes that this process could have in all, those that it has included: what is available on the machine, or left
+    of a container's limit, whichever is less. None if the system does not tell.
 
     Args:
         root: Of the file system that has `proc` and `sys`.
     """
-    limits = [left for left in (_available(root), *_left_in_groups(root)) if left is not None]
+    limits = [left for left in (_meminfo(root).get("MemAvailable"), *_left_in_groups(root)) if left is not None]
     return min(limits) + _resident(root) if limits else _physical(root)
 
 
 def with_process(arrays: int) -> int:
-    """Bytes of a process with so many in arrays on virtual devices.
+    """Bytes of a process that has some number of bytes in arrays on virtual devices.
 
     >>> with_process(8_000_000_000)
     9960000000
@@ -45,7 +45,7 @@ def with_process(arrays: int) -> int:
 
 
 def for_arrays(room: int) -> int:
-    """Bytes for arrays in a process that may have so many in all; at least one.
+    """Bytes for arrays in a process that may have some number in all; at least one.
 
     >>> for_arrays(9_960_000_000)
     8000000000
@@ -54,8 +54,8 @@ def for_arrays(room: int) -> int:
 
 
 def host_room(limit: int | None = None, *, root: Path = Path("/")) -> int | None:
-    """Bytes that this process may have in all: `SHARE` of what it could have, or up to a limit all of it. None: nobody
-    tells, and there is no limit."""
+    """Bytes that this process may have in all: `SHARE` of what it could have, or all of it up to a limit. None if the
+    system does not tell and there is no limit."""
     available = host_memory(root)
     if limit is None:
         return None if available is None else int(SHARE * available)
@@ -63,18 +63,14 @@ def host_room(limit: int | None = None, *, root: Path = Path("/")) -> int | None
 
 
 def total_memory(root: Path = Path("/")) -> int | None:
-    """Bytes that any process could ever have here: of the machine, or a container's limit. None: nobody tells."""
+    """Bytes that any process could ever have here: of the machine, or a container's limit. None if not known."""
     limits = [limit for folder in _groups(root) for limit, *_ in [_group(folder)] if limit is not None]
     whole = _meminfo(root).get("MemTotal") or _physical(root)
     return min([*limits, *([whole] if whole else [])], default=None)
 
 
-def _available(root: Path) -> int | None:
-    return _meminfo(root).get("MemAvailable")
-
-
 def _left_in_groups(root: Path) -> Iterator[int]:
-    """What is left in each of the groups that limit this process."""
+    """The memory left in each of the groups that limit this process."""
     for folder in _groups(root):
         limit, used, cached = _group(folder)
         if limit is not None:
@@ -82,7 +78,7 @@ def _left_in_groups(root: Path) -> Iterator[int]:
 
 
 def _group(folder: Path) -> tuple[int | None, int, int]:
-    """(limit, usage, cached files in it) of a group of processes. None: it has no limit."""
+    """(limit, usage, cached files in it) of a group of processes. None means no limit."""
     for limit_file, usage_file, cached in _VERSIONS:
         with contextlib.suppress(OSError, ValueError):  # `max`, or a file of the other version
             limit, used = (int((folder / name).read_text()) for name in (limit_file, usage_file))
@@ -92,7 +88,7 @@ def _group(folder: Path) -> tuple[int | None, int, int]:
 
 
 def _groups(root: Path) -> Iterator[Path]:
-    """Folders of the groups that this process is in, from its own up; in a container, what it sees of them."""
+    """Folders of the groups of this process, from its own up, as far as a container shows them."""
     with contextlib.suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)

@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 from flax.core import FrozenDict
 
-from jaxrlhf.algorithms.settings import require, require_fraction, require_not_negative, require_positive
 from jaxrlhf.brief import brief, cut
 from jaxrlhf.config.algorithms import for_another_algorithm, load_algorithm
 from jaxrlhf.config.expand import RANDOM, expand
@@ -23,6 +22,7 @@ from jaxrlhf.experience import Sampling
 from jaxrlhf.models.config import Head, ModelConfig
 from jaxrlhf.models.lora import LoRAConfig
 from jaxrlhf.name_rules import check_name
+from jaxrlhf.require import require, require_fraction, require_not_negative, require_positive
 
 MAX_VIRTUAL_DEVICES = 1024
 """As many as a processor can appear as in reasonable time."""

@@ -12,6 +12,8 @@ import math
 import random
 import zlib
 
+from jaxrlhf.require import require, require_at_least_one
+
 OPERATIONS = ("+", "-", "*")
 
 
@@ -29,19 +31,13 @@ class ArithmeticConfig:
     """Where an operation has more problems than this, that many of them are drawn, always the same."""
 
     def __post_init__(self) -> None:
-        def require(holds: bool, field: str, rule: str) -> None:
-            if not holds:
-                raise ValueError(f"data.arithmetic.{field}: {rule}. Got {getattr(self, field)!r}.")
-
-        require(1 <= self.digits <= 9, "digits", "must lie between 1 and 9")
-        known = set(self.operations) <= set(OPERATIONS)
-        require(
-            known and len(set(self.operations)) == len(self.operations) > 0,
-            "operations",
-            "must be some of '+', '-', '*', each once",
-        )
-        require(self.held_out >= 2, "held_out", "must be at least 2, so that rows are left for training")
-        require(self.max_rows >= 1, "max_rows", "must be at least 1")
+        where, given = "data.arithmetic", self.operations
+        require(1 <= self.digits <= 9, f"{where}.digits", "must lie between 1 and 9", self.digits)
+        known = set(given) <= set(OPERATIONS) and len(set(given)) == len(given) > 0
+        require(known, f"{where}.operations", "must be some of '+', '-', '*', each once", given)
+        rule = "must be at least 2, so that rows are left for training"
+        require(self.held_out >= 2, f"{where}.held_out", rule, self.held_out)
+        require_at_least_one(self.max_rows, f"{where}.max_rows")
 
 
 def arithmetic_rows(config: ArithmeticConfig) -> tuple[list[dict[str, str]], list[dict[str, str]]]:

@@ -28,6 +28,7 @@ from jaxrlhf.execution.host_arrays import gather, hand_to_threads
 from jaxrlhf.execution.step_result import Leaves, StepResult, Values, lookup
 from jaxrlhf.execution.weight_store import WeightStore
 from jaxrlhf.experience import Sampling
+from jaxrlhf.models.lora import reads_merged
 from jaxrlhf.models.params import Params
 from jaxrlhf.observe.timeline import STEP, Timeline, Watcher
 from jaxrlhf.planner.fusion.fusible import fused_order
@@ -39,7 +40,7 @@ from jaxrlhf.programs.in_flight import InFlight
 from jaxrlhf.programs.optimizer import OptimizerState
 from jaxrlhf.programs.pipeline import Pipelined
 from jaxrlhf.programs.roles import FunctionRole, ModelRole, Role
-from jaxrlhf.programs.weight_sets import form_read, reads_merged
+from jaxrlhf.programs.weight_sets import form_read
 from jaxrlhf.reshard.offload import rests_on_host
 from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.processes import absent, is_here, meet
@@ -289,7 +290,8 @@ class Executor:
         role, name = self._model_role(call), self.weights.read_by(call.role)[0]
         params, received = self.weights.for_inference(
             call.role, layout, layers=form_read(role, call.kind, layout),
-            version=self._first_versions[name] + call.reads, merged=reads_merged(role, call.num_tokens),
+            version=self._first_versions[name] + call.reads,
+            merged=reads_merged(role.model, role.lora, call.num_tokens),
         )  # fmt: skip
         if received is not None:
             self._watch_reallocation(call.role, params, layout, started, received)

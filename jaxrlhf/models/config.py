@@ -1,13 +1,14 @@
 """The config of a model: sizes, variants, compute precision; and presets."""
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from jaxrlhf.require import require_at_least_one, require_fields, require_positive
 
 Head = Literal["lm", "scalar", "both"]
 """`lm` gives a distribution over the vocabulary, `scalar` one number for each position (a value, a reward); `both` are
@@ -28,7 +29,8 @@ class RopeScaling:
     original_max_position_embeddings: int = 8192
 
     def __post_init__(self) -> None:
-        _require_positive(self, "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+        names = "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"
+        require_fields(self, require_positive, *names)
         if self.high_freq_factor <= self.low_freq_factor:
             raise ValueError(
                 f"high_freq_factor: must exceed low_freq_factor={self.low_freq_factor}. Got {self.high_freq_factor}."
@@ -72,19 +74,11 @@ class ModelConfig:
     train call's rows have no more, their logits are saved for the backward pass."""
 
     def __post_init__(self) -> None:
-        for name in (
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_layers",
-            "num_heads",
-            "num_kv_heads",
-            "max_position_embeddings",
-            "logits_chunk_tokens",
-        ):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: must be at least 1. Got {getattr(self, name)}.")
-        _require_positive(self, "rope_theta", "norm_eps")
+        require_fields(
+            self, require_at_least_one, "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads",
+            "num_kv_heads", "max_position_embeddings", "logits_chunk_tokens",
+        )  # fmt: skip
+        require_fields(self, require_positive, "rope_theta", "norm_eps")
         if self.head_dim < 0:
             raise ValueError(f"head_dim: must be positive, or 0 for hidden_size / num_heads. Got {self.head_dim}.")
         if self.num_heads % self.num_kv_heads:
@@ -129,13 +123,6 @@ what the weights are."""
 def at_least_float32(dtype: jax.typing.DTypeLike) -> jax.typing.DTypeLike:
     """The dtype of sums and exponentials where matrix products compute in `dtype`."""
     return jnp.promote_types(dtype, jnp.float32)
-
-
-def _require_positive(config: Any, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        if not (math.isfinite(value) and value > 0):
-            raise ValueError(f"{name}: must be finite and positive. Got {value}.")
 
 
 def _llama3(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int) -> dict[str, Any]:

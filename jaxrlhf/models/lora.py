@@ -12,7 +12,6 @@ Reference:
 """
 
 import dataclasses
-import math
 from typing import Any, Literal
 
 import jax
@@ -31,6 +30,7 @@ from jaxrlhf.models.architecture import (
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.layers import Adapted, LayerWeights
 from jaxrlhf.models.params import Params, declare_adapted
+from jaxrlhf.require import require_at_least_one, require_positive
 from jaxrlhf.suggest import did_you_mean
 
 
@@ -50,10 +50,8 @@ class LoRAConfig:
     """A folder with saved adapters, as `output.export` writes them. Empty: new ones, which change nothing."""
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise ValueError(f"rank: must be at least 1. Got {self.rank}.")
-        if not (math.isfinite(self.alpha) and self.alpha > 0):
-            raise ValueError(f"alpha: must be finite and positive. Got {self.alpha}.")
+        require_at_least_one(self.rank, "rank")
+        require_positive(self.alpha, "alpha")
         for target in self.targets:
             if target not in MATRICES:
                 here = [name for name in MATRICES if CHECKPOINT_NAMES[name].endswith(f".{target}")]
@@ -103,12 +101,14 @@ def merge(adapted: Params) -> Params:
     return jax.tree.map(merged, adapted, is_leaf=lambda x: isinstance(x, Adapted))
 
 
-def merging_pays(config: ModelConfig, lora: LoRAConfig, num_tokens: int) -> bool:
-    """Whether adding adapters into the weights once costs less than applying them to each token of a call.
+def reads_merged(config: ModelConfig, lora: LoRAConfig | None, num_tokens: int) -> bool:
+    """True if a call on so many tokens, which trains nothing, reads adapters added into a copy of the weights.
 
-    Merging takes 2 r D_in D_out operations a weight, applying them 2 r (D_in + D_out) a token. Merging also takes the
-    memory of another copy of the weights.
+    By default that is where adding them once costs less than applying them to each token: merging takes 2 r D_in D_out
+    operations a weight, applying them 2 r (D_in + D_out) a token. Merging also takes the memory of the copy.
     """
+    if lora is None:
+        return False
     if lora.merge != "auto":
         return lora.merge == "always"
     sizes = [matrices(config)[name].shape for name in lora.targets]

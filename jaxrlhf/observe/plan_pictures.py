@@ -25,7 +25,7 @@ def draw_plan(planned: Planned, path: Path) -> None:
     Raises:
         PictureError: matplotlib is not there, or does not know the format.
     """
-    title = f"{planned.cluster}, {planned.strategy}: {planned.seconds:.3g} s an iteration"
+    title = f"{planned.cluster}, {planned.method}: {planned.seconds:.3g} s an iteration"
     draw_timeline(plan_rows(planned), path, steps=(1, DEFAULT_STEPS), title=title)
 
 
@@ -68,11 +68,11 @@ def draw_search(planned: Planned, path: Path) -> None:
 
     history = [each for each in planned.result.history if math.isfinite(each.seconds)]
     if not history:
-        raise PictureError(f"A picture of the search: needs one. Got a plan by {planned.strategy}. Use search.")
+        raise PictureError(f"A picture of the search: needs one. Got a plan by {planned.method}. Use search.")
     figure = Figure(figsize=(7, 3.2), dpi=100, layout="constrained")
     axes = figure.add_subplot()
     evaluated, seconds = [each.evaluated for each in history], [each.seconds for each in history]
-    axes.step(evaluated, seconds, where="post", color="#0b5394", label=f"{planned.strategy}: {seconds[-1]:.4g} s")
+    axes.step(evaluated, seconds, where="post", color="#0b5394", label=f"{planned.method}: {seconds[-1]:.4g} s")
     least = min(seconds[-1], planned.seconds)
     highest = max(seconds)
     if planned.heuristic is not None and planned.heuristic.seconds < _FAR * highest:

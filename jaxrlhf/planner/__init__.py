@@ -1,1 +1,1 @@
-"""Which devices and which strategy every call gets."""
+"""Plans: the devices and the strategy of every call."""

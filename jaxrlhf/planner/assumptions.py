@@ -1,4 +1,4 @@
-"""What a forecast takes for granted and nobody has measured, in a line each: only what bears on the plan at hand."""
+"""Assumptions of a forecast that were not measured, in a line each: those that affect the plan at hand."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -16,10 +16,10 @@ SLOW_KERNEL_SECONDS = 10e-6
 def assumptions(
     problem: Problem, plan: Sequence[int], workload: Workload, costs: CostModel, *, seconds: float
 ) -> tuple[str, ...]:
-    """What the seconds of a plan rest on without proof.
+    """The unproven assumptions behind the seconds of a plan.
 
     Args:
-        seconds: Of an iteration, as they are forecast.
+        seconds: The forecast of an iteration.
     """
     lines = [_reached(kind) for kind in _not_measured(costs.cluster)]
     lines += _decoding(problem, plan, workload, costs, seconds)
@@ -37,7 +37,7 @@ def _not_measured(cluster: Cluster) -> list[Kind]:
 
 
 def _reached(kind: Kind) -> str:
-    """What devices are taken to reach."""
+    """The efficiencies that are assumed of a kind of device."""
     costs, why = kind.coefficients, "assumed, and measured on none"
     if not costs.source.startswith("assumed"):
         why = costs.source
@@ -52,21 +52,21 @@ def _reached(kind: Kind) -> str:
 def _decoding(
     problem: Problem, plan: Sequence[int], workload: Workload, costs: CostModel, seconds: float
 ) -> Iterator[str]:
-    """That the loop of a generation runs as one captured graph, and what the iteration would take if it did not."""
+    """The assumption that decoding runs as one captured graph, and the seconds of an iteration if it did not."""
     kinds = [kind for kind in _not_measured(costs.cluster) if kind.target is not None]
     fast = max((kind.coefficients.graph_kernel_seconds for kind in kinds), default=SLOW_KERNEL_SECONDS)
     if fast >= SLOW_KERNEL_SECONDS or not any(call.kind == "generate" for call in workload.calls):
         return
     slow = costs.on(_with_slow_kernels(costs.cluster))
+    part = problem.with_choices([[index] for index in plan])
     calls = []
-    for call, described, index in zip(problem.calls, workload.calls, plan, strict=True):
-        choice = call.choices[index]
+    for call, described in zip(part.calls, workload.calls, strict=True):
+        (choice,) = call.choices
         if call.kind == "generate":
             taken = slow.seconds(described, choice.devices, choice.strategy).total
             choice = dataclasses.replace(choice, seconds=max(choice.seconds, taken))
-        choices = (*call.choices[:index], choice, *call.choices[index + 1 :])
-        calls.append(dataclasses.replace(call, choices=choices))
-    slower = steady_state(dataclasses.replace(problem, calls=tuple(calls)), plan).seconds
+        calls.append(dataclasses.replace(call, choices=(choice,)))
+    slower = steady_state(dataclasses.replace(part, calls=tuple(calls)), [0] * len(calls)).seconds
     now, then = f"{seconds:.4g} s", f"{slower:.4g} s"
     takes = f"an iteration takes {then}, not {now}" if now != then else "an iteration takes no longer"
     yield (

@@ -1,6 +1,5 @@
-"""Where a plan's costs come from: formulas, compiled programs, or what was measured on this machine."""
+"""The sources of a plan's costs: formulas, compiled programs, or measurements of this machine."""
 
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, get_args
@@ -18,14 +17,6 @@ CostSource = Literal["analytic", "compiled", "measured"]
 SOURCES: tuple[CostSource, ...] = get_args(CostSource)
 
 
-@dataclasses.dataclass(frozen=True)
-class Costs:
-    """What calls cost, and what is to be known of it."""
-
-    model: CostModel
-    notes: tuple[str, ...]
-
-
 def costs_from(
     source: CostSource,
     workload: Workload,
@@ -33,12 +24,15 @@ def costs_from(
     *,
     calibration: Path | None = None,
     say: Callable[[str], None] = lambda line: None,
-) -> Costs:
-    """What the calls of a workload cost on a cluster.
+) -> tuple[CostModel, tuple[str, ...]]:
+    """The costs of the calls of a workload on a cluster.
 
     Args:
-        calibration: The file of what was measured. None: that of this machine.
-        say: Told how far compiling is, in lines.
+        calibration: The file of measurements. None means that of this machine.
+        say: Is told the progress of compiling, in lines.
+
+    Returns:
+        The costs, and notes about them.
 
     Raises:
         ConfigError: This machine was not measured, or is not of the cluster's kind.
@@ -49,21 +43,21 @@ def costs_from(
             workload, cluster, cache=CostCache(default_folder()),
             progress=lambda done, total, name: say(f"Compiled {done} of {total}: {name}"),
         )  # fmt: skip
-        return Costs(CostModel(cluster, work), ("Costs: counted in compiled programs.", *notes))
+        return CostModel(cluster, work), ("Costs: counted in compiled programs.", *notes)
     if source == "measured":
         return _measured(workload, cluster, calibration or calibration_file(this_machine()))
-    return Costs(CostModel(cluster), (_FORMULAS + _measure_first(cluster),))
+    return CostModel(cluster), ("Costs: counted by formulas." + _measure_first(cluster),)
 
 
 def usual_source(cluster: Cluster) -> CostSource:
-    """Where costs come from that take no time: what was measured on this machine, if it was and is of the cluster's
-    kind; else formulas."""
+    """The source that takes no time: measurements of this machine if there are some and it is of the cluster's kind,
+    else formulas."""
     machine = this_machine()
     known = all(machine.device_kind in group.kind.names for group in cluster.groups)
     return "measured" if known and calibration_file(machine).exists() else "analytic"
 
 
-def _measured(workload: Workload, cluster: Cluster, path: Path) -> Costs:
+def _measured(workload: Workload, cluster: Cluster, path: Path) -> tuple[CostModel, tuple[str, ...]]:
     machine = this_machine()
     if others := [str(group) for group in cluster.groups if machine.device_kind not in group.kind.names]:
         raise ConfigError(
@@ -73,16 +67,14 @@ def _measured(workload: Workload, cluster: Cluster, path: Path) -> Costs:
     calibration = read_calibration(path, machine=machine)
     model = CostModel(calibration.on(cluster), measured=calibration, measured_update=calibration.update)
     note = f"Costs: measured on this machine on {calibration.date} ({path}): {_covered(workload, calibration)}."
-    load = f"While it was measured, {calibration.load}." if calibration.load is not None else _UNKNOWN_LOAD
-    return Costs(model, (note, load))
-
-
-_FORMULAS = "Costs: counted by formulas."
-_UNKNOWN_LOAD = "How busy the machine was while it was measured is not known: its file is of an earlier version."
+    load = "How busy the machine was while it was measured is not known: its file is of an earlier version."
+    if calibration.load is not None:
+        load = f"While it was measured, {calibration.load}."
+    return model, (note, load)
 
 
 def _measure_first(cluster: Cluster) -> str:
-    """What to do where formulas say little."""
+    """The remedy where formulas are far off; empty elsewhere."""
     if all(group.kind.target is not None for group in cluster.groups):
         return ""
     return (
@@ -92,7 +84,7 @@ def _measure_first(cluster: Cluster) -> str:
 
 
 def _covered(workload: Workload, calibration: Calibration) -> str:
-    """Which calls were measured, in words."""
+    """The calls that were measured, in words."""
     known = {(curve.case.model, curve.case.phase) for curve in calibration.curves}
     measured = [c.name for c in workload.calls if all((c.model, phase) in known for phase in PHASES[c.kind])]
     others = [call.name for call in workload.calls if call.name not in measured]

@@ -1,4 +1,4 @@
-"""From a workload and a cluster to a plan, and everything that there is to say about it.
+"""From a workload and a cluster to a plan and its forecast.
 
 planned = plan_workload(workload, read_cluster("16x8:a100-80g"))
 planned.seconds, planned.gain                  # of an iteration; over the plan that everybody writes
@@ -33,25 +33,24 @@ from jaxrlhf.planner.workload import Workload
 from jaxrlhf.schedules.instructions import Schedule
 
 SEARCH, YARDSTICK = "search", "heuristic"
-"""Strategies: the one that is used unless another is asked for, and the one that others are compared with, as it is
-what is usually written by hand."""
+"""Methods: the default, and the baseline that others are compared with, which is usually written by hand."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Planned:
-    """A plan, how it was found, and what is expected of it."""
+    """A plan, how it was found, and its forecast."""
 
     workload: Workload
     cluster: Cluster
     problem: Problem
     result: SearchResult
-    strategy: str
+    method: str
     heuristic: Simulation | None
-    """Of the plan that is usually written by hand; None where it does not fit."""
+    """Of the baseline plan; None if it does not fit."""
     heuristic_note: str
-    """Why it does not."""
+    """Why it does not fit."""
     memory: tuple[DeviceMemory, ...]
-    """Memory -> what is there when most is there."""
+    """Memory -> its contents when it is fullest."""
     planning_seconds: float
     fixed: Mapping[str, Placement] = dataclasses.field(default_factory=dict)
     """Placements that were given."""
@@ -60,18 +59,18 @@ class Planned:
     fuse: tuple[str, ...] = ()
     """Train calls that run as one pipeline."""
     schedules: tuple[Schedule, ...] = ()
-    """By which they do: those that their seconds are of."""
+    """The schedules of that pipeline, from which its seconds come."""
     notes: tuple[str, ...] = ()
-    """What is to be known of these numbers."""
+    """Notes on the forecast."""
     assumed: tuple[str, ...] = ()
-    """What they rest on that nobody has measured."""
+    """Assumptions of the forecast that were not measured."""
 
     def __repr__(self) -> str:
-        return f"<{self.summary()}>"  # all that it has would fill a hundred lines
+        return f"<{self.summary()}>"  # all fields would fill a hundred lines
 
     @property
     def simulation(self) -> Simulation:
-        """What consecutive iterations settle to."""
+        """The steady state of consecutive iterations."""
         return self.result.simulation
 
     @property
@@ -85,7 +84,7 @@ class Planned:
 
     @property
     def gain(self) -> float | None:
-        """How many times as many iterations in the same time as under the heuristic plan. None: it does not fit."""
+        """The speed-up over the heuristic plan. None if that does not fit."""
         return self.heuristic.seconds / self.seconds if self.heuristic is not None and self.seconds else None
 
     @property
@@ -101,18 +100,18 @@ class Planned:
 
     def summary(self) -> str:
         """The plan in a line."""
-        compared = self.gain is not None and self.strategy != YARDSTICK
+        compared = self.gain is not None and self.method != YARDSTICK
         gain = f", {self.gain:.2f} x as fast as the {YARDSTICK} plan" if compared else ""
-        how = f"{self.cluster} by {self.strategy} in {self.planning_seconds:.1f} s"
+        how = f"{self.cluster} by {self.method} in {self.planning_seconds:.1f} s"
         return f"Planned for {how}: {self.seconds:.4g} s a step{gain}"
 
     def call_seconds(self, name: str) -> float:
-        """Of a call, without loading; of two that run as one pipeline, of both together."""
+        """Seconds of a call without loading; of two that run as one pipeline, of both together."""
         choices = self.choices
         return sum(choices[each].seconds for each in (self.fuse if name in self.fuse else (name,)))
 
     def call_memory(self, name: str) -> int:
-        """Bytes in the fullest memory of a call's devices while it runs, with what rests there of others."""
+        """Bytes in the fullest memory of a call's devices while it runs, weights of other calls included."""
         together = self.fuse if name in self.fuse else (name,)
         return max(self._during[each].total for each in together)
 
@@ -121,7 +120,7 @@ class Planned:
         return memory_during(self.problem, self.result.plan)
 
     def placements(self) -> dict[str, Placement]:
-        """Call -> its placement, of the calls of models."""
+        """Call of a model -> its placement."""
         return {
             name: self.fixed.get(name) or Placement(tuple(choice.devices), choice.strategy)
             for name, choice in self.choices.items()
@@ -150,10 +149,10 @@ class Planned:
         return plan
 
     def saved(self, plan: Plan | None = None, *, asked: object = None) -> SavedPlan:
-        """What is written to disk.
+        """The plan as it is written to disk.
 
         Args:
-            plan: For all calls of a graph. None: for the calls of models alone.
+            plan: For all calls of a graph. None means for the calls of models alone.
             asked: What the config said under `plan`, as plain data.
         """
         names = [call.name for call in self.workload.calls]
@@ -161,7 +160,7 @@ class Planned:
             plan=plan or Plan(self.placements(), self.offloaded, self.fuse, self.schedules),
             devices=devices_of(self.cluster),
             work=described_work(self.workload),
-            strategy=self.strategy,
+            method=self.method,
             step_seconds=self.seconds,
             calls={name: CallForecast(self.call_seconds(name), self.call_memory(name)) for name in names},
             asked=asked,
@@ -172,7 +171,7 @@ def plan_workload(
     workload: Workload,
     cluster: Cluster,
     *,
-    strategy: str = SEARCH,
+    method: str = SEARCH,
     costs: CostModel | None = None,
     fixed: Mapping[str, Placement] | None = None,
     offload: Iterable[str] = (),
@@ -185,47 +184,43 @@ def plan_workload(
     """The plan of a workload on a cluster.
 
     Args:
-        strategy: One of `methods.METHODS`.
-        costs: What calls cost. None: by formulas and the numbers of the cluster's devices.
+        method: One of `methods.METHODS`.
+        costs: The costs of calls. None means formulas with the numbers of the cluster's devices.
         fixed: Call -> the placement that it keeps.
         offload: Roles whose weights must rest in host memory.
         fuse: Train calls that are to run as one pipeline. They are counted as if they ran by themselves.
-        seconds: The most that the search may take. None: as long as it is set up for.
-        notes: On where the costs come from.
-        say: Told what is going on, in lines.
+        seconds: The most that the search may take. None means no limit.
+        notes: Notes on the source of the costs.
+        say: Is told the progress, in lines.
 
     Raises:
-        NoRoomError: No plan fits: says by how much, and what would.
-        PlanError: The strategy is not known, or has no plan for the workload.
+        NoRoomError: No plan fits. Says by how much, and on which clusters one would.
+        PlanError: The method is not known, or has no plan for the workload.
     """
     started = time.perf_counter()
     if seconds is not None and not seconds > 0:
         raise PlanError(f"seconds: the time to look for a plan must be positive. Got {seconds}.")
-    plan_by, costs, fixed, offload = (
-        find_method(strategy),
-        costs or CostModel(cluster),
-        dict(fixed or {}),
-        tuple(offload),
-    )
+    plan_by, costs = find_method(method), costs or CostModel(cluster)
+    fixed, offload = dict(fixed or {}), tuple(offload)
     try:
-        problem = _problem(strategy, workload, cluster, costs, fixed, offload, say)
+        problem = _problem(method, workload, cluster, costs, fixed, offload, say)
         say("Compiling the loops of the search, if they are not on disk")
         warm_up()
-        say(f"Looking for a plan by {strategy}, of {problem.size:.2g}")
+        say(f"Looking for a plan by {method}, of {problem.size:.2g}")
         result = without_needless_offload(problem, plan_by(problem, seed=seed, seconds=seconds))
     except NoRoomError as error:
         fitting = what_would_fit(workload, cluster, fixed=fixed, offload=offload, say=say)
         raise NoRoomError(f"{error} {fitting}".rstrip()) from error
     heuristic, why_not = result.simulation, ""
-    if strategy != YARDSTICK:
+    if method != YARDSTICK:
         heuristic, why_not = _yardstick(workload, cluster, costs, fixed, offload)
     fuse, notes = tuple(fuse), list(notes)
-    may_fuse = strategy == SEARCH and not fuse and not any(call.trains for call in workload.calls if call.name in fixed)
+    may_fuse = method == SEARCH and not fuse and not any(call.trains for call in workload.calls if call.name in fixed)
     if may_fuse:
         say("Looking whether two train calls as one pipeline are faster")
     plans = _plans_to_fuse(problem, result) if may_fuse else []
     fused = best_fused(problem, workload, costs, plans, beat=result.seconds)
-    if strategy == SEARCH and not numba_is_there():
+    if method == SEARCH and not numba_is_there():
         notes.append("numba is not installed: few plans were looked at. pip install 'jaxrlhf[planner]'.")
     if fused is not None:
         problem, fuse, result = fused.problem, fused.fuse, _with_fused(result, fused)
@@ -238,7 +233,7 @@ def plan_workload(
         cluster=cluster,
         problem=problem,
         result=result,
-        strategy=strategy,
+        method=method,
         heuristic=heuristic,
         heuristic_note=why_not,
         memory=memory_at_peak(problem, result.plan),
@@ -253,8 +248,8 @@ def plan_workload(
 
 
 def _plans_to_fuse(problem: Problem, result: SearchResult) -> list[tuple[int, ...]]:
-    """Plans whose train calls may be faster as one pipeline: the best, those that lost, and that of calls which are all
-    on all devices, where there is most to share."""
+    """Plans whose train calls may be faster as one pipeline: the best, those that lost, and one with all calls on all
+    devices."""
     plans = [result.plan, *(each.plan for each in result.runners_up if not each.lacking)]
     with contextlib.suppress(PlanError):  # it does not fit, or rows do not divide so
         plans.append(find_method("colocate")(problem).plan)
@@ -262,7 +257,7 @@ def _plans_to_fuse(problem: Problem, result: SearchResult) -> list[tuple[int, ..
 
 
 def _with_fused(result: SearchResult, fused: FusedPlan) -> SearchResult:
-    """What a search found with two train calls fused; the plan without that is one that lost."""
+    """A search's result with two train calls fused. The plan without that is one that lost."""
     seconds = fused.simulation.seconds
     lost = [RunnerUp(result.plan, result.seconds, 0), *result.runners_up]
     return dataclasses.replace(
@@ -275,11 +270,12 @@ def _with_fused(result: SearchResult, fused: FusedPlan) -> SearchResult:
 
 
 def without_needless_offload(problem: Problem, result: SearchResult) -> SearchResult:
-    """The same plan with weights on the devices where they fit, and the iteration takes no longer for it: to a search,
-    copies from the host that nobody waits for are as good."""
+    """The same plan with weights on the devices wherever they fit and the iteration takes no longer. To a search,
+    copies from the host that nothing waits for are as good."""
     for number, call in enumerate(problem.calls):
         choice = call.choices[result.plan[number]]
-        at_home = (i for i, c in enumerate(call.choices) if not c.offloaded and _same_place(c, choice))
+        same = (choice.devices, choice.strategy)
+        at_home = (i for i, c in enumerate(call.choices) if not c.offloaded and (c.devices, c.strategy) == same)
         other = next(at_home, None) if choice.offloaded else None
         if other is None:
             continue
@@ -291,12 +287,8 @@ def without_needless_offload(problem: Problem, result: SearchResult) -> SearchRe
     return result
 
 
-def _same_place(one: Choice, other: Choice) -> bool:
-    return (one.devices, one.strategy) == (other.devices, other.strategy)
-
-
 def _problem(
-    strategy: str,
+    method: str,
     workload: Workload,
     cluster: Cluster,
     costs: CostModel,
@@ -304,8 +296,8 @@ def _problem(
     offload: Iterable[str],
     say: Callable[[str], None] = lambda line: None,
 ) -> Problem:
-    """What a strategy chooses from."""
-    among = AMONG.get(strategy, "fast")
+    """The choices of a method."""
+    among = AMONG.get(method, "fast")
     return make_problem(workload, cluster, costs, fixed=fixed, offload=offload, among=among, say=say)
 
 

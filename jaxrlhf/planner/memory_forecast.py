@@ -1,4 +1,4 @@
-"""The memory that a run will take under its plan, before it starts: of each call, and together beside what there is."""
+"""The forecast of a run's memory under its plan: of each call, and in all, compared with the capacity."""
 
 import dataclasses
 import itertools
@@ -16,32 +16,32 @@ from jaxrlhf.planner.workload import Workload
 
 _UNITS = {"GB": 1e9, "MB": 1e6}
 _SMALL = 1e8
-"""Where no part of a call has so many bytes, they are shown in MB."""
+"""If no part of a call is this large, they are shown in MB."""
 _LESS = "Use `plan: auto`, more fsdp or micro-batches, a smaller batch, adapters (lora), or a smaller model."
 
 
 @dataclasses.dataclass(frozen=True)
 class MemoryForecast:
-    """What there is to say about the memory of a plan."""
+    """The forecast of the memory of a plan."""
 
     rows: tuple[dict[str, Any], ...]
-    """A table: call -> what it takes on each of its devices. What several calls read in one layout stands with each."""
+    """A table: call -> its memory on each of its devices. Weights that several calls share are in the row of each."""
     unit: str
     """Of the table."""
     lines: tuple[str, ...]
-    """What is taken at most, of how much."""
+    """The peak memory and the capacity."""
     notes: tuple[str, ...]
-    """Where it may not fit."""
+    """Warnings where it may not fit."""
 
 
 def forecast_memory(workload: Workload, cluster: Cluster, plan: Plan, *, limit: int | None = None) -> MemoryForecast:
     """The memory of a step's plan on this machine's devices.
 
     Args:
-        limit: Bytes of the host's memory that the run may take. None: all that is available.
+        limit: Bytes of the host's memory that the run may take. None means all that is available.
 
     Raises:
-        PlanError: What rests on devices, which is known to the byte, is more than there is.
+        PlanError: The memory between calls, which is known to the byte, is more than the devices have.
     """
     is_on_cpu, trained = on_cpu(cluster), workload.trained
     parts = []
@@ -66,7 +66,7 @@ def forecast_memory(workload: Workload, cluster: Cluster, plan: Plan, *, limit: 
 
 
 def host_line(arrays: int) -> str:
-    """What a run takes of the host's memory where its devices share it.
+    """The host memory that a run takes if its devices share it, in words.
 
     >>> host_line(8_800_000_000)
     "The run takes up to about 10.9 GB of the host's memory: arrays 8.8 GB, the rest of the process 2.06 GB"
@@ -77,7 +77,7 @@ def host_line(arrays: int) -> str:
 
 
 def _parts(memory: CallMemory) -> dict[str, int]:
-    """What a call's memory is made of, in bytes."""
+    """The parts of a call's memory, in bytes."""
     return {
         "weights": memory.resting - memory.optimizer + memory.base, "optimizer": memory.optimizer,
         "copies": memory.copy + memory.gathered, "gradients": memory.gradients,
@@ -90,7 +90,7 @@ def _shown(size: int, unit: float) -> float | str:
 
 
 def _on_host(peaks: Sequence[DeviceMemory], cluster: Cluster, limit: int | None) -> tuple[list[str], list[str]]:
-    """Of virtual devices, which have the memory of their host."""
+    """Lines and warnings for virtual devices, which share the memory of their host."""
     fullest = max(peaks, key=lambda each: each.total)
     there, whole = host_memory(), total_memory()
     _require_room(fullest, PROCESS_BYTES, whole)
@@ -107,7 +107,7 @@ def _on_host(peaks: Sequence[DeviceMemory], cluster: Cluster, limit: int | None)
 
 
 def _on_devices(peaks: Sequence[DeviceMemory], cluster: Cluster, limit: int | None) -> tuple[list[str], list[str]]:
-    """Of devices with memory of their own. Neighbours that are alike share a line."""
+    """Lines and warnings for devices with memory of their own. Equal neighbors share a line."""
     lines, notes = [], []
 
     def alike(each: DeviceMemory) -> tuple[Any, ...]:
@@ -126,7 +126,7 @@ def _on_devices(peaks: Sequence[DeviceMemory], cluster: Cluster, limit: int | No
 
 
 def _require_room(memory: DeviceMemory, more: int, whole: int | None) -> None:
-    """What rests between calls fits.
+    """Checks that the memory between calls fits.
 
     Raises:
         PlanError: It does not.

@@ -1,6 +1,7 @@
-"""What there is to say about a plan: as rows of tables, as lines, as plain data for machines."""
+"""Reports of a plan: as rows of tables, as lines, as plain data for machines."""
 
 import dataclasses
+import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -18,9 +19,10 @@ JSON_VERSION = 1
 
 
 def call_rows(planned: Planned) -> list[dict[str, Any]]:
-    """The calls, each with its devices, its strategy, its seconds, and the memory of its fullest device while it runs.
-    The seconds of two that are fused stand beside the first; those of bringing weights from the host and back stand
-    apart."""
+    """The calls with their devices, strategies, seconds, and the memory of their fullest devices while they run.
+
+    The seconds of two fused calls are in the row of the first. Bringing weights from the host and back has a column of
+    its own."""
     rows = []
     for name, choice in planned.choices.items():
         strategy = choice.strategy
@@ -28,10 +30,7 @@ def call_rows(planned: Planned) -> list[dict[str, Any]]:
             {
                 "call": name,
                 "devices": devices_in_words(choice.first, choice.end, planned.cluster.devices_per_node),
-                "data": strategy.data,
-                "fsdp": strategy.fsdp,
-                "tensor": strategy.tensor,
-                "pipeline": strategy.pipeline,
+                **{degree: getattr(strategy, degree) for degree in ("data", "fsdp", "tensor", "pipeline")},
                 "micro-batches": strategy.micro_batches,
                 "remat": strategy.remat if planned.workload.call(name).trains else "-",
                 "weights at rest": "host" if choice.offloaded else "devices",
@@ -44,24 +43,18 @@ def call_rows(planned: Planned) -> list[dict[str, Any]]:
 
 
 def devices_in_words(first: int, end: int, devices_per_node: int) -> str:
-    """Consecutive devices, and the nodes that they are where they are whole ones: '0-15, 2 nodes'."""
+    """Consecutive devices, and the number of nodes if these are whole: '0-15, 2 nodes'."""
     where = _numbers(first, end - 1)
     nodes, rest = divmod(end - first, devices_per_node)
     return where if rest or first % devices_per_node else f"{where}, {nodes} node{'s' if nodes > 1 else ''}"
 
 
 def memory_rows(planned: Planned) -> list[dict[str, Any]]:
-    """The memory of devices when it is fullest, beside what they have, or share. Neighbours that are alike share a
-    row."""
-    groups: list[list[DeviceMemory]] = []
-    for each in planned.memory:
-        if groups and _parts(groups[-1][-1]) == _parts(each):
-            groups[-1].append(each)
-        else:
-            groups.append([each])
+    """The memory of devices when it is fullest, beside their capacity. Equal neighbors share a row."""
     rows = []
-    for group in groups:
-        first, last = group[0], group[-1].devices.stop - 1
+    for _, group in itertools.groupby(planned.memory, _parts):
+        first, *others = group
+        last = [first, *others][-1].devices.stop - 1
         capacity = planned.cluster.capacity(first.devices.start)
         parts = {f"{name} at rest": size for name, size in first.resting.items()}
         parts |= {f"copy for {name}": size for name, size in first.copies.items()}
@@ -86,7 +79,7 @@ def _numbers(first: int, last: int) -> str:
 
 
 def _parts(memory: DeviceMemory) -> tuple[Any, ...]:
-    """What tells devices apart."""
+    """The key by which neighbors are equal."""
     return memory.call, dict(memory.resting), dict(memory.copies), memory.working, dict(memory.beside)
 
 
@@ -102,14 +95,14 @@ def summary_lines(planned: Planned) -> list[str]:
         lines.append(copied)
     if planned.problem.devices_per_memory > 1:
         lines.append(host_line(max(each.total for each in planned.memory)))
-    if planned.strategy == SEARCH:
+    if planned.method == SEARCH:
         lines.append(
             f"The fastest of {planned.result.evaluated:,} plans looked at, of those with {looked_at(planned.cluster)}; "
             "that no other is faster is not proven"
         )
     if planned.gain is None:
         lines.append(f"No {YARDSTICK} plan to compare with: {planned.heuristic_note}")
-    elif planned.strategy != YARDSTICK:
+    elif planned.method != YARDSTICK:
         assert planned.heuristic is not None
         lines.append(
             f"{planned.gain:.2f} x as fast as the {YARDSTICK} plan, which takes {planned.heuristic.seconds:.4g} s: "
@@ -119,7 +112,7 @@ def summary_lines(planned: Planned) -> list[str]:
 
 
 def copies_in_words(planned: Planned) -> str:
-    """The rows of no weight that fill up calls whose rows do not divide; empty where all do."""
+    """The rows without weight that fill up calls whose rows do not divide; empty if all divide."""
     calls = [(planned.workload.call(name), choice.strategy) for name, choice in planned.choices.items()]
     copies = [(call.name, call.copied_rows(strategy), max(call.divisible)) for call, strategy in calls]
     listed = ", ".join(f"{name} {number} beside {rows}" for name, number, rows in copies if number)
@@ -127,14 +120,14 @@ def copies_in_words(planned: Planned) -> str:
 
 
 def _what_decides(critical: Sequence[str]) -> str:
-    """The calls of a chain that the iteration takes as long as."""
+    """The calls of the critical cycle, in words."""
     calls = [name for name in critical if ":" not in name]  # the others move weights and data for one of these
     moved = " and what is brought to them" if len(calls) < len(critical) else ""
     return f"What decides: {', '.join(dict.fromkeys(calls)) or 'no call'}{moved}"
 
 
 def runner_up_lines(planned: Planned) -> list[str]:
-    """The best plans that lost: a line that says why, then one for each call that they place otherwise."""
+    """The best plans that lost: a line with the reason, then one for each call that they place differently."""
     lines = []
     for runner_up in planned.result.runners_up:
         others = chosen(planned.problem, runner_up.plan)
@@ -146,7 +139,7 @@ def runner_up_lines(planned: Planned) -> list[str]:
 
 
 def _longest(planned: Planned, others: Mapping[str, Choice]) -> str:
-    """The call that takes most longer than in the plan that was chosen, in words; empty where none does."""
+    """The call that loses most time against the chosen plan, in words; empty if none does."""
     longer: dict[str, float] = {}
     for name, other in others.items():
         together = planned.fuse if name in planned.fuse else (name,)
@@ -169,7 +162,7 @@ def placement_in_words(choice: Choice, devices_per_node: int) -> str:
 
 
 def plan_json(planned: Planned, plan: Plan) -> dict[str, Any]:
-    """All of it as plain data, for machines. Seconds and bytes.
+    """The whole report as plain data, in seconds and bytes.
 
     Args:
         plan: For the calls of a graph, `compute` calls too.
@@ -178,7 +171,7 @@ def plan_json(planned: Planned, plan: Plan) -> dict[str, Any]:
     return {
         "version": JSON_VERSION,
         "cluster": str(planned.cluster),
-        "strategy": planned.strategy,
+        "strategy": planned.method,
         "step_seconds": planned.seconds,
         "tokens": planned.workload.tokens,
         "tokens_per_second": planned.tokens_per_second,
@@ -216,9 +209,7 @@ def plan_json(planned: Planned, plan: Plan) -> dict[str, Any]:
         ],
         "timeline": [
             {
-                "name": span.task.name,
-                "call": span.task.call,
-                "kind": span.task.kind,
+                **{key: getattr(span.task, key) for key in ("name", "call", "kind")},
                 "devices": sorted({device for part in span.task.devices for device in part}),
                 "start": span.start,
                 "end": span.end,

@@ -1,4 +1,4 @@
-"""Clusters that would have room for a workload, where the one that was asked for has not."""
+"""Clusters that would have room for a workload that does not fit on the requested one."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -12,10 +12,10 @@ from jaxrlhf.planner.search.search import search
 from jaxrlhf.planner.workload import Workload
 
 MAX_DEVICES = 256
-"""Of the clusters that are looked at: counting what calls take takes longer the larger they are."""
+"""Of the clusters that are tried: counting costs takes longer the larger they are."""
 _USUAL_DEVICES_PER_NODE = 8
 _STEPS = 2_000
-"""Plans looked at. Whether the leanest one fits takes but a few."""
+"""Plans of each search: few are needed to find the leanest."""
 
 
 def what_would_fit(
@@ -23,19 +23,18 @@ def what_would_fit(
     cluster: Cluster,
     *,
     fixed: Mapping[str, Placement],
-    offload: Iterable[str] = (),
-    say: Callable[[str], None] = lambda line: None,
+    offload: Iterable[str],
+    say: Callable[[str], None],
 ) -> str:
-    """In a sentence, the first clusters that have room: of those with twice as many such devices, four times as many
-    and so on, and of those with as many devices of more memory. Empty where none has.
+    """A sentence with the first clusters that have room, of those with twice as many such devices, four times as many
+    and so on, and of those with as many devices of more memory. Empty if none has.
 
-    Fewer devices than named, but more than half as many, may do too.
+    Fewer devices than named, but more than half as many, may be enough.
 
     Args:
         cluster: Has too little room.
-        fixed, offload: As of `choices.make_problem`.
+        fixed, offload, say: As in `choices.make_problem`.
     """
-    offload = tuple(offload)
 
     def has_room(other: Cluster) -> bool:
         say(f"Looking whether {other} would have room")
@@ -53,25 +52,19 @@ def what_would_fit(
 
 
 def _with_more_devices(cluster: Cluster) -> Iterator[Cluster]:
-    """Twice as many devices, and so on: in each node first, as far as nodes usually go, then in more nodes."""
+    """Clusters with twice as many devices, and so on: first in each node, up to the usual number, then more nodes."""
     if any(group.kind.target is None for group in cluster.groups):  # devices share the memory of one host
         return
     while 2 * cluster.num_devices <= MAX_DEVICES:
-        wide = 2 * cluster.devices_per_node <= _USUAL_DEVICES_PER_NODE
-        cluster = Cluster(tuple(map(_wider if wide else _longer, cluster.groups)))
+        doubled = "devices_per_node" if 2 * cluster.devices_per_node <= _USUAL_DEVICES_PER_NODE else "nodes"
+        cluster = Cluster(
+            tuple(dataclasses.replace(group, **{doubled: 2 * getattr(group, doubled)}) for group in cluster.groups)
+        )
         yield cluster
 
 
-def _wider(group: Group) -> Group:
-    return dataclasses.replace(group, devices_per_node=2 * group.devices_per_node)
-
-
-def _longer(group: Group) -> Group:
-    return dataclasses.replace(group, nodes=2 * group.nodes)
-
-
 def _with_larger_devices(cluster: Cluster) -> Iterator[Cluster]:
-    """As many devices of each kind that has more memory, from the least on."""
+    """As many devices of each kind with more memory, from the least on."""
     most = max(group.kind.capacity for group in cluster.groups)
     larger = sorted((k for k in kinds().values() if k.target and k.capacity > most), key=lambda kind: kind.capacity)
     for kind in larger if all(group.kind.target for group in cluster.groups) else ():

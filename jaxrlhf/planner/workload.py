@@ -1,8 +1,8 @@
-"""The work of a step, as a planner sees it: its model function calls with their sizes, and who waits for whom.
+"""The work of a step, as a planner sees it: its model function calls with their sizes and dependencies.
 
 Made from a call graph, or written out by hand for a system that has no step function yet. Calls of arrays alone
-(`compute`) and on the host are left out: they take next to no time on devices, and whoever waits for them waits for
-what they need.
+(`compute`) and on the host are left out: they take next to no time on devices, and a call that waits for them waits for
+the calls that they need.
 
 Letters: B rows, P prompt columns, R response columns, T = P + R.
 """
@@ -15,7 +15,7 @@ from typing import Any
 from jaxrlhf.call_graph import Call, CallGraph, Kind
 from jaxrlhf.experience import Sampling
 from jaxrlhf.models.config import ModelConfig
-from jaxrlhf.models.lora import LoRAConfig, merging_pays
+from jaxrlhf.models.lora import LoRAConfig, reads_merged
 from jaxrlhf.programs.ahead_of_time import DescribedCall
 from jaxrlhf.sharding.row_padding import can_split, num_copies, row_parts
 from jaxrlhf.sharding.strategy import Strategy
@@ -26,14 +26,14 @@ class ModelCall:
     """One model function call of a step."""
 
     name: str
-    """As a plan knows it: `actor.generate`."""
+    """`actor.generate`."""
     role: str
     kind: Kind
     model: ModelConfig
     weights: str
     """The set of weights that it reads, and trains if it is a train call."""
     rows: int
-    """Sequences that it works on, of all devices together; of `generate`, prompts."""
+    """Sequences of all devices together; prompts of `generate`."""
     prompt: int
     """P."""
     response: int
@@ -41,29 +41,29 @@ class ModelCall:
     needs: tuple[str, ...] = ()
     """Calls of the same step that must end before it begins."""
     scored: int = 0
-    """Columns that get an output of the head; 0: all of the response."""
+    """Columns that get an output of the head; 0 means the whole response."""
     num_samples: int = 1
     """Sequences drawn for each prompt."""
     mini_batches: int = 1
     epochs: int = 1
     lora: LoRAConfig | None = None
-    """It trains, or reads, adapters of its model."""
+    """The adapters that it trains or reads."""
     base: str = ""
-    """The set of weights that its adapters adapt. Empty: it has none, or that set is of a system that is described by
-    its sizes alone, and nobody else reads it."""
+    """The set of weights that its adapters adapt. Empty if it has no adapters, or if the system is described by its
+    sizes alone and no other call reads that set."""
     base_model: ModelConfig | None = None
-    """The model whose weights those are, which may have another head. None: its own."""
+    """The model of those weights, which may have another head. None means its own."""
     row_counts: tuple[int, ...] = ()
-    """Rows of each array that is split over row shards, which must divide them. Empty: `rows`."""
+    """Rows of each array that is split over row shards, which must divide them. Empty means `rows`."""
     output_bytes: int = 0
-    """What calls that wait for it get of it."""
+    """Bytes of the outputs that other calls read."""
     row_wise: bool = True
-    """What it gives for a row depends on that row alone. Not so where it sums a loss."""
+    """True if its output for a row depends on that row alone. False where it sums a loss."""
     described: DescribedCall | None = None
-    """What makes the call's real programs; None: it is known by its sizes alone."""
+    """The description of its programs; None if it is known by its sizes alone."""
 
     def require_described(self) -> DescribedCall:
-        """What makes its real programs.
+        """The description of its programs.
 
         Raises:
             ValueError: It is known by its sizes alone.
@@ -93,13 +93,8 @@ class ModelCall:
 
     @property
     def merges(self) -> bool:
-        """Whether it adds its adapters into a copy of the weights that they adapt, and reads that; a train call never
-        does."""
-        return (
-            self.lora is not None
-            and not self.trains
-            and merging_pays(self.model, self.lora, self.sequences * self.columns)
-        )
+        """True if it adds its adapters into a copy of the weights that they adapt, and reads that."""
+        return not self.trains and reads_merged(self.model, self.lora, self.sequences * self.columns)
 
     @property
     def updates(self) -> int:
@@ -112,7 +107,7 @@ class ModelCall:
         return tuple(n // self.mini_batches for n in self.row_counts or (self.rows,))
 
     def can_split(self, parts: int) -> bool:
-        """Whether its rows can be cut into so many parts of equal size, with copies of some where they may be."""
+        """True if its rows can be cut into that many equal parts, with copies of some rows where that is allowed."""
         may_copy = self.row_wise and not self.trains and len(self.divisible) == 1
         return all(can_split(rows, parts, may_copy=may_copy) for rows in self.divisible)
 
@@ -122,7 +117,7 @@ class ModelCall:
         return (most + num_copies(most, parts)) / parts * self.rows / most
 
     def copied_rows(self, strategy: Strategy) -> int:
-        """Rows of no weight beside its own."""
+        """Rows without weight that are added to its own."""
         return 0 if self.trains else num_copies(max(self.divisible), row_parts(self.kind, strategy))
 
 
@@ -208,7 +203,7 @@ def _model_call(
         name=call.plan_name, role=call.role, kind=call.kind, model=models[call.role], needs=needs,
         weights=call.weights or call.role, described=described.get(call.plan_name), lora=adapters.get(call.role),
         row_wise=call.row_wise,
-        output_bytes=sum(ref.dtype.itemsize * _size(ref.shape) for ref in call.output_refs if ref.has_rows),
+        output_bytes=sum(ref.dtype.itemsize * math.prod(ref.shape) for ref in call.output_refs if ref.has_rows),
     )  # fmt: skip
     if call.kind == "generate":
         prompts, sampling = call.args
@@ -226,7 +221,3 @@ def _model_call(
         rows=sum(B for B, *_ in shapes), prompt=columns - response, response=response,
         scored=1 if call.method == "scores" else 0, row_counts=tuple(sorted(counts)), **passes, **common,
     )  # fmt: skip
-
-
-def _size(shape: tuple[int, ...]) -> int:
-    return math.prod(shape)

@@ -15,14 +15,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrlhf.call_graph import Call, Ref, split_args
 from jaxrlhf.models.architecture import Weight, map_weights
-from jaxrlhf.models.lora import adapt
+from jaxrlhf.models.lora import adapt, reads_merged
 from jaxrlhf.models.params import LayerForm, Params
 from jaxrlhf.programs.arrays import Abstract, Program, with_shardings
 from jaxrlhf.programs.call_programs import model_program
 from jaxrlhf.programs.gradients import sum_over_copies
 from jaxrlhf.programs.optimizer import OptimizerState, apply_gradient
 from jaxrlhf.programs.roles import ModelRole
-from jaxrlhf.programs.weight_sets import WeightSet, adapted_set, form_read, reads_merged, set_of
+from jaxrlhf.programs.weight_sets import WeightSet, adapted_set, form_read, set_of
 from jaxrlhf.sharding.layout import Layout
 
 
@@ -94,7 +94,7 @@ def call_program(call: DescribedCall, layout: Layout, *, num_layers: int, rows: 
     if call.kind == "train":
         params, state, adapted = _training_state(role, layout)
         return CallProgram(program, (params, state, noise, arrays, *([] if adapted is None else [adapted])))
-    merged = reads_merged(role, call.num_tokens)
+    merged = reads_merged(role.model, role.lora, call.num_tokens)
     params = _read_weights(role, layout, form_read(role, call.kind, layout), merged=merged)
     if call.kind == "generate":
         temperature = jax.ShapeDtypeStruct((), jnp.float32, sharding=layout.replicated)

@@ -13,7 +13,7 @@ import jax
 from jaxrlhf.config.schema import AverageConfig, OptimizerConfig
 from jaxrlhf.models.architecture import declare
 from jaxrlhf.models.config import ModelConfig
-from jaxrlhf.models.lora import LoRAConfig, declare_adapters, merging_pays
+from jaxrlhf.models.lora import LoRAConfig, declare_adapters
 from jaxrlhf.models.params import LayerForm, abstract_of, layer_form, shardings_of
 from jaxrlhf.programs.arrays import Abstract, Shardings
 from jaxrlhf.programs.optimizer import init_optimizer, optimizer_shardings
@@ -110,8 +110,3 @@ def sets_owned(name: str, role: ModelRole) -> tuple[str, ...]:
 def form_read(role: ModelRole, kind: str, layout: Layout) -> LayerForm:
     """The form of the layers that a call of a kind (`generate`, `infer` or `train`) reads in a layout."""
     return layer_form(role.model, generates=kind == "generate", is_pipelined=layout.is_pipelined)
-
-
-def reads_merged(role: ModelRole, num_tokens: int) -> bool:
-    """True where a call on so many tokens, which trains nothing, reads adapters added into a copy of the weights."""
-    return role.lora is not None and merging_pays(role.model, role.lora, num_tokens)

@@ -99,7 +99,7 @@ def plan_draft(
     draft: StepDraft,
     cluster: Cluster,
     *,
-    strategy: str = "search",
+    method: str = "search",
     seconds: float | None = None,
     seed: int | None = None,
     costs: CostSource | None = None,
@@ -109,11 +109,12 @@ def plan_draft(
     """Looks for the plan of a step on a cluster. Calls that its config places stay there, if the rest is to be planned.
 
     Args:
-        seconds: The most that the search may take. None: as long as it is set up for.
-        seed: Of the search. None: that of the config.
-        costs: Where they come from. None: from where it takes no time.
+        method: One of `methods.METHODS`.
+        seconds: The most that the search may take. None means no limit.
+        seed: The seed of the search. None means that of the config.
+        costs: The source of costs. None means one that takes no time.
         calibration: As of `costs_from`.
-        say: Told what is going on, in lines.
+        say: Is told the progress, in lines.
 
     Raises:
         PlanError or ConfigError: What is written does not fit, or no plan does.
@@ -126,18 +127,19 @@ def plan_draft(
         if call.kind != "host":  # whatever the plan, mini-batches divide the rows
             check_call(call, Placement((0,), Strategy()), draft.models, 1, 1, draft.keys)
     fixed = fixed_placements(draft, cluster)
-    known = costs_from(costs or usual_source(cluster), workload, cluster, calibration=calibration, say=say)
+    source = costs or usual_source(cluster)
+    cost_model, notes = costs_from(source, workload, cluster, calibration=calibration, say=say)
     return plan_workload(
         workload,
-        known.model.cluster,
-        strategy=strategy,
-        costs=known.model,
+        cost_model.cluster,
+        method=method,
+        costs=cost_model,
         fixed=fixed,
         offload=offload,
         fuse=config.plan.fuse if config.plan.auto else (),
         seed=config.seed if seed is None else seed,
         seconds=seconds,
-        notes=known.notes,
+        notes=notes,
         say=say,
     )
 

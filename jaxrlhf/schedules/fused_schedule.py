@@ -1,19 +1,13 @@
 """Fused pipelines: two models trained at once on the same nodes in opposite directions, each in the other's bubbles.
 
-`fuse` finds a schedule, and `fuse_quickly` the one that a plan has.
 Reference: Zhong et al. 2024 (RLHFuse), arXiv:2409.13221, 5.2.
 """
 
-import contextlib
-import functools
 import math
-import multiprocessing
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
 
 from jaxrlhf.numba_loops import numba_is_there
-from jaxrlhf.schedules.annealing import shorten, slim
+from jaxrlhf.schedules.annealing import shorten
 from jaxrlhf.schedules.instructions import Pipe, Schedule, ScheduleError
 from jaxrlhf.schedules.job_shop import (
     JobShop,
@@ -31,18 +25,11 @@ from jaxrlhf.schedules.job_shop import (
     longest_pipe_first,
     longest_way_first,
     oldest_backward_first,
-    peak,
     ranks,
 )
-from jaxrlhf.schedules.schedule import makespan, peak_activations
-from jaxrlhf.schedules.schedule_bounds import lower_bound, serial_latency, serial_peak, serial_schedule
+from jaxrlhf.schedules.schedule_bounds import lower_bound, serial_peak, serial_schedule
 
-WORK = 300_000_000
-"""Moves of a round of annealing times instructions, where nobody says how many moves; but no more than MOVES."""
-MOVES = 200_000
-_SLIM = 5
-"""How many times as many moves the round for memory has, most of which cost next to nothing."""
-_NO_CAP = 2**62
+NO_CAP = 2**62
 _RULES: tuple[tuple[Priority, Limit | None], ...] = (
     (longest_pipe_first, lambda below: below),
     (oldest_backward_first, lambda below: below + 4),
@@ -57,7 +44,7 @@ _RULES: tuple[tuple[Priority, Limit | None], ...] = (
     (longest_way_first, lambda below: below + 1),
     (longest_way_first, lambda below: -(-3 * below // 2)),
 )
-"""Of list scheduling, those first that leave least to be gained by others: over the paper's instances and nine with a
+"""Rules of list scheduling, the best first, as measured over the paper's instances and nine with a
 slower last stage, under memory caps of 1.25 and about 1.5 times serial 1F1B."""
 _LISTED = 400_000
 """Instructions that list scheduling by these rules places: two to three seconds in Python."""
@@ -66,92 +53,10 @@ _QUICK = 1_000_000
 _FEW = 1000
 """Instructions below which `fuse_quickly` compiles nothing: Python is done before compiled loops are loaded."""
 _PASSES = 8
-"""Of each list schedule back and forth."""
-_CAPS = (1.6, math.inf, 2.0, 1.3)
-"""The memory that orders to start from may take, in peaks of serial 1F1B, beside the cap. Seeds take them in turn."""
-_SLACKS = (1.05, 1.15, 1.4)
-"""A seed's further attempts: the latency that lower memory may cost at first, the later ones to get within a cap."""
+"""Passes of each list schedule back and forth."""
 
 
-@dataclass(frozen=True)
-class FusedResult:
-    """A fused schedule, and what it is measured by.
-
-    Attributes:
-        schedule: It, valid.
-        latency: Its makespan.
-        lower_bound: Below which no makespan can be.
-        peak: The most activation memory that a node keeps.
-        serial_latency: That of the models trained one after another by 1F1B.
-        serial_peak: The peak of the same.
-    """
-
-    schedule: Schedule
-    latency: float
-    lower_bound: float
-    peak: float
-    serial_latency: float
-    serial_peak: float
-
-
-def fuse(
-    pipes: Sequence[Pipe],
-    *,
-    memory_cap: float | None = None,
-    seeds: Sequence[int] = range(2),
-    moves: int | None = None,
-    processes: int = 1,
-    compiled: bool = True,
-) -> FusedResult:
-    """A short schedule of several pipes that keeps little memory.
-
-    List schedules of several rules are made first, and made shorter back and forth. Each seed then anneals one of
-    them for latency, and what it finds for the peak of activation memory, at the same latency; and both again a few
-    times, from there. The best is the shortest one, then the one that keeps the least. Once a seed has found one as
-    short as the lower bound that keeps no more than serial 1F1B, later ones are not asked.
-
-    The result depends on what is given here alone: not on `processes`, `compiled`, or how fast anything is.
-
-    Args:
-        memory_cap: The most activation memory that a node may keep.
-        seeds: Of the annealing. None at all: list schedules only.
-        moves: How many exchanges each seed tries in a round for latency; in one for memory, five times as many. By
-            default as many as for `WORK`.
-        processes: How many seeds are tried at once.
-        compiled: Compile with numba, if it is installed. That takes seconds the first time, and is far faster after.
-
-    Raises:
-        ScheduleError: There are no pipes, not even serial 1F1B keeps within the cap, or moves are negative.
-    """
-    _check(pipes, memory_cap)
-    if (moves is not None and moves < 0) or processes < 1:
-        raise ScheduleError(
-            f"moves and processes of a search: must be at least 0 and 1. Got {moves} and {processes}. Use more."
-        )
-    shop, serial = job_shop(pipes), serial_peak(pipes)
-    cap, target, compiled = _cap(shop, memory_cap), _target(shop, pipes), compiled and numba_is_there()
-    search = _Search(
-        shop,
-        starts=_starts(shop, serial, cap, target, compiled=compiled),
-        target=target,
-        floor=math.floor(serial / shop.memory_unit + 1e-6),
-        cap=cap,
-        moves=min(MOVES, WORK // len(shop.tasks)) if moves is None else moves,
-        compiled=compiled,
-    )
-    one_after_another = as_orders(shop, serial_schedule(pipes))
-    found = [_Found(span, peak(shop, orders), orders) for orders, span, _ in search.starts]
-    found.append(_Found(_span(shop, one_after_another), peak(shop, one_after_another), one_after_another))
-    if not any(each.latency <= search.target and each.peak <= search.floor for each in found):
-        found += _anneal(search, seeds, processes)
-    for each in sorted(found, key=lambda each: (each.latency, each.peak)):
-        schedule = as_schedule(shop, each.orders)
-        if memory_cap is None or max(peak_activations(schedule)) <= memory_cap:
-            break  # the serial schedule is one that fits
-    return _result(pipes, schedule)
-
-
-def fuse_quickly(pipes: Sequence[Pipe], *, memory_cap: float | None = None, compiled: bool = True) -> FusedResult:
+def fuse_quickly(pipes: Sequence[Pipe], *, memory_cap: float | None = None, compiled: bool = True) -> Schedule:
     """A short schedule of several pipes within a memory cap, in a few seconds of Python at most.
 
     List schedules by several rules, each made shorter back and forth, until one is as short as the lower bound; the
@@ -167,26 +72,26 @@ def fuse_quickly(pipes: Sequence[Pipe], *, memory_cap: float | None = None, comp
     Raises:
         ScheduleError: There are no pipes, or not even serial 1F1B keeps within the cap.
     """
-    _check(pipes, memory_cap)
+    check_room(pipes, memory_cap)
     shop = job_shop(pipes)
     compiled = compiled and len(shop.tasks) > _FEW and numba_is_there()
-    cap, target = _cap(shop, memory_cap), _target(shop, pipes)
-    one_after_another = as_orders(shop, serial_schedule(pipes))
-    orders, span = one_after_another, _span(shop, one_after_another)
-    listed = _listed(shop, cap, target, compiled=compiled)
+    cap, target = cap_in_units(shop, memory_cap), target_in_units(shop, pipes)
+    orders = as_orders(shop, serial_schedule(pipes))
+    span = span_of(shop, orders)
+    listed = shortest_listed(shop, cap, target, compiled=compiled)
     if listed is not None and listed.span < span:
         orders, span = listed.orders, listed.span
     if span > target:
         moves = _QUICK // len(shop.tasks)
-        orders, span = shorten(shop, orders, cap=cap, target=target, moves=moves, seed=0, compiled=compiled)
-    return _result(pipes, as_schedule(shop, orders))
+        orders, _ = shorten(shop, orders, cap=cap, target=target, moves=moves, seed=0, compiled=compiled)
+    return as_schedule(shop, orders)
 
 
-def _check(pipes: Sequence[Pipe], memory_cap: float | None) -> None:
-    """There is something to schedule, and room for it.
+def check_room(pipes: Sequence[Pipe], memory_cap: float | None) -> None:
+    """Checks that there is something to schedule, and room for it.
 
     Raises:
-        ScheduleError: There is not.
+        ScheduleError: There are no pipes, or not even serial 1F1B keeps within the cap.
     """
     if not pipes:
         raise ScheduleError("pipes of a fused schedule: must be at least one. Got none. Give the pipes of both models.")
@@ -198,62 +103,22 @@ def _check(pipes: Sequence[Pipe], memory_cap: float | None) -> None:
         )
 
 
-def _cap(shop: JobShop, memory_cap: float | None) -> int:
-    return _NO_CAP if memory_cap is None else math.floor(memory_cap / shop.memory_unit + 1e-6)
+def cap_in_units(shop: JobShop, memory_cap: float | None) -> int:
+    """A memory cap in units of the shop."""
+    return NO_CAP if memory_cap is None else math.floor(memory_cap / shop.memory_unit + 1e-6)
 
 
-def _target(shop: JobShop, pipes: Sequence[Pipe]) -> int:
+def target_in_units(shop: JobShop, pipes: Sequence[Pipe]) -> int:
     """The lower bound, in units of the shop."""
     return math.ceil(lower_bound(pipes) / shop.latency_unit - 1e-6)
 
 
-def _result(pipes: Sequence[Pipe], schedule: Schedule) -> FusedResult:
-    return FusedResult(
-        schedule,
-        latency=makespan(schedule),
-        lower_bound=lower_bound(pipes),
-        peak=max(peak_activations(schedule)),
-        serial_latency=serial_latency(pipes),
-        serial_peak=serial_peak(pipes),
-    )
-
-
-@dataclass(frozen=True)
-class _Search:
-    """The arguments of every seed. Amounts in the units of the shop."""
-
-    shop: JobShop
-    starts: Sequence[tuple[Orders, int, int]]
-    target: int
-    floor: int
-    cap: int
-    moves: int
-    compiled: bool
-
-
-class _Found(NamedTuple):
-    latency: int
-    peak: int
-    orders: Orders
-
-
-def _starts(shop: JobShop, serial: float, most: int, target: int, *, compiled: bool) -> list[tuple[Orders, int, int]]:
-    """For each of the caps, `most` first: orders to start from, their makespan, and the cap. Some may allow none."""
-    factors = [_NO_CAP if f == math.inf else math.floor(f * serial / shop.memory_unit + 1e-6) for f in _CAPS]
-    starts = []
-    for cap in dict.fromkeys([most, *factors] if most < _NO_CAP else factors):
-        found = _listed(shop, cap, target, compiled=compiled)
-        if found is not None:
-            starts.append((found.orders, found.span, cap))
-    return starts
-
-
-def _listed(shop: JobShop, cap: int, target: int, *, compiled: bool) -> ListSchedule | None:
+def shortest_listed(shop: JobShop, cap: int, target: int, *, compiled: bool) -> ListSchedule | None:
     """The shortest schedule that list scheduling finds within a cap, by each of the rules and from there back and
-    forth. None: nothing ends within the cap.
+    forth. None means that nothing ends within the cap.
 
     Args:
-        target: It ends once this makespan is found.
+        target: A makespan at which the search ends.
     """
     best, left = None, _LISTED
     by_priority = {priority: ranks(shop, priority) for priority, _ in _RULES}
@@ -272,59 +137,6 @@ def _listed(shop: JobShop, cap: int, target: int, *, compiled: bool) -> ListSche
     return best
 
 
-def _span(shop: JobShop, orders: Orders) -> int:
+def span_of(shop: JobShop, orders: Orders) -> int:
     """The makespan of orders, in units of the shop."""
-    return shorten(shop, orders, cap=_NO_CAP, target=0, moves=0, seed=0, compiled=False)[1]
-
-
-def _anneal(search: _Search, seeds: Sequence[int], processes: int) -> list[_Found]:
-    """The schedules that the seeds find, up to the first that finds the best that there can be."""
-    found: list[_Found] = []
-    with contextlib.ExitStack() as stack:
-        if processes > 1 and len(seeds) > 1:
-            # spawned, since a fork of a process with threads, such as those of JAX, may hang
-            pool = stack.enter_context(multiprocessing.get_context("spawn").Pool(min(processes, len(seeds))))
-            results = pool.imap(functools.partial(_anneal_one, search), enumerate(seeds))
-        else:
-            results = map(functools.partial(_anneal_one, search), enumerate(seeds))
-        for each in results:
-            if each.peak <= search.cap:
-                found.append(each)
-                if each.latency <= search.target and each.peak <= search.floor:
-                    break
-    return found  # leaving the pool ends what still runs in it
-
-
-def _anneal_one(search: _Search, which: tuple[int, int]) -> _Found:
-    """One seed: both rounds, and again with memory lowered first at the price of latency, which is then won back."""
-    index, seed = which
-    shop, compiled, moves = search.shop, search.compiled, search.moves
-    orders, _, cap = search.starts[index % len(search.starts)]
-    found = _both_rounds(search, orders, cap, seed)
-    for again, slack in enumerate(_SLACKS):
-        if found.latency <= search.target and found.peak <= search.floor:
-            break
-        seed_here = seed + 1000 * (again + 1)
-        orders, top = found.orders, found.peak
-        if found.peak > search.cap or found.latency <= search.target:
-            goal = min(search.cap, found.peak - max(1, (found.peak - search.floor) // 2))
-            limit = math.floor((slack if found.peak > search.cap else _SLACKS[0]) * found.latency)
-            orders, top = slim(
-                shop, orders, floor=goal, limit=limit, moves=_SLIM * moves, seed=seed_here, compiled=compiled
-            )
-            cap = (top + found.peak) // 2
-        else:
-            cap = 13 * max(found.peak, search.floor) // 10
-        if search.cap < _NO_CAP:
-            cap = max(top, min(cap, search.cap))
-        other = _both_rounds(search, orders, cap, seed_here)
-        found = min(found, other, key=lambda each: (each.peak > search.cap, each.latency, each.peak))
-    return found
-
-
-def _both_rounds(search: _Search, orders: Orders, cap: int, seed: int) -> _Found:
-    """Shorter within a cap, then lower at that latency."""
-    shop, compiled, moves = search.shop, search.compiled, search.moves
-    orders, span = shorten(shop, orders, cap=cap, target=search.target, moves=moves, seed=seed, compiled=compiled)
-    orders, top = slim(shop, orders, floor=search.floor, limit=span, moves=_SLIM * moves, seed=seed, compiled=compiled)
-    return _Found(_span(shop, orders), top, orders)
+    return shorten(shop, orders, cap=NO_CAP, target=0, moves=0, seed=0, compiled=False)[1]

@@ -36,8 +36,8 @@ class Pipe:
         nodes: Virtual stage -> the node that runs it. A node may run several: interleaved, (0, 1, 2, 3, 0, 1, 2, 3).
         micro_batches: How many go through it.
         forward: Latency of one micro-batch's forward on a virtual stage.
-        backward: The same of its backward. None: the pipe computes forwards only.
-        activation: Memory that is kept for a micro-batch on a virtual stage from its forward to its backward.
+        backward: The same of its backward. None means that the pipe computes forwards only.
+        activation: Memory that is saved for a micro-batch on a virtual stage from its forward to its backward.
         model: Pipes with equal numbers are data-parallel groups of one model.
 
     Raises:
@@ -86,7 +86,7 @@ class Pipe:
         return latency[stage] if isinstance(latency, tuple) else latency
 
     def kept(self, stage: int) -> float:
-        """The memory that is kept for a micro-batch on a virtual stage: nothing, where there are no backwards."""
+        """The memory that is saved for a micro-batch on a virtual stage: 0 if there are no backwards."""
         if self.backward is None:
             return 0
         return self.activation[stage] if isinstance(self.activation, tuple) else self.activation

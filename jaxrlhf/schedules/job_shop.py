@@ -3,17 +3,16 @@
 Nodes are machines and micro-batches are jobs. All amounts are integers here, so that every computer finds the same.
 """
 
+import collections
 import dataclasses
 import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
-
-from jaxrlhf.numba_loops import loops
+from jaxrlhf.numba_loops import Integers, integers, loops
 from jaxrlhf.schedules import search_loops
 from jaxrlhf.schedules.instructions import Instruction, Pipe, Schedule, instructions, needed
 
@@ -54,20 +53,26 @@ class JobShop:
         return max(self.node) + 1
 
     @functools.cached_property
-    def tasks_of_nodes(self) -> list[int]:
-        """Node -> how many tasks it runs."""
-        counts = [0] * self.num_nodes
-        for node in self.node:
-            counts[node] += 1
-        return counts
-
-    @functools.cached_property
     def read_backwards(self) -> "JobShop":
-        """The same with time running backwards."""
-        return _read_backwards(self)
+        """The job shop with time running backwards: the last task is the first, and needs what needed it."""
+        last = len(self.tasks) - 1
+
+        def turned(links: list[int]) -> list[int]:
+            return [last - link if link >= 0 else -1 for link in reversed(links)]
+
+        return dataclasses.replace(
+            self,
+            tasks=self.tasks[::-1],
+            before=turned(self.after),
+            after=turned(self.before),
+            node=self.node[::-1],
+            latency=self.latency[::-1],
+            memory=[-amount for amount in reversed(self.memory)],
+            lane=self.lane[::-1],
+        )
 
     @functools.cached_property
-    def tables(self) -> "_Tables":
+    def tables(self) -> "Tables":
         """The tables of list scheduling, as lists."""
         queues: list[list[int]] = [[] for _ in range(max(self.lane) + 1)]
         lanes: list[list[int]] = [[] for _ in range(self.num_nodes)]
@@ -81,31 +86,32 @@ class JobShop:
         for (pipe, stage, forward), lane in numbers.items():
             if forward:
                 partner[lane] = numbers.get((pipe, stage, False), -1)
-        return _Tables(
+        return Tables(
             *_flat(lanes), *_flat(queues), partner, self.before, self.after, self.node, self.lane, self.latency,
             self.memory,
         )  # fmt: skip
 
     @functools.cached_property
-    def arrays(self) -> "_Tables":
+    def arrays(self) -> "Tables":
         """The same as arrays."""
-        return _Tables(*(np.array(table, np.int64) for table in self.tables))
+        return Tables(*(integers(table, compiled=True) for table in self.tables))
 
 
-class _Tables(NamedTuple):
+class Tables(NamedTuple):
     """The job shop as `search_loops.list_round` takes it."""
 
-    lanes: Any
-    lanes_first: Any
-    queue: Any
-    queue_first: Any
-    partner: Any
-    before: Any
-    after: Any
-    node: Any
-    lane: Any
-    latency: Any
-    memory: Any
+    lanes: Integers
+    lanes_first: Integers
+    queue: Integers
+    queue_first: Integers
+    partner: Integers
+    """Lane -> the lane of its backwards, or -1."""
+    before: Integers
+    after: Integers
+    node: Integers
+    lane: Integers
+    latency: Integers
+    memory: Integers
 
 
 def _flat(parts: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
@@ -167,17 +173,12 @@ def as_orders(shop: JobShop, schedule: Schedule) -> Orders:
 
 def peak(shop: JobShop, orders: Orders) -> int:
     """The most activation memory that a node keeps at once."""
-    most = 0
-    for order in orders:
-        kept = 0
-        for task in order:
-            kept += shop.memory[task]
-            most = max(most, kept)
-    return most
+    levels = (itertools.accumulate(shop.memory[task] for task in order) for order in orders)
+    return max(0, *itertools.chain(*levels))
 
 
 Priority = Callable[[Pipe, Instruction], tuple[float, ...]]
-"""How an instruction of a pipe ranks among those that can start at the same time: the least goes first."""
+"""The rank of an instruction of a pipe among those that can start at the same time: the least runs first."""
 Limit = Callable[[int], int]
 """From the number of stages from here to the last to the most micro-batches between forward and backward here."""
 
@@ -237,7 +238,7 @@ def ranks(shop: JobShop, priority: Priority) -> list[int]:
 def list_schedule(
     shop: JobShop, ranks: Sequence[int], *, cap: int | None = None, limit: Limit | None = None, compiled: bool = False
 ) -> ListSchedule | None:
-    """Always that runs next which can start earliest, among those what ranks least.
+    """Always runs next the task that can start earliest, among those the one of the least rank.
 
     Args:
         cap: The most memory that a node may keep.
@@ -245,12 +246,8 @@ def list_schedule(
         compiled: Run the loop compiled by numba, which must be installed. It finds the same.
 
     Returns:
-        None: nothing can start within the cap, though something is left.
+        The schedule. None if nothing can start within the cap although something is left.
     """
-
-    def array(values: Sequence[int]) -> Any:
-        """An array where compiled, else a list, which is faster in Python."""
-        return np.array(values, np.int64) if compiled else list(values)
 
     tables = shop.arrays if compiled else shop.tables
     limits = [_UNLIMITED] * len(tables.partner)
@@ -258,15 +255,16 @@ def list_schedule(
         for task, lane in zip(shop.tasks, shop.lane, strict=True):
             limits[lane] = limit(shop.pipes[task.pipe].stages - task.stage)
     num_tasks, num_nodes = len(shop.tasks), shop.num_nodes
-    order, finish = array([0] * num_tasks), array([0] * num_tasks)
-    room = (*(array([0] * num_nodes) for _ in range(3)), array([0] * len(limits)), array([0] * 2 * num_nodes))
+    sizes = (num_tasks, num_tasks, num_nodes, num_nodes, num_nodes, len(limits), 2 * num_nodes)
+    work = tuple(integers([0] * size, compiled=compiled) for size in sizes)
     most = _UNLIMITED if cap is None else cap
     run = loops(search_loops, compiled=compiled)["list_round"]
-    if run(*tables[:5], array(limits), *tables[5:], array(ranks), most, (order, finish, *room)) < 0:
+    if run(tables, integers(limits, compiled=compiled), integers(ranks, compiled=compiled), most, work) < 0:
         return None
-    found, counts = [int(task) for task in order], shop.tasks_of_nodes
-    ends = list(itertools.accumulate(counts))
-    return ListSchedule([found[end - n : end] for end, n in zip(ends, counts, strict=True)], [int(x) for x in finish])
+    order, finish = ([int(x) for x in result] for result in work[:2])
+    counts = collections.Counter(shop.node)
+    ends = [0, *itertools.accumulate(counts[node] for node in range(num_nodes))]
+    return ListSchedule([order[begin:end] for begin, end in itertools.pairwise(ends)], finish)
 
 
 def back_and_forth(
@@ -297,22 +295,3 @@ def back_and_forth(
                 found = ListSchedule(orders, [span - start for start in reversed(began)])
             best = found
     return best
-
-
-def _read_backwards(shop: JobShop) -> JobShop:
-    """The job shop with time running backwards: the last task is the first, and needs what needed it."""
-    last = len(shop.tasks) - 1
-
-    def turned(links: list[int]) -> list[int]:
-        return [last - link if link >= 0 else -1 for link in reversed(links)]
-
-    return dataclasses.replace(
-        shop,
-        tasks=shop.tasks[::-1],
-        before=turned(shop.after),
-        after=turned(shop.before),
-        node=shop.node[::-1],
-        latency=shop.latency[::-1],
-        memory=[-amount for amount in reversed(shop.memory)],
-        lane=shop.lane[::-1],
-    )

@@ -12,7 +12,6 @@ JSON can hold, it is for every node its instructions in a line:
 """
 
 import dataclasses
-import heapq
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -28,15 +27,8 @@ from jaxrlhf.schedules.instructions import (
     spans,
 )
 
-__all__ = [
-    "Instruction", "Pipe", "Schedule", "ScheduleError", "instructions", "needed", "spans",
-    "gpipe", "one_f_one_b", "interleaved_1f1b", "forward_only", "bubble_warning",
-    "makespan", "bubble_fraction", "peak_activations", "activation_levels", "topological_order",
-    "validate", "to_data", "from_data",
-]  # fmt: skip
-
 VERSION = 1
-"""Of the form of plain data."""
+"""The version of the form of plain data."""
 _INSTRUCTION = re.compile(r"([FB])(\d{1,9})\.(\d{1,9})\.(\d{1,9})")
 
 
@@ -48,7 +40,6 @@ def gpipe(
     Reference:
         Huang et al. 2019, arXiv:1811.06965.
     """
-    _check_counts(stages, 1, micro_batches)
     ahead = [micro_batches + stages] * stages
     return _single(stages, 1, micro_batches, ahead, forward, backward, activation)
 
@@ -63,7 +54,6 @@ def one_f_one_b(
     Reference:
         Narayanan et al. 2021, arXiv:2006.09503 (PipeDream-Flush).
     """
-    _check_counts(stages, 1, micro_batches)
     ahead = [stages - node - 1 for node in range(stages)]
     return _single(stages, 1, micro_batches, ahead, forward, backward, activation)
 
@@ -82,7 +72,6 @@ def interleaved_1f1b(
     Reference:
         Narayanan et al. 2021, arXiv:2104.04473, 2.2.
     """
-    _check_counts(stages, chunks, micro_batches)
     if chunks == 1:
         return one_f_one_b(stages, micro_batches, forward=forward, backward=backward, activation=activation)
     ahead = [2 * (stages - node - 1) + (chunks - 1) * stages for node in range(stages)]
@@ -93,7 +82,6 @@ def forward_only(
     stages: int, chunks: int, micro_batches: int, *, forward: float = 1, activation: float = 1
 ) -> Schedule:
     """The forwards of `interleaved_1f1b` alone, for inference. Nothing is kept for a backward."""
-    _check_counts(stages, chunks, micro_batches)
     return _single(stages, chunks, micro_batches, (0,) * stages, forward, None, activation)
 
 
@@ -106,12 +94,6 @@ def bubble_warning(stages: int, chunks: int, micro_batches: int) -> str | None:
         f"{micro_batches} micro-batch{'es' if micro_batches > 1 else ''} for {stages} pipeline stages: the devices "
         f"wait {fraction:.0%} of the time (the bubble fraction). Use {stages} micro-batches or more, or fewer stages."
     )
-
-
-def _check_counts(stages: int, chunks: int, micro_batches: int) -> None:
-    for name, count in (("stages", stages), ("chunks", chunks), ("micro_batches", micro_batches)):
-        if count < 1:
-            raise ScheduleError(f"{name} of a schedule: must be at least 1. Got {count}. Use 1 or more.")
 
 
 def _single(
@@ -128,6 +110,9 @@ def _single(
     If the last group of micro-batches is not whole, it is the schedule of a whole one without what is not there: what
     remains can run as early as before, so nothing deadlocks.
     """
+    for name, count in (("stages", stages), ("chunks", chunks), ("micro_batches", micro_batches)):
+        if count < 1:
+            raise ScheduleError(f"{name} of a schedule: must be at least 1. Got {count}. Use 1 or more.")
     pipe = Pipe(tuple(range(stages)) * chunks, micro_batches, forward, backward, activation)
     orders = []
     for node in range(stages):
@@ -188,54 +173,32 @@ def activation_levels(schedule: Schedule) -> list[list[float]]:
 def topological_order(schedule: Schedule) -> tuple[Instruction, ...]:
     """All instructions by their start, each after what it needs and every node's in that node's order.
 
-    Ties are broken by node, so that all processes find the same. One that carries it out from the first to the last,
-    without waiting for results, lets every node run as the schedule says.
+    Ties are broken by node, so that all processes find the same order. A process that dispatches in this order, without
+    waiting for results, lets every node run as the schedule says.
 
     Raises:
         ScheduleError: The orders deadlock.
     """
-    found = spans(schedule)
-    done = [0] * len(schedule.orders)
-    given: set[Instruction] = set()
-    waiting: dict[Instruction, int] = {}
-    queue: list[tuple[float, int]] = []
-
-    def offer(node: int) -> None:
-        """Queues the next instruction of a node, or lets it wait for what that needs."""
-        if done[node] == len(schedule.orders[node]):
-            return
-        instruction = schedule.orders[node][done[node]]
-        before = needed(schedule.pipes, instruction)
-        if before is None or before in given:
-            heapq.heappush(queue, (found[instruction][0], node))
-        else:
-            waiting[instruction] = node
-
-    follower = {before: x for x in found if (before := needed(schedule.pipes, x)) is not None}
-    for node in range(len(schedule.orders)):
-        offer(node)
-    order = []
-    while queue:
-        _, node = heapq.heappop(queue)
-        instruction = schedule.orders[node][done[node]]
-        order.append(instruction)
-        given.add(instruction)
-        done[node] += 1
-        after = follower.get(instruction)
-        if after is not None and after in waiting:
-            offer(waiting.pop(after))
-        offer(node)
-    return tuple(order)
+    found, given = spans(schedule), dict[Instruction, None]()
+    needs = {instruction: needed(schedule.pipes, instruction) for instruction in found}
+    left = [list(reversed(order)) for order in schedule.orders]
+    for _ in found:
+        heads = [(own[-1], node) for node, own in enumerate(left) if own]
+        ready = [(found[x][0], node) for x, node in heads if needs[x] is None or needs[x] in given]
+        _, node = min(ready)
+        given[left[node].pop()] = None
+    return tuple(given)
 
 
 def validate(schedule: Schedule, memory_cap: float | None = None) -> None:
-    """Every instruction stands exactly once, on the node of its stage; nothing deadlocks; memory suffices.
+    """Checks that every instruction occurs exactly once, on the node of its stage, that nothing deadlocks, and that
+    memory suffices.
 
     Args:
         memory_cap: The most activation memory that a node may keep.
 
     Raises:
-        ScheduleError: Something of this does not hold.
+        ScheduleError: A check fails.
     """
     needs_nodes = max(max(pipe.nodes) for pipe in schedule.pipes) + 1 if schedule.pipes else 0
     if len(schedule.orders) < needs_nodes:
@@ -293,7 +256,7 @@ def from_data(data: Any) -> Schedule:
     """The schedule that `to_data` wrote, checked.
 
     Raises:
-        ScheduleError: It is none, or not a valid one.
+        ScheduleError: It is not a valid schedule.
     """
     try:
         if data["version"] != VERSION:

@@ -69,22 +69,3 @@ def added_peaks(pipes: Sequence[Pipe]) -> float:
     """The sum over models of the most activation memory of a node when it is trained by itself by 1F1B."""
     models = {pipe.model for pipe in pipes}
     return sum(serial_peak([pipe for pipe in pipes if pipe.model == model]) for model in models)
-
-
-def serial_latency(pipes: Sequence[Pipe]) -> float:
-    """The sum over models of what 1F1B takes, if the next begins when the one before has ended everywhere.
-
-        sum over models of the largest of its pipes' (M + S - 1) * (forward + backward)
-
-    For pipes with K chunks on N nodes it is (K M + N - 1) * (forward + backward) if N divides M. Where stages differ,
-    micro-batches follow one another as the slowest node lets them, and pass the others once.
-    """
-    latest: dict[int, float] = {}
-    for pipe in pipes:
-        by_node: dict[int, float] = {}
-        for stage, node in enumerate(pipe.nodes):
-            by_node[node] = by_node.get(node, 0) + pipe.work(stage)
-        slowest, chunks = max(by_node.values()), pipe.stages // len(by_node)
-        latency = pipe.micro_batches * slowest + (sum(by_node.values()) - slowest) / chunks
-        latest[pipe.model] = max(latest.get(pipe.model, 0), latency)
-    return sum(latest.values())

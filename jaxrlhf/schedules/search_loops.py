@@ -23,7 +23,7 @@ def next_random(x: int) -> int:
 
 
 def accepted(worse, unit, level, x, table) -> bool:
-    """True where a move that is worse by so much is taken. `unit`: the average of the table; `x`: a random number."""
+    """True if a move that is worse by this amount is taken. `unit` is the average of the table, `x` a random number."""
     bucket = (worse * PER_UNIT + unit - 1) // unit
     return bucket < BUCKETS and x < table[level * BUCKETS + bucket]
 
@@ -186,114 +186,10 @@ def latency_round(
     return shortest, moves
 
 
-def memory_round(
-    order, first, before, after, node, latency, memory, lane, floor, limit, unit, table, levels, moves, x, best, work
-):
-    """Exchanges any neighbors, half of them where memory is above a cap, as long as the makespan stays within a limit.
-
-    What is made smaller is the sum of all that is above the cap. Once nothing is, the cap is lowered by a quarter of
-    what the peak is above `floor`.
-
-    Returns:
-        The lowest peak found, whose orders are then in `best`, and the moves tried.
-    """
-    finish, sequence, place, clock, waiting, stack, tail, position, level_at, over = work
-    num_tasks = len(before)
-    for i in range(len(first) - 1):
-        kept = 0
-        for p in range(first[i], first[i + 1]):
-            position[order[p]] = p
-            kept += memory[order[p]]
-            level_at[order[p]] = kept
-    heads(order, first, before, after, node, latency, finish, sequence, place, clock, waiting, stack)
-    tails(order, first, after, node, latency, sequence, position, tail)
-    excess = 0
-    num_over = 0
-    lowest = -1
-    cap = 0
-    for move in range(moves):
-        if excess == 0:
-            lowest = 0
-            for task in range(num_tasks):
-                lowest = max(lowest, level_at[task])
-            best[:] = order
-            if lowest <= floor:
-                return lowest, move
-            cap = lowest - max(1, (lowest - floor) // 4)
-            num_over = 0
-            for task in range(num_tasks):
-                place_of_over = -1
-                if level_at[task] > cap:
-                    excess += level_at[task] - cap
-                    over[num_over] = task
-                    place_of_over = num_over
-                    num_over += 1
-                over[num_tasks + task] = place_of_over
-        x = next_random(x)
-        if x & 1:
-            p = position[over[(x >> 8) % num_over]] - 1 + (x >> 1) % 3
-        else:
-            p = (x >> 8) % num_tasks
-        if p < 0 or p + 1 >= num_tasks:
-            continue
-        a = order[p]
-        b = order[p + 1]
-        if node[a] != node[b] or lane[a] == lane[b] or before[b] == a:
-            continue
-        level_b = level_at[a] - memory[a] + memory[b]
-        worse = max(0, level_b - cap) - max(0, level_at[a] - cap)
-        if worse > 0:
-            x = next_random(x)
-            if not accepted(worse, unit, move * levels // moves, x, table):
-                continue
-        if longest_after_exchange(p, order, first, before, after, node, latency, finish, tail) > limit:
-            continue
-        order[p] = b
-        order[p + 1] = a
-        if heads(order, first, before, after, node, latency, finish, sequence, place, clock, waiting, stack) < 0:
-            order[p] = a
-            order[p + 1] = b
-            heads(order, first, before, after, node, latency, finish, sequence, place, clock, waiting, stack)
-            continue
-        position[b] = p
-        position[a] = p + 1
-        tails(order, first, after, node, latency, sequence, position, tail)
-        excess += worse
-        level_at[b] = level_b
-        level_at[a] = level_b + memory[a]
-        for task in (a, b):
-            place_of_over = over[num_tasks + task]
-            if place_of_over >= 0 and level_at[task] <= cap:
-                num_over -= 1
-                over[place_of_over] = over[num_over]
-                over[num_tasks + over[num_over]] = place_of_over
-                over[num_tasks + task] = -1
-            elif place_of_over < 0 and level_at[task] > cap:
-                over[num_over] = task
-                over[num_tasks + task] = num_over
-                num_over += 1
-    return lowest, moves
-
-
-def _next_of(
-    i,
-    lanes,
-    lanes_first,
-    queue,
-    queue_first,
-    head,
-    partner,
-    limit,
-    before,
-    finish,
-    memory,
-    rank,
-    clock,
-    kept,
-    cap,
-    found,
-):
-    """Writes what node i would run next, -1 for nothing, and when that could start."""
+def _next_of(i, tables, limit, rank, cap, work):
+    """Writes to `found` what node i would run next, -1 for nothing, and when that could start."""
+    lanes, lanes_first, queue, queue_first, partner, before, _, _, _, _, memory = tables
+    _, finish, _, clock, kept, head, found = work
     best = -1
     best_start = 0
     for index in range(lanes_first[i], lanes_first[i + 1]):
@@ -323,33 +219,19 @@ def _next_of(
     found[2 * i + 1] = best_start
 
 
-def list_round(
-    lanes,
-    lanes_first,
-    queue,
-    queue_first,
-    partner,
-    limit,
-    before,
-    after,
-    node,
-    lane_of,
-    latency,
-    memory,
-    rank,
-    cap,
-    out,
-):
+def list_round(tables, limit, rank, cap, work):
     """Always runs next what can start earliest, among those what ranks least, then what has the least number.
 
     Args:
-        partner: Lane -> the lane of its backwards, or -1; `limit`: by how many tasks it may be ahead of them.
-        out: `order`, the nodes' tasks one after another; `finish`, by task; and room to work in.
+        tables: `job_shop.Tables`.
+        limit: Lane -> by how many tasks it may be ahead of the lane of its backwards.
+        work: The results, `order` (the nodes' tasks one after another) and `finish` (by task), and room to work in.
 
     Returns:
         The makespan; -1 if nothing can start within the cap, though something is left.
     """
-    order, finish, place, clock, kept, head, found = out
+    lanes, lanes_first, _, queue_first, partner, before, after, node, lane_of, latency, memory = tables
+    order, finish, place, clock, kept, head, found = work
     num_nodes = len(lanes_first) - 1
     for task in range(len(before)):
         finish[task] = -1
@@ -363,10 +245,7 @@ def list_round(
         for index in range(lanes_first[i], lanes_first[i + 1]):
             p += queue_first[lanes[index] + 1] - queue_first[lanes[index]]
     for i in range(num_nodes):
-        _next_of(
-            i, lanes, lanes_first, queue, queue_first, head, partner, limit, before, finish, memory, rank, clock, kept,
-            cap, found,
-        )  # fmt: skip
+        _next_of(i, tables, limit, rank, cap, work)
     for _ in range(len(before)):
         best = -1
         start = 0
@@ -390,16 +269,10 @@ def list_round(
         kept[i] += memory[best]
         order[place[i]] = best
         place[i] += 1
-        _next_of(
-            i, lanes, lanes_first, queue, queue_first, head, partner, limit, before, finish, memory, rank, clock, kept,
-            cap, found,
-        )  # fmt: skip
+        _next_of(i, tables, limit, rank, cap, work)
         follower = after[best]
         if follower >= 0 and node[follower] != i:
-            _next_of(
-                node[follower], lanes, lanes_first, queue, queue_first, head, partner, limit, before, finish, memory,
-                rank, clock, kept, cap, found,
-            )  # fmt: skip
+            _next_of(node[follower], tables, limit, rank, cap, work)
     longest = 0
     for i in range(num_nodes):
         longest = max(longest, clock[i])

@@ -3,6 +3,8 @@
 import dataclasses
 from typing import Literal, get_args
 
+from jaxrlhf.require import require_at_least_one, require_fields
+
 Remat = Literal["none", "dots", "layer"]
 """What a train call keeps of each layer for its backward pass: `none` keeps everything and recomputes nothing, `dots`
 keeps the results of matrix products with weights, `layer` keeps only the layer's input."""
@@ -37,10 +39,7 @@ class Strategy:
     """Deal the rows of a train or inference call to shards and micro-batches so that each gets as many tokens."""
 
     def __post_init__(self) -> None:
-        for name in ("data", "fsdp", "tensor", "pipeline", "chunks", "micro_batches"):
-            value = getattr(self, name)
-            if value < 1:
-                raise ValueError(f"{name}: must be at least 1. Got {value}.")
+        require_fields(self, require_at_least_one, "data", "fsdp", "tensor", "pipeline", "chunks", "micro_batches")
         if self.chunks > 1 and self.pipeline == 1:
             raise ValueError(
                 f"chunks: are parts of a stage, and need a pipeline. Got {self.chunks} with pipeline 1. Set "

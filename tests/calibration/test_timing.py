@@ -7,7 +7,7 @@ import time
 import pytest
 
 from jaxrlhf.calibration import timing as timing_module
-from jaxrlhf.calibration.timing import OthersLoad, WatchedLoad, time_in_turn, timing
+from jaxrlhf.calibration.timing import OthersLoad, time_in_turn, timing
 
 
 def test_quiet_runs_count():
@@ -59,7 +59,7 @@ def test_a_load_is_told_from_the_beginning_on(monkeypatch):
     monkeypatch.setattr(timing_module, "_ticks", lambda: next(ticks))
     monkeypatch.setattr(os, "getloadavg", lambda: (2.5, 1.0, 0.5))
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    watched = WatchedLoad()
+    watched = OthersLoad()
     first, second = watched.load(), watched.load()
     assert (first.others, second.others) == pytest.approx((12 / 20, 12 / 35))
     assert str(first) == (

@@ -14,7 +14,7 @@ from jaxrlhf.models.adapter_files import CONFIG, WEIGHTS, check_adapters, load_a
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.generate import generate
 from jaxrlhf.models.layers import Adapted, linear
-from jaxrlhf.models.lora import LoRAConfig, adapt, declare_adapters, init_adapters, merge, merging_pays
+from jaxrlhf.models.lora import LoRAConfig, adapt, declare_adapters, init_adapters, merge, reads_merged
 from jaxrlhf.models.params import init_params, param_shardings, shardings_of, with_layers
 from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.strategy import Strategy
@@ -108,9 +108,9 @@ def test_only_what_is_targeted_has_adapters():
 
 def test_merging_pays_where_a_call_has_many_tokens():
     square = LoRAConfig(targets=("query",))  # 16 x 16: once 256 r, 32 r a token
-    assert not merging_pays(MODEL, square, 8) and merging_pays(MODEL, square, 9)
-    assert merging_pays(MODEL, dataclasses.replace(square, merge="always"), 1)
-    assert not merging_pays(MODEL, dataclasses.replace(square, merge="never"), 10**9)
+    assert not reads_merged(MODEL, square, 8) and reads_merged(MODEL, square, 9)
+    assert reads_merged(MODEL, dataclasses.replace(square, merge="always"), 1)
+    assert not reads_merged(MODEL, dataclasses.replace(square, merge="never"), 10**9)
 
 
 @pytest.mark.parametrize("head", ["lm", "scalar"])

@@ -17,7 +17,7 @@ def saved(fuse: tuple[str, ...] = ()) -> SavedPlan:
         plan=Plan({name: Placement((0,), Strategy()) for name in SECONDS}, fuse=fuse),
         devices=Devices("cpu:1", 1, 1),
         work={name: {"kind": kind} for name, kind in KINDS.items()},
-        strategy="search",
+        method="search",
         step_seconds=8.0,
         calls={name: CallForecast(seconds, 0) for name, seconds in SECONDS.items()},
     )

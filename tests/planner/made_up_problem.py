@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import random
+from typing import Any
 
 import numpy as np
 
@@ -11,7 +12,7 @@ from jaxrlhf.planner.search.problem import CallChoices, Choice, PairSeconds, Pro
 from jaxrlhf.sharding.strategy import Strategy
 
 GIB = 2**30
-STEP = (
+STEP: tuple[tuple[str, Kind, str, bool, tuple[str, ...], float, int], ...] = (
     # name, kind, weights, trains, needs, floating point operations per parameter and token, activations
     ("actor.generate", "generate", "actor", False, (), 6.0, 2),
     ("reference.logprobs", "infer", "reference", False, ("actor.generate",), 2.0, 1),
@@ -25,12 +26,10 @@ INFERENCE = ("actor.generate", "reference.logprobs", "critic.values", "reward.sc
 
 def meshes(num_nodes: int, devices_per_node: int) -> list[tuple[int, int]]:
     """(first, end) of all aligned power-of-two parts of one node, and of consecutive whole nodes."""
-    found, size = [], 1
-    while size < devices_per_node:
-        found += [(first, first + size) for first in range(0, num_nodes * devices_per_node, size)]
-        size *= 2
+    sizes = [size for size in (1, 2, 4) if size < devices_per_node]
+    parts = [(first, first + size) for size in sizes for first in range(0, num_nodes * devices_per_node, size)]
     nodes = itertools.combinations(range(num_nodes + 1), 2)
-    return found + [(first * devices_per_node, end * devices_per_node) for first, end in nodes]
+    return parts + [(first * devices_per_node, end * devices_per_node) for first, end in nodes]
 
 
 def strategies(num_devices: int, devices_per_node: int, micro_batches: tuple[int, ...]) -> list[Strategy]:
@@ -72,20 +71,19 @@ def ppo_problem(
                 seconds = factor * _seconds(kind, size * per_token, strategy)
                 weight_bytes = int(2 * size * 1e9 / (strategy.tensor * strategy.pipeline))
                 rows = kept * size**0.5 * 40 / (strategy.data * strategy.tensor * strategy.micro_batches)
-                choice = Choice(first, end, strategy, seconds, working=int(rows * GIB))
+                held: dict[str, Any]
+                working = int(rows * GIB)
                 if trains:
-                    choices.append(_replace(choice, resting=2 * weight_bytes + 6 * weight_bytes // strategy.data))
-                elif weights in ("actor", "critic"):
-                    choices.append(_replace(choice, copy=weight_bytes))
+                    held = dict(resting=2 * weight_bytes + 6 * weight_bytes // strategy.data)
                 else:
-                    choices.append(_replace(choice, resting=weight_bytes))
-                    if offload:
-                        load = weight_bytes / 20e9
-                        working = choice.working + weight_bytes
-                        choices.append(_replace(choice, working=working, load=load, unload=load, offloaded=True))
+                    held = {"copy" if weights in ("actor", "critic") else "resting": weight_bytes}
+                choices.append(Choice(first, end, strategy, seconds, **held, working=working))
+                if offload and weights in ("reference", "reward"):
+                    load, working = weight_bytes / 20e9, working + weight_bytes
+                    moved: dict[str, Any] = dict(load=load, unload=load, offloaded=True)
+                    choices.append(Choice(first, end, strategy, seconds, working=working, **moved))
         needs = INFERENCE if trains else () if kind == "generate" else ("actor.generate",)
-        role = weights
-        calls.append(CallChoices(name, _kind(kind), role, weights, trains, needs, tuple(choices)))
+        calls.append(CallChoices(name, kind, weights, weights, trains, needs, tuple(choices)))
     positions = {call.name: i for i, call in enumerate(calls)}
     reallocations = {}
     for train, reader in (("actor.train", "actor.generate"), ("critic.train", "critic.values")):
@@ -102,15 +100,6 @@ def ppo_problem(
     num_devices = num_nodes * devices_per_node
     capacity = (int(memory * GIB),) * num_devices
     return Problem(tuple(calls), num_devices, devices_per_node, capacity, reallocations, transfers, tokens=512 * 2048)
-
-
-def _replace(choice: Choice, **changes: float) -> Choice:
-    return Choice(**{**vars(choice), **changes})
-
-
-def _kind(kind: str) -> Kind:
-    assert kind in ("generate", "infer", "train")
-    return kind
 
 
 def _seconds(kind: str, work: float, strategy: Strategy) -> float:

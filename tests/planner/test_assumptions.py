@@ -17,7 +17,7 @@ H100 = read_cluster("1x1:h100")
 
 
 def planned(workload: Workload, cluster=H100) -> Planned:
-    return plan_workload(workload, cluster, strategy="colocate")
+    return plan_workload(workload, cluster, method="colocate")
 
 
 def test_a_line_for_each_and_none_for_what_is_not_there():

@@ -112,7 +112,7 @@ def test_a_whole_plan_that_does_not_fit_names_clusters_that_would_do():
 
 def test_a_strategy_that_nobody_knows_is_refused_at_once():
     with pytest.raises(PlanError, match=r"Got 'serach'.* Did you mean 'search'\?"):
-        plan_workload(STEP.workload, FOUR, strategy="serach", say=lambda line: pytest.fail("it began"))
+        plan_workload(STEP.workload, FOUR, method="serach", say=lambda line: pytest.fail("it began"))
 
 
 def test_what_is_saved_is_what_was_found(found):

@@ -3,7 +3,8 @@
 import pytest
 
 from jaxrlhf.schedules.exposed_sends import exposed_in_inference, exposed_in_training
-from jaxrlhf.schedules.schedule import Schedule, forward_only, gpipe, interleaved_1f1b, makespan, spans
+from jaxrlhf.schedules.instructions import Schedule, spans
+from jaxrlhf.schedules.schedule import forward_only, gpipe, interleaved_1f1b, makespan
 
 MICRO_BATCHES = (1, 2, 3, 4, 5, 7, 8, 16, 17)
 SENDS = (0.0, 0.01, 0.1, 0.3, 0.7, 1.5)

@@ -7,23 +7,17 @@ from typing import Any
 
 import pytest
 
+from jaxrlhf.schedules.instructions import Instruction, Pipe, Schedule, ScheduleError, instructions, needed, spans
 from jaxrlhf.schedules.schedule import (
-    Instruction,
-    Pipe,
-    Schedule,
-    ScheduleError,
     bubble_fraction,
     bubble_warning,
     forward_only,
     from_data,
     gpipe,
-    instructions,
     interleaved_1f1b,
     makespan,
-    needed,
     one_f_one_b,
     peak_activations,
-    spans,
     to_data,
     topological_order,
     validate,
@@ -31,10 +25,9 @@ from jaxrlhf.schedules.schedule import (
 from jaxrlhf.schedules.schedule_bounds import (
     added_peaks,
     lower_bound,
-    serial_latency,
     serial_schedule,
 )
-from scripts.fused_models import greedy_schedule
+from scripts.fused_models import greedy_schedule, serial_latency
 from scripts.schedule_picture import memory_curve
 
 SHAPES = [(1, 1), (2, 1), (2, 5), (3, 2), (4, 4), (4, 8), (5, 7)]

@@ -5,7 +5,8 @@ import builtins
 import pytest
 
 pytest.importorskip("matplotlib")
-from jaxrlhf.schedules.schedule import ScheduleError, forward_only, one_f_one_b
+from jaxrlhf.schedules.instructions import ScheduleError
+from jaxrlhf.schedules.schedule import forward_only, one_f_one_b
 from jaxrlhf.schedules.schedule_bounds import serial_peak
 from scripts.fused_models import TrainedModel, fused_pipes, greedy_schedule
 from scripts.schedule_picture import draw_schedule

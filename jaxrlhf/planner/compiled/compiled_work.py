@@ -118,7 +118,7 @@ def compile_work(
     Raises:
         CompileError: A program does not compile.
     """
-    kind, per_node = cluster.slowest(0, cluster.num_devices), cluster.devices_per_node
+    kind, per_node = cluster.slowest(range(cluster.num_devices)), cluster.devices_per_node
     asked = {
         (call.name, num_layers, tensor): Question(
             f"{call.name}, {num_layers} layers, tensor {tensor}",

@@ -1,1 +1,1 @@
-"""What calls cost: operations, bytes, memory, seconds."""
+"""Costs of calls: operations, bytes, memory, seconds."""

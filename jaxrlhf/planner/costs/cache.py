@@ -1,4 +1,4 @@
-"""Compilations kept on disk, under keys made of all that decides them.
+"""Counts of compiled programs on disk, under keys made of all that decides them.
 
 key = fingerprint({"subject": call, "target": "A100 ...", "sources": source_digest()})
 """
@@ -21,7 +21,7 @@ import numpy as np
 from jaxrlhf.writing import write_atomically
 
 _ROOMS = ("models", "planner/compiled", "programs", "schedules", "sharding")
-"""Those whose sources decide what a program is, how it is compiled, and how it is counted."""
+"""Rooms whose sources decide what a program is, how it is compiled, and how it is counted."""
 
 
 class CostCache:
@@ -31,20 +31,20 @@ class CostCache:
         self.folder = folder
 
     def get(self, key: str) -> dict[str, Any] | None:
-        """What was kept under a key; None where nothing was, or where its file is damaged."""
+        """The value of a key; None if there is none, or if its file is damaged."""
         try:
             return json.loads((self.folder / f"{key}.json").read_text())
         except (FileNotFoundError, json.JSONDecodeError, UnicodeDecodeError):
             return None
 
     def put(self, key: str, value: Mapping[str, Any]) -> None:
-        """Keep something, whole or not at all."""
+        """Saves a value, whole or not at all."""
         self.folder.mkdir(parents=True, exist_ok=True)
         write_atomically(self.folder / f"{key}.json", json.dumps(value))
 
 
 def default_folder(name: str = "costs") -> Path:
-    """Where a user's programs keep what can be made anew."""
+    """The folder for a user's cached data."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxrlhf" / name
 
 
@@ -52,7 +52,7 @@ def fingerprint(value: Any) -> str:
     """A digest of a value, the same in every process.
 
     Raises:
-        TypeError: Part of it is nothing whose content is known.
+        TypeError: The content of a part of it is not known.
     """
     digest = hashlib.sha256()
     for text in _texts(value, "value"):
@@ -62,7 +62,7 @@ def fingerprint(value: Any) -> str:
 
 @functools.cache
 def source_digest() -> str:
-    """Of the sources that decide what programs are, and what is counted of them."""
+    """A digest of the sources that decide what programs are, and how they are counted."""
     folder = Path(__file__).parents[2]
     digest = hashlib.sha256()
     paths = [path for room in _ROOMS for path in (folder / room).rglob("*.py")]

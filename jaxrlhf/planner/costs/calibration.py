@@ -1,11 +1,11 @@
-"""What was measured on a machine: seconds of passes, and what its devices do in a second; between them lines are drawn.
+"""Measurements of a machine: seconds of passes, interpolated between row counts, and rates of its devices.
 
     calibration = read_calibration(calibration_file(machine), machine=machine)
     CostModel(calibration.on(cluster), measured=calibration, measured_update=calibration.update)
 
-Passes are known at some degrees and row counts, powers of two, and lie on straight lines between. Where nothing near
+Passes are known at some degrees and row counts, powers of two, and interpolated linearly between. Where nothing similar
 was measured there is no answer, and the cost model counts work instead, with the rates of this machine.
-`runtime.measure` measures; `python -m jaxrlhf.calibrate` writes the file.
+`calibration` measures; `python -m jaxrlhf.calibrate` writes the file.
 
 Reference:
     Mei et al. 2024, arXiv:2406.14088, section 5.1 (ReaL): layers profiled at powers of two, interpolated linearly.
@@ -31,14 +31,15 @@ from jaxrlhf.models.lora import LoRAConfig
 from jaxrlhf.planner.costs.cache import default_folder
 from jaxrlhf.planner.costs.cost_model import PassSeconds, UpdateSeconds
 from jaxrlhf.planner.workload import ModelCall
+from jaxrlhf.require import require, require_fields, require_not_negative, require_positive
 from jaxrlhf.sharding import mesh
 from jaxrlhf.sharding.strategy import Remat, Strategy
 from jaxrlhf.writing import write_atomically
 
 VERSION = 2
-"""Of the file."""
+"""The version of the file."""
 QUIET = 0.05
-"""Others may have so much of the processors, or Linux counts ticks amiss, before they are said to disturb."""
+"""The share of the processors that others may have, or Linux may miscount, without being said to disturb."""
 _COMMAND = "Measure this machine: python -m jaxrlhf.calibrate --config NAME_OR_PATH."
 
 MeasuredPhase = Literal["forward", "gradient", "prefill", "decode", "update"]
@@ -47,7 +48,7 @@ MeasuredPhase = Literal["forward", "gradient", "prefill", "decode", "update"]
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """Where something was measured. What was measured on one machine, or with one compiler, says nothing of another."""
+    """The machine and the compiler of a measurement, which says nothing about others."""
 
     platform: str
     """'cpu', 'gpu' or 'tpu'."""
@@ -65,7 +66,7 @@ class Machine:
 
     @property
     def shares_processor(self) -> bool:
-        """Whether all its devices are one processor, so that they slow one another."""
+        """True if all its devices are one processor, so that they slow one another."""
         return self.platform == "cpu"
 
 
@@ -87,24 +88,21 @@ def _processor() -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """How busy the host's processors were while something was measured."""
+    """The load of the host's processors during a measurement."""
 
     others: float
-    """The part of all processors that other processes had."""
+    """The share of all processors that other processes had."""
     average: float
     """Processes that were running or wanted to, over the last minute of it: Linux's load average, with those of the
     measurement itself."""
     num_cores: int
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if not math.isfinite(value) or value < 0:
-                raise ValueError(f"{field.name}: must be finite and not negative. Got {value}.")
+        require_fields(self, require_not_negative, "others", "average", "num_cores")
 
     @property
     def is_quiet(self) -> bool:
-        """Whether what was measured is as it would be alone on the machine."""
+        """True if the measurements are as they would be alone on the machine."""
         return self.others <= QUIET
 
     def __str__(self) -> str:
@@ -117,7 +115,7 @@ class Load:
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
-    """What one device does while all devices of its node do the same. Seconds, bytes a second, operations a second."""
+    """Rates of one device while all devices of its node do the same: seconds, bytes a second, operations a second."""
 
     num_devices: int
     """Of the node."""
@@ -132,33 +130,30 @@ class Rates:
     """Of a kernel in the body of a loop."""
     dispatch_seconds: float
     step_seconds: float
-    """That the iteration of a loop takes beside its kernels."""
+    """Of the iteration of a loop, beside its kernels."""
     host_bandwidth: float
     collective_seconds: float = 0.0
-    """Of the smallest all-reduce, for each doubling of the devices that take part. 0, as are those below: there is but
-    one device."""
+    """Of the smallest all-reduce, for each doubling of the devices that take part. This and those below are 0 if there
+    is one device."""
     link_bandwidth: float = 0.0
     """Of a ring in which large arrays are added up over all devices."""
     copy_seconds: float = 0.0
     """Of the smallest copy from one device to another."""
     copy_bandwidth: float = 0.0
     host_seconds: float = 0.0
-    """By which the program's own work makes a call of a run longer, for each device of it. 0: devices are others than
-    the host's processors."""
+    """The time that the program's own work adds to a call for each of its devices. 0 if the devices are not the host's
+    processors."""
 
     def __post_init__(self) -> None:
         positive = ("num_devices", "float32_flops", "bfloat16_flops", "memory_bandwidth", "host_bandwidth")
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if not math.isfinite(value) or value < 0 or (field.name in positive and value == 0):
-                rule = "positive" if field.name in positive else "not negative"
-                raise ValueError(f"{field.name}: must be finite and {rule}. Got {value}.")
+        require_fields(self, require_positive, *positive)
+        require_fields(self, require_not_negative, *(field.name for field in dataclasses.fields(self)))
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What was run: everything of a call and its strategy that a pass of it depends on, but its rows. What the phase
-    has nothing to do with is 0, 1 or none."""
+    """Everything of a call and its strategy that a pass of it depends on, except its rows. Fields that do not matter to
+    the phase are 0, 1 or none."""
 
     model: ModelConfig
     phase: MeasuredPhase
@@ -179,7 +174,7 @@ class Case:
 
 
 def case_of(call: ModelCall, phase: MeasuredPhase, strategy: Strategy) -> Case:
-    """What to measure, or to look up, for a phase of a call."""
+    """The case to measure, or to look up, for a phase of a call."""
     over_rows = phase != "update"
     generates = phase in ("prefill", "decode")
     return Case(
@@ -210,13 +205,11 @@ class Point:
     spread: float
     """Half the distance between the quartiles of the runs, as a fraction of their median."""
     others: float
-    """The part of the host's processors that other processes had meanwhile."""
+    """The share of the host's processors that other processes had meanwhile."""
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if not math.isfinite(value) or (value < 0 and field.name != "rest"):
-                raise ValueError(f"{field.name}: must be finite and not negative. Got {value}.")
+        require_fields(self, require_not_negative, "rows", "layer", "spread", "others")
+        require(math.isfinite(self.rest), "rest", "must be finite", self.rest)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -257,7 +250,7 @@ def _mixed(*parts: tuple[Point | PassSeconds, float]) -> PassSeconds:
 
 @dataclasses.dataclass(frozen=True)
 class Calibration:
-    """All that was measured on a machine. As a function, it is a `cost.MeasuredPass`."""
+    """All measurements of a machine. As a function, it is a `cost_model.MeasuredPass`."""
 
     date: str
     machine: Machine
@@ -265,10 +258,10 @@ class Calibration:
     curves: tuple[Curve, ...] = ()
     version: int = VERSION
     load: Load | None = None
-    """While the newest of it was measured. None: a file that does not say."""
+    """Of the newest measurements. None if the file does not say."""
 
     def __call__(self, call: ModelCall, phase: MeasuredPhase, strategy: Strategy, rows: float) -> PassSeconds | None:
-        """Seconds of a pass, through one layer and the rest; None where nothing near it was measured.
+        """Seconds of a pass, through one layer and the rest; None if nothing similar was measured.
 
         Devices of their own take as long however many others have rows too, so any measured number of row shards does.
         Devices that share a processor work on all rows together: what counts is how many these are, and, between
@@ -289,8 +282,8 @@ class Calibration:
         return dataclasses.replace(seconds, layer=seconds.layer * strategy.pipeline)
 
     def update(self, call: ModelCall, strategy: Strategy) -> UpdateSeconds | None:
-        """Seconds of the optimizer, with gradients added up over the copies of the weights if there were any; None
-        where nothing near was measured. It is a `cost.MeasuredUpdate`."""
+        """Seconds of the optimizer, with gradients added up over the copies of the weights if there were any; None if
+        nothing similar was measured. It is a `cost_model.MeasuredUpdate`."""
         near, optimizer = self._near(call, "update", strategy), self(call, "update", strategy, 0.0)
         if near is None or optimizer is None:
             return None
@@ -346,7 +339,7 @@ def measured_kind(kind: Kind, rates: Rates, *, scale: float, source: str) -> Kin
     Args:
         scale: What a device has of the work of one that was measured: more where fewer share a processor.
     """
-    costs = kind.coefficients
+    costs, names = kind.coefficients, ("half_dim", "kernel_seconds", "graph_kernel_seconds", "dispatch_seconds")
     bandwidth = rates.link_bandwidth or kind.link.bandwidth * costs.link_efficiency
     return dataclasses.replace(
         kind,
@@ -358,16 +351,11 @@ def measured_kind(kind: Kind, rates: Rates, *, scale: float, source: str) -> Kin
         coefficients=dataclasses.replace(
             costs,
             matmul_efficiency=1.0,
-            half_dim=rates.half_dim,
             memory_efficiency=1.0,
             link_efficiency=1.0,
-            kernel_seconds=rates.kernel_seconds,
-            graph_kernel_seconds=rates.graph_kernel_seconds,
-            dispatch_seconds=rates.dispatch_seconds,
-            step_seconds=rates.step_seconds,
+            **{name: getattr(rates, name) for name in (*names, "step_seconds", "host_seconds")},
             collective_seconds=rates.collective_seconds or costs.collective_seconds,
             host_bandwidth=rates.host_bandwidth * scale,
-            host_seconds=rates.host_seconds,
             source=source,
         ),
     )
@@ -385,16 +373,16 @@ def curves_of(points: Sequence[tuple[Case, Point]]) -> tuple[Curve, ...]:
 
 
 def calibration_file(machine: Machine, folder: Path | None = None) -> Path:
-    """Where what was measured on a machine is kept. Without a folder: in that of the user's caches."""
+    """The file of a machine's measurements, by default in the user's cache folder."""
     text = f"{machine.device_kind} {machine.processor} {machine.num_cores} jax {machine.jax}"
     return (folder or default_folder("calibration")) / f"{re.sub(r'[^A-Za-z0-9.]+', '-', text).strip('-').lower()}.json"
 
 
 def read_calibration(path: Path, *, machine: Machine | None = None) -> Calibration:
-    """What `write_calibration` wrote.
+    """Reads what `write_calibration` wrote.
 
     Args:
-        machine: Must be the one that was measured. None: any may be, as where a plan is made for another.
+        machine: Must be the one that was measured. None means any.
 
     Raises:
         ConfigError: There is no such file, it is not as it should be, or another machine was measured.

@@ -1,4 +1,4 @@
-"""Seconds of a call: from its work, what its devices do in a second, and how a strategy lays the one over the other.
+"""Seconds of a call: from its work, the rates of its devices, and how a strategy splits the work over them.
 
     model = CostModel(cluster)
     model.seconds(call, range(0, 16), Strategy(data=2, tensor=8)).total
@@ -17,12 +17,12 @@ take the place of those of a pass where they exist.
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from jaxrlhf.cluster.hardware import Cluster, Kind, Network
+from jaxrlhf.cluster.hardware import Cluster, Kind
 from jaxrlhf.models.architecture import matrix_numbers, num_parameters
-from jaxrlhf.planner.costs.memory import MASTER_BYTES, gradient_numbers, reads_merged, weight_bytes
+from jaxrlhf.planner.costs.memory import MASTER_BYTES, gradient_numbers, has_merged_copy, weight_bytes
 from jaxrlhf.planner.costs.work import LayerWork, Phase, Work, analytic_work
 from jaxrlhf.planner.workload import ModelCall
 from jaxrlhf.schedules.exposed_sends import exposed_in_inference, exposed_in_training
@@ -30,33 +30,13 @@ from jaxrlhf.sharding.stages import layers_of_stages
 from jaxrlhf.sharding.strategy import Remat, Strategy
 
 ADAM_BYTES = 7 * 4
-"""That an update reads and writes for each trained weight: itself, two moments, its gradient, and the first three back.
-"""
+"""Bytes that an update reads and writes for each weight: reads itself, two moments and its gradient, writes three."""
 
 
 class WorkSource(Protocol):
-    """Where the work of a phase of a call comes from: formulas, or compiled programs."""
+    """The source of the work of a phase of a call: formulas, or compiled programs."""
 
     def __call__(self, call: ModelCall, phase: Phase, *, tensor: int, fsdp: int, remat: Remat) -> LayerWork: ...
-
-
-class MeasuredPass(Protocol):
-    """Seconds of a pass as they were measured, for one layer and for the rest of a model; None where nothing near it
-    was."""
-
-    def __call__(self, call: ModelCall, phase: Phase, strategy: Strategy, rows: float) -> "PassSeconds | None":
-        """
-        Args:
-            strategy: Of the whole call. Its row shards all work at the same time.
-            rows: Of a micro-batch, on each row shard.
-        """
-        ...
-
-
-class MeasuredUpdate(Protocol):
-    """Seconds of an update beside its passes as they were measured; None where nothing near it was."""
-
-    def __call__(self, call: ModelCall, strategy: Strategy) -> "UpdateSeconds | None": ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,34 +61,39 @@ class UpdateSeconds:
 
     optimizer: PassSeconds
     includes_reduction: bool
-    """It has in it that gradients are added up over copies of the weights."""
+    """True if the seconds include adding up gradients over copies of the weights."""
+
+
+MeasuredPass = Callable[[ModelCall, Phase, Strategy, float], PassSeconds | None]
+"""Measured seconds of a pass, from the call, its phase, its strategy, and the rows of a micro-batch on each row shard.
+All row shards work at the same time. None if nothing similar was measured."""
+MeasuredUpdate = Callable[[ModelCall, Strategy], UpdateSeconds | None]
+"""Measured seconds of an update beside its passes. None if nothing similar was measured."""
 
 
 @dataclasses.dataclass(frozen=True)
 class CallSeconds:
-    """Where the seconds of a call go."""
+    """The seconds of a call, by what they are spent on."""
 
     passes: float
-    """Stages at work."""
     bubbles: float = 0.0
-    """Stages that wait for the first micro-batches to come, or for the last ones to come back."""
+    """Stages wait for the first micro-batches to come, or for the last ones to come back."""
     sends: float = 0.0
-    """Activations from stage to stage, as far as stages wait for them."""
+    """Stages wait for activations of other stages."""
     reduction: float = 0.0
-    """Gradients added up over copies of the weights."""
+    """Gradients are added up over copies of the weights."""
     update: float = 0.0
     """The optimizer."""
     merge: float = 0.0
-    """Adapters added into a copy of the weights that they adapt."""
+    """Adapters are added into a copy of the weights that they adapt."""
     dispatch: float = 0.0
-    """Programs started, as far as devices wait for it."""
+    """Devices wait for programs to be started."""
     host: float = 0.0
-    """The program's own work, as far as it takes from the devices."""
+    """The program's own work on the host, if it takes time from the devices."""
 
     @property
     def total(self) -> float:
-        parts = self.passes, self.bubbles, self.sends, self.reduction, self.update, self.merge, self.dispatch, self.host
-        return sum(parts)
+        return sum(vars(self).values())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,8 +109,8 @@ class Span:
 
 
 def span(strategy: Strategy, axis: str, devices_per_node: int) -> Span:
-    """How the groups of an axis lie over nodes: axes stand in the order pipeline, data, fsdp, tensor, the last ones
-    side by side. `rows` is `data` and `fsdp` together."""
+    """The groups of an axis over nodes. Axes are in the order pipeline, data, fsdp, tensor, of which the last are
+    neighbors. `rows` is `data` and `fsdp` together."""
     inner = {
         "tensor": 1,
         "fsdp": strategy.tensor,
@@ -141,7 +126,7 @@ def span(strategy: Strategy, axis: str, devices_per_node: int) -> Span:
 
 
 class CostModel:
-    """What calls cost on a cluster."""
+    """Costs of calls on a cluster."""
 
     def __init__(
         self,
@@ -155,26 +140,14 @@ class CostModel:
         self._measured = measured
         self._measured_update = measured_update
         self._works: dict[tuple[object, ...], tuple[ModelCall, LayerWork]] = {}
-        self._kinds: dict[tuple[int, int], Kind] = {}
-        self._networks: dict[tuple[int, int], Network] = {}
+        self._kind = functools.cache(cluster.slowest)
+        """The kind of devices that the others wait for."""
+        self._network = functools.cache(cluster.network)
+        """The same of the networks of their nodes."""
 
     def on(self, cluster: Cluster) -> "CostModel":
         """The same on another cluster."""
         return CostModel(cluster, self._work, self._measured, self._measured_update)
-
-    def _kind(self, devices: range) -> Kind:
-        """The kind of device that the others wait for."""
-        key = devices.start, devices.stop
-        if key not in self._kinds:
-            self._kinds[key] = self.cluster.slowest(*key)
-        return self._kinds[key]
-
-    def _network(self, devices: range) -> Network:
-        """The network that the others wait for."""
-        key = devices.start, devices.stop
-        if key not in self._networks:
-            self._networks[key] = self.cluster.network(*key)
-        return self._networks[key]
 
     def seconds(self, call: ModelCall, devices: range, strategy: Strategy) -> CallSeconds:
         """The seconds of one call."""
@@ -205,7 +178,7 @@ class CostModel:
         return _times(dataclasses.replace(one, reduction=reduction, update=update), call.updates)
 
     def _reduction(self, call: ModelCall, devices: range, strategy: Strategy) -> float:
-        """Gradients of an update added up over copies of weights. What is scattered over `fsdp` is in the passes."""
+        """Seconds of adding up gradients over copies of weights. Those scattered over `fsdp` are in the passes."""
         split, whole = reduced_bytes(call, strategy)
         over_data, over_rows = (span(strategy, axis, self.cluster.devices_per_node) for axis in ("data", "rows"))
         return self.all_reduce(devices, over_data, split) + self.all_reduce(devices, over_rows, whole)
@@ -214,9 +187,9 @@ class CostModel:
         stages = strategy.pipeline
         prompts = call.part_rows(strategy)
         rows = prompts * call.num_samples
-        prefill = self._stage(call, "prefill", devices, strategy, prompts)
+        prefill = max(self._stages(call, "prefill", devices, strategy, prompts))
         kind = self._kind(devices)
-        step = self._stage(call, "decode", devices, strategy, rows)
+        step = max(self._stages(call, "decode", devices, strategy, rows))
         size = call.model.hidden_size * call.model.itemsize
         send = self._send(devices, strategy, rows * size) if stages > 1 else 0.0
         first = self._send(devices, strategy, prompts * call.prompt * size) if stages > 1 else 0.0
@@ -233,8 +206,8 @@ class CostModel:
         )
 
     def _merge(self, call: ModelCall, kind: Kind, strategy: Strategy) -> float:
-        """Adapters added into a copy of the weights that they adapt: their product, in float32, and the sum."""
-        if call.lora is None or not reads_merged(call, strategy):
+        """Seconds of adding adapters into a copy of the weights: their product in float32, and the sum."""
+        if call.lora is None or not has_merged_copy(call, strategy):
             return 0.0
         model, rank = call.model, call.lora.rank
         targets, layers = call.lora.targets, model.num_layers / strategy.pipeline
@@ -264,7 +237,7 @@ class CostModel:
         programs = count * strategy.num_stages * directions * strategy.data
         held_up = max(0.0, programs * dispatch - busy - waiting)  # one thread starts them all
         sends = self._sends(call, devices, strategy, max(passes), rows, send)
-        if kind.target is None:  # they take from the processor that all stages share
+        if kind.target is None:  # sends take time from the processor that all stages share
             sends = count * (strategy.num_stages - 1) * directions * send
         return CallSeconds(busy, waiting, sends=sends, dispatch=dispatch + held_up)
 
@@ -309,10 +282,6 @@ class CostModel:
 
     # -- passes --------------------------------------------------------------------------------------------------------
 
-    def _stage(self, call: ModelCall, phase: Phase, devices: range, strategy: Strategy, rows: float) -> float:
-        """A pass of a micro-batch through the slowest stage: that with most layers, or that with the head."""
-        return max(self._stages(call, phase, devices, strategy, rows))
-
     def _stages(
         self, call: ModelCall, phase: Phase, devices: range, strategy: Strategy, rows: float
     ) -> Sequence[float]:
@@ -332,7 +301,7 @@ class CostModel:
         return PassSeconds(one, seconds(layer + rest) - one + waits)
 
     def _work_of(self, source: WorkSource, call: ModelCall, phase: Phase, strategy: Strategy) -> LayerWork:
-        """Of a row of a pass, counted once for all devices and micro-batches."""
+        """The work of a row of a pass, counted once for all devices and micro-batches."""
         key = source, id(call), phase, strategy.tensor, strategy.fsdp, strategy.remat
         if key not in self._works:
             work = source(call, phase, tensor=strategy.tensor, fsdp=strategy.fsdp, remat=strategy.remat)
@@ -361,14 +330,15 @@ class CostModel:
     # -- communication -------------------------------------------------------------------------------------------------
 
     def all_reduce(self, devices: range, group: Span, size: float, count: float = 1.0) -> float:
-        """Seconds of `count` all-reduces of `size` bytes in all, in rings within nodes and between them."""
-        return self._rings(devices, group, 2 * size, count)
+        """Seconds of `count` all-reduces of `size` bytes in all: each is a reduce-scatter and an all-gather."""
+        return self.all_gather(devices, group, 2 * size, count)
 
     def all_gather(self, devices: range, group: Span, size: float, count: float = 1.0) -> float:
-        """Seconds of `count` all-gathers, or reduce-scatters, of `size` bytes in all: of the whole arrays."""
-        return self._rings(devices, group, size, count)
+        """Seconds of `count` all-gathers, or reduce-scatters, in rings within nodes and between them.
 
-    def _rings(self, devices: range, group: Span, size: float, count: float) -> float:
+        Args:
+            size: Bytes of the whole arrays of all of them.
+        """
         if group.size == 1:
             return 0.0
         kind = self._kind(devices)
@@ -384,7 +354,7 @@ class CostModel:
         return seconds + count * latency
 
     def _send(self, devices: range, strategy: Strategy, size: float) -> float:
-        """Seconds of what a device of one stage sends to its neighbor of the next."""
+        """Seconds of a send from a device of one stage to its neighbor of the next."""
         kind = self._kind(devices)
         costs = kind.coefficients
         per_stage, per_node = len(devices) // strategy.pipeline, self.cluster.devices_per_node
@@ -396,20 +366,12 @@ class CostModel:
         return costs.network_collective_seconds + size / rate
 
     def host_copy(self, devices: range, size: float) -> float:
-        """Seconds of so many bytes of every device from host memory, or to it."""
+        """Seconds of copying `size` bytes of every device from host memory, or to it."""
         return size / self._kind(devices).coefficients.host_bandwidth
 
-    def hand_over(self, size: float, source: range, target: range) -> float:
-        """Seconds of bringing a call's outputs, of so many bytes in all, to the devices of another.
-
-        Every source device sends its part, every device of the target may get all of it.
-        """
-        latency, bandwidth = self.way_between(source, target)
-        return latency + size / bandwidth
-
     def way_between(self, source: range, target: range) -> tuple[float, float]:
-        """Seconds until the first byte that some devices hand over to others arrives, and bytes a second from then on.
-        From devices to themselves it takes no time."""
+        """Seconds until the first byte of a call's outputs arrives from some devices at others, and bytes a second from
+        then on: every target device may get all of them. From devices to themselves it takes no time."""
         if source == target:
             return 0.0, math.inf
         both = range(min(source.start, target.start), max(source.stop, target.stop))
@@ -447,7 +409,7 @@ def reduced_bytes(call: ModelCall, strategy: Strategy) -> tuple[float, float]:
 
 
 def _rows_of_micro_batch(call: ModelCall, strategy: Strategy) -> float:
-    """Of a train call, on each row shard."""
+    """Rows of a micro-batch of a train call on each row shard."""
     return call.rows / call.mini_batches / (strategy.micro_batches * strategy.num_row_shards)
 
 
@@ -459,4 +421,4 @@ def _by_device(call: ModelCall, strategy: Strategy, one: PassSeconds) -> list[fl
 
 
 def _times(seconds: CallSeconds, times: float) -> CallSeconds:
-    return CallSeconds(*(getattr(seconds, field.name) * times for field in dataclasses.fields(CallSeconds)))
+    return CallSeconds(**{name: part * times for name, part in vars(seconds).items()})

@@ -1,12 +1,12 @@
 """Per-device memory of a call, in bytes, on its fullest device.
 
-What stays between calls is exact, counted from the declared weights and the rules by which they are split. What is
-there while a call runs (keys and values, activations, logits, gradients) is counted from what the programs keep, which
-tests compare with what compiled programs report.
+Memory between calls is exact, counted from the declared weights and the rules by which they are split. Memory while a
+call runs (keys and values, activations, logits, gradients) is counted from what the programs save, which tests compare
+with the reports of compiled programs.
 
-Programs of a CPU keep more than those of a GPU, since their compiler puts off nothing: weights that are split over
-`fsdp` are gathered in whole before the first layer, those that are joined are joined in all layers, gradients are added
-up over copies into new arrays, and numbers are float32. A tied embedding counts twice: as it is looked up, and as head.
+Programs of a CPU take more than those of a GPU, since their compiler defers nothing: weights that are split over `fsdp`
+are gathered in whole before the first layer, weights are joined in all layers at once, gradients are added up over
+copies into new arrays, and numbers are float32. A tied embedding counts twice: for the lookup, and as the head.
 
 Reference:
     Mei et al. 2024, arXiv:2406.14088, section 5.1 and Table 2 (ReaL): static memory, and dynamic memory.
@@ -51,21 +51,19 @@ class CallMemory:
     """Peak bytes on the fullest device of a call."""
 
     resting: int
-    """That stay between calls: master weights and moments where it trains, weights where nothing trains them."""
+    """Between calls: master weights and moments if it trains, weights that nothing trains."""
     optimizer: int = 0
-    """What of that is moments."""
+    """The moments among them."""
     base: int = 0
-    """The weights that its adapters adapt, which stay there between calls; others that read them in the same layout
-    read the same arrays."""
+    """Between calls: the weights that its adapters adapt. Calls that read them in the same layout share the arrays."""
     copy: int = 0
-    """Its own copy of weights that another call trains, or of adapters, and of the weights that they were added into.
-    """
+    """Its copy of weights that another call trains, or of adapters and of the weights that they were added into."""
     shared_with_training: int = 0
-    """Bytes of that copy which are the master weights themselves, where they are trained in the call's layout: all of
-    it in float32, but for what adapters were added into."""
+    """Bytes of that copy which are the master weights themselves, if those are in the call's layout: in float32 all of
+    it, except weights with adapters added in."""
     gradients: int = 0
     activations: int = 0
-    """Of micro-batches between their forward and backward passes, and of the one at work."""
+    """Of micro-batches between their forward and backward passes, and of the current one."""
     logits: int = 0
     cache: int = 0
     """Keys and values."""
@@ -82,7 +80,7 @@ def call_memory(call: ModelCall, strategy: Strategy, *, is_trained: bool, on_cpu
     """The memory of a call.
 
     Args:
-        is_trained: Whether any call trains the set of weights that it reads.
+        is_trained: True if any call trains the set of weights that it reads.
         on_cpu: Its programs are compiled for a CPU, not for a GPU.
     """
     if call.kind == "train":
@@ -95,7 +93,7 @@ def call_memory(call: ModelCall, strategy: Strategy, *, is_trained: bool, on_cpu
         held = dict(resting=0 if is_trained else own, copy=own if is_trained else 0)
     else:
         own = weight_bytes(call.model, strategy, size, lora=call.lora)
-        merged = weights if reads_merged(call, strategy) else 0
+        merged = weights if has_merged_copy(call, strategy) else 0
         held = dict(
             resting=0 if is_trained else own, copy=merged + (own if is_trained else 0), base=_base(call, strategy)
         )
@@ -113,9 +111,8 @@ def call_memory(call: ModelCall, strategy: Strategy, *, is_trained: bool, on_cpu
     return CallMemory(activations=activations, **{"gathered": gathered, **held})
 
 
-def reads_merged(call: ModelCall, strategy: Strategy) -> bool:
-    """Whether a call reads weights with its adapters added in: where that pays, and always over the stages that
-    generate."""
+def has_merged_copy(call: ModelCall, strategy: Strategy) -> bool:
+    """True if a call reads a copy of weights with its adapters added in: the stages that generate always do."""
     in_ring = call.kind == "generate" and strategy.pipeline > 1
     return call.lora is not None and (call.merges or in_ring)
 
@@ -129,7 +126,7 @@ def ring_bytes(model: ModelConfig, strategy: Strategy) -> int:
 
 
 def _base(call: ModelCall, strategy: Strategy) -> int:
-    """Bytes of what a call's adapters adapt, in the compute precision."""
+    """Bytes of the weights that a call's adapters adapt, in the compute precision."""
     return weight_bytes(call.base_model or call.model, strategy, call.model.itemsize)
 
 
@@ -178,7 +175,7 @@ def _stage_numbers(
     """Numbers of each stage's weights on one of its devices.
 
     Args:
-        over_fsdp: Count only the weights that `fsdp` splits, or only those that it does not. None: all.
+        over_fsdp: Count only the weights that `fsdp` splits, or only those that it does not. None means all.
     """
     declared: Declared = declare(model) if lora is None else declare_adapters(model, lora)
     degrees = {"fsdp": fsdp, "tensor": tensor}
@@ -197,7 +194,8 @@ def _stage_numbers(
 def _all_local(tree: Any, degrees: dict[str, int], over_fsdp: bool | None = None) -> int:
     """Numbers of declared weights on one device; `over_fsdp` is as of `_stage_numbers`."""
     weights = jax.tree.leaves(tree, is_leaf=is_weight)
-    return sum(_local(w, degrees) for w in weights if over_fsdp in (None, _rests_over_fsdp(w)))
+    over = [any(axis is not None and WEIGHTS_AT_REST[axis] == FSDP for axis in w.axes) for w in weights]
+    return sum(_local(w, degrees) for w, is_over in zip(weights, over, strict=True) if over_fsdp in (None, is_over))
 
 
 def _local(weight: Weight, degrees: dict[str, int]) -> int:
@@ -207,10 +205,6 @@ def _local(weight: Weight, degrees: dict[str, int]) -> int:
         over = None if axis is None else WEIGHTS_AT_REST[axis]
         size *= math.ceil(dim / degrees.get(over, 1)) if isinstance(over, str) else dim
     return size
-
-
-def _rests_over_fsdp(weight: Weight) -> bool:
-    return any(axis is not None and WEIGHTS_AT_REST[axis] == FSDP for axis in weight.axes)
 
 
 def cache_bytes(call: ModelCall, strategy: Strategy) -> int:
@@ -247,11 +241,11 @@ def _train_memory(call: ModelCall, strategy: Strategy) -> CallMemory:
     rows = call.rows / call.mini_batches / (strategy.micro_batches * strategy.num_row_shards)
     tokens = rows * call.columns
     layers = _layers_of_fullest(model, strategy)
-    in_flight = min(strategy.micro_batches, strategy.pipeline) if strategy.schedule == "1f1b" else (
-        strategy.micro_batches
-    )  # fmt: skip
-    saved = tokens * size * (model.hidden_size + layers * _residuals(model, strategy)) * max(1, in_flight)
-    if strategy.remat == "layer" and strategy.pipeline > 1:  # a stage keeps what it was given, and each layer's input
+    in_flight = strategy.micro_batches
+    if strategy.schedule == "1f1b":
+        in_flight = min(in_flight, strategy.pipeline)
+    saved = tokens * size * (model.hidden_size + layers * _residuals(model, strategy)) * in_flight
+    if strategy.remat == "layer" and strategy.pipeline > 1:  # a stage saves its input and each layer's
         saved = tokens * size * model.hidden_size * (layers + in_flight)
     at_work = tokens * size * 2 * _live(model, strategy)
     accumulated = MASTER_BYTES if strategy.micro_batches > 1 or strategy.pipeline > 1 else size
@@ -259,7 +253,7 @@ def _train_memory(call: ModelCall, strategy: Strategy) -> CallMemory:
     logits, gradients = 2 * _logits(call, strategy, rows), trained * accumulated
     held = dict(resting=resting, optimizer=trained * MOMENT_BYTES, gathered=gathered)
     held |= {} if call.lora is None else dict(base=_base(call, strategy))
-    if strategy.micro_batches == 1 and logits > at_work + gradients:  # the head comes before most gradients are there
+    if strategy.micro_batches == 1 and logits > at_work + gradients:  # the head runs before most gradients exist
         return CallMemory(activations=int(saved), logits=logits, **held)
     return CallMemory(gradients=gradients, activations=int(saved + at_work), **held)
 
@@ -276,7 +270,7 @@ def _trained_on_cpu(call: ModelCall, strategy: Strategy, memory: CallMemory) -> 
         gathered = _gathered_on_cpu(call, strategy)
     elif strategy.fsdp > 1:
         gathered = whole * ((call.updates > 1) + (strategy.data == 1))
-        if strategy.data == 1:  # gradients are split as they are made, but for those of the embedding
+        if strategy.data == 1:  # gradients are split as they are made, except those of the embedding
             gradients = embedding + 2 * again
     if strategy.micro_batches > 1:
         gradients *= 2
@@ -305,7 +299,7 @@ def _residuals(model: ModelConfig, strategy: Strategy) -> float:
 
 
 def residuals_per_token(model: ModelConfig, strategy: Strategy, num_layers: int) -> float:
-    """Residuals per token of a stage of so many layers, on one of its devices: its input, and those of its layers,
+    """Residuals per token of a stage on one of its devices: its input, and those of its layers,
     unless its backward pass recomputes them."""
     if strategy.remat == "layer":
         return model.hidden_size
@@ -318,7 +312,7 @@ def _live(model: ModelConfig, strategy: Strategy) -> float:
 
 
 def _passing(model: ModelConfig, strategy: Strategy) -> int:
-    """Numbers of each token that a pass without gradients has beside: what goes into all-reduces and comes out."""
+    """Numbers per token of the inputs and outputs of all-reduces, in a pass without gradients."""
     return 2 * model.hidden_size if strategy.tensor > 1 else 0
 
 
@@ -331,7 +325,7 @@ def _logits(call: ModelCall, strategy: Strategy, rows: float) -> int:
 
 
 def _gathered(call: ModelCall, strategy: Strategy, *, all_layers: bool = False) -> int:
-    """Weights as they are used, where they rest otherwise: those of two layers at a time, or, in decoding, all."""
+    """Weights as they are used, if they rest in another form: of two layers at a time, or of all when decoding."""
     model, size = call.model, call.model.itemsize
     count = _layers_of_fullest(model, strategy) if all_layers else 2
     joined = sum(matrix_numbers(model, names) for names in JOINED.values())
@@ -341,7 +335,7 @@ def _gathered(call: ModelCall, strategy: Strategy, *, all_layers: bool = False) 
         head_size = MASTER_BYTES if call.trains else size
         head = model.hidden_size * model.vocab_size * head_size if strategy.fsdp > 1 else 0
         return int((count * whole * size + head) / strategy.tensor)
-    is_joined = strategy.tensor == 1 and (call.lora is None or reads_merged(call, strategy))
+    is_joined = strategy.tensor == 1 and (call.lora is None or has_merged_copy(call, strategy))
     return int(count * joined * size) if is_joined else 0
 
 

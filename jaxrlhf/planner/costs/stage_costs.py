@@ -1,4 +1,4 @@
-"""What a micro-batch of a train call costs each of its stages: what fused schedules are made with, and priced by.
+"""The costs of a micro-batch of a train call for each of its stages, by which fused schedules are found and priced.
 
 One rule for the planner, which knows the cluster, and for a run whose plan was written by hand, which goes by the
 numbers of `REFERENCE`: all of its processes must find the same schedule, whatever devices each of them sees.
@@ -21,14 +21,14 @@ REFERENCE = "h100"
 
 @dataclass(frozen=True)
 class StageCost:
-    """What a micro-batch costs the stages of one of two calls: of every stage, or of each. Only ratios between the two
-    calls matter to a schedule."""
+    """The costs of a micro-batch for the stages of one of two calls, the same for all or one for each. Only ratios
+    between the two calls matter to a schedule."""
 
     forward: PerStage
     """Seconds."""
     backward: PerStage
     activation: PerStage
-    """Bytes on a device, kept from forward to backward."""
+    """Bytes on a device, saved from forward to backward."""
 
 
 def stage_costs(
@@ -58,5 +58,5 @@ def _of_call(call: ModelCall, placement: Placement, costs: CostModel) -> StageCo
 
 
 def reference_costs(num_devices: int, devices_per_node: int) -> CostModel:
-    """Costs on so many devices of the reference kind."""
+    """Costs on devices of the reference kind."""
     return CostModel(read_cluster(f"{num_devices // devices_per_node}x{devices_per_node}:{REFERENCE}"))

@@ -1,11 +1,11 @@
-"""The work of one device when rows pass through a part of a model: what seconds are made of.
+"""The work of one device when rows pass through a part of a model, from which seconds follow.
 
-Everything is linear in the rows, since every row has as many columns: so much whatever the rows, so much for each.
+Everything is linear in the rows, since all rows have equally many columns: a constant part, and a part for each row.
 
     layer, rest = analytic_work(call, "forward", tensor=4, fsdp=1, remat="none")
     whole = layer * num_layers + rest
 
-`analytic_work` counts by formulas; `compiled_costs` has the same from the programs that a compiler made. Letters:
+`analytic_work` counts by formulas; `compiled_work` has the same from the programs that a compiler made. Letters:
 D hidden size, F MLP size, H query heads, K key-value heads, h head size, V vocabulary, T columns, S scored columns.
 """
 
@@ -150,13 +150,13 @@ def _pass_work(call: ModelCall, phase: Phase, *, tensor: int, fsdp: int, remat: 
 _KERNELS_OF_LAYER, _KERNELS_OF_REST = 14.0, 12.0
 """Kernels of a layer's forward pass, and of embedding and head: as compiled for A100 by jaxlib 0.10."""
 _KERNELS_OF_ADAPTER = 4.0
-"""Of its forward pass, as compiled for A100 by jaxlib 0.10."""
+"""Kernels of its forward pass, as compiled for A100 by jaxlib 0.10."""
 _LOGITS_PASSES = 3.0
 """Times that logits are read or written: the product, the exponentials, the sums."""
 
 
 def _weight_gradients(call: ModelCall, *, tensor: int, fsdp: int) -> LayerWork:
-    """What `_pass_work` counts for the gradients of weights, but for those of a scalar head: of a weight, one product
+    """The work of `_pass_work` for the gradients of weights, except those of a scalar head: of a weight, one product
     of what it multiplied with the gradient of what came of it. Below the first layer nothing is trained, so that
     queries, keys and values of that one hand no gradient on, unless all layers are one loop."""
     model, T, S, size = call.model, call.columns, call.outputs, call.model.itemsize
@@ -191,7 +191,7 @@ def _weight_gradients(call: ModelCall, *, tensor: int, fsdp: int) -> LayerWork:
 def _adapters(
     model: ModelConfig, lora: LoRAConfig, columns: int, gradient: bool, *, tensor: int, fsdp: int, remat: Remat
 ) -> Work:
-    """A layer's adapters applied beside its weights, to so many columns of a row: two products each, and an addition;
+    """A layer's adapters applied beside its weights to some columns of a row: two products each, and an addition;
     with gradients, twice as many products for the backward pass. Products with so narrow a weight take as long as what
     goes in and comes out is read and written, which is counted, whatever their dims.
 
@@ -228,7 +228,7 @@ def _narrow(model: ModelConfig, tensor: int) -> float:
 
 
 def _flops(model: ModelConfig, num_layers: int, columns: int, scored: int) -> float:
-    """Operations of one row through so many layers; scanned layers are all computed in full."""
+    """Operations of one row through some layers; scanned layers are all computed in full."""
     config = dataclasses.replace(model, num_layers=num_layers)
     if not model.scan_layers:
         return forward_flops(config, rows=1, columns=columns, scored=scored)

@@ -1,1 +1,1 @@
-"""Which two train calls may run as one pipeline, and whether that is faster."""
+"""Two train calls as one pipeline: which may be fused, and which are faster so."""

@@ -1,8 +1,8 @@
-"""Whether two train calls as one pipeline would make a plan faster.
+"""The choice of two train calls that make a plan faster as one pipeline.
 
 A search places calls that run one after another on shared devices. Two train calls that wait for nothing of each
-other may instead run as one pipeline, each filling the other's bubbles (`fusion`). Here a plan that was found is
-compared with the same plan in which two train calls share devices and are fused.
+other may instead run as one pipeline, each filling the other's bubbles (`fusible`). Here a plan is compared with the
+same plan in which two train calls share devices and are fused.
 
 Reference:
     Zhong et al. 2024 (RLHFuse), arXiv:2409.13221, section 5.
@@ -27,9 +27,9 @@ from jaxrlhf.schedules.schedule import makespan
 from jaxrlhf.schedules.schedule_bounds import lower_bound
 
 LOOKED_AT, PAIRS, SIMULATED, SCHEDULED = 200, 40, 100, 6
-"""Pairs of choices that are looked at closely, those that would be fastest without bubbles; how many of them are tried
-in plans, those whose lower bounds are least; how many such plans are simulated, those that save most; and for how many
-pairs a schedule is looked for, those whose plans could be fastest."""
+"""The number of pairs of choices that are looked at closely, those that would be fastest without bubbles; of these that
+are tried in plans, those with the least lower bounds; of such plans that are simulated, those that save most; and of
+pairs for which a schedule is searched, those whose plans could be fastest."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,41 +37,41 @@ class FusedPlan:
     """A plan in which two train calls run as one pipeline."""
 
     problem: Problem
-    """That was searched, with seconds and working memory of both calls on the first of them, and none on the second."""
+    """The problem, with seconds and working memory of both calls on the first of them, and none on the second."""
     plan: tuple[int, ...]
     """Call -> its choice."""
     fuse: tuple[str, str]
     schedules: tuple[Schedule, ...]
-    """That the two run by, as `Plan.schedules`."""
+    """As in `Plan.schedules`."""
     simulation: Simulation
     seconds: float
     """Of both calls together, by these schedules."""
     apart: float
-    """What they would take one after the other."""
+    """Seconds of one after the other."""
 
 
 @dataclasses.dataclass(frozen=True)
 class FusedCalls:
-    """Two train calls on stages that lie on one another."""
+    """Two train calls whose stages share devices."""
 
     placements: tuple[Placement, Placement]
     """The second in the opposite direction."""
     costs: tuple[StageCost, StageCost]
     pipes: tuple[Pipe, ...]
-    """One set of groups that share devices; the others are alike."""
+    """One set of groups that share devices; the others are equal to it."""
     updates: int
     around: float
-    """Seconds of both that no schedule changes: sends, reductions, updates."""
+    """Seconds of both that do not depend on the schedule: sends, reductions, updates."""
     apart: float
     """Seconds of one after the other."""
 
     @property
     def bound(self) -> float:
-        """Seconds that no schedule falls below."""
+        """The lower bound of the seconds by any schedule."""
         return lower_bound(self.pipes) * self.updates + self.around
 
     def schedules(self) -> tuple[Schedule, ...]:
-        """That the calls run by. Looked for, once for all that are alike."""
+        """The schedules of the calls."""
         return find_schedules(*self.placements, self.costs)
 
     def seconds(self, schedules: Sequence[Schedule]) -> float:
@@ -84,14 +84,14 @@ def best_fused(
 ) -> FusedPlan | None:
     """The fastest plan that differs from one of some others in its train calls alone, two of which are fused.
 
-    Plans are tried in the order of what they would take if their schedules reached the lower bound, until none of the
-    rest could be faster than the best; of `SCHEDULED` pairs of choices a schedule is looked for.
+    Plans are tried in the order of their seconds at the lower bound of their schedules, until none of the rest could be
+    faster than the best. Schedules are searched for `SCHEDULED` pairs of choices.
 
     Args:
-        beat: Seconds of an iteration that it must be faster than.
+        beat: The seconds of an iteration that it must be faster than.
 
     Returns:
-        None: fusing makes nothing faster, or does not fit.
+        None if no fused plan is faster, or none fits.
     """
     best: FusedPlan | None = None
     found: dict[FusedCalls, tuple[tuple[Schedule, ...], float]] = {}
@@ -175,7 +175,8 @@ def _promising(
         (without_bubbles(0, a) + without_bubbles(1, b), a, b)
         for a, one in enumerate(ones)
         for b in by_devices.get(one.devices, ())
-        if _may_fuse(one, twos[b])
+        if min(one.strategy.pipeline, twos[b].strategy.pipeline) > 1
+        and max(one.strategy.chunks, twos[b].strategy.chunks) == 1
     ]
     return [(a, b) for _, a, b in sorted(found)[:LOOKED_AT]]
 
@@ -183,7 +184,7 @@ def _promising(
 def fused_calls(
     calls: tuple[ModelCall, ModelCall], choices: tuple[Choice, Choice], costs: CostModel
 ) -> FusedCalls | None:
-    """Two train calls as one pipeline; None where their stages do not lie on one another."""
+    """Two train calls as one pipeline; None if their stages do not share devices."""
     one, two = (Placement(tuple(choice.devices), choice.strategy) for choice in choices)
     try:
         placements = one, opposite(one, two)
@@ -201,7 +202,7 @@ def fused_calls(
 
 
 def _pairs(problem: Problem) -> Iterator[tuple[int, int]]:
-    """Train calls of which neither waits for the other, in the order of the step."""
+    """Pairs of train calls that do not wait for each other, in the order of the step."""
     trained = [i for i, call in enumerate(problem.calls) if call.trains]
     for i, j in itertools.combinations(trained, 2):
         one, two = problem.calls[i], problem.calls[j]
@@ -209,17 +210,10 @@ def _pairs(problem: Problem) -> Iterator[tuple[int, int]]:
             yield i, j
 
 
-def _may_fuse(one: Choice, two: Choice) -> bool:
-    pipelines = min(one.strategy.pipeline, two.strategy.pipeline) > 1
-    return pipelines and max(one.strategy.chunks, two.strategy.chunks) == 1
-
-
 def as_one(problem: Problem, i: int, j: int, plan: Sequence[int], seconds: float) -> Problem:
-    """The problem in which two calls are one task under a plan, so that it can be simulated: whatever fuses calls
-    enters so, a generation with the inference that begins on its finished rows too.
+    """The problem in which two calls are one task under a plan, so that it can be simulated.
 
-    The seconds and the working memory of both are those of the first, which begins when both can; the second, which may
-    need the first, takes no time.
+    The first, which begins when both can, has the seconds and the working memory of both. The second takes no time.
     """
     calls = list(problem.calls)
     first, second = calls[i].choices[plan[i]], calls[j].choices[plan[j]]

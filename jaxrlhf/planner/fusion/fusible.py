@@ -1,4 +1,4 @@
-"""Two train calls as one fused pipeline: whether a plan may fuse them, on which devices, and in which order they work.
+"""Two train calls as one fused pipeline: whether a plan may fuse them, on which devices, and in which order they run.
 
 Every data-parallel group of either call is a pipe over nodes: the devices of one stage of the call whose stages have
 more of them. Groups that share nodes are scheduled together, the second call's in the opposite direction.
@@ -28,9 +28,9 @@ from jaxrlhf.sharding.strategy import Strategy
 from jaxrlhf.suggest import did_you_mean
 
 _PARTS = 1000
-"""Of the longest latency, and of the largest activation: in these a schedule is found."""
+"""The unit of a schedule's latencies is this part of the longest one, and so for activations."""
 _ANY = StageCost(1, 2, 1)
-"""Where only the shape of pipes matters."""
+"""Costs for pipes of which only the shape matters."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,13 +40,13 @@ class FusedOrder:
     instructions: tuple[Instruction, ...]
     """The pipes are the groups of the first call, then those of the second; stages are merged ones."""
     merged: tuple[int, int]
-    """How many consecutive stages of either call are one stage of its pipes."""
+    """The number of consecutive stages of either call that are one stage of its pipes."""
 
 
 def stages_per_node(
     first: Strategy, second: Strategy, names: tuple[str, str] = ("the first", "the second")
 ) -> tuple[int, int]:
-    """How many consecutive stages of either call lie on one node.
+    """The number of consecutive stages of either call on one node.
 
     Args:
         names: Of the calls, for error messages.
@@ -103,8 +103,8 @@ def with_schedules(plan: Plan, graph: CallGraph, workload: Workload, costs: Cost
 def find_schedules(first: Placement, second: Placement, costs: tuple[StageCost, StageCost]) -> tuple[Schedule, ...]:
     """Schedules of two calls as one pipeline: found in seconds, the same in every process.
 
-    A node keeps at most what the two calls would keep by themselves, each on its fullest one: that is what a plan has
-    room for.
+    A node saves at most what the two calls would save by themselves, each on its fullest node: a plan has room for
+    that.
 
     Returns:
         One for each set of groups that share devices, once where they are alike.
@@ -118,7 +118,7 @@ def find_schedules(first: Placement, second: Placement, costs: tuple[StageCost, 
 
 @functools.lru_cache(maxsize=256)
 def _schedule(pipes: tuple[Pipe, ...]) -> Schedule:
-    schedule = fuse_quickly(pipes, memory_cap=added_peaks(pipes)).schedule
+    schedule = fuse_quickly(pipes, memory_cap=added_peaks(pipes))
     validate(schedule)
     return schedule
 
@@ -160,7 +160,7 @@ def _in_words(pipes: Sequence[Pipe]) -> str:
 
 
 def _shape(pipes: Sequence[Pipe]) -> tuple[tuple[tuple[int, ...], int, int], ...]:
-    """What of pipes a schedule must fit."""
+    """The properties of pipes that a schedule must fit."""
     return tuple((pipe.nodes, pipe.micro_batches, pipe.model) for pipe in pipes)
 
 
@@ -175,7 +175,7 @@ def units_of(first: Placement, second: Placement, costs: tuple[StageCost, StageC
 
 
 def _by_themselves(pipes: Sequence[Pipe], unit: Sequence[int]) -> tuple[Pipe, ...]:
-    """Some pipes on nodes that are numbered from 0."""
+    """Some pipes, with nodes numbered from 0."""
     numbers = {node: i for i, node in enumerate(sorted({node for pipe in unit for node in pipes[pipe].nodes}))}
     return tuple(
         dataclasses.replace(pipes[pipe], nodes=tuple(numbers[node] for node in pipes[pipe].nodes)) for pipe in unit
@@ -232,7 +232,7 @@ def pipes_of(
 
 
 def _merged(costs: PerStage, count: int) -> PerStage:
-    """Of every so many stages together."""
+    """Costs of every `count` stages together."""
     if not isinstance(costs, tuple):
         return costs * count
     return tuple(sum(costs[i : i + count]) for i in range(0, len(costs), count))
@@ -256,7 +256,7 @@ def _units(pipes: list[Pipe]) -> list[tuple[int, ...]]:
 
 
 def check_fusion(plan: Plan, graph: CallGraph) -> None:
-    """The calls that a plan fuses are two train calls that may run at once, on the same devices.
+    """Checks that the calls that a plan fuses are two train calls that may run at once on the same devices.
 
     Raises:
         PlanError: They are not, or may not.
@@ -290,7 +290,7 @@ def check_fusion(plan: Plan, graph: CallGraph) -> None:
     except ValueError as error:
         raise PlanError(f"{where}: {error}") from error
     turned = oppose(plan, graph)[second]
-    pipes_of(one, turned, merged, (_ANY, _ANY))  # which says if stages lie across
+    pipes_of(one, turned, merged, (_ANY, _ANY))  # raises if stages do not share devices
     if plan.schedules:
         _check_schedules(plan.schedules, units_of(one, turned, (_ANY, _ANY)))
     updates = [call.update.mini_batches * call.update.epochs for call in (first, second)]
@@ -302,8 +302,8 @@ def check_fusion(plan: Plan, graph: CallGraph) -> None:
 
 
 def _check_schedules(schedules: Sequence[Schedule], units: Sequence[Sequence[Pipe]]) -> None:
-    """There is one schedule for all sets of groups that are alike, and no node keeps more by it than the plan has room
-    for: what a search for a schedule keeps within too."""
+    """Checks that there is one schedule for all equal sets of groups, and that no node saves more activations by it
+    than the plan has room for."""
     shapes, given = {_shape(unit) for unit in units}, [_shape(schedule.pipes) for schedule in schedules]
     for unit in units:
         if _shape(unit) not in given:
@@ -337,7 +337,7 @@ def _calls(plan: Plan, graph: CallGraph) -> tuple[Call, Call]:
 
 
 def _check_independent(where: str, first: Call, second: Call, graph: CallGraph) -> None:
-    """The first may wait for the second: nothing up to it needs what the first gives."""
+    """Checks that the first may wait for the second: no call up to it needs the outputs of the first."""
     if first.weights == second.weights:
         raise PlanError(f"{where}: calls must train different weights. Got '{first.weights}' twice. Remove it.")
     start, end = graph.calls.index(first), graph.calls.index(second)
@@ -366,7 +366,7 @@ def oppose(plan: Plan, graph: CallGraph) -> Plan:
 
 
 def fusion_notes(plan: Plan, graph: CallGraph) -> list[str]:
-    """What to say of fused calls that go over their nodes in the same direction, as `devices` have them do.
+    """A warning if fused calls go over their nodes in the same direction, because of their `devices`.
 
     Args:
         plan: Checked, after `oppose`.

@@ -1,8 +1,8 @@
-"""What a plan must keep to: the graph, the models, the rows and the devices that are there.
+"""The rules that a plan must keep: of its graph, models, rows and devices.
 
     check(plan, graph, models, num_devices=16, devices_per_node=8)
 
-Every error names the key of the config, says the rule, what it got, and what would do.
+Every error names the key of the config, the rule, the value, and a remedy.
 """
 
 import math
@@ -34,8 +34,8 @@ def check(
 
     Args:
         models: Role -> model, for roles that have one.
-        devices_per_node: How many of the devices each node has. None: all are in one.
-        keys: What the config calls the graph's rows, for error messages.
+        devices_per_node: Devices of each node. None means that all are in one.
+        keys: The config's keys that set the graph's rows, for error messages.
 
     Raises:
         PlanError: Devices do not exist or are not contiguous, or a degree does not divide the model or the rows.
@@ -60,8 +60,11 @@ def check_call(
     where = f"plan.calls.{call.plan_name}"
     _check_devices(where, placement, num_devices, devices_per_node or num_devices)
     if call.role is not None:
-        _check_model(where, placement.strategy, models[call.role])
-        _check_stages(where, call, placement.strategy, models[call.role])
+        model, strategy = models[call.role], placement.strategy
+        for degree, name in undivided_sizes(model, tensor=strategy.tensor, fsdp=strategy.fsdp):
+            value, size = getattr(strategy, degree), getattr(model, name)
+            raise PlanError(f"{where}.{degree}: {value} does not divide {name}={size}. Use {_divisors(size)}.")
+        _check_stages(where, call, strategy, model)
     _check_rows(keys, call, placement.strategy)
     _check_protocol(where, call, placement)
 
@@ -93,7 +96,7 @@ def check_entries(
 ) -> None:
     """Checks that every entry of a config's plan names a call of one of the graphs that takes devices.
 
-    An entry for a `compute` call must not ask for stages. Under a default that has some, its rows are the same on every
+    An entry for a `compute` call must not have stages. Under a default that has some, its rows are the same on every
     stage.
 
     Args:
@@ -101,7 +104,7 @@ def check_entries(
         more: Names that calls of other parts of the run may have.
 
     Raises:
-        PlanError: An entry is not.
+        PlanError: An entry does not, or has stages and must not.
     """
     named = {call.plan_name.split("#")[0]: call for graph in graphs for call in graph.calls}
     named |= {call.plan_name: call for graph in graphs for call in graph.calls}
@@ -126,7 +129,7 @@ def stage_warnings(plan: Plan, graph: CallGraph) -> list[str]:
     """Warnings for calls with too few micro-batches to fill their pipeline; fused calls fill each other's bubbles."""
     warnings = []
     for call in graph.calls:
-        if call.kind in ("train", "infer") and call.plan_name not in plan.fuse:  # generation cuts its own
+        if call.kind in ("train", "infer") and call.plan_name not in plan.fuse:  # generation makes as many as it needs
             strategy = plan[call].strategy
             if warning := bubble_warning(strategy.pipeline, strategy.chunks, strategy.micro_batches):
                 warnings.append(f"plan.calls.{call.plan_name}: {warning}")
@@ -175,12 +178,6 @@ def _check_node_parts(where: str, devices: tuple[int, ...], devices_per_node: in
     raise PlanError(f"{where}.devices: {rule}. Got {brief(list(devices))}. Use {use}, say.")
 
 
-def _check_model(where: str, strategy: Strategy, model: ModelConfig) -> None:
-    for degree, name in undivided_sizes(model, tensor=strategy.tensor, fsdp=strategy.fsdp):
-        value, size = getattr(strategy, degree), getattr(model, name)
-        raise PlanError(f"{where}.{degree}: {value} does not divide {name}={size}. Use {_divisors(size)}.")
-
-
 def _check_stages(where: str, call: Call, strategy: Strategy, model: ModelConfig) -> None:
     """Checks that each stage has at least one layer and, where a call generates, one part of the layers."""
     layers, pipeline, chunks = model.num_layers, strategy.pipeline, strategy.chunks
@@ -218,7 +215,7 @@ def _check_rows(keys: RowCountKeys, call: Call, strategy: Strategy) -> None:
             what = f"a mini-batch of {rows // mini_batches} rows ({rows} / {mini_batches})"
             _check_shards(where, rows // mini_batches, what, strategy, (strategy.micro_batches,), keys.key(rows))
         return
-    if call.kind == "compute":  # on arrays that lie whole on every device, where their rows do not divide
+    if call.kind == "compute":  # whose arrays are whole on every device if their rows do not divide
         return
     micro_batches: tuple[int, ...] = (strategy.micro_batches,)
     if call.kind == "generate" and strategy.pipeline > 1:

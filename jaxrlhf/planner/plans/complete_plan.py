@@ -15,7 +15,7 @@ from jaxrlhf.call_graph import Call, CallGraph
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.planner.plans.check_plan import check_call
 from jaxrlhf.planner.plans.plan import Placement, Plan, PlanError, placement_of
-from jaxrlhf.planner.plans.splits import copied_rows, term_rows
+from jaxrlhf.planner.plans.splits import copied_rows, divisors, term_rows
 from jaxrlhf.schedules.instructions import Schedule
 from jaxrlhf.sharding.strategy import Strategy
 
@@ -35,11 +35,11 @@ def complete_plan(
     """A placement for every call of a graph that takes devices.
 
     Args:
-        chosen: Call -> where it, or the call of its name in a step, should run. Where it has other rows, it runs in
-            the nearest way that fits. Where no call of its name is among them, it runs as one of its role does; where
-            none of its role is, its rows are split over all devices.
+        chosen: Call -> the placement of it, or of the call of its name in a step. With other rows, it runs in the
+            nearest way that fits. If no call of its name is among them, it runs like one of its role; if none of its
+            role is, its rows are split over all devices.
         models: Role -> model, for roles that have one.
-        written: Call, with or without its ordinal -> its placement, which is kept whether it fits or not.
+        written: Call, with or without its ordinal -> its placement, which stays whether it fits or not.
     """
     placements: dict[str, Placement] = {}
     everywhere = tuple(range(num_devices))
@@ -52,7 +52,7 @@ def complete_plan(
             continue
         for wanted in _wanted(call, chosen):
             fitting = [p for p in _like(wanted) if _fits(call, p, models, num_devices, devices_per_node)]
-            if fitting:  # on as many devices as it can; there with the fewest rows of no weight
+            if fitting:  # on the most devices, and there with the fewest rows without weight
                 placements[name] = min(fitting, key=lambda p: (-len(p.devices), copied_rows(call, p.strategy)))
                 break
         if name not in placements and call.kind != "compute":
@@ -67,7 +67,7 @@ def complete_plan(
 
 
 def spread(call: Call, devices: tuple[int, ...], devices_per_node: int) -> Placement:
-    """A call with its rows split over the first of some devices: over as many as divide the rows.
+    """A call with its rows split over the first of some devices, over as many as divide the rows.
 
     Args:
         devices: Consecutive ones.
@@ -92,7 +92,7 @@ def _row_counts(call: Call) -> tuple[int, ...]:
 
 
 def _wanted(call: Call, chosen: Mapping[str, Placement]) -> list[Placement]:
-    """What is known of where a call should run, the best first: of its name, then of others of its role."""
+    """The placements that a call may take, the best first: of its name, then of others of its role."""
     name = call.plan_name
     names = [name, name.partition("#")[0]]
     names += [other for other in chosen if call.role is not None and other.partition(".")[0] == call.role]
@@ -100,18 +100,13 @@ def _wanted(call: Call, chosen: Mapping[str, Placement]) -> list[Placement]:
 
 
 def _like(placement: Placement) -> Iterator[Placement]:
-    """A placement, and what is like it for other rows: with fewer micro-batches, then on fewer of its devices."""
+    """A placement, and similar ones for other rows: with fewer micro-batches, then on fewer of its devices."""
     strategy, natural = placement.strategy, tuple(sorted(placement.devices))
-    for count in _divisors(strategy.micro_batches):
+    for count in reversed(divisors(strategy.micro_batches)):
         yield dataclasses.replace(placement, strategy=dataclasses.replace(strategy, micro_batches=count))
-    for data in _divisors(strategy.data)[1:]:
+    for data in divisors(strategy.data)[-2::-1]:
         fewer = dataclasses.replace(strategy, data=data, micro_batches=1)
         yield Placement(natural[: fewer.num_devices], fewer)
-
-
-def _divisors(number: int) -> list[int]:
-    """From the largest on."""
-    return [n for n in range(number, 0, -1) if number % n == 0]
 
 
 def _fits(
@@ -125,9 +120,9 @@ def _fits(
 
 
 def _neighbour(call: Call, graph: CallGraph, placements: Mapping[str, Placement]) -> str | None:
-    """The call of a model beside which a `compute` call belongs: the first train call that needs what it gives, by way
-    of other `compute` calls too; else the last call before it that it needs, or that stands there. None: there is no
-    call of a model."""
+    """The call of a model whose devices a `compute` call shares: the first train call that needs its outputs, directly
+    or by other `compute` calls; else the last call before it that it needs, or the last one before it. None if there
+    is no call of a model."""
     calls = {each.name: each for each in graph.calls}
     fed = {call.name}
     for later in graph.calls[graph.calls.index(call) + 1 :]:

@@ -1,4 +1,4 @@
-"""Which keys of a config set how many rows a graph has, for error messages."""
+"""The keys of a config that set the numbers of rows of a graph, for error messages."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -14,9 +14,9 @@ class RowCountKeys:
     rows: str = "batch_size"
     """The key that sets how many rows the part is given."""
     counts: Mapping[int, str] = dataclasses.field(default_factory=dict)
-    """A number of rows -> the key that sets it, where that is another one."""
+    """A number of rows -> the key that sets it, if that is another one."""
     settings: Any = None
-    """What the config has under `settings`. None: the part's settings are not from there."""
+    """The config's `settings`. None if the part has settings of its own."""
 
     def where(self, call: str) -> str:
         """A call of the plan, and the part of the run that it is in."""
@@ -27,17 +27,17 @@ class RowCountKeys:
         return self.counts.get(num_rows, self.rows)
 
     def mini_batches(self, update: Any) -> str:
-        """The key that sets the mini-batches of the settings `update`. Empty: not known."""
+        """The key that sets the mini-batches of the settings `update`. Empty if not known."""
         paths = paths_of(self.settings, lambda value: value is update)
         return f"{paths[0]}.mini_batches" if len(paths) == 1 else ""
 
 
 BATCH_SIZE = RowCountKeys()
-"""Where nothing else is known."""
+"""The default."""
 
 
 def paths_of(settings: Any, is_wanted: Callable[[Any], bool], path: str = "settings") -> list[str]:
-    """Where in nested settings the wanted values stand."""
+    """The paths of the wanted values in nested settings."""
     if is_wanted(settings):
         return [path]
     if not dataclasses.is_dataclass(settings) or isinstance(settings, type):
@@ -47,7 +47,7 @@ def paths_of(settings: Any, is_wanted: Callable[[Any], bool], path: str = "setti
 
 
 def count_keys(settings: Any, counts: set[int]) -> dict[int, str]:
-    """Numbers of rows -> the `batch_size` under `settings` that says so, where it is the only one."""
+    """Number of rows -> the `batch_size` under `settings` with this value, if it is the only one."""
     found = {count: paths_of(settings, lambda x, count=count: type(x) is int and x == count) for count in counts}
     named = {count: [p for p in paths if p.endswith(".batch_size")] for count, paths in found.items()}
     return {count: paths[0] for count, paths in named.items() if len(paths) == 1}

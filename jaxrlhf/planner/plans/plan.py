@@ -1,7 +1,7 @@
 """The plan: a placement for every call, as plain data.
 
-A placement is devices and a strategy. The plan changes where and how fast a call runs, never what it gives.
-`check_plan.py` says what it must keep to.
+A placement is devices and a strategy. The plan changes where and how fast a call runs, never its results.
+`check_plan.py` has the rules of plans.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from jaxrlhf.schedules.instructions import Schedule, ScheduleError
 from jaxrlhf.schedules.schedule import from_data, to_data
 
 SCHEDULES = "fused_schedules"
-"""Where plain data of a plan have the schedules of calls that are fused."""
+"""The key of the schedules of fused calls in the plain data of a plan."""
 
 
 class PlanError(ValueError):
@@ -38,8 +38,8 @@ class Plan:
     fuse: tuple[str, ...] = ()
     """Two train calls that run as one pipeline."""
     schedules: tuple[Schedule, ...] = ()
-    """In which order they work: of data-parallel groups that share devices, one for all sets of groups that are alike.
-    Empty: they are found when the run starts (`fusion.with_schedules`)."""
+    """Their schedules: one for all equal sets of data-parallel groups that share devices. If empty, they are found when
+    the run starts (`fusible.with_schedules`)."""
 
     def __getitem__(self, call: Call) -> Placement:
         return self.placements[call.plan_name]
@@ -52,7 +52,7 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class PlanData:
-    """What `Plan.to_json` wrote, in the form in which `config.reading` reads it."""
+    """The output of `Plan.to_json`, in the form in which `config.reading` reads it."""
 
     calls: Mapping[str, Placement] = FrozenDict()
     offload: tuple[str, ...] = ()
@@ -63,7 +63,7 @@ class PlanData:
         """The plan.
 
         Raises:
-            PlanError: A schedule is none.
+            PlanError: A schedule is not valid.
         """
         try:
             schedules = tuple(from_data(each) for each in self.fused_schedules)
@@ -88,7 +88,7 @@ def resolve(
     offload: Iterable[str] = (),
     fuse: Iterable[str] = (),
 ) -> Plan:
-    """A plan by hand: of each call its own placement, or the default. Work on the host has none."""
+    """A plan from given placements: each call has its own or the default. Calls on the host have none."""
     names = [call.plan_name for call in graph.calls if call.kind != "host"]
     found = {name: placement_of(name, placements) or default for name in names}
     return Plan(found, tuple(offload), tuple(fuse))

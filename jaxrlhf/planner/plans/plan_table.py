@@ -1,4 +1,4 @@
-"""A plan as a table for people: the calls of a graph, where each runs, and how it is cut."""
+"""A plan as a table: the calls of a graph, their placements, and how their rows are cut."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -36,7 +36,7 @@ def plan_rows(plan: Plan, graph: CallGraph, models: Mapping[str, ModelConfig]) -
 
 
 def _cut(call: Call, strategy: Strategy, model: ModelConfig | None, fused_with: str) -> str:
-    """How a call's rows are cut, in words: '4 updates of 128 rows in 2 micro-batches of 64, 16 a device'; and its
+    """The cut of a call's rows, in words: '4 updates of 128 rows in 2 micro-batches of 64, 16 a device'; and its
     layers: 'through 2 stages of 4 layers, 1F1B'."""
     rows = (call.num_rows + copied_rows(call, strategy)) * call.num_drawn
     micro_batches, words = micro_batches_of(call, strategy), []
@@ -62,7 +62,7 @@ def _stages_in_words(call: Call, strategy: Strategy, model: ModelConfig, fused_w
     """`through 2 stages of 3 + 2 layers, 1F1B`; empty for a call without stages.
 
     Args:
-        fused_with: The call that it shares a schedule with.
+        fused_with: The call with which it shares a schedule.
     """
     if strategy.pipeline == 1:
         return ""

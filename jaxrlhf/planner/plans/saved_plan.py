@@ -1,4 +1,4 @@
-"""Plans on disk: a plan, what it was made for, and what is expected of it.
+"""Plans on disk: a plan, what it was made for, and its forecast.
 
 write_plan(path, saved)
 saved = read_plan(path)
@@ -21,13 +21,13 @@ from jaxrlhf.planner.workload import Workload
 from jaxrlhf.writing import write_atomically
 
 VERSION = 2
-"""Of the file."""
+"""The version of the file."""
 _AGAIN = "Plan again: python -m jaxrlhf.plan --config ... --out {}."
 _OF_A_CALL = (
     "role", "kind", "model", "weights", "rows", "prompt", "response", "needs", "scored", "num_samples", "mini_batches",
     "epochs", "lora",
 )  # fmt: skip
-"""What of a call a plan depends on."""
+"""The fields of a call that a plan depends on."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Devices:
     num_devices: int
     devices_per_node: int
     names: tuple[tuple[str, ...], ...] = ()
-    """Node -> what JAX may call its devices: 'NVIDIA H200'. Empty: not known."""
+    """Node -> what JAX may call its devices: 'NVIDIA H200'. Empty if not known."""
 
     def __post_init__(self) -> None:
         if self.devices_per_node < 1 or self.num_devices < 1 or self.num_devices % self.devices_per_node:
@@ -51,28 +51,28 @@ class Devices:
 
 @dataclasses.dataclass(frozen=True)
 class CallForecast:
-    """What is expected of a call; of two that are fused, each has what is expected of both together."""
+    """The forecast of a call. Each of two fused calls has that of both together."""
 
     seconds: float
     memory_bytes: int
-    """In the fullest memory of its devices while it runs, with what rests there of others."""
+    """In the fullest memory of its devices while it runs, weights of other calls included."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SavedPlan:
-    """A plan, what it was made for, and what is expected of it."""
+    """A plan, what it was made for, and its forecast."""
 
     devices: Devices
-    strategy: str
-    """The method by which it was found."""
+    method: str
+    """The search method that found it: `strategy` in the file."""
     step_seconds: float
-    """Of one iteration of many."""
+    """Of one iteration in the steady state."""
     calls: Mapping[str, CallForecast]
     plan: Plan = dataclasses.field(metadata={FORM: (PlanData, PlanData.plan, Plan.to_json)})
     work: Mapping[str, Any]
     """Call -> its sizes, as plain data."""
     asked: Any = None
-    """What the config said under `plan`, as plain data. None: nothing that it knows of."""
+    """The config's `plan`, as plain data. None if not known."""
     source: str = "plan"
     """The file that it was read from, for error messages."""
 
@@ -80,13 +80,13 @@ class SavedPlan:
         """As plain data."""
         tree = to_tree(self)
         del tree["source"]
-        return {"version": VERSION, **tree}
+        return {"version": VERSION, "strategy": tree.pop("method"), **tree}
 
     def check_work(self, workload: Workload) -> None:
-        """The plan was made for the calls of this workload.
+        """Checks that the plan was made for the calls of this workload.
 
         Raises:
-            PlanError: For others: says what differs.
+            PlanError: It was made for others. Says what differs.
         """
         here, there = described_work(workload), to_tree(self.work)
         if here == there:
@@ -105,13 +105,13 @@ class SavedPlan:
         )
 
     def check_devices(self, *, devices_per_node: int, kinds: Sequence[str]) -> None:
-        """The plan was made for such devices.
+        """Checks that the plan was made for such devices.
 
         Args:
             kinds: Node -> its devices, as JAX calls them.
 
         Raises:
-            PlanError: For others: says what differs.
+            PlanError: It was made for others. Says what differs.
         """
         planned = self.devices
         nodes = (planned.num_devices // planned.devices_per_node, planned.devices_per_node)
@@ -128,8 +128,7 @@ class SavedPlan:
                 raise PlanError(
                     f"{self.source}: must have been made for the kind of devices that there are. Got a plan for "
                     f"{planned.cluster} ({' or '.join(names)}), where there are {', '.join(dict.fromkeys(kinds))}"
-                    f"{where}. "
-                    f"{_AGAIN.format(self.source)}"
+                    f"{where}. {_AGAIN.format(self.source)}"
                 )
 
 
@@ -140,12 +139,12 @@ def devices_of(cluster: Cluster) -> Devices:
 
 
 def described_work(workload: Workload) -> dict[str, Any]:
-    """Call -> what of it a plan depends on, as plain data."""
+    """Call -> the fields that a plan depends on, as plain data."""
     return {call.name: {field: to_tree(getattr(call, field)) for field in _OF_A_CALL} for call in workload.calls}
 
 
 def plan_text(saved: SavedPlan) -> str:
-    """A plan as JSON that can be read and changed by hand: lists of numbers stand in a line."""
+    """A plan as JSON that can be read and changed by hand: lists of numbers are in one line."""
     text = json.dumps(saved.to_json(), indent=2, allow_nan=False) + "\n"
     return re.sub(r"\[\n([\d,\s]*)\]", lambda numbers: f"[{', '.join(re.findall(r'[0-9]+', numbers[1]))}]", text)
 
@@ -159,7 +158,7 @@ def read_plan(path: str | Path) -> SavedPlan:
     """The plan that `write_plan` wrote.
 
     Raises:
-        PlanError: There is no such file, or it is none.
+        PlanError: There is no such file, or it is no plan.
     """
     where = cut(str(path))
     try:
@@ -189,7 +188,8 @@ def saved_plan(tree: Any, *, where: str) -> SavedPlan:
             f"{'version ' + brief(version) if version is not None else 'something else'}. {_AGAIN.format(where)}"
         )
     try:
-        saved = build(SavedPlan, {key: value for key, value in tree.items() if key != "version"}, where=where)
+        fields = {"method" if key == "strategy" else key: value for key, value in tree.items() if key != "version"}
+        saved = build(SavedPlan, fields, where=where)
     except ConfigError as error:
         raise PlanError(str(error)) from error
     if missing := [name for name in saved.work if name not in saved.plan.placements or name not in saved.calls]:

@@ -1,27 +1,39 @@
 """How a call is split: its model over `tensor` and `fsdp`, its rows over mini-batches, micro-batches and devices."""
 
+import functools
+
 import jax
 
 from jaxrlhf.call_graph import Call, Ref
 from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.sharding.axes import WEIGHTS_AT_REST
 from jaxrlhf.sharding.row_padding import num_copies, row_parts
 from jaxrlhf.sharding.strategy import Strategy
 
-SPLIT_SIZES = {
-    "tensor": ("num_heads", "num_kv_heads", "intermediate_size", "vocab_size"),
-    "fsdp": ("hidden_size",),
-}
-"""Degree -> the sizes of a model that it splits, and so must divide."""
+_SIZES = {
+    "heads": "num_heads", "kv_heads": "num_kv_heads", "mlp": "intermediate_size", "vocab": "vocab_size",
+    "embed": "hidden_size",
+}  # fmt: skip
+"""Logical axis of weights -> the size of a model that a degree must divide if it splits the axis."""
+
+
+@functools.cache
+def divisors(number: int) -> tuple[int, ...]:
+    """The divisors of a number, from 1 on."""
+    return tuple(n for n in range(1, number + 1) if number % n == 0)
 
 
 def undivided_sizes(model: ModelConfig, **degrees: int) -> list[tuple[str, str]]:
-    """Degrees, each with a size of the model that it does not divide. Empty: the model can be split so.
+    """Pairs of a degree and a size of the model that it splits but does not divide. Empty if there are none.
 
     >>> undivided_sizes(ModelConfig(num_heads=4, num_kv_heads=2), tensor=4, fsdp=2)
     [('tensor', 'num_kv_heads')]
     """
     return [
-        (name, size) for name, degree in degrees.items() for size in SPLIT_SIZES[name] if getattr(model, size) % degree
+        (name, size)
+        for name, degree in degrees.items()
+        for axis, size in _SIZES.items()
+        if WEIGHTS_AT_REST[axis] == name and getattr(model, size) % degree
     ]
 
 
@@ -37,7 +49,7 @@ def micro_batches_of(call: Call, strategy: Strategy) -> int:
 
 
 def copied_rows(call: Call, strategy: Strategy) -> int:
-    """Rows of no weight that a call is given beside its own, where these do not divide: `sharding.row_padding`."""
+    """Rows without weight that are added to a call's own if these do not divide: `sharding.row_padding`."""
     counts = {ref.shape[0] for ref in call.refs if ref.has_rows}
     if call.kind not in ("generate", "infer") or not call.row_wise or len(counts) != 1:
         return 0
@@ -45,7 +57,7 @@ def copied_rows(call: Call, strategy: Strategy) -> int:
 
 
 def splits_rows(call: Call, strategy: Strategy) -> bool:
-    """Whether arrays with rows lie split over the devices of a call, its inputs and outputs: else each has all rows."""
+    """True if the inputs and outputs of a call with rows are split over its devices; else each device has all rows."""
     if call.kind == "compute":
         refs = [*call.refs, *call.output_refs]
         return not any(ref.shape[0] % strategy.num_row_shards for ref in refs if ref.has_rows)

@@ -1,4 +1,4 @@
-"""Chains of plans by Metropolis-Hastings, over the choices of single calls and of pairs, and what they find.
+"""Chains of plans by Metropolis-Hastings, over the choices of single calls and of pairs.
 
 Reference:
     Mei et al. 2024 (ReaL), arXiv:2406.14088, 5.2.
@@ -13,19 +13,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxrlhf.numba_loops import loops
+from jaxrlhf.numba_loops import Integers, integers, loops
 from jaxrlhf.planner.plans.plan import NoRoomError, PlanError
 from jaxrlhf.planner.search import chain_loops, evaluate_loops
 from jaxrlhf.planner.search.chain_loops import BUCKETS, PER_UNIT, Rivals
 from jaxrlhf.planner.search.evaluate_loops import NEVER
-from jaxrlhf.planner.search.flat_problem import (
-    NANOSECONDS,
-    Integers,
-    as_integers,
-    flat_problem,
-    groups_of,
-    room_for_work,
-)
+from jaxrlhf.planner.search.flat_problem import NANOSECONDS, flat_problem, groups_of, room_for_work
 from jaxrlhf.planner.search.peak_memory import in_gb, memory_at_peak, remedy, room_in_words
 from jaxrlhf.planner.search.problem import Problem
 from jaxrlhf.planner.search.pruning import own_bytes, worth_keeping
@@ -33,7 +26,7 @@ from jaxrlhf.planner.search.search_result import Progress, RunnerUp, SearchResul
 
 
 class _Way(NamedTuple):
-    """How a chain goes about its rounds. Temperatures are in parts of the shortest iteration known."""
+    """The rounds of a chain. Temperatures are in parts of the shortest iteration known."""
 
     beginning: str
     """`on`: where it is. `afresh`: at random, many calls on many devices or few. `best`: at the best plan. `rival`: at
@@ -41,9 +34,9 @@ class _Way(NamedTuple):
     first: float
     """The temperature at which a round begins."""
     last: float
-    """That at which it ends."""
+    """The temperature at which it ends."""
     cost_of_lack: float
-    """How much longer an iteration counts, in parts of it, where a device lacks as much memory as it has."""
+    """By what part an iteration counts as longer where a device lacks as much memory as it has."""
 
 
 WAYS = (
@@ -52,27 +45,26 @@ WAYS = (
     _Way("best", first=0.05, last=0.002, cost_of_lack=2.0),
     _Way("rival", first=0.02, last=0.001, cost_of_lack=1.0),
 )
-"""Chains have them in turn."""
+"""One for each chain."""
 _ROUND = 2_000
 """Steps in which a chain cools down once."""
 _TEMPERATURES = 32
 _DESCENTS = 4
 """Plans at a time whose neighbors are all looked at."""
 _RIVALS = 16
-"""Plans that are kept, of those that fit and of those that do not."""
+"""Plans that are stored, of those that fit and of those that do not."""
 _RUNNERS_UP = 5
-"""Plans of each sort that are told of."""
+"""Plans of each sort that are reported."""
 
 
 class Chains:
     """Chains over the plans of a problem, of choices that are worth keeping, and the best plans they have found."""
 
-    def __init__(self, problem: Problem, *, compiled: bool, seconds: float | None = None) -> None:
-        """Where a call would have no choice left that is worth keeping, all take part, so that it can be said what is
-        lacking.
+    def __init__(self, problem: Problem, *, compiled: bool, seconds: float | None) -> None:
+        """Takes all choices if a call has none that is worth keeping, so that the error can name what is lacking.
 
         Args:
-            seconds: Of all that is done. None: no limit.
+            seconds: The limit on all that the chains do. None means no limit.
 
         Raises:
             PlanError: A call has no choices.
@@ -93,7 +85,7 @@ class Chains:
         self._history: list[Progress] = []
         self._evaluated = 0
 
-    def walk(self, *, seed: int, steps: int, chains: int) -> None:
+    def walk(self, *, seed: int, steps: int) -> None:
         """Chains take turns, a round each.
 
         The first round begins at the fastest choice of every call or, where that does not fit, at the first plan that
@@ -104,17 +96,17 @@ class Chains:
         Args:
             steps: Of all chains together.
         """
-        chance = random.Random(seed)
+        chance, chains = random.Random(seed), len(WAYS)
         starts = self._starts()
         plans = [starts[chain % len(starts)] for chain in range(chains)]
         numbers = [chance.getrandbits(32) or 1 for _ in range(chains)]
         table = self._integers(int(math.exp(-b / PER_UNIT) * 2**32) for b in range(BUCKETS))
-        before, capacity = self._room(len(self._problem.calls)), max(1, min(self._problem.capacity))
+        before, capacity = self._integers([0] * len(self._problem.calls)), max(1, min(self._problem.capacity))
         length = max(1, min(_ROUND, steps // (4 * chains)))
         taken = turn = 0
         while taken < steps and not (turn and self._time_is_up()):
             chain, length = turn % chains, min(length, steps - taken)
-            way = WAYS[chain % len(WAYS)]
+            way = WAYS[chain]
             if turn >= chains:
                 plans[chain] = self._beginning(way, plans[chain], chance)
             plan = self._integers(plans[chain])
@@ -140,17 +132,17 @@ class Chains:
             for _, _, _, plan in self._found(self._fitting)[:_DESCENTS]:
                 if plan not in tried and (len(tried) + 1) * neighbors <= most:
                     tried.add(plan)
-                    here, changed = self._integers(plan), self._room(len(plan))
+                    here, changed = self._integers(plan), self._integers([0] * len(plan))
                     number = self._loops["judge_neighbors"](
                         *(self._flat, self._groups, here, changed, self._work, self._fitting, self._lacking)
                     )
                     self._looked_at(int(number))
 
     def result(self) -> SearchResult:
-        """What was found.
+        """The best plan found.
 
         Raises:
-            NoRoomError: Nothing that fits.
+            NoRoomError: No plan was found that fits.
         """
         fitting, lacking = self._found(self._fitting), self._found(self._lacking)
         if not fitting:
@@ -165,7 +157,7 @@ class Chains:
         )
 
     def _nothing_fits(self, leanest: Sequence[int]) -> PlanError:
-        """The error where devices have too little memory, by the plan that lacks least."""
+        """The error if devices have too little memory, from the plan that lacks least."""
         shared_by = self._problem.devices_per_memory
         each_memory = zip(memory_at_peak(self._problem, leanest), self._problem.capacity, strict=True)
         full, room = max(each_memory, key=lambda pair: pair[0].total - pair[1])
@@ -185,7 +177,7 @@ class Chains:
         return time.monotonic() - self._begun >= self._seconds
 
     def _looked_at(self, plans: int) -> None:
-        """Notes how far the search is, after loops have looked at so many more plans."""
+        """Notes how far the search is, after loops have looked at that many more plans."""
         self._evaluated += plans
         seconds = self._best / NANOSECONDS if self._best < NEVER else math.inf
         if not self._history or seconds < self._history[-1].seconds:
@@ -222,13 +214,13 @@ class Chains:
         return found
 
     def _beginning(self, way: _Way, plan: list[int], chance: random.Random) -> list[int]:
-        """Where a chain goes on in its next round."""
+        """The plan with which a chain begins its next round."""
         if way.beginning == "afresh":
             groups, wide, begun = self._groups, chance.random(), []
             for c in range(len(plan)):
-                on_most = chance.random() < wide
-                most = groups.begin[c + 1] - 1
-                group = most if on_most else chain_loops.any_group(groups, c, chance.getrandbits(32))
+                group = groups.begin[c + 1] - 1  # on the most devices
+                if chance.random() >= wide:
+                    group = chain_loops.any_group(groups, c, chance.getrandbits(32))
                 begun.append(int(chain_loops.member(groups, group, chance.getrandbits(32))))
             return begun
         found = self._found(self._fitting)
@@ -237,7 +229,7 @@ class Chains:
         return list(found[0 if way.beginning == "best" else chance.randrange(len(found))][3])
 
     def _temperatures(self, way: _Way, plan: list[int]) -> Integers:
-        """In nanoseconds, falling. Where no plan is known that fits, in parts of all calls one after another."""
+        """Falling, in nanoseconds. Without a plan that fits, their unit is the time of all calls one after another."""
         unit = self._best if self._best < NEVER else sum(int(self._flat.seconds[number]) for number in plan)
         cooler = (way.last / way.first) ** (1 / (_TEMPERATURES - 1))
         return self._integers(max(1, int(unit * way.first * cooler**level)) for level in range(_TEMPERATURES))
@@ -245,17 +237,11 @@ class Chains:
     # -- numbers for loops ---------------------------------------------------------------------------------------------
 
     def _integers(self, values: Iterable[int]) -> Integers:
-        return as_integers(values, compiled=self._compiled)
-
-    def _room(self, size: int, value: int = 0) -> Integers:
-        """A sequence for loops to write to."""
-        return self._integers([value] * size)
+        return integers(values, compiled=self._compiled)
 
     def _no_rivals(self) -> Rivals:
-        plans = self._room(_RIVALS * len(self._problem.calls))
-        return Rivals(
-            self._room(_RIVALS, -1), self._room(_RIVALS, NEVER), self._room(_RIVALS), self._room(_RIVALS), plans
-        )
+        shape, rank, nanoseconds, lacking = (self._integers([x] * _RIVALS) for x in (-1, NEVER, 0, 0))
+        return Rivals(shape, rank, nanoseconds, lacking, self._integers([0] * _RIVALS * len(self._problem.calls)))
 
     def _plan(self, numbers: Iterable[int]) -> tuple[int, ...]:
         """A plan in numbers of the flat problem -> call -> its choice in the whole problem."""
@@ -273,7 +259,7 @@ def _fast_to_lean(problem: Problem, among: Sequence[Sequence[int]]) -> Iterator[
     """
     sizes = own_bytes(problem)
     capacity = max(1, min(problem.capacity))
-    seconds = [np.array([x.seconds + x.load + x.unload for x in call.choices]) for call in problem.calls]
+    seconds = [np.array([x.busy for x in call.choices]) for call in problem.calls]
     last: tuple[int, ...] = ()
     for weight in (0.0, *(2.0**power for power in range(-8, 11))):
         plan = []

@@ -1,4 +1,4 @@
-"""The ways to run each call of a step on a cluster, and what each costs: what a search chooses from.
+"""The ways to run each call of a step on a cluster, and their costs: the choices of a search.
 
 A choice is a range of devices, degrees over them, micro-batches and remat. Those that are left out would not be missed:
 
@@ -21,11 +21,10 @@ What may be fused is kept in any case: training over all devices in stages.
 """
 
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -34,7 +33,7 @@ from jaxrlhf.models.params import layer_form
 from jaxrlhf.planner.costs.cost_model import CostModel
 from jaxrlhf.planner.costs.memory import CallMemory, call_memory, evenness, weight_bytes
 from jaxrlhf.planner.plans.plan import NoRoomError, Placement, PlanError
-from jaxrlhf.planner.plans.splits import undivided_sizes
+from jaxrlhf.planner.plans.splits import divisors, undivided_sizes
 from jaxrlhf.planner.search.peak_memory import in_gb, remedy, room_in_words
 from jaxrlhf.planner.search.problem import CallChoices, Choice, PairSeconds, Problem
 from jaxrlhf.planner.search.pruning import undominated, within_reach
@@ -49,9 +48,8 @@ SMALLEST = 32
 GRID = 16
 MAX_MICRO_BATCHES = 256
 Among = Literal["fast", "any", "usual"]
-"""What a problem has choices of: `fast`, those that could be part of the fastest plan; `any`, those too that could not;
-`usual`, those of the plan that is usually written by hand, tensor within nodes and pipeline across them, with all
-micro-batches and remat."""
+"""The choices of a problem: `fast`, those that could be part of the fastest plan; `any`, also those that could not;
+`usual`, those of the baseline plan, tensor within nodes and pipeline across them, with all micro-batches and remat."""
 
 
 def make_problem(
@@ -61,25 +59,23 @@ def make_problem(
     *,
     fixed: Mapping[str, Placement] | None = None,
     offload: Iterable[str] = (),
-    may_offload: bool = True,
     among: Among = "fast",
     say: Callable[[str], None] = lambda line: None,
 ) -> Problem:
-    """Everything that a search for the plan of a workload needs.
+    """The problem of a search for the plan of a workload.
 
     Args:
         fixed: Call -> the placement that it has to keep.
-        offload: Roles that must rest in host memory.
-        may_offload: Whether other roles that never change may.
+        offload: Roles that must rest in host memory. Others that never change may.
         among: See `Among`.
-        say: Told how far it is, in lines.
+        say: Is told the progress, in lines.
 
     Raises:
-        NoRoomError: A call does not fit on the cluster even by itself: says by how much.
+        NoRoomError: A call does not fit on the cluster even by itself. Says by how much.
         PlanError: No degrees divide a call's model and rows.
     """
     fixed, offload = fixed or {}, frozenset(offload)
-    maker = _Maker(workload, cluster, costs, offload, may_offload)
+    maker = _Maker(workload, cluster, costs, offload)
     usual = maker.usual_degrees(c for c in workload.calls if c.name not in fixed) if among == "usual" else {}
     every = []
     for number, call in enumerate(workload.calls, start=1):
@@ -91,16 +87,17 @@ def make_problem(
     unconnected = _unconnected(workload, cluster, every)
     if among == "fast":
         say("Looking for a first plan, on all devices")
-        kept = within_reach(unconnected, _first_plan_seconds(unconnected, workload, cluster, costs))
+        kept = within_reach(unconnected, _first_plan_seconds(unconnected, workload, costs))
         fused = _may_be_fused(unconnected)
         unconnected = unconnected.with_choices([sorted({*s, *more}) for s, more in zip(kept, fused, strict=True)])
     count = sum(len(call.choices) for call in unconnected.calls)
     say(f"Counting what it costs to move weights and data between {count:,} placements")
-    return _connected(unconnected, workload, cluster, costs)
+    return _connected(unconnected, workload, costs)
 
 
 def _unconnected(workload: Workload, cluster: Cluster, every: Iterable[Sequence[Choice]]) -> Problem:
     """A problem in which nothing has to be moved. `every`: call -> its choices."""
+    firsts = range(0, cluster.num_devices, cluster.devices_per_memory)
     return Problem(
         calls=tuple(
             CallChoices(c.name, c.kind, c.role, c.weights, c.trains, c.needs, tuple(dict.fromkeys(choices)), c.base)
@@ -108,7 +105,7 @@ def _unconnected(workload: Workload, cluster: Cluster, every: Iterable[Sequence[
         ),
         num_devices=cluster.num_devices,
         devices_per_node=cluster.devices_per_node,
-        capacity=_capacity(cluster),
+        capacity=tuple(cluster.capacity(device) for device in firsts),
         reallocations={},
         transfers={},
         tokens=workload.tokens,
@@ -117,32 +114,29 @@ def _unconnected(workload: Workload, cluster: Cluster, every: Iterable[Sequence[
     )
 
 
-def _connected(problem: Problem, workload: Workload, cluster: Cluster, costs: CostModel) -> Problem:
-    """A problem with what it costs to move weights and data between its choices."""
+def _connected(problem: Problem, workload: Workload, costs: CostModel) -> Problem:
+    """A problem with the seconds of moving weights and data between its choices."""
+    reallocations = _reallocations(workload, problem.calls, costs.cluster)
     return dataclasses.replace(
-        problem,
-        reallocations=_reallocations(workload, problem.calls, cluster),
-        transfers=_transfers(workload, problem.calls, costs),
+        problem, reallocations=reallocations, transfers=_transfers(workload, problem.calls, costs)
     )
 
 
-def _first_plan_seconds(problem: Problem, workload: Workload, cluster: Cluster, costs: CostModel) -> float:
-    """Of an iteration under the fastest plan in which all calls are on as many devices as all can have; infinite where
+def _first_plan_seconds(problem: Problem, workload: Workload, costs: CostModel) -> float:
+    """Seconds of an iteration under the fastest plan with all calls on the most devices that all can have; infinite if
     there is none."""
     try:
         devices = most_devices(problem, "plan")
         options = options_on(problem, dict.fromkeys((call.weights for call in problem.calls), devices))
-        kept = tuple(
-            tuple(some) if len(c.choices) > 1 else (0,) for c, some in zip(problem.calls, options, strict=True)
-        )
-        part = _connected(problem.with_choices(kept), workload, cluster, costs)
+        kept = [some if len(c.choices) > 1 else [0] for c, some in zip(problem.calls, options, strict=True)]
+        part = _connected(problem.with_choices(kept), workload, costs)
         return steady_state(part, fastest_that_fits(part, [range(len(some)) for some in kept], "plan")).seconds
     except PlanError:
         return math.inf
 
 
 def looked_at(cluster: Cluster) -> str:
-    """What plans have in common of which the choices are made, in words."""
+    """The limits of the choices, in words."""
     parts = [
         "consecutive devices", "tensor within a node", "fsdp over no row shards, all, or those of a node",
         "micro-batches in powers of two", "remat none or layer", "1F1B without chunks", "trained roles on devices",
@@ -156,35 +150,28 @@ def looked_at(cluster: Cluster) -> str:
 
 
 def on_cpu(cluster: Cluster) -> bool:
-    """Whether its devices are virtual ones of CPUs."""
+    """True if its devices are virtual devices of CPUs."""
     return all(group.kind.target is None for group in cluster.groups)
 
 
 def memory_problem(
     workload: Workload, cluster: Cluster, placements: Mapping[str, Placement], offload: Iterable[str] = ()
 ) -> Problem:
-    """A problem with one choice for each call, a placement that is given: what `peak_memory` asks for, and no costs."""
-    maker = _Maker(workload, cluster, None, frozenset(offload), may_offload=False)
+    """A problem without costs, for `peak_memory`, whose only choices are given placements."""
+    maker = _Maker(workload, cluster, None, frozenset(offload))
     return _unconnected(workload, cluster, [[maker.fixed(call, placements[call.name])] for call in workload.calls])
 
 
-def _capacity(cluster: Cluster) -> tuple[int, ...]:
-    """Memory -> bytes that a plan may fill."""
-    return tuple(cluster.capacity(device) for device in range(0, cluster.num_devices, cluster.devices_per_memory))
-
-
 class _Maker:
-    """Makes the choices of calls. Devices that are alike are looked at once."""
+    """Makes the choices of calls. Equal devices are looked at once."""
 
-    def __init__(
-        self, workload: Workload, cluster: Cluster, costs: CostModel | None, offload: frozenset[str], may_offload: bool
-    ) -> None:
+    def __init__(self, workload: Workload, cluster: Cluster, costs: CostModel | None, offload: frozenset[str]) -> None:
         self._workload, self._cluster, self._costs, self._on_cpu = workload, cluster, costs, on_cpu(cluster)
-        self._offload, self._may_offload, self._trained = offload, may_offload, workload.trained
+        self._offload, self._trained = offload, workload.trained
         self._readers = {w: len(workload.readers(w)) for w in {call.weights for call in workload.calls}}
 
     def choices(self, call: ModelCall) -> list[Choice]:
-        """All that are worth keeping, on all devices that a call may have.
+        """All choices that are worth keeping, on all devices that a call may have.
 
         Raises:
             PlanError: There is none.
@@ -195,8 +182,8 @@ class _Maker:
         for mesh in self._cluster.meshes:
             if len(mesh) * SMALLEST < self._cluster.num_devices or not _on_grid(mesh, self._cluster):
                 continue
-            kind = self._cluster.slowest(mesh.start, mesh.stop)
-            network = self._cluster.network(mesh.start, mesh.stop)
+            kind = self._cluster.slowest(mesh)
+            network = self._cluster.network(mesh)
             key = (len(mesh), kind, network, len(mesh) > self._cluster.devices_per_node)
             if key not in by_kind:
                 alike: dict[Hashable, list[Choice]] = {}
@@ -215,7 +202,7 @@ class _Maker:
         return found
 
     def _readers_of(self, call: ModelCall) -> int:
-        """Calls that read any of the weights that a call reads, itself among them."""
+        """The number of calls that read any of the weights that a call reads, itself included."""
         read = {call.weights, call.base} - {""}
         return sum(not read.isdisjoint({other.weights, other.base}) for other in self._workload.calls)
 
@@ -246,27 +233,26 @@ class _Maker:
         Raises:
             NoRoomError: There is none.
         """
-        kind, kept = self._cluster.slowest(mesh.start, mesh.stop), []
+        kind, kept = self._cluster.slowest(mesh), []
         same = [c for c in self._on(call, mesh) if _degrees(c.strategy) == _degrees(degrees)]
         leanest = min(same, key=lambda c: sum(_bytes(c)))
         if sum(_bytes(leanest)) > kind.capacity:
             raise self._nothing_fits(call, (sum(_bytes(leanest)) - kind.capacity, mesh, leanest.strategy))
-        for choice in sorted(same, key=lambda c: (_seconds(c), sum(_bytes(c)))):
+        for choice in sorted(same, key=lambda c: (c.busy, sum(_bytes(c)))):
             beaten = any(all(a <= b for a, b in zip(_bytes(c), _bytes(choice), strict=True)) for c in kept)
             if sum(_bytes(choice)) <= kind.capacity and not beaten:
                 kept.append(choice)
         return kept
 
     def fixed(self, call: ModelCall, placement: Placement) -> Choice:
-        """The choice of a placement that is given."""
-        first, end = min(placement.devices), max(placement.devices) + 1
-        offloaded = call.role in self._offload
-        return self._choice(call, range(first, end), placement.strategy, offloaded)
+        """The choice of a given placement."""
+        devices = range(min(placement.devices), max(placement.devices) + 1)
+        return self._choice(call, devices, placement.strategy, call.role in self._offload)
 
     def _on(self, call: ModelCall, mesh: range) -> Iterator[Choice]:
         """Every choice on some devices."""
         offloads = {call.role in self._offload}
-        if self._may_offload and self._may_rest_on_host(call):
+        if self._may_rest_on_host(call):
             offloads.add(True)
         for strategy in strategies(call, len(mesh), self._cluster.devices_per_node):
             for offloaded in sorted(offloads):
@@ -281,7 +267,7 @@ class _Maker:
         return never_changes and is_own and self._readers[call.weights] == 1 and call.lora is None
 
     def _host_has_room(self, call: ModelCall, mesh: range, strategy: Strategy) -> bool:
-        """Whether weights can rest on hosts where all that may do so have an equal part of their memory."""
+        """True if hosts have room for the weights when all that may rest there get an equal part of their memory."""
         rooms = [group.host_bytes for group in self._cluster.groups if group.host_bytes is not None]
         if not rooms:
             return True
@@ -292,43 +278,38 @@ class _Maker:
     def _choice(self, call: ModelCall, mesh: range, strategy: Strategy, offloaded: bool) -> Choice:
         seconds = 0.0 if self._costs is None else self._costs.seconds(call, mesh, strategy).total
         memory = self._memory(call, strategy)
-        resting, working, copy, shared, base = self._of_a_memory(call, mesh, strategy, memory)
+        sizes = self._of_a_memory(call, mesh, strategy, memory)
         form = layer_form(call.model, generates=call.kind == "generate", is_pipelined=strategy.pipeline > 1)
-        choice = Choice(
-            mesh.start, mesh.stop, strategy, seconds, resting=resting, working=working, copy=copy,
-            shared_with_training=shared, base=base, layers=form,
-        )  # fmt: skip
+        choice = Choice(mesh.start, mesh.stop, strategy, seconds, **sizes, layers=form)
         if not offloaded:
             return choice
-        own_base = base if call.base.startswith(f"{call.role}.") else 0  # goes to the host with its role
+        own_base = choice.base if call.base.startswith(f"{call.role}.") else 0  # goes to the host with its role
         moved = 0.0 if self._costs is None else self._costs.host_copy(mesh, memory.resting)
         return dataclasses.replace(
             choice,
-            resting=resting if self._on_cpu else 0,
-            base=base if self._on_cpu else base - own_base,
-            working=working + resting + own_base,
+            resting=choice.resting if self._on_cpu else 0,
+            base=choice.base if self._on_cpu else choice.base - own_base,
+            working=choice.working + choice.resting + own_base,
             load=moved,
             unload=moved if call.trains else 0.0,
             offloaded=True,
         )
 
-    def _of_a_memory(
-        self, call: ModelCall, mesh: range, strategy: Strategy, memory: CallMemory
-    ) -> tuple[int, int, int, int, int]:
-        """What rests, works and is copied in each memory, what of the copy may be shared with training, and what
-        adapters adapt there, from what is on each device."""
+    def _of_a_memory(self, call: ModelCall, mesh: range, strategy: Strategy, memory: CallMemory) -> dict[str, Any]:
+        """Bytes in each memory by their names in `Choice`, from those on each device."""
         together = min(len(mesh), self._cluster.devices_per_memory)
         if together == 1:
-            return memory.resting, memory.working, memory.copy, memory.shared_with_training, memory.base
+            names = ("resting", "working", "copy", "shared_with_training", "base")
+            return {name: getattr(memory, name) for name in names}
         held = together * evenness(call.model, strategy, lora=call.lora if call.trains else None)
         copies = held / math.gcd(strategy.data, together)  # those that are moved there share what is alike
         of_base = together * evenness(call.base_model or call.model, strategy) / math.gcd(strategy.data, together)
-        return (
-            int(memory.resting * (held if call.trains else copies)),
-            memory.working * together,
-            int(memory.copy * copies),
-            int(memory.shared_with_training * copies),
-            int(memory.base * of_base),
+        return dict(
+            resting=int(memory.resting * (held if call.trains else copies)),
+            working=memory.working * together,
+            copy=int(memory.copy * copies),
+            shared_with_training=int(memory.shared_with_training * copies),
+            base=int(memory.base * of_base),
         )
 
     def _memory(self, call: ModelCall, strategy: Strategy) -> CallMemory:
@@ -363,16 +344,16 @@ _WEIGHT_PARTS = ("resting", "optimizer", "base", "copy", "shared_with_training")
 
 def _may_be_fused(problem: Problem) -> list[list[int]]:
     """Call -> choices of training over stages on all devices, the bubbles of which another call could fill."""
-
-    def fusible(choice: Choice) -> bool:
-        return len(choice.devices) == problem.num_devices and choice.strategy.pipeline > 1
-
-    return [[k for k, c in enumerate(call.choices) if call.trains and fusible(c)] for call in problem.calls]
+    everywhere = range(problem.num_devices)
+    return [
+        [k for k, c in enumerate(call.choices) if call.trains and c.devices == everywhere and c.strategy.pipeline > 1]
+        for call in problem.calls
+    ]
 
 
 def _on_grid(devices: range, cluster: Cluster) -> bool:
-    """Whether devices are worth looking at in a cluster of many nodes: there are as many ranges of nodes as pairs of
-    them, and weights can go from each range to each other."""
+    """True if devices are worth looking at: in a cluster of many nodes there are too many ranges of nodes, between any
+    two of which weights could move."""
     per_node, nodes = cluster.devices_per_node, cluster.num_nodes
     size, start = len(devices) // per_node, devices.start // per_node
     if nodes <= GRID or size == 0 or size == nodes:
@@ -383,17 +364,17 @@ def _on_grid(devices: range, cluster: Cluster) -> bool:
 
 
 def strategies(call: ModelCall, num_devices: int, devices_per_node: int) -> Iterator[Strategy]:
-    """Every strategy of a call over so many devices that a plan may say, and that could be worth it.
+    """Every strategy of a call over some number of devices that a plan may have and that could be fast.
 
     `tensor` stays within a node. Weights are split over `fsdp` in whole, within a node, or not at all, and not where
     they are decoded with. Remat is none or layer.
     """
     model = call.model
     remats: tuple[Remat, ...] = ("none", "layer") if call.trains else ("none",)
-    for tensor in _divisors(min(num_devices, devices_per_node)):
+    for tensor in divisors(min(num_devices, devices_per_node)):
         if num_devices % tensor or undivided_sizes(model, tensor=tensor):
             continue
-        for pipeline in _divisors(num_devices // tensor):
+        for pipeline in divisors(num_devices // tensor):
             if pipeline > model.num_layers:
                 continue
             rest = num_devices // (tensor * pipeline)
@@ -416,17 +397,8 @@ def _micro_batches(call: ModelCall, shards: int) -> list[int]:
     return [n for n in counts if n <= MAX_MICRO_BATCHES and call.can_split(n * shards)]
 
 
-@functools.cache
-def _divisors(number: int) -> tuple[int, ...]:
-    return tuple(n for n in range(1, number + 1) if number % n == 0)
-
-
 def _degrees(strategy: Strategy) -> tuple[int, ...]:
     return strategy.pipeline, strategy.data, strategy.fsdp, strategy.tensor
-
-
-def _seconds(choice: Choice) -> float:
-    return choice.load + choice.seconds + choice.unload
 
 
 def _bytes(choice: Choice) -> tuple[int, int, int]:
@@ -436,7 +408,7 @@ def _bytes(choice: Choice) -> tuple[int, int, int]:
 def _reallocations(
     workload: Workload, calls: Sequence[CallChoices], cluster: Cluster
 ) -> dict[tuple[int, int], PairSeconds]:
-    """Of bringing weights from where they are trained to where they are read."""
+    """Seconds of bringing weights from where they are trained to where they are read."""
     layouts, tables = [_layouts(call.choices) for call in calls], {}
     for (i, train), (j, reader) in itertools.product(enumerate(calls), enumerate(calls)):
         if train.trains and not reader.trains and train.weights == reader.weights:
@@ -458,7 +430,7 @@ def _layouts(choices: Sequence[Choice]) -> tuple[list[Choice], np.ndarray]:
 def _transfers(
     workload: Workload, calls: Sequence[CallChoices], costs: CostModel
 ) -> dict[tuple[int, int], PairSeconds]:
-    """Of handing outputs to the calls that wait for them."""
+    """Seconds of bringing outputs to the calls that wait for them."""
     numbers = {call.name: i for i, call in enumerate(calls)}
     places = list(dict.fromkeys(choice.devices for call in calls for choice in call.choices))
     ways = np.array([[costs.way_between(source, target) for target in places] for source in places])

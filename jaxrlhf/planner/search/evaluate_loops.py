@@ -1,16 +1,16 @@
-"""One plan evaluated, many thousand times a second: how long an iteration takes under it, and what memory it lacks.
+"""Evaluation of a plan, many thousand times a second: the time of an iteration, and the memory that the plan lacks.
 
-`steady_iteration` is ReaL's Algorithm 1: tasks go in the order in which they get ready, each when all of its devices
-are free. Of tasks that get ready at the same time, the one of the earlier iteration and call goes first. A task that is
-ready keeps later ones off its devices, even where it cannot start yet and they could. `fit` computes what
-`peak_memory` says of single memories. `simulate` puts names to the tasks.
+`steady_iteration` is ReaL's Algorithm 1: tasks run in the order in which they get ready, each when all of its devices
+are free. Of tasks that get ready at the same time, the one of the earlier iteration and call runs first. A task that is
+ready keeps later ones off its devices, even while it cannot start and they could. `fit` finds the memory that a plan
+lacks, as `peak_memory` does. `simulate` puts names to the tasks.
 
-All are loops over a `FlatProblem` of lists or of arrays of integers alike, so that numba can compile them. A plan has
-for each call the number of its choice among the choices of all calls.
+All are loops over a `FlatProblem` of lists or of arrays of integers, so that numba can compile them. A plan is, for
+each call, the number of its choice among the choices of all calls.
 
-Single devices do not occur. A task waits for the last one on any of the devices of its call, or of its two calls; so
-what is kept is when all devices of each call are free. Outputs that are brought take no devices, and no task here: the
-call that needs them waits so much longer. Where nothing runs beside anything else, they are tasks like all others.
+Single devices do not occur: a task waits for the last one on any of the devices of its call, or of its two calls, so
+the loops keep the time at which all devices of each call are free. Transfers of outputs occupy no device and are no
+tasks here: the call that needs them waits longer. Only where nothing runs at the same time are they tasks like others.
 
 Reference:
     Mei et al. 2024 (ReaL), arXiv:2406.14088, 5.1 and Algorithm 1.
@@ -19,16 +19,16 @@ Reference:
 from typing import Any, NamedTuple
 
 RUN_AHEAD = 2
-"""An iteration begins when the one so many before it has ended: the trainer reads metrics a step late."""
+"""An iteration begins when the one this far before it has ended: the trainer reads metrics a step late."""
 ITERATIONS = 24
-"""At most so many are simulated. Nearly all plans repeat after two or three."""
+"""The most that are simulated. Nearly all plans repeat after two or three."""
 FIRST_SETTLED = RUN_AHEAD + 1
 """The first iteration that can be seen to repeat: only from the second on do iterations have the same tasks."""
 LAST_SETTLED = ITERATIONS - 1 - RUN_AHEAD
 """The last one that calls of later iterations, which are not simulated, cannot hold up."""
 NEVER = 1 << 62
 """Later than any time, more than any memory."""
-# These stand here, not where else they are used, so that compiled loops follow their changes.
+# These are defined here, not where else they are used, so that compiled loops follow their changes.
 
 
 class Work(NamedTuple):
@@ -79,7 +79,7 @@ class Work(NamedTuple):
 
 
 def sizes_of_work(num_calls, num_waits):
-    """How long each of the sequences of `Work` is."""
+    """The lengths of the sequences of `Work`."""
     most_ready = num_calls * (num_calls + 4) * (RUN_AHEAD + 2)
     by_iteration = ITERATIONS * num_calls
     slots = num_calls * (num_calls + 4)
@@ -91,7 +91,7 @@ def sizes_of_work(num_calls, num_waits):
 
 
 def _find_overlaps(flat, plan, work):
-    """Notes which calls have devices in common, or cannot run side by side for another reason."""
+    """Notes which calls have devices in common, or cannot run at the same time for another reason."""
     for a in range(len(plan)):
         bits = 0
         for b in range(len(plan)):
@@ -105,7 +105,7 @@ def fit(flat, plan, work):
     """Gives each call the variant that fits, in place, where calls get it.
 
     Returns:
-        Bytes by which the fullest memory is above its capacity; negative where all have room.
+        Bytes by which the fullest memory is above its capacity; negative if all have room.
 
     Within a stretch of equal capacity, most is in its first memory or in the first memory of a call: those to the right
     of it are of the same calls, or of fewer.
@@ -175,10 +175,10 @@ def fit(flat, plan, work):
 
 
 def _tasks_of(flat, plan, work):
-    """Notes how long it takes to bring what, what each call waits for, and the slots of all tasks.
+    """Notes the times of transfers, the number of tasks that each call waits for, and the slots of all tasks.
 
     Returns:
-        How many tasks an iteration has, but the first.
+        The number of tasks of an iteration after the first.
     """
     num_calls = len(plan)
     per_call = num_calls + 4
@@ -231,7 +231,7 @@ def _tasks_of(flat, plan, work):
 
 
 def _settled(work, last, num_slots, num_tasks):
-    """After how many iterations all tasks of one and of the one before come again; 0 if not yet."""
+    """The number of iterations after which all tasks of one and of the one before repeat; 0 if not yet."""
     for period in range(1, last - RUN_AHEAD + 1):
         here = last * num_slots
         before = (last - period) * num_slots
@@ -249,8 +249,24 @@ def _settled(work, last, num_slots, num_tasks):
     return 0
 
 
+def _add_ready(work, count, since, place, length, partner):
+    """Adds a task to those that are ready. Returns their number."""
+    work.ready[count] = since
+    work.place[count] = place
+    work.length[count] = length
+    work.partner[count] = partner
+    return count + 1
+
+
+def _add_reached(work, count, entry, later):
+    """Adds an entry to those that have one task less to wait for. Returns their number."""
+    work.reached[count] = entry
+    work.later[count] = later
+    return count + 1
+
+
 def steady_iteration(flat, plan, work):
-    """What the iterations of a plan settle to. `work.starts` has when the tasks start, up to the iteration returned.
+    """The steady state of a plan. `work.starts` has the starts of the tasks, up to the iteration returned.
 
     They have settled once two consecutive iterations repeat two earlier ones, every task later by the same time: as no
     task waits for more than the two iterations before its own, all that follows then repeats too. The period can be
@@ -258,8 +274,8 @@ def steady_iteration(flat, plan, work):
     Plans that have not settled after `LAST_SETTLED` iterations get the average of the later half.
 
     Returns:
-        Nanoseconds of an iteration; the last iteration simulated; after how many iterations all comes again, 0 if it
-        has not settled.
+        Nanoseconds of an iteration; the last iteration simulated; the number of iterations after which all repeats, 0
+        if they have not settled.
     """
     _find_overlaps(flat, plan, work)
     num_calls = len(plan)
@@ -276,9 +292,7 @@ def steady_iteration(flat, plan, work):
             for lag in range(1, min(iteration, RUN_AHEAD) + 1):
                 work.missing[entry] += work.waits[lag * num_calls + c]
             if work.missing[entry] == 0:
-                work.reached[num_reached] = entry
-                work.later[num_reached] = 0
-                num_reached += 1
+                num_reached = _add_reached(work, num_reached, entry, 0)
     for c in range(num_calls):
         work.free[c] = 0
     num_ready = 0
@@ -291,15 +305,12 @@ def steady_iteration(flat, plan, work):
             work.missing[entry] -= 1
             if work.missing[entry] <= 0:
                 c = entry % num_calls
-                work.ready[num_ready] = work.arrived[entry]
-                work.partner[num_ready] = c
+                place = entry * per_call + num_calls + 2
+                length = flat.seconds[plan[c]]
                 if flat.load[plan[c]] > 0:
-                    work.place[num_ready] = entry * per_call + num_calls + 1
-                    work.length[num_ready] = flat.load[plan[c]]
-                else:
-                    work.place[num_ready] = entry * per_call + num_calls + 2
-                    work.length[num_ready] = flat.seconds[plan[c]]
-                num_ready += 1
+                    place -= 1
+                    length = flat.load[plan[c]]
+                num_ready = _add_ready(work, num_ready, work.arrived[entry], place, length, c)
 
         k = 0
         for m in range(1, num_ready):
@@ -333,21 +344,11 @@ def steady_iteration(flat, plan, work):
                 if entry >= ITERATIONS * num_calls:
                     continue
                 if work.weights[w] > 0 and work.leader[w] == w:
-                    work.ready[num_ready] = end
-                    work.place[num_ready] = entry * per_call
-                    work.length[num_ready] = work.weights[w]
-                    work.partner[num_ready] = c
-                    num_ready += 1
+                    num_ready = _add_ready(work, num_ready, end, entry * per_call, work.weights[w], c)
                 if work.data[w] > 0 and flat.one_at_a_time:
-                    work.ready[num_ready] = end
-                    work.place[num_ready] = entry * per_call + 1 + c
-                    work.length[num_ready] = work.data[w]
-                    work.partner[num_ready] = c
-                    num_ready += 1
+                    num_ready = _add_ready(work, num_ready, end, entry * per_call + 1 + c, work.data[w], c)
                 elif work.data[w] > 0 or work.weights[w] == 0:
-                    work.reached[num_reached] = entry
-                    work.later[num_reached] = work.data[w]
-                    num_reached += 1
+                    num_reached = _add_reached(work, num_reached, entry, work.data[w])
             length = flat.unload[plan[c]]
         elif kind == num_calls + 1:
             length = flat.seconds[plan[c]]
@@ -358,22 +359,14 @@ def steady_iteration(flat, plan, work):
                 if flat.after[leader] == c:
                     entry = (iteration - flat.lag[leader] + flat.lag[w]) * num_calls + flat.after[w]
                     if entry < ITERATIONS * num_calls:
-                        work.reached[num_reached] = entry
-                        work.later[num_reached] = 0
-                        num_reached += 1
+                        num_reached = _add_reached(work, num_reached, entry, 0)
         else:
             if kind == num_calls + 3:
                 entry += num_calls
             if entry < ITERATIONS * num_calls:
-                work.reached[num_reached] = entry
-                work.later[num_reached] = 0
-                num_reached += 1
+                num_reached = _add_reached(work, num_reached, entry, 0)
         if length > 0:  # what follows a call's weights, or itself, on its devices
-            work.ready[num_ready] = end
-            work.place[num_ready] = place + 1
-            work.length[num_ready] = length
-            work.partner[num_ready] = c
-            num_ready += 1
+            num_ready = _add_ready(work, num_ready, end, place + 1, length, c)
 
         work.timed[iteration] += 1
         while work.timed[last] == num_tasks:

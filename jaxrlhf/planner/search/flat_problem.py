@@ -1,18 +1,18 @@
 """A problem as arrays of integers, for loops that look at many plans a second."""
 
 from collections.abc import Callable, Hashable, Iterable
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxrlhf.numba_loops import Integers, integers
 from jaxrlhf.planner.search.evaluate_loops import Work, sizes_of_work
 from jaxrlhf.planner.search.problem import PairSeconds, Problem
 from jaxrlhf.planner.search.step_order import Wait, layout, step_order
 
-Integers = Any
-"""An array of int64 where loops are compiled, else a list: what is faster."""
 NANOSECONDS = 1_000_000_000
-"""In a second. All is simulated in whole nanoseconds, so that ties are ties and what repeats is seen to."""
+"""In a second. All is simulated in whole nanoseconds, so that ties and repetitions are exact."""
 
 
 def nanoseconds(seconds: float) -> int:
@@ -21,7 +21,7 @@ def nanoseconds(seconds: float) -> int:
 
 
 class FlatProblem(NamedTuple):
-    """All that decides how long a plan takes and whether it fits. Seconds are whole nanoseconds.
+    """All that decides the time of a plan and whether it fits. Seconds are whole nanoseconds.
 
     Choices have numbers: choice k of call c is `begin[c] + k`.
     """
@@ -45,7 +45,7 @@ class FlatProblem(NamedTuple):
     """The fastest of those that differ from it in nothing but seconds and working memory (in micro-batches and remat,
     that is): its variants, where calls get what fits; else itself."""
     leaner: Integers
-    """The next slower of its variants, which works with less memory; -1: there is none."""
+    """The next slower of its variants, which has less working memory; -1 if there is none."""
     first_memory: Integers
     """The first memory of its devices."""
     end_memory: Integers
@@ -69,7 +69,7 @@ class FlatProblem(NamedTuple):
     sharers: Integers
     """Waits for weights, by train call and then as the readers come after it."""
     at: Integers
-    """Where rows begin in `table`, and columns in rows, by choice."""
+    """The places of rows in `table`, and of columns in rows, by choice."""
     table: Integers
     """Tables of seconds one after another, row by row."""
 
@@ -93,9 +93,9 @@ class FlatProblem(NamedTuple):
     stretch: Integers
     """First memories of all stretches of equal capacity."""
     one_at_a_time: int
-    """1: nothing runs beside anything else."""
+    """1 if nothing runs at the same time as anything else."""
     fits: int
-    """1: every call has the fastest of its variants for which there is room beside what rests and is copied."""
+    """1 if every call has the fastest of its variants that fits beside weights at rest and copies."""
 
 
 class Groups(NamedTuple):
@@ -122,8 +122,8 @@ def flat_problem(problem: Problem, *, compiled: bool, fits: bool = False) -> Fla
     """A problem as arrays, or as lists where nothing is compiled.
 
     Args:
-        fits: Whether calls get the fastest of their variants for which there is room. Only where every device has a
-            memory of its own: then it does not depend on what other calls work with.
+        fits: Give calls the fastest of their variants that fits. Only where every device has a memory of its own, so
+            that this does not depend on the working memory of other calls.
     """
     order, calls = step_order(problem), problem.calls
     choices = [choice for call in calls for choice in call.choices]
@@ -156,53 +156,46 @@ def flat_problem(problem: Problem, *, compiled: bool, fits: bool = False) -> Fla
     resters += [(j, -1, 0) for j in sorted({j for j in order.homes if j is not None})]
     capacity, shared = problem.capacity, problem.devices_per_memory > 1
 
-    def integers(values: Iterable[int]) -> Integers:
-        return as_integers(values, compiled=compiled)
-
     def of_choices(value: Callable[[Any], int]) -> Integers:
-        return integers([value(choice) for choice in choices])
+        return integers(map(value, choices), compiled=compiled)
 
-    table = np.concatenate(tables) if tables else np.zeros(0, np.int64)
+    seconds = ("seconds", "load", "unload")
+    sizes = ("first", "end", "resting", "working", "copy", "shared_with_training", "base")
+    lists: dict[str, Iterable[int]] = dict(
+        begin=begin,
+        fastest=fastest,
+        leaner=leaner,
+        before=[wait.before for wait in waits],
+        after=[wait.after for wait in waits],
+        lag=[wait.lag for wait in waits],
+        weights=[row for row, _ in weights],
+        weights_to=[column for _, column in weights],
+        data=[row for row, _ in data],
+        data_to=[column for _, column in data],
+        out_begin=[sum(wait.before < c for wait in waits) for c in range(len(calls) + 1)],
+        out=out,
+        sharers=sharers,
+        at=np.concatenate(at),
+        table=np.concatenate(tables) if tables else (),
+        copies=copies,
+        copied_from=[made_by[j][0] if order.alive[j] else -1 for j in range(len(calls))],
+        alive=[sum(1 << j for j in copies if c in order.alive[j]) for c in range(len(calls))],
+        beside=[sum(1 << j for j in (order.beside[c] if shared else ())) for c in range(len(calls))],
+        resters=[j for j, _, _ in resters],
+        rests=[number for _, number, _ in resters],
+        of_base=[of_base for _, _, of_base in resters],
+        capacity=capacity,
+        stretch=[m for m in range(len(capacity)) if m == 0 or capacity[m] != capacity[m - 1]],
+    )
     return FlatProblem(
-        integers(begin),
-        of_choices(lambda x: x.first),
-        of_choices(lambda x: x.end),
-        of_choices(lambda x: nanoseconds(x.seconds)),
-        of_choices(lambda x: nanoseconds(x.load)),
-        of_choices(lambda x: nanoseconds(x.unload)),
-        of_choices(lambda x: x.resting),
-        of_choices(lambda x: x.working),
-        of_choices(lambda x: x.copy),
-        of_choices(lambda x: x.shared_with_training),
-        of_choices(lambda x: x.base),
-        of_choices(lambda x: layouts.setdefault(layout(x), len(layouts))),
-        integers(fastest),
-        integers(leaner),
-        of_choices(lambda x: problem.memories(x.devices).start),
-        of_choices(lambda x: problem.memories(x.devices).stop),
-        integers([wait.before for wait in waits]),
-        integers([wait.after for wait in waits]),
-        integers([wait.lag for wait in waits]),
-        integers(row for row, _ in weights),
-        integers(column for _, column in weights),
-        integers(row for row, _ in data),
-        integers(column for _, column in data),
-        integers([sum(wait.before < c for wait in waits) for c in range(len(calls) + 1)]),
-        integers(out),
-        integers(sharers),
-        np.concatenate(at) if compiled else np.concatenate(at).tolist(),
-        table if compiled else table.tolist(),
-        integers(copies),
-        integers([made_by[j][0] if order.alive[j] else -1 for j in range(len(calls))]),
-        integers([sum(1 << j for j in copies if c in order.alive[j]) for c in range(len(calls))]),
-        integers([sum(1 << j for j in (order.beside[c] if shared else ())) for c in range(len(calls))]),
-        integers([j for j, _, _ in resters]),
-        integers([number for _, number, _ in resters]),
-        integers([of_base for _, _, of_base in resters]),
-        integers(capacity),
-        integers([m for m in range(len(capacity)) if m == 0 or capacity[m] != capacity[m - 1]]),
-        int(problem.one_at_a_time),
-        int(fits),
+        **{name: integers(values, compiled=compiled) for name, values in lists.items()},
+        **{name: of_choices(attrgetter(name)) for name in sizes},
+        **{name: of_choices(lambda x, name=name: nanoseconds(getattr(x, name))) for name in seconds},
+        layout=of_choices(lambda x: layouts.setdefault(layout(x), len(layouts))),
+        first_memory=of_choices(lambda x: problem.memories(x.devices).start),
+        end_memory=of_choices(lambda x: problem.memories(x.devices).stop),
+        one_at_a_time=int(problem.one_at_a_time),
+        fits=int(fits),
     )
 
 
@@ -228,7 +221,7 @@ def _variants(problem: Problem, *, fits: bool) -> tuple[list[int], list[int]]:
 
 
 def _all_but_speed(problem: Problem, j: int, k: int) -> tuple[Hashable, ...]:
-    """What a choice has in common with its variants."""
+    """The properties that a choice shares with its variants."""
     x = problem.calls[j].choices[k]
     tables = (*problem.reallocations.items(), *problem.transfers.items())
     rows = (int(table.row[k]) for (i, _), table in tables if i == j)
@@ -257,15 +250,10 @@ def groups_of(problem: Problem, flat: FlatProblem, *, compiled: bool) -> Groups:
         number += len(call.choices)
     firsts, ends = [first for first, _ in ranges], [end for _, end in ranges]
     lists = (begin, size_begin, sizes, firsts, ends, member_begin, members)
-    return Groups(*(as_integers(each, compiled=compiled) for each in lists))
+    return Groups(*(integers(each, compiled=compiled) for each in lists))
 
 
 def room_for_work(flat: FlatProblem, *, compiled: bool) -> Work:
-    """What loops need to evaluate the plans of a problem, one at a time."""
+    """The working arrays of the loops that evaluate the plans of a problem, one at a time."""
     sizes = sizes_of_work(len(flat.begin) - 1, len(flat.before))
-    return Work(*(as_integers([0] * size, compiled=compiled) for size in sizes))
-
-
-def as_integers(values: Iterable[int], *, compiled: bool) -> Integers:
-    """A sequence as loops take it."""
-    return np.array(list(values), np.int64) if compiled else [int(value) for value in values]
+    return Work(*(integers([0] * size, compiled=compiled) for size in sizes))

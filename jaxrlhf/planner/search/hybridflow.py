@@ -1,9 +1,9 @@
 """HybridFlow's mapping: which sets of weights share devices, how many devices they get, and how each call runs there.
 `hybridflow` is the best of all mappings, `standalone` and `split` are the best of those that people make by hand.
 
-All ways to say which sets share devices are tried (15 for the four of PPO), and all numbers of devices that they can
-have. A mapping takes as long as its stages one after another, where calls that share devices add up and others run side
-by side. The best by this measure are placed on the devices and simulated as all plans are.
+All groupings of the sets are tried (15 for the four of PPO), with all numbers of devices that the groups can have. The
+latency of a mapping is the sum of its stages', where calls that share devices add up and others run side by side. The
+best by this measure are placed on the devices and simulated like all plans.
 
 Reference:
     Sheng et al. 2024 (HybridFlow), arXiv:2409.19256, section 6 and Algorithm 1.
@@ -22,11 +22,11 @@ from jaxrlhf.planner.search.search import fastest_that_fits, options_on, search
 from jaxrlhf.planner.search.search_result import SearchResult, result_of
 
 SIMULATED = 50
-"""Of all mappings that fit, so many of the fastest are simulated."""
+"""The number of mappings that are simulated: the fastest that fit."""
 _STEPS = 2_000
-"""Of the search for how a group runs on its devices, whose calls take turns."""
+"""Steps of the search for the choices of a group on its devices."""
 _MOST_SETS = 8
-"""Of weights, which can share devices in 4140 ways."""
+"""The most sets of weights; they can share devices in 4140 ways."""
 Group = tuple[str, ...]
 """Sets of weights that share devices."""
 Colocation = tuple[Group, ...]
@@ -34,7 +34,7 @@ Colocation = tuple[Group, ...]
 
 
 def colocations(sets: Sequence[str]) -> Iterator[Colocation]:
-    """All ways to say which sets share devices.
+    """All partitions of sets of weights into groups that share devices.
 
     >>> [len(list(colocations("abcdef"[:n]))) for n in range(1, 7)]
     [1, 2, 5, 15, 52, 203]
@@ -71,7 +71,7 @@ def hybridflow(problem: Problem, *, seed: int = 0, seconds: float | None = None)
 
 
 def standalone(problem: Problem, *, seed: int = 0, seconds: float | None = None) -> SearchResult:
-    """Every set of weights on devices of its own, in the order of the step; the sizes that give the shortest iteration.
+    """Every set of weights on devices of its own, in the order of the step, of the sizes with the shortest iteration.
 
     Raises:
         PlanError: There are fewer devices than sets, or no sizes fit.
@@ -81,9 +81,9 @@ def standalone(problem: Problem, *, seed: int = 0, seconds: float | None = None)
 
 
 def split(problem: Problem, *, seed: int = 0, seconds: float | None = None) -> SearchResult:
-    """Two parts: the first set that is trained with every other set of that size or larger that is not, such as its
-    reference; and all others, such as critic and reward. Where there is no second trained set, those never trained are
-    the second part. The sizes are those that give the shortest iteration.
+    """Two parts: the first set that is trained with every set of that size that is not, such as its reference; and all
+    others, such as critic and reward. Without a second trained set, the sets never trained are the second part. The
+    sizes are those that give the shortest iteration.
 
     Raises:
         PlanError: There are no two parts, or they do not fit.
@@ -100,20 +100,20 @@ def best_mapping(
     always: Sequence[Colocation] = (),
     seconds: float | None = None,
 ) -> SearchResult:
-    """The best mapping of certain colocations.
+    """The best mapping of some colocations.
 
     For each of them, all numbers of devices are tried that its groups can have side by side: those for which there are
-    choices, where no group could have the next larger number. How long a group takes on its devices is found once: with
-    the fastest choices that fit together, as a short search finds them. The calls of a stage are equally far from the
-    beginning of the step. It takes as long as the group that takes longest.
+    choices, where no group could have the next larger number. The seconds of a group on its devices are those of the
+    fastest choices that fit together, which a short search finds once. The calls of a stage are equally far from the
+    beginning of the step. A stage takes as long as its slowest group.
 
     Args:
-        method: Whose mapping it is, for errors.
-        always: Of those colocations, as many mappings are simulated as if there were no others.
-        seconds: After which no further mapping is simulated.
+        method: The method that asks, for errors.
+        always: Colocations of which as many mappings are simulated as if there were no others.
+        seconds: After this time no further mapping is simulated.
 
     Raises:
-        PlanError: None of them fits the devices.
+        PlanError: No mapping fits the devices.
     """
     begun, groups, looked = time.monotonic(), _Groups(problem), 0
     ranked: list[tuple[float, int, Colocation, tuple[range, ...]]] = []
@@ -167,7 +167,7 @@ def _sets(problem: Problem) -> list[str]:
 
 
 def _like(problem: Problem, name: str) -> set[str]:
-    """Sets that could be of the same model, head included: what readers keep or copy is the same to a fiftieth."""
+    """Sets that could be of the same model, head included: their sizes differ by at most a fiftieth."""
 
     def size(weights: str) -> int:
         readers = [call for call in problem.calls if call.weights == weights and not call.trains]
@@ -187,15 +187,12 @@ def _in_words(colocation: Colocation) -> str:
 
 
 def _allocations(sizes: Sequence[Sequence[int]], num_devices: int) -> Iterator[tuple[int, ...]]:
-    """Numbers of devices for each group, which are there together, and of which none can be the next larger one."""
+    """Numbers of devices for each group, which fit together, and of which none can be the next larger one."""
 
     def extend(chosen: tuple[int, ...], left: int) -> Iterator[tuple[int, ...]]:
         if len(chosen) == len(sizes):
-            larger = (
-                min((n for n in each if n > size), default=math.inf) - size
-                for each, size in zip(sizes, chosen, strict=True)
-            )
-            if min(larger, default=math.inf) > left:
+            pairs = zip(sizes, chosen, strict=True)
+            if all(n - size > left for each, size in pairs for n in each if n > size):
                 yield chosen
             return
         for size in sizes[len(chosen)]:
@@ -206,7 +203,7 @@ def _allocations(sizes: Sequence[Sequence[int]], num_devices: int) -> Iterator[t
 
 
 class _Groups:
-    """What groups of sets can do with devices. Each is found once."""
+    """Placements of groups of sets on devices and their seconds. Each is found once."""
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
@@ -237,8 +234,8 @@ class _Groups:
         return sorted({len(devices) for devices in self.where(group)})
 
     def place(self, colocation: Colocation, sizes: Sequence[int]) -> tuple[range, ...] | None:
-        """Devices for each group, side by side: the largest number first, each the first that are free. None: there are
-        none."""
+        """Devices for each group, side by side: the largest number first, each the first that are free. None if there
+        are none."""
         placed: dict[Group, range] = {}
         for size, group in sorted(zip(sizes, colocation, strict=True), key=lambda each: -each[0]):
             for devices in self.where(group):
@@ -250,7 +247,7 @@ class _Groups:
         return tuple(placed[group] for group in colocation)
 
     def latency(self, colocation: Colocation, devices: Sequence[range]) -> float:
-        """HybridFlow's latency; infinite where a group does not fit on its devices."""
+        """HybridFlow's latency; infinite if a group does not fit on its devices."""
         of_groups = [self._stage_seconds(group, each) for group, each in zip(colocation, devices, strict=True)]
         return sum(max(seconds) for seconds in zip(*of_groups, strict=True))
 
@@ -263,12 +260,12 @@ class _Groups:
             way, seconds = self._way(group, devices), [0.0] * (max(self._stages) + 1)
             for j, k in (way or {}).items():
                 choice = self._problem.calls[j].choices[k]
-                seconds[self._stages[j]] += choice.load + choice.seconds + choice.unload
+                seconds[self._stages[j]] += choice.busy
             self._seconds[group, devices] = seconds if way is not None else [math.inf] * len(seconds)
         return self._seconds[group, devices]
 
     def _way(self, group: Group, devices: range) -> dict[int, int] | None:
-        """Call -> its choice. None where nothing fits."""
+        """Call -> its choice. None if nothing fits."""
         calls = self._calls(group)
         there = [self._places[j][devices] for j in calls]
         room = min(self._problem.capacity[memory] for memory in self._problem.memories(devices))
@@ -279,26 +276,20 @@ class _Groups:
         return None if way is None else {j: some[k] for j, some, k in zip(calls, there, way, strict=True)}
 
     def _number(self, j: int, some: Sequence[int]) -> int:
-        """The same for choices that are alike but for their place."""
+        """The same number for choices that differ only in their devices."""
         choices = (dataclasses.replace(self._problem.calls[j].choices[k], first=0, end=0) for k in some)
         return self._alike.setdefault((j, tuple(choices)), len(self._alike))
 
     def _fastest(self, calls: Sequence[int], among: Sequence[Sequence[int]]) -> tuple[int, ...] | None:
-        """Of each call, which of its choices on the same devices are fastest together. None where none fit."""
-        names = {self._problem.calls[j].name for j in calls}
-        part = dataclasses.replace(
-            self._problem,
-            calls=tuple(
-                dataclasses.replace(
-                    self._problem.calls[j],
-                    needs=tuple(need for need in self._problem.calls[j].needs if need in names),
-                    choices=tuple(self._problem.calls[j].choices[k] for k in some),
-                )
-                for j, some in zip(calls, among, strict=True)
-            ),
-            reallocations={},
-            transfers={},
+        """For each call, the number of its choice: those that are fastest together. None if none fit."""
+        own = [self._problem.calls[j] for j in calls]
+        names = {call.name for call in own}
+        chosen = [tuple(call.choices[k] for k in some) for call, some in zip(own, among, strict=True)]
+        some_calls = tuple(
+            dataclasses.replace(call, needs=tuple(n for n in call.needs if n in names), choices=choices)
+            for call, choices in zip(own, chosen, strict=True)
         )
+        part = dataclasses.replace(self._problem, calls=some_calls, reallocations={}, transfers={})
         try:
             return search(part, steps=_STEPS).plan
         except NoRoomError:

@@ -1,4 +1,4 @@
-"""Ways to find a plan, by name: by search, by HybridFlow's mapping, or as people place models by hand."""
+"""Methods to find a plan, by name: search, HybridFlow's mapping, and the placements that are written by hand."""
 
 from collections.abc import Mapping
 from typing import Protocol
@@ -13,14 +13,14 @@ from jaxrlhf.suggest import did_you_mean
 
 
 class PlanBy(Protocol):
-    """A way to find a plan."""
+    """A method to find a plan."""
 
     def __call__(self, problem: Problem, *, seed: int = 0, seconds: float | None = None) -> SearchResult: ...
 
 
 def heuristic(problem: Problem, *, seed: int = 0, seconds: float | None = None) -> SearchResult:
-    """Every call on all devices, all alike: tensor within a node, pipeline across nodes; the fastest micro-batches and
-    remat that fit together. The problem has no other choices (`choices.Among`, `usual`).
+    """Every call on all devices with the same degrees, tensor within a node and pipeline across nodes, and the fastest
+    micro-batches and remat that fit together. The problem has no other choices (`choices.Among`, `usual`).
 
     Raises:
         PlanError: They do not fit together.
@@ -30,8 +30,7 @@ def heuristic(problem: Problem, *, seed: int = 0, seconds: float | None = None) 
 
 
 def colocate(problem: Problem, *, seed: int = 0, seconds: float | None = None) -> SearchResult:
-    """Every call on all devices, or as many as rows divide over, each with the fastest choice that fits beside the
-    others.
+    """Every call on all devices, or as many as rows divide over, with the fastest choices that fit together.
 
     Raises:
         PlanError: Calls have no choice on the same devices, or they do not fit together.
@@ -51,16 +50,16 @@ METHODS: Mapping[str, PlanBy] = {
     "standalone": standalone,
     "split": split,
 }
-"""Name, as `--strategy` has it -> the way to find a plan."""
+"""Name, as in `--strategy` -> the method."""
 AMONG: Mapping[str, Among] = {"heuristic": "usual", "standalone": "any", "split": "any"}
-"""Method -> the choices that its problem has. Of the others: those of `fast` plans."""
+"""Method -> the choices that its problem has; `fast` for the others."""
 
 
 def find_method(name: str) -> PlanBy:
-    """A way to find a plan, by name.
+    """The method of a name.
 
     Raises:
-        PlanError: There is none of that name.
+        PlanError: No method has that name.
     """
     if name not in METHODS:
         raise PlanError(f"strategy: must be one of {', '.join(METHODS)}. Got {name!r}.{did_you_mean(name, METHODS)}")

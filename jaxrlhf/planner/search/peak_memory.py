@@ -1,28 +1,28 @@
-"""The memory that a plan takes, of each device or of devices that share one, and what it is made of."""
+"""The memory that a plan takes, of each device or of devices that share one, and its parts."""
 
 import dataclasses
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 
-from jaxrlhf.planner.search.problem import Choice, Problem
+from jaxrlhf.planner.search.problem import Problem
 from jaxrlhf.planner.search.step_order import StepOrder, layout, step_order
 
 
 @dataclasses.dataclass(frozen=True)
 class DeviceMemory:
-    """What is in a memory when most is there, in bytes."""
+    """The contents of a memory when it is fullest, in bytes."""
 
     devices: range
-    """Those that it belongs to: one, or the virtual devices of a host."""
+    """The devices that have this memory: one, or the virtual devices of a host."""
     call: str
     """The call of a step that runs then, on these devices or on others; the first of several."""
     resting: Mapping[str, int]
-    """Set of weights -> what rests of it, in all its layouts."""
+    """Set of weights -> bytes of it at rest, in all its layouts."""
     copies: Mapping[str, int]
     """Call -> its copy of weights that others train. One that several calls share is the first's."""
     working: int
-    """Of that call; 0 where it runs on other devices."""
+    """Of that call; 0 if it runs on other devices."""
     beside: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    """A call that may run at the same time on other devices that share the memory -> what it works with."""
+    """A call that may run at the same time on other devices that share the memory -> its working memory."""
 
     @property
     def total(self) -> int:
@@ -48,7 +48,7 @@ def in_gb(size: float) -> str:
 
 
 def room_in_words(capacity: int, devices_per_memory: int) -> str:
-    """What a plan must fit into.
+    """The memory that a plan must fit into, in words.
 
     >>> room_in_words(10**10, 8)
     "the 10 GB that a plan may fill of the host's memory, which 8 devices share"
@@ -58,7 +58,7 @@ def room_in_words(capacity: int, devices_per_memory: int) -> str:
 
 
 def remedy(devices_per_memory: int) -> str:
-    """What to do where nothing fits."""
+    """The remedy if nothing fits."""
     if devices_per_memory == 1:
         return "Use more devices or larger ones, smaller batches, or shorter responses."
     return (
@@ -72,31 +72,19 @@ def peak_memory(problem: Problem, plan: Sequence[int]) -> tuple[int, ...]:
     return tuple(each.total for each in memory_at_peak(problem, plan))
 
 
-def memory_at_peak(
-    problem: Problem, plan: Sequence[int], memories: Iterable[int] | None = None
-) -> tuple[DeviceMemory, ...]:
-    """Memory -> what is there when most is there, as `problem` says.
+def memory_at_peak(problem: Problem, plan: Sequence[int]) -> tuple[DeviceMemory, ...]:
+    """Memory -> its contents when it is fullest, as `problem` says.
 
-    Calls that read the same trained weights in the same layout have one copy together, from the first of them on. It is
-    gone when the weights are trained again.
-
-    Args:
-        memories: The ones asked for. None: all.
+    Calls that read the same trained weights in the same layout share one copy, from the first of them on. It is freed
+    when the weights are trained again.
     """
-    which = range(len(problem.capacity)) if memories is None else memories
-    return tuple(max(states, key=lambda state: state.total) for states in _states(problem, plan, which))
-
-
-def memory_during_all(problem: Problem, plan: Sequence[int]) -> dict[str, list[DeviceMemory]]:
-    """Call -> memory -> what is there while the call runs, there or elsewhere."""
-    states = list(_states(problem, plan, range(len(problem.capacity))))
-    return {call.name: [each[c] for each in states] for c, call in enumerate(problem.calls)}
+    return tuple(max(states, key=lambda state: state.total) for states in memory_during_all(problem, plan))
 
 
 def memory_during(problem: Problem, plan: Sequence[int]) -> dict[str, DeviceMemory]:
-    """Call -> what is in the fullest memory of its devices while it runs: its own and what rests there of others."""
+    """Call -> the contents of the fullest memory of its devices while it runs, those of other calls among them."""
     found: dict[str, DeviceMemory] = {}
-    for memory, states in enumerate(_states(problem, plan, range(len(problem.capacity)))):
+    for memory, states in enumerate(memory_during_all(problem, plan)):
         for call, index, state in zip(problem.calls, plan, states, strict=True):
             fullest, own = found.get(call.name), problem.memories(call.choices[index].devices)
             if memory in own and (fullest is None or state.total > fullest.total):
@@ -104,14 +92,14 @@ def memory_during(problem: Problem, plan: Sequence[int]) -> dict[str, DeviceMemo
     return found
 
 
-def _states(problem: Problem, plan: Sequence[int], memories: Iterable[int]) -> Iterator[list[DeviceMemory]]:
-    """For each memory: call -> what is there while it runs, there or elsewhere."""
+def memory_during_all(problem: Problem, plan: Sequence[int]) -> Iterator[list[DeviceMemory]]:
+    """For each memory: call -> its contents while the call runs, on its devices or on others."""
     order, shared_by = step_order(problem), problem.devices_per_memory
     chosen = [call.choices[index] for call, index in zip(problem.calls, plan, strict=True)]
     own = [problem.memories(choice.devices) for choice in chosen]
     resting = _resting(problem, plan, order)
     copies = _copies(problem, plan, order)
-    for memory in memories:
+    for memory in range(len(problem.capacity)):
         devices = range(memory * shared_by, (memory + 1) * shared_by)
         rests: dict[str, int] = {}
         for (j, weights), size in resting.items():
@@ -120,22 +108,17 @@ def _states(problem: Problem, plan: Sequence[int], memories: Iterable[int]) -> I
         states = []
         for c, call in enumerate(problem.calls):
             there = {j: size for j, size in copies.items() if c in order.alive[j] and memory in own[j]}
-            working = chosen[c].working if memory in own[c] else 0
-            beside = _beside(order, chosen, c) if shared_by > 1 and memory in own[c] else []
-            most = max((j for j in beside if memory in own[j]), key=lambda j: chosen[j].working, default=None)
-            states.append(
-                DeviceMemory(
-                    devices, call.name, rests, {problem.calls[j].name: x for j, x in there.items()}, working,
-                    {} if most is None else {problem.calls[most].name: chosen[most].working},
-                )
-            )  # fmt: skip
+            held = {problem.calls[j].name: size for j, size in there.items()}
+            working, one, beside = 0, chosen[c], {}
+            if memory in own[c]:
+                working = one.working
+                apart = [j for j in order.beside[c] if chosen[j].first >= one.end or one.first >= chosen[j].end]
+                others = [j for j in apart if memory in own[j]]
+                if others:
+                    most = max(others, key=lambda j: chosen[j].working)
+                    beside = {problem.calls[most].name: chosen[most].working}
+            states.append(DeviceMemory(devices, call.name, rests, held, working, beside))
         yield states
-
-
-def _beside(order: StepOrder, chosen: Sequence[Choice], c: int) -> list[int]:
-    """Calls that may run while a call does, on other devices."""
-    one = chosen[c]
-    return [j for j in order.beside[c] if chosen[j].first >= one.end or one.first >= chosen[j].end]
 
 
 def _resting(problem: Problem, plan: Sequence[int], order: StepOrder) -> dict[tuple[int, str], int]:

@@ -1,7 +1,7 @@
-"""What the search for a plan is given: the calls of a step, the ways to run each of them, and what each way costs.
+"""The input of the search for a plan: the calls of a step, the ways to run each of them, and the costs of each way.
 
-Plain data, made once by `choices`, so that thousands of plans a second can be compared without asking anything anew.
-A plan is then one number for each call: the index of its choice.
+It is plain data, made once by `choices`, so that thousands of plans a second can be compared. A plan is one number for
+each call: the index of its choice.
 
 Every device has a memory of its own, or all devices of a node share one, as the virtual devices of a CPU do. What a
 memory holds under a plan is
@@ -51,17 +51,22 @@ class Choice:
     base: int = 0
     """Bytes in each memory of the weights that its adapters adapt, which stay there between calls."""
     load: float = 0.0
-    """Seconds of bringing its weights from host memory before it; its devices are busy with it. 0: they are there."""
+    """Seconds of bringing its weights from host memory before it, on its devices."""
     unload: float = 0.0
     """Seconds of bringing them back to host memory after it."""
     offloaded: bool = False
-    """Whether its set rests in host memory."""
+    """True if its set rests in host memory."""
     layers: LayerForm = "list"
-    """How the layers of what it reads lie: calls with other forms of the same weights have arrays of their own."""
+    """The form of the layers that it reads: other forms of the same weights are other arrays."""
 
     @property
     def devices(self) -> range:
         return range(self.first, self.end)
+
+    @property
+    def busy(self) -> float:
+        """Seconds in which its devices work for it."""
+        return self.load + self.seconds + self.unload
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +74,7 @@ class CallChoices:
     """A call of a step and the ways to run it."""
 
     name: str
-    """As a plan knows it: `actor.generate`."""
+    """`actor.generate`."""
     kind: Kind
     role: str
     weights: str
@@ -80,13 +85,13 @@ class CallChoices:
     to be made in the same step, or which must have read the weights before it trains them."""
     choices: tuple[Choice, ...]
     base: str = ""
-    """The set of weights that its adapters adapt, which never changes. Empty: it has no adapters."""
+    """The set of weights that its adapters adapt, which never changes. Empty if it has no adapters."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PairSeconds:
-    """Seconds for every choice of one call and every choice of another, which are alike for many: weights lie in the
-    same way whatever the micro-batches, and outputs wherever the devices are the same."""
+    """Seconds for every choice of one call and every choice of another. Each distinct row and column is stored once:
+    layouts of weights do not depend on micro-batches, and those of outputs depend on devices alone."""
 
     values: np.ndarray
     """[row, column]"""
@@ -119,7 +124,7 @@ class PairSeconds:
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """All that a search needs to know. Calls stand in the order of the step.
+    """All that a search needs to know. Calls are in the order of the step.
 
     A call that reads a set which is trained waits, in the next iteration, for the last train call of that set before
     it; a train call waits for all readers of the version before.
@@ -129,16 +134,16 @@ class Problem:
     num_devices: int
     devices_per_node: int
     capacity: tuple[int, ...]
-    """Memory -> bytes that it has for a plan."""
+    """Memory -> bytes that a plan may fill."""
     reallocations: Mapping[tuple[int, int], PairSeconds]
     """(train call, reader of its set) -> seconds of bringing new weights from where they were trained to where they are
-    read. 0: they lie there already."""
+    read. 0 if they are there already."""
     transfers: Mapping[tuple[int, int], PairSeconds]
     """(call, call that needs its outputs) -> seconds of bringing them there."""
     tokens: int
     """Tokens that one iteration works on: prompts and responses."""
     one_at_a_time: bool = False
-    """Devices share what computes, as those of one processor do: nothing runs beside anything else."""
+    """Devices share one processor, so that nothing runs at the same time as anything else."""
     devices_per_memory: int = 1
     """Consecutive devices that share one memory."""
 
@@ -148,7 +153,7 @@ class Problem:
 
     @property
     def size(self) -> float:
-        """How many plans there are."""
+        """The number of plans."""
         return float(np.prod([float(len(call.choices)) for call in self.calls]))
 
     def with_choices(self, kept: Sequence[Sequence[int]]) -> "Problem":
@@ -164,10 +169,10 @@ class Problem:
         )
 
     def require_choices(self) -> None:
-        """Every call can run somewhere.
+        """Checks that every call has a choice.
 
         Raises:
-            PlanError: One cannot.
+            PlanError: A call has none.
         """
         for call in self.calls:
             if not call.choices:

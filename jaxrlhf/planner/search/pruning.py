@@ -4,7 +4,7 @@ from collections.abc import Hashable, Sequence
 
 import numpy as np
 
-from jaxrlhf.planner.search.problem import CallChoices, Choice, PairSeconds, Problem
+from jaxrlhf.planner.search.problem import CallChoices, Choice, Problem
 from jaxrlhf.planner.search.step_order import layout, step_order
 
 _ROUNDING = 1 + 1e-9
@@ -13,7 +13,7 @@ _ROUNDING = 1 + 1e-9
 def undominated(choices: Sequence[Choice]) -> list[Choice]:
     """Those of some choices on devices that are alike than which no other is as fast and needs no more memory of any
     sort. Of equal ones, the first."""
-    seconds = np.array([x.seconds + x.load + x.unload for x in choices])
+    seconds = np.array([x.busy for x in choices])
     sizes = np.array([(x.resting, x.base, x.working, x.copy, x.copy - x.shared_with_training) for x in choices])
     return [choices[k] for k in _undominated(list(range(len(choices))), seconds, sizes, [])]
 
@@ -40,7 +40,7 @@ def worth_keeping(problem: Problem) -> tuple[tuple[int, ...], ...]:
         for k, choice in enumerate(call.choices):
             if own[j][k].sum() <= room[k]:
                 alike.setdefault(layout(choice) if shared else (choice.first, choice.end), []).append(k)
-        seconds = np.array([x.seconds + x.load + x.unload for x in call.choices])
+        seconds = np.array([x.busy for x in call.choices])
         tables = _tables_of(problem, j)
         kept.append(tuple(sorted(k for group in alike.values() for k in _undominated(group, seconds, sizes, tables))))
     return tuple(kept)
@@ -54,7 +54,7 @@ def within_reach(problem: Problem, seconds: float) -> tuple[tuple[int, ...], ...
     other, nor than all device-seconds divided by the number of devices; where nothing runs beside anything else, than
     all calls together.
     """
-    busy = [np.array([x.load + x.seconds + x.unload for x in call.choices]) for call in problem.calls]
+    busy = [np.array([x.busy for x in call.choices]) for call in problem.calls]
     waited = [np.array([x.load + x.seconds for x in call.choices]) for call in problem.calls]
     devices = [np.array([len(x.devices) for x in call.choices]) for call in problem.calls]
     least = np.array([each.min() for each in waited])
@@ -62,11 +62,8 @@ def within_reach(problem: Problem, seconds: float) -> tuple[tuple[int, ...], ...
     others = _circles(problem, least)
     kept = []
     for j in range(len(problem.calls)):
-        bounds = [
-            waited[j] + others[j],
-            busy[j],
-            (busy[j] * devices[j] + area.sum() - area[j]) / problem.num_devices,
-        ]
+        shared = (busy[j] * devices[j] + area.sum() - area[j]) / problem.num_devices
+        bounds = [waited[j] + others[j], busy[j], shared]
         if problem.one_at_a_time:
             bounds.append(busy[j] + least.sum() - least[j])
         some = np.flatnonzero(np.max(bounds, axis=0) <= seconds * _ROUNDING)
@@ -77,21 +74,11 @@ def within_reach(problem: Problem, seconds: float) -> tuple[tuple[int, ...], ...
 def own_bytes(problem: Problem) -> list[np.ndarray]:
     """Call -> [choice, 4]: bytes on its devices that rest there because of it, that it works with, of its copy where
     it shares what it can with training, and of what its adapters adapt."""
-    order = step_order(problem)
-    return [
-        np.array(
-            [
-                (
-                    x.resting * (order.homes[j] in (None, j)),
-                    x.working,
-                    (x.copy - x.shared_with_training) * bool(order.alive[j]),
-                    x.base,
-                )
-                for x in call.choices
-            ]
-        )
-        for j, call in enumerate(problem.calls)
-    ]
+    order, found = step_order(problem), []
+    for j, call in enumerate(problem.calls):
+        sizes = np.array([(x.resting, x.working, x.copy - x.shared_with_training, x.base) for x in call.choices])
+        found.append(sizes.reshape(-1, 4) * (order.homes[j] in (None, j), True, bool(order.alive[j]), True))
+    return found
 
 
 def _read(call: CallChoices) -> set[str]:
@@ -100,18 +87,10 @@ def _read(call: CallChoices) -> set[str]:
 
 
 def _tables_of(problem: Problem, j: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """What it takes to bring weights and outputs to and from a call: (seconds [row, column], choice -> row)."""
-
-    def from_call(table: PairSeconds) -> tuple[np.ndarray, np.ndarray]:
-        return table.values, table.row
-
-    def to_call(table: PairSeconds) -> tuple[np.ndarray, np.ndarray]:
-        return table.values.T, table.column
-
+    """Seconds of bringing weights and outputs from and to a call: (seconds [row, column], choice -> row)."""
     tables = [*problem.reallocations.items(), *problem.transfers.items()]
-    return [from_call(table) for (i, _), table in tables if i == j] + [
-        to_call(table) for (_, i), table in tables if i == j
-    ]
+    from_call = [(table.values, table.row) for (i, _), table in tables if i == j]
+    return from_call + [(table.values.T, table.column) for (_, i), table in tables if i == j]
 
 
 def _undominated(

@@ -1,7 +1,7 @@
 """Seconds of bringing weights from where they are trained to where they are read, for many pairs of layouts at once.
 
-What every device lacks is exact: its part of the weights in the target layout, less what it has of it in the source
-layout. Of this, whatever some device of its node has comes from within the node, the rest from other nodes.
+What every device lacks is exact: its part of the weights in the target layout, less what it has of that in the source
+layout. Whatever some device of its node has of this comes from within the node, the rest from other nodes.
 `reshard.traffic` counts the same from the moves themselves, for one pair.
 
 What the devices of a node receive depends on the contents of that node in both layouts. The same contents recur within
@@ -72,10 +72,11 @@ def received(parts: np.ndarray, wanted: np.ndarray) -> tuple[np.ndarray, np.ndar
     """
     different, number = _different(np.moveaxis(parts, 2, 0))
     low, high = np.moveaxis(different, 0, 2)[..., None, None]
-    shared_GVM = _product(np.maximum(np.minimum(wanted[1][:, None], high) - np.maximum(wanted[0][:, None], low), 0.0))
+    common = np.minimum(wanted[1][:, None], high) - np.maximum(wanted[0][:, None], low)
+    shared_GVM = np.maximum(common, 0.0).prod(axis=0)
     own_VM = shared_GVM[number, :, np.arange(len(number))].T
     in_node_VM = shared_GVM.sum(axis=0)  # parts that differ have nothing in common
-    far_VM = _product(wanted[1] - wanted[0]) - in_node_VM
+    far_VM = (wanted[1] - wanted[0]).prod(axis=0) - in_node_VM
     near_VM = in_node_VM - own_VM
     return np.where(near_VM > TINY, near_VM, 0.0), np.where(far_VM > TINY, far_VM, 0.0)
 
@@ -88,8 +89,9 @@ def reallocation_seconds(
     Every link is as slow as that of the slowest device of the cluster; a device sends and receives at the same time.
     """
     per_node = cluster.devices_per_node
-    kind = cluster.slowest(0, cluster.num_devices)
-    costs, network = kind.coefficients, cluster.network(0, cluster.num_devices)
+    everywhere = range(cluster.num_devices)
+    kind, network = cluster.slowest(everywhere), cluster.network(everywhere)
+    costs = kind.coefficients
     near_rate = kind.link.bandwidth * costs.link_efficiency
     device_rate = network.shared_by(1) * costs.network_efficiency
     node_rate = network.bandwidth * costs.network_efficiency
@@ -163,8 +165,3 @@ def _different(arrays: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     numbers: dict[bytes, int] = {}
     number = np.array([numbers.setdefault(array.tobytes(), len(numbers)) for array in arrays])
     return arrays[np.unique(number, return_index=True)[1]], number
-
-
-def _product(intervals: np.ndarray) -> np.ndarray:
-    """The product of the three entries along the first axis."""
-    return intervals[0] * intervals[1] * intervals[2]

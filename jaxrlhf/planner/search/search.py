@@ -11,13 +11,13 @@ import numpy as np
 
 from jaxrlhf.numba_loops import numba_is_there
 from jaxrlhf.planner.plans.plan import PlanError
-from jaxrlhf.planner.search.chains import WAYS, Chains
+from jaxrlhf.planner.search.chains import Chains
 from jaxrlhf.planner.search.problem import CallChoices, Choice, PairSeconds, Problem
 from jaxrlhf.planner.search.search_result import SearchResult
 from jaxrlhf.sharding.strategy import Strategy
 
 STEPS, STEPS_IN_PYTHON = 40_000, 150
-"""Plans that chains look at for each pair of calls, where nobody says how many: a step may change two calls."""
+"""Plans that chains look at by default for each pair of calls: a step may change two calls."""
 _STEPS_ON_GIVEN_DEVICES = 10_000
 
 
@@ -27,31 +27,27 @@ def search(
     seed: int = 0,
     steps: int | None = None,
     seconds: float | None = None,
-    chains: int = len(WAYS),
     compiled: bool = True,
 ) -> SearchResult:
-    """The fastest plan that chains find, or a neighbor of theirs.
-
-    Only choices take part that are worth keeping (`pruning`).
+    """The fastest plan that chains find, or a neighbor of theirs, among choices that are worth keeping (`pruning`).
 
     Args:
-        seed: Of the chains. The same seed, steps and chains give the same plan, unless time is up before.
-        steps: Plans that chains look at, all together. None means `default_steps`. Up to half as many
-            more are their neighbors.
-        seconds: To stop after. None: no limit.
-        compiled: Whether numba is used, if it is installed. It changes nothing but the time and what None stands for.
+        seed: The same seed and steps give the same plan, unless time is up before.
+        steps: Plans that chains look at, all together. None means `default_steps`. Up to half as many more are their
+            neighbors.
+        seconds: The search stops after this time. None means no limit.
+        compiled: Use numba, if it is installed. The results for given steps are the same.
 
     Raises:
         PlanError: A call has no choices.
         NoRoomError: No plan was found that fits the memory of the devices.
     """
-    for name, number in (("steps", steps), ("chains", chains)):
-        if number is not None and number < 1:
-            raise ValueError(f"search: {name} must be at least 1. Got {number}.")
+    if steps is not None and steps < 1:
+        raise ValueError(f"search: steps must be at least 1. Got {steps}.")
     compiled = compiled and numba_is_there()
     steps = default_steps(problem, compiled=compiled) if steps is None else steps
     found = Chains(problem, compiled=compiled, seconds=seconds)
-    found.walk(seed=seed, steps=steps, chains=chains)
+    found.walk(seed=seed, steps=steps)
     found.descend(most=steps // 2)
     return found.result()
 
@@ -64,7 +60,7 @@ def default_steps(problem: Problem, *, compiled: bool = True) -> int:
 
 @functools.cache
 def warm_up() -> None:
-    """Compiles the loops of searches, or reads them from disk, so that the time of the next one is all for plans."""
+    """Compiles the loops of searches, or reads them from disk, so that this takes no time from the next search."""
     choice = Choice(0, 1, Strategy(), 1.0, resting=1, working=1, copy=1)
     calls = (
         CallChoices("actor.generate", "generate", "actor", "actor", False, (), (choice,)),
@@ -75,10 +71,10 @@ def warm_up() -> None:
 
 
 def most_devices(problem: Problem, method: str) -> range:
-    """The most devices on which every call has a choice, but those that have a single one.
+    """The most devices on which every call with several choices has one.
 
     Args:
-        method: Whose plan it is for, for the error.
+        method: The method that asks, for the error.
 
     Raises:
         PlanError: There are none.
@@ -99,11 +95,11 @@ def options_on(problem: Problem, devices: Mapping[str, range]) -> list[list[int]
 
 
 def fastest_that_fits(problem: Problem, options: Sequence[Sequence[int]], method: str) -> tuple[int, ...]:
-    """The plan with the shortest iteration among some that fit, as a short search finds it.
+    """The plan with the shortest iteration that a short search finds among some choices.
 
     Args:
         options: Call -> the choices that it may have.
-        method: Whose plan it is, for the error.
+        method: The method that asks, for the error.
 
     Raises:
         PlanError: A call has no choice, or none fit.

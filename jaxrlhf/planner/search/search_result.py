@@ -1,4 +1,4 @@
-"""What a search for a plan gives back."""
+"""The result of a search for a plan."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -15,15 +15,14 @@ class Progress:
     evaluated: int
     """Plans looked at until then."""
     seconds: float
-    """Of an iteration under the best one that fits; infinite if none was found yet."""
+    """Of an iteration under the best plan that fits; infinite if none was found yet."""
     elapsed: float
     """Seconds of searching."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RunnerUp:
-    """A plan that lost, and that is not the same but for which devices are which: calls share devices in another way,
-    or have others in number."""
+    """A plan that lost, in which calls share devices in another way, or have other numbers of devices."""
 
     plan: tuple[int, ...]
     seconds: float
@@ -31,7 +30,7 @@ class RunnerUp:
     """Bytes by which the fullest device is above its capacity; 0 if all fits."""
 
     def why(self, best: float) -> str:
-        """Why it lost against a plan of so many seconds.
+        """The reason why it lost against a plan of `best` seconds.
 
         >>> RunnerUp((0,), 5.5, 0).why(5.0)
         '10.0 % slower, by 0.5 s'
@@ -46,7 +45,7 @@ class RunnerUp:
 
 @dataclasses.dataclass(frozen=True)
 class SearchResult:
-    """The best plan found, and what lost against it."""
+    """The best plan found, and plans that lost."""
 
     plan: tuple[int, ...]
     """Call -> its choice."""
@@ -58,7 +57,7 @@ class SearchResult:
     history: tuple[Progress, ...] = ()
     """Each time that a better plan was found, and the end."""
     runners_up: tuple[RunnerUp, ...] = ()
-    """The best that fit, fastest first, and then those that would be faster but do not fit, nearest first."""
+    """The best that fit, fastest first, then those that would be faster but do not fit, least lacking first."""
 
     @property
     def seconds(self) -> float:
@@ -67,5 +66,5 @@ class SearchResult:
 
 
 def result_of(problem: Problem, plan: Sequence[int], *, evaluated: int = 1) -> SearchResult:
-    """A plan that is known, with what it gives."""
+    """The result for a given plan."""
     return SearchResult(tuple(plan), steady_state(problem, plan), peak_memory(problem, plan), evaluated)

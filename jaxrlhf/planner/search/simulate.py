@@ -1,7 +1,7 @@
 """How long an iteration takes under a plan, and when everything in it runs.
 
-`unroll` writes several iterations of a plan as tasks with names; when they run, the loop of `evaluate_loops` says, by
-ReaL's Algorithm 1; `steady_state` is what they settle to.
+`unroll` writes several iterations of a plan as named tasks, `simulate` times them by ReaL's Algorithm 1
+(`evaluate_loops`), and `steady_state` is what they settle to.
 """
 
 import dataclasses
@@ -15,17 +15,17 @@ from jaxrlhf.planner.search.step_order import Wait, layout, step_order
 
 TaskKind = Literal["call", "weights", "data", "load", "unload"]
 """`call` computes; `weights` brings new weights from where they were trained to where they are read, `data` outputs to
-the call that needs them; `load` and `unload` bring weights from host memory and back. `data` takes time but no device:
-copies run beside programs. It begins when its source has ended."""
+the call that needs them; `load` and `unload` bring weights from host memory and back. `data` takes time but no device,
+since copies overlap with programs. It begins when its source has ended."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """Something that occupies all of its devices for a while, or takes time without any."""
+    """Something that takes time, on some devices or on none."""
 
     name: str
     devices: tuple[range, ...]
-    """Positions of its devices; ranges may overlap. Empty: it waits for no device, and keeps none from others."""
+    """Positions of its devices; ranges may overlap. Empty if it occupies none."""
     seconds: float
     needs: tuple[int, ...] = ()
     """Positions of the tasks that must have ended before it."""
@@ -34,7 +34,7 @@ class Task:
     call: str = ""
     """The call that runs, or that it is for."""
     slot: int = -1
-    """Its place among the tasks of an iteration, as of `evaluate_loops.Work`."""
+    """Its place among the tasks of an iteration, as in `evaluate_loops.Work`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,19 +48,18 @@ class Span:
 
 @dataclasses.dataclass(frozen=True)
 class Simulation:
-    """What consecutive iterations settle to under a plan."""
+    """The steady state of consecutive iterations under a plan."""
 
     seconds: float
     """Of one iteration: the average where several differ."""
     period: int
-    """Iterations after which everything happens again. 0: they had not settled when the simulation ended."""
+    """Iterations after which everything repeats. 0 if they had not settled when the simulation ended."""
     spans: tuple[Span, ...]
-    """All tasks of as many consecutive iterations, from when the first of them starts. They overlap with tasks of the
-    iterations before and after, which are the same so many seconds later."""
+    """All tasks of one period, from the start of the first. They overlap with tasks of other iterations."""
     busy: tuple[float, ...]
-    """Device -> the part of the time in which it does something."""
+    """Device -> the part of the time in which it is busy."""
     critical: tuple[str, ...]
-    """Names of the tasks of a circle that never pauses: what has to be faster for the iteration to be faster."""
+    """Names of the tasks of a cycle that never pauses: these must get faster for the iteration to get faster."""
 
 
 def unroll(problem: Problem, plan: Sequence[int], iterations: int) -> tuple[Task, ...]:
@@ -88,9 +87,8 @@ def unroll(problem: Problem, plan: Sequence[int], iterations: int) -> tuple[Task
         if i != j:
             name += f" from {calls[i].name}"
         at[kind, iteration, i, j] = len(tasks)
-        after_waits = len(calls) + 1
-        places = {"weights": 0, "data": 1 + i, "load": after_waits, "call": after_waits + 1, "unload": after_waits + 2}
-        slot = j * (len(calls) + 4) + places[kind]
+        last = len(calls) + 3
+        slot = j * (last + 1) + {"weights": 0, "data": 1 + i, "load": last - 2, "call": last - 1, "unload": last}[kind]
         tasks.append(Task(name, devices, seconds, tuple(dict.fromkeys(needs)), kind, iteration, calls[j].name, slot))
         return [len(tasks) - 1]
 
@@ -130,7 +128,7 @@ def unroll(problem: Problem, plan: Sequence[int], iterations: int) -> tuple[Task
 
 @dataclasses.dataclass(frozen=True)
 class Timetable:
-    """The tasks of several iterations, from the first on, and when they run."""
+    """The tasks of several iterations and when they run."""
 
     tasks: tuple[Task, ...]
     times: tuple[tuple[int, int], ...]
@@ -138,9 +136,9 @@ class Timetable:
     length: int
     """Nanoseconds of an iteration, once they have settled."""
     settled: int
-    """The first iteration that, with the one before, repeats earlier ones; the last one where none does."""
+    """The first iteration that, with the one before, repeats earlier ones; the last one if none does."""
     period: int
-    """How many iterations earlier; 0: none does."""
+    """The number of iterations until all repeats; 0 if nothing does."""
 
 
 def simulate(problem: Problem, plan: Sequence[int]) -> Timetable:
@@ -166,17 +164,14 @@ def simulate(problem: Problem, plan: Sequence[int]) -> Timetable:
 
 
 def steady_state(problem: Problem, plan: Sequence[int]) -> Simulation:
-    """What consecutive iterations settle to under a plan. Where they do not, the average of the later half."""
+    """The steady state of consecutive iterations under a plan; the average of the later half if they do not settle."""
     timetable = simulate(problem, plan)
     tasks, times, last, period = timetable.tasks, timetable.times, timetable.settled, timetable.period
     shown = range(last - max(1, period) + 1, last + 1)
     seconds = timetable.length / NANOSECONDS
-    indices = [index for index, task in enumerate(tasks) if task.iteration in shown]
-    origin = min(times[index][0] for index in indices)
-    spans = [
-        Span(tasks[index], (times[index][0] - origin) / NANOSECONDS, (times[index][1] - origin) / NANOSECONDS)
-        for index in indices
-    ]
+    timed = [(task, *time) for task, time in zip(tasks, times, strict=True) if task.iteration in shown]
+    origin = min(start for _, start, _ in timed)
+    spans = [Span(task, (start - origin) / NANOSECONDS, (end - origin) / NANOSECONDS) for task, start, end in timed]
     busy = [0.0] * problem.num_devices
     for span in spans:
         for device in {device for part in span.task.devices for device in part}:
@@ -192,9 +187,9 @@ def steady_state(problem: Problem, plan: Sequence[int]) -> Simulation:
 
 
 def _critical(tasks: Sequence[Task], times: Sequence[tuple[int, int]], period: int) -> tuple[str, ...]:
-    """The tasks of a circle in which each starts when the one before ends, because it waits for it or for its devices.
+    """The tasks of a cycle in which each starts when the one before ends, because it waits for it or for its devices.
 
-    Found by going back from the end of a late iteration until a task comes that was met already, a period later.
+    Found by going back from the end of a late iteration until a task is met for the second time, a period earlier.
     """
     late = [i for i, task in enumerate(tasks) if (task.kind, task.iteration) == ("call", evaluate_loops.LAST_SETTLED)]
     here = max(late, key=lambda i: times[i][1])

@@ -1,7 +1,7 @@
-"""What waits for what in consecutive iterations of a step: for outputs, for weights, and for the trainer.
+"""Dependencies of calls in consecutive iterations of a step: on outputs, on weights, and on the trainer.
 
-No call waits for more than is written here. So calls of two iterations overlap where they can: the training of a
-critic with the next generation, say.
+There are no others, so calls of two iterations overlap where they can: the training of a critic with the next
+generation, for example.
 """
 
 import dataclasses
@@ -20,27 +20,27 @@ class Wait:
     lag: int
     """Iterations from the one to the other."""
     weights: bool = False
-    """Whether new weights have to be brought from the one to the other."""
+    """True if new weights are brought from the one to the other."""
     data: bool = False
-    """Whether outputs have to be brought there."""
+    """True if outputs are brought."""
 
 
 @dataclasses.dataclass(frozen=True)
 class StepOrder:
-    """What waits for what. Calls are known by their position in the problem."""
+    """Dependencies of calls, which are known by their positions in the problem."""
 
     waits: tuple[Wait, ...]
     """In the order of the calls that wait, and then of those that they wait for."""
     homes: tuple[int | None, ...]
-    """Call -> the train call that its set of weights rests with; None where the set never changes."""
+    """Call -> the train call that its set of weights rests with; None if the set never changes."""
     made_by: tuple[tuple[int, int] | None, ...]
-    """Call -> the train call that makes the weights that it reads, and how many iterations before; None where those
-    never change."""
+    """Call -> the train call that makes the weights that it reads, and how many iterations before; None if those never
+    change."""
     alive: tuple[tuple[int, ...], ...]
-    """Call -> the calls of a step during which its copy of trained weights is there: from itself to where they are
-    trained again. Empty where it has none."""
+    """Call -> the calls of a step during which its copy of trained weights exists: from itself until they are trained
+    again. Empty if it has none."""
     beside: tuple[tuple[int, ...], ...]
-    """Call -> the calls, of its iteration or of those around it, that could run while it does."""
+    """Call -> the calls of its iteration or of neighboring ones that could run at the same time."""
 
     def lag(self, reader: int) -> int:
         """Iterations from the train call to a call that reads what it makes."""
@@ -61,14 +61,14 @@ class StepOrder:
 
 
 def layout(choice: Choice) -> tuple[Hashable, ...]:
-    """What says where every weight lies: calls with equal ones need one copy between them."""
+    """The key of a choice's weight layout: calls with equal keys share one copy."""
     strategy = choice.strategy
     degrees = (strategy.pipeline, strategy.data, strategy.fsdp, strategy.tensor, strategy.chunks)
     return (choice.first, choice.end, *degrees, choice.layers)
 
 
 def step_order(problem: Problem) -> StepOrder:
-    """What waits for what in a problem."""
+    """The dependencies of a problem."""
     calls = problem.calls
     positions = {call.name: i for i, call in enumerate(calls)}
     trains = {

@@ -167,14 +167,14 @@ def test_forecasts_say_what_they_rest_on(tmp_path, monkeypatch):
     write_calibration(tmp_path / "here.json", calibration)
     monkeypatch.setattr(costs, "this_machine", lambda: CPU)
     work, cluster = Workload(tuple(dataclasses.replace(c, needs=()) for c in (INFER, TRAIN))), read_cluster("cpu:8")
-    note, load = costs.costs_from("measured", work, cluster, calibration=tmp_path / "here.json").notes
+    note, load = costs.costs_from("measured", work, cluster, calibration=tmp_path / "here.json")[1]
     assert load.startswith("How busy the machine was while it was measured is not known")
     write_calibration(tmp_path / "here.json", dataclasses.replace(calibration, load=Load(0.25, 3.0, 2)))
-    (_, load) = costs.costs_from("measured", work, cluster, calibration=tmp_path / "here.json").notes
+    (_, load) = costs.costs_from("measured", work, cluster, calibration=tmp_path / "here.json")[1]
     assert load.startswith("While it was measured, other processes had 25 % of 2 cores, too much to tell")
     assert f": {INFER.name}; of {TRAIN.name} only what the devices do in a second." in note
-    assert "Measure it first" in costs.costs_from("analytic", work, cluster).notes[0]
-    assert "Measure" not in costs.costs_from("analytic", work, read_cluster("1x8:h100")).notes[0]
+    assert "Measure it first" in costs.costs_from("analytic", work, cluster)[1][0]
+    assert "Measure" not in costs.costs_from("analytic", work, read_cluster("1x8:h100"))[1][0]
 
 
 def test_a_sum_over_row_shards_that_was_not_measured_is_counted():

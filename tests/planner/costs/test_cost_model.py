@@ -1,6 +1,7 @@
 """Seconds of calls."""
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
@@ -139,5 +140,6 @@ def test_a_slower_kind_slows_a_mixed_cluster():
 
 def test_handing_over_costs_nothing_where_it_is():
     model = CostModel(CLUSTER)
-    assert model.hand_over(1e9, range(8), range(8)) == 0
-    assert 0 < model.hand_over(1e9, range(4), range(4, 8)) < model.hand_over(1e9, range(8), range(8, 16))
+    assert model.way_between(range(8), range(8)) == (0.0, math.inf)
+    (near, fast), (far, slow) = model.way_between(range(4), range(4, 8)), model.way_between(range(8), range(8, 16))
+    assert 0 < near < far and fast > slow

@@ -7,7 +7,6 @@ import json
 import jax
 import pytest
 
-from jaxrlhf.calibration.measure_calls import described_workload
 from jaxrlhf.calibration.measure_host import run_steps
 from jaxrlhf.cluster.cluster_text import read_cluster
 from jaxrlhf.config.schema import load_run
@@ -16,6 +15,7 @@ from jaxrlhf.observe.timeline import Timeline
 from jaxrlhf.planner.search.choices import memory_problem
 from jaxrlhf.planner.search.peak_memory import DeviceMemory, memory_during_all
 from jaxrlhf.run.assembly import assemble
+from jaxrlhf.run.step_work import step_workload
 from tests.small_run import ROWS
 
 MODEL = "roles.actor.model={vocab_size: 264, hidden_size: 128, intermediate_size: 256, num_layers: 2, num_heads: 8"
@@ -71,10 +71,11 @@ def test_what_rests_and_is_copied_is_what_a_run_has(config, more, plan, tmp_path
     before, timeline = live_bytes(), LiveBytes()
     assembly = assemble(run, 8, 8)
     run_steps(assembly, assembly.train.plan, 1, timeline=timeline, one_at_a_time=True)
-    workload, placements = described_workload(assembly.train), assembly.train.plan.placements
+    workload, placements = step_workload(assembly.train.graph, assembly.train.roles), assembly.train.plan.placements
     last = max(step for step, _ in timeline.noted)
     problem = memory_problem(workload, read_cluster("1x8:h100"), placements)
-    forecast = memory_during_all(problem, [0] * len(problem.calls))
+    states = zip(*memory_during_all(problem, [0] * len(problem.calls)), strict=True)
+    forecast = {call.name: each for call, each in zip(problem.calls, states, strict=True)}
     for call in workload.calls:
         live = [now - then for now, then in zip(timeline.noted[last, call.name], before, strict=True)]
         ours = [held(state) for state in forecast[call.name]]

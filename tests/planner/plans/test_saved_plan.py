@@ -19,7 +19,7 @@ SAVED = SavedPlan(
     plan=Plan({name: Placement((0, 1), Strategy(data=2)) for name in NAMES}, offload=("reference",)),
     devices=devices_of(read_cluster("2x4:a100-80g")),
     work=described_work(WORK),
-    strategy="search",
+    method="search",
     step_seconds=1.5,
     calls={name: CallForecast(0.25, 10**9) for name in NAMES},
     asked={"auto": True},

@@ -91,7 +91,7 @@ def test_where_rows_do_not_divide_over_all_nodes_plans_are_on_as_many_as_they_do
     step = ppo(rows=32, mini_batches=2)
     fixed = {"reference.logprobs": given}
     for name, (nodes, devices) in itertools.product(("heuristic", "colocate"), {3: 6, 5: 8}.items()):
-        plan = plan_workload(step.workload, read_cluster(f"{nodes}x2:a100-80g"), strategy=name, fixed=fixed)
+        plan = plan_workload(step.workload, read_cluster(f"{nodes}x2:a100-80g"), method=name, fixed=fixed)
         for call, choice in plan.choices.items():
             assert choice.devices == (range(2) if call == "reference.logprobs" else range(devices)), call
 
@@ -100,14 +100,14 @@ def test_where_rows_do_not_divide_over_all_nodes_plans_are_on_as_many_as_they_do
 def test_the_usual_plan_is_as_lean_as_it_has_to_be(cluster):
     """7 billion parameters for four models, on one node: with many micro-batches and remat."""
     work = ppo(ModelConfig(**PRESETS["7b"]), rows=512, prompt=1024, response=1024, mini_batches=8).workload
-    plan = plan_workload(work, read_cluster(cluster), strategy="heuristic")
+    plan = plan_workload(work, read_cluster(cluster), method="heuristic")
     assert {(c.strategy.tensor, c.strategy.num_devices) for c in plan.choices.values()} == {(8, 8)}
     assert plan.choices["actor.train"].strategy.micro_batches > 1
 
 
 def test_sets_by_themselves_may_take_longer_than_a_plan_that_is_known():
     """On a processor, where calls on fewer devices are no slower together, all of them on all devices are faster."""
-    plan = plan_workload(ppo(rows=64).workload, read_cluster("cpu:8"), strategy="standalone")
+    plan = plan_workload(ppo(rows=64).workload, read_cluster("cpu:8"), method="standalone")
     devices = {call.weights: plan.choices[call.name].devices for call in plan.workload.calls}
     assert all(not set(a) & set(b) for a, b in itertools.combinations(devices.values(), 2))
 
@@ -136,7 +136,7 @@ def test_the_usual_plan_is_as_fast_as_its_degrees_allow():
 def test_rows_that_do_not_divide_are_generated_on_all_devices():
     """512 prompts on 12 nodes of 8: once on 64 devices, as training that must divide left no other."""
     work = ppo(ModelConfig(**PRESETS["7b"]), rows=512, prompt=1024, response=1024, mini_batches=8).workload
-    plan = plan_workload(work, read_cluster("12x8:h100"), strategy="colocate")
+    plan = plan_workload(work, read_cluster("12x8:h100"), method="colocate")
     generate, call = plan.choices["actor.generate"], work.call("actor.generate")
     assert generate.devices == range(96)
     copies = call.copied_rows(generate.strategy)

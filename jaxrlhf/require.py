@@ -1,6 +1,8 @@
-"""How the settings of an algorithm refuse a value: one message form for all of them."""
+"""How a config refuses a value: one message form for all of them."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 
 def require(holds: bool, where: str, rule: str, got: object, remedy: str = "") -> None:
@@ -21,7 +23,21 @@ def require_fraction(value: float, where: str) -> None:
     require(0 <= value <= 1, where, "must lie in [0, 1]", value)
 
 
+def require_positive_fraction(value: float, where: str) -> None:
+    require(0 < value <= 1, where, "must lie in (0, 1]", value)
+
+
+def require_at_least_one(value: float, where: str) -> None:
+    require(value >= 1, where, "must be at least 1", value)
+
+
+def require_fields(config: Any, check: Callable[[float, str], None], *names: str) -> None:
+    """Checks some fields of a config, each under its own name."""
+    for name in names:
+        check(getattr(config, name), name)
+
+
 def require_passes(mini_batches: int, epochs: int, where: str) -> None:
-    """What an update asks of the number of its mini-batches and epochs."""
-    require(mini_batches >= 1, f"{where}.mini_batches", "must be at least 1", mini_batches)
-    require(epochs >= 1, f"{where}.epochs", "must be at least 1", epochs)
+    """Checks the numbers of mini-batches and epochs of an update."""
+    require_at_least_one(mini_batches, f"{where}.mini_batches")
+    require_at_least_one(epochs, f"{where}.epochs")
