@@ -26,22 +26,22 @@ def train(
     quiet: bool = False,
     **more: Any,
 ) -> "TrainedRun":
-    """Train as a config says, in this process: what `python -m jaxrlhf.train` does.
+    """Executes a run in this process, like `python -m jaxrlhf.train`.
 
     Args:
-        config: The name of a shipped config, a YAML file, or the same as a dict. Functions may stand where a config
-            names one: `{"roles": {"reward": {"function": my_reward}}, "algorithm": my_step, ...}`.
+        config: The name of a shipped config, a YAML file, or a dict. Functions can replace their names:
+            `{"roles": {"reward": {"function": my_reward}}, "algorithm": my_step, ...}`.
         data: Rows in place of those of the config: a file, or a list of dicts, which is written to a file under
-            `output.folder`. Or keys of `data`, laid over the config's, of which `path` and `eval_path` may be such
+            `output.folder`. Or keys of `data`, merged over the config's, of which `path` and `eval_path` may be such
             lists: `{"path": rows, "eval_rows": 16, "chat": "user"}`.
         reward: The role `reward`, as a function `f(prompts, completions, **columns) -> list[float]`.
         quiet: Print nothing.
-        more: Keys of the config, laid over it: `steps=20, roles={"actor": {"lora": {"rank": 16}}}`.
+        more: Keys of the config, merged over it: `steps=20, roles={"actor": {"lora": {"rank": 16}}}`.
 
     Raises:
-        ValueError: Config, data and plan do not fit together. Nothing was compiled then.
-        RuntimeError: The run could not go on: a reward function failed, or a loss was not finite.
+        ValueError: Config, data and plan do not fit together. Nothing was compiled.
+        RuntimeError: The run could not continue: a reward function failed, or a loss was not finite.
     """
-    from jaxrlhf.api import train  # only now: JAX is configured before it is imported
+    from jaxrlhf.api import train  # imported late, since JAX is configured before its import
 
     return train(config, data=data, reward=reward, quiet=quiet, more=more)

@@ -1,10 +1,11 @@
-"""Runs from Python, as in a notebook: `jaxrlhf.train` and the run that it gives back."""
+"""Runs from Python, as in a notebook: `jaxrlhf.train` and the run that it returns."""
 
 import dataclasses
 import functools
 import hashlib
 import json
 import os
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ from jaxrlhf.train import InputError, execute, prepare
 
 Rows = Sequence[Mapping[str, Any]]
 COLUMNS = 16
-"""Prompts of `generate` are padded to a multiple of so many columns, so that calls share programs."""
+"""Prompts of `generate` are padded to a multiple of this number of columns, so that calls share programs."""
 
 
 def train(
@@ -46,7 +47,7 @@ def train(
     quiet: bool = False,
     more: Mapping[str, Any],
 ) -> "TrainedRun":
-    """Trains as a config says; see `jaxrlhf.train`."""
+    """Executes the run of a config; see `jaxrlhf.train`."""
     notes: list[str] = []
     tree, where = _tree(config, more, notes)
     if data is not None:
@@ -66,7 +67,7 @@ def train(
 
 @dataclasses.dataclass(frozen=True)
 class TrainedRun:
-    """A run that came to its end, with its last weights on the devices."""
+    """A finished run, with its last weights on the devices."""
 
     assembly: Assembly
     outcome: Outcome
@@ -77,17 +78,17 @@ class TrainedRun:
 
     @property
     def folder(self) -> Path:
-        """Folder of the run: metrics, samples, checkpoints, timeline, exports."""
+        """The folder of the run: metrics, samples, checkpoints, timeline, exports."""
         return self.outcome.folder.path
 
     @property
     def config(self) -> RunConfig:
-        """The run, with all defaults."""
+        """The config of the run, with all defaults."""
         return self.assembly.config
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """A row for each step and evaluation, in order: `pandas.DataFrame(run.metrics)` is a table of them."""
+        """A row for each step and evaluation, in order: `pandas.DataFrame(run.metrics)` is their table."""
         return read_metrics(self.outcome.folder.metrics)
 
     @property
@@ -98,21 +99,20 @@ class TrainedRun:
     def generate(
         self, prompts: Sequence[str | Mapping[str, Any]], *, role: str = "actor", seed: int = 0, **sampling: Any
     ) -> list[str]:
-        """Responses of a role to prompts, greedy ones unless `sampling` says otherwise.
+        """Responses of a role to prompts, greedy by default.
 
         Args:
-            prompts: Texts, in the place of `data.prompt_column`; or whole rows, for a `data.template` over other
-                columns and for lists of messages.
+            prompts: Texts for `data.prompt_column`; or whole rows, for a `data.template` over other columns and for
+                lists of messages.
             role: A role with a language model.
-            seed: Of the noise, where there is any.
-            sampling: Fields of `Sampling`: temperature, max_new_tokens, num_samples ... Others are as in training.
+            seed: The seed of the noise.
+            sampling: Fields of `Sampling`: temperature, max_new_tokens, num_samples ... Others are those of training.
 
         Returns:
-            The texts, `num_samples` neighbours for each prompt.
+            The texts, `num_samples` consecutive ones for each prompt.
 
         Raises:
-            ValueError: A prompt is not as the rows of the run must be, or is too long; or the role has no language
-                model.
+            ValueError: A prompt is too long or not a valid row of the run, or the role has no language model.
         """
         models = {name: x for name, x in self.assembly.train.roles.items() if isinstance(x, ModelRole)}
         speakers = [name for name, x in models.items() if (x.view or x.model.head) != "scalar"]
@@ -142,11 +142,13 @@ class TrainedRun:
 
     @functools.cached_property
     def _executor(self) -> Executor:
-        """Runs calls on the weights that the run came to."""
-        return Executor(self.assembly.train.roles, seed=self.config.seed, weights=self.outcome.weights)
+        """Runs calls on the last weights of the run, until this object is collected."""
+        executor = Executor(self.assembly.train.roles, seed=self.config.seed, weights=self.outcome.weights)
+        weakref.finalize(self, executor.close)  # ends its threads, which would keep it alive
+        return executor
 
     def _sampling(self, wanted: Mapping[str, Any]) -> Sampling:
-        """As the run samples in training, greedily, with what is wanted otherwise."""
+        """The sampling of training, but greedy, with the wanted fields."""
         as_trained = next(iter(samplings_of(self.config.settings)), Sampling())
         fields = [field.name for field in dataclasses.fields(Sampling)]
         if unknown := [name for name in wanted if name not in fields]:
@@ -156,7 +158,7 @@ class TrainedRun:
         return with_stop_ids(sampling, self.assembly.table.tokenizer.end_id)
 
     def _batch(self, prompts: Sequence[str | Mapping[str, Any]], *, rows: int) -> Prompts:
-        """Prompts as the run's own rows become prompts, the first ones again where there are to be more `rows`."""
+        """A batch of `rows` prompts, made like those of the run's own rows; the first ones are repeated."""
         config, table = self.config.data, self.assembly.table
         columns = [dict(x) if isinstance(x, Mapping) else {config.prompt_column: x} for x in prompts]
         examples = [read_example(Row(f"prompts[{i}]", each), config) for i, each in enumerate(columns)]
@@ -175,7 +177,7 @@ def _generate_step(roles: Any, state: Any, prompts: Prompts, settings: tuple[str
 def _tree(
     config: str | os.PathLike[str] | Mapping[str, Any], more: Mapping[str, Any], notes: list[str]
 ) -> tuple[Tree, str]:
-    """A config with more keys as a tree, over its base, and what errors call it."""
+    """The tree of a config with more keys, merged over its base, and its name for error messages."""
     above = {} if not isinstance(config, Mapping) else {key: x for key, x in config.items() if key != "base"}
     above = _with_names(merge(above, dict(more)))
     base = config.get("base") if isinstance(config, Mapping) else os.fspath(config)
@@ -187,7 +189,7 @@ def _tree(
 
 
 def _data(tree: Mapping[str, Any], data: Any) -> Tree:
-    """The `data` of a config with other rows. Of rows in a list, as many are held out as are evaluated."""
+    """The `data` of a config with other rows. Of rows in a list, as many are held out as the evaluation needs."""
     given = dict(data) if isinstance(data, Mapping) else {"path": data}
     if "path" not in given:
         return {**(tree.get("data") or {}), **given}
@@ -199,7 +201,7 @@ def _data(tree: Mapping[str, Any], data: Any) -> Tree:
 
 
 def _with_names(value: Any) -> Any:
-    """Plain data with the names of the functions in it in their place."""
+    """Plain data with functions and paths in it replaced by their names."""
     if isinstance(value, Mapping):
         return {key: _with_names(item) for key, item in value.items()}
     if isinstance(value, os.PathLike):
@@ -208,7 +210,7 @@ def _with_names(value: Any) -> Any:
 
 
 def _write_rows(tree: Tree) -> None:
-    """Writes rows that are lists to files, so that a run can be gone on with from its folder."""
+    """Writes rows in lists to files, so that the run can be resumed."""
     output = tree.get("output") or {}
     folder = Path(output.get("folder", OutputConfig().folder)) / "rows"
     for name, data in {"data": tree.get("data"), **(tree.get("datasets") or {})}.items():

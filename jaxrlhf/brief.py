@@ -1,4 +1,4 @@
-"""Values as error messages show them: whole if short, and never a screenful."""
+"""Values in error messages, shortened if they are long."""
 
 import reprlib
 from typing import Any
@@ -9,7 +9,7 @@ _ABBREVIATED.maxstring = _ABBREVIATED.maxother = 200  # a path stays whole
 
 
 def brief(value: Any) -> str:
-    """A value as Python writes it, long ones without their middle.
+    """The `repr` of a value, without its middle if it is long.
 
     >>> brief("actor")
     "'actor'"
@@ -20,5 +20,5 @@ def brief(value: Any) -> str:
 
 
 def cut(text: str) -> str:
-    """The start of a text, for messages of others that repeat what they got."""
+    """The start of a text, for error messages of libraries that contain their input."""
     return text if len(text) <= 300 else f"{text[:300]}..."

@@ -1,16 +1,15 @@
-"""The call graph of a step: which model function calls it makes, and what flows between them.
+"""The call graph of a step: its model function calls, and the data flow between them.
 
-Data, which `tracing` makes of a step function, a plan speaks of and an executor runs. Nothing here knows a model,
-a mesh or a device.
+`tracing` makes it from a step function, a plan places its calls, and an executor runs them. It knows no model, mesh or
+device.
 
     graph.calls[0].name                    # 'actor.generate'
     graph.dependencies(graph.calls[-1])    # ('critic.values', 'ppo_batch')
 
-Order. The calls stand in the order in which the step makes them, but what waits for work on the host comes after what
-does not.
+Order. The calls are in the order of the step, but calls that depend on work on the host come after those that do not.
 
-Weights. A train call gives its role a new version of its weights, and every later call of the role reads that version.
-In a graph of several iterations those versions, with the state, are all that ties one iteration to the next.
+Weights. A train call makes a new version of its role's weights, which every later call of the role reads. In a graph of
+several iterations, these versions and the state are the only dependencies between iterations.
 """
 
 import dataclasses
@@ -32,9 +31,9 @@ class GraphError(ValueError):
 
 
 class Ref:
-    """One array that a call will give: leaf `leaf` of the output of the call named `call`.
+    """A future array: leaf `leaf` of the output of the call named `call`.
 
-    `recorder` is whoever wrote that call down: references of two traces do not mix.
+    `recorder` is the one of its trace: references of two traces must not be mixed.
     """
 
     __slots__ = ("call", "dtype", "has_rows", "leaf", "recorder", "shape")
@@ -76,7 +75,7 @@ class Ref:
     __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = _is_not_an_array
     __bool__ = __int__ = __float__ = __index__ = __len__ = __iter__ = __getitem__ = __contains__ = _is_not_an_array
     __array__ = _is_not_an_array
-    __jax_array__ = property(_is_not_an_array)  # jnp functions look for it and never call it
+    __jax_array__ = property(_is_not_an_array)  # jnp functions look for it without calling it
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -84,31 +83,31 @@ class Call:
     """One model function call."""
 
     name: str
-    """`role.method`, or the function's name for `compute`; `#2` for a second one in a step, `1:` in iteration 1."""
-    role: str | None
-    method: str
+    """`role.method`, or the function's name for `compute`; with `#2` for the second in a step, `1:` in iteration 1."""
+    role: str | None = None
+    method: str = ""
     """The method's name, or '' for `compute`."""
     kind: Kind
-    row_wise: bool
-    function: Callable[..., Any] | None
+    row_wise: bool = False
+    function: Callable[..., Any] | None = None
     """The function of a `compute` call."""
     args: tuple[Any, ...]
     """Pytrees. `Ref` leaves are edges of the graph; every other leaf is a hashable setting."""
     outputs: Any
     """A pytree of `Ref`."""
-    weights: str | None
-    reads: int
-    """Version of the weights that it runs on, counted from the start of the graph."""
-    writes: int | None
-    """Version that it makes, for a train call."""
+    weights: str | None = None
+    reads: int = 0
+    """The version of the weights that it reads, counted from the start of the graph."""
+    writes: int | None = None
+    """The version that a train call makes."""
     iteration: int
-    sequence_shapes: tuple[tuple[int, int], ...]
-    """(rows, columns) of the sequences that its model runs on, or draws with their prompts; of a `host` call, of those
-    that its function reads. Empty for `compute`."""
+    sequence_shapes: tuple[tuple[int, int], ...] = ()
+    """(rows, columns) of the sequences that its model runs on, or draws with their prompts, or that the function of a
+    `host` call reads. Empty for `compute`."""
 
     @property
     def plan_name(self) -> str:
-        """The name without the iteration: what a plan speaks of."""
+        """The name in plans, without the iteration."""
         return self.name.split(":", 1)[-1]
 
     @property
@@ -121,28 +120,28 @@ class Call:
 
     @property
     def num_rows(self) -> int:
-        """Rows that it works on: the most that any of its inputs has; 0 without rows."""
+        """The most rows of its inputs; 0 without rows."""
         return max((ref.shape[0] for ref in self.refs if ref.has_rows), default=0)
 
     @property
     def num_tokens(self) -> int:
-        """Positions of its sequences, padding among them."""
+        """The number of positions of its sequences, including padding."""
         return sum(rows * columns for rows, columns in self.sequence_shapes)
 
     @property
     def longest_sequence(self) -> int:
-        """Columns of the longest of its sequences, prompt and response; 0 without any."""
+        """The columns of its longest sequences, prompt and response; 0 without sequences."""
         return max((columns for _, columns in self.sequence_shapes), default=0)
 
     @property
     def num_drawn(self) -> int:
-        """Sequences that a call of `generate` draws for each prompt; 1 of any other."""
+        """The number of sequences that a call of `generate` draws for each prompt; 1 for other calls."""
         rows = max((ref.shape[0] for ref in self.output_refs if ref.has_rows), default=0)
         return rows // self.num_rows if self.kind == "generate" and self.num_rows else 1
 
     @property
     def terms(self) -> tuple[Term, ...]:
-        """The losses of a call of `train` or `loss`; none of any other."""
+        """The losses of a call of `train` or `loss`; empty for other calls."""
         first = self.args[0] if self.args else ()
         return first if isinstance(first, tuple) and all(isinstance(x, Term) for x in first) else ()
 
@@ -153,7 +152,7 @@ class Call:
 
     @property
     def sequences(self) -> tuple[Any, ...]:
-        """The sequences that an inference or train call runs its model on."""
+        """The sequences on which an inference or train call runs its model."""
         if self.terms:
             batches = [term.batch.get("sequences") for term in self.terms]
             return tuple(x for batch in batches for x in named_sequences(batch).values())
@@ -162,13 +161,13 @@ class Call:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CallGraph:
-    """The calls of a step in the order in which it makes them."""
+    """The calls of a step in order."""
 
     calls: tuple[Call, ...]
     inputs: Mapping[str, Any]
     """Name -> pytree of `Ref`: 'state', 'data', and 'data1', ... for later iterations."""
     results: tuple[Any, ...]
-    """The results that the step returned beside the state, for each iteration."""
+    """The results of the step beside the state, for each iteration."""
     state: Any
     """The state after the last iteration."""
 
@@ -176,18 +175,19 @@ class CallGraph:
         assert len({call.name for call in self.calls}) == len(self.calls)
 
     def dependencies(self, call: Call) -> tuple[str, ...]:
-        """Names of the calls that must come before this one: they make its inputs, or its version of the weights."""
+        """Names of the calls that must run before this one: they make its inputs or its version of the weights, or read
+        the weights that it changes."""
         names = {ref.call for ref in call.refs} - set(self.inputs)
         names |= {
             c.name for c in self.calls if c.writes is not None and (c.weights, c.writes) == (call.weights, call.reads)
         }
-        if call.writes is not None:  # the weights may not change while earlier calls still read them
+        if call.writes is not None:  # the weights must not change while earlier calls still read them
             earlier = self.calls[: self.calls.index(call)]
             names |= {c.name for c in earlier if c.weights == call.weights and c.reads == call.reads}
         return tuple(c.name for c in self.calls if c.name in names)
 
     def to_rows(self) -> list[dict[str, Any]]:
-        """The graph as plain data, a mapping for each call: to print, or to plan without code."""
+        """The graph as plain data, with a mapping for each call."""
         return [
             {
                 "name": call.name,
@@ -212,21 +212,21 @@ class CallGraph:
 
 
 def named_sequences(sequences: Any) -> Mapping[str, Any]:
-    """The sequences of a batch by name: '' where they are not a dict."""
+    """The sequences of a batch by name, which is '' if they are not a dict."""
     return sequences if isinstance(sequences, Mapping) else {"": sequences}
 
 
 def split_args(args: Any) -> tuple[list[Any], Hashable, Callable[[list[Any]], Any]]:
-    """Part a call's arguments into arrays and settings.
+    """Splits the arguments of a call into arrays and settings.
 
     Returns:
-        The array leaves (references, shapes or arrays), a hashable key of all the rest, and a function that puts other
-        array leaves back into the same places.
+        The array leaves (references, shapes or arrays), a hashable key of everything else, and a function that puts
+        other array leaves into the same places.
     """
     leaves, structure = jax.tree.flatten(args)
     is_array = tuple(isinstance(x, Ref | jax.ShapeDtypeStruct | jax.Array | np.ndarray) for x in leaves)
     settings = tuple(None if array else x for x, array in zip(leaves, is_array, strict=True))
-    kinds = tuple(type(x) for x in settings)  # 1, 1.0 and True are equal, and make different programs
+    kinds = tuple(type(x) for x in settings)  # 1, 1.0 and True are equal, but make different programs
 
     def rebuild(arrays: list[Any]) -> Any:
         remaining = iter(arrays)
@@ -236,7 +236,7 @@ def split_args(args: Any) -> tuple[list[Any], Hashable, Callable[[list[Any]], An
 
 
 def _described(setting: Any) -> str:
-    """A setting as text that is the same in every run."""
+    """A setting as text, which is the same in every run."""
     if callable(setting) and hasattr(setting, "__qualname__"):
         return f"{setting.__module__}:{setting.__qualname__}"
     return repr(setting)

@@ -1,15 +1,15 @@
-"""What travels between the calls of a step: prompts, rollouts, model outputs, and the settings of sampling.
+"""The data between the calls of a step: prompts, rollouts, model outputs; and the settings of sampling.
 
 Letters: B sequences, P prompt columns, R response columns, T = P + R columns.
 
 Prompts are padded on the left to P columns and responses on the right to R, so a sequence is one row of T columns with
-its padding at both ends, and the response always starts at column P. `Sequences` is the part that a model reads;
-`Rollout` adds what sampling found out.
+padding at both ends, and the response always starts at column P. `Sequences` is the part that a model reads; `Rollout`
+adds the results of sampling.
 """
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, UInt
@@ -18,6 +18,8 @@ from jaxrlhf.require import require, require_at_least_one, require_not_negative,
 
 RUNNING, STOP, LENGTH = 0, 1, 2
 """Finish reasons: still decoding; ended by a stop token; ended by the limit on new tokens."""
+RowKind = Literal["prompts", "demonstrations", "preferences"]
+"""Rows as prompts alone, with a completion, or with a chosen and a rejected one."""
 
 
 class Prompts(struct.PyTreeNode):
@@ -27,13 +29,13 @@ class Prompts(struct.PyTreeNode):
     mask: Bool[Array, "B P"]
     """True where a token is real."""
     row: Int[Array, " B"]
-    """Which row of the prompt table each prompt came from: how a reward function finds the row's other columns."""
+    """The row of each prompt in the prompt table, by which reward functions get its other columns."""
     id: UInt[Array, " B"]
-    """A number for each sequence, unique within a step. With the seed, the step and the call it decides the noise."""
+    """A number for each sequence, unique in a step. With the seed, step and call it determines the noise."""
 
 
 class Sequences(struct.PyTreeNode):
-    """Prompts with responses: what a forward pass and a loss need. Demonstrations arrive in this form."""
+    """Prompts with responses, the input of forward passes and losses. Demonstrations have this form."""
 
     tokens: Int[Array, "B T"]
     mask: Bool[Array, "B T"]
@@ -43,7 +45,7 @@ class Sequences(struct.PyTreeNode):
 
 
 class Rollout(struct.PyTreeNode):
-    """Sequences that a policy sampled, with what was recorded on the way."""
+    """Sequences sampled from a policy, with their log-probabilities."""
 
     tokens: Int[Array, "B T"]
     mask: Bool[Array, "B T"]
@@ -51,7 +53,7 @@ class Rollout(struct.PyTreeNode):
     logprobs: Float[Array, "B R"]
     """Log-probability of each response token under the unmodified policy (temperature 1, nothing cut off)."""
     sampled_logprobs: Float[Array, "B R"]
-    """The same under the distribution that it was drawn from."""
+    """The same under the distribution from which it was drawn."""
     finish: Int[Array, " B"]
     """`STOP` or `LENGTH`."""
     row: Int[Array, " B"]
@@ -59,7 +61,7 @@ class Rollout(struct.PyTreeNode):
 
     @property
     def lengths(self) -> Int[Array, " B"]:
-        """Tokens of each response, the stop token included."""
+        """The number of tokens of each response, including the stop token."""
         return self.response.sum(axis=1)
 
 
@@ -69,25 +71,25 @@ class Preferences(struct.PyTreeNode):
     chosen: Sequences
     rejected: Sequences
     margin: Float[Array, " B"]
-    """By how much, on the scale of a reward model's scores; zero where nobody said."""
+    """The difference, on the scale of a reward model's scores; zero if unknown."""
 
 
 class PolicyOutputs(struct.PyTreeNode):
-    """What a language-model head says about response tokens. Zero outside `response`."""
+    """Outputs of a language-model head at response tokens. Zero outside of `response`."""
 
     logprobs: Float[Array, "B R"]
     entropy: Float[Array, "B R"]
 
 
 class PolicyAndValues(PolicyOutputs):
-    """What a language-model head and a scalar head on one trunk say about response tokens. Zero outside `response`."""
+    """Outputs of a language-model head and a scalar head on one trunk. Zero outside of `response`."""
 
     values: Float[Array, "B R"]
-    """The scalar head before each response token."""
+    """The output of the scalar head before each response token."""
 
 
 class Term(struct.PyTreeNode):
-    """One of several losses that a train call sums up: its mean over its own batch, times its weight.
+    """One of the losses that a train call adds: its mean over its own batch, times its weight.
 
     roles.actor.train((Term(ppo_policy_loss, batch), Term(sft_loss, demonstrations, weight=0.5)), update)
     """
@@ -99,34 +101,34 @@ class Term(struct.PyTreeNode):
     weight: Any = 1.0
     """A number, or an output of a call."""
     of: str = struct.field(default="", pytree_node=False)
-    """The inference method whose outputs the loss gets. Empty: all that the model's heads say about response tokens."""
+    """The inference method whose outputs the loss gets. Empty means all outputs of the model's heads."""
     name: str = struct.field(default="", pytree_node=False)
-    """What its metrics lie under, `<role>/<name>/loss`, where those of two terms would have the same names."""
+    """The group of its metrics, `<role>/<name>/loss`, to distinguish those of several terms."""
 
 
 class Max(struct.PyTreeNode):
-    """A metric of a loss that combines over micro-batches and updates by its maximum, where plain ones add up."""
+    """A metric of a loss of which the maximum over micro-batches and updates is taken, instead of the sum."""
 
     value: Float[Array, ""]
 
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How responses are drawn."""
+    """Settings of sampling."""
 
     max_new_tokens: int = 128
     min_new_tokens: int = 0
-    """No stop token is drawn before this many tokens."""
+    """The number of tokens before which no stop token is drawn."""
     temperature: float = 1.0
     """0 is greedy decoding."""
     top_k: int = 0
-    """Only the k likeliest tokens; 0 is all."""
+    """Draw from the k likeliest tokens; 0 means all."""
     top_p: float = 1.0
-    """Only the likeliest tokens that together reach this probability."""
+    """Draw from the likeliest tokens that together reach this probability."""
     num_samples: int = 1
-    """Responses to each prompt. Those to one prompt are neighbours: rows i * num_samples and following."""
+    """Responses to each prompt, in consecutive rows from i * num_samples on."""
     stop_ids: tuple[int, ...] = ()
-    """Any of these ends a response. Empty: the tokenizer's end-of-text token."""
+    """Tokens that end a response. Empty means the tokenizer's end-of-text token."""
 
     def __post_init__(self) -> None:
         least, most = self.min_new_tokens, self.max_new_tokens

@@ -1,4 +1,4 @@
-"""A user's own Python, by the name that a config calls it: `module:name` or `path/to/file.py:name`."""
+"""A user's own Python, by its name in a config: `module:name` or `path/to/file.py:name`."""
 
 import functools
 import hashlib
@@ -17,20 +17,20 @@ from jaxrlhf.brief import brief, cut
 from jaxrlhf.suggest import did_you_mean
 
 _files: dict[str, tuple[tuple[int, int], ModuleType]] = {}
-"""Path -> time and size of the file when it was imported, and its module."""
+"""Path -> time and size of the file at its import, and its module."""
 _given: dict[str, Any] = {}
-"""Name -> what Python code handed over, which no other process can find."""
+"""Name -> an object from Python code, which no other process can find."""
 GIVEN = "python"
-"""The prefix of names that stand for objects handed over from Python: `python:name`."""
+"""The prefix of names of objects from Python code: `python:name`."""
 
 
 def find_function(name: str, *, what: str) -> Any:
-    """What `module:name` or `path/to/file.py:name` stands for.
+    """The object that `module:name` or `path/to/file.py:name` names, of any type.
 
-    A file is imported once, and again when it has changed. What it is may be anything: the caller asks for more.
+    A file is imported once, and again when it has changed.
 
     Args:
-        what: What it is to be, for error messages: `Reward`.
+        what: The purpose of the object, for error messages: `Reward`.
 
     Raises:
         ValueError: There is no such module or file, it does not import, or it has nothing of that name.
@@ -57,8 +57,8 @@ def find_function(name: str, *, what: str) -> Any:
 def name_of(function: Any) -> str:
     """The name by which `find_function` finds a function.
 
-    `module:name` where the function is there under its name, so that any process finds it. A function of a notebook or
-    a script, of another function, or without a name is kept here, the latest under its name.
+    It is `module:name` if the module has the function under its name, so that any process finds it. Functions of a
+    notebook or script, nested functions and objects without a name are stored here, the latest one under its name.
     """
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", type(function).__name__)
     if module not in (None, "__main__") and getattr(sys.modules.get(module), name, None) is function:
@@ -68,24 +68,24 @@ def name_of(function: Any) -> str:
 
 
 def imported_files() -> tuple[str, ...]:
-    """Files that were imported by their paths: what another process must import to know their functions."""
+    """The files that were imported by their paths, which another process must import to have their functions."""
     return tuple(_files)
 
 
 def import_files(paths: Iterable[str]) -> None:
-    """Import files by their paths, under the same names as in any process."""
+    """Imports files by their paths, under the same module names in every process."""
     for path in paths:
         _import_file(pathlib.Path(path))
 
 
 def failure(error: BaseException, function: Any = None) -> str:
-    """An error of a user's code, and the line of that code where it was raised.
+    """An error of a user's code as text, with the line of that code where it was raised.
 
-    That is the last line, after the call itself, outside of this package and of what Python is installed with. Where
-    there is none, it is the last one in the file of the function, else the last of all.
+    That is the last line of the traceback outside of this package and of Python's installed packages, or else the last
+    one in the file of the function, or else the last of all.
 
     Args:
-        function: What was called. None: a module was imported.
+        function: The function that was called. None means that a module was imported.
     """
     others = (str(pathlib.Path(__file__).parent) + os.sep, str(pathlib.Path(os.__file__).parent) + os.sep, "<")
     frames = traceback.extract_tb(error.__traceback__)[1:]
@@ -104,7 +104,7 @@ def failure(error: BaseException, function: Any = None) -> str:
 
 
 def _code(function: Any) -> CodeType | None:
-    """The code of a function, of what a partial one or a decorator is around, or of an object that can be called."""
+    """The code of a function, inside of partials and decorators, or of a callable object."""
     while isinstance(function, functools.partial):
         function = function.func
     if not callable(function):
@@ -131,7 +131,7 @@ def _import_file(path: pathlib.Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"file_{path.stem}_{digest}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look themselves up there
+    sys.modules[spec.name] = module  # dataclasses look themselves up in it
     try:
         spec.loader.exec_module(module)
     except BaseException:

@@ -1,7 +1,7 @@
-"""Names of roles, datasets, runs, metrics and files that configs, data and model folders bring: what they may be.
+"""Rules for names of roles, datasets, runs, metrics and files in configs, data and model folders.
 
-A name becomes a folder, a file, a key of a config or a tag of a tracker. None leads out of the folder that it is put
-in, and none is taken apart where names are joined by `.`, `/` or `#`.
+A name becomes a folder, a file, a key of a config or a tag of a tracker. No name may lead out of its folder, or contain
+the separators `.`, `/` and `#` of joined names.
 """
 
 import re
@@ -9,15 +9,15 @@ import re
 from jaxrlhf.brief import brief
 
 MAX_BYTES = 200
-"""A file name has 255, and there may be a date or a suffix after it."""
+"""A file name can have 255, and a date or a suffix may be added."""
 _WORD = re.compile(r"\w[\w-]*")
 
 
 def check_name(name: str, where: str) -> None:
-    """A role or a dataset can have this name: it stands in keys, in the names of calls and metrics, and is a folder's.
+    """Checks the name of a role or a dataset, which is a part of keys, calls and metrics, and a folder.
 
     Raises:
-        ValueError: It cannot.
+        ValueError: The name is not allowed.
     """
     if not _WORD.fullmatch(name) or len(name.encode()) > MAX_BYTES:
         usable = re.sub(r"[^\w-]+", "_", name).strip("_-")[:40] or "actor"
@@ -28,10 +28,10 @@ def check_name(name: str, where: str) -> None:
 
 
 def check_file_name(name: str, where: str, *, example: str) -> None:
-    """A file or folder of this name lies in the folder that it is put in, or looked for.
+    """Checks that a file or folder of this name is inside of its folder, on every system.
 
     Raises:
-        ValueError: It would not, or not on every system.
+        ValueError: The name is not allowed.
     """
     plain = _is_part(name) and not name.startswith((".", "-")) and not set(name) & set(':*?"<>|')
     if not plain or len(name.encode()) > MAX_BYTES:
@@ -42,10 +42,10 @@ def check_file_name(name: str, where: str, *, example: str) -> None:
 
 
 def check_metric_name(name: str) -> None:
-    """A metric can have this name, in parts between slashes.
+    """Checks the name of a metric, with parts between slashes.
 
     Raises:
-        ValueError: It cannot.
+        ValueError: The name is not allowed.
     """
     if not all(_is_part(part) for part in name.split("/")) or len(name.encode()) > MAX_BYTES:
         raise ValueError(
@@ -55,5 +55,5 @@ def check_metric_name(name: str) -> None:
 
 
 def _is_part(name: str) -> bool:
-    """Whether a text is one part of a path, and no way to another folder."""
+    """Returns whether a text is one part of a path that does not lead to another folder."""
     return name.isprintable() and name not in ("", ".", "..") and not set(name) & set("/\\")

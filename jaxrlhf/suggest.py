@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """The known word nearest to `word`, as a sentence with a leading space; empty where none is near.
+    """A sentence, with a leading space, that suggests the known word nearest to `word`; empty if none is near.
 
     >>> did_you_mean("acter", ["actor", "critic"])
     " Did you mean 'actor'?"

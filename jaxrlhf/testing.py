@@ -1,4 +1,4 @@
-"""Tests of an algorithm, built in or one's own: that no plan changes what it gives, and that it learns.
+"""Tests for algorithms, built in or a user's own: the results are the same under any plan, and the algorithm learns.
 
     from jaxrlhf.testing import check_plan_invariance, learning_curve
 
@@ -10,7 +10,7 @@
         assert max(scores[-5:]) > max(scores[:5]) + 0.3
 
 Both run a small model on virtual CPU devices, through the assembly and the executor of any run, without a run
-folder. What takes the time is compiling, a few seconds a plan.
+folder. Most of the time is compilation, a few seconds for each plan.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ import numpy as np
 
 from jaxrlhf.call_graph import Call, CallGraph
 from jaxrlhf.config.algorithms import load_algorithm
-from jaxrlhf.config.reading import build, to_tree
+from jaxrlhf.config.reading import build, merge, to_tree
 from jaxrlhf.config.schema import RunConfig, build_run
 from jaxrlhf.execution.executor import Executor
 from jaxrlhf.models.config import ModelConfig
@@ -38,7 +38,7 @@ from jaxrlhf.programs.weight_sets import BASE
 from jaxrlhf.run.assembly import Phase, assemble
 from jaxrlhf.run.checkpoints import changing_sets
 from jaxrlhf.run.first_weights import Placed, load_first_weights
-from jaxrlhf.run.step_work import step_workload
+from jaxrlhf.run.step_draft import step_workload
 from jaxrlhf.sharding import mesh
 from jaxrlhf.sharding.strategy import Strategy
 from jaxrlhf.suggest import did_you_mean
@@ -46,7 +46,7 @@ from jaxrlhf.suggest import did_you_mean
 NUM_DEVICES, DEVICES_PER_NODE = 8, 4
 ROWS = 16
 RTOL, ATOL = 1e-5, 1e-6
-"""How far metrics may lie apart under two plans: sums of float32 in another order."""
+"""The tolerance of metrics under two plans: sums of float32 in another order."""
 
 SMALL_MODEL = {
     "vocab_size": 264,
@@ -57,21 +57,21 @@ SMALL_MODEL = {
     "num_kv_heads": 2,
 }
 SMALL_SAMPLING = {"max_new_tokens": 6, "stop_ids": [10, 32, *range(43, 57, 2), *range(90, 160, 5)]}
-"""Short responses, some of which an untrained model ends earlier."""
+"""Short responses, some of which an untrained model ends before the limit."""
 
 
 def share_of_digits(completions: list[str]) -> list[float]:
-    """A reward that even an untrained model earns some of: how much of a completion is digits."""
+    """The fraction of digits in a completion, a reward that an untrained model also earns."""
     return [sum(c.isdigit() for c in text) / max(len(text), 1) for text in completions]
 
 
 def share_of_letters(completions: list[str]) -> list[float]:
-    """Its like: how much of a completion is letters."""
+    """The fraction of letters in a completion."""
     return [sum(c.isalpha() for c in text) / max(len(text), 1) for text in completions]
 
 
 def mean_of_characters(completions: list[str]) -> list[float]:
-    """A reward that almost every completion earns some of, and hardly two the same."""
+    """A reward that is positive for almost every completion, and different for almost every two."""
     return [sum(ord(c) % 16 for c in text) / (16 * max(len(text), 1)) for text in completions]
 
 
@@ -83,14 +83,14 @@ def small_run(
     reward: Callable[[list[str]], list[float]] = share_of_digits,
     **config: Any,
 ) -> RunConfig:
-    """A run of an algorithm that is as small as it can be: few layers, few rows, short responses, one device.
+    """A small run of an algorithm: few layers, few rows, short responses, one device.
 
     Args:
-        algorithm: As a config names it.
+        algorithm: Its name in a config.
         learning_rate, num_layers: Of the small roles.
-        reward: A function of this module: the small role `reward`.
-        config: Keys of a run that are to be others. `settings` go over the small ones key by key. A role replaces the
-            small one of its name whole; one that is None is left out.
+        reward: A function of this module, for the small role `reward`.
+        config: Other keys of the run. `settings` are merged over the small ones. A role replaces the small one of its
+            name; None removes it.
     """
     known = load_algorithm(algorithm)
     small = _small_roles(learning_rate, num_layers, reward)
@@ -109,27 +109,27 @@ def small_run(
         "compilation_cache": "",
         **config,
         "roles": roles,
-        "settings": _over(settings, wanted),
+        "settings": merge(settings, dict(wanted)),
     }
     return build_run(tree, where=where)
 
 
 def check_plan_invariance(algorithm: str, *, num_plans: int = 3, steps: int = 2, seed: int = 0, **config: Any) -> None:
-    """Some steps under one device and under random plans for eight: the same tokens, metrics and state.
+    """Checks that some steps give the same tokens, metrics and state on one device and under random plans for eight.
 
     Args:
-        algorithm: As a config names it: `ppo`, `my_module:my_step`.
-        num_plans: How many random plans.
-        seed: Of the plans. The placement of a call depends on its name too, so that algorithms share programs.
-        config: Keys of the run, as `small_run` takes them. A role given in `roles` replaces the small one of its name
-            whole: its model and optimizer too.
+        algorithm: Its name in a config: `ppo`, `my_module:my_step`.
+        num_plans: The number of random plans.
+        seed: The seed of the plans. A placement also depends on the name of its call, so that algorithms share
+            programs.
+        config: Keys of the run, as in `small_run`.
 
     Raises:
-        AssertionError: Something is not the same under a plan, or training changes no weights.
-        ValueError: The algorithm or the config is refused, as any run would be.
+        AssertionError: A result differs under a plan, or training changes no weights.
+        ValueError: The algorithm or the config is invalid.
     """
-    # In a mini-batch without rewards, the gradient of a new value head would be the rounding of log-probabilities, and
-    # Adam would make steps of it.
+    # In a mini-batch without rewards, the gradient of a new value head would be rounding of log-probabilities, which
+    # Adam would scale up to steps.
     run = small_run(algorithm, steps=steps, reward=mean_of_characters, **config)
     mesh.use_virtual_cpu_devices(NUM_DEVICES, or_more=True)
     assembly = assemble(run, NUM_DEVICES, DEVICES_PER_NODE)
@@ -149,12 +149,12 @@ def learning_curve(
     """A metric of every step, on one device.
 
     Args:
-        learning_rate: Of the small roles. High, so that few steps show whether the algorithm learns.
-        config: Keys of the run, as `small_run` takes them.
+        learning_rate: That of the small roles; high, so that few steps show whether the algorithm learns.
+        config: Keys of the run, as in `small_run`.
 
     Raises:
         KeyError: The algorithm has no such metric.
-        ValueError: The algorithm or the config is refused, as any run would be.
+        ValueError: The algorithm or the config is invalid.
     """
     run = small_run(algorithm, steps=steps, learning_rate=learning_rate, num_layers=1, **config)
     mesh.use_virtual_cpu_devices(NUM_DEVICES, or_more=True)
@@ -169,7 +169,7 @@ def learning_curve(
 
 
 class _Trial:
-    """Some steps of a phase, and what they gave."""
+    """Some steps of a phase, and their results."""
 
     def __init__(
         self, run: RunConfig, phase: Phase, rows: Any, first_weights: Mapping[str, Placed] | None = None
@@ -201,7 +201,7 @@ class _Trial:
             executor.close()
 
     def assert_same(self, want: "_Trial", under: str) -> None:
-        """That it gave what another one did, step by step: what differs first is named."""
+        """Checks that the results are those of another trial, and names the first difference."""
         for step, tokens_of in enumerate(want.sampled):
             where = f"{under}: step {step + 1}"
             for call, tokens in tokens_of.items():
@@ -212,16 +212,13 @@ class _Trial:
             ):
                 assert numbers.keys() == expected.keys(), where
                 for name in expected:
-                    if not name.endswith(GAP_METRIC):  # which is rounding
+                    if not name.endswith(GAP_METRIC):  # it is rounding
                         message = f"{where}: {name}"
                         np.testing.assert_allclose(numbers[name], expected[name], RTOL, ATOL, err_msg=message)
 
 
 def random_plan(phase: Phase, *, seed: int) -> Plan:
-    """A valid plan over two nodes of four devices: every call on some part of a node or on both, with some strategy.
-
-    Some train two roles in one fused pipeline.
-    """
+    """A random valid plan over two nodes of four devices. Some plans train two roles in one fused pipeline."""
     graph, models = phase.graph, {n: role.model for n, role in phase.roles.items() if isinstance(role, ModelRole)}
     one_device = Placement((0,), Strategy())
     placements: dict[str, Placement] = {}
@@ -246,7 +243,7 @@ def random_plan(phase: Phase, *, seed: int) -> Plan:
 
 
 def _with_fusion(plan: Plan, graph: CallGraph, models: Mapping[str, ModelConfig], seed: int) -> Plan:
-    """The plan with its first two train calls fused, under some seeds and where they may be."""
+    """The plan, under some seeds with its first two train calls fused, if that is possible."""
     draw = random.Random(f"{seed} fuse")
     calls = list(dict.fromkeys(call.plan_name for call in graph.calls if call.kind == "train"))[:2]
     if len(calls) < 2 or draw.random() < 0.5:
@@ -265,24 +262,20 @@ def _with_fusion(plan: Plan, graph: CallGraph, models: Mapping[str, ModelConfig]
 
 
 def _in_short(plan: Plan) -> str:
-    """A plan in an error message: of each call its devices, and the strategy where it is not the plainest."""
-    parts = []
+    """A plan in an error message: the devices of each call, with the settings that are not defaults."""
+    defaults, parts = to_tree(Placement()), []
     for call, placement in plan.placements.items():
-        first, last, plain = placement.devices[0], placement.devices[-1], Strategy()
-        strategy = [
-            f"{field.name}={value}"
-            for field in dataclasses.fields(Strategy)
-            if (value := getattr(placement.strategy, field.name)) != getattr(plain, field.name)
-        ]
-        parts.append(" ".join([call, "on", str(first) if first == last else f"{first}-{last}", *strategy]))
+        changed = {key: value for key, value in to_tree(placement).items() if value != defaults[key]}
+        devices = changed.pop("devices")
+        parts.append(" ".join([f"{call} on {devices}", *(f"{key}={value}" for key, value in changed.items())]))
     lists = {"offload": plan.offload, "fuse": plan.fuse}
     return "; ".join(parts + [f"{key} {', '.join(names)}" for key, names in lists.items() if names])
 
 
 def _random_placement(call: Call, draw: random.Random) -> Placement:
-    """One that may not fit the call's rows or model."""
+    """A random placement, which may not fit the call's rows or model."""
     computes, trains = call.kind == "compute", call.kind == "train"
-    uneven = () if computes or trains else (3,)  # which rows need not divide over
+    uneven = () if computes or trains else (3,)  # a degree that need not divide the rows
     count = draw.choice((1, 2, 4, 8, *uneven))
     first = draw.randrange(0, NUM_DEVICES, DEVICES_PER_NODE if count == 3 else count)
     tensor = draw.choice([n for n in (1, 2) if count % n == 0])
@@ -306,9 +299,9 @@ def _random_placement(call: Call, draw: random.Random) -> Placement:
 
 
 def _small_roles(learning_rate: float, num_layers: int, reward: Callable[[list[str]], list[float]]) -> dict[str, Any]:
-    """What plays a role unless a test says otherwise."""
-    # Adam divides a gradient by its own size: where one is all but zero, it turns rounding into whole steps. A larger
-    # eps keeps a comparison about the plan.
+    """The default roles."""
+    # Adam divides a gradient by its own size, so that rounding becomes whole steps if the gradient is almost zero. A
+    # larger eps prevents that.
     optimizer = {"learning_rate": learning_rate, "eps": 1e-5}
     return {
         "actor": {"model": {**SMALL_MODEL, "num_layers": num_layers}, "optimizer": optimizer},
@@ -330,14 +323,8 @@ def _shortened(settings: Any) -> Any:
     return {name: min(x, most[name]) if name in most else _shortened(x) for name, x in settings.items()}
 
 
-def _over(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """`above` over `below`: mappings merge, anything else replaces."""
-    both = {n for n in above if isinstance(above[n], Mapping) and isinstance(below.get(n), dict)}
-    return {**below, **above, **{name: _over(below[name], above[name]) for name in both}}
-
-
 def _numbered(tree: Any) -> dict[str, float]:
-    """Every number of a tree under its place in it."""
+    """Every number of a tree by its path."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {f"state{jax.tree_util.keystr(path)}[{i}]": x for path, leaf in leaves for i, x in enumerate(np.ravel(leaf))}
 

@@ -1,16 +1,16 @@
 """Tracing: from a step function to its call graph.
 
-A step function is ordinary Python over role handles. `trace` runs it once on references instead of arrays and writes
-down every call that it makes: a call of a handle (`roles.actor.generate(...)`) or of `compute`. Nothing here knows a
-model, a mesh or a device; a role brings its methods, each with a function that gives the shapes of its outputs.
+A step function is ordinary Python over role handles. `trace` runs it once on references instead of arrays and records
+every call: a call of a handle (`roles.actor.generate(...)`) or of `compute`. This file knows no model, mesh or device;
+roles bring their methods, each with a function for the shapes of its outputs.
 
     graph = trace(ppo_step, roles, state, prompts, config)
 
-Rows. Data comes in rows, one a sequence, always along the first axis, and state does not. Which outputs have rows is
-known, never guessed from a size: a role's method says so, and a `compute` function is evaluated abstractly at two
-numbers of rows, so that an axis that follows the rows is seen to follow them.
+Rows. Data has rows, one for each sequence, along the first axis; state has none. Whether an output has rows is not
+guessed from its size: a role's method declares it, and a `compute` function is evaluated abstractly at two numbers of
+rows, which shows the axes that follow them.
 
-A call of `infer` or `host` kind that was made before, on the same inputs and weights, is not made again.
+A call of kind `infer` or `host` with the same inputs and weights as an earlier one is not recorded again.
 """
 
 import collections
@@ -19,7 +19,6 @@ import dataclasses
 import functools
 import inspect
 import re
-import traceback
 from collections.abc import Callable, Hashable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -35,21 +34,21 @@ from jaxrlhf.suggest import did_you_mean
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """A method of a role: the kind of its calls and the shapes that they give."""
+    """A method of a role: the kind of its calls and the shapes of their outputs."""
 
     kind: Kind
     abstract: Callable[..., Any]
-    """Arguments, with `jax.ShapeDtypeStruct` for arrays -> a pytree of `jax.ShapeDtypeStruct`: the shapes it gives."""
+    """Arguments, with `jax.ShapeDtypeStruct` for arrays -> the outputs as a pytree of `jax.ShapeDtypeStruct`."""
     row_wise: bool = True
-    """Every output has rows, and what it says of a sequence depends on that sequence alone."""
+    """True if every output has rows, each of which depends only on its own sequence."""
     tokens: Callable[[tuple[Any, ...], Any], tuple[Any, ...]] | None = None
-    """`(arguments, outputs) -> tokens` of the sequences that it runs on or draws, each [rows, columns]. None: it has
-    none."""
+    """`(arguments, outputs) -> tokens` of the sequences that it runs on or draws, each [rows, columns]; None without
+    sequences."""
     bind: Callable[..., tuple[Any, ...]] | None = None
-    """From the arguments that a step writes to those of the call. None: they are the same."""
+    """From the arguments in a step function to those of the call; None if they are the same."""
 
     def arguments(self, name: str, args: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[Any, ...]:
-        """The arguments of a call that is written as `name(*args, **named)`."""
+        """The arguments of a call `name(*args, **named)`."""
         signature = inspect.signature(self.bind or self.abstract)
         try:
             bound = signature.bind(*args, **named)
@@ -59,7 +58,7 @@ class Method:
         return self.bind(*bound.args) if self.bind is not None else bound.args
 
     def usage(self, name: str, args: tuple[Any, ...], named: Mapping[str, Any] = MappingProxyType({})) -> str:
-        """The signature, and the arguments that it got, for error messages."""
+        """The signature and the given arguments, for error messages."""
         parameters = inspect.signature(self.bind or self.abstract).parameters.values()
         usage = ", ".join(_described(p) + ("=..." if p.default is not p.empty else "") for p in parameters)
         got = ", ".join([*map(_short, args), *(f"{key}={_short(value)}" for key, value in named.items())])
@@ -68,19 +67,19 @@ class Method:
 
 @dataclasses.dataclass(frozen=True)
 class RoleMethods:
-    """A role as a step function sees it."""
+    """The methods of a role in a step function."""
 
     methods: Mapping[str, Method]
     weights: str | None = None
-    """Whose weights its calls read and train. None: the role has no weights."""
+    """The set of weights that its calls read and train; None without weights."""
     composed: Mapping[str, Callable[..., Any]] = dataclasses.field(default_factory=dict)
-    """Methods that are made of other calls: `(roles, *args) -> outputs`, traced as a step function is."""
+    """Methods made of other calls: `(roles, *args) -> outputs`, traced like a step function."""
     missing: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Methods that it could have -> what to do to get them, for error messages."""
+    """Methods that it lacks -> the remedy, for error messages."""
 
 
 class Recorder:
-    """Writes down the calls of the step that is being traced."""
+    """Records the calls of the step that is being traced."""
 
     def __init__(self, step_name: str) -> None:
         self.step_name = step_name
@@ -95,19 +94,13 @@ class Recorder:
         return structure.unflatten([Ref(name, i, x, has_rows=has_rows, recorder=self) for i, x in enumerate(leaves)])
 
     def version(self, weights: str | None) -> int:
-        """The number of times that weights have been trained so far."""
+        """The number of train calls of a set of weights so far."""
         return self._versions[weights] if weights else 0
 
     def call_role(
-        self,
-        role: str,
-        name: str,
-        method: Method,
-        weights: str | None,
-        args: tuple[Any, ...],
-        version: int | None = None,
+        self, role: str, name: str, method: Method, weights: str | None, args: tuple[Any, ...], version: int | None
     ) -> Any:
-        """Writes a call of a role down. `version`: of its weights; None is the present one."""
+        """Records a call of a role. `version`: that of its weights; None means the current one."""
         self._check_args(f"{role}.{name}", args)
         reads = self.version(weights) if version is None else version
         if method.kind == "train" and version is not None:
@@ -132,8 +125,8 @@ class Recorder:
             assert weights is not None
             self._versions[weights] = writes = reads + 1
         call = Call(
-            name=full_name, role=role, method=name, kind=method.kind, row_wise=method.row_wise, function=None,
-            args=args, outputs=None, weights=weights, reads=reads, writes=writes, iteration=self.iteration,
+            name=full_name, role=role, method=name, kind=method.kind, row_wise=method.row_wise, args=args, outputs=None,
+            weights=weights, reads=reads, writes=writes, iteration=self.iteration,
             sequence_shapes=tuple(x.shape for x in tokens),
         )  # fmt: skip
         self._outputs[asked] = self._append(call, avals, has_rows)
@@ -157,9 +150,8 @@ class Recorder:
         avals = _evaluated(full_name, function, args)
         has_rows = _follow_rows(full_name, function, args, avals)
         call = Call(
-            name=full_name, role=None, method="", kind="compute", row_wise=False, function=function, args=args,
-            outputs=None, weights=None, reads=0, writes=None, iteration=self.iteration, sequence_shapes=(),
-        )  # fmt: skip
+            name=full_name, kind="compute", function=function, args=args, outputs=None, iteration=self.iteration
+        )
         return self._append(call, avals, has_rows)
 
     def _next_name(self, name: str) -> str:
@@ -210,7 +202,7 @@ class RoleHandle:
         self._version = version
 
     def pinned(self) -> "RoleHandle":
-        """The role with its weights as they are now, whatever is trained after this in the same step."""
+        """The role with its current weights, also after later train calls of the same step."""
         version = self._recorder.version(self._role.weights)
         return RoleHandle(self._name, self._role, self._roles, self._recorder, version)
 
@@ -238,7 +230,7 @@ class RoleHandle:
 
 
 class Roles:
-    """The first argument of a step function: one handle per role, as attributes."""
+    """The first argument of a step function: a handle for each role, as attributes."""
 
     def __init__(self, roles: Mapping[str, RoleMethods], recorder: Recorder) -> None:
         self._handles = {name: RoleHandle(name, role, self, recorder) for name, role in roles.items()}
@@ -261,8 +253,8 @@ _recorder: contextvars.ContextVar[Recorder | None] = contextvars.ContextVar("rec
 def compute(function: Callable[..., Any], *args: Any, name: str | None = None) -> Any:
     """A call without weights: a pure function of arrays, over the whole batch, on devices.
 
-    Inside a step function it records the call and returns references to its outputs. Outside of one it simply calls
-    the function, so that a step can be tried on real arrays. The call is called `name`, or else as the function is.
+    Inside a step function it records the call and returns references to its outputs. Outside of one it calls the
+    function, so that a step can be tried on real arrays. The name of the call is `name`, or else the function's.
     """
     recorder = _recorder.get()
     return function(*args) if recorder is None else recorder.compute(function, args, name)
@@ -277,20 +269,19 @@ def trace(
     *,
     iterations: int = 1,
 ) -> CallGraph:
-    """Run a step function on references and write down its calls.
+    """Runs a step function on references and records its calls.
 
     Args:
         step: `(roles, state, data, config) -> (results, state)`.
-        roles: What each role can do.
-        state: Pytree of arrays or shapes that each iteration hands to the next.
+        roles: The methods of each role.
+        state: Pytree of arrays or shapes that each iteration passes to the next.
         data: Pytree of arrays or shapes, all with rows first.
-        config: Hashable settings, given to the step as they are.
-        iterations: How many iterations to unroll, to see which calls of neighbours may overlap.
+        config: Hashable settings, passed to the step unchanged.
+        iterations: The number of iterations to unroll, which shows the calls of neighbors that may overlap.
 
     Raises:
-        GraphError: The step uses a role or method that is not there, calculates with an output, hands an unhashable
-            setting to a call, or returns a state that differs in structure, shape or dtype from the one it got; or it
-            fails.
+        GraphError: The step uses an unknown role or method, computes with an output, passes an unhashable setting to a
+            call, or returns a state of another structure, shape or dtype than the one it got; or it fails.
     """
     recorder = Recorder(getattr(step, "__name__", "step"))
     handles = Roles(roles, recorder)
@@ -327,15 +318,15 @@ def trace(
 
 
 def abstract_call(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Shapes that `function(*args)` gives, where arrays in `args` are shapes and all else is passed as it is."""
+    """The output shapes of `function(*args)`, with shapes in place of arrays in `args`."""
     arrays, _, rebuild = split_args(args)
     return jax.eval_shape(lambda *arrays: function(*rebuild(list(arrays))), *arrays)
 
 
 def _waiting_last(graph: CallGraph) -> CallGraph:
-    """The same graph, of each iteration first the calls that need nothing which waits for work on the host.
+    """The same graph, in each iteration with the calls last that depend on work on the host.
 
-    An executor takes the calls in order, and the first one that needs a result of the host holds up all after it.
+    An executor dispatches calls in order, and the first one that needs a result of the host delays all after it.
     """
     waiting: set[str] = set()
     on_host = {call.name for call in graph.calls if call.kind == "host"}
@@ -347,7 +338,7 @@ def _waiting_last(graph: CallGraph) -> CallGraph:
 
 
 def _evaluated(name: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Shapes that a compute function gives.
+    """The output shapes of a compute function.
 
     Raises:
         GraphError: It does not take these arguments, or fails.
@@ -359,25 +350,18 @@ def _evaluated(name: str, function: Callable[..., Any], args: tuple[Any, ...]) -
         raise GraphError(
             f"{name}: compute(function, ...) calls {name}{inspect.signature(function)}. Got ({got}): {error}."
         ) from error
-    except ValueError:  # no signature to look at
+    except ValueError:  # it has no signature
         pass
     try:
         return abstract_call(function, _avals(args))
     except GraphError:
         raise
     except Exception as error:
-        raise GraphError(f"{name}: fails when it is traced: {describe_error(error)}.") from error
-
-
-def describe_error(error: BaseException) -> str:
-    """An error, and the line of the user's code that it comes from."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if "site-packages" not in f.filename]
-    at = f", at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-    return f"{type(error).__name__}: {cut(str(error))}{at}"
+        raise GraphError(f"{name}: fails when it is traced: {failure(error, function)}.") from error
 
 
 def _described(parameter: inspect.Parameter) -> str:
-    """A parameter in an error message, with its type where it says one."""
+    """A parameter in an error message, with its type if it is annotated."""
     kind = getattr(parameter.annotation, "__name__", "")
     return parameter.name if kind in ("", "_empty", "Any") else f"{parameter.name}: {kind}"
 
@@ -394,7 +378,7 @@ def _short(value: Any) -> str:
 
 
 def _identity(args: tuple[Any, ...]) -> Hashable:
-    """Equal for the same references and equal settings in the same places."""
+    """A key that is equal for the same references and equal settings in the same places."""
     leaves, structure = jax.tree.flatten(args)
     return structure, tuple((x.call, x.leaf) if isinstance(x, Ref) else (type(x), x) for x in leaves)
 
@@ -416,7 +400,7 @@ def _hashes(value: Any) -> bool:
 
 
 def _follow_rows(name: str, function: Callable[..., Any], args: tuple[Any, ...], avals: Any) -> list[bool]:
-    """One flag for each output of a compute function: whether its first axis doubles when the rows of inputs do."""
+    """A flag for each output of a compute function: True if its first axis doubles with the rows of the inputs."""
     if not any(leaf.has_rows for leaf in jax.tree.leaves(args) if isinstance(leaf, Ref)):
         return [False] * len(jax.tree.leaves(avals))
 

@@ -52,19 +52,19 @@ from jaxrlhf.run.step_draft import StepDraft, draft_step
 from jaxrlhf.run.step_rows import Tables, load_tables
 from jaxrlhf.run.trainer import Outcome, Trainer
 from jaxrlhf.sharding import mesh
-from jaxrlhf.sharding.processes import cluster_of, join, process_count
+from jaxrlhf.sharding.processes import cluster_of, join
 from jaxrlhf.writing import UnwritableError
 
 MEMORY_FRACTION = "0.9"
-"""Of a GPU's memory, what a run takes for itself unless the environment says otherwise. Plans count on it."""
+"""The fraction of a GPU's memory that a run reserves by default. Plans assume it."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line.
 
     Returns:
-        The exit status: 0; 1 after an error that the user can mend; 143 or 130 where SIGTERM or Ctrl-C asked the run to
-        stop, and it has saved. Started again with `--resume auto`, it goes on.
+        The exit status: 0; 1 after an error that the user can fix; 143 or 130 if the run was asked to stop by SIGTERM
+        or Ctrl-C, and has saved. It can then be resumed with `--resume auto`.
     """
     parser = argparse.ArgumentParser(
         prog="python -m jaxrlhf.train", description="Train a language model from feedback."
@@ -114,12 +114,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _is_in_all(error: BaseException, channel: Channel) -> bool:
-    """Whether every process of the run has this error: it was shared, or comes of metrics, which all of them have."""
+    """Returns whether every process of the run has this error: it was shared, or is about metrics, which all have."""
     return channel.is_shared(error) or isinstance(error, TrainingError)
 
 
 def _end_after(error: BaseException, channel: Channel, status: int) -> int:
-    """Leaves after an error. One that the other processes do not have ends them too."""
+    """Closes the channel after an error. An error that the other processes do not have ends them too."""
     if channel.count == 1 or _is_in_all(error, channel):
         channel.close()
         return status
@@ -136,7 +136,7 @@ def read(name_or_path: str, overrides: Sequence[str]) -> RunConfig:
     """The run that a config describes.
 
     Raises:
-        InputError: The config has something wrong.
+        InputError: The config is invalid.
     """
     try:
         return load_run(name_or_path, overrides)
@@ -146,27 +146,27 @@ def read(name_or_path: str, overrides: Sequence[str]) -> RunConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A run that is checked and ready to start."""
+    """A checked run that is ready to start."""
 
     assembly: Assembly
     resume: ResumePoint | None
-    """Where it goes on. None: it is a new run."""
+    """The run and checkpoint to resume; None for a new run."""
     channel: Channel = dataclasses.field(default_factory=Channel)
-    """To the other processes of the run."""
+    """The channel to the other processes of the run."""
 
 
 def start(config: RunConfig, *, detect: bool = False) -> Channel:
-    """Start JAX with the devices that a config asks for, and join the other processes of the run, if there are any.
+    """Starts JAX with the devices of a config, and joins the other processes of the run, if there are any.
 
     Args:
-        detect: Join the processes that a launcher started, as JAX finds out about them.
+        detect: Join the processes of a launcher, as JAX detects them.
 
     Raises:
-        InputError: There are no such devices, or the other processes cannot be reached.
+        InputError: The devices do not exist, or the other processes cannot be reached.
     """
     garbage.collect_rarely()
     try:
-        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", MEMORY_FRACTION)  # before there are devices
+        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", MEMORY_FRACTION)  # before JAX has devices
         mesh.skip_cuda_check_without_gpu()
         cluster = cluster_of(os.environ, detect=detect)
         count = (cluster.count or 1) if cluster is not None else 1
@@ -189,13 +189,13 @@ def start(config: RunConfig, *, detect: bool = False) -> Channel:
 
 
 def prepare(config: RunConfig, console: Console, channel: Channel | None = None) -> Run:
-    """Check a run and print what it is going to do. Compiles and writes nothing.
+    """Checks a run and prints its roles and plans. Compiles and writes nothing.
 
     Args:
-        channel: What `start` gave. None: it is started here, in this process alone.
+        channel: The result of `start`. None means that JAX is started here, in this process alone.
 
     Raises:
-        InputError: Something in config, data, plan or the checkpoint to go on from does not fit.
+        InputError: Something in config, data, plan or the checkpoint to resume does not fit.
     """
     channel = channel or start(config)
 
@@ -218,9 +218,9 @@ def prepare(config: RunConfig, console: Console, channel: Channel | None = None)
     try:
         resume, tables = channel.share(find)  # rows are read once, and sent to the other processes
         draft = channel.together(lambda: draft_step(config, tables=tables))
-        found = channel.share(plan) if is_planned(draft) else None  # a search that time ends finds different plans
+        found = channel.share(plan) if is_planned(draft) else None  # searches with a time limit differ
         assembly = channel.together(check)
-        memory = channel.share(lambda: _memory(assembly, draft))  # what the first process's machine has
+        memory = channel.share(lambda: _memory(assembly, draft))  # of the first process's machine
     except ValueError as error:
         raise InputError(str(error)) from error
     _print_assembly(assembly, memory, console)
@@ -233,13 +233,13 @@ def prepare(config: RunConfig, console: Console, channel: Channel | None = None)
 
 
 def execute(run: Run, console: Console, *, owns_process: bool = False) -> Outcome:
-    """Run what was prepared, in a folder of its own or in that of the run which it goes on with.
+    """Executes a prepared run, in a folder of its own or in that of the run that it resumes.
 
     Args:
-        owns_process: Ctrl-C may end the process where it stops the run at once. Otherwise it raises KeyboardInterrupt.
+        owns_process: Ctrl-C may end the process to stop the run at once. Otherwise it raises KeyboardInterrupt.
 
     Raises:
-        RewardError, TrainingError, CheckpointError, UnwritableError: The run could not go on.
+        RewardError, TrainingError, CheckpointError, UnwritableError: The run could not continue.
         RunStopped: It was asked to stop, and has saved.
     """
     started = time.perf_counter()
@@ -251,8 +251,8 @@ def execute(run: Run, console: Console, *, owns_process: bool = False) -> Outcom
         with contextlib.ExitStack() as held, stop, complaints_said_once(console.line):
             channel.share(lambda: _take_over(run, folder, held))
             outcome = Trainer(run.assembly, folder, console, resume=resume, stop=stop, channel=channel).run()
+            compared = _compared(run, folder) if channel.is_first else None
             if channel.is_first:
-                compared = _compared(run, folder)
                 forecast = {"forecast": compared.to_json()} if compared is not None else {}
                 folder.write_json("outcome.json", outcome.to_json() | forecast)
     except RunFolderError as error:
@@ -265,12 +265,12 @@ def execute(run: Run, console: Console, *, owns_process: bool = False) -> Outcom
             raise _with_traceback(error, folder) from error
         raise
     if channel.is_first:
-        _print_outcome(outcome, folder, console, time.perf_counter() - started, _compared(run, folder))
+        _print_outcome(outcome, folder, console, time.perf_counter() - started, compared)
     return outcome
 
 
 def _with_traceback(error: RewardError, folder: RunFolder) -> RewardError:
-    """An error of a reward function that names the file where all of its traceback is."""
+    """An error of a reward function that names the file with its whole traceback."""
     assert error.__cause__ is not None
     try:
         folder.reward_error.write_text("".join(traceback.format_exception(error.__cause__)), encoding="utf-8")
@@ -280,10 +280,10 @@ def _with_traceback(error: RewardError, folder: RunFolder) -> RewardError:
 
 
 def _end_at_once(status: int, *, console: Console, channel: Channel) -> None:
-    """Ends this process from a thread beside the main one, which may be in the midst of anything.
+    """Ends this process from another thread than the main one, which may be doing anything.
 
-    The interpreter is not torn down: that takes devices and threads away under programs that still run. Nothing is lost
-    by it: lines of metrics are in their files, and a checkpoint is there whole or not at all.
+    The interpreter is not shut down, since that removes devices and threads under programs that still run. Nothing is
+    lost: lines of metrics are in their files, and a checkpoint is complete or does not exist.
     """
     console.release()
     channel.abort(KeyboardInterrupt(), status=status, message="Interrupted.")
@@ -297,28 +297,27 @@ def _exit_now(status: int) -> None:
 
 
 def _leave(status: int) -> None:
-    """Ends the process after `main`. A function that was left behind would run on in an interpreter that is being torn
-    down."""
+    """Ends the process after `main`; without shutting down the interpreter if an abandoned function still runs."""
     if any_left_behind():
-        if process_count() > 1:
+        if jax.process_count() > 1:
             jax.distributed.shutdown()
         _exit_now(status)
     sys.exit(status)
 
 
 def _folder_of(run: Run) -> RunFolder:
-    """Where a run writes: a folder of its own, or that of the run which it goes on with."""
+    """The folder of a run: a new one, or that of the run that it resumes."""
     if run.resume is None or run.resume.is_branch:
         return RunFolder.create(Path(run.assembly.config.output.folder), run.assembly.config.name)
     return run.resume.folder
 
 
 def _take_over(run: Run, folder: RunFolder, held: contextlib.ExitStack) -> None:
-    """Keeps everybody else from a run's folder as long as `held` is open, and writes there what the run is."""
+    """Locks a run's folder as long as `held` is open, and writes the description of the run to it."""
     held.enter_context(folder.locked())
     resume = run.resume
     for path in resume.damaged if resume is not None else ():
-        if path.exists() and find_damage(path):  # nobody was faster
+        if path.exists() and find_damage(path):  # no other process has set it aside
             set_aside(path)
     if resume is not None and not resume.is_branch and newest_position(folder) != resume.position:
         raise RunFolderError(
@@ -330,10 +329,10 @@ def _take_over(run: Run, folder: RunFolder, held: contextlib.ExitStack) -> None:
 
 
 def _read_options(options: argparse.Namespace) -> RunConfig:
-    """The config that the command line names, with what it sets.
+    """The config that the command line names, with its overrides.
 
     Raises:
-        InputError: There is none, or something in it is wrong.
+        InputError: There is none, or it is invalid.
     """
     overrides = [*options.set, *([f"resume={json.dumps(options.resume)}"] if options.resume else [])]
     if options.config is not None:
@@ -349,7 +348,7 @@ def _read_options(options: argparse.Namespace) -> RunConfig:
 
 
 def _memory(assembly: Assembly, draft: StepDraft) -> MemoryForecast:
-    """What the step will take of the devices that are here."""
+    """The forecast of the step's memory on the present devices."""
     limits = assembly.config.devices_memory
     cluster = local_cluster(limits, any_kind=True)
     return forecast_memory(draft.workload(), cluster, assembly.train.plan, limit=limits.host_bytes)
@@ -371,9 +370,9 @@ def _print_assembly(assembly: Assembly, memory: MemoryForecast, console: Console
 
 
 def _write_assembly(run: Run, folder: RunFolder) -> None:
-    """What a run is, in its folder. A config that is no longer true is kept beside the new one."""
+    """Writes the description of a run to its folder. A config that has changed is kept beside the new one."""
     assembly = run.assembly
-    # started from this file, a run is a new one, unless the user's own config says otherwise
+    # a run that is started from this file is a new one, unless the user's config says `auto`
     resume = "auto" if assembly.config.resume == "auto" else "never"
     text = dump_yaml(dataclasses.replace(assembly.config, resume=resume))
     if folder.config.exists() and folder.config.read_text(encoding="utf-8") != text:
@@ -386,11 +385,11 @@ def _write_assembly(run: Run, folder: RunFolder) -> None:
     folder.write_json("versions.json", collect_versions())
     if isinstance(assembly.table.tokenizer, JSONTokenizer):
         assembly.table.tokenizer.save(folder.path / "tokenizer.json")
-    folder.write_text("config.yaml", text)  # last: with it, the folder is that of a run
+    folder.write_text("config.yaml", text)  # last, since it makes the folder that of a run
 
 
 def _compared(run: Run, folder: RunFolder) -> Comparison | None:
-    """What the plan promised, and what the steps of this start took. None: the plan promised nothing."""
+    """The forecast of the plan beside the measured steps of this start; None if the plan has no forecast."""
     saved, resume = run.assembly.saved, run.resume
     if saved is None:
         return None
@@ -425,11 +424,11 @@ def _print_outcome(
     written = {"metrics": folder.metrics, "samples": folder.samples, "checkpoints": folder.checkpoints}
     if folder.timeline.exists():
         written["timeline"] = folder.timeline
-    console.where(written | outcome.shown_at | {"all": folder.path})
+    console.where({**written, **outcome.shown_at, "all": folder.path})
 
 
 class _CallableModule(types.ModuleType):
-    """Keeps `jaxrlhf.train(...)` a call after an import of this module, which gives the package's name to it."""
+    """Keeps `jaxrlhf.train(...)` callable after an import of this module, which takes the name in the package."""
 
     __call__ = staticmethod(jaxrlhf.train)
 

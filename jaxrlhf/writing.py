@@ -1,4 +1,4 @@
-"""Writing to disks that may be full or gone: one error, which names the path; and files that are whole or not there."""
+"""Writing files: one error, which names the path, for full or failed disks; and atomic replacement."""
 
 import contextlib
 import os
@@ -14,10 +14,10 @@ class UnwritableError(RuntimeError):
 
 @contextlib.contextmanager
 def writing(path: Path, *also: type[Exception]) -> Iterator[None]:
-    """Raises what goes wrong inside as an `UnwritableError` that names a path.
+    """Raises errors inside of the block as an `UnwritableError` that names a path.
 
     Args:
-        also: Errors, beside `OSError`, by which a library tells that it cannot write.
+        also: Errors, besides `OSError`, that a library raises if it cannot write.
     """
     try:
         yield
@@ -29,11 +29,11 @@ def writing(path: Path, *also: type[Exception]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Gives a path beside `path`, under which to write what takes its place in one move when the block has ended. No
-    reader and no kill ever finds half of it.
+    """Yields a temporary path beside `path`, which replaces it in one move at the end of the block. Readers find the
+    old file or the new one, also after a kill.
 
     Raises:
-        UnwritableError: It cannot be written. The file is as it was.
+        UnwritableError: The file cannot be written. The old one is unchanged.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
     try:
@@ -46,13 +46,13 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replaces a file by a text; see `replacing`."""
+    """Replaces the content of a file by a text; see `replacing`."""
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8", newline="\n")
 
 
 def _what(error: Exception) -> str:
-    """What the system said, of which libraries write much."""
+    """The system's error message, without the long text that libraries add."""
     number = error.errno if isinstance(error, OSError) else None
     if number is None and (told := re.search(r"\bos[ _]error\D{1,8}(\d+)", str(error), re.IGNORECASE)):
         number = int(told[1])

@@ -1,8 +1,8 @@
-"""XLA's flags, and which of them the installed XLA knows.
+"""The XLA flags that the installed XLA knows.
 
-Flags come and go with versions of XLA. One that it does not know, in XLA_FLAGS, ends the process at the first use of a
-device; as an option of a compilation, it fails the compilation. XLA lists its flags nowhere, but each is registered
-under its name, a string that jaxlib's shared library holds.
+Flags change with versions of XLA. An unknown one in XLA_FLAGS ends the process at the first use of a device; as an
+option of a compilation it makes that fail. XLA has no list of its flags, but each is registered under its name, a
+string in jaxlib's shared library.
 """
 
 import functools
@@ -16,16 +16,16 @@ Value = TypeVar("Value")
 
 
 def known_flags(flags: Mapping[str, Value]) -> dict[str, Value]:
-    """Those flags, by name without dashes, that the installed XLA knows. Others only tune, and are left out.
+    """The flags, by name without dashes, that the installed XLA knows. The others only tune, and are left out.
 
-    A plugin for GPUs brings its own XLA, which is of jaxlib's version.
+    A plugin for GPUs has its own XLA, of the same version as jaxlib's.
     """
     return {name: value for name, value in flags.items() if _is_known(name)}
 
 
 @functools.cache
 def _is_known(name: str) -> bool:
-    # With the zero that ends a string in C: names of a message's fields, which outlive the flags, have none.
+    # With the zero at the end of a C string, which names of protobuf fields, kept longer than flags, do not have.
     return any(_holds(library, name.encode() + b"\0") for library in _libraries())
 
 
@@ -36,7 +36,7 @@ def _holds(library: Path, wanted: bytes) -> bool:
 
 @functools.cache
 def _libraries() -> tuple[Path, ...]:
-    """jaxlib's shared libraries, the largest first: XLA is in it. JAX is not imported, since it may read XLA_FLAGS."""
+    """jaxlib's shared libraries, the largest first, since it has XLA. JAX is not imported: it may read XLA_FLAGS."""
     spec = importlib.util.find_spec("jaxlib")
     assert spec and spec.submodule_search_locations, "jaxlib comes with JAX"
     files = (file for folder in spec.submodule_search_locations for file in Path(folder).iterdir())

@@ -51,7 +51,7 @@ from jaxrlhf.planner.plans.plan import Placement, Plan
 from jaxrlhf.planner.search.choices import strategies
 from jaxrlhf.planner.workload import ModelCall, Workload
 from jaxrlhf.run.assembly import Assembly, assemble
-from jaxrlhf.run.step_work import step_workload
+from jaxrlhf.run.step_draft import step_workload
 from jaxrlhf.sharding import mesh
 from jaxrlhf.sharding.strategy import Strategy
 from jaxrlhf.train import read, start

@@ -52,7 +52,7 @@ from jaxrlhf.observe.step_timers import timing_metrics
 from jaxrlhf.observe.utilization import utilization_metrics
 from jaxrlhf.rewards.verifiers import VERIFIERS
 from jaxrlhf.run.assembly import assemble
-from jaxrlhf.run.throughput import TokenCounts, throughput_metrics
+from jaxrlhf.run.step_metrics import TokenCounts, throughput_metrics
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -222,7 +222,7 @@ def test_every_metric_is_documented_and_no_other():
         for phase, above in ((run.train, None), (run.held_out, "eval")):
             results = jax.tree.map(lambda _: 0.0, phase.graph.results[0])
             names |= set(flatten({above: results} if above else results))
-    for module in ("trainer", "warm_start", "evaluation", "throughput", "balance_metrics"):
+    for module in ("trainer", "evaluation", "step_metrics"):
         source = (ROOT / "jaxrlhf" / "run" / f"{module}.py").read_text()
         names |= set(re.findall(r'"((?:perf|training|eval|timing_s|warm_start)/\w+)"', source))
     documented = documented_metrics()

@@ -2,11 +2,10 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
+from jaxrlhf.experience import RowKind
 from jaxrlhf.require import require
-
-RowKind = Literal["prompts", "demonstrations", "preferences"]
 
 
 @dataclasses.dataclass(frozen=True)

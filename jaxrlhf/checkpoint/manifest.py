@@ -1,7 +1,7 @@
-"""Manifest of a checkpoint: sizes and checksums of its files, which tell whether it is whole.
+"""The manifest of a checkpoint: sizes and checksums of its files, which tell whether it is whole.
 
-Orbax checks what it parses (metadata, the index of arrays) and not the bytes of arrays, so that a flipped bit or a
-truncated file would be trained on. CRC-32 finds damage; it is no protection against somebody who means harm.
+Orbax checks metadata and the index of arrays, but not the bytes of arrays, so that training would use a flipped bit or
+a truncated file. CRC-32 finds damage; it does not protect against attackers.
 """
 
 import concurrent.futures
@@ -12,15 +12,15 @@ from pathlib import Path
 
 MANIFEST = "manifest.json"
 TEMPORARY = "orbax-checkpoint-tmp"
-"""After the number and a dot, in the name of a checkpoint that is being written."""
+"""The name of a checkpoint that is being written begins with its number, a dot and this."""
 _STAMPED = "_CHECKPOINT_METADATA"
-"""Orbax writes the time of the commit into this file after the manifest is there."""
+"""Orbax writes the time of the commit into this file after the manifest is written."""
 _CHUNK_BYTES = 1 << 22
 _MAX_READERS = 8
 
 
 def write_manifest(folder: Path) -> None:
-    """Writes the manifest of all files that lie in a folder, and returns when it is on the disk.
+    """Writes the manifest of all files in a folder, and returns when it is on the disk.
 
     Raises:
         OSError: A file cannot be read, or the manifest cannot be written.
@@ -35,10 +35,7 @@ def write_manifest(folder: Path) -> None:
 
 
 def find_damage(folder: Path) -> str | None:
-    """The first thing that is wrong with a checkpoint. None: it is whole, or was written without a manifest.
-
-    Reads all of its files.
-    """
+    """The first damage of a checkpoint; None if it is whole, or was written without a manifest. Reads all files."""
     if not (folder / MANIFEST).exists():
         return None
     try:
@@ -68,7 +65,7 @@ def find_damage(folder: Path) -> str | None:
 
 
 def _checksums(paths: list[Path]) -> list[tuple[int, int]]:
-    """(size, CRC-32) of files. zlib lets other threads run, so several files are read at a time."""
+    """(size, CRC-32) of files. zlib releases the GIL, so several files are read at a time."""
     with concurrent.futures.ThreadPoolExecutor(min(_MAX_READERS, os.cpu_count() or 1)) as pool:
         return list(pool.map(_checksum, paths))
 

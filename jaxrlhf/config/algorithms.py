@@ -1,4 +1,4 @@
-"""Which algorithm a config names: a built-in one, or a user's own step function; and a base of another one."""
+"""The algorithm of a config: a built-in one or a user's own step function; and configs over a base of another one."""
 
 import dataclasses
 import inspect
@@ -18,9 +18,9 @@ STEP = "(roles, state, data, config) -> (results, state)"
 def load_algorithm(name: str) -> Algorithm:
     """The algorithm that a config names.
 
-    `name` is a built-in one, `module:name` or `path/to/file.py:name`. A user's own is an `Algorithm`, or a plain step
-    function: that is given prompts, its first state is `()`, and its settings are of the frozen dataclass which it
-    annotates its `config` with.
+    `name` is a built-in one, `module:name` or `path/to/file.py:name`. A user's own is an `Algorithm` or a plain step
+    function, which gets prompts, starts with the state `()`, and annotates its `config` with the frozen dataclass of
+    its settings.
 
     Raises:
         ConfigError: There is no such algorithm, its module does not import, or it is something else.
@@ -48,26 +48,25 @@ def load_algorithm(name: str) -> Algorithm:
         if not callable(getattr(algorithm, field)):
             raise ConfigError(
                 f"{where}: {field} must be a function of the settings. Got {brief(getattr(algorithm, field))}. Write "
-                f"`lambda config: ...`."
+                "`lambda config: ...`."
             )
     return algorithm
 
 
 def for_another_algorithm(below: Tree, above: Tree, where: str, *, notes: list[str]) -> Tree:
-    """A config without what is of no use to the algorithm that is chosen over it; notes of what that was are added.
-
-    That is settings that the algorithm does not have, and placements of roles that it has no part for.
+    """A config without the settings, and the placements of roles, that the algorithm chosen over it does not have.
 
     Args:
-        below: The config, as a tree that came from `where`.
-        above: What is laid over it.
+        below: The config, as a tree from `where`.
+        above: The tree that is laid over it.
+        notes: Notes about the removed keys are appended here.
     """
     before, name = below.get("algorithm", "ppo"), above.get("algorithm")
     if name in (None, before):
         return below
     try:
         old, new = load_algorithm(before), load_algorithm(name)
-    except (ConfigError, TypeError):  # said where the run is built
+    except (ConfigError, TypeError):  # raised again when the run is built
         return below
     settings, plan = below.get("settings"), below.get("plan")
     if isinstance(settings, dict) and isinstance(above.get("settings", {}), dict):
@@ -91,7 +90,7 @@ def for_another_algorithm(below: Tree, above: Tree, where: str, *, notes: list[s
 
 
 def _without_calls_of(roles: set[str], plan: Tree) -> tuple[Tree, list[str]]:
-    """The section `plan` of a config without calls of some roles, and what it said of them."""
+    """The section `plan` of a config without calls of some roles, and its keys that were removed."""
 
     def is_of_them(call: Any) -> bool:
         return str(call).partition(".")[0] in roles
@@ -117,12 +116,7 @@ def _check_step(where: str, step: Any) -> None:
 
 
 def _around(where: str, step: Callable[..., Any]) -> Algorithm:
-    """A plain step function as an algorithm."""
-    return Algorithm(step, _settings_of(where, step))
-
-
-def _settings_of(where: str, step: Callable[..., Any]) -> type[Any]:
-    """The annotation of a step's last argument."""
+    """A plain step function as an algorithm, with the settings that annotate its last argument."""
     parameters = list(inspect.signature(step).parameters.values())
     annotation = parameters[3].annotation if len(parameters) > 3 else inspect.Parameter.empty
     if isinstance(annotation, str):  # from __future__ import annotations
@@ -133,7 +127,7 @@ def _settings_of(where: str, step: Callable[..., Any]) -> type[Any]:
                 f"{where}: the annotation of its settings must be there when it is loaded. Got {annotation!r}: {error}."
                 " Import it outside of `if TYPE_CHECKING`."
             ) from error
-    return NoSettings if annotation in (inspect.Parameter.empty, Any, None) else annotation
+    return Algorithm(step, NoSettings if annotation in (inspect.Parameter.empty, Any, None) else annotation)
 
 
 def _check_settings(where: str, settings: Any) -> None:

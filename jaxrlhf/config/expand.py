@@ -1,7 +1,4 @@
-"""Expands the short ways to write parts of a config: `model: FOLDER`, presets, `plan: auto`, `devices_memory: 20 GB`.
-
-It works on trees, before a tree becomes dataclasses.
-"""
+"""Expands short forms in the tree of a config: `model: FOLDER`, presets, `plan: auto`, `devices_memory: 20 GB`."""
 
 from typing import Any
 
@@ -14,16 +11,16 @@ from jaxrlhf.suggest import did_you_mean
 RANDOM = "random"
 """The `init` of weights that are drawn at random."""
 MODEL = "model"
-"""The key of a config that names the folder which all roles start from that have no other origin."""
+"""The key of a config that names the folder from which all roles start that have no other origin."""
 _ORIGINS = ("init", "function", "weighted_sum", "shares", "average")
-"""Keys of a role that say what it is, or where its weights come from."""
+"""Keys of a role that determine its kind or the origin of its weights."""
 
 
 def expand(tree: dict[str, Any], where: str) -> None:
-    """Replaces everything short in the tree of a run, in place, by what it stands for.
+    """Expands all short forms in the tree of a run, in place.
 
     Raises:
-        ConfigError: It is of a form that it cannot have. Says `where` the tree came from, and the key.
+        ConfigError: A short form is invalid. The message begins with `where` and names the key.
     """
     _expand_model(tree, where)
     _expand_presets(tree, where)
@@ -32,7 +29,7 @@ def expand(tree: dict[str, Any], where: str) -> None:
 
 
 def _expand_model(tree: dict[str, Any], where: str) -> None:
-    """`model: FOLDER` becomes the `init` of every role that has a model and says nothing of where it comes from."""
+    """`model: FOLDER` becomes the `init` of every role that has a model and no origin."""
     if (folder := tree.pop(MODEL, None)) in (None, ""):
         return
     if not isinstance(folder, str):
@@ -52,8 +49,8 @@ def _expand_model(tree: dict[str, Any], where: str) -> None:
 
 
 def _expand_presets(tree: dict[str, Any], where: str) -> None:
-    """`model: tiny` and `model: {preset: tiny, num_layers: 4}` become the fields of a model: all of them, where its
-    weights are random."""
+    """`model: tiny` and `model: {preset: tiny, num_layers: 4}` become the fields of a model; all of them for random
+    weights."""
     roles = tree.get("roles")
     for name, role in roles.items() if isinstance(roles, dict) else ():
         model = role.get("model") if isinstance(role, dict) else None

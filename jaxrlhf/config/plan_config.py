@@ -1,4 +1,4 @@
-"""The section `plan` of a config: placements of calls, and what else a user can say of a plan."""
+"""The section `plan` of a config: placements of calls, offloaded roles, fused calls, and automatic planning."""
 
 import dataclasses
 import re
@@ -18,10 +18,10 @@ MAX_DEVICES = 2**20
 
 
 def devices_from_text(text: str) -> tuple[int, ...]:
-    """Positions of devices: '0-3', '3,2,1,0', '0-1,4-5'. An empty text is none.
+    """Positions of devices: '0-3', '3,2,1,0', '0-1,4-5'. An empty text means no devices.
 
     Raises:
-        ValueError: Anything else, or more than `MAX_DEVICES`.
+        ValueError: The text is malformed, or names more than `MAX_DEVICES`.
     """
     spans: list[range] = []
     for part in text.split(",") if text else ():
@@ -33,7 +33,7 @@ def devices_from_text(text: str) -> tuple[int, ...]:
 
 
 def devices_to_text(devices: tuple[int, ...]) -> str:
-    """Positions of devices as `devices_from_text` reads them: '0-3' where they follow one another."""
+    """Positions of devices as `devices_from_text` reads them: '0-3' if they are consecutive."""
     if len(devices) > 1 and devices == tuple(range(devices[0], devices[-1] + 1)):
         return f"{devices[0]}-{devices[-1]}"
     return ",".join(map(str, devices))
@@ -43,19 +43,18 @@ def devices_to_text(devices: tuple[int, ...]) -> str:
 class Placement:
     """The devices of a call and the strategy on them.
 
-    Configs and saved plans write its keys and those of the strategy in one mapping: `{devices: 0-3, fsdp: 2, tensor:
-    2}`.
+    In configs and saved plans, its keys and those of the strategy are in one mapping: `{devices: 0-3, fsdp: 2}`.
     """
 
     devices: tuple[int, ...] = dataclasses.field(default=(), metadata={FORM: (str, devices_from_text, devices_to_text)})
-    """Positions in `jax.devices()`: consecutive ones of one node, or whole nodes; in any order, which is the mesh's.
-    Empty in a config: the first ones, as many as the degrees need (`with_devices`)."""
+    """Positions in `jax.devices()`, in the order of the mesh: consecutive ones of one node, or whole nodes. Empty in a
+    config means the first ones, as many as the degrees need (`with_devices`)."""
     strategy: Strategy = dataclasses.field(default=Strategy(), metadata={INLINE: True})
     protocol: str = AUTO
-    """How rows reach the devices: the name of a protocol of `reshard.protocols`, or `auto`."""
+    """The transfer protocol of rows: a name in `reshard.protocols`, or `auto`."""
 
     def with_devices(self) -> "Placement":
-        """The placement on the first devices, as many as its degrees need, where it names none itself."""
+        """The placement; without devices, on the first ones, as many as its degrees need."""
         first = tuple(range(min(self.strategy.num_devices, MAX_DEVICES)))
         return self if self.devices else dataclasses.replace(self, devices=first)
 
@@ -68,17 +67,17 @@ class PlanConfig:
     """The section `plan` of a config."""
 
     default: Placement | None = None
-    """Placement of the calls without an entry. None: each splits its rows over all devices."""
+    """The placement of calls without an entry. None means that they split their rows over all devices."""
     calls: Mapping[str, Placement] = dataclasses.field(default_factory=FrozenDict)
-    """Call -> its placement. `actor.generate` holds for `actor.generate#2` too, unless that has its own entry."""
+    """Call -> its placement. `actor.generate` also applies to `actor.generate#2`, unless that has its own entry."""
     offload: tuple[str, ...] = ()
-    """Roles whose weights rest in host memory where no call needs them."""
+    """Roles whose weights rest in host memory while no call needs them."""
     fuse: tuple[str, ...] = ()
     """Two train calls that run as one pipeline."""
     auto: bool = False
-    """Plan for the calls that have no entry."""
+    """Plan the calls that have no entry."""
     file: str = ""
-    """A plan that `python -m jaxrlhf.plan --out` wrote. Empty: none."""
+    """A plan written by `python -m jaxrlhf.plan --out`; empty for none."""
 
     def __post_init__(self) -> None:
         others = [name for name, value in vars(self).items() if name != "file" and value]
@@ -105,13 +104,13 @@ class PlanConfig:
 
 
 def expand_plan(tree: dict[str, Any], where: str) -> None:
-    """Spells out the section `plan` in the tree of a config.
+    """Expands short forms of the section `plan` in the tree of a config, in place.
 
     `plan: auto` becomes `{auto: true}`, `plan: a/plan.json` becomes `{file: a/plan.json}`, and under `calls` `{actor:
     {train: ...}}`, as `--set plan.calls.actor.train.data=2` makes it, becomes `{actor.train: ...}`.
 
     Raises:
-        ConfigError: It is some other text, or has placements of calls outside `calls`. Begins with `where`.
+        ConfigError: It is another text, or has placements outside of `calls`. The message begins with `where`.
     """
     plan = tree.get("plan")
     if isinstance(plan, str):
@@ -135,7 +134,7 @@ def expand_plan(tree: dict[str, Any], where: str) -> None:
 
 
 def _joined(calls: Mapping[str, Any]) -> dict[str, Any]:
-    """Entries by the names of calls. Of two entries of one call, the later one goes over what was there."""
+    """Entries by the names of calls. Of two entries of one call, the later one is merged over the earlier one."""
     joined: dict[str, Any] = {}
     for name, entry in calls.items():
         is_role = isinstance(entry, dict) and entry and all(isinstance(value, dict) for value in entry.values())

@@ -1,12 +1,12 @@
-"""Reads what a user wrote, strictly: YAML files and `--set a.b=c` into frozen dataclasses.
+"""Strict reading of configs: YAML files and `--set a.b=c` into frozen dataclasses.
 
     name or path --find_config--> file --read_config--> tree --apply_overrides--> tree --build--> dataclass
 
-A tree is plain data: nested mappings of text to values. The fields of a dataclass say what may stand in one: other
-dataclasses, int, float, str, bool, Literal, Any, `X | None`, `tuple[X, ...]`, `tuple[X, Y]` and `Mapping[str, X]`;
-`X | Y`, of which X takes what is not of the very form of Y; and `Stated[X]`, some of the fields of a dataclass X. A
-field whose metadata has `INLINE` or `FORM` is written another way. Lists come as tuples and mappings as FrozenDicts, so
-that a configuration is immutable and hashable. Whatever is wrong is a ConfigError that names file and key:
+A tree is plain data: nested mappings of text to values. The types of a dataclass' fields say which values are valid:
+other dataclasses, int, float, str, bool, Literal, Any, `X | None`, `tuple[X, ...]`, `tuple[X, Y]` and
+`Mapping[str, X]`; `X | Y`, which is Y for values of the form of Y and else X; and `Stated[X]`, some of the fields of a
+dataclass X. A field whose metadata has `INLINE` or `FORM` is written differently. Lists become tuples and mappings
+FrozenDicts, so that a configuration is immutable and hashable. Every error is a ConfigError that names file and key:
 
     configs/x.yaml: plan.calls.actor.train.tensor: expected an integer. Got 'two'. Write a whole number such as 2.
 """
@@ -35,14 +35,14 @@ Tree = dict[str, Any]
 
 
 class Stated(FrozenDict[str, Any], Generic[T]):
-    """Those fields of a dataclass that a config states, each of its type. The others come from elsewhere."""
+    """The fields of a dataclass that a config states, each of its type. The others come from elsewhere."""
 
 
 INLINE = "inline"
-"""In the metadata of a field that holds a dataclass: its keys stand beside those of the outer one."""
+"""In the metadata of a field with a dataclass: its keys are written among those of the outer one."""
 FORM = "form"
-"""In the metadata of a field that is written as a value of another type: that type, a function from such a value, which
-may raise ValueError, and one that gives it back."""
+"""In the metadata of a field that is written as another type: that type, a function from it to the value, which may
+raise ValueError, and the inverse function."""
 
 _SCALARS: dict[Any, tuple[str, str]] = {
     bool: ("expected true or false", "Write true or false."),
@@ -50,13 +50,13 @@ _SCALARS: dict[Any, tuple[str, str]] = {
     float: ("expected a number", "Write a number such as 0.1."),
     str: ("expected text", "Put text that YAML takes for something else in quotes."),
 }
-"""What is expected of a scalar, and how to write it."""
+"""Type of a scalar -> the rule, and how to write it."""
 
 
 def find_config(name_or_path: str | Path, *, beside: Path | None = None) -> Path:
-    """The file of a configuration: a path, known by its folder or its .yaml, or else the name of a shipped one.
+    """The file of a configuration: a path with a folder or the suffix .yaml, or else the name of a shipped config.
 
-    A relative path starts at the folder `beside`; by default, the working directory.
+    A relative path starts at the folder `beside`, by default the working directory.
     """
     text = str(name_or_path)
     path = Path(text)
@@ -77,7 +77,7 @@ def find_config(name_or_path: str | Path, *, beside: Path | None = None) -> Path
 
 
 def read_yaml(path: str | Path) -> Tree:
-    """The mapping that a YAML file holds."""
+    """The mapping in a YAML file."""
     where = _shown(path)
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -94,10 +94,11 @@ def read_yaml(path: str | Path) -> Tree:
 def read_config(
     name_or_path: str | Path, *, adapt: Callable[[Tree, Tree, str], Tree] = lambda below, above, where: below
 ) -> tuple[Tree, str]:
-    """The tree of a configuration over the one that it names as its `base`, and what to call its source in errors.
+    """The tree of a configuration merged over its `base`, and the name of its source for error messages.
 
     Args:
-        adapt: Given the tree of a base, the one that is laid over it and the source of the base: what it becomes.
+        adapt: A function of the tree of a base, the tree over it and the source of the base that returns the tree to
+            use for the base.
     """
     trees, paths = [], []
     path = find_config(name_or_path)
@@ -121,7 +122,7 @@ def read_config(
 
 
 def known_part(cls: type[Any], tree: Tree) -> tuple[Tree, list[str]]:
-    """The part of a tree that a dataclass has keys for, and the keys that it does not have: `update.clip`."""
+    """The part of a tree for which a dataclass has fields, and the other keys: `update.clip`."""
     hints = typing.get_type_hints(cls)
     fields = {field.name for field in dataclasses.fields(cls) if field.init}
     known, unknown = {}, [key for key in tree if key not in fields]
@@ -137,7 +138,7 @@ def known_part(cls: type[Any], tree: Tree) -> tuple[Tree, list[str]]:
 
 
 def apply_overrides(tree: Tree, overrides: Sequence[str]) -> Tree:
-    """A copy of `tree` with each `a.b=value` set, the value read as YAML. Mappings on the way are made where absent."""
+    """A copy of `tree` with each `a.b=value` set, the value read as YAML. Missing mappings are created."""
     tree = copy.deepcopy(tree)
     for override in overrides:
         dotted, equals, text = override.partition("=")
@@ -159,13 +160,13 @@ def apply_overrides(tree: Tree, overrides: Sequence[str]) -> Tree:
 def build(cls: type[T], tree: Any, *, where: str, path: str = "") -> T:
     """An instance of the dataclass `cls` from a tree.
 
-    Errors name the tree's source, `where`, and keys; these follow `path` if the tree is a part of the source.
+    Errors name the source of the tree, `where`, and keys, which begin with `path` if the tree is a part of the source.
     """
     return _build(cls, tree, where, path)
 
 
 def to_tree(value: Any) -> Any:
-    """A dataclass as plain data, defaults included: `build` makes an equal one of it."""
+    """A dataclass as plain data with all defaults, from which `build` makes an equal one."""
     if dataclasses.is_dataclass(value):
         tree: Tree = {}
         for field in (field for field in dataclasses.fields(value) if field.init):
@@ -181,19 +182,19 @@ def to_tree(value: Any) -> Any:
 
 
 def leaves(tree: Any, path: str = "") -> dict[str, Any]:
-    """Dotted keys -> values that are no mappings."""
+    """The values of a tree that are not mappings, by dotted keys."""
     if not isinstance(tree, Mapping):
         return {path: tree}
     return {k: v for key, item in tree.items() for k, v in leaves(item, _join(path, key)).items()}
 
 
 def dump_yaml(value: Any) -> str:
-    """A dataclass as a YAML text that `read_yaml` and `build` read back."""
+    """A dataclass as YAML that `read_yaml` and `build` read back."""
     return strict_yaml.to_text(to_tree(value))
 
 
 def _build(hint: Any, value: Any, where: str, path: str) -> Any:
-    """A value of type `hint`. `path` is where in the tree it stands."""
+    """A value of type `hint`, from the key `path` of a tree."""
     origin, options = typing.get_origin(hint), typing.get_args(hint)
     if dataclasses.is_dataclass(hint):
         return _build_dataclass(hint, value, where, path)
@@ -238,7 +239,7 @@ def _build_dataclass(cls: Any, value: Any, where: str, path: str) -> Any:
 
 
 def keys_of(cls: type[Any]) -> dict[str, dataclasses.Field[Any]]:
-    """The keys that a config can have for a dataclass, those of inline fields among them."""
+    """The keys of a dataclass in a config, including those of inline fields."""
     keys: dict[str, dataclasses.Field[Any]] = {}
     for field in (field for field in dataclasses.fields(cls) if field.init):
         keys |= keys_of(typing.get_type_hints(cls)[field.name]) if INLINE in field.metadata else {field.name: field}
@@ -246,7 +247,7 @@ def keys_of(cls: type[Any]) -> dict[str, dataclasses.Field[Any]]:
 
 
 def _build_fields(cls: Any, value: Any, where: str, path: str, *, all_of_them: bool) -> dict[str, Any]:
-    """The fields of a dataclass that a tree states. `all_of_them`: those without a default must be there."""
+    """The fields of a dataclass that a tree has. `all_of_them`: fields without a default are required."""
     known, hints, tree = keys_of(cls), typing.get_type_hints(cls), _mapping(value, where, path)
     for key in tree:
         if key not in known:
@@ -263,7 +264,7 @@ def _build_fields(cls: Any, value: Any, where: str, path: str, *, all_of_them: b
             arguments[name] = _build(hints[name], part, where, path)
         elif name in tree:
             item = tree[name]
-            if dataclasses.is_dataclass(default) and isinstance(item, Mapping):  # what it leaves out stays as it was
+            if dataclasses.is_dataclass(default) and isinstance(item, Mapping):  # merged over the default
                 item = merge(to_tree(default), dict(item))
             arguments[name] = _build_field(field, hints[name], item, where, _join(path, name))
         elif all_of_them and default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
@@ -284,10 +285,10 @@ def _build_field(field: dataclasses.Field[Any], hint: Any, value: Any, where: st
 
 
 def _located(message: str, path: str, fields: Collection[str]) -> str:
-    """A dataclass's own complaint with its place in the tree.
+    """The message of a dataclass' own error with its place in the tree.
 
     Such a message may begin with a field, `top_k: must ...` or `weighted_sum.short: must ...`, or with the section too,
-    `sampling.top_k: must ...`, in which `path` ends already.
+    `sampling.top_k: must ...`, with which `path` ends already.
     """
     section = path.rpartition(".")[2]
     if section and message.startswith((f"{section}.", f"{section}:")):
@@ -313,7 +314,7 @@ def _build_scalar(hint: type, value: Any, where: str, path: str) -> Any:
         value = float(value)
     if hint is int and type(value) is int and abs(value) >= 2**63:
         raise _error(where, path, "expected an integer of 64 bits", value, "")
-    if type(value) is hint and value == value:  # NaN is no number
+    if type(value) is hint and value == value:  # NaN is refused
         return value
     rule, remedy = _SCALARS[hint]
     if hint is int and isinstance(value, float) and value.is_integer():
@@ -331,7 +332,7 @@ def _mapping(value: Any, where: str, path: str) -> Mapping[str, Any]:
 
 
 def _frozen(value: Any) -> Any:
-    """Plain data that is hashable: mappings as FrozenDict, lists as tuples."""
+    """Plain data made hashable: mappings as FrozenDict, lists as tuples."""
     if isinstance(value, Mapping):
         return FrozenDict({key: _frozen(item) for key, item in value.items()})
     return tuple(_frozen(item) for item in value) if isinstance(value, list) else value
@@ -347,13 +348,13 @@ def merge(below: Tree, above: Tree) -> Tree:
 
 
 def _shipped() -> dict[str, Path]:
-    """The configurations that come with the package, by name."""
+    """The files of the configs in the package, by name."""
     folder = Path(str(importlib.resources.files("jaxrlhf"))) / "configs"
     return {path.stem: path for path in folder.glob("*.yaml")}
 
 
 def _shown(path: str | Path) -> str:
-    """A path as errors show it: from the working directory where it lies inside."""
+    """A path for error messages, relative to the working directory if it is inside."""
     path = Path(path)
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 

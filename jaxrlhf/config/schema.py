@@ -1,4 +1,4 @@
-"""What a run is, as frozen dataclasses: everything that a user can say about it, and nothing else."""
+"""The config of a run as frozen dataclasses."""
 
 import copy
 import dataclasses
@@ -25,7 +25,7 @@ from jaxrlhf.name_rules import check_name
 from jaxrlhf.require import require, require_fraction, require_not_negative, require_positive
 
 MAX_VIRTUAL_DEVICES = 1024
-"""As many as a processor can appear as in reasonable time."""
+"""The most virtual devices of a CPU that start in reasonable time."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +34,7 @@ class OptimizerConfig:
 
     learning_rate: float = 1e-5
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the rate goes on after warm-up: it stays, or falls to `final_fraction` of itself at the last update."""
+    """The rate after warm-up: constant, or falling to `final_fraction` of itself at the last update."""
     warmup_updates: int = 0
     final_fraction: float = 0.0
     beta1: float = 0.9
@@ -58,7 +58,7 @@ class OptimizerConfig:
 class AverageConfig:
     """An exponential moving average of weights: average = decay * average + (1 - decay) * weights.
 
-    With a decay of 0, a copy of them as they were at the last update of the average.
+    With a decay of 0, it is a copy of the weights at its last update.
     """
 
     of: str
@@ -77,30 +77,30 @@ class RoleConfig:
     """A role: a model, trained if it has an optimizer; a Python function of completions; or a sum of other roles."""
 
     model: Stated[ModelConfig] | None = None
-    """The model's sizes and how it computes. With random weights, all of it; with `init`, the settings that are laid
-    over the model of that role or folder. Left out: that model as it is."""
+    """The sizes and compute settings of the model: all of them with random weights; with `init`, the settings to
+    override in the model of that role or folder. None means that model unchanged."""
     head: Head | None = None
-    """None: the head of that model. A scalar head that the weights do not hold starts at zero where it is trained, and
-    at random where it never is."""
+    """None means the head of that model. A scalar head that the weights lack starts at zero if it is trained, and else
+    at random."""
     init: str = RANDOM
-    """Where its weights come from: `random`, the name of another role, or a folder in Hugging Face's format."""
+    """The origin of its weights: `random`, the name of another role, or a folder in Hugging Face's format."""
     optimizer: OptimizerConfig | None = None
     lora: LoRAConfig | None = None
-    """Train adapters in place of the weights, which stay as they started. A role without an optimizer that starts from
-    this one then reads those weights as they are, without a copy."""
+    """Train adapters instead of the weights, which stay frozen. A role without an optimizer that starts from this one
+    then reads these weights without a copy."""
     shares: str = ""
-    """The role whose weights it speaks by, with a head of its own beside that role's: a critic on the actor's trunk. It
-    is trained with that role."""
+    """The role whose weights it shares, with a head of its own: a critic on the actor's trunk. It is trained with that
+    role."""
     average: AverageConfig | None = None
-    """Its weights are a moving average of another role's."""
+    """Makes its weights a moving average of another role's."""
     function: str = ""
     """A built-in reward, `module:function` or `path/to/file.py:function`; instead of a model."""
     options: Mapping[str, Any] = dataclasses.field(default_factory=FrozenDict)
     """Keyword arguments of the function."""
     timeout_seconds: float = 600.0
-    """How long the function may take for a batch. 0: as long as it likes."""
+    """Time limit of the function for a batch. 0 means no limit."""
     weighted_sum: Mapping[str, float] | None = None
-    """Role -> weight: its scores are those of these roles, weighted and added up; instead of a model."""
+    """Role -> weight: its scores are the weighted sum of the scores of these roles; instead of a model."""
 
     def __post_init__(self) -> None:
         holds = 0 <= self.timeout_seconds <= 1e9
@@ -126,7 +126,7 @@ class WarmStartConfig:
     updates_per_step: int = 1
     """Updates in one call of `train`, each on its own `batch_size` rows: fewer, longer programs."""
     overlong: Literal["error", "drop"] = "error"
-    """What is done about rows without a completion, or with one over `max_new_tokens`. Dropped rows are counted."""
+    """The treatment of rows without a completion, or with one over `max_new_tokens`. Dropped rows are counted."""
 
     def __post_init__(self) -> None:
         if self.steps < 1 or self.batch_size < 1 or self.updates_per_step < 1 or self.steps % self.updates_per_step:
@@ -138,21 +138,21 @@ class WarmStartConfig:
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationRunConfig:
-    """What is measured on held-out rows: scores of responses to their prompts, and what the algorithm itself tells."""
+    """The evaluation on held-out rows: scores of responses to their prompts, and the algorithm's own metrics."""
 
     every: int = 0
-    """Steps between evaluations. 0: before the first step and after the last only."""
+    """Steps between evaluations. 0 means only before the first step and after the last."""
     num_prompts: int = 128
     batch_size: int = 0
-    """Rows at a time. 0: all at once."""
+    """Rows at a time. 0 means all at once."""
     sampling: Sampling | None = None
-    """None: as the algorithm samples, but greedily."""
+    """None means the algorithm's sampling, but greedy."""
     scorers: tuple[str, ...] = ("reward",)
-    """Roles whose mean scores are reported, as eval/<role>. None: nothing is sampled, and only what the algorithm
-    measures on held-out rows is reported."""
+    """Roles whose mean scores are reported, as eval/<role>. Without any, nothing is sampled, and only the algorithm's
+    own metrics on held-out rows are reported."""
     best_by: str = ""
-    """What the best checkpoint is chosen by: a scorer, or what the algorithm measures. Of what is called a loss, less
-    is better. Empty: the first scorer; without scorers, the algorithm's loss."""
+    """The metric by which the best checkpoint is chosen: a scorer, or a metric of the algorithm. Losses are better if
+    lower. Empty means the first scorer, or without scorers the algorithm's loss."""
 
     def __post_init__(self) -> None:
         _require_at_least(self, 0, "every", "batch_size")
@@ -165,7 +165,7 @@ class WandbConfig:
 
     project: str = "jaxrlhf"
     entity: str = ""
-    """User or team. Empty: that of the login."""
+    """User or team. Empty means that of the login."""
     mode: Literal["online", "offline"] = "online"
     """`offline` needs no network: `wandb sync` sends the run later."""
     group: str = ""
@@ -174,12 +174,12 @@ class WandbConfig:
 
 @dataclasses.dataclass(frozen=True)
 class OutputConfig:
-    """What a run leaves behind, and where."""
+    """The files of a run and its trackers."""
 
     folder: str = "runs"
-    """Each run makes a folder of its own in it."""
+    """The parent of the folders of runs."""
     samples_every: int = 10
-    """Steps between sampled completions written to samples.jsonl. 0: never."""
+    """Steps between sampled completions written to samples.jsonl. 0 means never."""
     num_samples: int = 8
     timeline: bool = True
     tensorboard: bool = True
@@ -187,13 +187,13 @@ class OutputConfig:
     wandb: WandbConfig | None = None
     """Metrics, samples and the config on Weights & Biases; needs `pip install 'jaxrlhf[wandb]'`."""
     checkpoint_every: int = 0
-    """Steps between checkpoints. 0: by the clock and after the last step only."""
+    """Steps between checkpoints. 0 means only by the clock and after the last step."""
     checkpoint_minutes: float = 15.0
-    """Minutes after which a checkpoint is saved, whatever the step. 0: never by the clock."""
+    """Minutes after which a checkpoint is saved at any step. 0 means never by the clock."""
     keep_checkpoints: int = 2
-    """How many of the newest checkpoints stay."""
+    """The number of newest checkpoints to keep."""
     keep_best: bool = True
-    """After each evaluation that is better than all before, save a checkpoint, which stays beside the newest ones."""
+    """Save a checkpoint after each evaluation that is better than all before, and keep it beside the newest ones."""
     export: tuple[str, ...] = ()
     """Roles whose last weights are written in Hugging Face's format, to the folder of that name in the run's."""
 
@@ -205,7 +205,7 @@ class OutputConfig:
 
 @dataclasses.dataclass(frozen=True)
 class MemoryLimits:
-    """The most memory that a plan may take of what is available: sizes such as `20 GB` or `24 GiB`. Empty: not said."""
+    """Limits to the memory that a plan may use: sizes such as `20 GB` or `24 GiB`; empty for no limit."""
 
     device: str = ""
     """Limit of each device that has memory of its own."""
@@ -234,7 +234,7 @@ _UNITS = {"MB": 10**6, "GB": 10**9, "TB": 10**12, "MiB": 2**20, "GiB": 2**30, "T
 
 
 def _bytes_of(text: str) -> int | None:
-    """The size that a text says. None: it says none."""
+    """The bytes of a size; None if the text is not a size."""
     match = re.fullmatch(rf"\s*(\d+(?:\.\d+)?)\s*({'|'.join(_UNITS)})\s*", text)
     return int(float(match[1]) * _UNITS[match[2]]) if match else None
 
@@ -250,27 +250,27 @@ class RunConfig:
     roles: Mapping[str, RoleConfig]
     data: DataConfig
     datasets: Mapping[str, DataConfig] = dataclasses.field(default_factory=FrozenDict)
-    """Further tables, by the names under which an algorithm asks for rows of them. One tokenizer serves all."""
+    """Further tables, by the names in an algorithm's `Rows`. All have the same tokenizer."""
     algorithm: str = "ppo"
     settings: Any = None
-    """Settings of the algorithm, of the type that it declares."""
+    """Settings of the algorithm, of its own type."""
     seed: int = 0
     devices: str = "auto"
-    """`auto` is all that JAX sees; `cpu:8` makes the processor appear as 8 devices."""
+    """`auto` means all devices of JAX; `cpu:8` makes the CPU appear as 8 devices."""
     devices_memory: MemoryLimits = MemoryLimits()
-    """`20 GB` is that for both."""
+    """`20 GB` sets both limits."""
     tokenizer: TokenizerConfig = dataclasses.field(default_factory=TokenizerConfig)
     plan: PlanConfig = PlanConfig()
     warm_start: WarmStartConfig | None = None
     evaluation: EvaluationRunConfig | None = None
     resume: str = "never"
-    """`never`; `auto`, the newest run of this config, if there is one; the folder of a run, to go on in it from its
-    newest checkpoint; or a checkpoint in one, to branch off from."""
+    """`never`; `auto`, the newest run of this config, if there is one; the folder of a run, to resume it from its
+    newest checkpoint; or a checkpoint of a run, from which a new run starts."""
     output: OutputConfig = dataclasses.field(default_factory=OutputConfig)
     compilation_cache: str = "~/.cache/jaxrlhf/xla"
-    """Folder of compiled programs, kept between runs. Empty: none."""
+    """Folder of compiled programs for later runs. Empty means none."""
     notes: tuple[str, ...] = dataclasses.field(default=(), init=False, compare=False)
-    """Remarks for the user on how the config was read. Not a key of it."""
+    """Notes for the user on the reading of the config. Not a key of it."""
 
     def __post_init__(self) -> None:
         for field in ("roles", "datasets"):
@@ -287,7 +287,7 @@ class RunConfig:
 
     @property
     def num_virtual_devices(self) -> int | None:
-        """How many devices the processor is to appear as; None: the real ones are used."""
+        """The number of virtual CPU devices; None to use the real devices."""
         platform, _, count = self.devices.partition(":")
         number = int(count) if platform == "cpu" and re.fullmatch("[0-9]{1,4}", count) else 0
         return number if 0 < number <= MAX_VIRTUAL_DEVICES else None
@@ -302,7 +302,7 @@ def load_run(name_or_path: str | Path, overrides: Sequence[str] = ()) -> RunConf
     """The run that a config file, or a shipped config, describes.
 
     Raises:
-        ConfigError: Something is unknown, missing or of a wrong type or value: says the file and the key.
+        ConfigError: A key is unknown or missing, or a value is invalid. Names the file and the key.
     """
     notes: list[str] = []
     adapt = functools.partial(for_another_algorithm, notes=notes)
@@ -314,13 +314,13 @@ def load_run(name_or_path: str | Path, overrides: Sequence[str] = ()) -> RunConf
 
 
 def build_run(tree: Mapping[str, Any], *, where: str, notes: Sequence[str] = ()) -> RunConfig:
-    """The run that a config describes, as a tree that came from `where`.
+    """The run that the tree of a config describes, which came from `where`.
 
     Args:
-        notes: Remarks on how the tree came about, which the run tells its user.
+        notes: Notes on the tree, to be shown to the user.
 
     Raises:
-        ConfigError: As `load_run` does.
+        ConfigError: As in `load_run`.
     """
     tree = copy.deepcopy(dict(tree))
     settings = tree.pop("settings", None) or {}

@@ -1,9 +1,9 @@
 """YAML without its traps: duplicate keys, `on` for true, `010` for 8, `1e-3` for text.
 
-Plain data only: mappings with text for keys, lists, text, numbers, true, false and null. Numbers are those of YAML 1.2,
-so `1e-3` is a float while `010`, `1:30` and dates are text. A key given twice and an unquoted `yes`, `no`, `on` or
-`off`, which YAML 1.1 takes for true and false, are errors. So are aliases of aliases that stand for millions of values.
-What `to_text` writes, `parse` reads back the same.
+Only plain data: mappings with text for keys, lists, text, numbers, true, false and null. Numbers are those of YAML 1.2,
+so `1e-3` is a float, and `010`, `1:30` and dates are text. Errors are: a key given twice; an unquoted `yes`, `no`, `on`
+or `off`, which YAML 1.1 takes for true and false; and aliases of aliases that stand for millions of values. `parse`
+reads back the output of `to_text`.
 """
 
 import re
@@ -14,11 +14,11 @@ import yaml
 from jaxrlhf.brief import brief, cut
 
 MAX_NODES = 100_000
-"""Keys and values of a text, those behind an alias counted each time that it stands there."""
+"""The most keys and values of a text, with those of an alias counted at each use."""
 
 
 class ConfigError(ValueError):
-    """What is wrong with a configuration, told to whoever wrote it."""
+    """An error in a configuration, described to its author."""
 
 
 BOOL = re.compile("true|True|TRUE|false|False|FALSE|yes|Yes|YES|no|No|NO|on|On|ON|off|Off|OFF")
@@ -119,9 +119,9 @@ def parse(text: str, *, where: str) -> Any:
 
 
 def _num_nodes(node: yaml.Node, known: dict[int, int]) -> int:
-    """Nodes of a document, this one among them. `known`: those of nodes that were counted before, by id."""
+    """The number of nodes below a node, including itself. `known`: the numbers of nodes counted before, by id."""
     if id(node) not in known:
-        known[id(node)] = 0  # inside itself, which is refused later
+        known[id(node)] = 0  # for a node inside of itself, which is refused later
         inner = node.value if isinstance(node, yaml.SequenceNode) else []
         if isinstance(node, yaml.MappingNode):
             inner = [part for pair in node.value for part in pair]
@@ -130,6 +130,6 @@ def _num_nodes(node: yaml.Node, known: dict[int, int]) -> int:
 
 
 def to_text(tree: Any) -> str:
-    """Plain data as YAML, in the order of its keys. All but ASCII is escaped: PyYAML would lose a next-line
-    character."""
+    """Plain data as YAML, in the order of its keys. Non-ASCII characters are escaped, since PyYAML would lose a
+    next-line character."""
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, width=120)

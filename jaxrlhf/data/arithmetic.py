@@ -22,13 +22,13 @@ class ArithmeticConfig:
     """Which problems the task has."""
 
     digits: int = 2
-    """Digits of the operands; the right operand of a product has one, from 2 to 9."""
+    """Digits of the operands. The right operand of a product has one, from 2 to 9."""
     operations: tuple[str, ...] = ("+",)
     """Some of +, - and *. A difference is never negative."""
     held_out: int = 8
     """One row in this many is held out, chosen by the checksum of its prompt."""
     max_rows: int = 20000
-    """Where an operation has more problems than this, that many of them are drawn, always the same."""
+    """The most problems of an operation. If there are more, a fixed random choice of them is used."""
 
     def __post_init__(self) -> None:
         where, given = "data.arithmetic", self.operations
@@ -41,9 +41,9 @@ class ArithmeticConfig:
 
 
 def arithmetic_rows(config: ArithmeticConfig) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
-    """Training rows and held-out rows, no row in both, always the same.
+    """Training rows and held-out rows, which are disjoint and always the same.
 
-    The held-out rows are shuffled, so that the first ones are a fair sample of them.
+    The held-out rows are shuffled, so that the first ones are a fair sample.
     """
     train: list[dict[str, str]] = []
     held_out: list[dict[str, str]] = []
@@ -62,7 +62,7 @@ def _num_problems(operation: str, digits: int) -> int:
 
 
 def _row(operation: str, digits: int, index: int) -> dict[str, str]:
-    """Problem number `index` of an operation, worked."""
+    """Problem number `index` of an operation, with its steps and answer."""
     lowest = 10 ** (digits - 1)
     if operation == "+":
         left, right = index // (9 * lowest), index % (9 * lowest)
@@ -83,7 +83,7 @@ def _row(operation: str, digits: int, index: int) -> dict[str, str]:
 
 
 def _wrong(prompt: str, steps: list[str]) -> str:
-    """The working with another digit in one step, by the checksum of the prompt, and the answer that it leads to."""
+    """The steps with a wrong digit in one of them, chosen by the checksum of the prompt, and the resulting answer."""
     place, off = divmod(zlib.crc32(prompt.encode()) // 8 % (9 * len(steps)), 9)
     carry, digit = steps[place]
     steps = [*steps[:place], f"{carry}{(int(digit) + 1 + off) % 10}", *steps[place + 1 :]]
@@ -91,7 +91,7 @@ def _wrong(prompt: str, steps: list[str]) -> str:
 
 
 def _steps(operation: str, left: int, right: int, digits: int) -> list[str]:
-    """One step per digit of `left`, lowest first: what is carried or borrowed, then the digit."""
+    """One step for each digit of `left`, lowest first: the carry or borrow, then the digit."""
     carry, steps = 0, []
     for place in range(digits):
         a, b = left // 10**place % 10, right // 10**place % 10

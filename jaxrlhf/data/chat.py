@@ -1,4 +1,4 @@
-"""Conversations, and the chat templates that tokenizers bring: what is in a row, checked, and what makes text of it."""
+"""Conversations in rows, checked, and the chat templates that render them."""
 
 import dataclasses
 import json
@@ -16,11 +16,11 @@ Message = Mapping[str, Any]
 """At least a `role` and a `content`, both text; the content may be missing beside `tool_calls`."""
 
 DEFAULT = "default"
-"""The name of the template that a tokenizer's only one has, and of the one taken where none is named."""
+"""The name of a tokenizer's only template, and of the template that is used if none is named."""
 
 
 def find_template(wanted: str, known: Mapping[str, str], *, tokenizer: str) -> tuple[str, str]:
-    """Where a template is, and its text.
+    """The origin of a template, for error messages, and its text.
 
     Args:
         wanted: Jinja text, a file, the name of one of the tokenizer's templates, or '' for its default.
@@ -55,12 +55,12 @@ def find_template(wanted: str, known: Mapping[str, str], *, tokenizer: str) -> t
 
 
 def check_messages(value: Any, *, column: str, source: str) -> list[Message]:
-    """A conversation, if that is what `value` is. Parts of text, of which a content may be a list, are joined.
+    """The messages of a conversation, checked. A content that is a list of text parts is joined.
 
-    Keys without a value, as parquet fills them in, are left out; templates are given all others.
+    Keys without a value, as parquet fills them in, are left out; templates get all others.
 
     Raises:
-        ValueError: It is something else.
+        ValueError: The value is not a conversation.
     """
     where = f"{source}: {column}"
     if not isinstance(value, list):
@@ -78,7 +78,8 @@ def check_messages(value: Any, *, column: str, source: str) -> list[Message]:
         if isinstance(message.get("content"), list):
             message["content"] = _joined(message["content"], f"{where}[{index}].content")
         for key in ("role", "content"):
-            if not isinstance(message.get(key), str) and not (key == "content" and _only_calls(message)):
+            only_calls = key == "content" and key not in message and message.get("tool_calls")
+            if not isinstance(message.get(key), str) and not only_calls:
                 got = _shown(message[key]) if key in message else f"only {', '.join(message) or 'nothing'}"
                 raise ValueError(f"{where}[{index}] must have a {key} of text. Got {got}.")
         messages.append(message)
@@ -86,10 +87,10 @@ def check_messages(value: Any, *, column: str, source: str) -> list[Message]:
 
 
 def check_tools(value: Any, *, column: str, source: str) -> list[Any] | None:
-    """The functions that an assistant may call, as a list of JSON objects or as JSON text of one; None for none.
+    """The functions that an assistant may call, from a list of JSON objects or its JSON text; None for no functions.
 
     Raises:
-        ValueError: It is something else.
+        ValueError: The value is neither.
     """
     tools = value
     if isinstance(value, str):
@@ -106,10 +107,10 @@ def check_tools(value: Any, *, column: str, source: str) -> list[Any] | None:
 
 
 def check_tools_are_known(template: ChatTemplate, messages: Sequence[Message], tools: Any, *, source: str) -> None:
-    """Asks that a template reads tools and calls of them where a conversation has some.
+    """Checks that a template reads the tools and tool calls of a conversation, if it has any.
 
     Raises:
-        ValueError: It never does, and would leave them out.
+        ValueError: The template would leave them out.
     """
     calls = next((index for index, message in enumerate(messages) if message.get("tool_calls")), None)
     for word, got in (("tool_calls", calls), ("tools", tools)):
@@ -122,12 +123,12 @@ def check_tools_are_known(template: ChatTemplate, messages: Sequence[Message], t
 
 
 def check_tool_messages(template: ChatTemplate, conversations: Sequence[Conversation]) -> None:
-    """Asks that a template writes out what tools answer, by the first conversation in which one does.
+    """Checks, with the first conversation that has a tool's answer, that a template writes such answers.
 
     Raises:
-        ValueError: It leaves that out, as some do with messages of roles that they do not know.
+        ValueError: It leaves them out, as some templates do with messages of unknown roles.
     """
-    answer = "\U00020000"  # what no template writes by itself
+    answer = "\U00020000"  # no template writes this character by itself
     for conversation in conversations:
         tools = [index for index, message in enumerate(conversation.messages) if message["role"] == "tool"]
         if not tools:
@@ -146,10 +147,10 @@ def check_tool_messages(template: ChatTemplate, conversations: Sequence[Conversa
 
 
 def split_completion(messages: Sequence[Message], *, where: str) -> tuple[Sequence[Message], str | None]:
-    """The messages to answer, and the answer: the last message where it is the assistant's.
+    """The messages to answer, and the answer: the last message if it is the assistant's, else None.
 
     Raises:
-        ValueError: The answer calls tools, which would have to become text that is to be learned.
+        ValueError: The answer calls tools, for which there is no text to learn from.
     """
     last = messages[-1]
     if last["role"] != "assistant":
@@ -160,11 +161,6 @@ def split_completion(messages: Sequence[Message], *, where: str) -> tuple[Sequen
             "them into its content as the model is to write them, or end the row with the message before."
         )
     return messages[:-1], last["content"]
-
-
-def _only_calls(message: Message) -> bool:
-    """Tests for a message with tool calls in place of a content."""
-    return bool(message.get("tool_calls")) and "content" not in message
 
 
 def _joined(parts: list[Any], where: str) -> str:

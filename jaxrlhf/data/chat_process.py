@@ -1,4 +1,4 @@
-"""Conversations to text, by a process that renders chat templates within limits of time and memory."""
+"""Renders conversations in another process, within limits of time and memory."""
 
 import atexit
 import contextlib
@@ -21,22 +21,22 @@ from jaxrlhf.data.chat_rendering import EXTRA_CHARACTERS, LONGER, MEMORY_BYTES
 SECONDS = 2.0
 """CPU time for one conversation, and for compiling a template. Templates in use take less than a millisecond."""
 FIRST_SECONDS, SECONDS_EACH = 10.0, 0.02
-"""CPU time for all conversations of a table: for the first ones, and then for each."""
+"""CPU time for all conversations of a table: a constant, and a part for each conversation."""
 _BATCH = 256
-"""Conversations that are sent at a time."""
+"""The number of conversations that are sent at a time."""
 _IDLE_SECONDS = 5.0
-"""After which a process that nobody uses is ended."""
+"""The time after which an unused process is ended."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ChatTemplate:
-    """A template, and what it is given beside the messages."""
+    """A template, and its variables beside the messages."""
 
     where: str
     """The file that it was found in, for error messages."""
     text: str
     special_tokens: Mapping[str, str]
-    """Such as bos_token and eos_token."""
+    """Texts of special tokens by name: bos_token, eos_token ..."""
     date: str
     """The date that `strftime_now` gives, such as '2024-07-26'."""
 
@@ -56,7 +56,7 @@ def render_chats(template: ChatTemplate, conversations: Sequence[Conversation]) 
     """The texts of conversations.
 
     Raises:
-        ValueError: The template is no Jinja, refuses a conversation, or takes more time or memory than it may.
+        ValueError: The template is not valid Jinja, refuses a conversation, or exceeds the limits of time or memory.
     """
     seconds = FIRST_SECONDS + SECONDS_EACH * len(conversations)
     with _borrowed() as process:
@@ -65,7 +65,7 @@ def render_chats(template: ChatTemplate, conversations: Sequence[Conversation]) 
             raise ValueError(_over_limit(template, template.where, reply, process, seconds, len(conversations)))
         if "refused" in reply:
             line = f", line {reply['line']}" if reply["line"] else ""
-            raise ValueError(f"{template.where}{line}: must be a Jinja template. Got {_sentence(reply['refused'])}")
+            raise ValueError(f"{template.where}{line}: must be a Jinja template. Got {reply['refused'].rstrip('.')}.")
         texts = []
         for start in range(0, len(conversations), _BATCH):
             batch = conversations[start : start + _BATCH]
@@ -94,7 +94,7 @@ def _over_limit(
     seconds: float,
     count: int,
 ) -> str:
-    """The message for a template that took too much, or whose process is gone."""
+    """The error message for a template that exceeded a limit, or whose process has ended."""
     if reply is None and (status := process.status()) != -signal.SIGPROF:
         rule, got = "must not end the process that renders it", f"its end with status {status}"
     elif reply is None:
@@ -109,16 +109,12 @@ def _over_limit(
     return f"{where} {rule}. Got {got}. Set data.chat_template to another one."
 
 
-def _sentence(text: str) -> str:
-    return text if text.endswith(".") else f"{text}."
-
-
 class _Process:
-    """A process that renders, as long as it lives."""
+    """A rendering process."""
 
     def __init__(self) -> None:
         self.num_requests = 0
-        # No site packages and no environment: what is installed there may import anything. Jinja's folders are given.
+        # Without site packages and environment, whose packages may import anything. Jinja's folders are passed.
         folders = dict.fromkeys(os.path.dirname(module.__path__[0]) for module in (jinja2, markupsafe))
         start = f"import sys, runpy; sys.path += {list(folders)!r}; runpy.run_path(sys.argv[1], run_name='__main__')"
         self._process = subprocess.Popen(
@@ -130,19 +126,13 @@ class _Process:
         )
 
     def compile(self, template: ChatTemplate, seconds: float) -> dict[str, Any] | None:
-        """Has it compile a template, for which all conversations together may take so many seconds."""
-        self.send(
-            {
-                "template": template.text,
-                "special_tokens": dict(template.special_tokens),
-                "date": template.date,
-                "seconds": [SECONDS, seconds],
-            }
-        )
+        """Compiles a template. Rendering all conversations with it may take `seconds`. Returns the reply."""
+        tokens, limits = dict(template.special_tokens), [SECONDS, seconds]
+        self.send({"template": template.text, "special_tokens": tokens, "date": template.date, "seconds": limits})
         return self.reply()
 
     def send(self, *lines: Any) -> None:
-        """Sends requests. A process that is gone gives no reply to them."""
+        """Sends requests. A process that has ended does not reply to them."""
         assert self._process.stdin is not None
         self.num_requests += 1
         with contextlib.suppress(BrokenPipeError):
@@ -150,13 +140,13 @@ class _Process:
             self._process.stdin.flush()
 
     def reply(self) -> dict[str, Any] | None:
-        """The next reply; None where the process has ended."""
+        """The next reply; None if the process has ended."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         return json.loads(line) if line.endswith(b"\n") else None
 
     def is_there(self) -> bool:
-        """Tests that it still waits for requests: somebody may have ended it."""
+        """Returns whether the process is still alive."""
         return self._process.poll() is None
 
     def status(self) -> int:
@@ -174,12 +164,12 @@ class _Process:
 
 _lock = threading.RLock()
 _idle: dict[int, _Process] = {}
-"""This process -> the one that renders for it: starting one takes as long as rendering hundreds of conversations."""
+"""This process -> its idle rendering process: starting one takes as long as rendering hundreds of conversations."""
 
 
 @contextlib.contextmanager
 def _borrowed() -> Iterator[_Process]:
-    """A process for one table. It stays for the next one for a while, unless something went wrong."""
+    """A process for one table. Unless an error occurs, it is kept for a while for the next table."""
     with _lock:
         process = _idle.pop(os.getpid(), None)
         if process is not None and not process.is_there():
@@ -198,7 +188,7 @@ def _borrowed() -> Iterator[_Process]:
 
 
 def _end_if_unused(process: _Process, num_requests: int) -> None:
-    """Ends a process that was asked for nothing since."""
+    """Ends a process that has had no request since."""
     with _lock:
         if _idle.get(os.getpid()) is process and process.num_requests == num_requests:
             _end_idle()

@@ -1,16 +1,16 @@
-"""Renders chat templates, as transformers does, in a process of its own that is held to limits of time and memory.
+"""Renders chat templates, as transformers does, in a process of its own with limits of time and memory.
 
-A template comes with a model that somebody else made, and is a program: it can loop for ever, or build a text of any
-size. So no template is compiled or rendered in the process that trains. This file is run as a script by
-`jaxrlhf.data.chat_process`, and imports nothing but Jinja, so that it starts in a tenth of a second.
+A template comes with somebody else's model and is a program: it can loop for ever, or build a text of any size. So no
+template is compiled or rendered in the process that trains. `jaxrlhf.data.chat_process` runs this file as a script. It
+imports only Jinja, so that it starts in a tenth of a second.
 
 Requests and replies are lines of JSON:
 
     {"template": ..., "special_tokens": ..., "date": ..., "seconds": [one, all]}  ->  a reply
     {"count": n} and n lines {"messages": ..., "tools": ...}                      ->  n replies {"text": ...}
 
-In the place of what was asked for, a reply may be {"refused": why} or {"limit": of what}.
-What takes too much CPU time gets no reply: SIGPROF ends the process.
+Instead, a reply may be {"refused": why} or {"limit": of what}. There is no reply if the CPU time is exceeded: SIGPROF
+ends the process.
 """
 
 import datetime
@@ -31,16 +31,12 @@ import jinja2.sandbox
 MEMORY_BYTES = 512 * 2**20
 """Address space of the process. Python and Jinja take 25 MB of it."""
 EXTRA_CHARACTERS, LONGER = 100_000, 10
-"""A rendered conversation has at most that many characters beside so many times those of its JSON."""
+"""A rendered conversation has at most `EXTRA_CHARACTERS` more than `LONGER` times the characters of its JSON."""
 _LONGEST_ERROR = 300
 
 
 def compile_template(text: str, date: str) -> jinja2.Template:
-    """A template ready to render.
-
-    Args:
-        date: What `strftime_now` takes for today, as in '2024-07-26'.
-    """
+    """A template ready to render. `date` is the one that `strftime_now` formats, such as '2024-07-26'."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
@@ -61,7 +57,7 @@ def render(
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}`, by which some templates mark what the assistant says. It changes nothing here."""
+    """`{% generation %}`, which some templates put around the assistant's text. It has no effect here."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -71,7 +67,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    """As it is, where Jinja's own filter would escape what HTML takes for tags."""
+    """JSON without the escapes for HTML of Jinja's own filter."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
 
@@ -88,7 +84,7 @@ def _clock(date: str) -> Callable[[str], str]:
 
 
 def serve(requests: BinaryIO, replies: BinaryIO) -> None:
-    """Answers requests until there are no more."""
+    """Replies to requests until the end of the input."""
     template, special_tokens, seconds, left = jinja2.Template(""), {}, 0.0, 0.0
     while line := requests.readline():
         request = json.loads(line)
@@ -102,13 +98,13 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
             before = time.process_time()
             _send(replies, _rendered(template, conversation, special_tokens, min(seconds, left)))
             left -= time.process_time() - before
-            if left <= 0:  # a timer counts whole ticks of the clock, of which a conversation may take none
+            if left <= 0:  # the timer counts whole ticks of the clock, and a conversation may take less
                 signal.raise_signal(signal.SIGPROF)
 
 
 def _compiled(text: str, date: str, seconds: float) -> tuple[dict[str, Any], Any]:
     try:
-        signal.setitimer(signal.ITIMER_PROF, seconds)  # constants are folded: what is multiplied, is multiplied here
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # compiling folds constants, which can take long
         return {}, compile_template(text, date)
     except MemoryError:
         return {"limit": "memory"}, None
@@ -125,7 +121,7 @@ def _rendered(template: Any, conversation: bytes, special_tokens: Mapping[str, s
         text = render(template, asked["messages"], special_tokens, asked["tools"])
     except MemoryError:
         return {"limit": "memory"}
-    except Exception as error:  # a template is a program and may fail in any way
+    except Exception as error:  # templates may fail in any way
         return {"refused": _shown(error)}
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)

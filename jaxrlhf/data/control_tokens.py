@@ -1,8 +1,7 @@
-"""Control tokens, such as <|im_end|>, in the text of rows: marked, so that they are encoded as the text that they are.
+"""Marks control tokens, such as <|im_end|>, in the text of rows, so that they are encoded as text.
 
-A mark is a character that is nowhere else in what is marked. It stands after the first character of each control
-token, so that nothing takes it for one, and what Python or a chat template makes of the text still has it. Control
-tokens that a template writes have none.
+A mark is a character that the text does not have otherwise, inserted after the first character of each control token.
+It survives string formatting and chat templates. Control tokens that a template writes are not marked.
 """
 
 import dataclasses
@@ -11,16 +10,16 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 _MARKS = range(0x20000, 0x2A6E0)
-"""Rare Chinese characters: they have no case, are no space, and are printed as they are."""
+"""Rare Chinese characters: printable, without case, and not white space."""
 
 
 @dataclasses.dataclass(frozen=True)
 class MarkedText:
-    """Text in which some control tokens are marked."""
+    """A text with marked control tokens."""
 
     marked: str
     mark: str = ""
-    """Empty: none is."""
+    """The mark; empty if no control token is marked."""
 
     @property
     def plain(self) -> str:
@@ -29,20 +28,20 @@ class MarkedText:
 
 
 def control_pattern(tokens: Collection[str]) -> re.Pattern[str] | None:
-    """Pattern of control tokens, the longest one at each place, as a group. None: there are none.
+    """A pattern that matches the longest control token at each place, as a group; None without control tokens.
 
-    A single character is no control token that anybody writes by its name.
+    Control tokens of a single character are left out: they are ordinary text.
     """
     longest_first = sorted((token for token in tokens if len(token) > 1), key=len, reverse=True)
     return re.compile(f"({'|'.join(map(re.escape, longest_first))})") if longest_first else None
 
 
 def mark_tokens(value: Any, tokens: re.Pattern[str] | None, *, avoid: str = "") -> tuple[Any, str]:
-    """A value with every control token in its texts marked, and the mark; as it was, and '', where it has none.
+    """A value with every control token in its texts marked, and the mark; unchanged, and '', if there are none.
 
     Args:
-        value: Text, or lists and mappings of it.
-        avoid: Further text that the mark must not stand in.
+        value: Text, or lists and mappings of texts.
+        avoid: Another text that must not contain the mark.
     """
     if tokens is None or not any(tokens.search(text) for text in _texts(value)):
         return value, ""

@@ -25,29 +25,29 @@ from jaxrlhf.data.tokenizer import Tokenizer
 
 @dataclasses.dataclass(frozen=True)
 class Example:
-    """What a run takes from a row."""
+    """The prompt and completions of a row."""
 
     row: Row
     prompt: str
-    """Text, as it is. Empty where `messages` become the prompt."""
+    """The text of the prompt; empty if `messages` become the prompt."""
     messages: Sequence[Message]
-    """A conversation up to where the assistant is to speak. Empty where the prompt is text."""
+    """A conversation up to the assistant's reply; empty if the prompt is text."""
     completion: str | None
-    """The response to learn from; the preferred one, where there are two."""
+    """The response to learn from; of two, the preferred one."""
     rejected: str | None = None
-    """The other one."""
+    """The other response of a pair."""
     margin: float = 0.0
-    """By how much the first was preferred."""
+    """The margin by which the first response was preferred."""
     tools: list[Any] | None = None
     """The functions that the assistant of a chat may call."""
 
 
 def read_example(row: Row, config: DataConfig) -> Example:
-    """A row's prompt and completions, checked.
+    """The prompt and completions of a row, checked.
 
     Raises:
-        MalformedPair: It holds no two replies to one prompt.
-        ValueError: Anything else is not as it must be.
+        MalformedPair: The row does not hold two different replies to one prompt.
+        ValueError: Anything else is wrong.
     """
     pair = read_pair(row, config)
     completion = row.columns.get(config.completion_column)
@@ -78,7 +78,7 @@ def read_example(row: Row, config: DataConfig) -> Example:
 def _example(
     row: Row, prompt: str, messages: Sequence[Message], completion: str | None, pair: Pair, config: DataConfig
 ) -> Example:
-    """Joins what the completion column says with the pair."""
+    """Combines the completion column with the pair."""
     if pair.chosen is not None and completion is not None:
         raise ValueError(
             f"{row.source}: a completion is given once. Got one beside the column {config.chosen_column!r}. Remove "
@@ -99,9 +99,9 @@ def _with_system(messages: Sequence[Message], config: DataConfig) -> Sequence[Me
 
 
 def prompt_texts(examples: Sequence[Example], config: DataConfig, tokenizer: Tokenizer) -> list[MarkedText]:
-    """The text of every row's prompt: of a chat, what its template makes of the messages.
+    """The text of the prompt of every row; for chats, the rendered messages.
 
-    Control tokens in what the rows hold are marked, unless the config allows them; those of templates are not.
+    Control tokens in the rows are marked, unless the config allows them; those of templates are not.
     """
     tokens = tokens_as_text(config, tokenizer)
     if config.chat != "none":
@@ -117,12 +117,12 @@ def prompt_texts(examples: Sequence[Example], config: DataConfig, tokenizer: Tok
 
 
 def tokens_as_text(config: DataConfig, tokenizer: Tokenizer) -> re.Pattern[str] | None:
-    """Pattern of the control tokens that stay text where a row's text has them."""
+    """A pattern of the control tokens that are encoded as text in rows."""
     return control_pattern(() if config.control_tokens == "allow" else tokenizer.control_tokens)
 
 
 def _chat_texts(examples: Sequence[Example], config: DataConfig, tokenizer: Tokenizer) -> list[MarkedText]:
-    """The same of chats."""
+    """`prompt_texts` for chats."""
     where, text = find_template(config.chat_template, tokenizer.chat_templates, tokenizer=tokenizer.name)
     template = ChatTemplate(where, text, tokenizer.special_tokens, config.chat_date)
     tokens = tokens_as_text(config, tokenizer)
@@ -144,7 +144,7 @@ def _chat_texts(examples: Sequence[Example], config: DataConfig, tokenizer: Toke
 
 
 def _prompt(row: Row, config: DataConfig) -> str:
-    """The text of a row's prompt, where it is text."""
+    """The text of the prompt of a row without messages."""
     remedy = "" if config.template else "Set data.prompt_column or data.template."
     for name in template_fields(config.template) if config.template else [config.prompt_column]:
         row.require_column(name, remedy)
@@ -160,7 +160,7 @@ def _prompt(row: Row, config: DataConfig) -> str:
 
 
 def learnable_texts(examples: Sequence[Example]) -> Iterator[str]:
-    """What a tokenizer learns from: of each row the prompt or its messages, the completion, and all columns of text."""
+    """Texts to train a tokenizer on: the prompt or messages, the completion, and all text columns of each row."""
     for example in examples:
         messages = [message.get("content", "") for message in example.messages]
         columns = [value for value in example.row.columns.values() if isinstance(value, str)]

@@ -1,4 +1,4 @@
-"""The files of a path, and their rows, each with the place where it was read: JSON lines, a JSON list, or parquet."""
+"""The files of a path, and their rows with their sources: JSON lines, a JSON list, or parquet."""
 
 import codecs
 import dataclasses
@@ -20,21 +20,21 @@ from jaxrlhf.suggest import did_you_mean
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A row as it was read."""
+    """A row of a file."""
 
     source: str
-    """Where, for error messages: 'train.jsonl:3', 'train.parquet: row 3'. Counted from 1."""
+    """Its place for error messages, counted from 1: 'train.jsonl:3', 'train.parquet: row 3'."""
     columns: dict[str, Any]
 
     def require_column(self, name: str, remedy: str) -> None:
-        """Raises ValueError, with `remedy` at its end, unless the row has a value under this name."""
+        """Raises a ValueError, which ends with `remedy`, unless the row has a value in this column."""
         if self.columns.get(name) is None:
             has = ", ".join(self.columns) or "nothing"
             near = did_you_mean(name, (key for key in self.columns if key != name))
             raise ValueError(f"{self.source}: must have the column {brief(name)}. Got {has}.{near} {remedy}".rstrip())
 
     def text(self, what: str, value: Any, *, may_be_empty: bool = False) -> str:
-        """`value`, if it is text that can be tokenized. `what` is its name in the ValueError that says it is not."""
+        """Returns `value` if it is text that can be tokenized; else raises a ValueError that calls it `what`."""
         if not isinstance(value, str):
             remedy = "Set data.chat to 'messages'." if isinstance(value, list) else "Write it in quotes."
             raise ValueError(f"{self.source}: {what} must be a string. Got {repr(value)[:60]}. {remedy}")
@@ -48,14 +48,14 @@ class Row:
 
 
 def read_rows(field: str, paths: str | Sequence[str]) -> list[Row]:
-    """The rows of a file, or of several one after another, read by their suffixes.
+    """The rows of one or several files, whose suffixes name their formats.
 
     Args:
-        field: The key of the config that names them.
-        paths: As `find_files` takes them.
+        field: The key of the config that names them, for error messages.
+        paths: As in `find_files`.
 
     Raises:
-        ValueError: A file is missing, of an unknown kind or malformed, or all are empty: says the file and the row.
+        ValueError: A file is missing, of an unknown kind or malformed, or all are empty. Names the file and the row.
     """
     files = find_files(field, paths)
     rows = [row for path in files for row in _read_file(field, path)]
@@ -66,13 +66,13 @@ def read_rows(field: str, paths: str | Sequence[str]) -> list[Row]:
 
 
 def find_files(field: str, paths: str | Sequence[str]) -> list[str]:
-    """The files that a path stands for: itself, those of a folder, or those that match a pattern, sorted by name.
+    """The files that paths stand for: a file, the files of a folder, or those that match a pattern, sorted by name.
 
-    Of several paths, those of one after those of another. In a folder, hidden files, those of no kind that can be read,
-    and folders are left out.
+    The files of several paths come in the order of the paths. In a folder, hidden files, unknown formats and folders
+    are left out.
 
     Raises:
-        ValueError: There are none, one is there twice, or those of a folder are of several kinds.
+        ValueError: There are no files, one is named twice, or those of a folder have several formats.
     """
     files = [file for path in ([paths] if isinstance(paths, str) else paths) for file in _files_of(field, path)]
     if not files:
@@ -126,12 +126,12 @@ def _read_file(field: str, path: str) -> list[Row]:
 
 
 def _read_json_lines(path: str) -> Iterator[Row]:
-    """The objects of a file, one per line. Blank lines are skipped."""
+    """The objects of a file with one per line. Blank lines are skipped."""
     yield from _json_lines(path, Path(path).read_bytes())
 
 
 def _read_packed_json_lines(path: str) -> Iterator[Row]:
-    """The same, out of a file that gzip packed."""
+    """The same, compressed by gzip."""
     try:
         text = gzip.decompress(Path(path).read_bytes())
     except (OSError, EOFError, zlib.error) as error:
@@ -146,7 +146,7 @@ def _json_lines(path: str, text: bytes) -> Iterator[Row]:
 
 
 def _read_json(path: str) -> Iterator[Row]:
-    """The objects of a JSON list; a file that does not begin with one has an object per line."""
+    """The objects of a JSON list, or of a file with one per line."""
     text = Path(path).read_bytes().removeprefix(codecs.BOM_UTF8)
     if not text.lstrip().startswith(b"["):
         yield from _read_json_lines(path)
@@ -176,7 +176,7 @@ READERS: dict[str, Callable[[str], Iterator[Row]]] = {
     ".json": _read_json,
     ".parquet": _read_parquet,
 }
-"""Suffix of a file -> how it is read."""
+"""Suffix of a file -> its reader."""
 
 
 def _parsed(source: str, text: bytes) -> Any:

@@ -1,4 +1,4 @@
-"""Preferences among the rows: two completions of one prompt, or two dialogues that differ in their last reply."""
+"""Preferences in rows: two completions of one prompt, or two dialogues that differ in their last reply."""
 
 import dataclasses
 import math
@@ -10,7 +10,7 @@ from jaxrlhf.data.files import Row
 
 
 class MalformedPair(ValueError):
-    """A row holds no two replies to one prompt."""
+    """A row does not hold two different replies to one prompt."""
 
     def __init__(self, row: Row, rule: str, got: str) -> None:
         super().__init__(f"{row.source}: {rule}. Got {got}. Mend the row, or set data.malformed to 'drop'.")
@@ -18,20 +18,20 @@ class MalformedPair(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """What the columns of a preference say of a row."""
+    """The preference in a row."""
 
     prompt: str | list[Message] = ""
-    """What both dialogues begin with. Empty: the columns hold replies alone, and others the prompt."""
+    """The common start of both dialogues; empty if the columns hold only replies."""
     chosen: str | None = None
     rejected: str | None = None
     margin: float = 0.0
 
 
 def read_pair(row: Row, config: DataConfig) -> Pair:
-    """The pair of a row; an empty one where it has none.
+    """The pair of a row; an empty one if the row has none.
 
     Raises:
-        MalformedPair: A dialogue has no reply, or they differ before it.
+        MalformedPair: A dialogue has no reply, or the dialogues differ before it.
         ValueError: A column holds something else.
     """
     if config.reply_marker:
@@ -54,7 +54,7 @@ def read_messages(row: Row, column: str) -> list[Message]:
 
 
 def _split(row: Row, column: str, config: DataConfig) -> tuple[str | list[Message], str]:
-    """The prompt in a column of the pair, empty where it holds a reply alone, and the reply."""
+    """The prompt in a column of the pair, empty if the column holds only a reply, and the reply."""
     value = row.columns[column]
     if config.chat == "messages" and isinstance(value, list):
         messages, reply = split_completion(read_messages(row, column), where=f"{row.source}: {column}")

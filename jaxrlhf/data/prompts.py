@@ -19,11 +19,11 @@ from jaxrlhf.data.examples import Example, learnable_texts, prompt_texts, read_e
 from jaxrlhf.data.files import Row, find_files, read_rows
 from jaxrlhf.data.pairs import MalformedPair
 from jaxrlhf.data.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
-from jaxrlhf.experience import Preferences, Prompts, Sequences
+from jaxrlhf.experience import Preferences, Prompts, RowKind, Sequences
 from jaxrlhf.suggest import did_you_mean
 
 RESERVED_COLUMNS = ("prompts", "completions", "finished", "num_tokens")
-"""What a reward function is given beside the columns of the rows."""
+"""Arguments of reward functions that are not columns of the rows."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,29 +34,28 @@ class PromptTable:
     num_train: int
     num_eval: int
     num_dropped: int
-    """Rows whose prompt was too long."""
+    """The number of rows whose prompt was too long."""
     num_malformed: int
-    """Rows whose pair was none."""
+    """The number of rows without a pair of two different replies."""
     withheld: tuple[str, ...]
-    """Columns that no reward function is given, since it gets something else by their names."""
+    """Columns that reward functions do not get, since these names mean something else to them."""
     notes: tuple[str, ...]
     """Further remarks on the rows, printed at the start."""
     prompt_length: int
-    """P."""
     prompts: Sequence[str]
     tokens: Sequence[np.ndarray]
     completions: Sequence[np.ndarray | None]
-    """The tokens of each row's completion and its end of text, where it has one. Of a pair, the chosen one."""
+    """Tokens of each row's completion, or of the chosen one of a pair, with its end of text; None without one."""
     rejected: Sequence[np.ndarray | None]
-    """The same of the rejected ones."""
+    """The same for the rejected completions."""
     margins: Sequence[float]
     """By how much each row's completion was preferred."""
     other: Mapping[str, Sequence[Any]]
     sources: Sequence[str]
-    """Where each row was read, for error messages."""
+    """The file and line of each row, for error messages."""
 
     def digest(self) -> str:
-        """A checksum of everything that a run sees of its rows, in their order: a resumed run needs the same one."""
+        """A checksum of everything that a run reads of its rows, in their order. A resumed run needs the same one."""
         digest = hashlib.sha256(f"{self.num_train} {self.num_eval} {self.prompt_length}".encode())
         for tokens, completion in zip(self.tokens, self.completions, strict=True):
             for part in (tokens, completion):
@@ -68,14 +67,10 @@ class PromptTable:
             digest.update(repr((name, values)).encode(errors="backslashreplace"))
         return digest.hexdigest()
 
-    def prompt(self, row: int) -> str:
-        """The text of a row's prompt."""
-        return self.prompts[row]
-
     def columns(self, rows: np.ndarray) -> dict[str, list[Any]]:
-        """The other columns of these rows, in their order: what reward functions get. None where a row lacks one.
+        """The columns that reward functions get, for some rows in their order; None where a row lacks one.
 
-        The prompt column is not among them where it is the prompt itself; the completion column is.
+        A prompt column that is the prompt itself is left out; the completion column is included.
         """
         return {name: [values[row] for row in rows] for name, values in self.other.items()}
 
@@ -96,7 +91,7 @@ class PromptTable:
         Raises:
             ValueError: A row has no completion, or it does not fit.
         """
-        self.check_demonstrations(rows, max_new_tokens=max_new_tokens)
+        self.check("demonstrations", rows, max_new_tokens=max_new_tokens)
         return self._with_responses(rows, self.completions, max_new_tokens)
 
     def preferences(self, rows: np.ndarray, *, max_new_tokens: int) -> Preferences:
@@ -105,75 +100,60 @@ class PromptTable:
         Raises:
             ValueError: A row has no two completions, or one does not fit.
         """
-        self.check_preferences(rows, max_new_tokens=max_new_tokens)
+        self.check("preferences", rows, max_new_tokens=max_new_tokens)
         return Preferences(
             chosen=self._with_responses(rows, self.completions, max_new_tokens),
             rejected=self._with_responses(rows, self.rejected, max_new_tokens),
             margin=np.asarray(self.margins, np.float32)[rows],  # pyright: ignore[reportArgumentType]
         )
 
-    def demonstrable(self, max_new_tokens: int, *, held_out: bool = False) -> np.ndarray:
-        """The training rows, or the held-out ones, that have a completion which fits, end of text included."""
-        return self._fitting(self._completion_lengths, max_new_tokens, held_out=held_out)
+    def usable(self, kind: RowKind, max_new_tokens: int = 0, *, held_out: bool = False) -> np.ndarray:
+        """The numbers of the training rows, or the held-out ones, that can be used as a kind of rows.
 
-    def preferable(self, max_new_tokens: int, *, held_out: bool = False) -> np.ndarray:
-        """The training rows, or the held-out ones, that have two completions which fit."""
-        lengths = np.where(
-            np.minimum(self._completion_lengths, self._rejected_lengths) > 0,
-            np.maximum(self._completion_lengths, self._rejected_lengths),
-            0,
-        )
-        return self._fitting(lengths, max_new_tokens, held_out=held_out)
+        Demonstrations need one completion, and preferences two, of at most `max_new_tokens` tokens, end of text
+        included. Every row is a prompt.
+        """
+        numbers = np.arange(self.num_train, len(self.tokens)) if held_out else np.arange(self.num_train)
+        for lengths in self._lengths(kind).values():
+            numbers = numbers[(lengths[numbers] > 0) & (lengths[numbers] <= max_new_tokens)]
+        return numbers
 
-    def check_demonstrations(
-        self, rows: np.ndarray | None = None, *, max_new_tokens: int, key: str = "data.overlong"
-    ) -> None:
-        """Asks that these rows (all training rows, if not given) have completions of at most `max_new_tokens` tokens.
+    def check(self, kind: RowKind, rows: np.ndarray, *, max_new_tokens: int, key: str = "data.overlong") -> None:
+        """Checks that rows have the completions that a kind of rows needs, each of at most `max_new_tokens` tokens.
+
+        Args:
+            key: The key of the config that can be set to 'drop' to leave such rows out, for error messages.
 
         Raises:
-            ValueError: One has none, or a longer one. It names `key`, which a user may set to drop such rows.
+            ValueError: A row lacks a completion, or one is longer.
         """
-        for row in range(self.num_train) if rows is None else rows:
-            self._check_response(row, "completion", self._completion_lengths[row], max_new_tokens, key)
+        purpose = "supervised training" if kind == "demonstrations" else "training on preferences"
+        for row in rows:
+            for what, lengths in self._lengths(kind).items():
+                if lengths[row] == 0:
+                    raise ValueError(
+                        f"{self.sources[row]}: {purpose} needs a {what} in every row. Got none. Set "
+                        f"data.{what.partition(' ')[0]}_column to the column that holds it, or {key} to 'drop' to "
+                        "leave such rows out."
+                    )
+                if lengths[row] > max_new_tokens:
+                    raise ValueError(
+                        f"{self.sources[row]}: a {what} with its end of text must fit into max_new_tokens="
+                        f"{max_new_tokens}. Got {lengths[row]} tokens. Raise it, shorten the row, or set {key} to "
+                        "'drop'."
+                    )
 
-    def check_preferences(self, rows: np.ndarray | None = None, *, max_new_tokens: int) -> None:
-        """The same for both completions of a pair."""
-        for row in range(self.num_train) if rows is None else rows:
-            self._check_response(row, "chosen completion", self._completion_lengths[row], max_new_tokens)
-            self._check_response(row, "rejected completion", self._rejected_lengths[row], max_new_tokens)
-
-    def numbers(self, *, held_out: bool = False) -> np.ndarray:
-        """The numbers of all training rows, or of all held-out ones."""
-        return np.arange(self.num_train, len(self.tokens)) if held_out else np.arange(self.num_train)
-
-    def _check_response(
-        self, row: int, what: str, length: int, max_new_tokens: int, key: str = "data.overlong"
-    ) -> None:
-        if length == 0:
-            column = f"data.{what.partition(' ')[0]}_column"
-            purpose = "supervised training" if what == "completion" else "training on preferences"
-            raise ValueError(
-                f"{self.sources[row]}: {purpose} needs a {what} in every row. Got none. Set {column} to the "
-                f"column that holds it, or {key} to 'drop' to leave such rows out."
-            )
-        if length > max_new_tokens:
-            raise ValueError(
-                f"{self.sources[row]}: a {what} with its end of text must fit into max_new_tokens={max_new_tokens}. "
-                f"Got {length} tokens. Raise it, shorten the row, or set {key} to 'drop'."
-            )
+    def _lengths(self, kind: RowKind) -> dict[str, np.ndarray]:
+        """Completion that a kind of rows needs, as errors call it -> its tokens in each row, 0 if there is none."""
+        completions, rejected = self._response_lengths
+        if kind == "preferences":
+            return {"chosen completion": completions, "rejected completion": rejected}
+        return {"completion": completions} if kind == "demonstrations" else {}
 
     @functools.cached_property
-    def _completion_lengths(self) -> np.ndarray:
-        """Tokens of each row's completion, 0 where it has none."""
-        return _lengths(self.completions)
-
-    @functools.cached_property
-    def _rejected_lengths(self) -> np.ndarray:
-        return _lengths(self.rejected)
-
-    def _fitting(self, lengths: np.ndarray, max_new_tokens: int, *, held_out: bool) -> np.ndarray:
-        fits = np.flatnonzero((lengths > 0) & (lengths <= max_new_tokens))
-        return fits[fits >= self.num_train] if held_out else fits[fits < self.num_train]
+    def _response_lengths(self) -> list[np.ndarray]:
+        responses = (self.completions, self.rejected)
+        return [np.array([0 if x is None else len(x) for x in each], np.int64) for each in responses]
 
     def _with_responses(
         self, rows: np.ndarray, responses: Sequence[np.ndarray | None], max_new_tokens: int
@@ -204,17 +184,13 @@ class PromptTable:
         return tokens_BP, mask_BP
 
 
-def _lengths(responses: Sequence[np.ndarray | None]) -> np.ndarray:
-    return np.array([0 if tokens is None else len(tokens) for tokens in responses], np.int64)
-
-
 def load_prompts(config: DataConfig, tokenizer: TokenizerConfig | Tokenizer) -> PromptTable:
-    """Reads the rows, makes or reads the tokenizer if it is not there, and tokenizes every row.
+    """Reads the rows and tokenizes them, by a given tokenizer or by the one that a config describes.
 
-    A tokenizer of kind `train` learns from the training rows alone: prompts, completions and all columns of text.
+    A tokenizer of kind `train` learns from the training rows only: prompts, completions and all columns of text.
 
     Raises:
-        ValueError: A file, a row, a template or a length is not as it must be; the message says where.
+        ValueError: A file, a row, a template or a length is invalid; the message says where.
     """
     train, held_out = _read_splits(config)
     names = list(dict.fromkeys(name for row in train + held_out for name in row.columns))
@@ -270,7 +246,7 @@ def load_prompts(config: DataConfig, tokenizer: TokenizerConfig | Tokenizer) -> 
 
 
 def _read_splits(config: DataConfig) -> tuple[list[Row], list[Row]]:
-    """Training and held-out rows. Which rows are held out depends on the file alone, not on the run's seed."""
+    """Training and held-out rows. The choice of held-out rows depends on the file, not on the seed of the run."""
     if config.task:
         train, held_out = (
             [Row(f"task {config.task!r}, row {columns['prompt']!r}", dict(columns)) for columns in rows]
@@ -291,7 +267,7 @@ def _read_splits(config: DataConfig) -> tuple[list[Row], list[Row]]:
 
 
 def _files_read(config: DataConfig) -> list[str]:
-    """Notes on which files rows come from, where a path stands for several."""
+    """Notes on the files that are read, if a path stands for several."""
     notes = []
     for key, paths in (("path", config.path), ("eval_path", config.eval_path)):
         files = find_files(f"data.{key}", paths) if paths else []
@@ -309,7 +285,7 @@ def _shown(paths: str | Sequence[str]) -> str:
 
 
 def _read_examples(rows: list[Row], config: DataConfig) -> list[Example]:
-    """What the rows hold, without those whose pair is malformed, where they may be dropped."""
+    """The examples of rows, without malformed pairs if the config drops them."""
     examples = []
     for row in rows:
         try:
@@ -321,7 +297,7 @@ def _read_examples(rows: list[Row], config: DataConfig) -> list[Example]:
 
 
 def _check_columns(config: DataConfig, names: list[str]) -> None:
-    """Asks that the config names columns which some row has."""
+    """Checks that the columns that the config names are in some row."""
     for field in template_fields(config.template):
         if field not in names:
             raise ValueError(
@@ -336,7 +312,7 @@ def _check_columns(config: DataConfig, names: list[str]) -> None:
 
 
 def _fitting(tokens: list[np.ndarray], sources: list[str], config: DataConfig) -> tuple[list[int], int]:
-    """Which rows have prompts that fit, and the number of columns that the prompts take."""
+    """The rows whose prompts fit, and the number of columns of the prompts."""
     for ids, source in zip(tokens, sources, strict=True):
         if len(ids) == 0:
             raise ValueError(f"{source}: a prompt must have at least one token. Got none. Remove the row.")
@@ -356,7 +332,7 @@ def _fitting(tokens: list[np.ndarray], sources: list[str], config: DataConfig) -
 def _marked_response(
     completion: str | None, tokenizer: Tokenizer, control: re.Pattern[str] | None
 ) -> MarkedText | None:
-    """A completion with control tokens marked, but for an end of text at its end, which is one."""
+    """A completion with its control tokens marked, without an end of text at its end."""
     if completion is None:
         return None
     end = tokenizer.special_tokens.get("eos_token", "")
@@ -366,7 +342,7 @@ def _marked_response(
 
 
 def _response(completion: MarkedText | None, tokenizer: Tokenizer) -> np.ndarray | None:
-    """The tokens of a completion, which end by the end of text, once."""
+    """The tokens of a completion and one end of text."""
     if completion is None:
         return None
     tokens = tokenizer.encode(completion.marked, mark=completion.mark)

@@ -5,7 +5,7 @@ import json
 import os
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -16,9 +16,9 @@ from jaxrlhf.data.tokenizer_files import byte_backend, read_files, tokens_by_id,
 from jaxrlhf.suggest import did_you_mean
 
 END_TOKENS = ("<|endoftext|>", "</s>", "<|eot_id|>", "<|im_end|>", "<eos>", "<|end_of_text|>")
-"""Names by which a tokenizer.json is known to call its end of text, in the order in which they are tried."""
+"""Common names of the end of text in a tokenizer.json, in the order in which they are tried."""
 PAD_TOKENS = ("<pad>", "<|pad|>", "[PAD]")
-"""The same for padding. Where there is none, the end of text pads; masks tell the two apart."""
+"""The same for padding. Without any, the end of text pads; masks tell the two apart."""
 REPLACEMENT = "\ufffd"
 MIN_BPE_VOCAB_SIZE = 258
 """256 bytes, padding, end of text."""
@@ -26,68 +26,17 @@ MIN_BPE_VOCAB_SIZE = 258
 Kind = Literal["auto", "bytes", "file", "train"]
 
 
-class Tokenizer(Protocol):
-    """Text to token ids and back."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def vocab_size(self) -> int:
-        """One more than the largest id."""
-        ...
-
-    @property
-    def special_tokens(self) -> Mapping[str, str]:
-        """The texts of special tokens, as chat templates call them: bos_token, eos_token ..."""
-        ...
-
-    @property
-    def chat_templates(self) -> Mapping[str, str]:
-        """Jinja texts by name. An only one is called default."""
-        ...
-
-    @property
-    def pad_id(self) -> int: ...
-
-    @property
-    def end_id(self) -> int:
-        """End of text: what stops a response."""
-        ...
-
-    @property
-    def control_tokens(self) -> Collection[str]:
-        """Texts that are encoded as one token each, which is no text to the model: <|im_end|> ..."""
-        ...
-
-    def encode(self, text: str, *, mark: str = "") -> list[int]:
-        """The ids of `text` alone: no beginning, no end of text is added.
-
-        Args:
-            mark: The character by which `mark_tokens` marked control tokens in it that are to be encoded as text.
-        """
-        ...
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids`. Padding and end of text are dropped; an id outside the vocabulary becomes U+FFFD."""
-        ...
-
-    def export(self, folder: Path) -> None:
-        """Write the files by which others read the tokenizer, beside those of a model."""
-        ...
-
-
 @dataclasses.dataclass(frozen=True)
 class TokenizerConfig:
     """Which tokenizer a run uses."""
 
     kind: Kind = "auto"
-    """`auto`: that of the folder which roles start from; where none does, bytes. `bytes`: one token per byte of UTF-8.
-    `file`: a tokenizer.json. `train`: learned from the training rows."""
+    """`auto`: the tokenizer of the folder that roles start from, or bytes if none does. `bytes`: one token per byte of
+    UTF-8. `file`: a tokenizer.json. `train`: learned from the training rows."""
     path: str = ""
-    """Kind `file`: the tokenizer.json, or its folder. tokenizer_config.json and chat_template.jinja beside it count."""
+    """Kind `file`: the tokenizer.json, or its folder. tokenizer_config.json and chat_template.jinja there are read."""
     vocab_size: int = 2048
-    """Kind `train`: how many tokens to learn, bytes and special tokens included. Few texts may give fewer."""
+    """Kind `train`: the number of tokens to learn, bytes and special tokens included. Few texts may give fewer."""
     end_token: str = ""
     """The end-of-text token, by its name in the vocabulary of a tokenizer.json. Empty: tokenizer_config.json's, else
     config.json's, else the first of the common names that the vocabulary has."""
@@ -96,11 +45,6 @@ class TokenizerConfig:
     config.json's, else a common name, else the end-of-text token."""
 
     def __post_init__(self) -> None:
-        if self.kind not in get_args(Kind):
-            raise ValueError(
-                f"tokenizer.kind: must be one of {', '.join(get_args(Kind))}. Got {brief(self.kind)}."
-                f"{did_you_mean(str(self.kind), get_args(Kind))}"
-            )
         if self.kind == "file" and not self.path:
             raise ValueError("tokenizer.path: kind 'file' needs a path. Got ''. Name a tokenizer.json.")
         for field in ("path", "end_token", "pad_token"):
@@ -123,16 +67,20 @@ class ByteTokenizer:
     vocab_size = 258
     pad_id = 256
     end_id = 257
+    """The end of text, which stops a response."""
     special_tokens: Mapping[str, str] = {}
+    """The texts of special tokens by their names in chat templates: bos_token, eos_token ..."""
     chat_templates: Mapping[str, str] = {}
+    """Jinja texts by name; a single one is called default."""
     control_tokens: Collection[str] = ()
+    """Texts that are encoded as one token each, which is not text to the model: <|im_end|> ..."""
 
     def encode(self, text: str, *, mark: str = "") -> list[int]:
-        """The ids of `text` alone, without its marks."""
+        """The ids of `text`, without its marks (`mark_tokens`), a beginning or an end of text."""
         return list((text.replace(mark, "") if mark else text).encode())
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids`; bytes that are no UTF-8 and ids outside the vocabulary become U+FFFD."""
+        """The text of `ids`, without padding and end of text. Other ids and invalid UTF-8 become U+FFFD."""
         text = bytearray()
         for token in ids:
             if 0 <= token < 256:
@@ -142,15 +90,15 @@ class ByteTokenizer:
         return text.decode(errors="replace")
 
     def export(self, folder: Path) -> None:
-        """Write a tokenizer.json that gives the same ids."""
+        """Writes a tokenizer.json that gives the same ids."""
         JSONTokenizer(byte_backend("<|pad|>", "<|endoftext|>"), name=self.name).export(folder)
 
 
 class JSONTokenizer:
-    """A tokenizer of the `tokenizers` library, as a tokenizer.json holds it.
+    """A tokenizer of the `tokenizers` library, as a tokenizer.json describes it.
 
-    The special tokens that its post-processor would add are not added: a template writes them out where a model wants
-    them ("<|begin_of_text|>{question}"), and chat templates do so by themselves.
+    The special tokens of its post-processor are not added: a template writes those that the model needs
+    ("<|begin_of_text|>{question}"), as chat templates do by themselves.
     """
 
     def __init__(
@@ -166,8 +114,8 @@ class JSONTokenizer:
         """Wraps `backend`.
 
         Args:
-            settings: What its tokenizer_config.json holds: names of special tokens and chat templates.
-            files: The files that it was read from, by name.
+            settings: The content of its tokenizer_config.json: names of special tokens and chat templates.
+            files: The contents of the files that it was read from, by name.
 
         Raises:
             ValueError: A token is not in the vocabulary, or none of the common names of an end of text is.
@@ -200,10 +148,10 @@ class JSONTokenizer:
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str], *, end_token: str = "", pad_token: str = "") -> "JSONTokenizer":
-        """Reads a tokenizer.json and what lies beside it. Truncation and padding that it asks for are switched off.
+        """Reads a tokenizer.json and the files that belong to it, without the truncation and padding that it sets.
 
         Raises:
-            ValueError: A file is missing or not what it must be, or a token is not in the vocabulary.
+            ValueError: A file is missing or malformed, or a token is not in the vocabulary.
         """
         name = os.fspath(path)
         if os.path.isdir(name):
@@ -225,9 +173,10 @@ class JSONTokenizer:
         return cls(backend, name=name, end_token=end_token, pad_token=pad_token, settings=settings, files=files)
 
     def encode(self, text: str, *, mark: str = "") -> list[int]:
-        """The ids of `text` alone. Names of control tokens in it become those tokens, unless they are marked.
+        """The ids of `text`, without a beginning or an end of text.
 
-        Text with marks, between control tokens without, is encoded by itself; all else as it is without marks.
+        Control tokens in the text are encoded as such unless they are marked, by the character `mark` (`mark_tokens`).
+        Text with marks is encoded apart from the text before and after it.
         """
         if not mark or self._control is None:
             return self._ids(text.replace(mark, "") if mark else text)
@@ -244,18 +193,18 @@ class JSONTokenizer:
         return self._backend.encode(text, add_special_tokens=False).ids if text else []
 
     def _ids_of_text(self, text: str, mark: str) -> list[int]:
-        """The ids of a text in which all control tokens are text."""
+        """The ids of a text with all control tokens in it encoded as text."""
         self._backend.encode_special_tokens = True
         try:
             ids = self._ids(text.replace(mark, ""))
-            if not self._control_ids.isdisjoint(ids):  # the vocabulary has them as words too: halves are none
+            if not self._control_ids.isdisjoint(ids):  # the vocabulary has them as words too, but not their halves
                 ids = [number for half in text.split(mark) for number in self._ids(half)]
         finally:
             self._backend.encode_special_tokens = False
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids`; padding and end of text are dropped, an id outside the vocabulary becomes U+FFFD."""
+        """The text of `ids`, without padding and end of text. Ids outside the vocabulary become U+FFFD."""
         runs: list[list[int]] = [[]]
         for token in map(int, ids):
             if token in (self.pad_id, self.end_id):
@@ -267,15 +216,14 @@ class JSONTokenizer:
         return REPLACEMENT.join(self._backend.decode(run, skip_special_tokens=False) for run in runs)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes a tokenizer.json that `from_file` reads back, and tokenizer_config.json beside it."""
+        """Writes a tokenizer.json that `from_file` reads back, and a tokenizer_config.json in the same folder."""
         self._backend.save(os.fspath(path))
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", **self._settings, **self.special_tokens}
         text = json.dumps(settings, indent=2, ensure_ascii=False)
         (Path(path).parent / "tokenizer_config.json").write_text(text, encoding="utf-8")
 
     def export(self, folder: Path) -> None:
-        """Write the files that it was read from, with the special tokens that the config named; `save`, where it was
-        read from none."""
+        """Writes the files that it was read from, with the special tokens that the config named, or else `save`s."""
         if self._files:
             write_files(self._files, folder, renamed=self._renamed)
         else:
@@ -283,10 +231,13 @@ class JSONTokenizer:
             self.save(folder / "tokenizer.json")
 
 
-def train_bpe(texts: Iterable[str], *, vocab_size: int) -> JSONTokenizer:
-    """Learns a byte-level byte-pair encoding; the same texts give the same tokens.
+Tokenizer = ByteTokenizer | JSONTokenizer
 
-    Every text can be encoded: single bytes are in the vocabulary. `<|pad|>` is 0 and `<|endoftext|>` is 1.
+
+def train_bpe(texts: Iterable[str], *, vocab_size: int) -> JSONTokenizer:
+    """Learns a byte-level byte-pair encoding. The same texts give the same tokens.
+
+    Every text can be encoded, since all bytes are in the vocabulary. `<|pad|>` is 0 and `<|endoftext|>` is 1.
 
     Raises:
         ValueError: `vocab_size` does not hold the bytes and the special tokens.
@@ -310,7 +261,7 @@ def train_bpe(texts: Iterable[str], *, vocab_size: int) -> JSONTokenizer:
 
 
 def load_tokenizer(config: TokenizerConfig, texts: Iterable[str]) -> Tokenizer:
-    """The tokenizer that `config` names, which for kind `auto` is bytes. `texts` is read for kind `train` alone."""
+    """The tokenizer of a config; bytes for kind `auto`. `texts` is read for kind `train` only."""
     match config.kind:
         case "auto" | "bytes":
             return ByteTokenizer()
@@ -323,7 +274,7 @@ def load_tokenizer(config: TokenizerConfig, texts: Iterable[str]) -> Tokenizer:
 def _find_token(
     vocabulary: Mapping[str, int], wanted: str, settled: str, common: tuple[str, ...], field: str, name: str
 ) -> str | None:
-    """`wanted` by the config, else `settled` by tokenizer_config.json, else the first common name in the vocabulary."""
+    """The token `wanted` by the config, else `settled` by tokenizer_config.json, else the first common name."""
     token = wanted or settled
     if token and token not in vocabulary:
         named = "" if wanted else f" It stands in the tokenizer_config.json beside it: set tokenizer.{field}."
@@ -336,7 +287,7 @@ def _find_token(
 
 
 def _read_settings(folder: Path) -> dict[str, Any]:
-    """What lies beside a tokenizer.json: tokenizer_config.json over special_tokens_map.json; chat_template.jinja."""
+    """The settings beside a tokenizer.json: tokenizer_config.json over special_tokens_map.json; chat_template.jinja."""
     settings: dict[str, Any] = {}
     for file in (folder / "special_tokens_map.json", folder / "tokenizer_config.json"):
         if not file.is_file():
@@ -361,7 +312,7 @@ def _read_settings(folder: Path) -> dict[str, Any]:
 
 
 def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    """The names of special tokens; a tokenizer_config.json gives each as text or as an object with its `content`."""
+    """The texts of special tokens, each given as text or as an object with its `content`."""
     tokens = {}
     for key, value in settings.items():
         text = value.get("content") if isinstance(value, dict) else value
@@ -385,6 +336,6 @@ def _chat_templates(settings: Mapping[str, Any], name: str) -> dict[str, str]:
 
 
 def _name(entry: Any) -> str | None:
-    """The name of an entry in a list of chat templates; None where it is no such entry."""
+    """The name of an entry in a list of chat templates; None if the entry is malformed."""
     name = entry.get("name") if isinstance(entry, dict) else None
     return name if isinstance(name, str) else None

@@ -1,4 +1,4 @@
-"""The files of a tokenizer: what came with it goes out as it came, but for what a run changed of it."""
+"""The files of a tokenizer: read, and exported unchanged but for special tokens that a config renames."""
 
 import json
 from collections.abc import Mapping
@@ -14,22 +14,21 @@ _BESIDE = (
 )
 """The files of a tokenizer that transformers reads beside tokenizer.json."""
 _TEMPLATES = "additional_chat_templates"
-"""A folder beside it, of templates by name."""
+"""A folder beside tokenizer.json with templates by name."""
 
 
 def read_files(path: Path) -> dict[str, bytes]:
-    """A tokenizer.json, whatever it is called, and all that belongs to it in its folder: name -> content."""
+    """A tokenizer.json, under any name, and the other files of the tokenizer in its folder: name -> content."""
     paths = [path.parent / name for name in _BESIDE] + sorted((path.parent / _TEMPLATES).glob("*.jinja"))
     there = {str(file.relative_to(path.parent)): file for file in paths if file.is_file()}
     return {name: file.read_bytes() for name, file in {TOKENIZER: path, **there}.items()}
 
 
 def write_files(files: Mapping[str, bytes], folder: Path, *, renamed: Mapping[str, str]) -> None:
-    """Write the files of a tokenizer into a folder.
+    """Writes the files of a tokenizer into a folder.
 
     Args:
-        renamed: Special tokens for which the config named others, as in {eos_token: <|im_end|>}. Files that name them
-            name these instead.
+        renamed: Special tokens that the config replaced, as in {eos_token: <|im_end|>}, to be named in the files.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
@@ -42,9 +41,9 @@ def write_files(files: Mapping[str, bytes], folder: Path, *, renamed: Mapping[st
 
 
 def tokens_by_id(folder: Path, backend: tokenizers.Tokenizer) -> dict[str, str]:
-    """Special tokens that the config.json beside a tokenizer.json names by their ids: eos_token, bos_token, pad_token.
+    """The eos_token, bos_token and pad_token that the config.json beside a tokenizer.json names by their ids.
 
-    Of several ends, the first. A config.json that cannot be read says nothing of them.
+    Of several ends of text, the first one counts. A config.json that cannot be read is ignored.
     """
     try:
         fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -61,10 +60,10 @@ def tokens_by_id(folder: Path, backend: tokenizers.Tokenizer) -> dict[str, str]:
 
 
 def read_vocabulary(path: Path) -> dict[str, int]:
-    """Token -> id, by a tokenizer.json.
+    """Token -> id, from a tokenizer.json.
 
     Raises:
-        ValueError: It is none.
+        ValueError: The file cannot be read as one.
     """
     try:
         return tokenizers.Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True)
@@ -73,7 +72,7 @@ def read_vocabulary(path: Path) -> dict[str, int]:
 
 
 def byte_backend(*special: str) -> tokenizers.Tokenizer:
-    """One token for each byte, of the byte's number, then special tokens: for tokenizer.json."""
+    """A backend with one token for each byte, whose id is the byte, then special tokens."""
     kept = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in kept]  # byte-level vocabularies write these as 256, 257 ...
     letters = {byte: chr(byte) for byte in kept} | {byte: chr(256 + i) for i, byte in enumerate(others)}

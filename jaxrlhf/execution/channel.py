@@ -1,8 +1,7 @@
-"""Messages between the processes of a run, beside the devices: values that one of them has, that a run is to stop, that
-a process failed.
+"""Messages between the processes of a run, apart from the devices: shared values, requests to stop, failures.
 
-The first process is connected to every other one. What it shares, each of them asks for by the same count, since all
-run the same program. A connection that breaks tells within moments that a process is gone.
+The first process is connected to every other one. Shared values are numbered, and all processes count alike, since they
+run the same program. A broken connection shows at once that a process has ended.
 """
 
 import concurrent.futures
@@ -18,30 +17,29 @@ from collections.abc import Callable, Mapping
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any, TypeVar
 
+import jax
 import numpy as np
 from jax.experimental import multihost_utils
-
-from jaxrlhf.sharding.processes import process_count, process_index
 
 T = TypeVar("T")
 _KEY_BYTES = 32
 _KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
-"""A machine that is gone without a word is noticed after 35 seconds."""
+"""A machine that disappears is noticed after 35 seconds."""
 
 Outcome = tuple[bool, Any]
-"""(whether it worked, the value or the exception)."""
+"""(True and the value, or False and the exception)."""
 
 
 class Channel:
-    """The channel of this process to the others; of a run in one process, to nobody.
+    """The channel of this process to the others. In a run of one process it connects to nobody.
 
-    `open` connects all processes. As a context manager it ends well, or tells the others what went wrong.
+    `open` connects all processes.
     """
 
     def __init__(self, index: int = 0, connections: Mapping[int, Connection] | None = None, *, count: int = 1) -> None:
         self.index, self.count = index, count
         self.on_stop: Callable[[int], None] = lambda signal_number: None
-        """Called in the first process, from another thread, where another one was asked to stop."""
+        """Called in the first process, in another thread, when another process was asked to stop."""
         self._connections = connections or {}
         self._sending = {other: threading.Lock() for other in self._connections}
         self._numbers = itertools.count()
@@ -55,35 +53,35 @@ class Channel:
 
     @classmethod
     def open(cls) -> "Channel":
-        """Connects the processes of this run. All of them call it, once, when JAX is up."""
-        if process_count() == 1:
+        """Connects the processes of this run. All of them call it once, after JAX is initialized."""
+        if jax.process_count() == 1:
             return cls()
-        if process_index() == 0:
+        if jax.process_index() == 0:
             key = secrets.token_bytes(_KEY_BYTES)
-            with Listener(("", 0), backlog=process_count(), authkey=key) as listener:
+            with Listener(("", 0), backlog=jax.process_count(), authkey=key) as listener:
                 _, port = listener.address  # pyright: ignore[reportGeneralTypeIssues]
                 _tell_all(f"{_own_address()}:{port}".encode(), key)
                 connections = {}
-                for _ in range(process_count() - 1):
+                for _ in range(jax.process_count() - 1):
                     connection = listener.accept()
                     connections[connection.recv()] = _kept_alive(connection)
-            return cls(0, connections, count=process_count())
+            return cls(0, connections, count=jax.process_count())
         address, key = _tell_all(b"", b"")
         host, _, port = address.decode().rpartition(":")
         connection = _kept_alive(Client((host, int(port)), authkey=key))
-        connection.send(process_index())
-        return cls(process_index(), {0: connection}, count=process_count())
+        connection.send(jax.process_index())
+        return cls(jax.process_index(), {0: connection}, count=jax.process_count())
 
     @property
     def is_first(self) -> bool:
         return self.index == 0
 
     def share(self, make: Callable[[], T]) -> T:
-        """Gives the result of `make` in the first process to all of them. Where it raises, all of them raise it."""
+        """Calls `make` in the first process, and returns its result, or raises its error, in all processes."""
         return self.later(lambda: _attempt(make)).result()
 
     def together(self, make: Callable[[], T]) -> T:
-        """Runs `make` in each process. Where it raises in any of them, all of them raise that."""
+        """Returns the result of `make`, called in each process. If it raises in one of them, all raise that error."""
         worked, value = _attempt(make)
         if self.count == 1 and worked:
             return value
@@ -97,7 +95,7 @@ class Channel:
         raise failure
 
     def later(self, start: "Callable[[], Outcome | concurrent.futures.Future[Outcome]]") -> Any:
-        """A future of what the first process will have, made there by `start`, which may give a future itself."""
+        """A future of an outcome in the first process, where `start` returns the outcome or a future of it."""
         number = next(self._numbers)
         if not self.is_first:
             return self._meeting(("value", number))
@@ -126,14 +124,14 @@ class Channel:
         return future
 
     def number(self) -> int:
-        """The number of what is gathered next, for `gather` in another thread. The same in all processes."""
+        """A number for `gather` in another thread, the same in all processes."""
         return next(self._numbers)
 
     def gather(self, value: Any, number: int | None = None) -> list[Any]:
-        """Every process' value in the first process, in their order; the others get their own alone.
+        """The values of all processes, in their order, in the first process; only their own value in the others.
 
         Args:
-            number: What `number` gave. None: the next one.
+            number: A result of `number`. None means the next number.
         """
         number = self.number() if number is None else number
         if not self.is_first:
@@ -148,7 +146,7 @@ class Channel:
             self._send(0, "stop", None, signal_number)
 
     def is_shared(self, error: BaseException | None) -> bool:
-        """True for an error that all processes raised alike, or that came of one."""
+        """Returns whether an error, or one that caused it, was raised in all processes."""
         while error is not None:
             if any(error is shared for shared in self._shared_errors):
                 return True
@@ -156,13 +154,13 @@ class Channel:
         return False
 
     def abort(self, error: BaseException, *, message: str | None = None, status: int = 1) -> None:
-        """Ends this process at once, for an error that the others do not have, and tells them of it, so that they end.
+        """Ends this process at once for an error that the others do not have, and sends it to them, so that they end.
 
-        Closing in good order would wait for the others, which wait for this process. In a run of one process it does
-        nothing, and the error goes its way.
+        An orderly shutdown would wait for the others, which wait for this process. In a run of one process this does
+        nothing, and the caller raises the error.
 
         Args:
-            message: What is said instead of the traceback.
+            message: Printed instead of the traceback.
         """
         if self.count == 1:
             return
@@ -172,13 +170,13 @@ class Channel:
         self._end(text, status)
 
     def close(self) -> None:
-        """Says goodbye: from now on the others may end, and nobody minds."""
+        """Announces the regular end of this process. From now on, lost connections are no errors."""
         self._closed = True
         for other in self._connections:
             self._send(other, "bye", None, None)
 
     def _meeting(self, key: Any) -> "concurrent.futures.Future[Any]":
-        """The future of a message, for whoever brings it and whoever waits for it. Each of them asks once."""
+        """The future of a message. Its sender and its receiver each ask for it once."""
         with self._lock:
             if key in self._meetings:
                 return self._meetings.pop(key)
@@ -201,7 +199,7 @@ class Channel:
                 if not self._closed and other not in self._left:
                     self._lost(other)
                 return
-            except Exception as error:  # a value of a class that is not there, or not the same
+            except Exception as error:  # a value of a class that is missing or different here
                 self._end(
                     f"what process {other} sent must be readable in process {self.index}. Got {error!r}. Give all "
                     "processes the same code and packages."
@@ -230,7 +228,7 @@ class Channel:
         )
 
     def _end(self, message: str, status: int = 1) -> None:
-        """Ends this process at once: its main thread may wait for devices of a process that is no more."""
+        """Ends this process at once: its main thread may wait for devices of a process that has ended."""
         sys.stdout.flush()
         print(f"Error: {message}", file=sys.stderr, flush=True)
         os._exit(status)
@@ -244,7 +242,7 @@ def _attempt(make: Callable[[], Any]) -> Outcome:
 
 
 def _portable(outcome: Outcome) -> Outcome:
-    """An outcome that can be sent: an exception that cannot is replaced by its text."""
+    """An outcome that can be sent. An exception that cannot be pickled is replaced by its text."""
     worked, value = outcome
     if worked:
         return outcome
@@ -256,7 +254,7 @@ def _portable(outcome: Outcome) -> Outcome:
 
 
 def _tell_all(address: bytes, key: bytes) -> tuple[bytes, bytes]:
-    """The address and key of the first process, in all processes."""
+    """Broadcasts the address and the key of the first process, and returns them."""
     message = np.zeros(256, np.uint8)
     message[: len(key)] = np.frombuffer(key, np.uint8)
     message[_KEY_BYTES : _KEY_BYTES + len(address)] = np.frombuffer(address, np.uint8)
@@ -265,7 +263,7 @@ def _tell_all(address: bytes, key: bytes) -> tuple[bytes, bytes]:
 
 
 def _own_address() -> str:
-    """The address at which others reach this machine: the coordinator's host, which it is, or its main address."""
+    """The address of this machine, the first of the run: the coordinator's host if it is set, or its main address."""
     host = os.environ.get("JAX_COORDINATOR_ADDRESS", "").rpartition(":")[0]
     if host:
         return host
@@ -281,6 +279,6 @@ def _kept_alive(connection: Connection) -> Connection:
     with socket.socket(fileno=os.dup(connection.fileno())) as same:
         same.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in _KEEPALIVE.items():
-            if hasattr(socket, name):  # not every system has them
+            if hasattr(socket, name):  # some systems lack them
                 same.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     return connection

@@ -1,9 +1,8 @@
-"""The executor: runs a planned graph, call by call, and waits for nothing that Python does not need.
+"""The executor: dispatches a planned graph, call by call, and waits only for values that Python needs.
 
-For each call in graph order it brings the role's weights and the call's inputs into the call's layout, dispatches the
-program, begins to bring what it gives to whoever needs it, and goes on. Calls on disjoint devices therefore overlap,
-also those of neighbouring steps. Python functions run in threads beside the devices; the first call that needs their
-output waits for it.
+For each call in graph order it moves the role's weights and the call's inputs into the call's layout, dispatches the
+program, starts early transfers of its outputs, and goes on. So calls on disjoint devices overlap, also those of
+neighboring steps. Python functions run in threads; the first call that needs their output waits for it.
 """
 
 import concurrent.futures
@@ -50,7 +49,7 @@ class Executor:
     """Runs planned graphs over the weights of a set of roles.
 
     In a run of several processes, each has an executor and runs the same graphs: every call is dispatched in the
-    processes that own its devices, Python functions run in the first one, and the others get what they gave.
+    processes that own its devices; Python functions run in the first process, which sends their results to the others.
     """
 
     def __init__(
@@ -65,10 +64,9 @@ class Executor:
     ) -> None:
         """
         Args:
-            one_at_a_time: Each call waits until those before it have ended, and what is brought to it is there: for
-                measuring calls where all devices share a CPU, so that calls beside one another would slow
-                each other.
-            weights: Those to run on. None: a store of its own, still empty.
+            one_at_a_time: Each call waits until the calls before it have ended and its inputs have arrived. For
+                measuring calls on virtual devices, which share a CPU and would slow one another.
+            weights: The weights to run on. None means a new store, which is empty.
         """
         self._roles = roles
         self._one_at_a_time = one_at_a_time
@@ -79,10 +77,10 @@ class Executor:
         self._programs: dict[Hashable, Program] = {}
         self._in_flight = InFlight(self._wait_for)
         self._at = (STEP, 0)
-        """Phase and number of the step that is being dispatched, as the timeline is to know it."""
+        """Phase and number, for the timeline, of the step that is being dispatched."""
         self._threads = FunctionThreads()
         self._hand_overs: HandOvers | None = None
-        """Of the step that is being dispatched."""
+        """The transfers of the step that is being dispatched."""
         self._first_versions: dict[str, int] = {}
         """Set of weights -> its version before this step."""
         models = {name: role for name, role in roles.items() if isinstance(role, ModelRole)}
@@ -99,15 +97,15 @@ class Executor:
         phase: str = STEP,
         number: int | None = None,
     ) -> StepResult:
-        """One step, dispatched.
+        """Dispatches one step.
 
         Args:
             graph: The step's calls, of one iteration.
-            state: The state that the step before gave, or the first.
+            state: The state after the step before, or the first state.
             data: The rows of this step.
-            step: Decides, with the seed, all its noise.
+            step: Determines, with the seed, all noise of the step.
             phase: The part of the run that it belongs to, for the timeline.
-            number: The step's number in the timeline, as metrics count. None: `step + 1`.
+            number: The step's number in the timeline and in metrics. None means `step + 1`.
 
         Raises:
             RewardError: A function role failed, in this step.
@@ -134,7 +132,7 @@ class Executor:
                 for other in later if one.kind == "train" else ():
                     if other.weights == one.weights and other.writes is None and other.reads <= one.reads:
                         self._pin(other, plan)  # it reads the version before this one
-                self._reload(one, plan)  # the first of a step: all others were, with the call before
+                self._reload(one, plan)  # only for the first call: later ones were reloaded with the call before
             if len(together) == 2:
                 outputs = self._call_fused(together, plan, values, step)
                 waiting = None
@@ -154,15 +152,15 @@ class Executor:
         return StepResult(graph, new_state, values, self._channel, wait)
 
     def wait(self, step: int | None = None) -> None:
-        """Until everything dispatched (of one step, by its number) is done; raises what went wrong."""
+        """Waits until all dispatched calls (of one step, by its number) are done. Raises the error of a failed call."""
         phase, number = self._at if step is None else (STEP, step)
         with self._timeline.wait("calls to end", step=number, phase=phase):
             self._watcher.drain(step)
 
     def abandon_functions(self, seconds: float) -> None:
-        """Gives up waiting for Python functions that have run for so long: the step raises a `FunctionAbandonedError`.
-        May be called in any thread."""
-        self._threads.abandon(seconds, lambda error: (False, error))
+        """Abandons Python functions that have run for `seconds`: the step raises a `FunctionAbandonedError`. May be
+        called in any thread."""
+        self._threads.abandon(seconds)
 
     def close(self) -> None:
         """Ends the threads."""
@@ -195,7 +193,7 @@ class Executor:
             try:
                 gather(inputs, self._channel, number)
             except Exception as error:
-                self._channel.abort(error)  # the first process waits for this
+                self._channel.abort(error)  # the first process waits for these arrays
 
         if not self._channel.is_first:
             self._threads.submit(call.plan_name, send)
@@ -218,7 +216,7 @@ class Executor:
         return outputs
 
     def _call_fused(self, calls: tuple[Call, Call], plan: Plan, values: Values, step: int) -> dict[str, Leaves]:
-        """Two train calls as one pipeline."""
+        """Dispatches two train calls as one pipeline."""
         ready = [self._ready(call, plan, values, step) for call in calls]
         arguments = [self._arguments(each) for each in ready]
         programs: list[Any] = [self._program(each) for each in ready]
@@ -245,7 +243,7 @@ class Executor:
         layout = Layout.over(placement.devices, placement.strategy)
         refs, settings, rebuild = split_args(call.args)
         for ref in refs:
-            lookup(values, ref, self._wait)  # what comes from a Python function
+            lookup(values, ref, self._wait)  # waits for Python functions
         dispatched = time.perf_counter()
         assert self._hand_overs is not None
         arrays = self._hand_overs.inputs(call, refs, functools.partial(lookup, values))
@@ -257,7 +255,7 @@ class Executor:
         return _Ready(call, layout, rebuild, [ref.has_rows for ref in refs], arrays, key, noise, dispatched)
 
     def _arguments(self, ready: "_Ready") -> tuple[Any, ...]:
-        """The arguments of the program of a call. Of a train call, the store gives the weights up."""
+        """The arguments of the program of a call. The store gives up the weights of a train call."""
         call = ready.call
         if call.kind == "compute":
             return (ready.arrays,)
@@ -272,7 +270,7 @@ class Executor:
         return params, ready.arrays
 
     def _weights_to_train(self, call: Call, layout: Layout) -> tuple[Params, OptimizerState, Params | None]:
-        """Master weights, the optimizer's state, and the weights that adapters adapt."""
+        """Master weights, the optimizer's state, and the base weights of adapters."""
         assert call.role is not None
         started = time.perf_counter()
         params, optimizer, received = self.weights.take_for_training(call.role, layout)
@@ -298,7 +296,7 @@ class Executor:
         return params
 
     def _trained(self, ready: "_Ready", arguments: tuple[Any, ...], results: Any) -> Leaves:
-        """The metrics of a train call, whose weights the store takes back."""
+        """The metrics of a train call, whose new weights go back to the store."""
         call, layout = ready.call, ready.layout
         assert call.role is not None
         params, optimizer, *_ = arguments
@@ -310,16 +308,15 @@ class Executor:
         return jax.tree.leaves(metrics)
 
     def _pin(self, call: Call, plan: Plan) -> None:
-        """Keeps the weights that a call reads, which are about to change."""
+        """Keeps a version of weights that a call reads and that is about to change."""
         assert call.role is not None
         layout = Layout.over(plan[call].devices, plan[call].strategy)
         self.weights.pin(call.role, layout, layers=form_read(self._model_role(call), call.kind, layout))
 
     def _offload_after(self, call: Call, later: Sequence[Call], plan: Plan) -> None:
-        """Lets an offloaded role rest after the last call of a step that reads what is its own, and begins to bring
-        back what the next call reads.
+        """Offloads roles whose weights no later call of the step reads, and starts to reload those of the next call.
 
-        One call ahead, while the one just dispatched runs: earlier would fill the devices again.
+        Reloading starts one call ahead, while the call just dispatched runs: earlier would fill the devices again.
         """
         used, still_used = self._sets(call), {name for other in later for name in self._sets(other)}
         for role in plan.offload:
@@ -342,7 +339,7 @@ class Executor:
         return set(self.weights.read_by(call.role)) if is_model and call.role else set()
 
     def _reload(self, call: Call, plan: Plan) -> None:
-        """Begins to bring a call's role back from host memory, unless it is there."""
+        """Starts to reload the weights of a call's role from host memory, if they rest there."""
         resting = {name for role in plan.offload for name in self.weights.owned_by(role)}
         if call.role is None or not resting & self._sets(call):
             return
@@ -355,7 +352,7 @@ class Executor:
 
     def _watch_memory(self, moving: Any, name: str, layout: Layout, started: float) -> None:
         size = sum(shard.data.nbytes for x in jax.tree.leaves(moving) for shard in x.addressable_shards)
-        # what comes back may be donated to a train call; what rests never is
+        # reloaded arrays may be donated to a train call; resting ones never are
         self._watch(moving, name, "offload", layout, started, copy=not rests_on_host(moving), bytes=size)
 
     def _model_role(self, call: Call) -> ModelRole:
@@ -402,11 +399,10 @@ class Executor:
         bytes: int = 0,
         copy: bool = False,
     ) -> None:
-        """Has the timeline know when arrays are there, of what begins when its inputs are. `copy`: they may be donated
-        before the watcher has seen them."""
+        """Records in the timeline when arrays are complete. `copy`: they may be donated before that."""
         if not layout.own_devices:
             return
-        # of weights over the stages of a pipeline, one of a stage that is here
+        # of weights over pipeline stages, one on a stage of this process
         here = (x for x in jax.tree.leaves(arrays) if not isinstance(x, jax.Array) or x.sharding.addressable_devices)
         first = list(itertools.islice(here, 1))
         phase, number = self._at
@@ -438,7 +434,7 @@ class _Ready:
     layout: Layout
     rebuild: Rebuild
     has_rows: list[bool]
-    """One for each array among its arguments."""
+    """One flag for each array among its arguments."""
     arrays: Leaves
     key: Hashable
     """The key of its program: the role and its method, or the function; the layout, the settings, and the shapes."""

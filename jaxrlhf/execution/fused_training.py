@@ -1,6 +1,6 @@
-"""Two train calls as one pipeline: the instructions of both in one order, mini-batch by mini-batch.
+"""Two train calls as one pipeline: the instructions of both in one order, for each mini-batch.
 
-Each call gives what it would give alone: only the order differs in which the devices do its work and the other's.
+The results of each call are the same as by itself; only the order of the work on the devices differs.
 """
 
 from typing import Any
@@ -32,7 +32,7 @@ class FusedTraining(Pipelined):
         return runs[0].result(), runs[1].result()
 
     def _carry_out(self, runs: list[TrainRun], term: int) -> None:
-        """The schedule for a term of both losses; where one has no more, for what is left of the other."""
+        """Executes the schedule for one term of both losses, or of the loss that still has one."""
         merged: list[MergedStages | None] = []
         for run, count in zip(runs, self._order.merged, strict=True):
             if term < run.num_terms:
@@ -47,20 +47,20 @@ class FusedTraining(Pipelined):
 
 
 class MergedStages:
-    """Consecutive stages of a worker that lie on one node of the other call, as one stage."""
+    """Consecutive stages of a worker that share a stage of the other call's devices, as one stage."""
 
     def __init__(self, worker: Worker, count: int) -> None:
         self._worker, self._count = worker, count
 
     def forward(self, micro_batch: int, stage: int) -> Outputs:
-        """The stages one after another."""
+        """Runs the stages in order."""
         outputs = None
         for one in range(stage * self._count, (stage + 1) * self._count):
             outputs = self._worker.forward(micro_batch, one)
         return outputs
 
     def backward(self, micro_batch: int, stage: int) -> Outputs:
-        """The stages one after another, from the last."""
+        """Runs the stages in reverse order."""
         outputs = None
         for one in reversed(range(stage * self._count, (stage + 1) * self._count)):
             outputs = self._worker.backward(micro_batch, one)

@@ -1,25 +1,27 @@
-"""Outputs on their way to the calls that need them, from when their source is dispatched.
+"""Early transfers of outputs to the calls that need them.
 
-A call's inputs could be brought when its turn comes. But devices work off what they are given in the order of dispatch:
-what brings a rollout to the critic's devices would then stand behind the reference on the actor's. So it is dispatched
-right after the call that makes it, wherever that keeps no device from work that it could do:
+The inputs of a call could be moved when its turn comes. But devices work in the order of dispatch: the transfer of a
+rollout to the critic's devices would then wait for the reference on the actor's devices. So a transfer is dispatched
+right after the call that makes the array, if that does not delay other work:
 
-- Copies of whole shards (`shards`) run beside programs, and may always begin at once.
-- An exchange is a program of the devices of both calls, which begins when all of them reach it. It is dispatched at
-  once if its target's devices have nothing to do between, in this step, but what waits for the same outputs; otherwise
-  when the call's turn comes. What the step before left to do there holds up the source's devices too.
-- What stays on its devices (`jit`) needs no head start, and what the host copies (`host`) makes it wait.
+- Copies of whole shards (`shards`) run beside programs, and always begin at once.
+- An exchange is a program on the devices of both calls, which begins when all of them reach it. It is dispatched at
+  once if no call in between, in this step, keeps the target's devices busy with work that does not depend on the same
+  outputs; otherwise when the call's turn comes. Work left from the step before delays the source's devices too.
+- Arrays that stay on their devices (`jit`) need no early transfer, and copies by the host (`host`) make it wait.
 
-Which call goes to which layout is in the plan, so every process dispatches the same in the same order.
+The plan decides this, so every process dispatches the same transfers in the same order.
 
-Inputs that are there early live longer, from the end of their source instead of the end of what comes between. These
-are token ids, masks and log-probabilities, at most 14 bytes a token of a rollout (512 rows of 2,048 tokens: 15 MB over
-all devices of a call that split them), beside gigabytes of weights and activations: forecasts of memory leave them out.
+Early inputs live longer. They are token ids, masks and log-probabilities, at most 14 bytes for each token of a rollout
+(512 rows of 2,048 tokens: 15 MB over all devices of a call that split them), beside gigabytes of weights and
+activations, so that forecasts of memory leave them out.
 """
 
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
+
+from jax.sharding import NamedSharding
 
 from jaxrlhf.call_graph import Call, CallGraph, Ref
 from jaxrlhf.planner.plans.plan import Plan
@@ -30,15 +32,15 @@ from jaxrlhf.sharding.layout import Layout
 
 
 class HandOvers:
-    """Brings outputs to the calls of one step that need them."""
+    """Moves outputs to the calls of one step that need them."""
 
     def __init__(self, graph: CallGraph, plan: Plan) -> None:
         self._graph, self._plan = graph, plan
         self._brought: dict[tuple[str, str, int], Any] = {}
-        """(call that needs it, source, leaf) -> the array in the layout of that call."""
+        """(target call, source call, leaf) -> the array in the layout of the target."""
 
     def start(self, source: Call, outputs: Sequence[Any]) -> None:
-        """Begins to bring the outputs of a call, just dispatched, to all that need them and whose turn is not at once.
+        """Dispatches the early transfers of the outputs of a call that was just dispatched.
 
         Every process calls it after every call that runs on devices, in the same order.
         """
@@ -48,31 +50,29 @@ class HandOvers:
             refs = [ref for ref in call.refs if ref.call == source.name]
             if call.kind == "host" or not refs:
                 continue
-            needed = [outputs[ref.leaf] for ref in refs]
-            for ref, array, sharding in zip(refs, needed, self._shardings(call, refs, needed), strict=True):
+            for ref, sharding in zip(refs, self._shardings(call, refs), strict=True):
+                array = outputs[ref.leaf]
                 way = way_of(signature_of(array, sharding)) if is_placed(array) else None
                 if way == "shards" or (way == "exchange" and self._nothing_between(source, call)):
                     keys.append((call.name, source.name, ref.leaf))
                     arrays.append(array)
                     shardings.append(sharding)
-        if arrays:  # all at once: calls of one layout share what is brought
+        if arrays:  # all at once: calls of one layout share transfers
             self._brought.update(zip(keys, reallocate(arrays, shardings), strict=True))
 
     def inputs(self, call: Call, refs: Sequence[Ref], lookup: Callable[[Ref], Any]) -> list[Any]:
-        """A call's inputs on its devices: what is not there yet is brought now."""
-        arrays = [lookup(ref) for ref in refs]
-        shardings = self._shardings(call, refs, arrays)
-        near = [self._brought.pop((call.name, r.call, r.leaf), x) for r, x in zip(refs, arrays, strict=True)]
-        return reallocate(near, shardings)
+        """The inputs of a call on its devices. Those that were not moved early are moved now."""
+        near = [self._brought.pop((call.name, ref.call, ref.leaf), lookup(ref)) for ref in refs]
+        return reallocate(near, self._shardings(call, refs))
 
-    def _shardings(self, call: Call, refs: Sequence[Ref], arrays: Sequence[Any]) -> list[Any]:
+    def _shardings(self, call: Call, refs: Sequence[Ref]) -> list[NamedSharding]:
         placement = self._plan[call]
         layout = Layout.over(placement.devices, placement.strategy)
         split = splits_rows(call, placement.strategy)
-        return input_shardings(arrays, [ref.has_rows and split for ref in refs], layout, placement.protocol)
+        return input_shardings([ref.has_rows and split for ref in refs], layout, placement.protocol)
 
     def _nothing_between(self, source: Call, call: Call) -> bool:
-        """True where all that a call's devices do in this step before it must come before its source or after it."""
+        """Returns whether all calls on a call's devices before it, in this step, depend on its source or precede it."""
         devices = set(self._plan[call].devices)
         return all(
             other is source or source.name in self._before[other.name] or other.name in self._before[source.name]
@@ -82,7 +82,7 @@ class HandOvers:
 
     @functools.cached_property
     def _before(self) -> dict[str, set[str]]:
-        """Call -> all that must have ended before it."""
+        """Call -> all calls that must have ended before it."""
         before: dict[str, set[str]] = {}
         for call in self._graph.calls:
             names = self._graph.dependencies(call)

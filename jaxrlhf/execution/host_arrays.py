@@ -1,8 +1,8 @@
-"""Arrays read whole into host memory, in one process or in several.
+"""Whole arrays in host memory, in one process or in several.
 
-In several processes each reads the parts that its devices hold and sends them to the first, beside the devices. A
-collective would stand in the queue of every device that it touches, and make those wait that have nothing to do with
-it: a generation for the metrics of a critic that still trains on the step before.
+In several processes each reads the parts on its devices and sends them to the first process by the channel. A
+collective would enter the queue of every device and delay independent work: a generation would wait for the metrics of
+a critic that still trains on the step before.
 """
 
 from collections.abc import Sequence
@@ -22,10 +22,10 @@ class Part(NamedTuple):
 
 
 def to_host(leaves: Sequence[Any], channel: Channel) -> list[Any]:
-    """Arrays as numpy arrays, whole, in every process: each of them must call this, in the same order. Waits for them.
+    """Whole arrays as NumPy arrays in every process. All processes must call this, in the same order. Waits for them.
 
     Args:
-        leaves: Arrays on any devices. Numpy arrays, which all processes have, are left as they are.
+        leaves: Arrays on any devices. NumPy arrays, which all processes have, are returned unchanged.
     """
     if channel.count == 1:
         return jax.device_get(list(leaves))
@@ -34,10 +34,10 @@ def to_host(leaves: Sequence[Any], channel: Channel) -> list[Any]:
 
 
 def hand_to_threads(leaves: Sequence[Any]) -> None:
-    """Makes arrays ready to be read by several threads at once. To be called in the thread that made them.
+    """Prepares arrays to be read by several threads at once. Must be called in the thread that made them.
 
-    An array takes itself apart into its shards when it is first asked for them. Where two threads ask at the same time,
-    one of them finds only some (jaxlib 0.10.2: `IndexError` in `device_get`).
+    An array makes its list of shards on first use. If two threads do that at the same time, one finds an incomplete
+    list (jaxlib 0.10.2: `IndexError` in `device_get`).
     """
     for leaf in leaves:
         if isinstance(leaf, jax.Array):
@@ -45,10 +45,10 @@ def hand_to_threads(leaves: Sequence[Any]) -> None:
 
 
 def gather(leaves: Sequence[Any], channel: Channel, number: int) -> list[Any] | None:
-    """Arrays as numpy arrays, whole, in the first process; None in the others. May run in any thread.
+    """Whole arrays as NumPy arrays in the first process; None in the others. May run in any thread.
 
     Args:
-        number: From `channel.number()`, asked for in the main thread, so that it is the same in all processes.
+        number: From `channel.number()`, called in the main thread, so that it is the same in all processes.
     """
     if channel.count == 1:
         return jax.device_get(list(leaves))
@@ -63,7 +63,7 @@ def gather(leaves: Sequence[Any], channel: Channel, number: int) -> list[Any] | 
 
 
 def _own_parts(array: jax.Array) -> list[Part]:
-    """The parts of an array in this process; of copies one."""
+    """The parts of an array in this process, without replicas."""
     return [
         Part(tuple(s.start or 0 for s in shard.index), np.asarray(shard.data))
         for shard in array.addressable_shards

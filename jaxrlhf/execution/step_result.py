@@ -1,4 +1,4 @@
-"""The result of a step: its next state and the outputs of its calls, and reading them."""
+"""The result of a step: its next state and the outputs of its calls."""
 
 import concurrent.futures
 import contextlib
@@ -13,12 +13,12 @@ from jaxrlhf.execution.channel import Channel
 from jaxrlhf.execution.host_arrays import to_host
 
 Leaves = list[Any]
-"""The outputs of a call: arrays, which may still be under way, in the order of `jax.tree.leaves`; numpy arrays of a
+"""The outputs of a call in the order of `jax.tree.leaves`: arrays, possibly not computed yet, or the NumPy arrays of a
 Python function."""
 Values = dict[str, "Leaves | concurrent.futures.Future[Leaves]"]
 """Call, 'state' or 'data' -> its outputs."""
 Wait = Callable[[str], contextlib.AbstractContextManager[None]]
-"""Given what is waited for: a context to wait in, which the timeline then shows."""
+"""From the name of what is waited for to a context that records the wait in the timeline."""
 
 
 def _untold(_: str) -> contextlib.AbstractContextManager[None]:
@@ -27,9 +27,10 @@ def _untold(_: str) -> contextlib.AbstractContextManager[None]:
 
 @dataclasses.dataclass
 class StepResult:
-    """The result of a step. Its arrays may still be under way.
+    """The result of a step. Its arrays may not be computed yet.
 
-    What reads arrays gives them to every process of the run, and every process must call it, in the same order.
+    Methods that read arrays return them in every process of the run, and every process must call them, in the same
+    order.
     """
 
     graph: CallGraph
@@ -40,16 +41,16 @@ class StepResult:
     _wait: Wait = _untold
 
     def fetch(self) -> Any:
-        """The results that the step function returned beside its state, as numpy arrays. Waits for them."""
+        """The results that the step function returned beside its state, as NumPy arrays. Waits for them."""
         return self.read(self.graph.results[0])
 
     def outputs(self, call_name: str) -> Any:
-        """A call's outputs as numpy arrays. Waits for them."""
+        """The outputs of a call as NumPy arrays. Waits for them."""
         (call,) = (c for c in self.graph.calls if c.name == call_name)
         return self.read(call.outputs)
 
     def read(self, tree: Any) -> Any:
-        """A tree with the arrays in place of the graph's references to them, as numpy arrays. Waits for them."""
+        """A tree with NumPy arrays in place of the graph's references. Waits for them."""
         refs = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, Ref)]
         with self._wait("results"):
             arrays = iter(to_host([lookup(self._values, ref) for ref in refs], self._channel))
@@ -57,7 +58,7 @@ class StepResult:
 
 
 def lookup(values: Values, ref: Ref, wait: Wait = _untold) -> Any:
-    """The output that a reference stands for. Waits for that of a Python function, in the context that `wait` makes."""
+    """The output that a reference stands for. Waits for a Python function, in the context from `wait`."""
     leaves = values[ref.call]
     if isinstance(leaves, concurrent.futures.Future):
         with wait(ref.call):

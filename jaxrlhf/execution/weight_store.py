@@ -1,14 +1,14 @@
 """Weights of all roles, by version and layout.
 
-Weights are held in sets (`weight_sets`). A set that is trained has master weights (float32) and optimizer state in the
-layout of its last train call. Every other call gets a copy in the compute precision in its own layout, made when it is
-first asked for, and dropped when training makes a new version. A set that never changes has such copies only. A moving
-average has master weights too, beside those that it follows.
+Weights are stored in sets (`weight_sets`). A trained set has master weights (float32) and optimizer state in the layout
+of its last train call. Every other call gets a copy in the compute precision in its own layout, made on first use and
+dropped when training makes a new version. A set that never changes has only such copies. A moving average has master
+weights too, in addition to those that it follows.
 
-In a pipelined layout every weight is on the devices of its stage: `weight_forms` says what that asks for.
+In a pipelined layout every weight is on the devices of its stage: see `weight_forms`.
 
-A role that is offloaded rests in host memory: master weights and optimizer state, or, of a set that never changes, each
-of its copies, which stay there for good. What a call needs is brought to the devices before it, and let go after it.
+An offloaded role rests in host memory: its master weights and optimizer state, or, for a set that never changes, its
+copies, which remain there. Weights are moved to the devices before a call that needs them, and dropped after it.
 """
 
 import dataclasses
@@ -54,7 +54,7 @@ class _Held:
     copies: dict[Form, Params]
     """Weights in the compute precision, on the devices."""
     resting: dict[Form, Params] = dataclasses.field(default_factory=dict)
-    """The same in host memory, of a set that never changes."""
+    """The same in host memory, for a set that never changes."""
     merged: dict[tuple[int, Form], Params] = dataclasses.field(default_factory=dict)
     """Base weights with these adapters merged in, by the adapters' version and the form."""
     pinned: dict[tuple[int, Form], Params] = dataclasses.field(default_factory=dict)
@@ -62,7 +62,7 @@ class _Held:
 
     @property
     def source(self) -> Params:
-        """Weights of the present version on the devices of `home`, to make others from."""
+        """Weights of the current version on the devices of `home`, from which copies are made."""
         if self.master is not None:
             return to_device_memory(self.master)
         held = self.resting | self.copies
@@ -72,7 +72,7 @@ class _Held:
 
 
 class WeightStore:
-    """The weights of all roles. What is read is asked for by role; what is saved and restored, by set."""
+    """The weights of all roles. Calls read them by role; checkpoints save and restore them by set."""
 
     def __init__(self, roles: Mapping[str, ModelRole]) -> None:
         self._roles = roles
@@ -118,26 +118,23 @@ class WeightStore:
         """True if a new scalar head of this set starts from random numbers: only where the set is never trained."""
         return not self.sets[name].rests_in_float32 and not name.endswith(BASE)
 
-    def load(
-        self, name: str, layout: Layout, params: Params, *, optimizer: OptimizerState | None = None, version: int = 0
-    ) -> None:
-        """Take weights over, float32 and resting in `layout`. They belong to the store from now on."""
+    def load(self, name: str, layout: Layout, params: Params) -> None:
+        """Takes over float32 weights that rest in `layout`. The caller must not use them afterwards."""
         weight_set = self.sets[name]
         form: Form = (layout, weight_set.resting_form(layout))
         params = in_form(params, weight_set, form)
         if not weight_set.rests_in_float32:
             copy = in_form(params, weight_set, form, weight_set.model.compute_dtype)
-            self._held[name] = _Held(version, layout, None, None, {form: copy})
+            self._held[name] = _Held(0, layout, None, None, {form: copy})
             return
-        config = weight_set.optimizer
-        if optimizer is None and config is not None:
-            optimizer = run_at(
-                layout, lambda p: init_optimizer(config, p), weight_set.optimizer_shardings(layout), params
-            )
-        self._held[name] = _Held(version, layout, params, optimizer, {})
+        config, optimizer = weight_set.optimizer, None
+        if config is not None:
+            shardings = weight_set.optimizer_shardings(layout)
+            optimizer = run_at(layout, lambda p: init_optimizer(config, p), shardings, params)
+        self._held[name] = _Held(0, layout, params, optimizer, {})
 
     def snapshot(self, name: str) -> tuple[Layout, Params]:
-        """A copy of a set that shares nothing with it, in float32."""
+        """A copy of a set in float32 that shares no memory with it."""
         held = self._held[name]
 
         def copy(params: Params) -> Params:
@@ -175,10 +172,10 @@ class WeightStore:
         return state
 
     def restore(self, name: str, layout: Layout, state: dict[str, Any], version: int) -> None:
-        """Takes over what `state` gave, to rest in `layout`. The arrays must not be used afterwards.
+        """Takes over the arrays of `state`, to rest in `layout`. The caller must not use them afterwards.
 
         Args:
-            state: As `abstract_state` says, with layers in any form.
+            state: Arrays as in `abstract_state`, with layers in any form.
         """
         weight_set = self.sets[name]
         layers = weight_set.resting_form(layout)
@@ -207,7 +204,7 @@ class WeightStore:
             merged: Adapters are merged into a copy of the base weights, not left beside them.
 
         Returns:
-            The weights, and the bytes that devices of this process had to receive for them; None where they were there.
+            The weights, and the bytes that devices of this process received for them; None if they were there already.
         """
         own, *base = self.read_by(role)
         held = self._held[own]
@@ -248,7 +245,7 @@ class WeightStore:
         return held.copies[form], received
 
     def _made(self, name: str, form: Form) -> tuple[Params, int | None]:
-        """A copy of the present version, and the bytes received for it; None where nothing had to be moved."""
+        """A copy of the current version, and the bytes received for it; None if nothing had to be moved."""
         held, weight_set, (layout, layers) = self._held[name], self.sets[name], form
         if layers == "ring":
             as_list: Form = (layout, "list")
@@ -256,7 +253,7 @@ class WeightStore:
             params, received = (there, None) if there is not None else self._made(name, as_list)
             ring, more = to_ring(params, weight_set.model, layout)
             return ring, (received or 0) + more
-        # in the compute precision before it is moved, so that less is moved
+        # cast to the compute precision before the move, so that less is moved
         by = form_between(weight_set, held.home, layout, layers)
         source = in_form(held.source, weight_set, (held.home, by), weight_set.model.compute_dtype)
         shardings = weight_set.shardings(layout, layers=by)
@@ -264,15 +261,14 @@ class WeightStore:
         return in_form(reallocate(source, shardings), weight_set, form), received
 
     def pin(self, role: str, layout: Layout, *, layers: LayerForm) -> None:
-        """Keeps the present version of what a role reads for a call that comes after training made a new one."""
+        """Keeps the current version of a role's weights for a call after training has made a new one."""
         name, *base = self.read_by(role)
-        form: Form = (layout, layers)
-        form = _beside(form) if base else form
+        form = _beside((layout, layers)) if base else (layout, layers)
         held = self._held[name]
         held.pinned[held.version, form] = self._copy(name, form, None)[0]
 
     def unpin(self) -> None:
-        """Lets all older versions go."""
+        """Drops all older versions."""
         for held in self._held.values():
             held.pinned.clear()
             held.merged = {key: params for key, params in held.merged.items() if key[0] == held.version}
@@ -289,9 +285,9 @@ class WeightStore:
 
     def take_for_training(self, role: str, layout: Layout) -> tuple[Params, OptimizerState, int | None]:
         """Master weights and optimizer state in a layout, to be donated to a train call, and the bytes that devices of
-        this process had to receive for it; None where they were there.
+        this process received for them; None if they were there already.
 
-        The store holds none of either until `trained` brings the new version.
+        The store has neither until `trained` returns the new version.
         """
         held, weight_set = self._held[role], self.sets[role]
         params, optimizer = to_device_memory((held.master, held.optimizer))
@@ -309,7 +305,7 @@ class WeightStore:
         return params, optimizer, received
 
     def trained(self, role: str, layout: Layout, params: Params, optimizer: OptimizerState) -> None:
-        """A train call's new version. Moving averages of it follow."""
+        """Stores the new version of a train call, and updates moving averages of it."""
         before = self._held[role]
         self._held[role] = _Held(before.version + 1, layout, params, optimizer, {}, pinned=before.pinned)
         for name, weight_set in self.sets.items():
@@ -317,7 +313,7 @@ class WeightStore:
                 self._follow(name, before.version + 1, layout, params)
 
     def _follow(self, name: str, version: int, layout: Layout, params: Params) -> None:
-        """Moves an average towards a new version of what it follows."""
+        """Updates a moving average with a new version."""
         held, weight_set = self._held[name], self.sets[name]
         assert weight_set.average is not None
         held.version = version
@@ -331,13 +327,12 @@ class WeightStore:
     # -- host memory ---------------------------------------------------------------------------------------------------
 
     def offload(self, role: str) -> Any:
-        """Lets what a role owns rest in host memory: what is needed later is moved there, and no copy stays on the
-        devices.
+        """Moves the weights that a role owns to host memory, and drops its copies on the devices.
 
-        Programs that were dispatched keep what they read until they are done.
+        Dispatched programs keep their inputs alive until they are done.
 
         Returns:
-            Arrays that are now on their way there; None if nothing has to go.
+            Arrays that are being moved; None if there are none.
         """
         moving = []
         for name in self.owned_by(role):
@@ -354,10 +349,10 @@ class WeightStore:
         return moving or None
 
     def prefetch(self, role: str, layout: Layout, *, layers: LayerForm, for_training: bool) -> Any:
-        """Starts bringing what a role reads back from host memory, in the layout of the call that comes next.
+        """Starts to reload a role's weights from host memory, in the layout of the next call.
 
         Returns:
-            Arrays that are now on their way; None if they are there.
+            Arrays that are being moved; None if there are none.
         """
         own, *base = self.read_by(role)
         moving = []
@@ -366,8 +361,7 @@ class WeightStore:
             if held.master is not None and rests_on_host(held.master):
                 held.master, held.optimizer = to_device_memory((held.master, held.optimizer))
                 moving.append(held.master)
-        form: Form = (layout, layers)
-        form = _beside(form) if base else form
+        form = _beside((layout, layers)) if base else (layout, layers)
         for name in base if for_training else (own, *base):
             if form not in self._held[name].copies:
                 moving.append(self._copy(name, form, None)[0])

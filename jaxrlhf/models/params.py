@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.tree_util import KeyPath
+from jaxtyping import PyTree
 
 from jaxrlhf.models.architecture import Declared, Weight, declare, declare_layer, is_weight, map_weights
 from jaxrlhf.models.config import ModelConfig
@@ -26,8 +27,8 @@ from jaxrlhf.sharding.layout import Layout
 Params = dict[str, Any]
 """The weights of a model, or of one of its stages: arrays, and under `layers` a list of `LayerWeights`, or one of them
 whose arrays are stacked. Beside arrays a tree like it may have shapes, shardings, or gradients."""
-Shardings = dict[str, Any]
-"""A tree like it, of `NamedSharding`."""
+Shardings = PyTree[NamedSharding]
+"""The shardings of a tree of arrays; None in place of arrays that a process does not have."""
 LayerForm = Literal["list", "stacked", "ring"]
 """The form of the layers: a `list`, with a dict each; `stacked`, one dict whose arrays have a leading axis; or the
 `ring` of stages reads them that generates in a pipelined layout."""

@@ -1,7 +1,7 @@
 """Timelines as files: the Chrome trace format, which ui.perfetto.dev and chrome://tracing open.
 
-A trace has a row per device, and rows for the host of every process: one of its main thread's waits, the others of what
-ran in threads beside it.
+A trace has a row for each device, and rows for the host of each process: one with the waits of its main thread, the
+others with the work of other threads.
 """
 
 import json
@@ -18,19 +18,14 @@ Rows = list[tuple[str, list[Event]]]
 
 
 class TraceError(ValueError):
-    """A file that is no trace of a run."""
+    """A file is not the trace of a run."""
 
 
 def write_chrome_trace(path: Path, processes: Sequence[ProcessEvents]) -> None:
-    """Writes what the processes of a run saw, the first one first, as one trace.
+    """Writes the events of the processes of a run, the first process first, as one trace.
 
     Its "metadata" holds `dropped_events` and the Unix time of the trace's zero.
     """
-    write_atomically(path, json.dumps(chrome_trace(processes)))
-
-
-def chrome_trace(processes: Sequence[ProcessEvents]) -> dict[str, Any]:
-    """The trace of what the processes of a run saw, as plain data."""
     entries: list[dict[str, Any]] = [_label("process_name", 1, name="jaxrlhf")]
     # Thread 0 of process 0 is the idle thread to viewers: both count from 1.
     for thread, (label, row) in enumerate(trace_rows(on_one_clock(processes)), start=1):
@@ -40,11 +35,12 @@ def chrome_trace(processes: Sequence[ProcessEvents]) -> dict[str, Any]:
         "dropped_events": sum(process.num_dropped for process in processes),
         "origin_unix_seconds": min(process.origin_unix_seconds for process in processes),
     }
-    return {"traceEvents": entries, "displayTimeUnit": "ms", "metadata": metadata}
+    trace = {"traceEvents": entries, "displayTimeUnit": "ms", "metadata": metadata}
+    write_atomically(path, json.dumps(trace))
 
 
 def trace_rows(processes: Sequence[ProcessEvents]) -> Rows:
-    """The rows of a trace, of processes that are on one clock: every device, then the host of every process."""
+    """The rows of the trace of processes that are on one clock: each device, then the host of each process."""
     on_device: dict[int, list[Event]] = {}
     for process in processes:
         for event in process.events:
@@ -63,7 +59,7 @@ def read_rows(path: Path) -> Rows:
     """The rows of a trace that `write_chrome_trace` wrote. An event of several devices is on each of their rows.
 
     Raises:
-        TraceError: The file is not there, or no such trace.
+        TraceError: The file cannot be read, or is not such a trace.
     """
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
@@ -86,7 +82,7 @@ def read_rows(path: Path) -> Rows:
 
 
 def _apart(events: Iterable[Event]) -> list[list[Event]]:
-    """Events in as few rows as it takes for no two of a row to overlap, or viewers misdraw them."""
+    """Events in as few rows as possible without overlaps in a row, which viewers would misdraw."""
     rows: list[list[Event]] = []
     for event in sorted(events, key=lambda event: event.start):
         row = next((row for row in rows if row[-1].end <= event.start), None)
@@ -120,21 +116,14 @@ def _entry(event: Event, thread: int) -> dict[str, Any]:
 def _event(entry: Mapping[str, Any], label: str) -> Event:
     arguments = entry["args"]
     device = re.fullmatch(r"device (\d+)", label)
-    start = entry["ts"] / 1e6
-    return Event(
-        entry["name"],
-        arguments["kind"],
-        (int(device[1]),) if device else (),
-        arguments["step"],
-        start,
-        start + entry["dur"] / 1e6,
-        arguments["phase"],
-        arguments.get("bytes", 0),
-    )
+    devices = (int(device[1]),) if device else ()
+    start, end = entry["ts"] / 1e6, (entry["ts"] + entry["dur"]) / 1e6
+    moved = arguments.get("bytes", 0)
+    return Event(entry["name"], arguments["kind"], devices, arguments["step"], start, end, arguments["phase"], moved)
 
 
 def _spans(devices: Sequence[int]) -> str:
-    """Numbers as text, with those that follow one another drawn together: '0-3,8'."""
+    """Device numbers as text, consecutive ones as a range: '0-3,8'."""
     spans: list[list[int]] = []
     for device in sorted(devices):
         if spans and device == spans[-1][-1] + 1:

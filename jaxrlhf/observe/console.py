@@ -1,7 +1,7 @@
-"""Output of a run on the terminal: tables, samples, progress, and where its files are.
+"""Output of a run on the terminal: tables, samples, progress, and the paths of its files.
 
-In a pipe everything is plain lines without escape codes. Texts of users and models are shown as they are: nothing in
-them is taken for markup, and what could move the cursor is escaped.
+In a pipe everything is plain lines without escape codes. Texts of users and models are shown verbatim: nothing in them
+is taken for markup, and control characters are escaped.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from jaxrlhf.observe.progress import Progress
 _MAX_CELL = 34
 """Characters that a table's cell may take before its text wraps."""
 _EASY_CELL = 16
-"""A cell is not made narrower than this, nor than its longest word, to fit one more column beside it."""
+"""To fit one more column, a cell is made no narrower than this and than its longest word."""
 _GAP = 2
 
 
@@ -58,16 +58,16 @@ class Console:
         """One line, never wrapped, so that it can be copied and searched."""
         self._out.print(self._text(text), soft_wrap=True)
 
-    def table(self, title: str, rows: Sequence[Mapping[str, Any]], columns: Sequence[str] | None = None) -> None:
-        """A table of plain data. Without `columns`, every key is one, in order of first appearance.
+    def table(self, title: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """A table of plain data with a column for each key, in order of first appearance.
 
-        What does not fit the width goes on below in further tables, each of which repeats the first column.
+        Columns that do not fit into the width follow in further tables, each of which repeats the first column.
         """
         self.header(title)
         if not rows:
             self.line("(none)")
             return
-        keys = list(dict.fromkeys(key for row in rows for key in row)) if columns is None else list(columns)
+        keys = list(dict.fromkeys(key for row in rows for key in row))
         cells = {key: [self._text(cell(row.get(key))) for row in rows] for key in keys}
         limit = max(8, min(_MAX_CELL, (self._out.width - _GAP) // 2))
         widths = {key: _column_widths(_heading(key), cells[key], limit) for key in keys}
@@ -108,31 +108,26 @@ class Console:
 
     @contextlib.contextmanager
     def progress(self, total: int, *, start: int = 0, every: int = 10) -> Iterator[Progress]:
-        """Shows how the steps go by: a live bar on a terminal, and lines that stay.
+        """Shows the progress of a run: a live bar on a terminal, and lines that stay.
 
         Args:
             total: Steps of the whole run.
             start: Steps done before, in a run that was resumed.
-            every: A line stays every so many steps, and whenever ten seconds went by without one.
+            every: Steps between two lines that stay. One is also written after ten seconds without a line.
         """
-        live = self._out.is_terminal and not self._out.is_dumb_terminal and not self._out.quiet
-        with contextlib.ExitStack() as stack:
-            progress = Progress(self.line, total, start=start, every=every, clock=self._clock)
-            if live:
-                stack.enter_context(
-                    Live(get_renderable=progress.picture, console=self._out, refresh_per_second=4, transient=True)
-                )
+        progress = Progress(self.line, total, start=start, every=every, clock=self._clock)
+        bar = Live(get_renderable=progress.picture, console=self._out, refresh_per_second=4, transient=True)
+        with bar if self._is_live else contextlib.nullcontext():
             yield progress
 
     @contextlib.contextmanager
     def status(self, *, every: float = 5.0) -> Iterator[Callable[[str], None]]:
-        """Shows what is going on, in one line that changes; where nobody sees it change, in lines that stay.
+        """Shows what is going on: on a terminal in one line that changes, elsewhere in lines that stay.
 
         Args:
-            every: Seconds that such lines keep apart.
+            every: The least number of seconds between two lines that stay.
         """
-        live = self._out.is_terminal and not self._out.is_dumb_terminal and not self._out.quiet
-        if live:
+        if self._is_live:
             with self._out.status("") as shown:
                 yield lambda line: shown.update(self._text(line))
             return
@@ -147,7 +142,7 @@ class Console:
         yield say
 
     def evaluation(self, evaluations: Sequence[tuple[int, Mapping[str, float]]], num_prompts: int) -> None:
-        """One line on the last of a run's evaluations, (steps done, metrics), and how it stands to the best so far."""
+        """One line about the last of a run's evaluations, (steps done, metrics), compared with the best so far."""
         done, metrics = evaluations[-1]
         shown = []
         for name, value in metrics.items():
@@ -161,7 +156,7 @@ class Console:
         self.line(f"evaluation after {done} steps on {num_prompts} held-out prompts: {', '.join(shown)}")
 
     def curve(self, name: str, values: Sequence[float]) -> None:
-        """The course of a metric, as a sparkline between its first and last value."""
+        """A metric over the run, as a sparkline between its first and last value."""
         finite = [value for value in values if math.isfinite(value)]
         if not finite:
             self.line(f"{name}  (no values)")
@@ -171,15 +166,15 @@ class Console:
         picture = sparkline(values, width) if width >= 8 and self._can_show(BLOCKS) else "->"
         self.line(f"{ends[0]} {picture} {ends[1]}")
 
-    def where(self, paths: Mapping[str, Path]) -> None:
-        """Lists where everything was written, by what it is."""
+    def where(self, paths: Mapping[str, Path | str]) -> None:
+        """Lists the paths and addresses to which a run has written, by name."""
         self.header("Written to")
         width = max(map(len, paths), default=0)
         for name, path in paths.items():
             self.line(f"  {name:<{width}}  {path}")
 
     def release(self) -> None:
-        """Gives a terminal back as it was, where the process ends in the midst of a progress bar."""
+        """Restores the terminal if the process ends during a progress bar."""
         self._out.show_cursor(True)
 
     def error(self, message: str) -> None:
@@ -189,7 +184,7 @@ class Console:
             self._errors.print(shown, soft_wrap=True)
 
     def _text(self, text: str, style: str = "", console: RichConsole | None = None) -> Text:
-        """Text that shows as it is on any terminal, line breaks and control characters escaped."""
+        """Text that any terminal can show, with line breaks and control characters escaped."""
         encoding = (console or self._out).encoding
         return Text(printable(text).encode(encoding, "backslashreplace").decode(encoding), style)
 
@@ -200,6 +195,10 @@ class Console:
             mark = "…" if self._can_show("…") else "..."
             shown = shown[: max_chars - len(mark)] + Text(mark)
         return shown
+
+    @property
+    def _is_live(self) -> bool:
+        return self._out.is_terminal and not self._out.is_dumb_terminal and not self._out.quiet
 
     def _can_show(self, text: str) -> bool:
         try:
@@ -217,7 +216,7 @@ def _plain_table() -> Table:
 
 
 def _column_widths(heading: str, cells: Sequence[Text], limit: int) -> tuple[int, int]:
-    """The least width that a column reads well in, and what it would like."""
+    """The least width at which a column is readable, and the width that it needs in full."""
     in_heading = max(map(cell_len, heading.split(" ")))
     wanted = min(limit, max(in_heading, *(cell.cell_len for cell in cells)))
     longest_word = max(in_heading, *(cell_len(word) for cell in cells for word in cell.plain.split(" ")))
@@ -225,7 +224,7 @@ def _column_widths(heading: str, cells: Sequence[Text], limit: int) -> tuple[int
 
 
 def _column_blocks(widths: Mapping[str, tuple[int, int]], available: int) -> list[dict[str, int]]:
-    """Splits columns into blocks that fit, each led by the first column, and says how wide each column is."""
+    """Splits columns into blocks that fit, each of which begins with the first column: key -> width for each block."""
     first, *others = widths
     blocks = [[first]]
     for key in others:

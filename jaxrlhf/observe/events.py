@@ -1,9 +1,8 @@
-"""Events: what ran when, on which devices, and how those that several processes saw come onto one clock."""
+"""Events: what ran when, on which devices, and the events of several processes on one clock."""
 
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 STEP = "step"
 """The phase of the steps of training, beside those of the warm start and of evaluations."""
@@ -21,19 +20,19 @@ class Event:
     kind: str
     """That of a call, or one of `MOVING`, or `WAIT`."""
     devices: tuple[int, ...]
-    """The devices that it occupied, as positions in `jax.devices()`; none for work on the host."""
+    """Positions in `jax.devices()` of the devices that it occupied; empty for work on the host."""
     step: int
-    """As metrics count: 1 is the first step."""
+    """The number of the step as in the metrics: the first step is 1."""
     start: float
     end: float
     phase: str = STEP
     """The part of the run that it belongs to."""
     bytes: int = 0
-    """Moved to the devices (or the host memory) of the process that saw it. 0: it moved none."""
+    """Bytes moved to the devices, or the host memory, of the process that recorded the event; 0 if it moved none."""
 
     @property
     def call(self) -> tuple[str, int, str, str]:
-        """A key of its call. Processes that work on one call together each have an event of it."""
+        """A key of its call. Processes that run one call together each record an event with this key."""
         return self.phase, self.step, self.name, self.kind
 
 
@@ -45,16 +44,12 @@ class ProcessEvents:
     origin_unix_seconds: float
     """The Unix time of the zero of its clock."""
     own_devices: tuple[int, ...] | None = None
-    """The devices of which it can tell. None: all are its own."""
+    """The devices whose events it can time. None means all devices."""
     num_dropped: int = 0
-    """Events that it no longer has."""
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain data, for another process or for a file."""
-        return dataclasses.asdict(self)
+    """The number of events that were dropped."""
 
     def told_of(self, event: Event) -> tuple[int, ...]:
-        """Those of an event's devices that are this process' own. Of others it does not know when they were done."""
+        """The devices of an event that this process owns. It does not know when the others were done."""
         own = self._own
         return event.devices if own is None else tuple(device for device in event.devices if device in own)
 
@@ -62,19 +57,11 @@ class ProcessEvents:
     def _own(self) -> frozenset[int] | None:
         return None if self.own_devices is None else frozenset(self.own_devices)
 
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> "ProcessEvents":
-        """The inverse of `to_json`, also where JSON has made lists of its tuples."""
-        events = tuple(Event(**{**event, "devices": tuple(event["devices"])}) for event in data["events"])
-        own = data["own_devices"]
-        return cls(**{**data, "events": events, "own_devices": None if own is None else tuple(own)})
-
 
 def on_one_clock(processes: Sequence[ProcessEvents]) -> list[ProcessEvents]:
     """The same events, all in seconds since the earliest of the clocks' zeros.
 
-    The clocks are lined up by Unix time, so hosts that disagree on it are drawn as far apart as they disagree:
-    milliseconds, where NTP keeps them.
+    The clocks are aligned by Unix time, so the error is that of the hosts' clocks: milliseconds with NTP.
     """
     zero = min((process.origin_unix_seconds for process in processes), default=0.0)
     lined_up = []
@@ -88,9 +75,9 @@ def on_one_clock(processes: Sequence[ProcessEvents]) -> list[ProcessEvents]:
 
 
 def merged(processes: Sequence[ProcessEvents]) -> list[Event]:
-    """The events of all processes on one clock, each on those of its devices that its process can tell of.
+    """The events of all processes on one clock, each on the devices that its process owns.
 
-    A call of several processes stays one event of each, since each knows when it was done with it.
+    A call of several processes remains one event for each, since each knows when its own part was done.
     """
     found = []
     for process in on_one_clock(processes):

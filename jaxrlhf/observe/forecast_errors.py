@@ -17,12 +17,12 @@ class Comparison:
     """Predicted and measured seconds."""
 
     seconds: Mapping[str, tuple[float, float | None]]
-    """Call, or `STEP` -> what was predicted, and the median of what was measured. None: no step told."""
+    """Call, or `STEP` -> predicted seconds, and the median of the measured ones, None if no step has any."""
     steps: int
     """The number of steps that were measured."""
 
     def rows(self) -> list[dict[str, Any]]:
-        """As rows of a table."""
+        """Rows of a table."""
         return [
             {
                 "call": name,
@@ -34,7 +34,7 @@ class Comparison:
         ]
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data."""
+        """Plain data for outcome.json."""
         both = {name: {"predicted": p, "measured": m} for name, (p, m) in self.seconds.items()}
         return {"steps_measured": self.steps, STEP: both.pop(STEP), "calls": both}
 
@@ -51,7 +51,7 @@ def compare(saved: SavedPlan, records: Sequence[Mapping[str, Any]], *, after: in
 
 
 def _predicted(saved: SavedPlan) -> dict[str, float]:
-    """Call, or two that are fused -> seconds; and those of a step. Each of two fused calls has those of both."""
+    """Predicted seconds of each call, or pair of fused calls, and of a step. Fused calls each have those of both."""
     seconds = {name: forecast.seconds for name, forecast in saved.calls.items()}
     if fused := [name for name in saved.plan.fuse if name in seconds]:
         seconds[" + ".join(fused)] = max(seconds.pop(name) for name in fused)
@@ -59,7 +59,7 @@ def _predicted(saved: SavedPlan) -> dict[str, float]:
 
 
 def _names(call: str, saved: SavedPlan) -> list[str]:
-    """The metrics that may have a call's seconds, the most precise first."""
+    """The metrics that may hold a call's seconds, the most precise first."""
     if call == STEP:
         return [f"{TIMING}step"]
     timer = timer_of(call, saved.work[call.partition(" + ")[0]]["kind"])

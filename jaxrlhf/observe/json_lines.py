@@ -5,30 +5,29 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from jaxrlhf.writing import replacing, writing
 
 
 class JsonLinesWriter:
-    """Appends records to a file; whoever reads it sees only whole lines, each at once.
+    """Appends records to a file. Readers see each line as soon as it is written, and whole.
 
-    A killed run may leave half a line at the end of its file. Appending to such a file removes the half line first.
+    A killed run may leave half a line at the end of its file, which is removed when the file is opened again.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         with writing(path):
             _mend_last_line(path)
-            # without a buffer, which would be flushed, and fail, once more when the file is closed
+            # unbuffered: a buffer would be flushed, and fail, once more when the file is closed
             self._file = path.open("ab", buffering=0)
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Writes one line. NaN and infinity are not JSON and raise a ValueError: see `split_non_finite`.
 
         Raises:
-            UnwritableError: The line cannot be written. Half of it may be there.
+            UnwritableError: The line cannot be written. Half of it may be in the file.
         """
         # A lone surrogate, as a tokenizer may give for half a character, is written as its JSON escape.
         line = f"{json.dumps(record, ensure_ascii=False, allow_nan=False)}\n".encode("utf-8", "backslashreplace")
@@ -37,20 +36,12 @@ class JsonLinesWriter:
                 line = line[self._file.write(line) :]
 
     def sync(self) -> None:
-        """Returns when every line is on the disk, so that not even a machine that stops loses one."""
+        """Returns when every line is on the disk, so that none is lost if the machine stops."""
         with writing(self._path):
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
         self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
@@ -62,37 +53,32 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     return [record for _, record in _lines_and_records(path)]
 
 
-def truncate(path: Path, keep: Callable[[dict[str, Any]], bool]) -> int:
-    """Drops the records for which `keep` is False, and a half-written last line. Kept lines stay as they are.
+def truncate(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
+    """Drops the records for which `keep` is False, and a half-written last line. Other lines stay byte for byte.
 
-    The file is replaced in one move: whoever reads it, or finds it after a kill, sees it as it was or as it becomes. No
-    writer may have it open; see `JsonLinesWriter.truncate`.
-
-    Returns:
-        How many records were dropped, the half line not counted. 0 where there is no file.
+    The file is replaced in one move, so that readers, also after a kill, find the old file or the new one. No writer
+    may have it open. A file that does not exist is left so.
 
     Raises:
         ValueError: A line other than the last is not a JSON object.
     """
     if not path.exists():
-        return 0
-    lines = _lines_and_records(path)
-    kept = [line for line, record in lines if keep(record)]
+        return
+    kept = [line for line, record in _lines_and_records(path) if keep(record)]
     with replacing(path) as temporary, temporary.open("wb") as file:
         file.writelines(line + b"\n" for line in kept)
         file.flush()
         os.fsync(file.fileno())
-    return len(lines) - len(kept)
 
 
 def split_non_finite(values: Mapping[str, float]) -> tuple[dict[str, float | None], list[str]]:
-    """The values with null for NaN and infinity, which JSON cannot say, and the names of those."""
+    """The values with None for NaN and infinity, which JSON does not have, and the names of these."""
     non_finite = [name for name, value in values.items() if not math.isfinite(value)]
     return {name: float(value) if math.isfinite(value) else None for name, value in values.items()}, non_finite
 
 
 def _lines_and_records(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
-    """All lines with what they say, without a last one that is only half there."""
+    """All lines with their records, without a half-written last line."""
     *lines, last = path.read_bytes().split(b"\n")
     if _parses(last):
         lines.append(last)

@@ -29,7 +29,7 @@ class TrainingError(RuntimeError):
 def flatten(tree: Mapping[str, Any]) -> dict[str, float]:
     """Names the numbers of a nested dict by the path that leads to them, joined by '/'.
 
-    A key that itself contains a '/' is a complete name: whatever lies above it is dropped.
+    A key that itself contains a '/' is a complete name: the keys above it are dropped.
 
     >>> flatten({"rollout": {"critic/score/mean": 0.5, "length": 31}})
     {'critic/score/mean': 0.5, 'rollout/length': 31.0}
@@ -37,7 +37,7 @@ def flatten(tree: Mapping[str, Any]) -> dict[str, float]:
     Waits for the arrays among the leaves, and fetches them all in one transfer.
 
     Raises:
-        ValueError: Two leaves get one name, or a leaf is not a single number, or its name cannot be one.
+        ValueError: Two leaves get one name, a leaf is not a single number, or its name is not allowed.
     """
     leaves: dict[str, Any] = {}
     path_of: dict[str, tuple[str, ...]] = {}
@@ -57,10 +57,10 @@ def flatten(tree: Mapping[str, Any]) -> dict[str, float]:
 
 
 def check_results(step: str, results: Any) -> None:
-    """Asks that what a step returned, references for arrays, will be metrics: single numbers, each of its own name.
+    """Checks that the results of a traced step can be metrics: single numbers, each with a name of its own.
 
     Raises:
-        GraphError: They will not.
+        GraphError: They cannot.
     """
     if not isinstance(results, Mapping):
         raise GraphError(f"{step}: its results must be a dict of numbers, nested or not. Got {brief(results)}.")
@@ -76,16 +76,13 @@ def check_results(step: str, results: Any) -> None:
         raise GraphError(f"{step}: {error}") from error
 
 
-def check_finite(metrics: Mapping[str, float], *names: str, step: int) -> None:
-    """Raises where a loss or gradient norm is NaN or infinite: a metric whose name ends in `loss` or `grad_norm`.
-
-    Args:
-        names: Further metrics that must be finite.
+def check_finite(metrics: Mapping[str, float], *, step: int) -> None:
+    """Checks the losses and gradient norms of a step: metrics whose names end in `loss` or `grad_norm`.
 
     Raises:
-        TrainingError: One of them is not.
+        TrainingError: One is NaN or infinite.
     """
-    checked = [name for name in metrics if name.endswith(("loss", "grad_norm")) or name in names]
+    checked = [name for name in metrics if name.endswith(("loss", "grad_norm"))]
     broken = [name for name in checked if not math.isfinite(metrics[name])]
     if broken:
         raise TrainingError(
@@ -111,6 +108,20 @@ def metrics_record(step: int, metrics: Mapping[str, float]) -> dict[str, Any]:
     return {**record, "non_finite": non_finite} if non_finite else record
 
 
+def sample_record(step: int, split: str, sample: Mapping[str, Any]) -> dict[str, Any]:
+    """A line of the samples file, with whole texts.
+
+    A score that is not finite becomes null, and its name is listed under "non_finite".
+
+    Args:
+        split: The prompts that it comes from: 'train' or 'held-out'.
+        sample: `prompt`, `completion`, `scores` by scorer, and `finish`, the reason why the completion ended.
+    """
+    scores, non_finite = split_non_finite(sample["scores"])
+    record = {"step": step, "split": split, **sample, "scores": scores}
+    return {**record, "non_finite": non_finite} if non_finite else record
+
+
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The records of a metrics file, in the order of writing; a value that was not finite comes back as NaN."""
     records = read_json_lines(path)
@@ -128,24 +139,24 @@ def evaluations_in(records: Sequence[Mapping[str, Any]]) -> list[tuple[int, dict
 
 
 def best_evaluation(evaluations: Sequence[tuple[int, Mapping[str, float]]], name: str) -> tuple[int, float]:
-    """The steps done and the value where a metric of evaluations was best, for the first time."""
+    """The steps done and the value of the first evaluation with the best value of a metric."""
     values = [(step, metrics[name]) for step, metrics in evaluations if math.isfinite(metrics.get(name, math.nan))]
     sign = -1.0 if less_is_better(name) else 1.0
     return max(values, key=lambda found: sign * found[1]) if values else (evaluations[-1][0], math.nan)
 
 
 def less_is_better(name: str) -> bool:
-    """True for a loss: its name ends so."""
+    """True for a loss, by the end of its name."""
     return name.endswith("loss")
 
 
 def without_times(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a record that does not come from a clock: the same bits, whenever and however often a run is run."""
+    """The part of a record that does not depend on a clock, and is the same bit for bit in every run."""
     return {name: value for name, value in record.items() if not name.startswith(_OF_THE_CLOCK)}
 
 
 def _walk(tree: Mapping[str, Any], above: tuple[str, ...], prefix: str) -> Iterator[tuple[tuple[str, ...], str, Any]]:
-    """Leaves with the keys that lead to them and their names."""
+    """Yields each leaf with the keys that lead to it and its name."""
     for key, value in tree.items():
         if not isinstance(key, str) or not key:
             raise ValueError(f"Metrics: keys must be names. Got {key!r} under {' > '.join(above) or 'the top'}.")

@@ -1,5 +1,6 @@
-"""Values as short plain text: numbers, durations, curves, and texts that hide nothing."""
+"""Values as short plain text: numbers, durations, curves, and texts without control characters."""
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -24,7 +25,7 @@ def cell(value: Any) -> str:
 
 
 def number(value: float, *, digits: int) -> str:
-    """So many digits that count, without an exponent where a plain number will do."""
+    """A number with so many significant digits, without an exponent up to 1e9."""
     return f"{value:.0f}" if 10**digits <= abs(value) < 1e9 else f"{value:.{digits}g}"
 
 
@@ -49,14 +50,15 @@ def printable(text: str) -> str:
 def sparkline(values: Sequence[float], width: int = 60) -> str:
     """A curve in one line of block characters, from the least value to the greatest.
 
-    More values than `width` are averaged in groups; what is not finite leaves a gap.
+    More values than `width` are averaged in groups; groups without finite values leave a gap.
 
     >>> sparkline([0, 1, 2, 3, 4, 5, 6, 7])
     '▁▂▃▄▅▆▇█'
     """
     columns = min(width, len(values))
-    groups = [values[len(values) * i // columns : len(values) * (i + 1) // columns] for i in range(columns)]
-    means = [_mean([value for value in group if math.isfinite(value)]) for group in groups]
+    ends = [len(values) * i // columns for i in range(columns + 1)] if columns else []
+    groups = [[x for x in values[a:b] if math.isfinite(x)] for a, b in itertools.pairwise(ends)]
+    means = [sum(group) / len(group) if group else None for group in groups]
     finite = [mean for mean in means if mean is not None]
     if not finite:
         return " " * columns
@@ -65,7 +67,3 @@ def sparkline(values: Sequence[float], width: int = 60) -> str:
         return "".join(" " if mean is None else BLOCKS[3] for mean in means)
     top = len(BLOCKS) - 1
     return "".join(" " if m is None else BLOCKS[round(top * (m - least) / (greatest - least))] for m in means)
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None

@@ -1,4 +1,4 @@
-"""Pictures of a plan: what every device does in some iterations, and how the search for it went.
+"""Pictures of a plan: the timeline of some iterations under it, and the progress of the search for it.
 
 They need matplotlib, as those of timelines do, and look like them.
 """
@@ -14,24 +14,26 @@ from jaxrlhf.planner.search.simulate import Span
 
 REALLOCATE, OFFLOAD = MOVING
 _FAR = 2.0
-"""Times the slowest plan of a search that the yardstick may take to be in its picture."""
+"""The picture of a search includes the yardstick up to so many times the slowest plan of the search."""
 _KINDS = {"weights": REALLOCATE, "data": REALLOCATE, "load": OFFLOAD, "unload": OFFLOAD}
 """Kind of a simulated task that is no call -> kind of event."""
 
 
 def draw_plan(planned: Planned, path: Path) -> None:
-    """Draws what every device does in some iterations, once they have settled.
+    """Draws the calls of every device in some iterations, once they are periodic.
 
     Raises:
-        PictureError: matplotlib is not there, or does not know the format.
+        PictureError: matplotlib is not installed, or does not know the format.
     """
     title = f"{planned.cluster}, {planned.method}: {planned.seconds:.3g} s an iteration"
     draw_timeline(plan_rows(planned), path, steps=(1, DEFAULT_STEPS), title=title)
 
 
 def plan_rows(planned: Planned) -> Rows:
-    """The rows of a timeline with as many iterations as it takes to draw steps from 1 on; those before, from which
-    calls may reach into it, are 0 and less."""
+    """The rows of a timeline with enough iterations to draw steps from 1 on.
+
+    Steps up to 0 are earlier iterations, whose calls may reach into step 1.
+    """
     simulation = planned.simulation
     period = max(1, simulation.period)
     begin = min(span.task.iteration for span in simulation.spans)
@@ -47,7 +49,7 @@ def plan_rows(planned: Planned) -> Rows:
 
 
 def _event(span: Span, planned: Planned, *, step: int, later: int) -> Event:
-    """A task as an event of a timeline. `later`: by how many iterations."""
+    """A task as an event of a timeline, `later` iterations after its own."""
     task, shift = span.task, later * planned.simulation.seconds
     kind = planned.workload.call(task.call).kind if task.kind == "call" else _KINDS[task.kind]
     devices = tuple(sorted({device for part in task.devices for device in part}))
@@ -58,10 +60,10 @@ def _event(span: Span, planned: Planned, *, step: int, later: int) -> Event:
 
 
 def draw_search(planned: Planned, path: Path) -> None:
-    """Draws how many seconds an iteration took under the best plan known, by the plans that had been looked at.
+    """Draws the seconds of an iteration under the best plan, over the number of plans evaluated.
 
     Raises:
-        PictureError: matplotlib is not there, does not know the format, or there was no search.
+        PictureError: matplotlib is not installed, does not know the format, or there was no search.
     """
     check_matplotlib()
     from matplotlib.figure import Figure
@@ -81,7 +83,7 @@ def draw_search(planned: Planned, path: Path) -> None:
     if planned.fuse:
         label = f"{' + '.join(planned.fuse)} fused: {planned.seconds:.4g} s"
         axes.plot(evaluated[-1:], [planned.seconds], "o", color="#b45f06", clip_on=False, label=label)
-    if planned.heuristic is not None:  # where it lies outside, its label says so much
+    if planned.heuristic is not None:  # outside of the picture, the label still has its seconds
         usual = planned.heuristic.seconds
         axes.axhline(usual, color="#9a9a9a", linestyle=(0, (4, 3)), label=f"{YARDSTICK}: {usual:.4g} s")
     axes.set_xscale("log")

@@ -1,4 +1,4 @@
-"""Steps going by: how fast, what they gave, where the time goes, and how long it will take."""
+"""Progress of a run: rates, metrics of the last step, the slowest calls, and the time that is left."""
 
 import collections
 from collections.abc import Callable, Mapping
@@ -12,7 +12,7 @@ from jaxrlhf.observe.plain_text import duration, number, printable
 
 
 class Progress:
-    """Takes note of the steps and writes lines about them. `Console.progress` makes it."""
+    """Writes lines about the steps of a run. `Console.progress` makes it."""
 
     def __init__(
         self, write: Callable[[str], None], total: int, *, start: int, every: int, clock: Callable[[], float]
@@ -31,11 +31,11 @@ class Progress:
         self._line, self._slowest = "the first step compiles", ""
 
     def saved(self, step: int) -> None:
-        """Takes note of a checkpoint after so many steps: where the run would go on, if it were killed now."""
+        """Takes note of a checkpoint after `step` steps, from which the run would resume if it were killed."""
         self._saved = step
 
     def resume(self) -> None:
-        """Takes note that the time since the last step, of an evaluation or a checkpoint, is none of the next one."""
+        """Excludes the time since the last step, of an evaluation or a checkpoint, from that of the next step."""
         self._updated = self._clock()
 
     def update(
@@ -51,11 +51,11 @@ class Progress:
         """Takes note that `step` steps are done.
 
         Args:
-            shown: What to show of the last step, as in `{"reward": 0.3, "KL": 0.01, "length": 40}`.
-            calls: Seconds of each of its calls, or stages.
-            tokens: That these steps worked on.
+            shown: Metrics of the last step to show, as in `{"reward": 0.3, "KL": 0.01, "length": 40}`.
+            calls: Seconds of each of its calls, or timers.
+            tokens: The number of tokens that these steps worked on.
             busy: The fraction of the step in which a device worked, on average.
-            overlap: The fraction of the working time in which two or more calls ran. Shown where there is any.
+            overlap: The fraction of the working time in which two or more calls ran. Not shown if it rounds to 0 %.
         """
         now = self._clock()
         self._recent.append((max(1, step - self._step), now - self._updated, tokens or 0.0))
@@ -73,7 +73,7 @@ class Progress:
                 *([f"{number(all_tokens / all_seconds, digits=3)} tokens/s"] if all_tokens and all_seconds else []),
                 *([] if busy is None else [f"busy {busy:.0%}"]),
                 *([f"overlap {overlap:.0%}"] if round(100 * overlap) else []),
-                # the first step compiles: it says nothing of those to come
+                # the first step compiles, so later ones are faster
                 *([f"ETA {duration((self._total - step) * seconds)}"] if self._compiled and step < self._total else []),
                 *([] if self._saved is None else [f"saved {self._saved}"]),
             ]
@@ -85,19 +85,18 @@ class Progress:
             self._write(f"{line}  {slowest}".rstrip())
 
     def picture(self) -> Group:
-        """A line for a terminal while the run goes on."""
+        """The live display of a terminal."""
         bar = Table.grid(padding=(0, 1))
         elapsed = duration(self._clock() - self._began)
         bar.add_row(ProgressBar(total=self._total, completed=self._step, width=40), elapsed)
         return Group(bar, Text(printable(self._line)), Text(printable(self._slowest), "dim"))
 
 
-def _breakdown(calls: Mapping[str, float], most: int = 3) -> str:
-    """The slowest calls, and the rest in one sum."""
+def _breakdown(calls: Mapping[str, float]) -> str:
+    """The three slowest calls, and the sum of the others if there are several."""
     ranked = sorted(calls.items(), key=lambda call: -call[1])
-    shown = ranked[:most] if len(ranked) > most + 1 else ranked
+    shown = ranked[:3] if len(ranked) > 4 else ranked
     parts = [f"{name} {seconds:.2f}" for name, seconds in shown]
-    rest = ranked[len(shown) :]
-    if rest:
+    if rest := ranked[len(shown) :]:
         parts.append(f"{len(rest)} others {sum(seconds for _, seconds in rest):.2f}")
     return f"({', '.join(parts)})"

@@ -1,7 +1,7 @@
-"""The timers of a step: which calls each covers, under the names that verl gives them, and how long they took.
+"""The timers of a step: the calls that each covers, and their seconds.
 
-A timer covers all calls of one purpose: generation, the reference's log-probabilities, the updates of a role. Their
-names are the same for every algorithm, so that runs can be laid beside one another, also beside verl's.
+A timer covers all calls of one purpose: generation, the reference's log-probabilities, the updates of a role. Names are
+those of verl, the same for every algorithm, so that runs can be compared with one another and with verl's.
 """
 
 import statistics
@@ -23,8 +23,8 @@ def timer_of(name: str, kind: str) -> str:
     ['gen', 'update_critic']
 
     Args:
-        name: As a plan speaks of it: 'actor.generate', or the function's name of a `compute` call.
-        kind: That of the event.
+        name: The name of the call in a plan: 'actor.generate', or the function's name of a `compute` call.
+        kind: The kind of the event.
     """
     role, _, method = name.partition("#")[0].partition(".")
     if kind == "generate":
@@ -47,10 +47,10 @@ def timer_of(name: str, kind: str) -> str:
 def timing_metrics(spans_of: Mapping[tuple[str, str], Spans]) -> dict[str, float]:
     """Seconds of every timer, as `timing_s/<timer>`: the time during which at least one of its calls ran.
 
-    Where a timer covers several calls, each is there by itself too, as `timing_s/<timer>/<call>`.
+    If a timer covers several calls, each of them has a metric too, `timing_s/<timer>/<call>`.
 
     Args:
-        spans_of: (name, kind) of a call -> when it ran, in as many pieces as it was cut into.
+        spans_of: (name, kind) of a call -> the spans in which it ran.
     """
     timers: dict[str, dict[str, Spans]] = {}
     for (name, kind), spans in spans_of.items():
@@ -64,7 +64,7 @@ def timing_metrics(spans_of: Mapping[tuple[str, str], Spans]) -> dict[str, float
 
 
 def timer_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Stage -> seconds, from a step's metrics. Without the step as a whole, waits, and single calls of a timer."""
+    """Timer -> seconds, from a step's metrics, without the whole step, waits, and single calls of a timer."""
     named = {name.removeprefix(TIMING): value for name, value in metrics.items() if name.startswith(TIMING)}
     return {timer: seconds for timer, seconds in named.items() if timer not in ("step", WAIT) and "/" not in timer}
 
@@ -72,8 +72,8 @@ def timer_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
 def time_rows(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Seconds of a run by timer, the longest first: rows for a table, from the records of its metrics.
 
-    The total has in it what compiling took; the median is that of a step in the middle of the run. Timers that overlap
-    add up to more than all of the time.
+    The total includes compilation; the median is that of a typical step. Timers that overlap add up to more than the
+    whole time.
     """
     steps = [record for record in records if f"{TIMING}step" in record]
     whole = sum(record[f"{TIMING}step"] for record in steps)

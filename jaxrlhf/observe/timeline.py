@@ -1,7 +1,7 @@
-"""When each call ran, on which devices: completion times, seconds per call, and a trace to look at.
+"""When each call ran, and on which devices.
 
-A dispatched program returns at once, so the clock around a dispatch tells who waited, not who worked. A `Watcher` waits
-for the results instead, off the main thread, and a `Timeline` keeps what it saw.
+A dispatch returns at once, so the time that it takes is not the time of the call. A `Watcher` waits for the results
+instead, in other threads, and a `Timeline` records when they were complete.
 """
 
 import collections
@@ -11,27 +11,24 @@ import queue
 import threading
 import time
 from collections.abc import Container, Iterator, Sequence
-from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import jax
 
-from jaxrlhf.observe.chrome_trace import write_chrome_trace
 from jaxrlhf.observe.events import STEP, WAIT, Event, ProcessEvents, merged
 from jaxrlhf.observe.step_timers import Spans, timing_metrics
 from jaxrlhf.observe.utilization import utilization_metrics
 
 MIN_WAIT_SECONDS = 1e-4
-"""Shorter waits are not recorded: they only look whether there is anything to wait for."""
+"""Shorter waits are not recorded: these found that there was nothing to wait for."""
 
 
 class Timeline:
     """The latest events of a run, recorded from any thread.
 
     Args:
-        max_events: How many it keeps.
-        own_devices: The devices of this process, idle ones too. None: every device that an event names.
+        max_events: The number of events that it keeps.
+        own_devices: The devices of this process, idle ones too. None means every device that an event names.
     """
 
     def __init__(self, max_events: int = 20_000, *, own_devices: Sequence[int] | None = None) -> None:
@@ -47,11 +44,16 @@ class Timeline:
     def record(self, event: Event) -> None:
         """Adds an event; past `max_events`, the oldest one is dropped."""
         with self._lock:
-            self._add(event)
+            if len(self._events) == self._events.maxlen:
+                dropped = self._events[0]
+                self._num_dropped += 1
+                if dropped.phase == STEP:
+                    self._last_dropped_step = max(dropped.step, self._last_dropped_step or dropped.step)
+            self._events.append(event)
 
     @contextlib.contextmanager
     def running(self, event: Event) -> Iterator[None]:
-        """What runs inside is an event in progress, which `events(running=True)` shows. It is not recorded."""
+        """Shows an event as in progress, by `events(running=True)`, while the block runs. It is not recorded."""
         with self._lock:
             self._running[id(event)] = event
         try:
@@ -62,7 +64,7 @@ class Timeline:
 
     @contextlib.contextmanager
     def host(self, name: str, *, kind: str, step: int, phase: str = STEP) -> Iterator[None]:
-        """Records what runs inside as work on the host, also where it raises."""
+        """Records the block as work on the host, also if it raises."""
         start = time.perf_counter()
         try:
             yield
@@ -71,7 +73,7 @@ class Timeline:
 
     @contextlib.contextmanager
     def wait(self, name: str, *, step: int, phase: str = STEP) -> Iterator[None]:
-        """Records that the main thread waits inside, for what `name` says, where there is anything to wait for."""
+        """Records the block as a wait of the main thread for `name`, unless it was shorter than `MIN_WAIT_SECONDS`."""
         start = time.perf_counter()
         try:
             yield
@@ -81,7 +83,7 @@ class Timeline:
                 self.record(Event(name, WAIT, (), step, start, end, phase))
 
     def events(self, *, running: bool = False) -> list[Event]:
-        """The events that are still kept, in the order of recording.
+        """The recorded events that have not been dropped, in the order of recording.
 
         Args:
             running: Also those in progress, as if they ended now.
@@ -97,7 +99,7 @@ class Timeline:
         """The events of this process, to be merged with those of others. Times are seconds since it was made.
 
         Args:
-            steps: The events of these steps alone, with those in progress. None: all that have ended.
+            steps: Only the events of these steps, with those in progress. None means all that have ended.
         """
         events = self.events(running=steps is not None)
         chosen = tuple(
@@ -108,14 +110,14 @@ class Timeline:
         return ProcessEvents(chosen, self._origin_unix, self._own_devices, self._num_dropped)
 
     def summary(self, step: int, others: Sequence[ProcessEvents] = ()) -> dict[str, float]:
-        """The timers of one step of training, and how busy the devices were.
+        """The timers of one step of training, and the utilization of the devices.
 
         Args:
-            others: What other processes saw of it: their `seen(steps=range(step - 1, step + 2))`. Without them it tells
-                of this process' devices alone.
+            others: The events of other processes: their `seen(steps=range(step - 1, step + 2))`. Without them, the
+                utilization is that of the devices of this process.
 
         Returns:
-            The metrics that `step_timers.timing_metrics` and `utilization.utilization_metrics` name.
+            The metrics of `step_timers.timing_metrics` and `utilization.utilization_metrics`.
 
         Raises:
             ValueError: Events as late as this step's have been dropped.
@@ -125,7 +127,7 @@ class Timeline:
                 f"Timeline of step {step}: events up to step {self._last_dropped_step} are no longer all kept. "
                 f"Got max_events={self._events.maxlen}. Raise it, or ask for the summary when the step is done."
             )
-        # what is older says nothing of this step, and there may be much of it
+        # older events do not matter to this step, and there may be many
         recent = tuple(event for event in self.events(running=True) if event.step >= step - 1)
         own = ProcessEvents(recent, self._origin_unix - self._origin, self._own_devices)
         events = merged([own, *others])
@@ -136,22 +138,6 @@ class Timeline:
             if event.step == step and event.phase == STEP:
                 spans.setdefault((event.name, event.kind), []).append((event.start, event.end))
         return timing_metrics(spans) | utilization_metrics(events, step, sorted(devices))
-
-    def write_chrome_trace(self, path: Path, others: Sequence[ProcessEvents] = ()) -> None:
-        """Writes a Chrome trace, which opens in ui.perfetto.dev: `chrome_trace.write_chrome_trace`.
-
-        Args:
-            others: What the other processes saw, in their order, where this is the first of several.
-        """
-        write_chrome_trace(path, [self.seen(), *others])
-
-    def _add(self, event: Event) -> None:
-        if len(self._events) == self._events.maxlen:
-            dropped = self._events[0]
-            self._num_dropped += 1
-            if dropped.phase == STEP:
-                self._last_dropped_step = max(dropped.step, self._last_dropped_step or dropped.step)
-        self._events.append(event)
 
 
 @dataclasses.dataclass(eq=False)
@@ -174,11 +160,11 @@ class _Watched:
 
 
 class Watcher:
-    """Records in a timeline when dispatched calls complete, without holding up whoever dispatches.
+    """Records in a timeline when dispatched calls complete, without delaying the thread that dispatches them.
 
-    A device works off its calls in the order of dispatch: a call starts when it is dispatched, when the last call
-    before it on any of its devices completes, or when its inputs are there, whichever is latest. Every set of devices
-    has a thread of its own, so that a long call delays the stamps of nobody on other devices.
+    A device runs its calls in the order of dispatch: a call starts when it is dispatched, when the last call before it
+    on any of its devices completes, or when its inputs arrive, whichever is latest. Every set of devices has a thread
+    of its own, so that a long call does not delay the recording of calls on other devices.
     """
 
     def __init__(self, timeline: Timeline) -> None:
@@ -207,12 +193,12 @@ class Watcher:
         """Takes note of a call that was just dispatched. Returns at once.
 
         Args:
-            arrays: Outputs of the call, which are kept alive until it completes. One small output does: all outputs
-                of a program complete together. It must not be donated or deleted, which would leave nothing to
-                wait for and counts as a failure of the call.
+            arrays: Outputs of the call, which are kept alive until it completes. One small output is enough: all
+                outputs of a program complete together. It must not be donated or deleted, which counts as a failure of
+                the call, since nothing is left to wait for.
             dispatched: `time.perf_counter()` from just before the dispatch.
-            bytes: What it moves to this process' devices, where moving is what it does.
-            inputs: Arrays that are on their way to the call's devices, which it waits for; they are not donated either.
+            bytes: Bytes that it moves to the devices of this process, if it moves arrays.
+            inputs: Arrays on their way to the call's devices, which it waits for. They must not be donated either.
         """
         assert devices, f"Call {name!r} must name its devices; work on the host goes to Timeline.host."
         with self._changed:
@@ -231,7 +217,7 @@ class Watcher:
             self._lanes[devices].put(call)
 
     def drain(self, step: int | None = None) -> None:
-        """Waits until what was dispatched so far (of a step of training) is in the timeline, then checks."""
+        """Waits until all calls dispatched so far (of one step of training) are in the timeline, then checks."""
         pending = self._num_pending
         with self._changed:
             self._changed.wait_for(lambda: not (pending.total() if step is None else pending[STEP, step]))
@@ -252,19 +238,6 @@ class Watcher:
         for thread in self._threads:
             thread.join()
         self.check()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        try:
-            self.close()
-        except Exception:
-            # An error that is already on its way tells more than what failed after it.
-            if error is None:
-                raise
 
     def _serve(self, lane: "queue.SimpleQueue[_Watched | None]") -> None:
         while (call := lane.get()) is not None:
@@ -289,7 +262,7 @@ class Watcher:
         except Exception as error:
             error.add_note(f"This came up in call {call.name!r} of {call.phase} {call.step}.")
             failure, call.end = error, time.perf_counter()
-        # Nothing may keep the arrays alive now, nor chain every call to all those before it.
+        # From here on nothing may keep the arrays alive, nor chain every call to all calls before it.
         call.arrays = call.inputs = []
         call.predecessors = []
         call.stamped.set()

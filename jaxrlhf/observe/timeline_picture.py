@@ -1,6 +1,6 @@
-"""Pictures of timelines: a row per device and per host, calls in the colors of their roles, steps between borders.
+"""Pictures of timelines: a row for each device and host, calls in the colors of their roles, borders between steps.
 
-It needs matplotlib, which is an optional dependency: `pip install jaxrlhf[pictures]`.
+They need matplotlib, an optional dependency: `pip install jaxrlhf[pictures]`.
 """
 
 import re
@@ -13,7 +13,7 @@ from jaxrlhf.observe.events import MOVING, STEP, WAIT, Event
 from jaxrlhf.observe.utilization import step_span, utilization
 
 DEFAULT_STEPS = 3
-"""The number of steps that are drawn by default: the last ones."""
+"""The number of steps, the last ones, that are drawn by default."""
 _HUES = {
     "actor": ("#0b5394", "#3d85c6", "#6fa8dc", "#b4d3ee"),
     "critic": ("#b45f06", "#e69138", "#f6b26b", "#fbdcb9"),
@@ -31,9 +31,9 @@ _COMPUTE = ("#d6b656", "#e8d594", "#bfa145")
 """Of calls that belong to no role."""
 _GREY, _PALE, _FAINT = "#9a9a9a", "#dddddd", "#f5f5f5"
 MAX_DEVICE_ROWS = 32
-"""With more devices than this, neighbors that do the same share a row."""
+"""With more devices than this, neighbors with the same events share a row."""
 _MAX_LABELS = 48
-"""Rows that have a label: with more, every second, third or so has one."""
+"""The most rows that have a label. With more rows, only every second, third ... has one."""
 
 
 class PictureError(ValueError):
@@ -41,7 +41,7 @@ class PictureError(ValueError):
 
 
 def check_matplotlib() -> None:
-    """matplotlib is installed.
+    """Checks that matplotlib is installed.
 
     Raises:
         PictureError: It is not.
@@ -56,7 +56,7 @@ def check_matplotlib() -> None:
 
 
 def has_matplotlib() -> bool:
-    """True where matplotlib is installed."""
+    """Returns whether matplotlib is installed."""
     try:
         check_matplotlib()
     except PictureError:
@@ -65,7 +65,7 @@ def has_matplotlib() -> bool:
 
 
 def choose_steps(rows: Rows, text: str | None) -> tuple[int, int]:
-    """The first and the last step to draw, from '7' or '3-5'. None: the last ones that the timeline has.
+    """The first and the last step to draw, from '7' or '3-5'; by default, the last steps of the timeline.
 
     Raises:
         PictureError: The timeline has none of these steps.
@@ -86,17 +86,17 @@ def choose_steps(rows: Rows, text: str | None) -> tuple[int, int]:
 
 
 def draw_timeline(rows: Rows, path: Path, *, steps: tuple[int, int], title: str = "") -> None:
-    """Draws the span of some steps into a file, whose ending names its format: .png, .svg, .pdf ...
+    """Draws some steps into a file, whose suffix names its format: .png, .svg, .pdf ...
 
-    There is a row for each device, or for each group of devices that do the same where there are many. What ran of
-    other steps, and evaluations, is drawn where it reaches into the span.
+    There is a row for each device, or, with many devices, for each group of neighbors with the same events. Events of
+    other steps and of evaluations are drawn where they reach into the span.
 
     Args:
-        rows: As `chrome_trace.read_rows` gives them.
-        steps: The first and the last one.
+        rows: Rows from `chrome_trace.read_rows`.
+        steps: The first and the last step.
 
     Raises:
-        PictureError: matplotlib is not there, or does not know the format.
+        PictureError: matplotlib is not installed, or does not know the format.
     """
     check_matplotlib()
     from matplotlib.figure import Figure  # needs no display and no global state, unlike pyplot
@@ -124,7 +124,7 @@ def draw_timeline(rows: Rows, path: Path, *, steps: tuple[int, int], title: str 
     for step, (left, right) in spans.items():
         for border in (left, right):
             axes.axvline(border - start, color="black", linewidth=0.8, linestyle=(0, (4, 3)), zorder=4)
-        if right - left > 0.05 * (end - start):  # else the numbers would run into one another
+        if right - left > 0.05 * (end - start):  # else labels would overlap
             middle = (left + right) / 2 - start
             axes.text(middle, -0.62, f"step {step}", ha="center", va="bottom", fontsize=8, fontweight="bold")
     axes.set_xlim(0, end - start)
@@ -148,7 +148,7 @@ def draw_timeline(rows: Rows, path: Path, *, steps: tuple[int, int], title: str 
     figure.legend(handles=legend, loc="outside lower center", ncols=min(6, len(legend)), fontsize=8, frameon=False)
     try:
         figure.savefig(path)
-    except ValueError as error:  # of an ending that it does not know; it lists those that it does
+    except ValueError as error:  # an unknown suffix; the error lists the known ones
         raise PictureError(f"--out: must end in the name of a picture's format. Got {path.name!r}. {error}") from error
 
 
@@ -175,7 +175,7 @@ def call_colors(events: Sequence[Event]) -> dict[str, str]:
 
 
 def _joined(rows: Rows) -> Rows:
-    """The rows of many devices, with neighbors that do the same joined to one."""
+    """The rows of many devices, with neighbors that have the same events joined into one."""
     if sum(label.startswith("device ") for label, _ in rows) <= MAX_DEVICE_ROWS:
         return rows
     joined: list[tuple[str, str, list[Event], Any]] = []
@@ -192,20 +192,20 @@ def _joined(rows: Rows) -> Rows:
 
 
 def _call(event: Event) -> str | None:
-    """The key of an event's color: 'actor.generate', whichever one it is. None: it is no call."""
+    """The key of an event's color, 'actor.generate' for any call of that name; None if it is not a call."""
     return None if event.kind in (*MOVING, WAIT) else event.name.partition("#")[0]
 
 
 def _draw_row(
     axes: Any, position: int, row: Sequence[Event], color_of: dict[str, str], *, start: float, end: float
 ) -> None:
-    """Events as bars, alike ones in one go."""
+    """Draws events as bars, those that look the same in one call."""
     bars: dict[tuple[Any, ...], tuple[dict[str, Any], list[tuple[float, float]]]] = {}
     for event in row:
         left, right = max(event.start, start) - start, min(event.end, end) - start
         look = _look(event, color_of)
         bars.setdefault(tuple(look.values()), (look, []))[1].append((left, right - left))
-        # what was waited for, where there is room for the words
+        # the name of what was waited for, if it fits
         if event.kind == WAIT and right - left > 0.009 * len(event.name) * (end - start):
             middle = (left + right) / 2
             axes.text(middle, position, event.name, ha="center", va="center", fontsize=7, color="#555555")
@@ -222,12 +222,8 @@ def _look(event: Event, color_of: dict[str, str]) -> dict[str, Any]:
     name = _call(event)
     assert name is not None
     # evaluations and the warm start are no part of a step
-    return {
-        "facecolor": color_of[name],
-        "edgecolor": "white",
-        "linewidth": 0.3,
-        "alpha": 1 if event.phase == STEP else 0.4,
-    }
+    alpha = 1 if event.phase == STEP else 0.4
+    return {"facecolor": color_of[name], "edgecolor": "white", "linewidth": 0.3, "alpha": alpha}
 
 
 def _title(title: str, events: Sequence[Event], span: tuple[float, float]) -> str:

@@ -1,7 +1,7 @@
 """Trackers, which show a run beside its files: TensorBoard, and Weights & Biases where the config asks for it.
 
 metrics.jsonl and samples.jsonl are the record. Trackers show the same numbers elsewhere, and may fail: a full disk or a
-network that is gone in the middle of the night is told once, counted, and ends no training.
+lost network is reported once, counted, and does not end the run.
 """
 
 import collections
@@ -12,7 +12,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any
 
 from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
@@ -25,72 +25,50 @@ from jaxrlhf.observe.metrics import TrainingError
 from jaxrlhf.writing import write_atomically
 
 GLOBAL_STEP, WARM_START_STEP = "training/global_step", "warm_start/step"
-"""Metrics that say where on its axis a record lies."""
-
-
-class Tracker(Protocol):
-    """Shows a run somewhere. Any of its methods may raise."""
-
-    def metrics(self, step: int, values: Mapping[str, float]) -> None: ...
-
-    def samples(self, step: int, split: str, rows: Sequence[Mapping[str, Any]]) -> None: ...
-
-    def close(self, *, failed: bool) -> None: ...
+"""Metrics that are the axes of the others."""
 
 
 def check_trackers(output: OutputConfig) -> None:
-    """Everything that the output's trackers need is installed.
+    """Checks that the packages of a config's trackers are installed.
 
     Raises:
-        ValueError: Something is not.
+        ValueError: One is not.
     """
     if output.wandb is not None:
         _import_wandb()
 
 
 class Trackers:
-    """The trackers of one run, guarded: once they are open, none of them raises."""
+    """The trackers that a config asks for. Once they are open, their errors are reported and not raised.
+
+    Args:
+        folder: The folder of the run.
+        resumed_at: Steps done, in a run that is resumed in its folder: later records there are hidden.
+        warm_start_resumed_at: Updates of the warm start done, if the run is resumed in the middle of it.
+        warn: Shows a line to the user.
+
+    Raises:
+        ValueError: wandb is not installed.
+        TrainingError: Weights & Biases refuses the run.
+    """
 
     def __init__(
-        self, trackers: Mapping[str, Tracker], shown_at: Mapping[str, str], warn: Callable[[str], None]
-    ) -> None:
-        self._trackers, self._warn = trackers, warn
+        self, folder: Path, config: RunConfig, *, resumed_at: int | None = None,
+        warm_start_resumed_at: int | None = None, warn: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        self._warn = warn
+        self._trackers: dict[str, TensorBoard | WeightsAndBiases] = {}
         self._num_failed: collections.Counter[str] = collections.Counter()
-        self.shown_at = shown_at
+        self.shown_at: dict[str, str] = {}
         """Name -> the folder or address where it can be watched."""
-
-    @classmethod
-    def open(
-        cls,
-        folder: Path,
-        config: RunConfig,
-        *,
-        resumed_at: int | None = None,
-        warm_start_resumed_at: int | None = None,
-        warn: Callable[[str], None],
-    ) -> Self:
-        """The trackers that a config asks for.
-
-        Args:
-            folder: The run's.
-            resumed_at: Steps done, in a run that goes on in its folder: what lies after them there is shown no more.
-            warm_start_resumed_at: Updates of the warm start done, where it goes on in the midst of that.
-            warn: Says a line to the user.
-
-        Raises:
-            ValueError: wandb is not installed.
-            TrainingError: Weights & Biases refuses the run.
-        """
-        trackers: dict[str, Tracker] = {}
-        shown_at: dict[str, str] = {}
         if config.output.tensorboard:
-            trackers["TensorBoard"] = TensorBoard(folder / "tensorboard", resumed_at, warm_start_resumed_at)
-            shown_at["tensorboard"] = str(folder / "tensorboard")
+            tensorboard = folder / "tensorboard"
+            self._trackers["TensorBoard"] = TensorBoard(tensorboard, resumed_at, warm_start_resumed_at)
+            self.shown_at["tensorboard"] = str(tensorboard)
         if config.output.wandb is not None:
             wandb = WeightsAndBiases(folder, config, config.output.wandb)
-            trackers["Weights & Biases"] = wandb
-            shown_at["wandb"] = wandb.address
-        return cls(trackers, shown_at, warn)
+            self._trackers["Weights & Biases"] = wandb
+            self.shown_at["wandb"] = wandb.address
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Shows a record of metrics.jsonl: of a step, an evaluation, or (with `warm_start/step`) the warm start."""
@@ -101,16 +79,12 @@ class Trackers:
         self._each(lambda tracker: tracker.samples(step, split, rows))
 
     def close(self, *, failed: bool = False) -> None:
-        """Writes out what is left, and says what was lost.
-
-        Args:
-            failed: The run ended by an error.
-        """
+        """Writes the remaining records, and reports how many were lost. `failed`: the run ended by an error."""
         self._each(lambda tracker: tracker.close(failed=failed))
         for name, count in self._num_failed.items():
             self._warn(f"{name}: {count} records were lost. They are in metrics.jsonl and samples.jsonl.")
 
-    def _each(self, act: Callable[[Tracker], None]) -> None:
+    def _each(self, act: Callable[["TensorBoard | WeightsAndBiases"], None]) -> None:
         for name, tracker in self._trackers.items():
             try:
                 act(tracker)
@@ -126,8 +100,8 @@ class Trackers:
 class TensorBoard:
     """Scalars and samples for TensorBoard. The warm start has a folder, and so an axis, of its own.
 
-    Written from the caller's thread: with tensorboardX's own writer a disk error ends a thread, and then training hangs
-    at a full queue.
+    It is written from the caller's thread: in tensorboardX's own writer a disk error ends a thread, and training then
+    hangs at a full queue.
     """
 
     def __init__(self, folder: Path, resumed_at: int | None, warm_start_resumed_at: int | None) -> None:
@@ -161,7 +135,7 @@ class TensorBoard:
     def _open(self, axis: str) -> EventsWriter:
         folder, resumed_at = self._folders[axis], self._resumed_at[axis]
         folder.mkdir(parents=True, exist_ok=True)
-        # The name has the second in it and no more: a run that was resumed within one must not overwrite itself.
+        # The name has a resolution of one second: a run that is resumed within it must not overwrite its own file.
         writer = EventsWriter(str(folder / "events"), f".{time.time_ns() % 10**9:09}.{os.getpid()}")
         if resumed_at is not None:
             start = SessionLog(status=SessionLog.START)
@@ -170,7 +144,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run on Weights & Biases. The id in the folder's wandb.json lets a resumed run go on under the same one."""
+    """A run on Weights & Biases. The folder's wandb.json holds its id, under which a resumed run continues."""
 
     def __init__(self, folder: Path, config: RunConfig, wandb_config: WandbConfig) -> None:
         self._wandb = _import_wandb()
@@ -186,7 +160,7 @@ class WeightsAndBiases:
                 resume="allow" if wandb_config.mode == "online" else None,
                 dir=str(folder),
                 config=to_tree(config),
-                # its capture of the terminal would get in the way of the progress bar
+                # capturing the terminal would disturb the progress bar
                 settings=self._wandb.Settings(console="off", silent=True),
             )
         except Exception as error:
@@ -196,7 +170,7 @@ class WeightsAndBiases:
                 "output.wandb.mode=offline and send it later with `wandb sync`."
             ) from error
         self.address: str = self._run.url if wandb_config.mode == "online" else str(folder / "wandb")
-        # Its own step only ever grows, and a resumed run repeats some: the axes are metrics instead.
+        # The step of wandb can only grow, and a resumed run repeats some steps: the axes are metrics instead.
         self._run.define_metric("*", step_metric=GLOBAL_STEP)
         self._run.define_metric("warm_start/*", step_metric=WARM_START_STEP)
 
@@ -223,7 +197,7 @@ def _import_wandb() -> Any:
         wandb = importlib.import_module("wandb")
     except ImportError:
         wandb = None
-    # A folder called wandb, such as it leaves behind itself, can be imported too.
+    # A folder called wandb, such as wandb itself writes, can be imported too.
     if not hasattr(wandb, "init"):
         raise ValueError(
             "output.wandb: needs the package wandb. Got none installed. Install it by pip install 'jaxrlhf[wandb]', or "
@@ -233,7 +207,7 @@ def _import_wandb() -> Any:
 
 
 def _run_id(path: Path) -> str:
-    """The id in a file that an earlier start of the run left, or else a new one, which is left there."""
+    """The id in a file from an earlier start of the run, or else a new one, which is written to it."""
     if path.exists():
         return json.loads(path.read_text())["id"]
     run_id = uuid.uuid4().hex[:8]
@@ -242,7 +216,7 @@ def _run_id(path: Path) -> str:
 
 
 def _sample_text(row: Mapping[str, Any]) -> str:
-    """A sample in Markdown, its texts as they are."""
+    """A sample in Markdown, with its texts verbatim."""
     scores = ", ".join(f"{name} {score:.4g}" for name, score in row["scores"].items())
     return f"{_block(row['prompt'])}\n\n{_block(row['completion'])}\n\n{scores} ({row['finish']})"
 
@@ -252,5 +226,5 @@ def _block(text: str) -> str:
 
 
 def _encodable(text: str) -> str:
-    """Text without lone surrogates, such as a tokenizer may give for half a character."""
+    """Text without lone surrogates, which a tokenizer may return for half a character."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")

@@ -1,7 +1,7 @@
-"""Utilization of the devices while a step was the one to be done: busy, idle, side by side, or moving bytes.
+"""Utilization of the devices during a step: busy time, overlap of calls, and time spent on moving arrays.
 
 Steps overlap: a generation of step t + 1 may run while a critic still trains on step t. So that every second of a run
-counts once, a step's span begins where the step before ended, and whatever ran within it counts, of whatever step.
+counts once, the span of a step begins where the step before ended, and all calls in it count, whatever their step.
 """
 
 import collections
@@ -15,23 +15,23 @@ from jaxrlhf.observe.step_timers import Spans, covered_seconds
 BUSY, OVERLAP = "perf/busy_fraction", "perf/overlap"
 REALLOCATION, BYTES = "perf/reallocation_share", "perf/reallocated_bytes"
 MAX_DEVICE_METRICS = 16
-"""With more devices than this there is no metric for each: dashboards are to stay readable."""
+"""With more devices than this there is no metric for each, so that dashboards stay readable."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Utilization:
-    """Seconds of devices in a span of time, by what they did."""
+    """Seconds of devices in a span of time, by activity."""
 
     seconds: float
     """Length of the span."""
     busy_seconds: Mapping[int, float]
     """Device -> seconds in which something ran on it."""
     moving_seconds: float
-    """Of these, over all devices, in which what ran moved weights or data and computed nothing."""
+    """Of these, summed over all devices, the seconds in which only weights or data were moved."""
     running_seconds: float
     """Seconds in which anything ran on any device."""
     overlapped_seconds: float
-    """Of these, in which two or more calls ran, each on devices of its own."""
+    """Of these, the seconds in which two or more calls ran, each on devices of its own."""
 
     @property
     def busy_fraction(self) -> float:
@@ -49,13 +49,13 @@ class Utilization:
 
 
 def step_span(events: Sequence[Event], step: int) -> tuple[float, float] | None:
-    """The span from when everything before a step of training was done until the step's last call is.
+    """The span from the end of all earlier work to the end of a training step's last call.
 
-    What is before it are the earlier steps, and evaluations, checkpoints and the like. Where nothing is, the span
-    begins with the step's first call. The spans of steps that follow one another share their borders.
+    Earlier work is that of earlier steps, evaluations and checkpoints; without any, the span begins with the step's
+    first call. Consecutive steps share their borders.
 
     Returns:
-        None where it has no time of its own: nothing of it ran, or it ended before an earlier step did.
+        None if the step has no time of its own: it has no calls, or it ended before an earlier step did.
     """
     own = [event for event in events if event.phase == STEP and event.step == step and event.kind != WAIT]
     if not own:
@@ -70,7 +70,7 @@ def utilization(events: Sequence[Event], span: tuple[float, float], devices: Seq
     """The use of `devices` in a span of time. Work on the host does not count.
 
     Args:
-        events: Those of several processes lie on one clock, each on the devices of its own process.
+        events: On one clock; those of several processes each on the devices of its own process.
     """
     start, end = span
     on_device: dict[int, Spans] = {device: [] for device in devices}
@@ -99,13 +99,13 @@ def utilization_metrics(events: Sequence[Event], step: int, devices: Sequence[in
     """Utilization metrics of a step's span.
 
     Args:
-        events: Of this step and those beside it, also such as are still going on.
+        events: The events of this step and its neighbors, including those in progress.
         devices: All devices of the run, idle ones too.
 
     Returns:
         `perf/busy_fraction`, `perf/busy_fraction/device_<i>` of up to 16 devices, `perf/overlap`,
-        `perf/reallocation_share` and `perf/reallocated_bytes`, which is of the step's own calls. Nothing, where the
-        step has no span or no devices.
+        `perf/reallocation_share` and `perf/reallocated_bytes`, which counts the step's own calls. Empty if the step has
+        no span or there are no devices.
     """
     span = step_span(events, step)
     if span is None or not devices:
@@ -119,9 +119,9 @@ def utilization_metrics(events: Sequence[Event], step: int, devices: Sequence[in
 
 
 def utilization_line(records: Sequence[Mapping[str, Any]]) -> str:
-    """Utilization over a run, from the records of its metrics. Empty, where these do not tell.
+    """A line about the utilization over a run, from the records of its metrics; empty if they do not have it.
 
-    The first step of the records is left out, since it compiles, unless there is no other.
+    The first step is left out, since it compiles, unless it is the only one.
     """
     steps = [record for record in records if BUSY in record]
     steps = steps[1:] or steps
@@ -140,7 +140,7 @@ def utilization_line(records: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _is_before(event: Event, step: int, end: float) -> bool:
-    """True for an event of what was to be done before a step that ended then."""
+    """True for an event of work that came before a step that ended at `end`."""
     if event.phase != STEP:
         return event.end <= end
     return event.step < step and event.kind != WAIT

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, Sharding
+from jax.sharding import Sharding
 from jaxtyping import Float, Int, PyTree, UInt32
 
 Arrays = list[jax.Array]
@@ -19,8 +19,6 @@ Metrics = dict[str, Any]
 """Name -> a scalar, a `Max` of one, or the metrics of a term with a name."""
 Sums = tuple[jax.Array, Metrics]
 """The weight of a term's loss, and its metrics, the loss among them, as sums over rows."""
-Shardings = PyTree[NamedSharding]
-"""Where the arrays of a tree lie; None in place of those that are not there."""
 Abstract = PyTree[jax.ShapeDtypeStruct]
 """The shapes and dtypes of a tree of arrays."""
 Rebuild = Callable[[list[Any]], tuple[Any, ...]]

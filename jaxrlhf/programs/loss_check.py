@@ -15,9 +15,10 @@ import numpy as np
 from jaxrlhf.brief import brief
 from jaxrlhf.call_graph import GraphError, split_args
 from jaxrlhf.experience import Max
+from jaxrlhf.importing import failure
 from jaxrlhf.sharding import mesh
 from jaxrlhf.suggest import did_you_mean
-from jaxrlhf.tracing import abstract_call, describe_error
+from jaxrlhf.tracing import abstract_call
 
 ROWS = 2
 """In each of the two parts that a loss is tried on."""
@@ -105,7 +106,7 @@ def _check_sums(
     except Exception as error:
         raise GraphError(
             f"{where}: a loss must work for any number of rows, since they are cut into micro-batches. It fails on "
-            f"{ROWS} and on {2 * ROWS}: {describe_error(error)}. Take sizes from the arrays that it gets."
+            f"{ROWS} and on {2 * ROWS}: {failure(error, loss)}. Take sizes from the arrays that it gets."
         ) from error
     for name, all_rows in together.items():
         if isinstance(all_rows, Max):
@@ -171,7 +172,7 @@ def _failed(where: str, loss: Any, outputs: Any, batch: Any, error: Exception) -
             f"{where}: its loss asks the batch for {key!r}, which is not there. The batch has: {', '.join(batch)}."
             f"{did_you_mean(str(key), batch)} Return it from the compute function that makes the batch."
         )
-    return f"{where}: its loss fails: {describe_error(error)}. Its outputs are {_shown(outputs)}."
+    return f"{where}: its loss fails: {failure(error, loss)}. Its outputs are {_shown(outputs)}."
 
 
 def _parameters(loss: Callable[..., Any]) -> str:

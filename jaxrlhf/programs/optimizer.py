@@ -9,8 +9,8 @@ from flax import struct
 from jaxtyping import Float
 
 from jaxrlhf.config.schema import OptimizerConfig
-from jaxrlhf.models.params import Params
-from jaxrlhf.programs.arrays import Abstract, Metrics, Shardings
+from jaxrlhf.models.params import Params, Shardings
+from jaxrlhf.programs.arrays import Abstract, Metrics
 from jaxrlhf.sharding.layout import Layout
 
 

@@ -10,10 +10,10 @@ from jaxtyping import Bool, Int
 
 from jaxrlhf.models.architecture import declare
 from jaxrlhf.models.heads import READINGS
-from jaxrlhf.models.params import Params
+from jaxrlhf.models.params import Params, Shardings
 from jaxrlhf.models.stages import lend_embedding, pick, seen_from
 from jaxrlhf.models.transformer import hidden_states
-from jaxrlhf.programs.arrays import Arrays, Outputs, Rebuild, Shardings, StageInput
+from jaxrlhf.programs.arrays import Arrays, Outputs, Rebuild, StageInput
 from jaxrlhf.programs.loss_terms import Losses
 from jaxrlhf.programs.micro_batches import added, cut, dealt_sequences, joined
 from jaxrlhf.programs.pipeline import Pipelined, StageProgram, carry_out, compile_all, hand_over

@@ -20,9 +20,9 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxrlhf.models.params import Params
+from jaxrlhf.models.params import Params, Shardings
 from jaxrlhf.models.stages import fill, join, lend_embedding, part_of, pick, pick_virtual, seen_from, whole_of
-from jaxrlhf.programs.arrays import Arrays, Metrics, Noise, Outputs, Rebuild, Shardings, StageInput, Sums
+from jaxrlhf.programs.arrays import Arrays, Metrics, Noise, Outputs, Rebuild, StageInput, Sums
 from jaxrlhf.programs.in_flight import settle
 from jaxrlhf.programs.optimizer import OptimizerState
 from jaxrlhf.programs.pipeline import Pipelined, StageProgram, carry_out, compile_all, hand_over

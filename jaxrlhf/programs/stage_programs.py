@@ -17,10 +17,10 @@ from jaxrlhf.experience import Max
 from jaxrlhf.models.architecture import Weight, declare
 from jaxrlhf.models.config import at_least_float32
 from jaxrlhf.models.lora import adapt
-from jaxrlhf.models.params import Params, param_shardings
+from jaxrlhf.models.params import Params, Shardings, param_shardings
 from jaxrlhf.models.stages import lend_embedding, pick, pick_virtual
 from jaxrlhf.models.transformer import SavedByLayer, hidden_states
-from jaxrlhf.programs.arrays import Arrays, Metrics, Noise, Rebuild, Shardings, StageInput, Sums
+from jaxrlhf.programs.arrays import Arrays, Metrics, Noise, Rebuild, StageInput, Sums
 from jaxrlhf.programs.loss_terms import Losses, over_updates
 from jaxrlhf.programs.micro_batches import added, is_max, rows_of_update, update_orders
 from jaxrlhf.programs.optimizer import OptimizerState, apply_gradient

@@ -14,8 +14,8 @@ from jaxrlhf.config.schema import AverageConfig, OptimizerConfig
 from jaxrlhf.models.architecture import declare
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.lora import LoRAConfig, declare_adapters
-from jaxrlhf.models.params import LayerForm, abstract_of, layer_form, shardings_of
-from jaxrlhf.programs.arrays import Abstract, Shardings
+from jaxrlhf.models.params import LayerForm, Shardings, abstract_of, layer_form, shardings_of
+from jaxrlhf.programs.arrays import Abstract
 from jaxrlhf.programs.optimizer import init_optimizer, optimizer_shardings
 from jaxrlhf.programs.roles import ModelRole
 from jaxrlhf.sharding.layout import Layout

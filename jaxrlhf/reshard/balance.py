@@ -1,8 +1,8 @@
-"""Dealing rows to shards, so that every shard and every micro-batch works on about as many tokens.
+"""Dealing rows to shards, so that every shard and every micro-batch gets about as many tokens.
 
-Rows are sorted by their tokens and dealt as cards are, forwards and backwards in turn. A program does that by itself:
-Python need not wait for lengths. Every shard gets as many rows, and sums nearly as even as a search would find, since
-the differences of one round cancel those of the next; least so where a few rows are far longer than all others.
+Rows are sorted by their tokens and dealt like cards, forwards and backwards in turn. A program does that by itself, so
+that Python need not wait for lengths. Every shard gets as many rows, and about as many tokens as by a search, since the
+differences of one round cancel those of the next; less so if a few rows are far longer than all others.
 """
 
 import functools
@@ -37,7 +37,7 @@ def dealt(num_rows: int, num_shards: int, micro_batches: int) -> Int[np.ndarray,
 def balanced_order(
     tokens_B: Int[jax.Array, " B"], *, num_shards: int, micro_batches: int
 ) -> tuple[Int[jax.Array, " B"], Int[jax.Array, " B"]]:
-    """Place -> row, and back: `x[order]` is dealt, `x[order][inverse]` is x. Within a program; waits for nothing."""
+    """The order in which rows are dealt, and its inverse: `x[order]` is dealt, `x[order][inverse]` is x. Jittable."""
     ranked_B = jnp.argsort(-tokens_B, stable=True)
     order_B = ranked_B[dealt(len(tokens_B), num_shards, micro_batches)]
     return order_B, jnp.argsort(order_B)
@@ -46,15 +46,15 @@ def balanced_order(
 def token_imbalance(
     tokens_B: Int[np.ndarray, " B"], *, num_shards: int, micro_batches: int, mini_batches: int = 1
 ) -> Float[np.ndarray, "2"]:
-    """The factor by which a call takes longer than with even shards, where time goes with tokens and shards wait.
+    """The slow-down of a call against even shards, if time is proportional to tokens and shards wait for one another.
 
         sum over micro-batches of the most tokens of a shard / sum over micro-batches of the mean of the shards
 
     Args:
-        tokens_B: Tokens of each row, rows in the order in which they come.
+        tokens_B: The number of tokens of each row, in the order of the rows.
 
     Returns:
-        [2]: as the rows come, and as `balanced_order` deals them within each mini-batch. 1 is even.
+        [2]: for the rows in their order, and as `balanced_order` deals them within each mini-batch. 1 is even.
     """
     came = tokens_B.reshape(mini_batches, -1)
     ranked = -np.sort(-came, axis=1, kind="stable")

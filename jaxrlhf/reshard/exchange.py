@@ -1,8 +1,8 @@
-"""One program over the devices of two layouts that carries out the moves of some arrays.
+"""One program over the devices of two layouts that executes the moves of arrays, in any number of processes.
 
-Every device of either layout takes part. The moves of an array are put into rounds, in each of which a device sends at
-most one piece and receives at most one, all of the same shape. A round is one `ppermute`, which like arrays share if
-they are small. Works in any number of processes.
+Every device of either layout takes part. The moves of an array are grouped into rounds, in each of which a device sends
+at most one piece and receives at most one, all of the same shape. A round is one `ppermute`, which small arrays of the
+same kind share.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from jaxrlhf.sharding.processes import meet_first
 
 AXIS = "device"
 ALONE_BYTES = 2**16
-"""Smaller pieces of like arrays share one collective. Larger ones are not worth the copy that puts them together."""
+"""Smaller pieces of like arrays share one collective. For larger ones, the copy into one array costs more."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,28 +31,28 @@ class Round:
     links: tuple[tuple[int, int], ...]
     """(from, to) as positions in the program's mesh; empty where pieces stay on their device."""
     read_UR: np.ndarray
-    """Position -> where in its source shard a device reads."""
+    """Position -> the start of the piece in its source shard."""
     write_UR: np.ndarray
-    """Position -> where in its target shard a device writes."""
+    """Position -> the start of the piece in its target shard."""
     writes_U: np.ndarray
-    """Position -> whether it writes in this round."""
+    """Position -> True if it writes in this round."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Lot:
-    """Arrays that are moved alike, between devices that are named by their position in the program's mesh."""
+    """Arrays with the same moves, between positions in the program's mesh."""
 
     signature: Signature
     count: int
     choice: bytes
-    """The sources that were chosen; with the signature and the devices it determines the moves."""
+    """The chosen sources, which determine the moves together with the signature and the devices."""
     moves: Moves = dataclasses.field(compare=False)
 
 
 def rounds(moves: Moves, source: Boxes, target: Boxes, num_devices: int) -> list[Round]:
     """The moves of an array in rounds.
 
-    First come those that lead equally far around the ring of devices: so the usual regular patterns fill their rounds.
+    Moves are ordered by their distance around the ring of devices, so that regular patterns fill their rounds.
     """
     source_start = dict(zip(source.devices_N.tolist(), source.starts_NR, strict=True))
     target_start = dict(zip(target.devices_N.tolist(), target.starts_NR, strict=True))
@@ -87,7 +87,7 @@ def rounds(moves: Moves, source: Boxes, target: Boxes, num_devices: int) -> list
 
 
 def exchange(arrays: Sequence[jax.Array], lots: tuple[Lot, ...], devices: tuple[Device, ...]) -> list[jax.Array]:
-    """Moves arrays, those of a lot one after another, between two layouts that together cover `devices`.
+    """Moves arrays, in the order of their lots, between two layouts that together cover `devices`.
 
     Every process that owns one of the devices must call it, all in the same order.
     """
@@ -121,17 +121,15 @@ def exchange_program(
         return moved
 
     specs = [_spec(len(lot.signature.shape)) for lot in lots for _ in range(lot.count)]
-    # What devices outside of a layout hold for it is arbitrary, so nothing here is replicated in earnest.
-    return jax.jit(
-        jax.shard_map(move, mesh=_mesh(devices), in_specs=(specs,), out_specs=specs, check_vma=False),
-    )
+    # Devices outside of a layout hold arbitrary values for it, so no output is truly replicated.
+    return jax.jit(jax.shard_map(move, mesh=_mesh(devices), in_specs=(specs,), out_specs=specs, check_vma=False))
 
 
 def _move_lot(
     shards: list[jax.Array], made: list[Round], shape: tuple[int, ...], receivers: set[int], position: jax.Array
 ) -> list[jax.Array]:
-    """On one device: its shards of some like arrays -> those that it is to have."""
-    # Programs are traced at the start of every process: small arrays are one, and few operations are recorded.
+    """The target shards of like arrays, from their source shards, on one device."""
+    # Small arrays are joined into one, since tracing at the start of every process takes time for each operation.
     joined = len(shards) > 1 and shards[0].nbytes < ALONE_BYTES
     lead = (len(shards),) if joined else ()
     blocks = [jnp.stack(shards)] if joined else shards
@@ -164,7 +162,7 @@ def _slice(array: jax.Array, starts: list[jax.Array | int], sizes: tuple[int, ..
 
 
 def _starts(table_UR: np.ndarray, position: jax.Array, lead: tuple[int, ...]) -> list[jax.Array | int]:
-    """The row of a device, after zeros for the dims in front. What is the same for all devices is a constant."""
+    """The row of a device in a table, after zeros for leading dims. Values equal on all devices are constants."""
     same = (table_UR == table_UR[0]).all(axis=0)
     of_dims = [
         int(column[0]) if is_same else _of_device(column, position)
@@ -174,18 +172,18 @@ def _starts(table_UR: np.ndarray, position: jax.Array, lead: tuple[int, ...]) ->
 
 
 def _of_device(numbers_U: np.ndarray, position: jax.Array) -> jax.Array:
-    """The number of a device."""
+    """The entry of a device."""
     return jax.lax.dynamic_index_in_dim(numbers_U, position, keepdims=False, allow_negative_indices=False)
 
 
 def _enter(arrays: Sequence[jax.Array], devices: tuple[Device, ...], here: tuple[Device, ...]) -> list[jax.Array]:
-    """Arrays over all devices of the program, without a copy: those outside of the source hold zeros."""
+    """Arrays over all devices of the program, without a copy. Devices outside of the source hold zeros."""
     mesh = _mesh(devices)
     held = [{shard.device: shard.data for shard in array.addressable_shards} for array in arrays]
     local = [array.sharding.shard_shape(array.shape) for array in arrays]
     missing = [tuple(device for device in here if device not in shards) for shards in held]
     zeros: list[jax.Array | None] = [None] * len(arrays)
-    for group in dict.fromkeys(missing):  # arrays of one exchange have the same devices, but let that not matter
+    for group in dict.fromkeys(missing):  # usually one, since the arrays of an exchange have the same devices
         if group:
             members = [i for i, each in enumerate(missing) if each == group]
             made = _zeros(tuple((local[i], arrays[i].dtype) for i in members), group)()
@@ -203,7 +201,7 @@ def _enter(arrays: Sequence[jax.Array], devices: tuple[Device, ...], here: tuple
 
 
 def _leave(array: jax.Array, signature: Signature) -> jax.Array:
-    """The shards of the target's devices, as the array that they are."""
+    """The array that the shards of the target's devices form."""
     shards = {shard.device: shard.data for shard in array.addressable_shards}
     buffers = [shards[device] for device in signature.target.device_set if device in shards]
     target = on_device(signature.target)
@@ -214,7 +212,7 @@ def _leave(array: jax.Array, signature: Signature) -> jax.Array:
 def _zeros(
     shapes: tuple[tuple[tuple[int, ...], np.dtype], ...], devices: tuple[Device, ...]
 ) -> Callable[[], list[jax.Array]]:
-    """A program that makes zeros, whole on each of the devices: nothing is sent for them."""
+    """A program that makes zeros, whole on each of the devices, without communication."""
     return jax.jit(
         lambda: [jnp.zeros(shape, dtype) for shape, dtype in shapes],
         out_shardings=NamedSharding(_mesh(devices), PartitionSpec()),
@@ -222,7 +220,7 @@ def _zeros(
 
 
 def _spec(rank: int) -> PartitionSpec:
-    """Shards lie one behind another along the first dim; a scalar has none to be split."""
+    """Shards are concatenated along the first dim; a scalar has none."""
     return PartitionSpec(AXIS) if rank else PartitionSpec()
 
 

@@ -1,7 +1,7 @@
 """Zero-redundancy grouping: the order of devices in which generation reuses the weights of training.
 
-Training splits the weights over more devices than generation does, as a rule. If every device's part in generation
-contains its part in training, then it gets only what it lacks, and nothing is held twice.
+Training usually splits the weights over more devices than generation does. If every device's part in generation
+contains its part in training, it receives only what it lacks, and holds nothing twice.
 
 Reference:
     Sheng et al. 2024, HybridFlow, arXiv:2409.19256, section 5.3.
@@ -18,22 +18,22 @@ def zero_redundancy_order(
 ) -> tuple[int, ...]:
     """The devices of the generation mesh, in row-major order.
 
-    Each axis that splits weights has a degree in training, T, and in generation, G. Where G divides T, a device with
-    index i of T gets index i // (T / G) of G: its part grows. Where T divides G, it gets an index within its own part:
-    it shrinks. What is left of the devices' indices, consecutive ones first, tells copies of the weights apart.
+    Each axis that splits weights has a degree in training, T, and in generation, G. If G divides T, a device with index
+    i of T gets index i // (T / G) of G: its part grows. If T divides G, it gets an index within its own part, which
+    shrinks. The remaining indices of the devices, consecutive ones first, distinguish copies of the weights.
 
     Args:
-        train: Axis -> degree, outermost first, as the training mesh has them. The first counts copies of the weights
-            and splits none; the others split them.
+        train: Axis -> degree in the training mesh, outermost first. The first axis counts copies of the weights; the
+            others split them.
         generate: The same axes in the same order, with their degrees in generation.
-        devices: Those of the training mesh, in row-major order.
+        devices: The devices of the training mesh, in row-major order.
 
     Returns:
-        The devices for a generation mesh of those degrees. A reallocation from the one to the other moves the least
-        that is possible for any order, to every device.
+        The devices for a generation mesh of those degrees. A reallocation from training to generation then moves the
+        least that is possible for any order, to every device.
 
     Raises:
-        ValueError: The meshes differ in axes or size, or of an axis' two degrees neither divides the other.
+        ValueError: The meshes differ in axes or size, or neither of an axis' two degrees divides the other.
     """
     if list(train) != list(generate):
         raise ValueError(f"train and generate: must have the same axes. Got {list(train)} and {list(generate)}.")

@@ -1,7 +1,7 @@
-"""Moving arrays between virtual devices of one CPU: their memory is the host's, so it is copied there.
+"""Moving arrays between virtual devices of one CPU by copies in host memory, which is also theirs.
 
-No program is compiled, nothing is copied twice, and devices that hold the same share one piece of memory, as they do
-after `jax.device_put`. The host waits until the sources are there.
+No program is compiled, nothing is copied twice, and devices with equal shards share memory, as after `jax.device_put`.
+The host waits for the sources.
 """
 
 import math
@@ -14,7 +14,7 @@ from jaxrlhf.reshard.moves import Moves
 from jaxrlhf.reshard.tree_moves import Device, Signature, boxes_of
 
 ALIGNMENT = 64
-"""Bytes. JAX takes host memory over as it is if it starts at a multiple of this."""
+"""JAX takes over host memory without a copy if its address is a multiple of this number of bytes."""
 
 
 def copy_on_host(
@@ -24,13 +24,13 @@ def copy_on_host(
     targets: Sequence[jax.sharding.Sharding],
     devices: tuple[Device, ...],
 ) -> list[jax.Array]:
-    """Carries out the moves of some arrays, which name devices by their position in `devices`."""
+    """Executes the moves of arrays, which name devices by their positions in `devices`."""
     blocks, destinations, counts = [], [], []
     for array, signature, each in zip(arrays, signatures, moves, strict=True):
         source = boxes_of(signature.source, signature.shape, devices)
         target = boxes_of(signature.target, signature.shape, devices)
         start = dict(zip(source.devices_N.tolist(), source.starts_NR, strict=True))
-        # On this platform a view of the shard's own memory.
+        # On CPUs, a view of the shard's own memory.
         held = {shard.device: np.asarray(shard.data) for shard in array.addressable_shards}
         arriving: dict[int, list[int]] = {}
         for move, device in enumerate(each.target_M.tolist()):
@@ -63,7 +63,7 @@ def _slices(start: np.ndarray, stop: np.ndarray) -> tuple[slice, ...]:
 
 
 def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """New memory that JAX can take over without a copy."""
+    """New memory that JAX takes over without a copy."""
     nbytes = math.prod(shape) * dtype.itemsize
     buffer = np.empty(nbytes + ALIGNMENT, np.uint8)
     offset = -buffer.ctypes.data % ALIGNMENT

@@ -1,10 +1,10 @@
-"""Planning the moves of an array between devices: arithmetic on boxes, without devices.
+"""Planning the moves of arrays between devices: arithmetic on boxes, without JAX devices.
 
-A device holds a box of an array: for each dim, from where to where. A device that is to hold another box gets it in
-pieces, each the part that it shares with one box of the source. Where several devices hold a source box, one of them is
-chosen: the device itself, else one of its node, and among these the one that has least to send so far.
+A device holds a box of an array: a start and a stop for each dim. Another box reaches a device in pieces, each its
+intersection with one box of the source. If several devices hold a source box, one is chosen: the device itself, else
+one on its node, and of these the one with the least to send so far.
 
-Devices are numbers from 0 on. The same plan is carried out by `reallocate` and counted by `traffic`.
+Devices are numbers from 0 on. `reallocate` executes the plan, and `traffic` counts it.
 """
 
 import dataclasses
@@ -19,13 +19,13 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int64]
 
 LOTS = 4
-"""Arrays that are alike share their plan, at most this many different ones, so that a large model is planned quickly
-and yet all owners of a box take turns."""
+"""The most different plans for like arrays: few, so that a large model is planned quickly, but enough for all owners of
+a box to take turns."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """Devices in a grid with named axes: a mesh, without the devices themselves."""
+    """Device numbers in a grid with named axes, like a mesh."""
 
     axes: tuple[tuple[str, int], ...]
     """Name and degree of every axis, outermost first."""
@@ -41,7 +41,7 @@ class Grid:
             )
 
     def boxes(self, shape: tuple[int, ...], spec: Sequence[str | tuple[str, ...] | None]) -> "Boxes":
-        """The box that each device holds of an array whose dims are split over the axes that `spec` names.
+        """The box of each device, for an array whose dims are split over the axes in `spec`.
 
         Raises:
             ValueError: An axis is unknown, or a dim does not divide evenly.
@@ -72,7 +72,7 @@ class Grid:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Boxes:
-    """The box of each device, one row a device. N devices, R dims."""
+    """The box of each device, one row for each. N devices, R dims."""
 
     devices_N: Ints
     starts_NR: Ints
@@ -80,7 +80,7 @@ class Boxes:
 
     @functools.cached_property
     def groups(self) -> "Groups":
-        """Devices with the same box, together."""
+        """The devices grouped by their boxes."""
         rows = np.concatenate([self.starts_NR, self.stops_NR], axis=1)
         if rows.shape[1]:
             different, box_N = np.unique(rows, axis=0, return_inverse=True)
@@ -100,22 +100,22 @@ class Groups:
     starts_GR: Ints
     stops_GR: Ints
     members_N: Ints
-    """The devices, those with the first box first, in ascending order within a box."""
+    """The devices ordered by box, and by number within a box."""
     counts_G: Ints
     box_N: Ints
     """Row of `Boxes` -> its box."""
 
     @functools.cached_property
     def firsts_G(self) -> Ints:
-        """Where the devices of each box begin in `members_N`."""
+        """The index in `members_N` of the first device of each box."""
         return np.cumsum(self.counts_G) - self.counts_G
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Pieces:
-    """The K pieces that two layouts cut an array into, and the M moves that bring each to all who need it.
+    """The K pieces into which two layouts cut an array, and the M moves that bring each piece to its targets.
 
-    A move without a choice has its source here already: the target itself, or the only owner.
+    Moves without a choice have their source already: the target itself, or the only owner.
     """
 
     starts_KR: Ints
@@ -124,14 +124,14 @@ class Pieces:
     piece_M: Ints
     target_M: Ints
     source_M: Ints
-    """-1 where several devices hold the piece."""
+    """The source of each move; -1 if it is to be chosen among several devices."""
     size_K: Ints
-    """Elements of each piece."""
+    """The number of elements of each piece."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Moves:
-    """The M moves of one array. Pieces that stay where they are count as moves from a device to itself."""
+    """The M moves of one array. Pieces that stay on a device count as moves from it to itself."""
 
     source_M: Ints
     target_M: Ints
@@ -140,7 +140,7 @@ class Moves:
 
     @property
     def starts_MR(self) -> Ints:
-        """Where each moved piece begins in the array."""
+        """The start in the array of each moved piece."""
         return self.pieces.starts_KR[self.piece_M]
 
     @property
@@ -149,17 +149,17 @@ class Moves:
 
     @property
     def sizes_M(self) -> Ints:
-        """Elements of each moved piece."""
+        """The number of elements of each moved piece."""
         return self.pieces.size_K[self.piece_M]
 
     @functools.cached_property
     def key(self) -> bytes:
-        """A key that differs from that of other moves between the same layouts."""
+        """A key that distinguishes moves between the same layouts."""
         return self.source_M.tobytes()
 
 
 def cut(source: Boxes, target: Boxes) -> Pieces:
-    """The pieces in which an array that lies in boxes `source` comes to lie in boxes `target`."""
+    """The pieces of an array that moves from the boxes `source` to the boxes `target`."""
     owners, takers = source.groups, target.groups
     shared_ST = np.ones((len(owners.counts_G), len(takers.counts_G)), bool)
     for dim in range(source.starts_NR.shape[1]):
@@ -186,7 +186,7 @@ def cut(source: Boxes, target: Boxes) -> Pieces:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Change:
-    """A number of like arrays that change their layout in the same way."""
+    """A number of like arrays with the same change of layout."""
 
     source: Boxes
     target: Boxes
@@ -198,11 +198,11 @@ def plan_moves(changes: Sequence[Change], nodes: Sequence[int]) -> list[list[tup
     """The moves of a tree of arrays.
 
     Args:
-        changes: What is to be moved. What one device has to send counts from one to the next, so the order matters.
+        changes: The arrays to move. The order matters: the load of a device accumulates from one change to the next.
         nodes: Device -> its node.
 
     Returns:
-        For each change the moves of its arrays: the first so many in this way, the next so many in that.
+        For each change, pairs of moves and the number of consecutive arrays that move so.
     """
     nodes_D = np.asarray(nodes, np.int64)
     load_D = np.zeros(len(nodes_D), np.int64)
@@ -218,7 +218,7 @@ def plan_moves(changes: Sequence[Change], nodes: Sequence[int]) -> list[list[tup
             count = -(-left // lots_left)
             source_M = _choose(pieces, owners, nodes_D, load_D, change.itemsize * count)
             moves = Moves(source_M, pieces.target_M, pieces.piece_M, pieces)
-            # Where all send equally much, taking turns would change nothing.
+            # If all owners send equally much, taking turns changes nothing.
             if _is_even(moves, owners):
                 count = left
             lots.append((moves, count))
@@ -229,24 +229,24 @@ def plan_moves(changes: Sequence[Change], nodes: Sequence[int]) -> list[list[tup
 
 
 def _is_even(moves: Moves, owners: Groups) -> bool:
-    """True where all owners of a box have equally much to send."""
+    """Returns whether all owners of each box have equally much to send."""
     sent_N = _sent(moves, 1 + int(owners.members_N.max()))[owners.members_N]
     first_N = np.repeat(sent_N[owners.firsts_G], owners.counts_G)
     return bool((sent_N == first_N).all())
 
 
 def _sent(moves: Moves, num_devices: int) -> Ints:
-    """Elements that each device sends to others."""
+    """The number of elements that each device sends to others."""
     sent_D = np.zeros(num_devices, np.int64)
     np.add.at(sent_D, moves.source_M, np.where(moves.source_M == moves.target_M, 0, moves.sizes_M))
     return sent_D
 
 
 def _choose(pieces: Pieces, owners: Groups, nodes_D: Ints, load_D: Ints, itemsize: int) -> Ints:
-    """A source for every move: of the target's node if one is there, and the one that has least to send.
+    """A source for every move: the owner with the least to send, on the target's node if there is one.
 
-    A device holds one box of an array, so within an array its load grows by the moves of this box alone. The heaps of
-    a box, one for each node and one for all, are put in order lazily: a load that has grown since is pushed anew.
+    A device holds one box of an array, so its load grows only by the moves of this box. The heaps of a box, one for
+    each node and one for all, are updated lazily: a load that has grown is pushed again.
     """
     source_M = pieces.source_M.copy()
     load = load_D.tolist()

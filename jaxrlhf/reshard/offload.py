@@ -1,7 +1,7 @@
-"""Offload: arrays rest in pinned host memory, laid out as on the devices, and come back from there.
+"""Offload: arrays rest in pinned host memory, sharded as on the devices, and return from it.
 
-Every shard lies in the memory of its own device's host, so nothing crosses a network, and pinned memory is copied from
-without the CPU. Both ways are dispatched and not awaited.
+Every shard rests on the host of its device, so nothing crosses a network, and pinned memory is copied without the CPU.
+Copies are dispatched and not awaited.
 """
 
 from typing import TypeVar
@@ -18,17 +18,17 @@ HOST, DEVICE = "pinned_host", "device"
 
 
 def to_host_memory(tree: T) -> T:
-    """Copies arrays to pinned memory of their devices' hosts. What is there already is returned as it is."""
+    """Copies arrays to pinned memory of their devices' hosts. Arrays that rest there already are returned unchanged."""
     return _in_memory(tree, HOST)
 
 
 def to_device_memory(tree: T) -> T:
-    """Copies arrays back to their devices. What is there already is returned as it is."""
+    """Copies arrays back to their devices. Arrays on devices are returned unchanged."""
     return _in_memory(tree, DEVICE)
 
 
 def rests_on_host(tree: PyTree[jax.Array]) -> bool:
-    """True where all arrays of a tree lie in host memory."""
+    """Returns whether all arrays of a tree are in host memory."""
     return all(x.sharding.memory_kind == HOST for x in jax.tree.leaves(tree))
 
 

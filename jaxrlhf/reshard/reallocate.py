@@ -1,4 +1,4 @@
-"""Reallocation: bringing a pytree of arrays from the layout it is in to another."""
+"""Reallocation: moving a pytree of arrays from its layout to another one."""
 
 import collections
 import dataclasses
@@ -16,35 +16,33 @@ from jaxrlhf.brief import brief
 from jaxrlhf.reshard.exchange import Lot, exchange
 from jaxrlhf.reshard.host_copy import copy_on_host
 from jaxrlhf.reshard.moves import Moves
-from jaxrlhf.reshard.tree_moves import Device, Signature, boxes_of, mesh_devices, on_device, tree_moves
+from jaxrlhf.reshard.tree_moves import Device, Signature, boxes_of, mesh_devices, on_device, tree_moves, union
 from jaxrlhf.sharding.processes import meet_first
 
 BUCKET_BYTES = 256 * 2**20
-"""Arrays that are moved at once hold at most this much, all of an array counted, however it is split."""
+"""The most bytes of arrays that are moved at once, counting whole arrays, however they are split."""
 BUCKETS_IN_FLIGHT = 2
-"""Buckets that are under way at a time: one is moved while the next is dispatched. It also keeps far below the number
-of un-awaited programs at which JAX on a CPU can deadlock, about 16."""
+"""Buckets in flight: one is moved while the next is dispatched. It is also far below the number of un-awaited programs,
+about 16, at which JAX on a CPU can deadlock."""
 
 Way = Literal["memory", "host", "shards", "jit", "exchange"]
-"""How arrays are moved: `memory` between a device and host memory; `host` piece by piece in the host's memory, where
-that is the devices' too; `shards` as whole shards from device to device; `jit` by a program of XLA's own making;
+"""Ways to move arrays: `memory` between a device and host memory; `host` piece by piece in host memory that is also the
+devices'; `shards` as whole shards from device to device; `jit` by an identity program whose collectives XLA chooses;
 `exchange` piece by piece by one program over all devices."""
-
-
 Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Where it begins and where it ends in each dim."""
+"""The start and the stop of a box in each dim."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Bucket:
-    """Arrays of a tree that are moved at once, by their number in the tree."""
+    """Arrays of a tree that are moved at once, by their numbers in the tree."""
 
     way: Way
     members: tuple[int, ...]
     devices: tuple[Device, ...]
-    """Of both layouts."""
+    """The devices of both layouts."""
     lots: tuple[Lot, ...] = ()
-    """What an exchange moves, in the order of `members`."""
+    """The moves, in the order of `members`; empty for the ways `memory` and `jit`."""
 
 
 def reallocate(
@@ -53,22 +51,22 @@ def reallocate(
     """Moves arrays to other shardings: over the same, some, more, overlapping or other devices.
 
     Args:
-        tree: Pytree of arrays. What has no place yet (NumPy's arrays, numbers, arrays that JAX has not committed; in
-            several processes also arrays without a mesh) is taken as it is here, and must be the same in every process.
+        tree: Pytree of arrays. Leaves without a placement (NumPy arrays, numbers, uncommitted arrays; in several
+            processes also arrays without a mesh) are taken from this process, and must be the same in all of them.
         shardings: One sharding for all, or a pytree of them with the structure of `tree`.
-        donate: The sources are given up: those of a bucket are deleted when it has arrived.
-        bucket_bytes: How much is moved at once. A larger array is a bucket of its own.
+        donate: Delete the sources of each bucket when it has arrived.
+        bucket_bytes: The most bytes to move at once. A larger array is a bucket of its own.
 
-    Arrays that are already laid out so are returned as they are, or under the target's name for the same layout,
-    without a copy, and are not deleted either.
+    Arrays that already have an equivalent sharding are returned without a copy, under the target sharding, and are not
+    deleted.
 
     In several processes each must call it, in the same order and with the same shapes and shardings. A process that
-    owns no device of a layout gives and gets arrays without local shards.
+    owns no device of a layout passes or gets arrays without local shards.
 
-    Beside sources and results, a device holds for at most `BUCKETS_IN_FLIGHT` buckets: zeros in place of the shards
-    that it does not own, what leaves a target's shards unused, and the pieces on their way; each at most a shard of
-    every array of the bucket. With `donate` the sources of all buckets but these are gone. It returns before the last
-    buckets have arrived, but with `donate` after.
+    Beside sources and results, a device holds for at most `BUCKETS_IN_FLIGHT` buckets: zeros in place of shards that it
+    does not own, unused parts of target shards, and pieces in flight; each at most a shard of every array of the
+    bucket. With `donate`, the sources of earlier buckets are deleted. The function returns before the last buckets have
+    arrived, with `donate` after that.
 
     Raises:
         ValueError: A dim does not divide evenly over the mesh axes that split it.
@@ -115,7 +113,7 @@ def check_even(shape: tuple[int, ...], sharding: Sharding, where: str) -> None:
 def flatten(
     tree: PyTree, shardings: PyTree[Sharding]
 ) -> tuple[list[str], list[Any], list[Sharding], Callable[[Iterable[Any]], PyTree]]:
-    """Paths, arrays, their targets, and how results become a tree again."""
+    """The paths and arrays of a tree, their targets, and a function that makes a tree of results."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
     if isinstance(shardings, Sharding):
         targets = [shardings] * len(leaves)
@@ -129,14 +127,14 @@ def flatten(
 
 
 def is_placed(array: Any) -> bool:
-    """True for an array whose place all processes agree on: what has no mesh is each process' own."""
+    """Returns whether all processes agree on an array's placement. One without a mesh is local to its process."""
     if not isinstance(array, jax.Array) or not array.size or not array.committed:
         return False
     return jax.process_count() == 1 or isinstance(array.sharding, NamedSharding)
 
 
 def _place(array: Any, sharding: Sharding) -> jax.Array:
-    """Lays out an array that every process has by itself. One without elements is made anew."""
+    """Places an array that every process has in its own memory. One without elements is created."""
     if jax.process_count() == 1:
         return jax.device_put(array, sharding)
     dtype = jax.dtypes.canonicalize_dtype(np.result_type(array))
@@ -177,8 +175,8 @@ def _move(
 
 
 def _renamed(array: jax.Array, target: Sharding) -> jax.Array:
-    """An array whose shards all stay, as the target calls its layout, without a copy: all processes then agree on what
-    it is called, also those that have none of it."""
+    """An array whose shards all stay, under the target sharding, without a copy. Processes without its shards then have
+    the same sharding."""
     if array.sharding == target:
         return array
     shards = [shard.data for shard in array.addressable_shards]
@@ -187,7 +185,7 @@ def _renamed(array: jax.Array, target: Sharding) -> jax.Array:
 
 @functools.lru_cache(maxsize=64)
 def schedule(signatures: tuple[Signature, ...], bucket_bytes: int) -> tuple[Bucket, ...]:
-    """The arrays that have to be moved, in buckets; the same in every process."""
+    """The arrays that have to be moved, in buckets that are the same in every process."""
     groups: dict[Any, list[int]] = {}
     for i, signature in enumerate(signatures):
         way = way_of(signature)
@@ -200,7 +198,7 @@ def schedule(signatures: tuple[Signature, ...], bucket_bytes: int) -> tuple[Buck
         if way in ("host", "shards", "exchange"):
             plan = tree_moves(signatures)
             lots = {i: _lot(signatures[i], plan.devices, plan.moves[i], devices) for i in members}
-        # Like arrays side by side: they travel together, and buckets of a large model share their programs.
+        # Like arrays are neighbors, so that they move together, and buckets of a large model share their programs.
         like = {i: lots.get(i, signatures[i]) for i in members}
         turn = {each: n for n, each in enumerate(dict.fromkeys(like.values()))}
         members = sorted(members, key=lambda i: (turn[like[i]], i))
@@ -212,14 +210,14 @@ def schedule(signatures: tuple[Signature, ...], bucket_bytes: int) -> tuple[Buck
 
 
 def _lot(signature: Signature, positions: tuple[Device, ...], moves: Moves, devices: tuple[Device, ...]) -> Lot:
-    """One array's moves, which name devices by their place in `positions`, by their place in `devices` instead."""
+    """The moves of one array, renamed from positions in `positions` to positions in `devices`."""
     renamed = np.array([devices.index(device) if device in devices else -1 for device in positions], np.int64)
     own = dataclasses.replace(moves, source_M=renamed[moves.source_M], target_M=renamed[moves.target_M])
     return Lot(signature, 1, own.key, own)
 
 
 def _fill(members: Sequence[int], signatures: Sequence[Signature], bucket_bytes: int) -> Iterator[list[int]]:
-    """Consecutive members with at most so many bytes, or a single one."""
+    """Yields consecutive members of at most `bucket_bytes` bytes, or a single larger one."""
     bucket, size = [], 0
     for i in members:
         if bucket and size + signatures[i].nbytes > bucket_bytes:
@@ -232,7 +230,7 @@ def _fill(members: Sequence[int], signatures: Sequence[Signature], bucket_bytes:
 
 @functools.lru_cache(maxsize=4096)
 def way_of(signature: Signature) -> Way | None:
-    """The way that an array is moved; None where nothing is to be done."""
+    """The way in which an array is moved; None if nothing has to be done."""
     source, target = signature.source, signature.target
     same_order = device_order(source) == device_order(target)
     held, wanted = _both_boxes(signature)
@@ -252,9 +250,9 @@ def way_of(signature: Signature) -> Way | None:
 
 
 def _suits_xla(held: list[Box], wanted: list[Box]) -> bool:
-    """True where devices gather, or all split another dim than before.
+    """Returns whether devices gather, or all split another dim than before.
 
-    Where boxes cross in other ways XLA copies whole arrays onto every device.
+    In other cases XLA copies whole arrays onto every device.
     """
     gathers = all(map(_lies_in, held, wanted))
     split_otherwise = all(len(set(boxes)) == len(boxes) and _num_split_dims(boxes) == 1 for boxes in (held, wanted))
@@ -266,12 +264,12 @@ def _num_split_dims(boxes: list[Box]) -> int:
 
 
 def host_memory_is_theirs(devices: tuple[Device, ...]) -> bool:
-    """True for virtual devices, which are parts of this CPU."""
+    """Returns whether devices are virtual ones, whose memory is the host's."""
     return all(device.platform == "cpu" for device in devices)
 
 
 def _both_boxes(signature: Signature) -> tuple[dict[int, Box], dict[int, Box]]:
-    """The boxes that each device holds, and is to hold, in the order of the devices."""
+    """The boxes of each device before and after the move, in the order of the devices."""
     devices = union(signature)
     boxes = [boxes_of(sharding, signature.shape, devices) for sharding in (signature.source, signature.target)]
     held, wanted = (
@@ -294,27 +292,10 @@ def _lies_in(inner: Box, outer: Box) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def device_order(sharding: Sharding) -> tuple[Device, ...]:
-    """The devices of a sharding as its programs number them."""
+    """The devices of a sharding in the order of its programs."""
     if isinstance(sharding, NamedSharding):
         return mesh_devices(sharding)
     return tuple(sharding.devices_indices_map(()))
-
-
-def union(signature: Signature) -> tuple[Device, ...]:
-    """The devices of both layouts, in an order that all processes agree on."""
-    devices = signature.source.device_set | signature.target.device_set
-    return tuple(sorted(devices, key=lambda device: (device.process_index, device.id)))
-
-
-def _by_host(arrays: list[jax.Array], signatures: list[Signature], bucket: Bucket) -> list[jax.Array]:
-    moves = [lot.moves for lot in bucket.lots for _ in range(lot.count)]
-    targets = [on_device(signature.target) for signature in signatures]
-    return copy_on_host(arrays, signatures, moves, targets, bucket.devices)
-
-
-def _by_jit(arrays: list[jax.Array], signatures: list[Signature], bucket: Bucket) -> list[jax.Array]:
-    meet_first(bucket.devices, tuple(signatures))
-    return _identity(tuple(on_device(signature.target) for signature in signatures))(arrays)
 
 
 @functools.lru_cache(maxsize=256)
@@ -322,8 +303,8 @@ def _identity(shardings: tuple[Sharding, ...]) -> Callable[[list[jax.Array]], li
     return jax.jit(lambda arrays: arrays, out_shardings=list(shardings))
 
 
-def _by_shards(arrays: list[jax.Array], signatures: list[Signature], bucket: Bucket) -> list[jax.Array]:
-    """Every device gets its shard from the device that the plan names, all in one call."""
+def _by_shards(arrays: list[jax.Array], targets: list[Sharding], bucket: Bucket) -> list[jax.Array]:
+    """Moves whole shards in one call, each from the device that the plan names."""
     shards, destinations, counts = [], [], []
     moves = [lot.moves for lot in bucket.lots for _ in range(lot.count)]
     for array, each in zip(arrays, moves, strict=True):
@@ -333,36 +314,35 @@ def _by_shards(arrays: list[jax.Array], signatures: list[Signature], bucket: Buc
             shards.append(held[bucket.devices[source]])
             destinations.append(bucket.devices[target])
         counts.append(len(sources))
-    # Not even a shard that stays is shared: giving up the source must not take the result away.
+    # Even a shard that stays is copied, since donation deletes the source.
     placed = iter(jax.device_put(shards, destinations, may_alias=False))
     return [
         jax.make_array_from_single_device_arrays(
-            signature.shape, on_device(signature.target), [next(placed) for _ in range(count)], dtype=signature.dtype
+            array.shape, target, [next(placed) for _ in range(count)], dtype=array.dtype
         )
-        for signature, count in zip(signatures, counts, strict=True)
+        for array, target, count in zip(arrays, targets, counts, strict=True)
     ]
 
 
-def _by_exchange(arrays: list[jax.Array], signatures: list[Signature], bucket: Bucket) -> list[jax.Array]:
-    return exchange(arrays, bucket.lots, bucket.devices)
-
-
-_WAYS: dict[str, Callable[[list[jax.Array], list[Signature], Bucket], list[jax.Array]]] = {
-    "host": _by_host,
-    "jit": _by_jit,
-    "shards": _by_shards,
-    "exchange": _by_exchange,
-}
-
-
 def _carry_out(arrays: list[jax.Array], signatures: list[Signature], bucket: Bucket) -> list[jax.Array]:
-    """Moves one bucket. Only devices' memory is moved between devices: what rests on a host comes up before."""
+    """Moves one bucket. Only device memory moves between devices: arrays that rest on a host are loaded before."""
     if not any(device.process_index == jax.process_index() for device in bucket.devices):
         return [jax.make_array_from_single_device_arrays(s.shape, s.target, [], dtype=s.dtype) for s in signatures]
     if bucket.way == "memory":
         return jax.device_put(arrays, [signature.target for signature in signatures])
     near = [_in_memory(array, on_device(array.sharding)) for array in arrays]
-    moved = _WAYS[bucket.way](near, signatures, bucket)
+    targets = [on_device(signature.target) for signature in signatures]
+    match bucket.way:
+        case "host":
+            moves = [lot.moves for lot in bucket.lots for _ in range(lot.count)]
+            moved = copy_on_host(near, signatures, moves, targets, bucket.devices)
+        case "shards":
+            moved = _by_shards(near, targets, bucket)
+        case "jit":
+            meet_first(bucket.devices, tuple(signatures))
+            moved = _identity(tuple(targets))(near)
+        case "exchange":
+            moved = exchange(near, bucket.lots, bucket.devices)
     return [_in_memory(array, signature.target) for array, signature in zip(moved, signatures, strict=True)]
 
 

@@ -1,9 +1,10 @@
-"""Traffic of a reallocation: bytes that devices send and receive, and over which links.
+"""Traffic of a reallocation: the bytes that devices send and receive, within nodes and between them.
 
-Counted from the plan that `reallocate` carries out, either for arrays and shardings (`traffic_of`), or by arithmetic
-alone for grids of devices that need not exist (`traffic`). A piece counts once for every device that comes to hold it.
+It is counted from the plan that `reallocate` executes, either for arrays and shardings (`traffic_of`), or by arithmetic
+for grids of devices that need not exist (`traffic`). A piece counts once for every device that receives it.
 """
 
+import collections
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -16,7 +17,7 @@ from jaxtyping import PyTree
 from jaxrlhf.reshard.moves import Change, Grid, Moves, plan_moves
 from jaxrlhf.reshard.reallocate import flatten, is_placed, signature_of
 from jaxrlhf.reshard.tree_moves import Signature, tree_moves
-from jaxrlhf.sharding.axes import WEIGHTS_AT_REST, Rules, partition_spec
+from jaxrlhf.sharding.axes import WEIGHTS_AT_REST, partition_spec
 from jaxrlhf.sharding.mesh import own_ids
 
 Spec = tuple[str | tuple[str, ...] | None, ...]
@@ -24,12 +25,12 @@ Spec = tuple[str | tuple[str, ...] | None, ...]
 
 
 class Traffic(NamedTuple):
-    """Bytes that a reallocation moves. All are of pieces that arrive; copies that collectives make are not counted."""
+    """Bytes that a reallocation moves: those of the pieces that arrive, without temporary copies of collectives."""
 
     sent_bytes: Mapping[int, int]
-    """Device -> what it sends to others."""
+    """Device -> bytes sent to others."""
     received_bytes: Mapping[int, int]
-    """Device -> what it gets from others."""
+    """Device -> bytes received from others."""
     local_bytes: int
     """Bytes that stay on their device."""
     within_nodes_bytes: int
@@ -52,35 +53,29 @@ class Described(NamedTuple):
 
 def describe(
     weights: Iterable[tuple[tuple[int, ...], jax.typing.DTypeLike, tuple[str | None, ...]]],
-    *,
-    source_rules: Rules = WEIGHTS_AT_REST,
-    target_rules: Rules = WEIGHTS_AT_REST,
 ) -> list[Described]:
-    """Weights given by shape, dtype and logical axes, split as two tables of rules say."""
-    return [
-        Described(
-            shape, np.dtype(dtype), tuple(partition_spec(axes, source_rules)), tuple(partition_spec(axes, target_rules))
-        )
-        for shape, dtype, axes in weights
-    ]
+    """Weights by shape, dtype and logical axes, that rest on both grids."""
+    described = []
+    for shape, dtype, axes in weights:
+        spec = tuple(partition_spec(axes, WEIGHTS_AT_REST))
+        described.append(Described(shape, np.dtype(dtype), spec, spec))
+    return described
 
 
 def traffic(arrays: Sequence[Described], source: Grid, target: Grid, *, node_size: int) -> Traffic:
     """The traffic of arrays that go from one grid to another.
 
     Args:
-        arrays: In the order of their tree: sources are chosen by what they had to send before.
+        arrays: In the order of their tree, since the choice of sources depends on the arrays before.
         source: Devices are numbers; `node_size` consecutive ones are a node.
-        target: The same.
+        target: As `source`.
 
     Raises:
         ValueError: A dim does not divide evenly, or an axis is not of the grid.
     """
     devices = sorted({*source.devices, *target.devices})
     nodes = [device // node_size for device in range(devices[-1] + 1)]
-    counts: dict[Described, int] = {}
-    for array in arrays:
-        counts[array] = counts.get(array, 0) + 1
+    counts = collections.Counter(arrays)
     source_boxes = functools.cache(source.boxes)
     target_boxes = functools.cache(target.boxes)
     changes = [
@@ -98,7 +93,7 @@ def traffic(arrays: Sequence[Described], source: Grid, target: Grid, *, node_siz
 def traffic_of(tree: PyTree[jax.Array], shardings: PyTree[Sharding]) -> Traffic:
     """The traffic of `reallocate(tree, shardings)` between devices, named by their ids; nodes are processes.
 
-    What comes from or goes to host memory does not count. Cheap from the second time on.
+    Moves from or to host memory do not count. The result is cached.
     """
     _, arrays, targets, _ = flatten(tree, shardings)
     return _traffic_of(
@@ -123,7 +118,7 @@ def _traffic_of(signatures: tuple[Signature, ...]) -> Traffic:
 def _count(
     planned: Sequence[tuple[Moves, int]], nodes: Sequence[int], nothing: Mapping[int, int], names: Sequence[int]
 ) -> Traffic:
-    """Adds up moves, each with the bytes of an element of all its arrays."""
+    """The traffic of moves, each with the bytes of one element of all its arrays."""
     nodes_D = np.asarray(nodes, np.int64)
     sent_D, received_D = np.zeros((2, len(nodes_D)), np.int64)
     local = within = 0

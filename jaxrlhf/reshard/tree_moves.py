@@ -1,5 +1,6 @@
-"""From the shardings of arrays to the moves of a whole tree."""
+"""The moves of a tree of arrays, from their shardings."""
 
+import collections
 import dataclasses
 import functools
 import math
@@ -11,11 +12,11 @@ from jax.sharding import NamedSharding, Sharding
 from jaxrlhf.reshard.moves import Boxes, Change, Grid, Moves, plan_moves
 
 Device = Any
-"""A `jax.Device`, which type checkers take for a variable."""
+"""`jax.Device`, which type checkers take for a variable."""
 
 
 class Signature(NamedTuple):
-    """One array and where it goes."""
+    """An array and its source and target shardings."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -29,22 +30,20 @@ class Signature(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TreeMoves:
-    """The moves of every array of a tree, between devices that are named by their position."""
+    """The moves of every array of a tree, between positions in `devices`."""
 
     devices: tuple[Device, ...]
     nodes: tuple[int, ...]
-    """Position -> node, which is a process."""
+    """Position -> its process."""
     moves: tuple[Moves, ...]
 
 
 @functools.lru_cache(maxsize=64)
 def tree_moves(signatures: tuple[Signature, ...]) -> TreeMoves:
-    """Plans the moves of the arrays of a tree, in their order. The same in every process."""
-    devices = tuple(sorted(set().union(*map(_devices_of, signatures)), key=lambda d: (d.process_index, d.id)))
+    """Plans the moves of the arrays of a tree, in their order, identically in every process."""
+    devices = union(*signatures)
     nodes = tuple(device.process_index for device in devices)
-    counts: dict[Signature, int] = {}
-    for signature in signatures:
-        counts[signature] = counts.get(signature, 0) + 1
+    counts = collections.Counter(signatures)
     changes = [
         Change(boxes_of(s.source, s.shape, devices), boxes_of(s.target, s.shape, devices), s.dtype.itemsize, count)
         for s, count in counts.items()
@@ -58,8 +57,8 @@ def tree_moves(signatures: tuple[Signature, ...]) -> TreeMoves:
 
 @functools.lru_cache(maxsize=4096)
 def boxes_of(sharding: Sharding, shape: tuple[int, ...], devices: tuple[Device, ...]) -> Boxes:
-    """The boxes of a sharding over devices that are named by their position in `devices`."""
-    position = _positions(devices)
+    """The boxes of a sharding, by positions in `devices`."""
+    position = {device: i for i, device in enumerate(devices)}
     if isinstance(sharding, NamedSharding):
         mesh = sharding.mesh
         grid = Grid(tuple(mesh.shape.items()), tuple(position[device] for device in mesh_devices(sharding)))
@@ -82,10 +81,7 @@ def on_device(sharding: Sharding) -> Sharding:
     return sharding if sharding.memory_kind == kind else sharding.with_memory_kind(kind)
 
 
-def _devices_of(signature: Signature) -> set[Device]:
-    return signature.source.device_set | signature.target.device_set
-
-
-@functools.lru_cache(maxsize=256)
-def _positions(devices: tuple[Device, ...]) -> dict[Device, int]:
-    return {device: i for i, device in enumerate(devices)}
+def union(*signatures: Signature) -> tuple[Device, ...]:
+    """The devices of all layouts of arrays, in an order that all processes agree on."""
+    devices: set[Device] = set().union(*(s.source.device_set | s.target.device_set for s in signatures))
+    return tuple(sorted(devices, key=lambda device: (device.process_index, device.id)))

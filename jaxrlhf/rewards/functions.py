@@ -1,4 +1,4 @@
-"""Reward functions by name, built in or a user's own, and calling them so that no bad value passes.
+"""Reward functions by name, built in or a user's own, and checked calls of them.
 
 Letters: B completions.
 """
@@ -19,18 +19,18 @@ from jaxrlhf.rewards.verifiers import VERIFIERS, RewardFunction
 from jaxrlhf.suggest import did_you_mean
 
 ROW_ARGUMENTS = ("prompts", "completions")
-"""What every reward function gets; all other arguments are columns or options."""
+"""Arguments of every reward function; all others are columns or options."""
 
 
 class RewardError(RuntimeError):
-    """A reward function raised, or returned something else than a finite number for each completion."""
+    """A reward function raised, or did not return a finite number for each completion."""
 
 
 def load_reward(name: str, options: Mapping[str, Any]) -> RewardFunction:
     """The reward function that a config names, with its options bound.
 
     `name` is a built-in one, `module:function` or `path/to/file.py:function`. A user's function is
-    `f(prompts, completions, **columns) -> list[float]`; options are further arguments of it.
+    `f(prompts, completions, **columns) -> list[float]`, with options as further arguments.
 
     Raises:
         ValueError: There is no such function, its module does not import, or it does not take the options.
@@ -55,7 +55,7 @@ def load_reward(name: str, options: Mapping[str, Any]) -> RewardFunction:
 
 
 def check_reward(function: RewardFunction, columns: Iterable[str], *, name: str) -> None:
-    """Asks that every argument which a function needs is a column of the data (`finished` is one too), or bound.
+    """Checks that the required arguments of a function are bound or columns of the data (`finished` is one too).
 
     Raises:
         ValueError: One is not, or the function yields its scores.
@@ -96,14 +96,14 @@ def call_reward(
     name: str,
     timeout_seconds: float = 0.0,
 ) -> np.ndarray:
-    """Scores completions, giving the function those columns that it takes.
+    """Scores completions by a function, which gets the columns that it takes.
 
-    A function that names `completions` among its arguments is called by keywords, and need not take `prompts`; any
-    other one gets prompts and completions as its first two. It may be an `async def`, or return a list of what is to be
-    awaited: then that is done side by side, in an event loop of its own.
+    A function with an argument `completions` is called by keywords and need not take `prompts`; any other one gets
+    prompts and completions as its first two arguments. It may be an `async def`, or return a list of awaitables, which
+    are then awaited concurrently, in an event loop of their own.
 
     Args:
-        timeout_seconds: How long it may take. 0: as long as it likes.
+        timeout_seconds: The time limit. 0 means no limit.
 
     Returns:
         rewards_B, float32, all finite.
@@ -134,13 +134,13 @@ def call_token_reward(
     name: str,
     timeout_seconds: float = 0.0,
 ) -> list[np.ndarray]:
-    """As `call_reward`, of a function that gives a list of numbers for each completion: one for each of its tokens.
+    """`call_reward` for a function that returns a list for each completion, with a number for each of its tokens.
 
     Args:
-        columns: With `num_tokens`, how many tokens each completion has.
+        columns: Must have `num_tokens`, the number of tokens of each completion.
 
     Raises:
-        ValueError, RewardError: As `call_reward`; or a list is not as long as its completion has tokens.
+        ValueError, RewardError: As in `call_reward`; or the length of a list is not the number of tokens.
     """
     returned = _returned(function, prompts, completions, columns, name=name, timeout_seconds=timeout_seconds)
     rewards = []
@@ -166,7 +166,7 @@ def _returned(
     name: str,
     timeout_seconds: float,
 ) -> Sequence[Any]:
-    """What a function returns, one entry for each completion."""
+    """The return value of a function, with one entry for each completion."""
     check_reward(function, columns, name=name)
     arguments, keywords = _arguments(function, prompts, completions, columns)
     try:
@@ -193,7 +193,7 @@ def _returned(
 
 
 def _awaited(returned: Any) -> Any:
-    """What a function returned, or what comes of it where that is to be awaited."""
+    """The return value of a function, awaited if necessary."""
 
     async def wait() -> Any:
         rewards = await returned if inspect.isawaitable(returned) else returned
@@ -213,9 +213,9 @@ class _TookTooLong(Exception):
 
 
 def _within(seconds: float, function: Callable[[], Any]) -> Any:
-    """What the function returns. Where there is a limit it runs in a thread that nobody waits for beyond it.
+    """The return value of a function. With a limit it runs in a thread, which is abandoned after that time.
 
-    Python cannot end a thread: what hangs goes on hanging, and ends with the process.
+    Python cannot end a thread: a function that hangs ends with the process.
     """
     if not seconds:
         return function()
@@ -227,7 +227,7 @@ def _within(seconds: float, function: Callable[[], Any]) -> Any:
 
 
 def _in_thread(function: Callable[[], Any]) -> "concurrent.futures.Future[Any]":
-    """What the function returns or raises, once it does, in a thread that ends with the process."""
+    """A future of a function's result or error, in a thread that ends with the process."""
     outcome: concurrent.futures.Future[Any] = concurrent.futures.Future()
 
     def work() -> None:
@@ -247,7 +247,7 @@ def _arguments(
     parameters = inspect.signature(function).parameters
     by_keyword = _by_keyword(function)
     available = {**columns, "prompts": prompts, "completions": completions} if by_keyword else columns
-    withheld = set(function.keywords if isinstance(function, functools.partial) else ())  # options win over columns
+    withheld = set(function.keywords if isinstance(function, functools.partial) else ())  # options override columns
     if not by_keyword:
         withheld.update(list(parameters)[:2])
     keywords = {
@@ -263,7 +263,7 @@ def _by_keyword(function: RewardFunction) -> bool:
 
 
 def _check_options(name: str, signature: inspect.Signature, options: Mapping[str, Any], *, all_required: bool) -> None:
-    """Asks that a function takes these options, and, of a factory, that none is missing."""
+    """Checks that a function takes these options, and, if `all_required`, that none is missing."""
     parameters = {key: parameter for key, parameter in signature.parameters.items() if key not in ROW_ARGUMENTS}
     known = [
         key
@@ -284,7 +284,7 @@ def _check_options(name: str, signature: inspect.Signature, options: Mapping[str
 
 
 def _check_types(name: str, signature: inspect.Signature, options: Mapping[str, Any]) -> None:
-    """Asks that the options of a built-in reward are of the types that it declares."""
+    """Checks the types of the options of a built-in reward."""
     for option, value in options.items():
         expected = signature.parameters[option].annotation
         fits = isinstance(value, (int, float) if expected is float else expected)
@@ -297,7 +297,7 @@ def _takes_any(parameters: Iterable[inspect.Parameter]) -> bool:
 
 
 def _finite(reward: Any) -> np.float32 | None:
-    """`reward` in float32; None if it is not a finite number there."""
+    """`reward` in float32; None if it is not a finite number."""
     try:
         if isinstance(reward, str | bytes) or np.ndim(reward) != 0:
             return None

@@ -1,4 +1,4 @@
-"""Numbers in text, as answers to problems are written: after a marker, in a box, or simply last.
+"""Numbers in text, as the answers to problems: after a marker, in a box, or simply the last one.
 
     1,072.50   -3   .5   $12   3/4   \\frac{3}{4}   50%
 
@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from fractions import Fraction
 
-_WHOLE = r"[0-9]{1,400}"  # a model that repeats a digit for ever must not cost the time to read it
+_WHOLE = r"[0-9]{1,400}"  # bounded, since a model may repeat a digit many times
 _PLAIN = rf"(?:[0-9]{{1,3}}(?:,[0-9]{{3}})+|{_WHOLE})(?:\.{_WHOLE})?|\.{_WHOLE}"
 _FRACTION = rf"\\[dt]?frac\s*\{{(?P<above>{_WHOLE})\}}\s*\{{(?P<below>{_WHOLE})\}}"
 _NUMBER = re.compile(
@@ -21,7 +21,7 @@ _BESIDE_A_NUMBER = re.compile(r"\\(?:text|mathrm|mbox)\{[^{}]*\}|\\[!,;:() \[\]]
 
 
 def starting_number(text: str) -> Fraction | None:
-    """The number that `text` starts with."""
+    """The number at the start of `text`."""
     match = _NUMBER.match(_plain_signs(text).lstrip(" \t\r\n("))
     return _value(match) if match else None
 
@@ -50,7 +50,7 @@ def marked_number(text: str, marker: str) -> Fraction | None:
 
 
 def any_number(text: str, marker: str) -> Fraction | None:
-    """The number after the last marker; where there is none, in the last box; where there is none, the last one."""
+    """The number after the last marker, or else in the last box, or else the last one."""
     if marker in text:
         return marked_number(text, marker)
     return boxed_number(text) if "\\boxed{" in text else last_number(text)
@@ -62,11 +62,11 @@ FINDERS: dict[str, Callable[[str, str], Fraction | None]] = {
     "last": lambda text, marker: last_number(text),
     "any": any_number,
 }
-"""Where an answer is looked for: name -> function of the text and the marker."""
+"""Place of an answer -> function of the text and the marker that finds it."""
 
 
 def _plain_signs(text: str) -> str:
-    """Without what typesetting puts around a number."""
+    """The text without typesetting around numbers."""
     text = text.replace("\u2212", "-").replace("{,}", ",").replace("\\$", "$").replace("$-", "-$").replace("$ ", "$")
     return _BESIDE_A_NUMBER.sub("", text)
 

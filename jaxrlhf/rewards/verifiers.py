@@ -1,8 +1,8 @@
 """The built-in reward functions: answers that a program can check.
 
 Each factory takes options and returns a function `f(prompts, completions, *, finished, **columns) -> list[float]`. The
-other columns of the rows arrive as keyword lists, `finished` says which completions ended by a stop token, and
-`num_tokens` how long they are.
+other columns of the rows are keyword lists; `finished` is True for completions that ended by a stop token, and
+`num_tokens` is their length.
 """
 
 import math
@@ -74,9 +74,9 @@ def final_number(
 ) -> RewardFunction:
     """Is the completion's answer the number of the answer column, as in GSM8K?
 
-    The number is read where `where` says: after the last `marker`; in the last `\\boxed{}`; simply the last one;
+    `where` is the place of the number: after the last `marker`; in the last `\\boxed{}` (`boxed`); the `last` number;
     or `any`, the first of these three that the completion has. 1,072, $1072 and 1072.0 are equal, and so are 3/4 and
-    0.75; a percent sign does not count. A wrong number earns `partial_credit`, a completion without one nothing. The
+    0.75; a percent sign does not count. A wrong number earns `partial_credit`, a completion without a number 0. The
     answer column may hold the bare number, or a text that is read as with `any`.
     """
     _require(0 <= partial_credit <= 1, "final_number", "partial_credit", "must lie in [0, 1]", partial_credit)
@@ -102,7 +102,7 @@ def final_number(
 
 
 def exact_match(answer_column: str = "answer") -> RewardFunction:
-    """1 where the whole completion is the answer, white space around it aside, else 0."""
+    """1 if the whole completion, without surrounding white space, is the answer, else 0."""
 
     def reward(prompts: list[str], completions: list[str], **columns: list[Any]) -> list[float]:
         answers = _column("exact_match", columns, answer_column)
@@ -115,7 +115,7 @@ def exact_match(answer_column: str = "answer") -> RewardFunction:
 
 
 def regex_format(pattern: str) -> RewardFunction:
-    """1 where the pattern matches the whole completion (`.` matches line ends too), else 0."""
+    """1 if the pattern matches the whole completion (`.` matches line ends too), else 0."""
     try:
         compiled = re.compile(pattern, re.DOTALL)
     except re.error as error:
@@ -130,9 +130,9 @@ def regex_format(pattern: str) -> RewardFunction:
 
 
 def length_penalty(target: int, scale: float, unit: str = "characters", both_sides: bool = False) -> RewardFunction:
-    """`-scale` for each unit of a completion beyond `target`, and, with `both_sides`, for each that is missing.
+    """`-scale` for each unit of a completion beyond `target`, and, with `both_sides`, for each missing one.
 
-    A unit is one of `characters`, `words` (parted by white space) and `tokens` (the one that ends it included).
+    A unit is one of `characters`, `words` (separated by white space) and `tokens` (including the stop token).
     """
     _require(target >= 0, "length_penalty", "target", "must not be negative", target)
     _require(scale >= 0 and math.isfinite(scale), "length_penalty", "scale", "must be finite and not negative", scale)
@@ -175,7 +175,7 @@ def _require_choice(name: str, option: str, value: object, known: Iterable[str])
 
 
 def _column(name: str, columns: dict[str, list[Any]], column: str) -> list[Any]:
-    """A column that every row of a batch must have."""
+    """A column, without which a row is an error."""
     values = columns.get(column)
     if values is None or any(value is None for value in values):
         raise ValueError(

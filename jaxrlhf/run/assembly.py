@@ -1,7 +1,7 @@
-"""From a config to everything a run needs: data, roles, graphs, plans. All is checked here, and nothing is compiled.
+"""From a config to all parts of a run: data, roles, graphs and plans. All of it is checked, and nothing is compiled.
 
 A run has up to four graphs over the same roles: the warm start, the algorithm's step, the evaluation by samples, and
-what the algorithm measures on held-out rows.
+the algorithm's own evaluation on held-out rows.
 """
 
 import dataclasses
@@ -37,15 +37,7 @@ from jaxrlhf.programs.roles import FunctionRole, ModelRole, Role, WeightedSumRol
 from jaxrlhf.run.configured_roles import describe, origins
 from jaxrlhf.run.find_plan import find_plan, is_planned
 from jaxrlhf.run.run_folder import OWN_FOLDERS
-from jaxrlhf.run.step_draft import (
-    StepDraft,
-    draft_step,
-    first_state,
-    on_host,
-    samplings_of,
-    trace_step,
-    with_stop_ids,
-)
+from jaxrlhf.run.step_draft import StepDraft, draft_step, first_state, on_host, samplings_of, trace_step, with_stop_ids
 from jaxrlhf.run.step_rows import StepRows, Tables
 from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.strategy import Strategy
@@ -68,24 +60,23 @@ class Assembly:
 
     config: RunConfig
     tables: Tables
-    loader: PromptLoader
     train: Phase
     train_rows: StepRows
-    """Step -> the rows that it is given."""
+    """Step -> its rows."""
     warm_start: Phase | None
     evaluation: Phase | None
-    """Samples of the actor, scored."""
+    """The evaluation by scored samples of the actor."""
     eval_batches: tuple[Prompts, ...]
     held_out: Phase | None
-    """What the algorithm measures on held-out rows."""
+    """The algorithm's own evaluation on held-out rows."""
     held_out_batches: tuple[Any, ...]
     best_by: str
-    """The metric by which the best checkpoint is chosen, without `eval/`. Empty: by none."""
+    """The metric by which the best checkpoint is chosen, without `eval/`; empty for none."""
     warnings: tuple[str, ...]
     saved: SavedPlan | None = None
-    """The plan of the step, and what is expected of it; None where the config writes it out."""
+    """The plan of the step with its forecast; None if the config has the whole plan."""
     origins: Mapping[str, Origin] = dataclasses.field(default_factory=dict)
-    """Exported role -> what the folder says of it that its weights come from, where they do."""
+    """Exported role -> the description of its model in the folder that its weights come from."""
 
     @property
     def table(self) -> PromptTable:
@@ -94,7 +85,7 @@ class Assembly:
 
     @property
     def phases(self) -> dict[str, Phase]:
-        """In the order in which they run first."""
+        """The phases by name, in the order in which they first run."""
         named = {
             "warm start": self.warm_start,
             "evaluation": self.evaluation,
@@ -104,7 +95,7 @@ class Assembly:
         return {name: phase for name, phase in named.items() if phase is not None}
 
     def role_rows(self) -> list[dict[str, Any]]:
-        """What plays each role, as a table."""
+        """A table of the roles."""
         rows = []
         for name, role in self.train.roles.items():
             config = self.config.roles[name]
@@ -131,7 +122,7 @@ class Assembly:
         return rows
 
     def attention(self, role: str, model: ModelConfig) -> set[str]:
-        """The implementations of attention that a role's calls use."""
+        """The implementations of attention in a role's calls."""
         placements = [p.plan[call] for p in self.phases.values() for call in p.graph.calls if call.role == role]
         layouts = [Layout.over(placement.devices, placement.strategy) for placement in placements]
         try:
@@ -145,24 +136,22 @@ def assemble(
     num_devices: int,
     devices_per_node: int | None = None,
     *,
-    tables: Tables | None = None,
     draft: StepDraft | None = None,
     saved: SavedPlan | None = None,
 ) -> Assembly:
-    """Everything that a run needs.
+    """The parts of a run, checked.
 
     Args:
-        num_devices: How many devices the plan may use.
-        devices_per_node: How many of them each node has. None: all are in one.
-        tables: The rows of its data. None: they are read.
-        draft: Its step, traced. None: that is done here.
-        saved: The plan of its step, where the config says that it is planned for or read from a file.
+        num_devices: The number of devices that the plan may use.
+        devices_per_node: The number of devices of each node. None means that all are on one node.
+        draft: Its traced step. None means that it is traced here.
+        saved: The plan of its step, if the config leaves it to the planner or names a file.
 
     Raises:
-        ConfigError, PlanError, GraphError or ValueError: Something in config, data or plan does not fit. Each says
-            where, which rule, what it got and what to do.
+        ConfigError, PlanError, GraphError or ValueError: Something in config, data or plan does not fit. The message
+            says where, the rule, the value and the remedy.
     """
-    draft = draft or draft_step(config, tables=tables)
+    draft = draft or draft_step(config)
     if saved is None and is_planned(draft):
         saved = find_plan(draft).saved
     check_offload(config.plan.offload if saved is None else saved.plan.offload, config.roles, draft.owners)
@@ -176,7 +165,6 @@ def assemble(
     made = Assembly(
         config=config,
         tables=draft.tables,
-        loader=draft.loader,
         train=train,
         train_rows=draft.rows,
         warm_start=warm_start,
@@ -201,7 +189,7 @@ def assemble(
 
 @dataclasses.dataclass(frozen=True)
 class _Phases:
-    """Traces and plans the parts of a run: by the entries of its config, or by the plan that was found for its step."""
+    """Traces and plans the phases of a run, by the entries of its config or by the plan that was found for its step."""
 
     draft: StepDraft
     saved: SavedPlan | None
@@ -221,13 +209,13 @@ class _Phases:
         self, step: Callable[..., Any], roles: Mapping[str, Role], state: Any, data: Any, settings: Any,
         keys: RowCountKeys,
     ) -> Phase:  # fmt: skip
-        """Another part of the run. An evaluation generates where the step does.
+        """Another phase of the run. An evaluation generates on the devices of the step's generation.
 
         Args:
-            keys: Which keys of the config set its rows, for error messages.
+            keys: The keys of the config that set its rows, for error messages.
 
         Raises:
-            GraphError, PlanError: As `assemble` does.
+            GraphError, PlanError: As in `assemble`.
         """
         state = on_host(state)
         graph = trace_step(step, roles, state, data, settings)
@@ -237,7 +225,7 @@ class _Phases:
         return Phase(roles, graph, plan, state)
 
     def _plan(self, graph: CallGraph, keys: RowCountKeys, fuse: tuple[str, ...] = ()) -> Plan:
-        """A plan for one graph, checked."""
+        """The plan of one graph, checked."""
         draft, num_devices, per_node = self.draft, self.num_devices, self.devices_per_node
         config = draft.config.plan
         if self.saved is None:
@@ -258,26 +246,28 @@ class _Phases:
 
 
 def _warm_start(draft: StepDraft, phases: _Phases) -> tuple[Phase | None, list[str]]:
-    """The warm start, where the config has one, and notes on the rows that it leaves out."""
+    """The warm start, if the config has one, and notes on the rows that it leaves out."""
     warm, table, new_tokens = draft.config.warm_start, draft.tables.main, draft.new_tokens
     if warm is None:
         return None, []
-    notes, left_out = [], table.num_train - len(table.demonstrable(new_tokens))
+    notes, left_out = [], table.num_train - len(table.usable("demonstrations", new_tokens))
     if warm.overlong == "error" or left_out == table.num_train:
-        table.check_demonstrations(max_new_tokens=new_tokens, key="warm_start.overlong")
+        rows = table.usable("prompts")
+        table.check("demonstrations", rows, max_new_tokens=new_tokens, key="warm_start.overlong")
     elif left_out:
         notes.append(
             f"{left_out} of {table.num_train} completions do not fit into {new_tokens} tokens: no warm start on them."
         )
-    rows = draft.loader.demonstrations(0, warm.batch_size * warm.updates_per_step, new_tokens)
+    loader = PromptLoader(table, warm.batch_size * warm.updates_per_step, draft.config.seed)
+    first = loader.batch(0, "demonstrations", max_new_tokens=new_tokens)
     actor: dict[str, Role] = {"actor": ModelRole(draft.models["actor"], warm.optimizer, warm.steps)}
     sft = SFTConfig(update=SupervisedUpdate(mini_batches=warm.updates_per_step))
     keys = RowCountKeys("the warm start", "warm_start.batch_size")
-    return phases.trace(sft_step, actor, sft_state(sft), rows, sft, keys), notes
+    return phases.trace(sft_step, actor, sft_state(sft), first, sft, keys), notes
 
 
 def _evaluation(draft: StepDraft, phases: _Phases) -> tuple[Phase | None, tuple[Prompts, ...]]:
-    """Samples of the actor, scored, and the prompts of each batch; where the config has an evaluation with scorers."""
+    """The evaluation by scored samples and its batches of prompts, if the config has scorers."""
     evaluation = draft.config.evaluation
     if evaluation is None or not evaluation.scorers:
         return None, ()
@@ -292,7 +282,7 @@ def _evaluation(draft: StepDraft, phases: _Phases) -> tuple[Phase | None, tuple[
 
 
 def _held_out(draft: StepDraft, phases: _Phases) -> tuple[Phase | None, tuple[Any, ...]]:
-    """What the algorithm measures on held-out rows, and these in batches; where the config has an evaluation."""
+    """The algorithm's own evaluation and its batches of held-out rows, if it has one and the config asks for it."""
     evaluation, step = draft.config.evaluation, draft.algorithm.evaluation
     if evaluation is None or step is None:
         return None, ()
@@ -303,19 +293,19 @@ def _held_out(draft: StepDraft, phases: _Phases) -> tuple[Phase | None, tuple[An
 
 
 def _evaluation_batch(config: EvaluationRunConfig) -> tuple[int, RowCountKeys]:
-    """The rows of a batch of an evaluation, and the key that sets them."""
+    """The batch size of an evaluation, and the key that sets it."""
     key = "evaluation.batch_size" if config.batch_size else "evaluation.num_prompts"
     return config.batch_size or config.num_prompts, RowCountKeys("the evaluation", key)
 
 
 def _head(role: ModelRole) -> str:
-    """Which heads a role speaks by, in words."""
+    """The heads of a role, in words."""
     head = role.view or role.model.head
     return "lm and scalar heads" if head == "both" else f"{head} head"
 
 
 def _num_parameters(role: ModelRole) -> str:
-    """How many numbers a role's weights hold, and of those of its adapters how many are trained."""
+    """The number of a role's parameters, and of those that are trained if it has adapters."""
     if role.view is not None:
         return f"those of {role.weights}"
     whole = f"{num_parameters(role.model):,}"
@@ -326,7 +316,7 @@ def _num_parameters(role: ModelRole) -> str:
 
 
 def _check_lengths(made: Assembly, models: Mapping[str, ModelConfig]) -> None:
-    """No call of any phase sees longer sequences than its model holds."""
+    """Checks that no call has longer sequences than its model can process."""
     calls = [call for phase in made.phases.values() for call in phase.graph.calls if call.role in models]
     for call in calls:
         model = models[call.role or ""]
@@ -340,7 +330,7 @@ def _check_lengths(made: Assembly, models: Mapping[str, ModelConfig]) -> None:
 
 
 def _check_evaluation(draft: StepDraft) -> None:
-    """The scorers of an evaluation are roles, and an actor samples what they score."""
+    """Checks that the scorers of an evaluation are roles, and that there is an actor whose samples they score."""
     config, evaluation = draft.config, draft.config.evaluation
     if evaluation is None or not evaluation.scorers:
         return
@@ -359,7 +349,7 @@ def _check_evaluation(draft: StepDraft) -> None:
 
 
 def _check_export(draft: StepDraft) -> None:
-    """Exported roles have weights of their own, and a folder that the run does not use itself."""
+    """Checks that exported roles have weights of their own, and names that are no folders of the run itself."""
     for name in draft.config.output.export:
         if name not in draft.owners:
             raise ConfigError(
@@ -374,7 +364,7 @@ def _check_export(draft: StepDraft) -> None:
 
 
 def _best_by(config: EvaluationRunConfig, held_out: Phase | None) -> str:
-    """What the best checkpoint is chosen by, checked."""
+    """The metric by which the best checkpoint is chosen, checked."""
     measured = [] if held_out is None else list(held_out.graph.results[0])
     if not config.scorers and not measured:
         raise ConfigError(

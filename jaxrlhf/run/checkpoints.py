@@ -1,19 +1,18 @@
-"""What the checkpoints of a run hold, and when one is due.
+"""The checkpoints of a run: their contents, and when one is due.
 
     checkpoints/warm_start/<updates>   the actor in its warm start
     checkpoints/frozen/0               sets of weights that never change, once
     checkpoints/steps/<steps>          sets of weights that change, with their optimizers, and the algorithm's state
 
-Layers are saved as they rest, stacked or as a list, and read in whatever layout and form the run that goes on has.
-
-The data position and all noise follow from the seed and the number of steps, so they need no arrays.
+Layers are saved in the form in which they rest, stacked or as a list, and restored in the layout and form of the
+resumed run. The data position and all noise follow from the seed and the number of steps, so they are not saved.
 """
 
 import contextlib
 import functools
 import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -35,54 +34,46 @@ from jaxrlhf.run.run_folder import RunFolder
 
 
 class Checkpoints:
-    """Saves a run to its folder. A folder for each part of the run is made when it is first needed."""
+    """Saves a run to its folder, with a subfolder for each part of the run, made on first use."""
 
-    def __init__(
-        self,
-        assembly: Assembly,
-        folder: RunFolder,
-        *,
-        channel: Channel | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._assembly, self._folder, self._clock = assembly, folder, clock
-        self._channel = channel or Channel()
+    def __init__(self, assembly: Assembly, folder: RunFolder, channel: Channel) -> None:
+        self._assembly, self._folder, self._channel = assembly, folder, channel
         self._output = assembly.config.output
         self._stores: dict[str, CheckpointStore] = {}
-        self._saved_at = clock()
+        self._saved_at = time.monotonic()
 
     def is_due(self, done: int) -> bool:
-        """Whether a checkpoint is to be saved after so many steps, whatever the clock says."""
+        """Returns whether a checkpoint is due after `done` steps, regardless of the clock."""
         every = self._output.checkpoint_every
         return done == self._assembly.config.steps or bool(every and done % every == 0)
 
     def minutes_are_over(self) -> bool:
-        """Whether the last checkpoint, or the start, is long ago."""
+        """Returns whether a checkpoint is due by the clock."""
         minutes = self._output.checkpoint_minutes
-        return bool(minutes) and self._clock() - self._saved_at >= 60 * minutes
+        return bool(minutes) and time.monotonic() - self._saved_at >= 60 * minutes
 
     def save_steps(self, done: int, executor: Executor, state: Any, *, value: float | None = None) -> None:
-        """After so many steps. `value` tells how good the policy is: the best checkpoint is kept."""
+        """Saves the run after `done` steps. `value` is the quality of the policy: the best checkpoint is kept."""
         phase = self._assembly.train
         frozen = frozen_sets(phase)
         if frozen and FROZEN not in self._stores:
             store = self._store(FROZEN)
             if store.latest() is None:
                 store.save(0, _arrays(phase, executor, frozen, ()), {})
-                store.wait()  # what a checkpoint needs is there before it
+                store.wait()  # it must be complete before a checkpoint that needs it
         self._save("steps", done, phase, executor, changing_sets(phase), state, value)
 
     def save_warm_start(self, done: int, executor: Executor, state: Any) -> None:
-        """In the warm start, after so many updates."""
+        """Saves the warm start after `done` updates."""
         assert self._assembly.warm_start is not None
         self._save("warm_start", done, self._assembly.warm_start, executor, ["actor"], state, None)
 
     def start_over(self) -> None:
-        """Removes the weights that never change, where a run that has no step yet makes its weights anew."""
+        """Removes the saved frozen weights, since a run without a saved step makes its weights again."""
         self._channel.share(lambda: shutil.rmtree(checkpoint_folder(self._folder, FROZEN), ignore_errors=True))
 
     def drop_warm_start(self) -> None:
-        """Removes the checkpoints of the warm start, if there are any, once there is one after it."""
+        """Removes the checkpoints of the warm start, if there are any, once there is a later one."""
         folder = checkpoint_folder(self._folder, "warm_start")
         if not self._channel.share(folder.exists):
             return
@@ -92,34 +83,27 @@ class Checkpoints:
         self._channel.share(lambda: shutil.rmtree(folder, ignore_errors=True))
 
     def wait(self) -> None:
-        """Until everything is on disk."""
+        """Waits until everything is on disk."""
         for store in self._stores.values():
             store.wait()
 
     @property
     def are_being_written(self) -> bool:
-        """Whether what was saved may not be on the disk yet."""
+        """True if a checkpoint may still be being written."""
         return any(store.writes_beside for store in self._stores.values())
 
     def close(self) -> None:
-        with contextlib.ExitStack() as stores:  # one that fails leaves none of the others open
+        with contextlib.ExitStack() as stores:  # closes all, also if one fails
             for store in self._stores.values():
                 stores.callback(store.close)
 
     def _save(
-        self,
-        part: str,
-        done: int,
-        phase: Phase,
-        executor: Executor,
-        sets: list[str],
-        state: Any,
-        value: float | None,
+        self, part: str, done: int, phase: Phase, executor: Executor, sets: list[str], state: Any, value: float | None
     ) -> None:
         versions = {name: executor.weights.version(name) for name in sets}
         meta = {"seed": self._assembly.config.seed, "data": self._data, "versions": versions}
         self._store(part).save(done, _arrays(phase, executor, sets, state), meta, value=value)
-        self._saved_at = self._clock()
+        self._saved_at = time.monotonic()
 
     @functools.cached_property
     def _data(self) -> str:
@@ -133,12 +117,12 @@ class Checkpoints:
 
 
 def changing_sets(phase: Phase) -> list[str]:
-    """The sets of weights that are trained, or follow those that are."""
+    """The sets of weights that are trained, or are moving averages of trained ones."""
     return [name for name, kind in weight_sets(_models(phase)).items() if kind.rests_in_float32]
 
 
 def frozen_sets(phase: Phase) -> list[str]:
-    """The sets of weights that stay."""
+    """The sets of weights that never change."""
     return [name for name, kind in weight_sets(_models(phase)).items() if not kind.rests_in_float32]
 
 
@@ -147,10 +131,10 @@ def _models(phase: Phase) -> dict[str, ModelRole]:
 
 
 def restore(point: ResumePoint, phase: Phase, executor: Executor) -> Any:
-    """Gives all sets of weights of a phase those of a checkpoint. Returns the algorithm's state there.
+    """Restores all sets of weights of a phase from a checkpoint. Returns the algorithm's state.
 
     Raises:
-        CheckpointError: It holds other arrays.
+        CheckpointError: The checkpoint has other arrays.
     """
     if frozen := frozen_sets(phase):
         held, _ = _read(_frozen_beside(point.checkpoint), phase, executor.weights, frozen, ())
@@ -164,10 +148,10 @@ def restore(point: ResumePoint, phase: Phase, executor: Executor) -> Any:
 
 
 def check_checkpoint(point: ResumePoint, assembly: Assembly) -> None:
-    """Asks that a checkpoint fits this run: its data and the arrays of its roles. Reads no array.
+    """Checks that a checkpoint has the data and the arrays of this run. Reads no array.
 
     Raises:
-        CheckpointError: It does not.
+        CheckpointError: It has not.
     """
     assert point.position is not None
     phase = assembly.train if point.position.phase == "steps" else assembly.warm_start
@@ -204,30 +188,26 @@ def _read(
 
 def _arrays(phase: Phase, executor: Executor, sets: list[str], state: Any) -> dict[str, Any]:
     anywhere = home_layout(phase, sets[0]).replicated
-    return {
-        "roles": {name: executor.weights.state(name) for name in sets},
-        "algorithm": reallocate(state, anywhere),
-    }
+    roles = {name: executor.weights.state(name) for name in sets}
+    return {"roles": roles, "algorithm": reallocate(state, anywhere)}
 
 
 def _abstract(
     store: CheckpointStore, number: int, phase: Phase, weights: WeightStore, sets: list[str], state: Any
 ) -> dict[str, Any]:
-    """What `_arrays` gave, as shapes, dtypes and shardings in which this run reads it."""
+    """Shapes and dtypes of what `_arrays` saved, with the shardings in which this run restores it."""
     anywhere, saved = home_layout(phase, sets[0]).replicated, store.arrays(number)
-    return {
-        "roles": {
-            name: weights.abstract_state(name, home_layout(phase, name), saved=_saved_form(saved, name))
-            for name in sets
-        },
-        "algorithm": jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.asarray(x).dtype, sharding=anywhere), state
-        ),
+    roles = {
+        name: weights.abstract_state(name, home_layout(phase, name), saved=_saved_form(saved, name)) for name in sets
     }
+    algorithm = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.asarray(x).dtype, sharding=anywhere), state
+    )
+    return {"roles": roles, "algorithm": algorithm}
 
 
 def _saved_form(saved: Iterable[str], name: str) -> LayerForm | None:
-    """How the layers of a set lie in a checkpoint, from the paths of its arrays; None where it has no such set."""
+    """The form of a set's layers in a checkpoint, from the paths of its arrays; None if it does not have the set."""
     layers = f"roles/{name}/params/layers/"
     names = {path.removeprefix(layers).split("/")[0] for path in saved if path.startswith(layers)}
     return ("list" if "0" in names else "stacked") if names else None

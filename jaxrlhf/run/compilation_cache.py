@@ -1,4 +1,4 @@
-"""The compilation cache's complaints, each kind said once: JAX has one for every program."""
+"""Warnings of JAX's compilation cache, which come for every program, shown once for each kind."""
 
 import contextlib
 import re
@@ -11,11 +11,7 @@ _COMPLAINT = re.compile(r"Error (reading|writing) persistent compilation cache e
 
 @contextlib.contextmanager
 def complaints_said_once(say: Callable[[str], None]) -> Iterator[None]:
-    """Shows the first warning that a program cannot be read from the cache, and the first that one cannot be written.
-
-    Args:
-        say: Says a line to the user.
-    """
+    """Shows only the first warning about reading from the cache and the first about writing to it, by `say`."""
     show, said = warnings.showwarning, set[str]()
 
     def show_or_say(message: Warning | str, *rest: Any, **keywords: Any) -> None:

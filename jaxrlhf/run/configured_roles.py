@@ -1,7 +1,4 @@
-"""From a config to its roles: their models, functions and sums, and whether they fit one another.
-
-`roles` says what each kind of role can do.
-"""
+"""From a config to its roles: models, functions and sums, checked against one another."""
 
 import dataclasses
 import os
@@ -25,17 +22,17 @@ from jaxrlhf.run.scoring import function_role
 from jaxrlhf.suggest import did_you_mean
 
 MAX_PARAMETERS = 10**14
-"""What no model of any size has."""
+"""A bound that no model reaches, which catches mistakes."""
 
 
 def configured_models(config: RunConfig, *, on_cpu: bool) -> dict[str, ModelConfig]:
-    """Role -> model: that of the role or the folder which it starts from, with what the config states laid over it.
+    """The model of each role: that of the role or folder from which it starts, overridden by the config.
 
     Args:
-        on_cpu: Whether the devices are CPUs. On others, a folder in bfloat16 computes in that unless told otherwise.
+        on_cpu: The devices are CPUs. On others, a folder in bfloat16 computes in bfloat16 by default.
 
     Raises:
-        ConfigError or ValueError: A role has no model to take, or one that cannot be its own.
+        ConfigError or ValueError: A role has no model, or one that it cannot have.
     """
     check_origins(config)
     for name in config.roles:
@@ -80,7 +77,7 @@ def configured_models(config: RunConfig, *, on_cpu: bool) -> dict[str, ModelConf
     for name, role in config.roles.items():
         _check_other(config, name, role)
     models = {name: model_of(name) for name, role in config.roles.items() if _has_model(role)}
-    for role in config.roles.values():  # a trunk gets the head that another role speaks by
+    for role in config.roles.values():  # a shared trunk also gets the head of the role that shares it
         if role.shares and models[role.shares].head != (role.head or "scalar"):
             models[role.shares] = dataclasses.replace(models[role.shares], head="both")
     for name, role in config.roles.items():
@@ -99,10 +96,10 @@ def configured_models(config: RunConfig, *, on_cpu: bool) -> dict[str, ModelConf
 
 
 def check_origins(config: RunConfig) -> None:
-    """Asks that every role with a model has something to start from, before the data is read.
+    """Checks that every role with a model has something to start from, before the data is read.
 
     Raises:
-        ConfigError: It says nothing of a model, or starts from what is neither a role nor a folder.
+        ConfigError: A role has no model, or its `init` is neither a role nor a folder.
     """
     for name, role in config.roles.items():
         where = f"roles.{name}"
@@ -123,13 +120,13 @@ def check_origins(config: RunConfig) -> None:
 
 
 def folder_dtype(folder: Path, *, on_cpu: bool) -> Literal["float32", "bfloat16"]:
-    """The precision that a folder's model computes in unless the config says one: the folder's own on devices that are
-    made for it, where it is bfloat16. CPUs are not, and bfloat16 is slower there."""
+    """The default compute precision of a folder's model: bfloat16 if the folder's is, except on CPUs, where bfloat16 is
+    slower; else float32."""
     return "bfloat16" if not on_cpu and read_origin(folder).precision == "bfloat16" else "float32"
 
 
 def precision_notes(config: RunConfig, models: Mapping[str, ModelConfig]) -> list[str]:
-    """Notes on roles that start from a folder in bfloat16 and are not told what to compute in."""
+    """Notes on roles that start from a folder in bfloat16 without a compute precision in the config."""
     notes = []
     for name, model in models.items():
         role = config.roles[name]
@@ -144,10 +141,10 @@ def precision_notes(config: RunConfig, models: Mapping[str, ModelConfig]) -> lis
 
 
 def origins(config: RunConfig) -> dict[str, Origin]:
-    """Role -> what the folder says of it that its weights come from, of roles that are exported and have one.
+    """The settings of the folders from which the weights of exported roles come, by role.
 
     Raises:
-        ValueError: A file there is missing or malformed.
+        ValueError: A file in a folder is missing or malformed.
     """
     found = {}
     for name in config.output.export:
@@ -160,7 +157,7 @@ def origins(config: RunConfig) -> dict[str, Origin]:
 
 
 def check_roles(config: RunConfig, needed: tuple[str, ...], models: Mapping[str, ModelConfig]) -> None:
-    """Asks for the roles that an algorithm needs, each of them one kind of role, and sums of roles that score."""
+    """Checks that the roles of an algorithm exist, that each role is of one kind, and that sums are of scorers."""
     for name in needed:
         if name not in config.roles:
             raise ConfigError(
@@ -179,7 +176,7 @@ def check_roles(config: RunConfig, needed: tuple[str, ...], models: Mapping[str,
 
 
 def describe(name: str, role: ModelRole, roles: Mapping[str, RoleConfig]) -> str:
-    """Where a role's weights come from, in words."""
+    """The origin of a role's weights, in words."""
     if role.view is not None:
         return f"shares {role.weights}"
     own = role.weights or roles[name].init
@@ -196,7 +193,7 @@ def describe(name: str, role: ModelRole, roles: Mapping[str, RoleConfig]) -> str
 
 
 def check_vocabulary(models: Mapping[str, ModelConfig], table: PromptTable) -> None:
-    """Asks that every model has an embedding for every token."""
+    """Checks that every model has an embedding for every token."""
     for name, model in models.items():
         if table.tokenizer.vocab_size > model.vocab_size:
             raise ConfigError(
@@ -226,12 +223,12 @@ def make_role(
     if role.optimizer is None and source is not None and source.lora is not None:
         base = _base(role.init, roles, models)
         if _holds(models[base.removesuffix(BASE)], models[name], models[name].head):
-            return dataclasses.replace(made, weights=base)  # what never changes needs no copy
+            return dataclasses.replace(made, weights=base)  # frozen weights need no copy
     return made
 
 
 def _base(name: str, roles: Mapping[str, RoleConfig], models: Mapping[str, ModelConfig]) -> str:
-    """The set of weights that a role's adapters adapt: its own, or that of the adapted role which it starts from."""
+    """The base weights of a role's adapters: its own set, or that of the adapted role from which it starts."""
     source = roles.get(roles[name].init)
     if source is not None and source.lora is not None:
         base = _base(roles[name].init, roles, models)
@@ -241,8 +238,8 @@ def _base(name: str, roles: Mapping[str, RoleConfig], models: Mapping[str, Model
 
 
 def _holds(model: ModelConfig, reader: ModelConfig, head: Head | None) -> bool:
-    """Whether the weights that a model's adapters adapt are what another model reads: in its precision and form, and
-    with a head of it (None: without any)."""
+    """Returns whether the base weights of a model's adapters are those that another model reads: in the same precision
+    and form, and with its head (None means without a head)."""
     same = (model.dtype, model.scan_layers) == (reader.dtype, reader.scan_layers)
     return same and (head is None or (head == "lm" and model.head in ("lm", "both")))
 
@@ -253,7 +250,7 @@ def _other(role: RoleConfig) -> str:
 
 
 def _check_other(config: RunConfig, name: str, role: RoleConfig) -> None:
-    """A role that reads or follows another's weights says no more than that, and the other has weights of its own."""
+    """Checks that a role that reads or averages another's weights has no other settings, and the other has weights."""
     other, where = _other(role), f"roles.{name}.{'shares' if role.shares else 'average.of'}"
     if not other:
         return
@@ -288,16 +285,16 @@ def _check_other(config: RunConfig, name: str, role: RoleConfig) -> None:
 
 
 def _laid_over(stated: Mapping[str, Any], model: ModelConfig, where: str, source: str) -> ModelConfig:
-    """What a config states of a model over that of weights which are there already.
+    """The model of existing weights with the settings that a config may choose.
 
     Raises:
-        ConfigError or ValueError: It contradicts what the weights are, or cannot be chosen.
+        ConfigError or ValueError: The config contradicts the weights, or a value is invalid.
     """
     chosen = {field: value for field, value in stated.items() if field in CHOSEN}
     for field, value in stated.items():
         there = model.head_size if field == "head_dim" else getattr(model, field)
         if field == "max_position_embeddings" and value < there:
-            chosen[field] = value  # shorter sequences ask nothing new of the weights
+            chosen[field] = value  # the weights also serve for shorter sequences
         elif field not in CHOSEN and value != there and not (field == "head_dim" and value == 0):
             free = ", ".join([*CHOSEN, "a smaller max_position_embeddings"])
             raise ConfigError(
@@ -316,7 +313,7 @@ def _has_model(role: RoleConfig) -> bool:
 
 
 def _check_size(where: str, model: ModelConfig) -> None:
-    """Sizes that some machine could hold, so that nobody waits for shapes which none can."""
+    """Checks that the sizes of a model are possible, before its shapes are computed."""
     for field, most in {"num_layers": 10_000, "vocab_size": 2**31 - 1, "hidden_size": 2**31 - 1}.items():
         if getattr(model, field) > most:
             raise ConfigError(f"{where}.{field}: must be at most {most:,}. Got {getattr(model, field)}.")
@@ -327,7 +324,7 @@ def _check_size(where: str, model: ModelConfig) -> None:
 
 
 def _check_sum(config: RunConfig, name: str, models: Mapping[str, ModelConfig]) -> None:
-    """The parts of a sum are roles that score, none of them the sum itself."""
+    """Checks that the parts of a sum are roles that score, and that it does not contain itself."""
 
     def visit(name: str, above: tuple[str, ...]) -> None:
         where = f"roles.{name}.weighted_sum"

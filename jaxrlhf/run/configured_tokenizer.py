@@ -1,4 +1,4 @@
-"""The tokenizer of a run: the one that its config names, else that of the folder which its roles start from."""
+"""The tokenizer of a run: the one in its config, or else that of the folder that its roles start from."""
 
 import dataclasses
 import os
@@ -12,11 +12,11 @@ from jaxrlhf.data.tokenizer_files import TOKENIZER, read_vocabulary
 
 
 def configured_tokenizer(config: RunConfig) -> TokenizerConfig:
-    """The tokenizer that a run uses, of a kind other than `auto`.
+    """The tokenizer of a run, of a kind other than `auto`.
 
     Raises:
-        ConfigError or ValueError: A folder that a role starts from has none, and the config names none; or the folders
-            of two roles, or one and the tokenizer that the config names, have vocabularies that contradict each other.
+        ConfigError or ValueError: Neither the config nor a folder that a role starts from has a tokenizer; or two
+            folders, or a folder and the config's tokenizer, have vocabularies that contradict each other.
     """
     folders = model_folders(config)
     _check_vocabularies(folders, config.tokenizer)
@@ -37,7 +37,7 @@ def configured_tokenizer(config: RunConfig) -> TokenizerConfig:
 
 
 def tokenizer_notes(config: RunConfig) -> list[str]:
-    """Notes on weights that know other tokens than a run's tokenizer may have."""
+    """Notes on weights that may have been trained with another tokenizer than the run's."""
     kind = config.tokenizer.kind
     own = {folder for folder in model_folders(config).values() if (folder / TOKENIZER).is_file()}
     if kind not in ("bytes", "train") or not own:
@@ -49,14 +49,14 @@ def tokenizer_notes(config: RunConfig) -> list[str]:
 
 
 def model_folders(config: RunConfig) -> dict[str, Path]:
-    """Role -> the folder of a model that its `init` names. What is no such folder is told elsewhere."""
+    """The model folders that roles start from, by role. Invalid folders are reported elsewhere."""
     named = {name: role.init for name, role in config.roles.items() if role.init not in ("random", *config.roles)}
     return {name: Path(init) for name, init in named.items() if os.path.isfile(os.path.join(init, "config.json"))}
 
 
 def _check_vocabularies(folders: dict[str, Path], chosen: TokenizerConfig) -> None:
-    """No token is two different ones in the folders of two roles: what one role writes, another one reads. Nor in the
-    tokenizer that the config chooses."""
+    """Checks that tokens have the same ids in the folders of all roles, which read one another's tokens, and in the
+    config's tokenizer."""
     paths = {role: folder / TOKENIZER for role, folder in folders.items() if (folder / TOKENIZER).is_file()}
     path = Path(chosen.path) / TOKENIZER if os.path.isdir(chosen.path) else Path(chosen.path)
     if chosen.kind == "file" and path.is_file():

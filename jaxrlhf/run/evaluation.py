@@ -1,7 +1,6 @@
-"""Evaluation of a run: mean scores of responses to held-out prompts, what the algorithm measures on held-out rows,
-and which evaluation was the best."""
+"""Evaluation of a run: mean scores of responses to held-out prompts, the algorithm's own metrics on held-out rows, and
+the best evaluation."""
 
-import collections
 import math
 import time
 from collections.abc import Sequence
@@ -10,20 +9,20 @@ from typing import Any
 import numpy as np
 
 from jaxrlhf.execution.executor import Executor
-from jaxrlhf.observe.metrics import evaluations_in, flatten, less_is_better
-from jaxrlhf.run.assembly import Assembly
+from jaxrlhf.observe.metrics import best_evaluation, evaluations_in, flatten, less_is_better
+from jaxrlhf.run.assembly import Assembly, Phase
 from jaxrlhf.run.records import Records, SilentRecords
 
 EVALUATION_STEP = 2**32 - 1
-"""The step number that decides an evaluation's noise: the same in every evaluation, and that of no training step."""
+"""The step number that determines the noise of every evaluation. No training step has it."""
 
 
 class Evaluator:
-    """Evaluates, and remembers what came out.
+    """Evaluates, and keeps the results.
 
     Args:
         history: Records of the run from before this start.
-        since: Evaluations after so many steps and fewer are never the best: their checkpoints are not this run's.
+        since: Evaluations after at most so many steps are never the best, since their checkpoints are another run's.
     """
 
     def __init__(self, assembly: Assembly, history: Sequence[dict[str, Any]], *, since: int = 0) -> None:
@@ -36,33 +35,31 @@ class Evaluator:
         """(steps done, metrics), in order."""
 
     def is_due(self, done: int) -> bool:
-        """Whether to evaluate after so many steps."""
+        """Returns whether to evaluate after `done` steps."""
         if self._config is None or done == 0:
             return False
         return done == self._steps or bool(self._config.every and done % self._config.every == 0)
 
     def is_missing(self, done: int) -> bool:
-        """Whether an evaluation after so many steps was due and is not there: it failed, and the run was saved."""
+        """Returns whether the evaluation after `done` steps was due and is missing, since it failed."""
         due = self._config is not None and (done == 0 or self.is_due(done))
         return due and all(at != done for at, _ in self.results)
 
     def best(self) -> tuple[int, float] | None:
         """Steps done and value of the best evaluation after a step; of equals, the first."""
-        values = [(done, self.value(done)) for done, _ in self.results]
-        there = [(done, value) for done, value in values if value is not None]
-        best = max(there, key=lambda result: result[1], default=None)
-        return None if best is None else (best[0], self._sign * best[1])
+        valued = [(done, metrics) for done, metrics in self.results if self.value(done) is not None]
+        return best_evaluation(valued, self._metric) if valued else None
 
     def value(self, done: int) -> float | None:
-        """How good it was after so many steps, more is better; None where that is not known, or cannot be the best."""
+        """The value of the evaluation after `done` steps, higher is better; None if unknown, or excluded by `since`."""
         value = next((metrics.get(self._metric, math.nan) for at, metrics in self.results if at == done), math.nan)
         return self._sign * value if done > self._since and math.isfinite(value) else None
 
     def run(self, done: int, state: Any, executor: Executor, records: Records | SilentRecords) -> dict[str, float]:
-        """Metrics of the roles as they are. They are written to the records, with samples.
+        """Evaluates the current weights. Metrics and samples are written to the records.
 
         Args:
-            state: The algorithm's, after so many steps.
+            state: The algorithm's state after `done` steps.
         """
         started = time.perf_counter()
         metrics = self._sampled(done, executor, records) | self._measured(done, state, executor)
@@ -76,34 +73,27 @@ class Evaluator:
         phase = self._assembly.evaluation
         if phase is None:
             return {}
-        scores: dict[str, list[np.ndarray]] = collections.defaultdict(list)
-        lengths: list[np.ndarray] = []
-        rollouts: list[dict[str, Any]] = []
-        for batch in self._assembly.eval_batches:
-            result = executor.run(
-                phase.graph, phase.plan, phase.first_state, batch, step=EVALUATION_STEP, phase="evaluation", number=done
-            )
-            fetched = result.fetch()
-            for name, value in fetched["scores"].items():
-                scores[name].append(value)
-            lengths.append(fetched["rollout"].lengths)
-            rollouts.append(fetched)
-        for fetched in rollouts:  # only now: an evaluation that fails, and is made up for, leaves nothing behind
-            records.write_samples(done, "held-out", fetched["rollout"], fetched["scores"])
-        metrics = {f"eval/{name}": float(np.concatenate(values).mean()) for name, values in scores.items()}
-        metrics["eval/response_length"] = float(np.concatenate(lengths).mean())
+        fetched = [self._run(phase, phase.first_state, batch, executor, done) for batch in self._assembly.eval_batches]
+        for each in fetched:  # only now, so that an evaluation that fails, and is repeated, writes no samples
+            records.write_samples(done, "held-out", each["rollout"], each["scores"])
+        metrics = {
+            f"eval/{name}": float(np.concatenate([each["scores"][name] for each in fetched]).mean())
+            for name in fetched[0]["scores"]
+        }
+        metrics["eval/response_length"] = float(np.concatenate([each["rollout"].lengths for each in fetched]).mean())
         return metrics
 
     def _measured(self, done: int, state: Any, executor: Executor) -> dict[str, float]:
-        """What the algorithm measures on held-out rows, averaged over the batches."""
+        """The algorithm's own metrics on held-out rows, averaged over the batches."""
         phase = self._assembly.held_out
         if phase is None:
             return {}
-        measured: dict[str, list[float]] = collections.defaultdict(list)
-        for batch in self._assembly.held_out_batches:
-            result = executor.run(
-                phase.graph, phase.plan, state, batch, step=EVALUATION_STEP, phase="evaluation", number=done
-            )
-            for name, value in flatten({"eval": result.fetch()}).items():
-                measured[name].append(value)
-        return {name: float(np.mean(values)) for name, values in measured.items()}
+        batches = self._assembly.held_out_batches
+        measured = [flatten({"eval": self._run(phase, state, batch, executor, done)}) for batch in batches]
+        return {name: float(np.mean([each[name] for each in measured])) for name in measured[0]}
+
+    def _run(self, phase: Phase, state: Any, batch: Any, executor: Executor, done: int) -> Any:
+        """The results of one batch. Waits for them."""
+        return executor.run(
+            phase.graph, phase.plan, state, batch, step=EVALUATION_STEP, phase="evaluation", number=done
+        ).fetch()

@@ -1,4 +1,4 @@
-"""A run's last weights as files that others read: whole models in Hugging Face's format, adapters in PEFT's."""
+"""Export of a run's last weights: whole models in Hugging Face's format, adapters in PEFT's."""
 
 import dataclasses
 from typing import Any
@@ -17,10 +17,10 @@ from jaxrlhf.run.run_folder import RunFolder
 
 
 def export(assembly: Assembly, executor: Executor, folder: RunFolder, channel: Channel) -> None:
-    """Write the roles that the config names, each to the folder of its name. Every process of a run must call it.
+    """Writes the roles that the config names, each to a folder of its name. Every process of a run must call it.
 
-    What came with a folder goes out with the weights that came from there, in its precision; random weights go out in
-    the precision that they computed in. The tokenizer lies beside either, and beside adapters.
+    Weights that started from a folder are written with that folder's settings and precision; random ones in their
+    compute precision. The tokenizer is written to the same folder.
     """
     tokenizer = assembly.table.tokenizer
     for name in assembly.config.output.export:
@@ -35,18 +35,18 @@ def export(assembly: Assembly, executor: Executor, folder: RunFolder, channel: C
             tokenizer.export(target)
             continue
         model = role.model
-        if model.head == "both":  # what others read is the language model, without the critic on its trunk
+        if model.head == "both":  # only the language model, without the critic on its trunk
             model = dataclasses.replace(model, head="lm")
             params = {key: value for key, value in params.items() if key != "value_head"}
         origin = assembly.origins.get(name)
-        # float16 goes out as float32: what was trained in float32 may have left its range
+        # float16 becomes float32, since weights trained in float32 may have left its range
         dtype = "bfloat16" if (origin.precision if origin else model.dtype) == "bfloat16" else "float32"
         save_params(params, model, target, dtype=dtype, end_id=tokenizer.end_id, pad_id=tokenizer.pad_id, origin=origin)
         tokenizer.export(target)
 
 
 def _base_folder(assembly: Assembly, folder: RunFolder, role: ModelRole) -> str:
-    """Where the weights that a role's adapters adapt can be read; empty where no file holds them."""
+    """The folder with the base weights of a role's adapters; empty if no file has them."""
     for name in assembly.config.output.export:
         other = assembly.train.roles[name]
         if isinstance(other, ModelRole) and other.weights == role.base:
@@ -57,6 +57,6 @@ def _base_folder(assembly: Assembly, folder: RunFolder, role: ModelRole) -> str:
 
 
 def _to_first(params: Any, channel: Channel) -> Any:
-    """The arrays in the first process, one weight at a time."""
+    """Gathers the arrays in the first process, one weight at a time."""
     leaves, structure = jax.tree.flatten(params)
     return structure.unflatten([(gather([x], channel, channel.number()) or [None])[0] for x in leaves])

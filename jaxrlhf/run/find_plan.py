@@ -1,6 +1,6 @@
-"""Finds the plan of a run's step where nobody wrote it by hand: in a file, in the run that goes on, or by a search.
+"""Finds the plan of a run's step: in a file, in the run that is resumed, or by a search.
 
-Before anything compiles: a search for a plan counts what calls cost, and runs none of them.
+Nothing is compiled for it: the search uses forecasts of the costs of calls.
 """
 
 import dataclasses
@@ -22,36 +22,35 @@ from jaxrlhf.sharding import mesh
 from jaxrlhf.sharding.strategy import Strategy
 
 SEARCH_SECONDS = 5.0
-"""The most that a run looks for its plan before it starts."""
+"""The longest that a run searches for its plan before it starts."""
 
 
 @dataclasses.dataclass(frozen=True)
 class FoundPlan:
-    """A plan and where it comes from."""
+    """A plan and its origin."""
 
     saved: SavedPlan
     note: str
-    """In words."""
+    """The origin in words."""
     notes: tuple[str, ...] = ()
-    """What is to be known of its forecast."""
+    """Notes on its forecast."""
 
 
 def is_planned(draft: StepDraft) -> bool:
-    """Whether the plan of the step is not, or not all of it, written in its config."""
+    """Returns whether the config leaves at least a part of the step's plan to the planner or a file."""
     return draft.config.plan.auto or bool(draft.config.plan.file)
 
 
 def find_plan(
     draft: StepDraft, *, resumed: Path | None = None, say: Callable[[str], None] = lambda line: None
 ) -> FoundPlan:
-    """The plan of a step that its config does not write out, for the devices that JAX shows.
+    """The plan of a step that its config leaves open, for the devices of JAX.
 
-    A run that goes on keeps its plan, as long as config and devices ask for the same; unless it is in a file, which is
-    read again.
+    A resumed run keeps its plan while config and devices are the same. A plan in a file is read again.
 
     Args:
-        resumed: The plan of the run that it goes on with. There need not be such a file.
-        say: Told what is going on, in lines.
+        resumed: The file of the plan of the run that is resumed, if there is one. It need not exist.
+        say: Called with lines about the progress.
 
     Raises:
         PlanError or ConfigError: The file does not fit the run, or no plan fits the devices.
@@ -76,7 +75,7 @@ def find_plan(
 
 
 def _check(saved: SavedPlan, draft: StepDraft) -> None:
-    """A plan was made for this step and these devices, and fits them still where it was changed by hand.
+    """Checks that a plan was made for this step and these devices, and still fits them if it was changed by hand.
 
     Raises:
         PlanError: It was not, or does not.
@@ -106,25 +105,25 @@ def plan_draft(
     calibration: Path | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> Planned:
-    """Looks for the plan of a step on a cluster. Calls that its config places stay there, if the rest is to be planned.
+    """Plans a step on a cluster. If the config plans only some calls (`auto`), its placements of the others are kept.
 
     Args:
         method: One of `methods.METHODS`.
-        seconds: The most that the search may take. None means no limit.
+        seconds: The time limit of the search. None means no limit.
         seed: The seed of the search. None means that of the config.
-        costs: The source of costs. None means one that takes no time.
-        calibration: As of `costs_from`.
-        say: Is told the progress, in lines.
+        costs: The source of the costs of calls. None means one that takes no time.
+        calibration: As in `costs_from`.
+        say: Called with lines about the progress.
 
     Raises:
-        PlanError or ConfigError: What is written does not fit, or no plan does.
-        CompileError: A program cannot be compiled, where costs come from compiled ones.
+        PlanError or ConfigError: The config's entries do not fit, or no plan does.
+        CompileError: A program cannot be compiled, if costs come from compiled programs.
     """
     config, workload = draft.config, draft.workload()
     offload = config.plan.offload if config.plan.auto else ()
     check_offload(offload, config.roles, draft.owners)
     for call in draft.graph.calls:
-        if call.kind != "host":  # whatever the plan, mini-batches divide the rows
+        if call.kind != "host":  # mini-batches must divide the rows under any plan
             check_call(call, Placement((0,), Strategy()), draft.models, 1, 1, draft.keys)
     fixed = fixed_placements(draft, cluster)
     source = costs or usual_source(cluster)
@@ -145,7 +144,7 @@ def plan_draft(
 
 
 def fixed_placements(draft: StepDraft, cluster: Cluster) -> dict[str, Placement]:
-    """Call -> the placement that the config writes out, of all calls of the step for which it has one.
+    """The placements of the step's calls in the config, by call.
 
     Raises:
         PlanError or ConfigError: One does not fit.
@@ -164,7 +163,7 @@ def fixed_placements(draft: StepDraft, cluster: Cluster) -> dict[str, Placement]
 
 
 def left_out(draft: StepDraft) -> list[str]:
-    """Notes on what the config says of its plan and a search for another one does not keep to."""
+    """Notes on settings of the config's plan that a search for another plan ignores."""
     plan, calls = draft.config.plan, {call.plan_name for call in draft.graph.calls}
     if not plan.auto:
         is_said = plan != PlanConfig()

@@ -1,4 +1,4 @@
-"""Where every set of weights comes from at the start: random numbers, a checkpoint, or another role."""
+"""The first weights of a run: random numbers, those of a folder, or those of another role."""
 
 import zlib
 from pathlib import Path
@@ -18,14 +18,14 @@ from jaxrlhf.run.assembly import Phase
 from jaxrlhf.sharding.layout import Layout
 
 Placed = tuple[Layout, Params]
-"""Float32 weights and the layout that they rest in."""
+"""Float32 weights and their layout at rest."""
 
 
 def load_first_weights(executor: Executor, phase: Phase, config: RunConfig, known: dict[str, Placed]) -> None:
-    """Give every set of a phase its first weights, those that start from others after these.
+    """Loads the first weights of all sets of a phase, in the order in which they depend on one another.
 
     Args:
-        known: Whole weights of roles that are there already, such as a warm-started actor's. They are left as they are.
+        known: Whole weights of roles that exist already, such as a warm-started actor's. They are not changed.
     """
     store = executor.weights
     ready = {name + BASE if name + BASE in store.sets else name: placed for name, placed in known.items()}
@@ -33,7 +33,7 @@ def load_first_weights(executor: Executor, phase: Phase, config: RunConfig, know
     waiting = [name for name, kind in store.sets.items() if kind.lora is None and kind.average is None]
     sources = {name: source_of(phase, config, name) for name in waiting}
     while waiting:
-        name = next(n for n in waiting if sources[n] not in waiting)  # assembly has refused circles
+        name = next(n for n in waiting if sources[n] not in waiting)  # there are no cycles: assembly checks that
         waiting.remove(name)
         if name in given:
             _adopt(executor, phase, config, name, *ready[name])
@@ -53,7 +53,7 @@ def load_first_weights(executor: Executor, phase: Phase, config: RunConfig, know
 
 
 def home_layout(phase: Phase, name: str) -> Layout:
-    """Where a set of weights starts: where it is trained, or else where it is first used."""
+    """The first layout of a set of weights: that of its training, or else of its first use."""
     models = {role: x for role, x in phase.roles.items() if isinstance(x, ModelRole)}
     average = weight_sets(models)[name].average
     if average is not None:
@@ -61,14 +61,14 @@ def home_layout(phase: Phase, name: str) -> Layout:
     readers = {role for role, x in models.items() if name in sets_read(role, x)}
     calls = [call for call in phase.graph.calls if call.role in readers]
     trained = [call for call in calls if call.kind == "train"]
-    if not calls:  # what no call of this step uses rests beside the others
+    if not calls:  # a set that no call of this step uses rests on the devices of the first call
         calls = [call for call in phase.graph.calls if call.kind != "host"]
     placement = phase.plan[(trained or calls)[0]]
     return Layout.over(placement.devices, placement.strategy)
 
 
 def source_of(phase: Phase, config: RunConfig, name: str) -> str:
-    """The set that a set starts from, or what `init` says of its role: `random` or a folder."""
+    """The set that a set starts from, or its role's `init`: `random` or a folder."""
     source = config.roles[name.removesuffix(BASE)].init
     role = phase.roles.get(source)
     if not isinstance(role, ModelRole):
@@ -77,7 +77,7 @@ def source_of(phase: Phase, config: RunConfig, name: str) -> str:
 
 
 def _make(executor: Executor, phase: Phase, config: RunConfig, name: str) -> None:
-    """Random weights, or those of a checkpoint."""
+    """Loads random weights, or those of a folder."""
     layout, model = home_layout(phase, name), executor.weights.sets[name].model
     source = source_of(phase, config, name)
     if source == "random":
@@ -91,19 +91,19 @@ def _make(executor: Executor, phase: Phase, config: RunConfig, name: str) -> Non
 
 
 def _adopt(executor: Executor, phase: Phase, config: RunConfig, name: str, layout: Layout, params: Params) -> None:
-    """A set's own copy of weights, brought to its home."""
+    """Loads a copy of other weights, moved to the set's home layout."""
     home = home_layout(phase, name)
     own = _with_own_head(executor, params, name, layout, _key(config, name))
     executor.weights.load(name, home, _to_home(layout, own, executor.weights.sets[name], home))
 
 
 def _to_home(layout: Layout, params: Params, kind: WeightSet, home: Layout) -> Params:
-    """Weights from the layout that they are in, as they rest in another."""
+    """Weights moved from a layout to their form at rest in another."""
     return moved(params, kind, layout, (home, kind.resting_form(home)))
 
 
 def _make_adapters(executor: Executor, phase: Phase, config: RunConfig, name: str) -> None:
-    """New adapters, or saved ones. A scalar head starts as that of the weights which they adapt."""
+    """Loads new adapters, or saved ones. A scalar head starts as that of the base weights."""
     store, layout, kind = executor.weights, home_layout(phase, name), executor.weights.sets[name]
     assert kind.lora is not None
     if kind.lora.init:
@@ -118,7 +118,7 @@ def _make_adapters(executor: Executor, phase: Phase, config: RunConfig, name: st
 
 
 def _with_own_head(executor: Executor, params: Params, name: str, layout: Layout, key: jax.Array) -> Params:
-    """Copies of weights, under a new head where the set's model declares one that they do not have."""
+    """Copies of weights, with a new head if the set's model declares one that they lack."""
     kind = executor.weights.sets[name]
     wanted = kind.declare()
 

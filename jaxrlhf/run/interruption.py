@@ -1,6 +1,6 @@
-"""SIGTERM and Ctrl-C while a run trains.
+"""SIGTERM and Ctrl-C during a run.
 
-Signals are answered in a thread of their own: Python runs handlers in the main thread, which may be compiling for
+Signals are handled in a thread of their own: Python runs handlers in the main thread, which may be compiling for
 minutes, or waiting for a Python function that hangs.
 """
 
@@ -9,33 +9,36 @@ import socket
 import threading
 from collections.abc import Callable
 from types import FrameType, TracebackType
-from typing import Self
+from typing import NamedTuple, Self
+
+from jaxrlhf.execution.channel import Channel
+from jaxrlhf.run.checkpoints import Checkpoints
 
 PATIENCE_SECONDS = 5.0
-"""How long a Python function may go on running once the run was asked to stop."""
+"""The longest that a Python function may still run after the run was asked to stop."""
 _LOOK_SECONDS = 0.25
 
 
 class RunStopped(Exception):
-    """The run was asked to stop, has saved what it had, and stopped."""
+    """The run was asked to stop, and has saved."""
 
     def __init__(self, signal_number: int, message: str) -> None:
         super().__init__(message)
         self.exit_status = 128 + signal_number
-        """As a shell reports the signal. Not 0, so that a scheduler starts the run again."""
+        """The status by which a shell reports the signal. It is not 0, so that a scheduler restarts the run."""
 
 
 class StopRequest:
-    """Notes a signal, which the run looks for between two steps.
+    """Takes note of a signal, for which the run looks between two steps.
 
-    As a context manager it takes over SIGTERM, sent by schedulers before they take a machine away, and SIGINT, sent by
-    Ctrl-C. It says at once what happens next, and ends the process itself where nothing would be lost by that, or where
-    Ctrl-C comes again. Outside the main thread no handler can be set, and none is.
+    As a context manager it handles SIGTERM, which schedulers send before they take a machine away, and SIGINT, sent by
+    Ctrl-C. It says at once what happens next, and ends the process itself if nothing would be lost, or if Ctrl-C is
+    pressed again. Outside of the main thread Python allows no handlers, and none are set.
 
     Args:
-        say: Says a line to the user.
-        end: Ends the process with an exit status, from any thread, without waiting for anything. None: the process goes
-            on, as a notebook's does, and KeyboardInterrupt is raised in its main thread.
+        say: Shows a line to the user.
+        end: Ends the process with an exit status, from any thread, without waiting. None means that the process
+            continues, as in a notebook, and KeyboardInterrupt is raised in its main thread.
     """
 
     def __init__(
@@ -43,21 +46,21 @@ class StopRequest:
     ) -> None:
         self.signal: int | None = None
         self.can_end_at_once = False
-        """All that was done is on the disk."""
+        """True if all work is on the disk."""
         self.on_request: Callable[[int], None] = lambda number: None
-        """Called once, when the run is asked to stop, in some thread."""
+        """Called once, in any thread, when the run is asked to stop."""
         self.abandon: Callable[[float], None] = lambda seconds: None
-        """Called again and again after that: leaves Python functions to themselves that have run for so long."""
+        """Called repeatedly after that, to abandon Python functions that have run for so many seconds."""
         self._say, self._end_process = say, end
         self._raises = False
-        """The main thread is to leave what it is doing."""
+        """True if the main thread is to be interrupted."""
         self._before: dict[int, object] = {}
         self._over = threading.Event()
         self._made, self._making = False, threading.Lock()
         self._heard = False
 
     def make(self, signal_number: int = signal.SIGTERM) -> None:
-        """Ask the run to stop. Asked again, it does nothing more."""
+        """Asks the run to stop. Later calls have no effect."""
         with self._making:
             if self._made:
                 return
@@ -66,7 +69,7 @@ class StopRequest:
         threading.Thread(target=self._lose_patience, name="patience", daemon=True).start()
 
     def stopped(self, message: str) -> RunStopped:
-        """What the run raises when it has saved."""
+        """The exception for the run to raise when it has saved."""
         assert self.signal is not None
         return RunStopped(self.signal, message)
 
@@ -90,12 +93,12 @@ class StopRequest:
                 signal.signal(number, handler)  # pyright: ignore[reportArgumentType]
             self._before.clear()
             signal.set_wakeup_fd(self._wakeup_before)
-            self._written.close()  # the thread reads what is there, and ends
+            self._written.close()  # ends the thread
             self._thread.join()
             self._reading.close()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        """In the main thread, when it gets to it: what it does next knows of the signal."""
+        """Runs in the main thread, possibly late. The next step sees the signal."""
         del frame
         if self._raises:
             raise KeyboardInterrupt
@@ -109,7 +112,7 @@ class StopRequest:
                     self._note(number)
 
     def _note(self, number: int) -> None:
-        if self._raises:  # its own signal
+        if self._raises:  # sent by this object
             return
         self._heard, again = True, self._heard or self._made
         name = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
@@ -133,10 +136,53 @@ class StopRequest:
             self._raises = True
             main = threading.main_thread().ident
             assert main is not None
-            signal.pthread_kill(main, signal.SIGINT)  # wakes it where it waits, too
+            signal.pthread_kill(main, signal.SIGINT)  # also wakes it while it waits
 
     def _lose_patience(self) -> None:
         if not self._over.wait(PATIENCE_SECONDS):
             self.abandon(PATIENCE_SECONDS)
         while not self._over.wait(_LOOK_SECONDS):
-            self.abandon(PATIENCE_SECONDS)  # what began since then
+            self.abandon(PATIENCE_SECONDS)  # functions that began since then
+
+
+class Asked(NamedTuple):
+    """Requests to a run between two steps."""
+
+    stop: bool
+    """Save and stop."""
+    save: bool
+    """Save, since the last checkpoint was long ago."""
+
+
+class Requests:
+    """Requests by signals and by the clock, with the same answer in all processes of a run.
+
+    The first process decides, by its clock; a signal to any process counts.
+    """
+
+    def __init__(self, stop: StopRequest, checkpoints: Checkpoints, channel: Channel) -> None:
+        self._stop, self._checkpoints, self._channel = stop, checkpoints, channel
+        channel.on_stop = stop.make
+        stop.on_request = channel.ask_to_stop
+        if stop.signal is not None:
+            channel.ask_to_stop(stop.signal)
+
+    def look(self) -> Asked:
+        """The requests by now. Every process must call this equally often."""
+        signal, save = self._channel.share(lambda: (self._stop.signal, self._checkpoints.minutes_are_over()))
+        if signal is not None:
+            self._stop.make(signal)
+        return Asked(signal is not None, save)
+
+    def has_unsaved(self, unsaved: bool) -> None:
+        """Takes note of whether there is work that is not on the disk.
+
+        In a run of several processes none of them ends by itself, which the others would take for a failure.
+        """
+        self._stop.can_end_at_once = (
+            not unsaved and self._channel.count == 1 and not self._checkpoints.are_being_written
+        )
+
+    def stopped(self, message: str) -> RunStopped:
+        """The exception for a run that was asked to stop, and has saved."""
+        return self._stop.stopped(message)

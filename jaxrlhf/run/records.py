@@ -1,9 +1,8 @@
-"""What a run writes down as it goes: metrics and samples, each step once however often the run was killed."""
+"""The records of a run: metrics and samples, each step once, however often the run was killed."""
 
 import dataclasses
 import shutil
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,31 +13,25 @@ from jaxrlhf.data.prompts import PromptTable
 from jaxrlhf.execution.channel import Channel
 from jaxrlhf.experience import LENGTH, STOP, Rollout
 from jaxrlhf.observe.json_lines import JsonLinesWriter, truncate
-from jaxrlhf.observe.metrics import metrics_record, read_metrics
-from jaxrlhf.observe.samples import sample_record
+from jaxrlhf.observe.metrics import metrics_record, read_metrics, sample_record
 from jaxrlhf.observe.trackers import Trackers
 from jaxrlhf.run.resume_point import ResumePoint
 from jaxrlhf.run.run_folder import RunFolder, RunFolderError
 from jaxrlhf.run.scoring import decode_responses
 from jaxrlhf.writing import writing
 
+Say = Callable[[str], None]
 FINISH_NAMES = {STOP: "stop", LENGTH: "length"}
 
 
 def open_records(
-    channel: Channel,
-    folder: RunFolder,
-    config: RunConfig,
-    table: PromptTable,
-    *,
-    resume: ResumePoint | None,
-    warn: Callable[[str], None],
+    channel: Channel, folder: RunFolder, config: RunConfig, table: PromptTable, resume: ResumePoint | None, warn: Say
 ) -> "Records | SilentRecords":
-    """The records of a run: the first process writes them, the others know what was written before this start."""
+    """Opens the records of a run. The first process writes them; the others get the records from before this start."""
     opened: list[Records] = []
 
-    def open_here() -> tuple[list[dict[str, Any]], dict[str, Path]]:
-        opened.append(Records(folder, config, table, resume=resume, warn=warn))
+    def open_here() -> tuple[list[dict[str, Any]], dict[str, str]]:
+        opened.append(Records(folder, config, table, resume, warn))
         return opened[0].history, opened[0].shown_at
 
     history, shown_at = channel.share(open_here)
@@ -47,10 +40,10 @@ def open_records(
 
 @dataclasses.dataclass
 class SilentRecords:
-    """`Records` that write nothing, for processes other than the first."""
+    """The interface of `Records` without writing, for processes other than the first."""
 
     history: list[dict[str, Any]]
-    shown_at: dict[str, Path]
+    shown_at: dict[str, str]
     latest_samples: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
     def write_metrics(self, done: int, metrics: Mapping[str, float]) -> None:
@@ -67,22 +60,16 @@ class SilentRecords:
 
 
 class Records:
-    """The files of a run that grow with it, and the trackers that show the same elsewhere.
+    """The files of metrics and samples of a run, and its trackers.
 
     Args:
-        resume: Where the run goes on: records of what came after are dropped. In a branch, those of the run that it
-            branches off from are copied first.
-        warn: Says a line to the user.
+        resume: The position from which the run is resumed: later records are dropped. A branch copies the records of
+            its origin first.
+        warn: Shows a line to the user.
     """
 
     def __init__(
-        self,
-        folder: RunFolder,
-        config: RunConfig,
-        table: PromptTable,
-        *,
-        resume: ResumePoint | None,
-        warn: Callable[[str], None],
+        self, folder: RunFolder, config: RunConfig, table: PromptTable, resume: ResumePoint | None, warn: Say
     ) -> None:
         self._table, self._num_samples = table, config.output.num_samples
         position = resume.position if resume is not None else None
@@ -102,22 +89,20 @@ class Records:
         shown = (0, 0) if resume is not None else (None, None)
         if position is not None:
             shown = (position.done, None) if position.phase == "steps" else (0, position.done)
-        self._trackers = Trackers.open(
-            folder.path, config, resumed_at=shown[0], warm_start_resumed_at=shown[1], warn=warn
-        )
-        self.shown_at = {name: Path(where) for name, where in self._trackers.shown_at.items()}
+        self._trackers = Trackers(folder.path, config, resumed_at=shown[0], warm_start_resumed_at=shown[1], warn=warn)
+        self.shown_at = self._trackers.shown_at
 
     def write_metrics(self, done: int, metrics: Mapping[str, float]) -> None:
-        """One record, after so many steps."""
+        """Writes one record, after `done` steps."""
         self._metrics.write(metrics_record(done, metrics))
         self._trackers.metrics(done, metrics)
 
     def write_samples(self, done: int, split: str, rollout: Rollout, scores: Mapping[str, np.ndarray]) -> None:
-        """The first few responses of a rollout of numpy arrays, with what each scorer gave them."""
+        """Writes the first few responses of a rollout of NumPy arrays, with the scores of each scorer."""
         few = jax.tree.map(lambda x: x[: self._num_samples], rollout)
         self.latest_samples = [
             {
-                "prompt": self._table.prompt(int(few.row[i])),
+                "prompt": self._table.prompts[int(few.row[i])],
                 "completion": completion,
                 "scores": {name: float(values[i]) for name, values in scores.items()},
                 "finish": FINISH_NAMES[int(few.finish[i])],
@@ -125,11 +110,11 @@ class Records:
             for i, completion in enumerate(decode_responses(few, self._table))
         ]
         for sample in self.latest_samples:
-            self._samples.write(sample_record(step=done, split=split, **sample))
+            self._samples.write(sample_record(done, split, sample))
         self._trackers.samples(done, split, self.latest_samples)
 
     def sync(self) -> None:
-        """Returns when all records are on the disk: before the checkpoint that goes with them."""
+        """Returns when all records are on the disk. To be called before a checkpoint."""
         self._metrics.sync()
         self._samples.sync()
 

@@ -1,14 +1,13 @@
-"""Where a run goes on: finding the run that `resume` means, and asking whether it may go on from there.
+"""Resuming: the run and the checkpoint that `resume` names, and checks that the run may continue from there.
 
     resume: never          a new run
-    resume: auto           the newest run of this config in output.folder, from its newest checkpoint; none: a new run
+    resume: auto           the newest run of this config in output.folder, from its newest checkpoint, or a new run
     resume: runs/x         that run, in the same folder, from its newest checkpoint
     resume: runs/x/checkpoints/steps/40
                            a new run, from that checkpoint
 
-A run that goes on in its folder writes what the undisturbed run would have written: records of what came after the
-checkpoint are dropped first, and are made again. A damaged newest checkpoint is set aside, and the run goes on from the
-newest whole one.
+A run that is resumed in its folder writes the same files as an undisturbed run: records from after the checkpoint are
+dropped, and written again. Damaged newest checkpoints are set aside, and the run resumes from the newest whole one.
 """
 
 import dataclasses
@@ -34,21 +33,21 @@ FROZEN = "frozen"
 _OF_NO_CONSEQUENCE = (
     *("resume", "output", "compilation_cache", "devices", "devices_memory", "plan", "evaluation", "steps"),
 )
-"""Keys that do not change what the steps of a run give."""
+"""Keys that do not change the results of the steps of a run."""
 _DECISIVE = ("seed", "algorithm", "batch_size")
-"""Keys that decide which rows and which noise a step gets. They must stay when a run goes on."""
+"""Keys that determine the rows and the noise of a step. They must not change when a run is resumed."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Position:
-    """How far a run has come."""
+    """The progress of a run."""
 
     phase: CheckpointPhase
     done: int
     """Updates of the warm start, or steps."""
 
     def covers(self, record: Mapping[str, Any]) -> bool:
-        """Whether a record of metrics or samples had been written when the run was here."""
+        """Returns whether a record of metrics or samples was written up to this position."""
         if "warm_start/step" in record:
             return self.phase == "steps" or record["warm_start/step"] <= self.done
         return self.phase == "steps" and record["step"] <= self.done
@@ -59,27 +58,27 @@ class Position:
 
 @dataclasses.dataclass(frozen=True)
 class ResumePoint:
-    """A run to go on with."""
+    """A run to resume, and the checkpoint."""
 
     folder: RunFolder
     position: Position | None
-    """None: it has no checkpoint yet, and starts over."""
+    """The position of the checkpoint. None means that there is none yet, and the run starts over."""
     is_branch: bool = False
-    """A new run is to start from here, in a folder of its own."""
+    """True for a new run that starts from here, in a folder of its own."""
     notes: tuple[str, ...] = ()
-    """What differs between the config of the run and the one that is given now, and which checkpoints are damaged."""
+    """Notes on differences between the run's config and the present one, and on damaged checkpoints."""
     damaged: tuple[Path, ...] = ()
     """Newer checkpoints that are not whole, to be set aside."""
 
     @property
     def checkpoint(self) -> Path:
-        """Where the checkpoint lies."""
+        """The folder of the checkpoint."""
         assert self.position is not None
         return checkpoint_folder(self.folder, self.position.phase) / str(self.position.done)
 
 
 def checkpoint_folder(folder: RunFolder, phase: str) -> Path:
-    """Where the checkpoints of a phase are."""
+    """The folder with the checkpoints of a phase."""
     return folder.checkpoints / phase
 
 
@@ -92,18 +91,17 @@ def newest_position(folder: RunFolder) -> Position | None:
     return None
 
 
-def set_aside(damaged: Path) -> Path:
-    """Renames a damaged checkpoint, so that it is not taken for one and none of it is lost. Returns its new path."""
+def set_aside(damaged: Path) -> None:
+    """Renames a damaged checkpoint, so that no run resumes from it and nothing is lost."""
     names = (f"{damaged.name}.damaged{f'-{i}' if i > 1 else ''}" for i in itertools.count(1))
-    path = next(path for name in names if not (path := damaged.with_name(name)).exists())
-    return damaged.rename(path)
+    damaged.rename(next(path for name in names if not (path := damaged.with_name(name)).exists()))
 
 
 def _find_whole(folder: RunFolder) -> tuple[Position | None, dict[Path, str]]:
-    """The newest whole checkpoint of a run, and what is wrong with those that are newer.
+    """The newest whole checkpoint of a run, and the damage of newer ones.
 
     Raises:
-        CheckpointError: There are some, and none is whole.
+        CheckpointError: There are checkpoints, and none is whole.
     """
     damaged: dict[Path, str] = {}
     for phase in reversed(PHASES):
@@ -124,7 +122,7 @@ def _find_whole(folder: RunFolder) -> tuple[Position | None, dict[Path, str]]:
 
 
 def _check_frozen(folder: RunFolder) -> None:
-    """Asks that the weights that never change, which are beside every checkpoint, are whole."""
+    """Checks that the saved frozen weights, which every checkpoint needs, are whole."""
     path = checkpoint_folder(folder, FROZEN) / "0"
     if damage := find_damage(path):
         raise CheckpointError(
@@ -134,7 +132,7 @@ def _check_frozen(folder: RunFolder) -> None:
 
 
 def what_is_kept(folder: RunFolder) -> str:
-    """The newest checkpoint of a run that cannot go on, and how to go on from it, in a sentence."""
+    """A sentence about the newest checkpoint of a run that failed, and how to resume from it."""
     position = newest_position(folder)
     if position is None:
         return "No checkpoint was saved before; started again with --resume auto, the run starts over."
@@ -143,10 +141,10 @@ def what_is_kept(folder: RunFolder) -> str:
 
 
 def find_resume_point(config: RunConfig) -> ResumePoint | None:
-    """The run that `resume` means; None where a new one is to start.
+    """The run that `resume` names; None for a new run.
 
     Raises:
-        CheckpointError: There is no such run or checkpoint, or it cannot be gone on with under this config.
+        CheckpointError: There is no such run or checkpoint, or it cannot be resumed under this config.
     """
     if config.resume == "never":
         return None
@@ -186,7 +184,7 @@ def _named_checkpoint(config: RunConfig, path: Path) -> ResumePoint:
 
 
 def _find_newest(config: RunConfig) -> ResumePoint | None:
-    """The run of this config that was started last, if there is one."""
+    """The newest run of this config, if there is one."""
     root = Path(config.output.folder)
     started = root.iterdir() if root.is_dir() else ()
     folders = [path for path in started if path.name.startswith(f"{config.name}-") and (path / "config.yaml").is_file()]
@@ -194,7 +192,7 @@ def _find_newest(config: RunConfig) -> ResumePoint | None:
         folder = RunFolder(path.resolve())
         try:
             there = _config_of(folder)
-        except CheckpointError:  # written by another version: not a run of this config
+        except CheckpointError:  # of another version, so not a run of this config
             continue
         if not _differences(there, config, leave_out=_OF_NO_CONSEQUENCE):
             return _newest_point(folder, there, config)
@@ -234,7 +232,7 @@ def _config_of(folder: RunFolder) -> RunConfig:
 
 
 def _differences(there: RunConfig, config: RunConfig, *, leave_out: tuple[str, ...] = ("resume",)) -> tuple[str, ...]:
-    """What has another value now, as 'key: value there, value now'."""
+    """The keys whose values differ, as 'key: value there, value now'."""
     before, now = (leaves({k: v for k, v in to_tree(c).items() if k not in leave_out}) for c in (there, config))
     return tuple(
         f"{key}: {before.get(key, 'not set')} in the run, {now.get(key, 'not set')} now"

@@ -1,9 +1,10 @@
-"""The folder of one run: which file lies where, whole-file writes, and what the run was started from."""
+"""The folder of one run: its files, whole-file writes, and the versions with which the run was started."""
 
 import contextlib
 import dataclasses
 import fcntl
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
@@ -17,46 +18,59 @@ from typing import Any, TextIO
 from jaxrlhf import __version__
 from jaxrlhf.brief import brief
 from jaxrlhf.name_rules import check_file_name
-from jaxrlhf.writing import UnwritableError, replacing, write_atomically, writing
+from jaxrlhf.writing import replacing, write_atomically, writing
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 OWN_FOLDERS = ("checkpoints", "tensorboard", "wandb")
-"""Folders in that of a run which are no exported role's."""
+"""Subfolders of a run's folder that are not those of exported roles."""
 
 
 class RunFolderError(ValueError):
     """A run's folder that is in use."""
 
 
+class _Inside:
+    """The path of a name inside a run's folder."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, folder: "RunFolder", owner: type["RunFolder"]) -> Path:
+        return folder.path / self._name
+
+
 @dataclasses.dataclass(frozen=True)
 class RunFolder:
-    """Everything that one run writes. `RunFolder(path)` is a folder that exists; `create` makes a new one."""
+    """The folder of one run. `RunFolder(path)` is an existing one; `create` makes a new one."""
 
     path: Path
+
+    config = _Inside("config.yaml")
+    planned = _Inside("planned.json")
+    """The plan of the step that was found, with its forecast; missing if the config has the whole plan."""
+    metrics = _Inside("metrics.jsonl")
+    samples = _Inside("samples.jsonl")
+    timeline = _Inside("timeline.json")
+    reward_error = _Inside("reward_error.txt")
+    """The traceback of a reward function that raised."""
+    checkpoints = _Inside("checkpoints")
 
     @classmethod
     def create(cls, root: Path, name: str) -> "RunFolder":
         """Makes `root/<name>-<YYYYmmdd-HHMMSS>` and points the symlink `root/latest` at it.
 
-        Where that name is taken, `-2`, `-3` and so on is added. In a run of several processes, one of them calls this.
+        If that name is taken, `-2`, `-3` and so on is added. In a run of several processes, one of them calls this.
 
         Raises:
-            ValueError: `name` is no plain file name, or `root/latest` is something other than a symlink.
+            ValueError: `name` is not a plain file name, or `root/latest` is not a symlink.
         """
         check_run_folder(root, name)
         stem = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-        path = root / stem
-        ordinal = 1
-        while True:
-            try:
-                with writing(path):
-                    path.mkdir(parents=True)
+        for ordinal in itertools.count(1):
+            path = root / (f"{stem}-{ordinal}" if ordinal > 1 else stem)
+            with writing(path), contextlib.suppress(FileExistsError):
+                path.mkdir(parents=True)
                 break
-            except UnwritableError as error:
-                if not isinstance(error.__cause__, FileExistsError):
-                    raise
-                ordinal += 1
-                path = root / f"{stem}-{ordinal}"
         folder = cls(path)
         with writing(path):
             folder.checkpoints.mkdir()
@@ -71,7 +85,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Keeps every other process from running this run. The lock goes when the process does, however it ends.
+        """Keeps all other processes from running this run. The lock ends with the process.
 
         Raises:
             RunFolderError: Another process is running it.
@@ -84,7 +98,7 @@ class RunFolder:
             yield
 
     def check_free(self) -> None:
-        """Asks that no other process is running this run. Changes nothing.
+        """Checks that no other process is running this run. Changes nothing.
 
         Raises:
             RunFolderError: One is.
@@ -107,52 +121,6 @@ class RunFolder:
                 f"{file.read() or 'unknown'}. Wait until it has ended, or end it."
             ) from error
 
-    @property
-    def config(self) -> Path:
-        return self.path / "config.yaml"
-
-    @property
-    def graph(self) -> Path:
-        return self.path / "graph.json"
-
-    @property
-    def plan(self) -> Path:
-        return self.path / "plan.json"
-
-    @property
-    def planned(self) -> Path:
-        """The plan of the step as it was found, with what is expected of it. There where nobody wrote it by hand."""
-        return self.path / "planned.json"
-
-    @property
-    def versions(self) -> Path:
-        return self.path / "versions.json"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def samples(self) -> Path:
-        return self.path / "samples.jsonl"
-
-    @property
-    def timeline(self) -> Path:
-        return self.path / "timeline.json"
-
-    @property
-    def reward_error(self) -> Path:
-        """The traceback of a reward function that raised."""
-        return self.path / "reward_error.txt"
-
-    @property
-    def outcome(self) -> Path:
-        return self.path / "outcome.json"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
     def write_text(self, name: str, text: str) -> None:
         """Writes a file of this folder, such as 'config.yaml', whole or not at all."""
         write_atomically(self.path / name, text)
@@ -163,10 +131,10 @@ class RunFolder:
 
 
 def check_run_folder(root: Path, name: str) -> None:
-    """A run of this name can have its folder in `root`.
+    """Checks that a run of this name can have its folder in `root`.
 
     Raises:
-        ValueError: `name` is no plain file name, `root` cannot be a folder, or `root/latest` is no symlink.
+        ValueError: `name` is not a plain file name, `root` cannot be a folder, or `root/latest` is not a symlink.
     """
     check_file_name(name, "Name of the run", example="ppo_math")
     latest = root / "latest"
@@ -184,7 +152,7 @@ def check_run_folder(root: Path, name: str) -> None:
 
 
 def collect_versions() -> dict[str, Any]:
-    """What a run was started from: versions, platform, git commit, command line. What cannot be known is None."""
+    """The versions, platform, git commit and command line of a run. Unknown values are None."""
     commit, dirty = git_commit(Path(__file__).parents[1])
     return {
         "python": platform.python_version(),
@@ -199,8 +167,7 @@ def collect_versions() -> dict[str, Any]:
 def git_commit(package: Path) -> tuple[str | None, bool | None]:
     """The commit of the checkout that tracks a package's folder, and whether the folder differs from that commit.
 
-    Both are None without git, and for a package that merely lies inside somebody else's checkout, as in a virtual
-    environment.
+    Both are None without git, and for a package inside of another project's checkout, as in a virtual environment.
     """
     tracked = _git(package, "ls-files", "--error-unmatch", "__init__.py")
     commit = _git(package, "rev-parse", "--verify", "HEAD")
@@ -211,7 +178,7 @@ def git_commit(package: Path) -> tuple[str | None, bool | None]:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    # Inside a git hook, GIT_DIR and its like point at the hook's repository, whatever the folder.
+    # Inside a git hook, GIT_DIR and similar variables point at the hook's repository.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     try:
         done = subprocess.run(

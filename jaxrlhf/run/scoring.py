@@ -1,4 +1,4 @@
-"""Python functions as roles: what they get is the text of responses, and the columns of their rows."""
+"""Python functions as roles: they get the text of responses and the columns of their rows."""
 
 import inspect
 from typing import Any
@@ -23,14 +23,14 @@ from jaxrlhf.rewards.verifiers import VERIFIERS, RewardFunction
 
 
 def function_role(name: str, role: RoleConfig, table: PromptTable) -> FunctionRole:
-    """The role that a config asks for, its function loaded and its arguments checked."""
+    """A function role of a config, with its function loaded and its arguments checked."""
     try:
         function = load_reward(role.function, role.options)
         check_reward(function, [*table.other, "finished", "num_tokens"], name=name)
     except ValueError as error:
         raise ConfigError(f"roles.{name}: {error}") from error
     _check_names(name, role, function, table)
-    if role.function in VERIFIERS:  # they read columns by options, so only a call tells whether every row has them
+    if role.function in VERIFIERS:  # options name their columns, so only a call shows whether every row has them
         rows = np.arange(len(table.prompts))
         columns = {**table.columns(rows), "finished": [True] * len(rows), "num_tokens": [1] * len(rows)}
         try:
@@ -44,7 +44,7 @@ def function_role(name: str, role: RoleConfig, table: PromptTable) -> FunctionRo
             "finished": [bool(x) for x in np.asarray(rollout.finish) == STOP],
             "num_tokens": [int(x) for x in np.asarray(rollout.lengths)],
         }
-        return function, [table.prompt(int(row)) for row in rows], decode_responses(rollout, table), columns
+        return function, [table.prompts[int(row)] for row in rows], decode_responses(rollout, table), columns
 
     def score(rollout: Rollout) -> np.ndarray:
         return call_reward(*asked_of(rollout), name=name, timeout_seconds=role.timeout_seconds)
@@ -59,7 +59,7 @@ def function_role(name: str, role: RoleConfig, table: PromptTable) -> FunctionRo
 
 
 def _check_names(name: str, role: RoleConfig, function: RewardFunction, table: PromptTable) -> None:
-    """Asks that no argument which a user's function names is both a column and something that was measured."""
+    """Checks that no argument of a user's function is the name of both a column and a measured value."""
     for column in table.withheld:
         measured = column in inspect.signature(function).parameters and column not in ROW_ARGUMENTS
         if measured and role.function not in VERIFIERS and column not in role.options:

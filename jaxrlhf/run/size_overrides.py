@@ -1,4 +1,4 @@
-"""A run with other sizes than its data has, by `--prompt-tokens` and `--response-tokens`: to plan without the data."""
+"""A run with other sizes than those of its data, by `--prompt-tokens` and `--response-tokens`, to plan without data."""
 
 import dataclasses
 from typing import Any
@@ -15,10 +15,10 @@ from jaxrlhf.run.step_rows import Tables
 
 
 def with_response_tokens(config: RunConfig, count: int) -> RunConfig:
-    """The run with responses of so many tokens.
+    """The run with responses of `count` tokens.
 
     Raises:
-        ConfigError: Its algorithm has no such length.
+        ConfigError: Its algorithm has no length of responses.
     """
     if count < 1:
         raise ConfigError(f"--response-tokens: must be at least 1. Got {count}.")
@@ -37,28 +37,24 @@ def with_response_tokens(config: RunConfig, count: int) -> RunConfig:
 
 
 def with_synthetic_prompts(config: RunConfig, tokens: int) -> tuple[RunConfig, Tables]:
-    """The run with made-up rows whose prompts have so many tokens, in place of its data and tokenizer.
+    """The run with synthetic rows, whose prompts have `tokens` tokens, in place of its data and tokenizer.
 
     Raises:
-        ConfigError: There would be no token.
+        ConfigError: `tokens` is not positive.
     """
     if tokens < 1:
         raise ConfigError(f"--prompt-tokens: must be at least 1. Got {tokens}.")
     made_up = DataConfig(task="arithmetic", overlong="drop")
     table = load_prompts(made_up, TokenizerConfig(kind="bytes"))
     table = dataclasses.replace(table, prompt_length=tokens, tokens=[each[-tokens:] for each in table.tokens])
+    settings = map_settings(_without_stop_ids, config.settings)
     config = dataclasses.replace(
-        config,
-        data=made_up,
-        datasets=dict.fromkeys(config.datasets, made_up),
-        tokenizer=TokenizerConfig(kind="bytes"),
-        settings=map_settings(_without_stop_ids, config.settings),
-        evaluation=None,
-        warm_start=None,
-    )
+        config, data=made_up, datasets=dict.fromkeys(config.datasets, made_up), settings=settings,
+        tokenizer=TokenizerConfig(kind="bytes"), evaluation=None, warm_start=None,
+    )  # fmt: skip
     return config, Tables(table, dict.fromkeys(config.datasets, table))
 
 
 def _without_stop_ids(part: Any) -> Any:
-    """A `Sampling` stops at the end of text: other tokens are another tokenizer's."""
+    """A `Sampling` that stops at the end of text, since other stop tokens are those of another tokenizer."""
     return dataclasses.replace(part, stop_ids=()) if isinstance(part, Sampling) else part

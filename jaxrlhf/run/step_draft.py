@@ -1,4 +1,4 @@
-"""The step of a run, from its config to its call graph: all that there is to know of it before it has a plan."""
+"""The step of a run, from its config to its call graph, before it has a plan."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -12,45 +12,39 @@ from jaxrlhf.algorithms.algorithm import Algorithm
 from jaxrlhf.call_graph import CallGraph, GraphError
 from jaxrlhf.config.reading import ConfigError
 from jaxrlhf.config.schema import RunConfig, load_algorithm
-from jaxrlhf.data.loader import PromptLoader
 from jaxrlhf.data.prompts import PromptTable
 from jaxrlhf.experience import Sampling
 from jaxrlhf.importing import failure
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.observe.metrics import check_results
 from jaxrlhf.planner.plans.config_keys import RowCountKeys, count_keys
-from jaxrlhf.planner.workload import Workload
+from jaxrlhf.planner.workload import Workload, workload_of
+from jaxrlhf.programs.ahead_of_time import describe_call
 from jaxrlhf.programs.roles import ModelRole, Role
-from jaxrlhf.run.configured_roles import (
-    check_roles,
-    check_vocabulary,
-    configured_models,
-    make_role,
-    precision_notes,
-)
+from jaxrlhf.programs.weight_sets import weight_sets
+from jaxrlhf.run.configured_roles import check_roles, check_vocabulary, configured_models, make_role, precision_notes
 from jaxrlhf.run.configured_tokenizer import tokenizer_notes
 from jaxrlhf.run.step_rows import StepRows, Tables, check_rows, load_tables
-from jaxrlhf.run.step_work import step_workload
 from jaxrlhf.sharding import mesh
 from jaxrlhf.tracing import trace
 
 MAX_BATCH_TOKENS = 2**28
-"""What no run of any size reaches."""
+"""A bound that no run reaches, which catches mistakes before memory is allocated."""
 
 
 @dataclasses.dataclass(frozen=True)
 class StepDraft:
-    """The step of a run, traced, and what it is made of."""
+    """The step of a run, traced, with its parts."""
 
     config: RunConfig
     algorithm: Algorithm
     settings: Any
-    """Of the algorithm; every `Sampling` in them has stop tokens."""
+    """The settings of the algorithm, with stop tokens in every `Sampling`."""
     tables: Tables
     rows: StepRows
-    """Step -> the rows that it is given."""
+    """Step -> its rows."""
     new_tokens: int
-    """Of the longest response."""
+    """The length of the longest response."""
     models: Mapping[str, ModelConfig]
     """Role -> model, for roles that have one."""
     roles: Mapping[str, Role]
@@ -64,13 +58,8 @@ class StepDraft:
         """Roles with weights of their own."""
         return [name for name in self.models if not self.config.roles[name].shares]
 
-    @property
-    def loader(self) -> PromptLoader:
-        """The batches of `data`."""
-        return PromptLoader(self.tables.main, self.config.batch_size, self.config.seed)
-
     def workload(self) -> Workload:
-        """The step as a planner sees it. Every call knows what makes its programs."""
+        """The workload of the step, for the planner."""
         return step_workload(self.graph, self.roles)
 
 
@@ -78,12 +67,12 @@ def draft_step(config: RunConfig, *, tables: Tables | None = None, on_cpu: bool 
     """The step that a config describes.
 
     Args:
-        tables: The rows of its data. None: they are read.
-        on_cpu: Whether it is to run on CPUs. None: as JAX's devices are.
+        tables: The rows of its data. None means that they are read here.
+        on_cpu: The step is to run on CPUs. None means the kind of JAX's devices.
 
     Raises:
-        ConfigError, GraphError or ValueError: Something in config or data does not fit. Each says where, which rule,
-            what it got and what to do.
+        ConfigError, GraphError or ValueError: Something in config or data does not fit. The message says where, the
+            rule, the value and the remedy.
     """
     algorithm = load_algorithm(config.algorithm)
     tables = tables or load_tables(config)
@@ -96,7 +85,11 @@ def draft_step(config: RunConfig, *, tables: Tables | None = None, on_cpu: bool 
     check_vocabulary(models, table)
     rows = StepRows(algorithm.data(settings), tables, config.batch_size, config.seed)
     measures = config.evaluation is not None and algorithm.evaluation is not None
-    warnings = [*config.notes, *precision_notes(config, models), *tokenizer_notes(config), *_warnings(config, table)]
+    warnings = [*config.notes, *precision_notes(config, models), *tokenizer_notes(config)]
+    if config.batch_size > table.num_train:
+        warnings.append(
+            f"batch_size={config.batch_size} exceeds the {table.num_train} training rows: a step repeats rows."
+        )
     warnings += check_rows(rows, config, held_out=measures)
     new_tokens = max([s.max_new_tokens for s in samplings_of(settings)] + [rows.max_new_tokens]) or 128
     _check_batches(config, rows, new_tokens)
@@ -112,21 +105,34 @@ def draft_step(config: RunConfig, *, tables: Tables | None = None, on_cpu: bool 
     )
 
 
+def step_workload(graph: CallGraph, roles: Mapping[str, Role]) -> Workload:
+    """The workload of a step: its calls of models, each with the description of its programs."""
+    of_models = {name: role for name, role in roles.items() if isinstance(role, ModelRole)}
+    described = {
+        call.plan_name: describe_call(call, of_models[call.role]) for call in graph.calls if call.role in of_models
+    }
+    adapters = {name: role.lora for name, role in of_models.items() if role.lora is not None}
+    models = {name: role.model for name, role in of_models.items()}
+    sets = weight_sets(of_models)
+    bases = {name: (role.base, sets[role.base].model) for name, role in of_models.items() if role.lora is not None}
+    return workload_of(graph, models, described=described, adapters=adapters, bases=bases)
+
+
 def trace_step(step: Any, roles: Mapping[str, Role], state: Any, data: Any, settings: Any) -> CallGraph:
     """The graph of a step function over the roles of a run."""
     return trace(step, {name: role.methods(name) for name, role in roles.items()}, state, data, settings)
 
 
 def on_host(state: Any) -> Any:
-    """A state as numpy arrays: no device is chosen yet."""
+    """A state as NumPy arrays, on no device."""
     return jax.tree.map(lambda x: np.asarray(jnp.asarray(x)), state)
 
 
 def first_state(algorithm: Algorithm, settings: Any) -> Any:
-    """What the first step is given.
+    """The first state of an algorithm.
 
     Raises:
-        GraphError: The algorithm's function fails.
+        GraphError: The algorithm's `init_state` fails.
     """
     name = getattr(algorithm.step, "__name__", "step")
     try:
@@ -141,7 +147,7 @@ def first_state(algorithm: Algorithm, settings: Any) -> Any:
 
 
 def with_stop_ids(settings: Any, end_id: int) -> Any:
-    """Settings in which every `Sampling` without stop tokens stops at the end of text."""
+    """Settings with the end of text as the stop token of every `Sampling` that has none."""
 
     def stopped(part: Any) -> Any:
         is_open = isinstance(part, Sampling) and not part.stop_ids
@@ -151,7 +157,7 @@ def with_stop_ids(settings: Any, end_id: int) -> Any:
 
 
 def map_settings(change: Callable[[Any], Any], settings: Any) -> Any:
-    """Nested settings with every dataclass in them changed, the inner ones first."""
+    """Nested settings with `change` applied to every dataclass in them, from the innermost on."""
     if not dataclasses.is_dataclass(settings) or isinstance(settings, type):
         return settings
     inner = {f.name: map_settings(change, getattr(settings, f.name)) for f in dataclasses.fields(settings) if f.init}
@@ -179,7 +185,7 @@ def _check_stop_ids(sampling: Sampling, table: PromptTable) -> None:
 
 
 def _check_batches(config: RunConfig, train_rows: StepRows, new_tokens: int) -> None:
-    """Batches that the host could hold, before the first one is made."""
+    """Checks that the host could hold the batches, before the first one is made."""
     rows = {"batch_size": max(map(train_rows.size, train_rows.named.values()))}
     if config.warm_start is not None:
         rows["warm_start.batch_size"] = config.warm_start.batch_size * config.warm_start.updates_per_step
@@ -197,7 +203,7 @@ def _check_batches(config: RunConfig, train_rows: StepRows, new_tokens: int) -> 
 
 
 def _count_updates(roles: Mapping[str, Role], graph: CallGraph, steps: int) -> dict[str, Role]:
-    """The roles, each knowing how many updates the whole run will make of it."""
+    """The roles with their number of updates in the whole run."""
     updates: dict[str, int] = {}
     for call in graph.calls:
         if call.kind == "train" and call.role is not None:
@@ -207,12 +213,3 @@ def _count_updates(roles: Mapping[str, Role], graph: CallGraph, steps: int) -> d
         name: dataclasses.replace(role, num_updates=updates.get(name, 0)) if isinstance(role, ModelRole) else role
         for name, role in roles.items()
     }
-
-
-def _warnings(config: RunConfig, table: PromptTable) -> list[str]:
-    warnings = []
-    if config.batch_size > table.num_train:
-        warnings.append(
-            f"batch_size={config.batch_size} exceeds the {table.num_train} training rows: a step repeats rows."
-        )
-    return warnings

@@ -1,22 +1,23 @@
-"""The loop of a run: first or saved weights, warm start, steps, evaluations, checkpoints."""
+"""The loop of a run: first or restored weights, warm start, steps, evaluations, checkpoints."""
 
 import collections
 import dataclasses
 import sys
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError
 
 from jaxrlhf.config.schema import RunConfig
+from jaxrlhf.data.loader import PromptLoader
 from jaxrlhf.execution.channel import Channel
 from jaxrlhf.execution.executor import Executor
 from jaxrlhf.execution.function_threads import FunctionAbandonedError
 from jaxrlhf.execution.step_result import StepResult
 from jaxrlhf.execution.weight_store import WeightStore
+from jaxrlhf.observe.chrome_trace import write_chrome_trace
 from jaxrlhf.observe.console import Console
 from jaxrlhf.observe.json_lines import split_non_finite
 from jaxrlhf.observe.metrics import TrainingError, check_finite, flatten, without_times
@@ -25,44 +26,43 @@ from jaxrlhf.observe.step_timers import timer_seconds
 from jaxrlhf.observe.timeline import Timeline
 from jaxrlhf.programs.roles import weighted_sum
 from jaxrlhf.run.assembly import Assembly
-from jaxrlhf.run.balance_metrics import balance_metrics
 from jaxrlhf.run.checkpoints import Checkpoints, changing_sets, restore
 from jaxrlhf.run.evaluation import Evaluator
 from jaxrlhf.run.export import export
-from jaxrlhf.run.first_weights import load_first_weights
-from jaxrlhf.run.interruption import RunStopped, StopRequest
+from jaxrlhf.run.first_weights import Placed, load_first_weights
+from jaxrlhf.run.interruption import Requests, RunStopped, StopRequest
 from jaxrlhf.run.records import open_records
-from jaxrlhf.run.requests import Requests
 from jaxrlhf.run.resume_point import ResumePoint, newest_position, what_is_kept
 from jaxrlhf.run.run_folder import RunFolder
-from jaxrlhf.run.throughput import count_tokens, throughput_metrics
-from jaxrlhf.run.warm_start import warm_start
+from jaxrlhf.run.step_metrics import balance_metrics, count_tokens, throughput_metrics
 from jaxrlhf.sharding import mesh
 from jaxrlhf.writing import UnwritableError, writing
+
+WARM_START_STEP = 2**31
+"""The first step number of a warm start, which is not one of training."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a run came to, from its first step on, whenever it was resumed."""
+    """The results of a run from its first step on, also if it was resumed."""
 
     steps: int
     evaluations: tuple[tuple[int, dict[str, float]], ...]
     """(steps done, metrics), in order."""
     best: tuple[int, float] | None
-    """Steps done and value of the best evaluation: the checkpoint of that number is kept."""
+    """Steps done and value of the best evaluation, whose checkpoint is kept."""
     rewards: tuple[float, ...]
     """The mean score of every step."""
     samples: tuple[dict[str, Any], ...]
-    """The latest sampled prompts and completions, with their scores. Not kept over a resume."""
-    last_metrics: dict[str, float]
-    shown_at: dict[str, Path]
-    """Where trackers show the run, by their name."""
+    """The latest sampled prompts and completions, with their scores. Empty after a resume until the next samples."""
+    shown_at: dict[str, str]
+    """The paths or addresses at which trackers show the run, by tracker."""
     folder: RunFolder
     weights: WeightStore
-    """All weights as they came to be, on the devices."""
+    """The last weights, on the devices."""
 
     def to_json(self) -> dict[str, Any]:
-        """How the run went, as plain data."""
+        """Plain data for outcome.json."""
         evaluations = [
             {"step": done, **split_non_finite(without_times(metrics))[0]} for done, metrics in self.evaluations
         ]
@@ -71,13 +71,13 @@ class Outcome:
 
 
 class Trainer:
-    """Runs an assembled run. Holds the executor, the writers and what has been seen so far.
+    """Executes an assembled run.
 
     Args:
-        folder: Where the run writes.
-        resume: Where it goes on. None: from the start.
-        stop: Where it looks, between two steps, whether it is to stop.
-        channel: To the other processes of the run, each of which has a trainer.
+        folder: The folder to which the run writes.
+        resume: The run and checkpoint to resume from. None means from the start.
+        stop: Asked between two steps whether to stop.
+        channel: The channel to the other processes of the run, each of which has a trainer.
     """
 
     def __init__(
@@ -98,24 +98,23 @@ class Trainer:
         self._executor = Executor(
             assembly.train.roles, seed=self._config.seed, timeline=self._timeline, channel=channel
         )
-        self._records = open_records(channel, folder, assembly.config, assembly.table, resume=resume, warn=console.line)
-        self._checkpoints = Checkpoints(assembly, folder, channel=channel)
+        self._records = open_records(channel, folder, assembly.config, assembly.table, resume, console.line)
+        self._checkpoints = Checkpoints(assembly, folder, channel)
         stop = stop or StopRequest()
         stop.abandon = self._executor.abandon_functions
         self._requests = Requests(stop, self._checkpoints, channel)
         branches_at = resume.position if resume is not None and resume.is_branch else None
         since = branches_at.done if branches_at is not None and branches_at.phase == "steps" else 0
         self._evaluator = Evaluator(assembly, self._records.history, since=since)
-        steps = [record for record in self._records.history if "critic/score/mean" in record]
-        self._rewards: list[float] = [record["critic/score/mean"] for record in steps]
-        self._last: dict[str, float] = steps[-1] if steps else {}
+        scored = [record for record in self._records.history if "critic/score/mean" in record]
+        self._rewards: list[float] = [record["critic/score/mean"] for record in scored]
         self._reported = 0.0
         at = resume.position if resume and not resume.is_branch else None
         self._saved = at.done if at and at.phase == "steps" else None
         """Steps done at the newest checkpoint of this folder."""
 
     def run(self) -> Outcome:
-        """The whole run. Raises what goes wrong in it, after closing what it had open.
+        """Executes the run. An error is raised after all files are closed.
 
         Raises:
             RunStopped: It was asked to stop, and has saved.
@@ -128,7 +127,7 @@ class Trainer:
             except FunctionAbandonedError as error:
                 kept = "No step was saved." if self._saved is None else f"Saved after {self._saved} steps."
                 raise self._requests.stopped(f"{error} {kept}") from error
-            self._requests.has_unsaved(True)  # files of the end
+            self._requests.has_unsaved(True)  # exports
             self._executor.wait()
             with writing(self._folder.path, SafetensorError):
                 export(self._assembly, self._executor, self._folder, self._channel)
@@ -145,14 +144,13 @@ class Trainer:
             best=self._evaluator.best(),
             rewards=tuple(self._rewards),
             samples=tuple(self._records.latest_samples),
-            last_metrics=self._last,
             shown_at=self._records.shown_at,
             folder=self._folder,
             weights=self._executor.weights,
         )
 
     def _close(self, error: BaseException | None) -> None:
-        """Closes everything, whatever fails of that. Raises the first failure, unless the run ended by an error."""
+        """Closes everything, also if a part fails. Raises the first failure, unless the run ended by an error."""
         failures: list[Exception] = []
         for close in (
             lambda: self._write_timeline(error),
@@ -166,21 +164,21 @@ class Trainer:
                 failures.append(failure)
         if failures and error is None:
             raise failures[0]
-        for failure in failures:  # an error that is already on its way tells more than what failed after it
+        for failure in failures:  # the error that ended the run is raised, with notes on what failed after it
             assert error is not None
             error.add_note(f"Then, in closing: {type(failure).__name__}: {failure}")
 
     def _write_timeline(self, error: BaseException | None) -> None:
         if not self._config.output.timeline:
             return
-        # after an error of this process alone, the others are not there to tell what they saw
+        # after an error of this process alone, the others do not take part in `gather`
         together = error is None or self._is_in_all(error)
         others = self._channel.gather(self._timeline.seen())[1:] if together else []
         if self._channel.is_first:
-            self._timeline.write_chrome_trace(self._folder.timeline, others)
+            write_chrome_trace(self._folder.timeline, [self._timeline.seen(), *others])
 
     def _start(self) -> tuple[int, Any]:
-        """Brings all weights in. Returns the steps done and the algorithm's state after them."""
+        """Loads or restores all weights. Returns the steps done and the algorithm's state after them."""
         phase, resume = self._assembly.train, self._resume
         if resume is not None and resume.position is not None:
             self._console.line(f"Going on from {resume.checkpoint}, after {resume.position}")
@@ -192,16 +190,55 @@ class Trainer:
         self._checkpoints.start_over()
         first = {}
         if self._assembly.warm_start is not None:
-            first["actor"] = warm_start(
-                self._assembly, self._records, self._checkpoints, self._console, self._timeline, self._requests,
-                resume, self._channel,
-            )  # fmt: skip
+            first["actor"] = self._warm_start()
         load_first_weights(self._executor, phase, self._config, first)
         self._evaluate(0, phase.first_state)
-        if first:  # work that a kill should not undo
+        if first:  # so that a kill does not undo the warm start
             self._save(0, phase.first_state)
             self._checkpoints.drop_warm_start()
         return 0, phase.first_state
+
+    def _warm_start(self) -> Placed:
+        """The actor's weights after supervised training."""
+        phase, config = self._assembly.warm_start, self._config.warm_start
+        assert phase is not None and config is not None
+        executor = Executor(phase.roles, seed=self._config.seed, timeline=self._timeline, channel=self._channel)
+        try:
+            if self._resume is None or self._resume.position is None:
+                load_first_weights(executor, phase, self._config, {})
+                first, state = 0, phase.first_state
+            else:
+                first, state = self._resume.position.done, restore(self._resume, phase, executor)
+            new_tokens = phase.graph.calls[0].terms[0].batch["sequences"].response.shape[1]
+            loader = PromptLoader(self._assembly.table, config.batch_size * config.updates_per_step, self._config.seed)
+            self._console.header(f"Warm start: {config.steps} supervised updates of {config.batch_size} rows")
+            with self._console.progress(config.steps, start=first) as progress:
+                for done in range(first + config.updates_per_step, config.steps + 1, config.updates_per_step):
+                    call = done // config.updates_per_step - 1
+                    rows = loader.batch(call, "demonstrations", max_new_tokens=new_tokens)
+                    step = WARM_START_STEP + call
+                    result = executor.run(
+                        phase.graph, phase.plan, state, rows, step=step, phase="warm start", number=done
+                    )
+                    state = result.state
+                    self._requests.has_unsaved(True)
+                    metrics = flatten({"warm_start": result.fetch()}) | {"warm_start/step": float(done)}
+                    self._records.write_metrics(0, metrics)
+                    check_finite(metrics, step=done)
+                    progress.update(done, {"loss": metrics["warm_start/actor/loss"]})
+                    asked = self._requests.look()
+                    if asked.stop or asked.save:
+                        self._records.sync()
+                        self._checkpoints.save_warm_start(done, executor, state)
+                        self._requests.has_unsaved(False)
+                        progress.resume()
+                    if asked.stop:
+                        self._checkpoints.wait()
+                        message = f"Saved after {done} of {config.steps} updates of the warm start."
+                        raise self._requests.stopped(message)
+            return executor.weights.snapshot("actor")
+        finally:
+            executor.close()
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
@@ -213,7 +250,7 @@ class Trainer:
         with self._console.progress(config.steps, start=first_step) as progress:
             if self._saved is not None:
                 progress.saved(self._saved)
-            if first_step < config.steps and self._requests.look().stop:  # it was asked to while its weights were made
+            if first_step < config.steps and self._requests.look().stop:  # requested while weights were made
                 self._save(first_step, state)
                 raise self._stopped(first_step)
             for step in range(first_step, config.steps):
@@ -245,7 +282,7 @@ class Trainer:
                     raise self._stopped(done)
 
     def _report(self, step: int, result: StepResult, progress: Progress) -> None:
-        """Read a step's metrics, write them, check them, show them."""
+        """Reads the metrics of a step, writes, checks and shows them."""
         done = step + 1
         metrics = flatten(result.fetch())
         self._executor.wait(done)
@@ -264,7 +301,6 @@ class Trainer:
             check_finite(metrics, step=done)
         except TrainingError as error:
             raise TrainingError(f"{error} {self._last_good()}") from error
-        self._last = metrics
         if "critic/score/mean" in metrics:
             self._rewards.append(metrics["critic/score/mean"])
         every = self._config.output.samples_every
@@ -283,14 +319,14 @@ class Trainer:
         )  # fmt: skip
 
     def _write_step_samples(self, done: int, result: StepResult) -> None:
-        """The first rollout of a step, with everything that scored it."""
+        """Writes samples of the first rollout of a step, with all its scores."""
         generate = next((c for c in result.graph.calls if c.kind == "generate"), None)
         if generate is not None:
             scores = _scores(result, of=generate.name)
             self._records.write_samples(done, "train", result.outputs(generate.name), scores)
 
     def _evaluate(self, done: int, state: Any) -> bool:
-        """Evaluates, and tells whether the policy is better than it was after any step before."""
+        """Evaluates, and returns whether the policy is better than after any step before."""
         if self._assembly.evaluation is None and self._assembly.held_out is None:
             return False
         before = self._evaluator.best()
@@ -309,7 +345,7 @@ class Trainer:
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def _save(self, done: int, state: Any) -> None:
-        """Saves what the next step depends on. Every step before has been reported, with losses that are finite."""
+        """Saves the state after a step. All steps up to it must have been reported, with finite losses."""
         if self._saved == done:
             return
         self._records.sync()
@@ -320,14 +356,14 @@ class Trainer:
         self._requests.has_unsaved(False)
 
     def _stopped(self, done: int) -> RunStopped:
-        """What to raise when the run has saved because it was asked to stop."""
+        """The exception for a run that was asked to stop, and has saved."""
         self._checkpoints.wait()
         return self._requests.stopped(f"Saved after {done} of {self._config.steps} steps.")
 
     def _rescue(
         self, done: int, state: Any, unread: collections.deque[tuple[int, StepResult]], progress: Progress
     ) -> None:
-        """Saves the steps that are whole, when the next one failed before it changed any weights."""
+        """Saves the complete steps after the next one failed before it changed any weights."""
         while unread:
             self._report(*unread.popleft(), progress)
         self._save(done, state)
@@ -335,12 +371,12 @@ class Trainer:
         self._console.line(f"Saved after {done} steps, before the one that failed.")
 
     def _is_in_all(self, error: BaseException) -> bool:
-        """Whether every process of the run has this error now, so that they can save and close together."""
-        common = isinstance(error, TrainingError | RunStopped)  # of metrics and requests, which all of them have
+        """Returns whether every process of the run has this error now, so that they can save and close together."""
+        common = isinstance(error, TrainingError | RunStopped)  # from metrics and requests, which are shared
         return self._channel.count == 1 or common or self._channel.is_shared(error)
 
     def _last_good(self) -> str:
-        """Which checkpoint is left when a step went wrong."""
+        """A sentence about the last checkpoint before a step with losses that are not finite."""
         self._checkpoints.wait()
         position = newest_position(self._folder)
         if position is None:
@@ -349,12 +385,12 @@ class Trainer:
         return f"The last good checkpoint is {newest}; if the same comes of it, name one before."
 
     def _versions(self) -> dict[str, int]:
-        """How often each set of weights has been trained."""
+        """The version of each set of weights that changes."""
         return {name: self._executor.weights.version(name) for name in changing_sets(self._assembly.train)}
 
 
 def _scores(result: StepResult, *, of: str | None = None) -> dict[str, np.ndarray]:
-    """What each role gave to rollouts, and the weighted sums of that. `of`: to the rollout of this call alone."""
+    """The scores of rollouts by role, and their weighted sums. `of`: only those of the rollout of this call."""
     chosen: dict[str, str] = {}
     for call in result.graph.calls:
         scores = call.method == "scores" and of in (None, *(ref.call for ref in call.refs))

@@ -1,8 +1,7 @@
-"""The names of mesh axes and of logical axes, and which logical axis goes to which mesh axis.
+"""Mesh axes, logical axes, and the rules that map logical axes to mesh axes.
 
-Weights and activations name their dims logically; a rules table says over which mesh axes a logical axis is split.
-Weights have two tables, one for how they rest and one for how they compute: over `fsdp` a weight rests split and is
-gathered where it is used.
+Weights and activations name their dims logically; a rules table gives the mesh axes over which a logical axis is split.
+Weights have two tables, one at rest and one at use: at rest they are split over `fsdp`, and they are gathered for use.
 """
 
 from collections.abc import Mapping
@@ -42,11 +41,11 @@ ACTIVATIONS: Rules = {
     "vocab": TENSOR,
     "choices": None,
 }
-"""`choices` is the vocabulary where a token is drawn from it: whole on every device, unlike `vocab`."""
+"""`choices` is the vocabulary when a token is drawn from it: whole on every device, unlike `vocab`."""
 
 
 def partition_spec(axes: tuple[str | None, ...], rules: Rules) -> PartitionSpec:
-    """The `PartitionSpec` of an array whose dims are named `axes`; None is a dim that is never split.
+    """The `PartitionSpec` of an array with logical `axes`; None is a dim that is never split.
 
     Raises:
         ValueError: A name is not in the rules, or two dims would be split over the same mesh axis.

@@ -1,4 +1,4 @@
-"""A layout: a mesh with the rules by which weights, activations and rows are laid over it."""
+"""Layouts: a mesh with the rules by which weights, activations and rows are sharded over it."""
 
 import dataclasses
 import functools
@@ -23,7 +23,6 @@ from jaxrlhf.sharding.axes import (
     partition_spec,
 )
 from jaxrlhf.sharding.mesh import build_mesh, mesh_positions
-from jaxrlhf.sharding.processes import process_index
 from jaxrlhf.sharding.strategy import Strategy
 
 Axes = tuple[str | None, ...]
@@ -31,12 +30,12 @@ Axes = tuple[str | None, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Where a call's arrays live. Models receive it as an argument and speak to it in logical axes only."""
+    """The mesh and strategy of a call. Models get it as an argument and only use logical axes."""
 
     mesh: Mesh
     strategy: Strategy
     manual_axes: frozenset[str] = frozenset()
-    """Mesh axes along which arrays are those of one device, as inside a `shard_map` over these axes."""
+    """Mesh axes along which arrays are local to a device, as inside a `shard_map` over these axes."""
 
     @classmethod
     def over(cls, devices: tuple[int, ...], strategy: Strategy) -> "Layout":
@@ -57,17 +56,17 @@ class Layout:
         return _stage(self, stage % self.strategy.pipeline)
 
     def inside_stages(self) -> "Layout":
-        """The same layout for a program that every stage runs on arrays of its own."""
+        """The same layout for a program that every stage runs on its own arrays."""
         return dataclasses.replace(self, manual_axes=frozenset({PIPELINE}))
 
     def inside_row_shards(self) -> "Layout":
-        """The same layout for a program that every row shard runs on rows of its own. Only `tensor` is left to the
+        """The same layout for a program that every row shard runs on its own rows. Only `tensor` is left to the
         partitioner."""
         axes = frozenset(MESH_AXES) if self.strategy.tensor == 1 else frozenset(MESH_AXES) - {TENSOR}
         return dataclasses.replace(self, manual_axes=axes)
 
     def data_group(self, group: int) -> "Layout":
-        """The layout of the devices that have the same rows."""
+        """The layout of the devices that have the rows of one data group."""
         return _data_group(self, group)
 
     @property
@@ -77,8 +76,8 @@ class Layout:
 
     @property
     def own_devices(self) -> tuple[int, ...]:
-        """Positions of those that belong to this process."""
-        return mesh_positions(self.mesh, process_index())
+        """Positions in `jax.devices()` of those that belong to this process."""
+        return mesh_positions(self.mesh, jax.process_index())
 
     @property
     def replicated(self) -> NamedSharding:
@@ -90,11 +89,11 @@ class Layout:
         return NamedSharding(self.mesh, PartitionSpec(BATCH_AXES))
 
     def weight(self, axes: Axes) -> NamedSharding:
-        """How a weight rests."""
+        """The sharding of a weight at rest."""
         return NamedSharding(self.mesh, partition_spec(axes, WEIGHTS_AT_REST))
 
     def manual_weight(self, axes: Axes) -> PartitionSpec:
-        """How a weight rests along the manual axes, for the `in_specs` of their `shard_map`."""
+        """The spec of a weight at rest along the manual axes, for the `in_specs` of their `shard_map`."""
         return _only(partition_spec(axes, WEIGHTS_AT_REST), self.manual_axes)
 
     def copies_of_weight(self, axes: Axes) -> tuple[str, ...]:
@@ -103,16 +102,16 @@ class Layout:
 
     @property
     def hidden_row_shards(self) -> int:
-        """By how much arrays of rows are shorter here than in the program: the row shards that are manual."""
+        """The number of manual row shards: the factor by which arrays of rows are shorter on a device."""
         return math.prod(self.mesh.shape[axis] for axis in BATCH_AXES if axis in self.manual_axes)
 
     def at_use(self, weight: jax.Array, axes: Axes) -> jax.Array:
-        """A weight gathered for use: constraining weights here, rather than activations alone, is what keeps XLA from
+        """A weight gathered for use. Constraining weights, rather than activations alone, keeps XLA from
         rematerializing activations on every device.
 
-        The gradient of a gather over `fsdp` is a reduce-scatter. What is looked up and not multiplied, the embedding,
-        has it where `fsdp` is manual; elsewhere its gradient is constrained by whoever takes it, since the partitioner
-        would rather move activations.
+        The gradient of a gather over `fsdp` is a reduce-scatter. For the embedding, which is looked up and not
+        multiplied, this holds if `fsdp` is manual; otherwise the caller constrains its gradient, since the partitioner
+        would move activations instead.
         """
         at_rest, at_use = partition_spec(axes, WEIGHTS_AT_REST), partition_spec(axes, WEIGHTS_AT_USE)
         if FSDP in self.manual_axes and self.strategy.fsdp > 1 and FSDP in at_rest:
@@ -134,33 +133,33 @@ class Layout:
 
     def _gathered(self, weight: jax.Array, dim: int, at_use: PartitionSpec) -> jax.Array:
         def gather(shard: jax.Array) -> jax.Array:
-            wide = shard.astype(self.precision_of_sums(shard.dtype))  # for the gradient, which is a sum
+            wide = shard.astype(self.precision_of_sums(shard.dtype))  # because the gradient is a sum
             return jax.lax.all_gather(wide, FSDP, axis=dim, tiled=True).astype(shard.dtype)
 
-        # left to the partitioner, the other axes would be gathered first
+        # the partitioner would gather the other axes first
         return self._on_each_device(gather, (at_use,), at_use)(weight)
 
     def precision_of_sums(self, dtype: Any) -> Any:
-        """In which arrays are added up over devices in a program with manual axes. On CPUs that is never bfloat16:
-        their compiler widens it itself, and aborts where the sum is that of such a program (jaxlib 0.10)."""
+        """The dtype in which arrays are summed over devices in a program with manual axes. On CPUs it is never
+        bfloat16: their compiler widens it itself, and aborts in such a program (jaxlib 0.10)."""
         on_cpu = self.mesh.devices.flat[0].platform == "cpu"
         return jnp.promote_types(dtype, jnp.float32) if on_cpu else dtype
 
     def at_rest(self, weight: jax.Array, axes: Axes) -> jax.Array:
-        """A weight, or its gradient, split as it rests."""
+        """A weight, or its gradient, sharded as at rest."""
         return self._constrain(weight, partition_spec(axes, WEIGHTS_AT_REST))
 
     def activation(self, array: jax.Array, axes: Axes) -> jax.Array:
-        """An activation split by its logical axes."""
+        """An activation sharded by its logical axes."""
         return self._constrain(array, partition_spec(axes, ACTIVATIONS))
 
     def on_each_device(self, function: Callable[..., Any], arrays: Sequence[Axes], output: Axes) -> Callable[..., Any]:
-        """A function of activations, in a program with manual axes: each device runs it on its own part of them, since
-        the partitioner cannot be asked to cut it. In other programs, the function as it is.
+        """A function of activations that each device runs on its own part of them, in a program with manual axes, where
+        the partitioner cannot split it. In other programs, the function itself.
 
         Args:
             arrays: The logical axes of its arguments.
-            output: Those of its one output.
+            output: The logical axes of its one output.
         """
         specs = tuple(partition_spec(axes, ACTIVATIONS) for axes in arrays)
         return self._on_each_device(function, specs, partition_spec(output, ACTIVATIONS))

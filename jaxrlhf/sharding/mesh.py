@@ -1,4 +1,4 @@
-"""From devices to meshes. The only place that asks JAX which devices there are, or tells it how many to make up."""
+"""Devices and meshes. Only this file asks JAX for its devices, or sets how many virtual ones it has."""
 
 import functools
 import os
@@ -18,10 +18,10 @@ _NVIDIA_DEVICES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")
 
 
 def use_virtual_cpu_devices(count: int, *, or_more: bool = False) -> None:
-    """Make this host's processor appear as `count` devices. Must come before anything else uses JAX.
+    """Makes the CPU of this host appear as `count` devices. Must come before anything else uses JAX.
 
     Args:
-        or_more: Where JAX runs already, more of them do too.
+        or_more: If JAX runs already, accepts more of them too.
 
     Raises:
         ValueError: JAX already runs with other devices.
@@ -29,7 +29,7 @@ def use_virtual_cpu_devices(count: int, *, or_more: bool = False) -> None:
     try:
         jax.config.update("jax_num_cpu_devices", count)
         jax.config.update("jax_platforms", "cpu")
-    except RuntimeError as error:  # JAX is up already: good enough if it has these devices
+    except RuntimeError as error:  # JAX runs already, possibly with these devices
         there, platform = jax.local_device_count(), jax.default_backend()
         if platform != "cpu" or (there < count if or_more else there != count):
             same = f", or use devices: cpu:{there}" if platform == "cpu" else ""
@@ -40,7 +40,7 @@ def use_virtual_cpu_devices(count: int, *, or_more: bool = False) -> None:
 
 
 def first_virtual_devices(count: int) -> tuple[Any, ...]:
-    """So many virtual devices of this host's processor.
+    """The first `count` virtual devices of this host's CPU.
 
     Raises:
         ValueError: JAX runs with fewer.
@@ -55,7 +55,7 @@ def first_virtual_devices(count: int) -> tuple[Any, ...]:
 
 
 def use_processor_alone() -> None:
-    """Start no accelerator. Of no effect where JAX runs already."""
+    """Uses no accelerator. Has no effect if JAX runs already."""
     jax.config.update("jax_platforms", "cpu")
 
 
@@ -68,23 +68,23 @@ def skip_cuda_check_without_gpu() -> None:
 
 
 def num_devices() -> int:
-    """Devices that JAX sees."""
+    """The number of devices that JAX sees."""
     return len(jax.devices())
 
 
 def device_kind() -> str:
-    """What the devices are, in JAX's words: 'cpu', 'NVIDIA H100 80GB HBM3' ..."""
+    """JAX's name for the kind of the devices: 'cpu', 'NVIDIA H100 80GB HBM3' ..."""
     return jax.devices()[0].device_kind
 
 
 def kinds_of_processes() -> list[str]:
-    """Process -> what its devices are, in JAX's words."""
+    """The kind of devices of each process, as JAX names it."""
     kinds = {device.process_index: device.device_kind for device in jax.devices()}
     return [kinds[process] for process in sorted(kinds)]
 
 
 def memory_bytes() -> int | None:
-    """Bytes for arrays on the device of this process that has least. None: JAX does not say, as on a CPU."""
+    """The least memory for arrays, in bytes, of the devices of this process; None if JAX does not tell, as on CPUs."""
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
     limits = [each["bytes_limit"] for each in stats if "bytes_limit" in each]
     return min(limits) if len(limits) == len(stats) else None
@@ -96,7 +96,7 @@ def platform() -> str:
 
 
 def processor() -> Any:
-    """The host's processor as a device, beside the accelerators; None where JAX does not have it."""
+    """The CPU of the host as a device, beside accelerators; None if JAX does not have it."""
     try:
         return jax.local_devices(backend="cpu")[0]
     except RuntimeError:
@@ -105,13 +105,13 @@ def processor() -> Any:
 
 @functools.cache
 def build_mesh(devices: tuple[int, ...], strategy: Strategy) -> Mesh:
-    """A mesh over some of JAX's devices, given by their positions in `jax.devices()`."""
+    """A mesh over devices, given by their positions in `jax.devices()`."""
     everything = jax.devices()
     return mesh_over([everything[i] for i in devices], strategy)
 
 
 def mesh_over(devices: Sequence[Any], strategy: Strategy) -> Mesh:
-    """A mesh over devices as JAX knows them, be they there or only described."""
+    """A mesh over JAX devices, real or described ones."""
     assert len(devices) == strategy.num_devices, (devices, strategy)
     shape = (strategy.pipeline, strategy.data, strategy.fsdp, strategy.tensor)
     return Mesh(np.array(devices).reshape(shape), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
@@ -119,9 +119,9 @@ def mesh_over(devices: Sequence[Any], strategy: Strategy) -> Mesh:
 
 @functools.cache
 def mesh_positions(mesh: Mesh, process: int | None = None) -> tuple[int, ...]:
-    """Positions in `jax.devices()` of a mesh's devices, or of those of them that belong to one process.
+    """Positions in `jax.devices()` of a mesh's devices, or of those that belong to one process.
 
-    Ids would not do: with several processes, they have gaps.
+    Unlike ids, positions have no gaps with several processes.
     """
     position = {device: i for i, device in enumerate(jax.devices())}
     return tuple(position[d] for d in mesh.devices.flat if process is None or d.process_index == process)
@@ -133,7 +133,7 @@ def own_positions() -> tuple[int, ...]:
 
 
 def own_ids() -> tuple[int, ...]:
-    """Ids of the devices of this process, by which JAX's shardings know them."""
+    """Ids of the devices of this process, as used in JAX's shardings."""
     return tuple(device.id for device in jax.local_devices())
 
 
@@ -143,5 +143,5 @@ def everywhere() -> Mesh:
 
 
 def devices_per_process() -> int:
-    """How many devices each process has."""
+    """The number of devices of each process."""
     return jax.local_device_count()

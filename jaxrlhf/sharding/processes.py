@@ -1,8 +1,8 @@
-"""The processes of a run, one a node: who they are, which devices are whose, and where they wait for one another.
+"""The processes of a run, one for each node: how they connect, and where they wait for one another.
 
-Every process runs the same program over the same arrays, which are global: a process that owns none of an array's
-devices has it too, without data. A program runs in the processes that own devices of its mesh; the others skip it and
-hold its outputs as `absent` arrays.
+Every process runs the same Python program over the same global arrays; in a process that owns none of its devices, an
+array has no data. A compiled program runs in the processes that own devices of its mesh; the others skip it and hold
+its outputs as `absent` arrays.
 """
 
 import collections
@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from orbax.checkpoint import multihost
 
 MEETING_SECONDS = 1800
-"""How long a process waits for the others before a program that they run together for the first time."""
+"""The longest that a process waits for the others before the first run of a common program."""
 _COORDINATOR, _COUNT, _INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 
 _meetings: collections.Counter[frozenset[int]] = collections.Counter()
@@ -26,7 +26,8 @@ _met: set[tuple[tuple[Any, ...], Hashable]] = set()
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """How the processes of a run find one another. All None: as JAX detects it (SLURM, Open MPI, Kubernetes)."""
+    """How the processes of a run find one another. None in all fields means that JAX detects it from SLURM, Open MPI or
+    Kubernetes."""
 
     coordinator: str | None = None
     """host:port of the first process."""
@@ -35,11 +36,11 @@ class Cluster:
 
 
 def cluster_of(environment: Mapping[str, str], *, detect: bool) -> Cluster | None:
-    """The cluster that JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID describe; else that which JAX is
-    to detect, if it is to; else None, for a run in this process alone.
+    """The cluster of JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, or, with `detect`, the one that JAX
+    detects; None for a run in this process alone.
 
     Raises:
-        ValueError: Some of the three are set and not all, or they make no sense.
+        ValueError: Only some of the three are set, or their values are invalid.
     """
     there = {name: environment[name] for name in (_COORDINATOR, _COUNT, _INDEX) if environment.get(name)}
     if not there:
@@ -64,21 +65,21 @@ def cluster_of(environment: Mapping[str, str], *, detect: bool) -> Cluster | Non
 
 
 def join(cluster: Cluster) -> None:
-    """Brings the processes of a cluster together. Must come before anything else uses JAX.
+    """Connects the processes of a cluster. Must come before anything else uses JAX.
 
     Raises:
         ValueError: JAX detects no cluster, or the others cannot be reached.
     """
-    # it would swallow SIGTERM, which a run answers itself
+    # it would swallow SIGTERM, which a run handles itself
     jax.config.update("jax_enable_preemption_service", False)
     try:
         jax.distributed.initialize(
             cluster.coordinator,
             cluster.count,
             cluster.index,
-            # under SLURM and Open MPI, JAX gives a process one device: ours has all of its node's
+            # under SLURM and Open MPI, JAX gives a process one device by default, not all of its node
             local_device_ids=_gpus_of_this_node() or None,
-            # a process that ends is noticed at once, by its connection; this is for one that hangs
+            # this is for a process that hangs; one that ends is noticed at once, by its connection
             heartbeat_timeout_seconds=100,
         )
     except (RuntimeError, ValueError) as error:
@@ -88,16 +89,8 @@ def join(cluster: Cluster) -> None:
         ) from error
 
 
-def process_count() -> int:
-    return jax.process_count()
-
-
-def process_index() -> int:
-    return jax.process_index()
-
-
 def is_here(where: Mesh | NamedSharding) -> bool:
-    """Whether this process owns a device of a mesh, and so runs its programs."""
+    """Returns whether this process owns a device of a mesh, and so runs its programs."""
     mesh = where if isinstance(where, Mesh) else where.mesh
     assert isinstance(mesh, Mesh)
     index = jax.process_index()
@@ -105,10 +98,10 @@ def is_here(where: Mesh | NamedSharding) -> bool:
 
 
 def absent(avals: Any, shardings: Any) -> Any:
-    """Arrays on devices of other processes: their shapes and dtypes, and no data.
+    """Arrays on devices of other processes: shapes and dtypes without data.
 
     Args:
-        avals: Pytree of anything with shape and dtype.
+        avals: Pytree of objects with shape and dtype.
         shardings: One sharding for all, or a pytree of them with the structure of `avals`.
     """
 
@@ -121,10 +114,10 @@ def absent(avals: Any, shardings: Any) -> Any:
 
 
 def meet(devices: Iterable[Any]) -> None:
-    """Waits until every process that owns one of the devices is here.
+    """Waits until every process that owns one of the devices has called this.
 
-    For before the first run of a program over several processes, which all of them call in the same order: a CPU
-    backend gives them 30 seconds to find one another, and compiling may take one of them longer than another.
+    All of them call it, in the same order, before the first run of a program over several processes: a CPU backend
+    gives them 30 seconds to connect, and compilation may take longer in one of them than in another.
     """
     there = frozenset(device.process_index for device in devices)
     if len(there) == 1 or jax.process_index() not in there:
@@ -135,7 +128,7 @@ def meet(devices: Iterable[Any]) -> None:
 
 
 def meet_first(devices: tuple[Any, ...], key: Hashable = None) -> None:
-    """`meet`, the first time that it is called with these arguments."""
+    """Calls `meet` the first time that it is called with these arguments."""
     if (devices, key) not in _met:
         _met.add((devices, key))
         meet(devices)
@@ -144,7 +137,7 @@ def meet_first(devices: tuple[Any, ...], key: Hashable = None) -> None:
 def _gpus_of_this_node() -> list[int]:
     """The local ids of this node's NVIDIA GPUs, before JAX is up."""
     if "JAX_LOCAL_DEVICE_IDS" in os.environ:
-        return []  # JAX reads it
+        return []  # JAX reads this variable
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return list(range(len([name for name in visible.split(",") if name.strip()])))

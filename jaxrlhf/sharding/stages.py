@@ -1,4 +1,4 @@
-"""Which layers are on which stage of a pipeline."""
+"""The layers of the stages of a pipeline."""
 
 import functools
 import itertools
@@ -8,8 +8,8 @@ from jaxrlhf.sharding.strategy import Strategy
 
 @functools.cache
 def layers_of_stages(num_layers: int, num_stages: int) -> tuple[range, ...]:
-    """The layers of every virtual stage, in order. Where they do not divide evenly the first stages have one more: the
-    last has the head to compute as well.
+    """The layers of every virtual stage, in order. If they do not divide evenly, the first stages have one more, since
+    the last one also computes the head.
 
     Raises:
         ValueError: There are fewer layers than stages.
@@ -28,5 +28,5 @@ def stage_of_layer(num_layers: int, num_stages: int) -> tuple[int, ...]:
 
 
 def device_group(stage: int, strategy: Strategy) -> int:
-    """The group of devices of a virtual stage: stages go round and round over them."""
+    """The group of devices of a virtual stage. Stages are assigned to groups round-robin."""
     return stage % strategy.pipeline

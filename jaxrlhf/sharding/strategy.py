@@ -1,18 +1,16 @@
-"""How one call is parallelized: its degrees over the mesh axes, how it deals its rows, and what it recomputes."""
+"""Strategies: the degrees of parallelism of a call, its micro-batches, and its rematerialization."""
 
 import dataclasses
-from typing import Literal, get_args
+from typing import Literal
 
 from jaxrlhf.require import require_at_least_one, require_fields
 
 Remat = Literal["none", "dots", "layer"]
-"""What a train call keeps of each layer for its backward pass: `none` keeps everything and recomputes nothing, `dots`
-keeps the results of matrix products with weights, `layer` keeps only the layer's input."""
-
-
+"""The residuals that a train call saves of each layer for its backward pass: `none` saves all and recomputes nothing,
+`dots` saves the results of matrix products with weights, `layer` saves only the input of the layer."""
 PipelineSchedule = Literal["1f1b", "gpipe"]
-"""In which order a stage of a train call works: one forward, one backward (Narayanan et al. 2019, PipeDream-Flush), or
-all forwards before all backwards (Huang et al. 2019, arXiv:1811.06965), which keeps every micro-batch's activations."""
+"""The order of the work of a stage in a train call: one forward, one backward (Narayanan et al. 2019, PipeDream-Flush),
+or all forwards before all backwards (Huang et al. 2019, arXiv:1811.06965), which saves all micro-batches' residuals."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,17 +24,17 @@ class Strategy:
     tensor: int = 1
     """Shards of each matrix product: heads, MLP columns and vocabulary."""
     pipeline: int = 1
-    """Stages: groups of devices that each have some of the layers, and pass micro-batches on."""
+    """Stages: groups of devices that each hold some of the layers, and pass micro-batches on."""
     chunks: int = 1
-    """Parts of the layers that a stage has: of 8 layers, 2 stages with 2 chunks have layers 0-1 and 4-5, 2-3 and 6-7.
+    """Parts of the layers on each stage: of 8 layers, 2 stages with 2 chunks hold layers 0-1 and 4-5, 2-3 and 6-7.
     A train call is then scheduled as interleaved 1F1B."""
     schedule: PipelineSchedule = "1f1b"
     micro_batches: int = 1
     """Parts into which a train call cuts each mini-batch, and an inference call its rows, to bound activation memory;
-    with stages, what passes through them. Generation cuts each part into as many again as there are stages."""
+    with stages, the parts that pass through them. Generation cuts each part further, into one part for each stage."""
     remat: Remat = "none"
     balance: bool = False
-    """Deal the rows of a train or inference call to shards and micro-batches so that each gets as many tokens."""
+    """Distribute the rows of a train or inference call so that shards and micro-batches get equally many tokens."""
 
     def __post_init__(self) -> None:
         require_fields(self, require_at_least_one, "data", "fsdp", "tensor", "pipeline", "chunks", "micro_batches")
@@ -45,14 +43,10 @@ class Strategy:
                 f"chunks: are parts of a stage, and need a pipeline. Got {self.chunks} with pipeline 1. Set "
                 "pipeline to 2, say, or chunks to 1."
             )
-        if self.schedule not in get_args(PipelineSchedule):
-            raise ValueError(f"schedule: must be 1f1b or gpipe. Got {self.schedule!r}.")
         if self.chunks > 1 and self.schedule != "1f1b":
             raise ValueError(
                 f"schedule: with chunks it must be 1f1b, interleaved. Got {self.schedule!r}. Remove schedule or chunks."
             )
-        if self.remat not in get_args(Remat):
-            raise ValueError(f"remat: must be none, dots or layer. Got {self.remat!r}.")
 
     @property
     def num_devices(self) -> int:
@@ -65,7 +59,7 @@ class Strategy:
 
     @property
     def num_row_shards(self) -> int:
-        """Parts into which rows are split over devices."""
+        """The number of parts into which rows are split over devices."""
         return self.data * self.fsdp
 
     def __str__(self) -> str:

@@ -262,14 +262,14 @@ def test_special_tokens_of_a_chat_are_encoded_as_such_and_once(tmp_path, tokeniz
     tokens = table.tokens[0].tolist()
     assert [t for t in tokens if t >= 256] == [256, 258, 259, 258, 259, 258]
     assert tokens[0] == 256 and table.tokenizer.decode(tokens).startswith("<s><|im_start|>system\nBe brief.")
-    assert table.prompt(0).endswith("<|im_start|>assistant\n")
+    assert table.prompts[0].endswith("<|im_start|>assistant\n")
     assert table.columns(np.array([0])) == {"messages": [TALK[:2]]}
 
 
 def test_the_last_message_of_the_assistant_is_the_completion(tmp_path, tokenizer):
     rows = [{"messages": TALK[:3]}, {"messages": TALK}, {"messages": TALK[:2], "completion": "Hey<|im_end|>"}]
     table = load(tmp_path, tokenizer(CHATML), *rows)
-    assert table.prompt(0) == table.prompt(2) and table.prompt(1).count("<|im_start|>assistant") == 2
+    assert table.prompts[0] == table.prompts[2] and table.prompts[1].count("<|im_start|>assistant") == 2
     ends = [None if tokens is None else table.tokenizer.decode(tokens) for tokens in table.completions]
     assert ends == ["Hello", None, "Hey"]
     assert [tokens.tolist().count(259) for tokens in table.completions if tokens is not None] == [1, 1]
@@ -278,9 +278,9 @@ def test_the_last_message_of_the_assistant_is_the_completion(tmp_path, tokenizer
 def test_text_as_a_users_message_after_a_system_prompt(tmp_path, tokenizer):
     fields = {"chat": "user", "template": "{q}?", "system_prompt": "Be brief."}
     table = load(tmp_path, tokenizer(CHATML), {"q": "1+1"}, **fields)
-    assert table.prompt(0) == render(CHATML, [TALK[0], {"role": "user", "content": "1+1?"}])
+    assert table.prompts[0] == render(CHATML, [TALK[0], {"role": "user", "content": "1+1?"}])
     same = load(tmp_path, tokenizer(CHATML), {"messages": TALK}, system_prompt="Be long.")
-    assert same.prompt(0) == render(CHATML, TALK)
+    assert same.prompts[0] == render(CHATML, TALK)
 
 
 def test_messages_of_parquet(tmp_path, tokenizer):
@@ -365,7 +365,7 @@ def test_tools_that_would_be_lost_or_are_none(tmp_path, tokenizer, template, row
 
 def test_where_a_template_comes_from(tmp_path, tokenizer):
     def prompt(config, **fields):
-        return load(tmp_path, config, {"messages": QUESTION}, **fields).prompt(0)
+        return load(tmp_path, config, {"messages": QUESTION}, **fields).prompts[0]
 
     named = [{"name": "default", "template": "D"}, {"name": "tool_use", "template": "T"}]
     assert prompt(tokenizer("text")) == "text"
@@ -386,7 +386,7 @@ def test_where_a_template_comes_from(tmp_path, tokenizer):
 
 def test_a_chat_is_the_same_on_every_day(tmp_path, tokenizer):
     table = load(tmp_path, tokenizer("{{ strftime_now('%Y') }}"), {"messages": TALK}, chat_date="2030-01-02")
-    assert table.prompt(0) == "2030"
+    assert table.prompts[0] == "2030"
 
 
 def test_a_saved_tokenizer_keeps_its_end_and_its_template(tmp_path, tokenizer):

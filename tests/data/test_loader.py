@@ -65,39 +65,34 @@ def test_eval_batches(table):
 
 
 def test_demonstrations_have_an_order_of_their_own(table):
-    loader = PromptLoader(table, 2, seed=5)
-    examples = loader.demonstrations(0, 7, 3)
+    examples = PromptLoader(table, 7, seed=5).batch(0, "demonstrations", max_new_tokens=3)
     rows = np.random.default_rng((5, 0, 0x5F7)).permutation(7)
     assert not np.array_equal(rows, PromptLoader(table, 7, seed=5).batch(0).row)
     np.testing.assert_array_equal(examples.tokens, [[256, ord(str(row)), ord(str(row)), 257, 256] for row in rows])
-    np.testing.assert_array_equal(loader.demonstrations(1, 3, 3).tokens, examples.tokens[3:6])
+    second = PromptLoader(table, 3, seed=5).batch(1, "demonstrations", max_new_tokens=3)
+    np.testing.assert_array_equal(second.tokens, examples.tokens[3:6])
 
 
 def test_preferences_have_an_order_of_their_own(table):
-    loader = PromptLoader(table, 2, seed=5)
-    pairs = loader.preferences(0, 7, 2)
+    pairs = PromptLoader(table, 7, seed=5).batch(0, "preferences", max_new_tokens=2)
     rows = np.random.default_rng((5, 0, 0xDB0)).permutation(7)
     np.testing.assert_array_equal(pairs.chosen.tokens, [[256, ord(str(row)), ord(str(row)), 257] for row in rows])
     np.testing.assert_array_equal(pairs.rejected.tokens, [[256, ord(str(row)), ord("-"), 257] for row in rows])
-    np.testing.assert_array_equal(loader.preferences(1, 3, 2).chosen.tokens, pairs.chosen.tokens[3:6])
+    second = PromptLoader(table, 3, seed=5).batch(1, "preferences", max_new_tokens=2)
+    np.testing.assert_array_equal(second.chosen.tokens, pairs.chosen.tokens[3:6])
     np.testing.assert_array_equal(pairs.margin, np.zeros(7, np.float32))
 
 
 def test_held_out_completions_and_pairs_that_fit(table):
     loader = PromptLoader(table, 1, seed=0)
-    fitting = loader.eval_demonstrations(3, max_new_tokens=2)  # "10" and its end of text take three
+    fitting = loader.eval_batches(3, "demonstrations", max_new_tokens=2)  # "10" and its end of text take three
     assert [chr(batch.tokens[0, 1]) for batch in fitting] == ["7", "8", "9"]
-    assert [chr(pairs.rejected.tokens[0, 2]) for pairs in loader.eval_preferences(3, max_new_tokens=2)] == ["-"] * 3
-    assert len(loader.eval_preferences(4, max_new_tokens=3)) == 4
-    for batches in (loader.eval_demonstrations, loader.eval_preferences):
+    pairs = loader.eval_batches(3, "preferences", max_new_tokens=2)
+    assert [chr(pair.rejected.tokens[0, 2]) for pair in pairs] == ["-"] * 3
+    assert len(loader.eval_batches(4, "preferences", max_new_tokens=3)) == 4
+    for kind in ("demonstrations", "preferences"):
         with pytest.raises(ValueError, match=r"must ask for at most the 3 held-out rows\. Got 4\."):
-            batches(4, max_new_tokens=2)
-
-
-def test_epoch(table):
-    assert PromptLoader(table, 2, seed=0).epoch(0) == 0.0
-    assert PromptLoader(table, 2, seed=0).epoch(7) == 2.0
-    assert PromptLoader(table, 7, seed=0).epoch(1) == 1.0
+            loader.eval_batches(4, kind, max_new_tokens=2)
 
 
 @pytest.mark.parametrize(

@@ -147,16 +147,16 @@ def test_a_chat_ends_with_the_assistant_s_message(tmp_path):
 def test_pairs_that_an_algorithm_cannot_use(tmp_path):
     rows = [{"prompt": "a", "chosen": "x", "rejected": "yz"}, {"prompt": "b", "chosen": "x"}, {"prompt": "c"}]
     table = load(tmp_path, *rows)
-    np.testing.assert_array_equal(table.preferable(3), [0])
-    np.testing.assert_array_equal(table.preferable(2), [])
+    np.testing.assert_array_equal(table.usable("preferences", 3), [0])
+    np.testing.assert_array_equal(table.usable("preferences", 2), [])
     with pytest.raises(
         ValueError, match=r"jsonl:1: a rejected completion .* into max_new_tokens=2\. Got 3 tokens\. Raise"
     ):
-        table.check_preferences(max_new_tokens=2)
+        table.check("preferences", table.usable("prompts"), max_new_tokens=2)
     with pytest.raises(
         ValueError, match=r"jsonl:2: .* needs a rejected completion .* Set data\.rejected_column to .*'drop'"
     ):
-        table.check_preferences(max_new_tokens=3)
+        table.check("preferences", table.usable("prompts"), max_new_tokens=3)
     with pytest.raises(ValueError, match=r"jsonl:3: .* needs a chosen completion in every row\. Got none\."):
         table.preferences(np.array([2]), max_new_tokens=3)
 
@@ -175,7 +175,6 @@ def test_the_digest_changes_with_a_pair(tmp_path):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"malformed": "mend"}, "data.malformed: must be 'error' or 'drop'. Got 'mend'."),
         (
             {"chosen_column": "completion"},
             "data.completion_column, data.chosen_column, data.rejected_column: must be different columns. Got "

@@ -29,7 +29,7 @@ def test_rows_are_numbered_through_both_splits(tmp_path):
     eval_path = write(tmp_path / "eval.jsonl", {"prompt": "held", "answer": 9})
     table = load(tmp_path, {"prompt": "a", "answer": 1}, "", {"prompt": "bc", "level": "x"}, eval_path=eval_path)
     assert (table.num_train, table.num_eval, table.num_dropped, table.prompt_length) == (2, 1, 0, 4)
-    assert [table.prompt(row) for row in range(3)] == ["a", "bc", "held"]
+    assert [table.prompts[row] for row in range(3)] == ["a", "bc", "held"]
     assert table.columns(np.array([2, 0, 1])) == {"answer": [9, 1, None], "level": [None, None, "x"]}
     assert table.tokenizer.name == "bytes"
 
@@ -65,7 +65,7 @@ def test_demonstration_errors(tmp_path):
     with pytest.raises(ValueError, match=r"train\.jsonl:1: a completion .* max_new_tokens=3\. Got 4 tokens\. Raise it"):
         table.demonstrations(np.array([0]), max_new_tokens=3)
     with pytest.raises(ValueError, match=r"train\.jsonl:2: supervised training needs a completion .* Got none\. Set"):
-        table.check_demonstrations(max_new_tokens=4)
+        table.check("demonstrations", table.usable("prompts"), max_new_tokens=4)
 
 
 def test_template_and_completion_column(tmp_path):
@@ -75,7 +75,7 @@ def test_template_and_completion_column(tmp_path):
         template="{question} ({n})\nA: ",
         completion_column="answer",
     )
-    assert table.prompt(0) == "1+1? (3)\nA: "
+    assert table.prompts[0] == "1+1? (3)\nA: "
     assert table.columns(np.array([0])) == {"question": ["1+1?"], "answer": ["2"], "n": [3]}
     assert table.demonstrations(np.array([0]), max_new_tokens=2).tokens[0, -2:].tolist() == [50, 257]
 
@@ -122,7 +122,7 @@ def test_shards_make_one_table(tmp_path):
 def test_arithmetic_task():
     table = load_prompts(DataConfig(task="arithmetic", arithmetic=ArithmeticConfig(digits=1)), BYTES)
     assert table.num_train + table.num_eval == 81 and table.num_eval > 0 and table.prompt_length == 4
-    row = next(row for row in range(81) if table.prompt(row) == "7+8=")
+    row = next(row for row in range(81) if table.prompts[row] == "7+8=")
     assert table.columns(np.array([row])) == {"completion": ["15>15"], "answer": ["15"], "rejected": ["19>19"]}
 
 
@@ -130,7 +130,7 @@ def test_holding_out_rows_of_the_training_file(tmp_path):
     rows = [{"prompt": f"p{i:02}"} for i in range(20)]
     table = load(tmp_path, *rows, eval_rows=5)
     assert (table.num_train, table.num_eval) == (15, 5)
-    prompts = [table.prompt(row) for row in range(20)]
+    prompts = [table.prompts[row] for row in range(20)]
     assert sorted(prompts) == [row["prompt"] for row in rows]
     assert prompts[:15] == sorted(prompts[:15])
     assert prompts[15:] == [f"p{i:02}" for i in np.random.default_rng(0).permutation(20)[15:]]
@@ -147,7 +147,7 @@ def test_overlong_prompts_are_dropped_and_counted(tmp_path):
         overlong="drop",
     )
     assert (table.num_train, table.num_eval, table.num_dropped, table.prompt_length) == (1, 1, 2, 3)
-    assert [table.prompt(0), table.prompt(1)] == ["abc", "ok"]
+    assert [table.prompts[0], table.prompts[1]] == ["abc", "ok"]
     assert table.columns(np.array([0, 1])) == {"k": [1, 2]}
 
 
@@ -254,12 +254,10 @@ def test_a_prompt_without_tokens(tmp_path):
         ({"task": "arithmetic", "eval_path": "x"}, "data.eval_path: a built-in task holds out its own rows. Got 'x'"),
         ({"path": "x", "eval_rows": -1}, "data.eval_rows: must not be negative. Got -1."),
         ({"path": "x", "max_prompt_tokens": -1}, "data.max_prompt_tokens: must be positive and below"),
-        ({"path": "x", "overlong": "cut"}, "data.overlong: must be 'error' or 'drop'. Got 'cut'."),
         ({"path": "x", "template": "{q"}, "data.template: must be a Python format string. Got '{q': "),
         ({"path": "x", "template": "{}"}, "data.template: must name columns, as in '{question}'. Got '{}'."),
         ({"path": "x", "template": "{0}"}, "data.template: must name columns, as in '{question}'. Got '{0}'."),
         ({"path": "x", "max_prompt_tokens": 2**40}, "data.max_prompt_tokens: must be positive and below 2^31"),
-        ({"path": "x", "chat": "yes"}, "data.chat: must be 'none', 'user' or 'messages'. Got 'yes'."),
         (
             {"path": "x", "chat_template": "y"},
             "data.chat_template: only chats have one. Got 'y' with data.chat='none'.",

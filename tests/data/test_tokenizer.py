@@ -214,10 +214,6 @@ def test_token_errors(tmp_path):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        (
-            {"kind": "byte"},
-            "tokenizer.kind: must be one of auto, bytes, file, train. Got 'byte'. Did you mean 'bytes'?",
-        ),
         ({"kind": "file"}, "tokenizer.path: kind 'file' needs a path. Got ''. Name a tokenizer.json."),
         ({"path": "x.json"}, "tokenizer.path: only kind 'file' has one. Got 'x.json' with kind 'auto'. Leave it out"),
         (

@@ -222,7 +222,7 @@ def test_a_run_that_is_asked_to_stop_saves_and_leaves(train, results, monkeypatc
 def test_a_stop_in_the_warm_start_is_saved_too(train, results, monkeypatch):
     assert train()[0] == 0
     whole = records("runs/latest")
-    import jaxrlhf.run.warm_start as module
+    import jaxrlhf.run.trainer as module
 
     flatten = module.flatten
 

@@ -190,7 +190,7 @@ def test_an_interrupt_is_no_traceback(train, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("jaxrlhf.run.trainer.warm_start", interrupted)
+    monkeypatch.setattr("jaxrlhf.run.trainer.Trainer._warm_start", interrupted)
     status, out, err = train()
     assert status == 130 and err == "Error: Interrupted.\n" and "is in runs/tiny-" in out
 

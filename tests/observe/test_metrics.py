@@ -1,3 +1,4 @@
+import contextlib
 import json
 import math
 import re
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrlhf.observe.json_lines import JsonLinesWriter
+from jaxrlhf.observe.json_lines import JsonLinesWriter, read_json_lines
 from jaxrlhf.observe.metrics import (
     TrainingError,
     best_evaluation,
@@ -19,6 +20,7 @@ from jaxrlhf.observe.metrics import (
     flatten,
     metrics_record,
     read_metrics,
+    sample_record,
 )
 
 
@@ -86,19 +88,17 @@ def test_check_finite_stops_at_a_broken_loss_or_gradient(name: str, value: float
         check_finite({"reward/mean": 1.0, name: value}, step=7)
 
 
-def test_check_finite_names_all_and_takes_further_names() -> None:
+def test_check_finite_names_all() -> None:
     metrics = {"actor/loss": math.nan, "critic/loss": 1.0, "actor/grad_norm": math.inf, "kl": math.nan, "x": math.nan}
     with pytest.raises(TrainingError, match=r"Got actor/loss=nan, actor/grad_norm=inf\."):
         check_finite(metrics, step=0)
-    with pytest.raises(TrainingError, match=r"Got kl=nan\."):
-        check_finite({"kl": math.nan, "x": math.nan}, "kl", step=0)
     check_finite({"critic/loss": 1.0, "actor/loss_scale": math.nan, "x": math.nan}, step=0)
 
 
 def test_metrics_round_trip_as_strict_json(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     before = time.time()
-    with JsonLinesWriter(path) as writer:
+    with contextlib.closing(JsonLinesWriter(path)) as writer:
         writer.write(metrics_record(3, {"actor/loss": 0.25, "b": math.nan, "c": -math.inf}))
         # Flushed: a reader sees the line while the run goes on.
         (line,) = path.read_text().splitlines()
@@ -116,12 +116,16 @@ def test_metrics_round_trip_as_strict_json(tmp_path: Path) -> None:
     assert second["step"] == 4 and "non_finite" not in second
 
 
-def test_a_resumed_run_goes_on_in_the_same_file(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    for step in range(2):
-        with JsonLinesWriter(path) as writer:
-            writer.write(metrics_record(step, {"x": 1.0}))
-    assert [record["step"] for record in read_metrics(path)] == [0, 1]
+def test_samples_round_trip(tmp_path: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+    texts = {"prompt": "2 + 2 =\n", "completion": " 4 \x1b[0m 四\udce9"}
+    sample = {**texts, "scores": {"math": 1.0, "length": math.nan}, "finish": "stop"}
+    with contextlib.closing(JsonLinesWriter(path)) as writer:
+        writer.write(sample_record(2, "train", sample))
+    scores = {"math": 1.0, "length": None}
+    expected = {"step": 2, "split": "train", **texts, "scores": scores, "finish": "stop", "non_finite": ["length"]}
+    assert read_json_lines(path) == [expected]
+    assert "四" in path.read_text(encoding="utf-8"), "legible to those who open the file"
 
 
 @pytest.mark.parametrize("name", ["step", "time", "non_finite"])
@@ -132,7 +136,7 @@ def test_the_records_own_names_are_refused(name: str) -> None:
 
 def test_evaluations_are_found_again_with_the_best_of_them(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    with JsonLinesWriter(path) as writer:
+    with contextlib.closing(JsonLinesWriter(path)) as writer:
         writer.write(metrics_record(0, {"eval/x": 0.5, "timing_s/testing": 1.0}))
         writer.write(metrics_record(1, {"actor/loss": 1.0}))
         writer.write(metrics_record(2, {"eval/x": math.nan}))

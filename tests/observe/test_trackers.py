@@ -88,7 +88,7 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_tensorboard_has_metrics_at_their_steps_and_the_warm_start_apart(tmp_path: Path) -> None:
-    trackers = Trackers.open(tmp_path, config(), warn=pytest.fail)
+    trackers = Trackers(tmp_path, config(), warn=pytest.fail)
     trackers.metrics(0, {"warm_start/step": 50, "warm_start/actor/loss": 2.0})
     trackers.metrics(0, {"eval/exact_match": 0.25})
     trackers.metrics(1, {"actor/loss": 0.5, "x": math.nan})
@@ -101,7 +101,7 @@ def test_tensorboard_has_metrics_at_their_steps_and_the_warm_start_apart(tmp_pat
 
 
 def test_tensorboard_shows_samples_as_they_are(tmp_path: Path) -> None:
-    trackers = Trackers.open(tmp_path, config(), warn=pytest.fail)
+    trackers = Trackers(tmp_path, config(), warn=pytest.fail)
     trackers.samples(3, "held-out", [SAMPLE, SAMPLE])
     trackers.close()
     (event,) = (event for event in events(tmp_path / "tensorboard") if event.summary.value)
@@ -112,19 +112,19 @@ def test_tensorboard_shows_samples_as_they_are(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_shows_each_step_once(tmp_path: Path) -> None:
-    first = Trackers.open(tmp_path, config(), warn=pytest.fail)
+    first = Trackers(tmp_path, config(), warn=pytest.fail)
     for update in (50, 100):
         first.metrics(0, {"warm_start/step": update, "loss": 1.0})
     for step in (1, 2, 3):
         first.metrics(step, {"x": step})
     first.close(failed=True)
-    second = Trackers.open(tmp_path, config(), resumed_at=1, warn=pytest.fail)
+    second = Trackers(tmp_path, config(), resumed_at=1, warn=pytest.fail)
     second.metrics(2, {"x": 20.0})
     second.close()
     assert scalars(tmp_path / "tensorboard") == [(1, "x", 1.0), (2, "x", 20.0)]
     assert [step for step, _, _ in scalars(tmp_path / "tensorboard" / "warm_start")] == [50, 50, 100, 100]
 
-    third = Trackers.open(tmp_path, config(), resumed_at=0, warm_start_resumed_at=50, warn=pytest.fail)
+    third = Trackers(tmp_path, config(), resumed_at=0, warm_start_resumed_at=50, warn=pytest.fail)
     third.metrics(0, {"warm_start/step": 100})
     third.metrics(1, {"x": 10.0})
     third.close()
@@ -133,7 +133,7 @@ def test_a_resumed_run_shows_each_step_once(tmp_path: Path) -> None:
 
 
 def test_no_tracker_where_none_is_asked_for(tmp_path: Path) -> None:
-    trackers = Trackers.open(tmp_path, config("output.tensorboard=false"), warn=pytest.fail)
+    trackers = Trackers(tmp_path, config("output.tensorboard=false"), warn=pytest.fail)
     trackers.metrics(1, {"x": 1.0})
     trackers.samples(1, "train", [SAMPLE])
     trackers.close()
@@ -143,7 +143,7 @@ def test_no_tracker_where_none_is_asked_for(tmp_path: Path) -> None:
 def test_wandb_gets_metrics_samples_and_the_config(tmp_path: Path, wandb: Any) -> None:
     asked = config("output.tensorboard=false", "output.wandb={project: p, entity: e, tags: [a]}")
     check_trackers(asked.output)
-    trackers = Trackers.open(tmp_path / "", asked, warn=pytest.fail)
+    trackers = Trackers(tmp_path / "", asked, warn=pytest.fail)
     (run,) = wandb.runs
     settings = run.settings
     assert (settings["project"], settings["entity"], settings["tags"], settings["group"]) == ("p", "e", ["a"], None)
@@ -169,7 +169,7 @@ def test_wandb_gets_metrics_samples_and_the_config(tmp_path: Path, wandb: Any) -
 def test_a_resumed_run_keeps_its_id_on_wandb(tmp_path: Path, wandb: Any) -> None:
     asked = config("output.wandb={mode: offline}")
     for resumed_at in (None, 3):
-        trackers = Trackers.open(tmp_path, asked, resumed_at=resumed_at, warn=pytest.fail)
+        trackers = Trackers(tmp_path, asked, resumed_at=resumed_at, warn=pytest.fail)
         assert trackers.shown_at["wandb"] == str(tmp_path / "wandb")
         trackers.close()
     first, second = wandb.runs
@@ -194,14 +194,14 @@ def test_wandb_that_refuses_the_run_ends_it_before_it_starts(
     monkeypatch.setattr(wandb, "init", refuse)
     message = r"output\.wandb: .* Got RuntimeError: no API key configured\. Log in .* output\.wandb\.mode=offline"
     with pytest.raises(TrainingError, match=message):
-        Trackers.open(tmp_path, config("output.wandb={}"), warn=pytest.fail)
+        Trackers(tmp_path, config("output.wandb={}"), warn=pytest.fail)
 
 
 def test_a_tracker_that_fails_is_told_once_and_counted_and_the_others_go_on(
     tmp_path: Path, wandb: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[str] = []
-    trackers = Trackers.open(tmp_path, config("output.wandb={}"), warn=told.append)
+    trackers = Trackers(tmp_path, config("output.wandb={}"), warn=told.append)
     (tmp_path / "tensorboard").write_text("a file in the way")
     for step in range(3):
         trackers.metrics(step, {"x": 1.0})

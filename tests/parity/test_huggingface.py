@@ -12,6 +12,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -127,10 +128,6 @@ def greedy(params: Params, config: ModelConfig, layout: Layout, golden: Goldens)
     return np.asarray(rollout.tokens[:, golden.prompts.tokens.shape[1] :]), np.asarray(rollout.logprobs)
 
 
-def assert_equal_trees(a: Any, b: Any) -> None:
-    jax.tree.map(lambda x, y: np.testing.assert_array_equal(np.asarray(x), np.asarray(y)), a, b)
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_config(name: str) -> None:
     assert read_config(DATA / name) == CONFIGS[name]
@@ -209,7 +206,7 @@ def test_load_into_shards(name: str) -> None:
     layout = Layout.over((0, 1, 2, 3), Strategy(fsdp=2, tensor=2))
     params = load_params(DATA / name, config, layout)
     assert jax.tree.map(lambda w: w.sharding, params) == param_shardings(config, layout)
-    assert_equal_trees(params, load_params(DATA / name, config))
+    chex.assert_trees_all_equal(params, load_params(DATA / name, config))
     logits_BTV = forward(params, config, layout, golden)
     np.testing.assert_allclose(logits_BTV[golden.mask_BT], golden.logits_BTV[golden.mask_BT], rtol=0, atol=TOLERANCE)
     np.testing.assert_array_equal(greedy(params, config, layout, golden)[0], golden.responses_BR)
@@ -226,8 +223,8 @@ def test_round_trip(name: str, tmp_path: Path) -> None:
     fields, original = (json.loads((path / "config.json").read_text()) for path in (folder, DATA / name))
     assert (fields["architectures"], fields["model_type"]) == (original["architectures"], original["model_type"])
     assert (fields["torch_dtype"], fields["eos_token_id"], fields["pad_token_id"]) == ("float32", 3, 0)
-    assert_equal_trees(load_params(folder, config), params)
-    assert_equal_trees(load_file(folder / "model.safetensors"), load_file(DATA / name / "model.safetensors"))
+    chex.assert_trees_all_equal(load_params(folder, config), params)
+    chex.assert_trees_all_equal(load_file(folder / "model.safetensors"), load_file(DATA / name / "model.safetensors"))
 
 
 def test_round_trip_from_stacked_shards_over_an_older_checkpoint(tmp_path: Path) -> None:
@@ -237,7 +234,7 @@ def test_round_trip_from_stacked_shards_over_an_older_checkpoint(tmp_path: Path)
     layout = Layout.over((0, 1, 2, 3), Strategy(fsdp=2, tensor=2))
     stacked = jax.device_put(with_layers(params, stacked=True), param_shardings(config, layout, stacked=True))
     save_params(stacked, config, tmp_path, dtype="float32")
-    assert_equal_trees(load_params(tmp_path, config), params)
+    chex.assert_trees_all_equal(load_params(tmp_path, config), params)
 
 
 def test_bfloat16(tmp_path: Path) -> None:
@@ -248,7 +245,7 @@ def test_bfloat16(tmp_path: Path) -> None:
     assert {tensor.dtype for tensor in stored.values()} == {np.dtype(ml_dtypes.bfloat16)}
     loaded = load_params(tmp_path, SMALL)
     assert {leaf.dtype for leaf in jax.tree.leaves(loaded)} == {np.dtype(np.float32)}
-    assert_equal_trees(loaded, jax.tree.map(lambda w: w.astype(jnp.bfloat16).astype(jnp.float32), params))
+    chex.assert_trees_all_equal(loaded, jax.tree.map(lambda w: w.astype(jnp.bfloat16).astype(jnp.float32), params))
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -259,7 +256,7 @@ def test_scalar_head(tied: bool, tmp_path: Path) -> None:
     scalar = read_config(tmp_path, head="scalar")
     params = load_params(tmp_path, scalar)
     assert "lm_head" not in params
-    assert_equal_trees(params["layers"], language_model["layers"])
+    chex.assert_trees_all_equal(params["layers"], language_model["layers"])
     np.testing.assert_array_equal(np.asarray(params["value_head"]), np.zeros((8, 1)))
 
     trained = {**params, "value_head": jax.random.normal(jax.random.key(1), (8, 1))}
@@ -267,7 +264,7 @@ def test_scalar_head(tied: bool, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["LlamaForSequenceClassification"]
     assert load_file(tmp_path / "model.safetensors")["score.weight"].shape == (1, 8)
     assert read_config(tmp_path, head="scalar") == scalar
-    assert_equal_trees(load_params(tmp_path, scalar), trained)
+    chex.assert_trees_all_equal(load_params(tmp_path, scalar), trained)
     with pytest.raises(ValueError, match=r"architectures: a language-model head .* 'LlamaForSequenceClassification'"):
         read_config(tmp_path)
 
@@ -338,7 +335,7 @@ def test_several_weight_files(tmp_path: Path) -> None:
     for part in set(parts.values()):
         save_file({name: tensor for name, tensor in tensors.items() if parts[name] == part}, tmp_path / part)
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": parts}))
-    assert_equal_trees(load_params(tmp_path, SMALL), whole)
+    chex.assert_trees_all_equal(load_params(tmp_path, SMALL), whole)
     (tmp_path / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(ValueError, match=r"model-00002-of-00002.safetensors: must be a whole safetensors file"):
         load_params(tmp_path, SMALL)
@@ -357,7 +354,7 @@ def test_weight_files_lie_in_their_folder_or_are_links_there(tmp_path: Path) -> 
         (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
     list_weights(x="part.safetensors")
-    assert_equal_trees(load_params(folder, SMALL), whole)
+    chex.assert_trees_all_equal(load_params(folder, SMALL), whole)
     for path in ("../../blobs/0a1b", str(blobs / "0a1b"), "a/part.safetensors", "..", ""):
         list_weights(x="part.safetensors", y=path)
         message = rf"index.json: weight_map: must be a plain file name, such as .* Got {re.escape(repr(path))}"
@@ -366,218 +363,3 @@ def test_weight_files_lie_in_their_folder_or_are_links_there(tmp_path: Path) -> 
     list_weights(x=["part.safetensors"])
     with pytest.raises(ValueError, match=r"index.json: weight_map: must be tensors and their files. Got"):
         load_params(folder, SMALL)
-
-
-OLD_LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 128,
-    "hidden_size": 32,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 256,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-5,
-}
-MISTRAL = {"architectures": ["MistralForCausalLM"]}
-QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "num_key_value_heads": 2}
-QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "num_key_value_heads": 2}
-LLAMA3 = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 2.0, "original_max_position_embeddings": 64}
-SCALING = RopeScaling(4.0, 1.0, 2.0, 64)
-YARN = LLAMA3 | {"rope_type": "yarn"}
-
-
-def write_config(folder: Path, fields: dict[str, Any]) -> Path:
-    fields = {key: value for key, value in fields.items() if value != "left out"}
-    (folder / "config.json").write_text(json.dumps(fields))
-    return folder
-
-
-@pytest.mark.parametrize(
-    ("fields", "expected"),
-    [
-        ({}, {"num_kv_heads": 4, "head_dim": 0, "rope_theta": 1e4, "rope_scaling": None}),
-        ({"rms_norm_eps": "left out"}, {"norm_eps": 1e-6}),
-        ({"head_dim": 8}, {"head_dim": 0}),
-        ({"head_dim": 16}, {"head_dim": 16}),
-        ({"num_key_value_heads": 2}, {"num_kv_heads": 2}),
-        ({"num_key_value_heads": None}, {"num_kv_heads": 4}),
-        ({"tie_word_embeddings": True}, {"tie_embeddings": True}),
-        ({"rope_theta": 5e5}, {"rope_theta": 5e5}),
-        (
-            {"rope_theta": 2e4, "rope_scaling": LLAMA3 | {"rope_type": "llama3"}},
-            {"rope_theta": 2e4, "rope_scaling": SCALING},
-        ),
-        (
-            {"rope_theta": 5e5, "rope_scaling": LLAMA3 | {"type": "llama3"}},
-            {"rope_theta": 5e5, "rope_scaling": SCALING},
-        ),
-        (
-            {"rope_parameters": LLAMA3 | {"rope_type": "llama3", "rope_theta": 5e5}},
-            {"rope_theta": 5e5, "rope_scaling": SCALING},
-        ),
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, {"rope_theta": 5e5, "rope_scaling": None}),
-        (MISTRAL | {"num_attention_heads": 8, "sliding_window": None}, {"num_kv_heads": 8}),
-        (MISTRAL | {"num_key_value_heads": 2, "sliding_window": 256}, {"num_kv_heads": 2}),
-        (QWEN2 | {"use_sliding_window": False, "sliding_window": 64}, {"attention_bias": True, "qk_norm": False}),
-        (QWEN2 | {"use_sliding_window": True, "sliding_window": 64}, {"attention_bias": True}),  # from layer 28 on
-        (QWEN3, {"head_dim": 128, "qk_norm": True}),
-        ({"sliding_window": 64}, {"num_layers": 2}),  # means nothing to Llama
-    ],
-    ids=str,
-)
-def test_read_config(fields: dict[str, Any], expected: dict[str, Any], tmp_path: Path) -> None:
-    config = read_config(write_config(tmp_path, OLD_LLAMA | fields))
-    assert {key: getattr(config, key) for key in expected} == expected
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        (
-            {"architectures": ["GemmaForCausalLM"]},
-            r"architectures: must begin .* Got 'GemmaForCausalLM'. Supported: Llama",
-        ),
-        ({"architectures": None}, r"architectures: must begin .* Got None"),
-        ({"hidden_act": "gelu"}, r'hidden_act: only "silu" is supported. Got "gelu"'),
-        ({"mlp_bias": True}, r"mlp_bias: only false is supported. Got true"),
-        ({"attention_bias": True}, r"attention_bias: only false is supported. Got true"),
-        ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor: only 1.0 is supported. Got 0.5"),
-        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, r"rope_parameters.partial_rotary_factor: only 1.0"),
-        ({"hidden_size": "left out"}, r"config.json: hidden_size: must be given. Got architectures, vocab_size, "),
-        ({"quantization_config": {"bits": 4}}, r"quantization_config: weights must be .* Got {'bits': 4}"),
-        ({"rope_scaling": YARN}, r"rope_scaling: the type must be 'default' or 'llama3'.* Got {.*'yarn'}"),
-        (
-            {"rope_scaling": {"type": "linear", "factor": 2.0}},
-            r"rope_scaling: the type must be .* Got {'type': 'linear'",
-        ),
-        ({"rope_parameters": YARN}, r"rope_parameters: the type must be .* Got {.*'yarn'}"),
-        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, r"rope_parameters: .*, the same in all layers"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, r"rope_scaling.low_freq_factor: must be given"),
-        (
-            MISTRAL | {"sliding_window": 64},
-            r"sliding_window: only full .* Got a window of 64 with max_position_embeddings=256. Set max_position\w+ to "
-            r"64",
-        ),
-        (MISTRAL | {"max_position_embeddings": 32768}, r"sliding_window: .* a window of 4096"),
-        (
-            QWEN2 | {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},
-            r"sliding_window: only full",
-        ),
-        (
-            QWEN3 | {"use_sliding_window": True, "sliding_window": 64, "layer_types": ["full_attention", "sliding"]},
-            r"sliding_window: only full",
-        ),
-        ({"num_key_value_heads": 3}, r"config.json: num_key_value_heads: must divide"),
-        ({"num_hidden_layers": "thirty"}, r'config.json: num_hidden_layers: must be a whole number. Got "thirty"'),
-        ({"num_hidden_layers": -1}, r"config.json: num_hidden_layers: must be at least 1. Got -1"),
-        ({"num_hidden_layers": True}, r"config.json: num_hidden_layers: must be a whole number. Got true"),
-        ({"num_key_value_heads": "two"}, r"num_key_value_heads: must be a whole number or null. Got \"two\""),
-        ({"head_dim": 8.5}, r"head_dim: must be a whole number or null. Got 8.5"),
-        ({"rms_norm_eps": None}, r"rms_norm_eps: must be a number. Got null"),
-        ({"rms_norm_eps": -1}, r"config.json: rms_norm_eps: must be finite and positive. Got -1"),
-        ({"rope_theta": "big"}, r'rope_theta: must be a number. Got "big"'),
-        ({"rope_scaling": [1]}, r"rope_scaling: must be an object or null. Got \[1\]"),
-        (
-            {"rope_scaling": LLAMA3 | {"rope_type": "llama3", "factor": "8"}},
-            r'rope_scaling.factor: must be a number. Got "8"',
-        ),
-        (
-            {"rope_scaling": LLAMA3 | {"rope_type": "llama3", "factor": -8}},
-            r"config.json: rope_scaling.factor: must be finite and positive. Got -8",
-        ),
-        ({"tie_word_embeddings": "no"}, r'tie_word_embeddings: must be true or false. Got "no"'),
-        ({"architectures": "LlamaForCausalLM"}, r'architectures: must be a list. Got "LlamaForCausalLM"'),
-        (MISTRAL | {"sliding_window": "64"}, r"sliding_window: must be a whole number or null"),
-    ],
-    ids=str,
-)
-def test_config_errors(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=message):
-        read_config(write_config(tmp_path, OLD_LLAMA | fields))
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (None, r"config.json: a checkpoint must have this file. Got none."),
-        ("{", r"config.json: must be JSON. Got Expecting"),
-        ("[]", r"config.json: must be a JSON object. Got list."),
-    ],
-)
-def test_config_file_errors(text: str | None, message: str, tmp_path: Path) -> None:
-    if text is not None:
-        (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ValueError, match=message):
-        read_config(tmp_path)
-
-
-def drop(tensors: dict[str, np.ndarray], *names: str) -> dict[str, np.ndarray]:
-    return {name: tensor for name, tensor in tensors.items() if name not in names}
-
-
-GATES = [f"model.layers.{i}.mlp.{part}_proj.weight" for i in range(2) for part in ("gate", "up")]
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda t: drop(t, "model.norm.weight"), r"Missing: model.norm.weight. Give"),
-        (lambda t: drop(t, *GATES), r"Missing: (\S+_proj.weight,? ){3}and 1 more. Give"),
-        (lambda t: drop(t, "lm_head.weight"), r"Missing: lm_head.weight"),
-        (lambda t: t | {"model.layers.0.self_attn.o_proj.bias": np.zeros(8)}, r"Got also: \S+0.self_attn.o_proj.bias"),
-        (
-            lambda t: t | {"model.layers.2.mlp.up_proj.weight": np.zeros(8)},
-            r"Got also: model.layers.2.mlp.up_proj.weight",
-        ),
-        (lambda t: t | {"score.weight": np.zeros((1, 8))}, r"Got also: score.weight"),
-        (
-            lambda t: t | {"model.layers.1.mlp.up_proj.weight": np.zeros((8, 12))},
-            r"model.layers.1.mlp.up_proj.weight: must have shape \[12, 8\] by the config. Got \[8, 12\]",
-        ),
-        (
-            lambda t: t | {"model.embed_tokens.weight": np.zeros((17, 8))},
-            r"model.embed_tokens.weight: must have shape \[16, 8\] by the config. Got \[17, 8\]",
-        ),
-        (lambda t: t | {"model.norm.weight": np.zeros(8, np.int8)}, r"model.norm.weight: weights must be in .* Got I8"),
-    ],
-)
-def test_weight_errors(change: Any, message: str, tmp_path: Path) -> None:
-    save_params(init_params(SMALL, jax.random.key(0)), SMALL, tmp_path, dtype="float32")
-    path = tmp_path / "model.safetensors"
-    save_file(change(load_file(path)), path)
-    with pytest.raises(ValueError, match=message):
-        load_params(tmp_path, SMALL)
-
-
-def test_weights_that_follow_from_others_may_be_there(tmp_path: Path) -> None:
-    config = dataclasses.replace(SMALL, tie_embeddings=True)
-    params = init_params(config, jax.random.key(0))
-    save_params(params, config, tmp_path, dtype="float32")
-    path = tmp_path / "model.safetensors"
-    tensors = load_file(path)
-    assert "lm_head.weight" not in tensors
-    embedding = tensors["model.embed_tokens.weight"]
-    frequencies = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(2, np.float32)}
-    save_file(tensors | frequencies | {"lm_head.weight": embedding}, path)
-    assert_equal_trees(load_params(tmp_path, config), params)
-    save_file(tensors | {"lm_head.weight": embedding + 1}, path)
-    with pytest.raises(ValueError, match=r"lm_head.weight: must equal model.embed_tokens.weight, .* Set tie_word"):
-        load_params(tmp_path, config)
-
-
-def test_weight_file_errors(tmp_path: Path) -> None:
-    (tmp_path / "pytorch_model.bin").touch()
-    with pytest.raises(ValueError, match=r"must hold model.safetensors or .*index.json. Got pytorch_model.bin."):
-        load_params(tmp_path, SMALL)
-    with pytest.raises(ValueError, match=r"must hold model.safetensors or .*. Got no files."):
-        load_params(tmp_path / "nowhere", SMALL)
-    (tmp_path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1")
-    with pytest.raises(ValueError, match=r"model.safetensors: must be a whole safetensors file. Got Error .* Download"):
-        load_params(tmp_path, SMALL)
-
-
-def test_save_errors(tmp_path: Path) -> None:
-    config = dataclasses.replace(SMALL, attention_bias=True, qk_norm=True)
-    with pytest.raises(ValueError, match=r"attention_bias and qk_norm: .* Got both"):
-        save_params(init_params(config, jax.random.key(0)), config, tmp_path, dtype="float32")

@@ -17,7 +17,7 @@ from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.lora import LoRAConfig
 from jaxrlhf.planner.workload import Workload
 from jaxrlhf.programs.roles import ModelRole
-from jaxrlhf.run.step_work import step_workload
+from jaxrlhf.run.step_draft import step_workload
 from jaxrlhf.tracing import trace
 
 TINY = ModelConfig(

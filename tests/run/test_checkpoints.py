@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jaxrlhf.checkpoint.store import CheckpointError
+from jaxrlhf.execution.channel import Channel
 from jaxrlhf.execution.executor import Executor
 from jaxrlhf.models.params import with_layers
 from jaxrlhf.run.assembly import assemble
@@ -67,7 +68,7 @@ def saved(tmp_path, request):
         params, optimizer, _ = executor.weights.take_for_training(role, home)
         executor.weights.trained(role, home, params, jax.tree.map(lambda x: x + 3, optimizer))
     folder = RunFolder.create(tmp_path, "run")
-    checkpoints = Checkpoints(assembly, folder)
+    checkpoints = Checkpoints(assembly, folder, Channel())
     checkpoints.save_steps(1, executor, assembly.train.first_state)
     checkpoints.close()
     executor.close()

@@ -15,8 +15,9 @@ from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.planner.plans.config_keys import BATCH_SIZE, RowCountKeys
 from jaxrlhf.planner.plans.plan import Plan, PlanError
 from jaxrlhf.planner.plans.splits import copied_rows, term_rows, undivided_sizes
-from jaxrlhf.reshard.protocols import AUTO, Grid, find
+from jaxrlhf.reshard.protocols import AUTO, split_axes
 from jaxrlhf.schedules.schedule import bubble_warning
+from jaxrlhf.sharding.axes import BATCH_AXES
 from jaxrlhf.sharding.row_padding import can_split
 from jaxrlhf.sharding.strategy import Strategy
 from jaxrlhf.suggest import did_you_mean
@@ -250,21 +251,26 @@ def _check_shards(
 
 
 def _check_protocol(where: str, call: Call, placement: Placement) -> None:
-    if placement.protocol == AUTO:  # whatever is chosen splits rows as the strategy does
+    """Checks that a protocol by name splits the rows of a call evenly, and gives each stage all of them."""
+    if placement.protocol == AUTO:
         return
     strategy = placement.strategy
-    grid = Grid(pipeline=strategy.pipeline, data=strategy.num_row_shards, tensor=strategy.tensor)
     try:
-        distribute = find(placement.protocol)
-        for num_rows in {ref.shape[0] for ref in call.refs if ref.has_rows}:
-            received = distribute(grid, num_rows)
-            if strategy.pipeline > 1 and call.role and received != find("3D_PROTO")(grid, num_rows):
-                raise ValueError(
-                    "protocol: must give each stage all rows, split over data x fsdp, where a call has stages. Got "
-                    f"{placement.protocol!r}. Use {AUTO} or 3D_PROTO."
-                )
+        axes = split_axes(placement.protocol, strategy)
     except ValueError as error:
         raise PlanError(f"{where}.{error}") from error
+    parts = math.prod(getattr(strategy, axis) for axis in axes)
+    for num_rows in {ref.shape[0] for ref in call.refs if ref.has_rows}:
+        if num_rows % parts:
+            raise PlanError(
+                f"{where}.rows: {' x '.join(axes)} must divide them. Got {num_rows} rows for {parts} parts. Lower a "
+                "degree, or use another batch_size."
+            )
+    if strategy.pipeline > 1 and call.role and axes != BATCH_AXES:
+        raise PlanError(
+            f"{where}.protocol: must give each stage all rows, split over data x fsdp, where a call has stages. Got "
+            f"{placement.protocol!r}. Use {AUTO} or 3D_PROTO."
+        )
 
 
 def _divisors(size: int) -> str:

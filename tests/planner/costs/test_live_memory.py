@@ -15,7 +15,7 @@ from jaxrlhf.observe.timeline import Timeline
 from jaxrlhf.planner.search.choices import memory_problem
 from jaxrlhf.planner.search.peak_memory import DeviceMemory, memory_during_all
 from jaxrlhf.run.assembly import assemble
-from jaxrlhf.run.step_work import step_workload
+from jaxrlhf.run.step_draft import step_workload
 from tests.small_run import ROWS
 
 MODEL = "roles.actor.model={vocab_size: 264, hidden_size: 128, intermediate_size: 256, num_layers: 2, num_heads: 8"

@@ -186,7 +186,7 @@ def test_rows_that_do_not_divide_are_filled_up_where_each_is_worked_on_by_itself
     train = next(call for call in GRAPH.calls if call.kind == "train")
     assert copied_rows(train, Strategy(data=5)) == 0  # which must divide
     with pytest.raises(
-        PlanError, match=r"plan\.calls\.actor\.generate\.rows: data must divide them\. Got 24 rows for 5 parts"
+        PlanError, match=r"plan\.calls\.actor\.generate\.rows: data x fsdp must divide them\. Got 24 rows for 5 parts"
     ):
         placement = dataclasses.replace(over(5, data=5), protocol="3D_PROTO")
         check(plan_with("actor.generate", placement), GRAPH, MODELS, num_devices=5)
@@ -258,8 +258,7 @@ def test_roles_to_offload():
         ),
         (
             Placement(tuple(range(16)), Strategy(data=8, tensor=2), protocol="DP_PROTO"),
-            "plan.calls.halve.rows: pipeline x data x micro_data x tensor must divide them. Got 24 rows for 16 parts. "
-            "Lower",
+            "plan.calls.halve.rows: pipeline x data x fsdp x tensor must divide them. Got 24 rows for 16 parts. Lower",
         ),
     ],
 )

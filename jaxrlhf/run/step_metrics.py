@@ -1,0 +1,115 @@
+"""Metrics of a step from its sequences: tokens and their rates, padding, and the balance of tokens over devices."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxrlhf.call_graph import Call, Ref, named_sequences
+from jaxrlhf.execution.step_result import StepResult
+from jaxrlhf.observe.step_timers import timer_seconds
+from jaxrlhf.planner.plans.plan import Plan
+from jaxrlhf.planner.plans.splits import copied_rows
+from jaxrlhf.reshard.balance import token_imbalance
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenCounts:
+    """Tokens of a step's sequences, without padding."""
+
+    prompt: int
+    response: int
+
+    @property
+    def total(self) -> int:
+        return self.prompt + self.response
+
+
+def count_tokens(result: StepResult) -> TokenCounts:
+    """The tokens of all rollouts of a step, or of its data if it generates none. Waits for the sequences.
+
+    There are none if the data are not sequences.
+    """
+    rollouts = [call.outputs for call in result.graph.calls if call.kind == "generate"]
+    sequences = rollouts or jax.tree.leaves(result.graph.inputs["data"], is_leaf=_is_sequences)
+    masks = [(x.mask, x.response) for x in sequences if _is_sequences(x)]
+    counted = [(int(np.sum(mask)), int(np.sum(response))) for mask, response in result.read(masks)]
+    response = sum(response for _, response in counted)
+    return TokenCounts(prompt=sum(both for both, _ in counted) - response, response=response)
+
+
+def _is_sequences(x: Any) -> bool:
+    return not isinstance(x, Ref) and hasattr(x, "mask") and hasattr(x, "response")
+
+
+def throughput_metrics(
+    tokens: TokenCounts, timings: Mapping[str, float], *, seconds: float, num_devices: int
+) -> dict[str, float]:
+    """The rates of a step.
+
+    Args:
+        timings: The step's metrics `timing_s/<timer>`.
+        seconds: Wall time of the whole step.
+        num_devices: Devices of the run, idle ones too.
+
+    Returns:
+        `perf/...`, `timing_s/step` and `timing_per_token_ms/<timer>`: over response tokens for generation, over all
+        tokens for other calls on whole sequences.
+    """
+    metrics = {
+        "timing_s/step": seconds,
+        "perf/time_per_step": seconds,
+        "perf/total_num_tokens": float(tokens.total),
+        "perf/throughput": tokens.total / (seconds * num_devices),
+    }
+    for timer, timer_time in timer_seconds(timings).items():
+        num_tokens = tokens.response if timer == "gen" else tokens.total
+        if num_tokens and timer != "reward" and not timer.startswith(("reallocate_", "offload_")):
+            metrics[f"timing_per_token_ms/{timer}"] = 1e3 * timer_time / num_tokens
+    return metrics
+
+
+def balance_metrics(result: StepResult, plan: Plan) -> dict[str, float]:
+    """Padding and token balance, from the lengths of the sequences and the plan. Waits for the sequences.
+
+    Returns:
+        `perf/padded_rows`, the copied rows in all calls of the step (`sharding.row_padding`); `perf/padding_waste`;
+        and, for every inference and train call with split rows, `perf/token_imbalance/<call>`, with
+        `perf/token_imbalance_undealt/<call>` if the plan balances it. For a train call with several mini-batches, rows
+        are counted in their original order, since only the devices know the shuffled one. Of several batches, the
+        least balanced one counts.
+    """
+    calls = [(call, masks) for call in result.graph.calls if (masks := _masks(call))]
+    tokens = [
+        [np.sum([np.asarray(mask).sum(axis=1) for mask in group], axis=0) for group in groups]
+        for groups in result.read([masks for _, masks in calls])
+    ]
+    positions = sum(mask.shape[0] * mask.shape[1] for _, masks in calls for group in masks for mask in group)
+    placed = [call for call in result.graph.calls if call.kind != "host"]
+    metrics = {"perf/padded_rows": float(sum(copied_rows(call, plan[call].strategy) for call in placed))}
+    if positions:
+        total = sum(int(tokens_B.sum()) for every in tokens for tokens_B in every)
+        metrics["perf/padding_waste"] = 1 - total / positions
+    for (call, _), every in zip(calls, tokens, strict=True):
+        strategy = plan[call].strategy
+        if strategy.num_row_shards == 1:
+            continue
+        copies = copied_rows(call, strategy)
+        mini_batches = call.update.mini_batches if call.kind == "train" else 1
+        padded = [np.concatenate([tokens_B, tokens_B[:copies]]) for tokens_B in every]
+        degrees = {"num_shards": strategy.num_row_shards, "micro_batches": strategy.micro_batches}
+        both = [tuple(token_imbalance(tokens_B, mini_batches=mini_batches, **degrees)) for tokens_B in padded]
+        undealt, dealt = max(both, key=lambda pair: pair[0])
+        metrics[f"perf/token_imbalance/{call.plan_name}"] = float(dealt if strategy.balance else undealt)
+        if strategy.balance:
+            metrics[f"perf/token_imbalance_undealt/{call.plan_name}"] = float(undealt)
+    return metrics
+
+
+def _masks(call: Call) -> list[list[Any]]:
+    """The masks of the sequences of an inference or train call, grouped by batch."""
+    batches = [term.batch["sequences"] for term in call.terms] or list(call.sequences)
+    groups = [[x.mask for x in named_sequences(batch).values() if hasattr(x, "mask")] for batch in batches]
+    return [group for group in groups if group]
