@@ -35,9 +35,8 @@ from jaxrlhf.call_graph import Call, CallGraph
 from jaxrlhf.config.schema import OptimizerConfig
 from jaxrlhf.execution.executor import Executor
 from jaxrlhf.experience import Prompts, Sampling
-from jaxrlhf.models.architecture import num_parameters
+from jaxrlhf.models.architecture import cached_numbers, forward_flops, num_parameters
 from jaxrlhf.models.config import ModelConfig
-from jaxrlhf.models.counts import decode_step_bytes, forward_flops, train_flops
 from jaxrlhf.planner.plans.check_plan import check
 from jaxrlhf.planner.plans.plan import Placement, Plan, resolve
 from jaxrlhf.programs.roles import ModelRole
@@ -312,6 +311,16 @@ class MeasuringExecutor(Executor):
         return program
 
 
+def decode_step_bytes(config: ModelConfig, *, rows: int, tokens: float) -> float:
+    """Bytes that one decoding step must read: all weights, and the keys and values of `tokens` tokens a row.
+
+    Of an embedding that is not the head too, a step reads the rows of its tokens alone.
+    """
+    embedding = config.vocab_size * config.hidden_size
+    weights = num_parameters(config) - (0 if config.tie_embeddings else embedding - rows * config.hidden_size)
+    return config.itemsize * (weights + config.num_layers * rows * cached_numbers(config) * tokens)
+
+
 def bounds(
     options: argparse.Namespace, lm: ModelConfig, kind: str, calls: Mapping[str, Any], prefill: Mapping[str, float]
 ) -> dict[str, float | None]:
@@ -329,7 +338,8 @@ def bounds(
     def utilisation(flops: int, call: str) -> float | None:
         return peak and flops / calls[call]["wall_s"] / (options.devices * peak)
 
-    forward, train = forward_flops(lm, **work), train_flops(lm, **work)
+    forward = forward_flops(lm, **work)
+    train = 3 * forward  # the backward pass has two products for each of the forward's
     return {
         "decode_tokens_per_s": rate,
         "decode_bytes_per_step": read,

@@ -1,10 +1,11 @@
-"""What an algorithm is: a step function, the type of its settings, its first state, the roles that it plays with."""
+"""What an algorithm is: a step function, the type of its settings, its first state, the roles that it plays with.
+Evaluation by samples is a step of the same kind, which trains nothing."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
-from jaxrlhf.experience import RowKind
+from jaxrlhf.experience import Prompts, RowKind, Sampling
 from jaxrlhf.require import require
 
 
@@ -16,36 +17,31 @@ class Rows:
     """`prompts`: `Prompts`. `demonstrations`: `Sequences`, prompts with the rows' completions. `preferences`:
     `Preferences`, prompts with two completions each, of which the first was preferred."""
     max_new_tokens: int = 0
-    """Columns of a completion. None for prompts."""
+    """Columns of a completion, 0 for prompts."""
     count: int = 0
-    """Rows in a step. 0: the run's `batch_size`."""
+    """Rows in a step. 0 means the run's `batch_size`."""
     dataset: str = ""
-    """The name of a table under the run's `datasets`. Empty, or not there: the run's `data`, as always for prompts."""
+    """The name of a table under the run's `datasets`. If there is none, the run's `data`, as always for prompts."""
 
     def __post_init__(self) -> None:
-        require(
-            self.kind in get_args(RowKind), "Rows.kind", f"must be one of {', '.join(get_args(RowKind))}", self.kind
-        )
+        known = get_args(RowKind)
+        require(self.kind in known, "Rows.kind", f"must be one of {', '.join(known)}", self.kind)
         if self.kind == "prompts":
             require(self.max_new_tokens == 0, "Rows.max_new_tokens", "prompts have no completion", self.max_new_tokens)
         else:
             require(self.max_new_tokens >= 1, "Rows.max_new_tokens", "must be at least 1", self.max_new_tokens)
-        at_home = self.kind != "prompts" or not self.dataset
-        require(
-            at_home, "Rows.dataset", "prompts come from the run's `data`, as rewards read its columns", self.dataset
-        )
+        rule = "prompts come from the run's `data`, as rewards read its columns"
+        require(self.kind != "prompts" or not self.dataset, "Rows.dataset", rule, self.dataset)
         require(self.count >= 0, "Rows.count", "must not be negative", self.count)
 
 
 def no_state(config: Any) -> tuple[()]:
     """The first state where nothing is carried from step to step."""
-    del config
     return ()
 
 
 def prompts(config: Any) -> Rows:
     """A batch of prompts."""
-    del config
     return Rows("prompts")
 
 
@@ -80,4 +76,24 @@ class Algorithm:
     """`config -> Rows`: what a step is given; of a mapping, a dict with a batch under each of its names."""
     evaluation: Callable[[Any, Any, Any, Any], tuple[dict[str, Any], Any]] | None = None
     """`(roles, state, data, config) -> (metrics, state)`, run on held-out rows of the same kinds: numbers that are
-    means over their rows. It trains nothing. None: the run's evaluation samples and scores, and that is all."""
+    means over their rows. It trains nothing. None means that the run's evaluation only samples and scores."""
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluationConfig:
+    """Settings of an evaluation by samples: responses, by default greedy ones, and their scores."""
+
+    sampling: Sampling = Sampling(temperature=0.0)
+    scorers: tuple[str, ...] = ("reward",)
+    """Roles whose `scores` are asked."""
+
+    def __post_init__(self) -> None:
+        each_once = len(set(self.scorers)) == len(self.scorers)
+        require(each_once, "evaluation.scorers", "must name each role once", self.scorers)
+
+
+def evaluation_step(roles: Any, state: Any, prompts: Prompts, config: EvaluationConfig) -> tuple[dict[str, Any], Any]:
+    """Responses to the prompts, and every scorer's scores of them."""
+    rollout = roles.actor.generate(prompts, config.sampling)
+    scores = {name: getattr(roles, name).scores(rollout) for name in config.scorers}
+    return {"rollout": rollout, "scores": scores}, state

@@ -37,12 +37,9 @@ class DAPOConfig:
     def __post_init__(self) -> None:
         require_group(self.sampling)
         require(self.oversampling >= 1, "oversampling", "must be at least 1", self.oversampling)
-        require(
-            0 <= self.overlong_tokens <= self.sampling.max_new_tokens,
-            "overlong_tokens",
-            f"must lie between 0 and sampling.max_new_tokens={self.sampling.max_new_tokens}",
-            self.overlong_tokens,
-        )
+        limit = self.sampling.max_new_tokens
+        rule = f"must lie between 0 and sampling.max_new_tokens={limit}"
+        require(0 <= self.overlong_tokens <= limit, "overlong_tokens", rule, self.overlong_tokens)
         require_not_negative(self.overlong_penalty, "overlong_penalty")
 
 
@@ -74,7 +71,7 @@ def dapo_batch(
         r_i = score_i + overlong_i
         A_i = (r_i - mean(r)) / std(r)    over its group
 
-    Whether a group teaches something, its scores alone say, without the punishment.
+    Scores alone, without the punishment, say if a group teaches something.
 
     Returns:
         The batch, of B / oversampling rows: `sequences` and `advantages`. Metrics: those of the rollout and the rewards
@@ -83,12 +80,9 @@ def dapo_batch(
     Raises:
         GraphError: `oversampling` does not divide the number of groups.
     """
-    num_samples = config.sampling.num_samples
+    num_samples, limit = config.sampling.num_samples, config.sampling.max_new_tokens
     punished_B = overlong_punishment(
-        rollout.lengths,
-        limit=config.sampling.max_new_tokens,
-        interval=config.overlong_tokens,
-        penalty=config.overlong_penalty,
+        rollout.lengths, limit=limit, interval=config.overlong_tokens, penalty=config.overlong_penalty
     )
     all_rows, group = group_batch(rollout, scores_B + punished_B, num_samples=num_samples, normalize_std=True)
     batch, chosen = select_groups(all_rows, scores_B, num_samples=num_samples, oversampling=config.oversampling)

@@ -12,21 +12,18 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from jaxrlhf.algorithms.losses import Loss, Metrics
-from jaxrlhf.algorithms.pairs import correct_pairs, pair_batch
+from jaxrlhf.algorithms.reward_model import correct_pairs, pair_batch
+from jaxrlhf.algorithms.sft import SFTConfig, SupervisedUpdate
 from jaxrlhf.experience import PolicyOutputs, Preferences
-from jaxrlhf.require import require, require_passes, require_positive
+from jaxrlhf.require import require, require_positive
 
 DPOLoss = Literal["sigmoid", "robust", "ipo"]
 
 
 @dataclasses.dataclass(frozen=True)
-class DPOUpdate:
+class DPOUpdate(SupervisedUpdate):
     """How one batch of pairs becomes updates of the actor."""
 
-    mini_batches: int = 1
-    """Updates in one pass over the batch."""
-    epochs: int = 1
-    """Passes over the batch."""
     loss: DPOLoss = "sigmoid"
     """`sigmoid` is DPO, `ipo` IPO. `robust` is DPO with a loss whose mean over wrong labels is that without them."""
     beta: float = 0.1
@@ -35,10 +32,9 @@ class DPOUpdate:
     """How many preferences are thought to be the wrong way round. Of no use to `ipo`."""
 
     def __post_init__(self) -> None:
-        require_passes(self.mini_batches, self.epochs, "update")
-        require(
-            self.loss in get_args(DPOLoss), "update.loss", f"must be one of {', '.join(get_args(DPOLoss))}", self.loss
-        )
+        super().__post_init__()
+        known = get_args(DPOLoss)
+        require(self.loss in known, "update.loss", f"must be one of {', '.join(known)}", self.loss)
         require_positive(self.beta, "update.beta")
         smooth = self.label_smoothing
         require(0 <= smooth < 0.5, "update.label_smoothing", "must lie in [0, 0.5)", smooth)
@@ -46,21 +42,10 @@ class DPOUpdate:
 
 
 @dataclasses.dataclass(frozen=True)
-class DPOConfig:
+class DPOConfig(SFTConfig):
     """Settings of direct preference optimization."""
 
-    max_new_tokens: int = 128
-    """Columns of a response, end of text included."""
     update: DPOUpdate = DPOUpdate()
-
-    def __post_init__(self) -> None:
-        require(self.max_new_tokens >= 1, "max_new_tokens", "must be at least 1", self.max_new_tokens)
-
-
-def dpo_state(config: DPOConfig) -> tuple[()]:
-    """Nothing is carried from step to step."""
-    del config
-    return ()
 
 
 def dpo_step(roles: Any, state: tuple[()], pairs: Preferences, config: DPOConfig) -> tuple[dict[str, Any], tuple[()]]:
@@ -69,21 +54,20 @@ def dpo_step(roles: Any, state: tuple[()], pairs: Preferences, config: DPOConfig
     Reference:
         Rafailov et al. 2023, arXiv:2305.18290.
     """
-    batch = pair_batch(pairs, reference=_reference(roles, pairs))
-    return {"actor": roles.actor.train(dpo_loss, batch, config.update)}, state
+    return {"actor": roles.actor.train(dpo_loss, _batch(roles, pairs), config.update)}, state
 
 
 def dpo_evaluation(
     roles: Any, state: tuple[()], pairs: Preferences, config: DPOConfig
 ) -> tuple[dict[str, Any], tuple[()]]:
     """Loss, accuracy and margin of the implied rewards on held-out pairs."""
-    batch = pair_batch(pairs, reference=_reference(roles, pairs))
-    return roles.actor.loss(dpo_loss, batch, config.update), state
+    return roles.actor.loss(dpo_loss, _batch(roles, pairs), config.update), state
 
 
-def _reference(roles: Any, pairs: Preferences) -> dict[str, Any]:
-    """The reference's log-probabilities of both responses."""
-    return {"chosen": roles.reference.logprobs(pairs.chosen), "rejected": roles.reference.logprobs(pairs.rejected)}
+def _batch(roles: Any, pairs: Preferences) -> dict[str, Any]:
+    """The pairs with the reference's log-probabilities of both responses."""
+    logprobs = roles.reference.logprobs
+    return pair_batch(pairs, reference={"chosen": logprobs(pairs.chosen), "rejected": logprobs(pairs.rejected)})
 
 
 def dpo_loss(outputs: Mapping[str, PolicyOutputs], batch: dict[str, Any], update: DPOUpdate) -> Loss:

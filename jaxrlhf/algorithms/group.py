@@ -20,12 +20,8 @@ STD_FLOOR = 1e-6
 
 def require_group(sampling: Sampling) -> None:
     """What settings of algorithms with groups ask of the number of samples."""
-    require(
-        sampling.num_samples >= 2,
-        "sampling.num_samples",
-        "must be at least 2, since a response is judged beside others to its prompt",
-        sampling.num_samples,
-    )
+    rule = "must be at least 2, since a response is judged beside others to its prompt"
+    require(sampling.num_samples >= 2, "sampling.num_samples", rule, sampling.num_samples)
 
 
 def in_groups(x_B: Float[Array, " B"], num_samples: int) -> Float[Array, "G N"]:

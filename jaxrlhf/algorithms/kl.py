@@ -70,13 +70,8 @@ class KLPenalty:
         require(self.estimator in ESTIMATORS, "kl.estimator", f"must be one of {', '.join(ESTIMATORS)}", self.estimator)
         require(self.placement in ("reward", "loss"), "kl.placement", "must be reward or loss", self.placement)
         require_not_negative(self.coef, "kl.coef")
-        require(
-            self.coef > 0 or not self.adaptive,
-            "kl.coef",
-            "must be positive where kl.adaptive is on",
-            self.coef,
-            "The controller multiplies, so it never leaves zero.",
-        )
+        rule, remedy = "must be positive where kl.adaptive is on", "The controller multiplies, so it never leaves zero."
+        require(self.coef > 0 or not self.adaptive, "kl.coef", rule, self.coef, remedy)
         require_positive(self.target, "kl.target")
         require_positive(self.horizon, "kl.horizon")
 

@@ -4,7 +4,7 @@ Letters: B sequences, R response columns.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, TypeAlias, get_args
 
 import chex
 import jax.numpy as jnp
@@ -92,12 +92,8 @@ class PolicyConfig:
     def __post_init__(self) -> None:
         if self.score_clip is not None:
             require_positive(self.score_clip, "score_clip")
-        require(
-            self.score_normalization in ("none", "batch", "running"),
-            "score_normalization",
-            "must be none, batch or running",
-            self.score_normalization,
-        )
+        known, rule = get_args(ScoreNormalization), "must be none, batch or running"
+        require(self.score_normalization in known, "score_normalization", rule, self.score_normalization)
         require_not_negative(self.missing_stop_penalty, "missing_stop_penalty")
 
 
@@ -106,7 +102,12 @@ class PolicyState(struct.PyTreeNode):
 
     kl_coef: Float[Array, ""]
     scores: Moments
-    """Of all scores so far, where they are normalized by running moments."""
+    """Moments of all scores so far, where they are normalized by running moments."""
+
+
+PolicyBatch: TypeAlias = tuple[dict[str, Any], PolicyState, dict[str, Float[Array, ""]]]
+"""What a step trains on: the batch, every leaf with rows first, of `sequences` (the rollout), `advantages`, and `kl`
+where the loss holds the KL term; the state of the next step; metrics."""
 
 
 def policy_state(config: PolicyConfig) -> PolicyState:
@@ -136,16 +137,10 @@ def token_kl(rollout: Rollout, reference_BR: Float[Array, "B R"], kl: KLPenalty)
     return ESTIMATORS[kl.estimator](rollout.logprobs, reference_BR)
 
 
-def penalized(
-    rollout: Rollout, reference_BR: Float[Array, "B R"], state: PolicyState, kl: KLPenalty
-) -> tuple[dict[str, Any], PolicyState, dict[str, Float[Array, ""]]]:
-    """What a training batch begins with; the next coefficient of the KL; metrics.
+def penalized(rollout: Rollout, reference_BR: Float[Array, "B R"], state: PolicyState, kl: KLPenalty) -> PolicyBatch:
+    """What a training batch begins with, still without `advantages`; metrics are those of the KL and the rollout.
 
     The KL that drives the controller and is reported is k1's, in nats, whichever estimator penalizes.
-
-    Returns:
-        The batch, every leaf with rows first: `sequences` (the rollout), and `kl` where the loss holds the KL term.
-        The state of the next step. Metrics of the KL and the rollout.
     """
     mask_BR = rollout.response
     chex.assert_equal_shape([rollout.logprobs, reference_BR, mask_BR])

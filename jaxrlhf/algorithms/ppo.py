@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float
 
 from jaxrlhf.algorithms.losses import Loss, clipped_value_loss
 from jaxrlhf.algorithms.masked import masked_mean, masked_variance, whiten
-from jaxrlhf.algorithms.policy import PolicyConfig, PolicyState, PolicyUpdate, ppo_policy_loss, rewarded
+from jaxrlhf.algorithms.policy import PolicyBatch, PolicyConfig, PolicyState, PolicyUpdate, ppo_policy_loss, rewarded
 from jaxrlhf.algorithms.reported import masked_summary
 from jaxrlhf.algorithms.returns import gae
 from jaxrlhf.experience import Prompts, Rollout
@@ -88,12 +88,10 @@ def ppo_batch(
     scores_B: Float[Array, " B"],
     state: PolicyState,
     config: ActorCriticConfig,
-) -> tuple[dict[str, Any], PolicyState, dict[str, Float[Array, ""]]]:
+) -> PolicyBatch:
     """From what the roles said about a rollout to what they train on.
 
-    Returns:
-        The batch, every leaf with rows first: `sequences` (the rollout), `advantages`, `returns`, `values`, and `kl`
-        where the loss holds the KL term. The state of the next step. Metrics.
+    The batch has `returns` and `values` too.
     """
     chex.assert_rank([reference_BR, values_BR, scores_B], [2, 2, 1])
     mask_BR = rollout.response

@@ -21,9 +21,9 @@ class PretrainingMix:
     """What the actor goes on learning from, beside its samples."""
 
     coef: float = 1.0
-    """Of the mean negative log-likelihood of a token, beside the policy loss, a mean over tokens too."""
+    """Weight of the mean negative log-likelihood of a token, beside the policy loss, a mean over tokens too."""
     batch_size: int = 0
-    """Rows of each step; 0: as many as prompts."""
+    """Rows of each step; 0 means as many as prompts."""
     max_new_tokens: int = 128
     """Columns of a completion."""
 

@@ -25,7 +25,7 @@ class SharedUpdate(PolicyUpdate):
     value_clip: float | None = 0.2
     """How far a value may move from the one that the rollout got; None does not clip."""
     value_coef: float = 0.1
-    """Of the critic's loss, beside the actor's."""
+    """Weight of the critic's loss beside the actor's."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

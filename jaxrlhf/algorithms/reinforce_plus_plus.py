@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from jaxrlhf.algorithms.group import require_group
 from jaxrlhf.algorithms.masked import whiten
-from jaxrlhf.algorithms.policy import PolicyConfig, PolicyState, PolicyUpdate, ppo_policy_loss, rewarded
+from jaxrlhf.algorithms.policy import PolicyBatch, PolicyConfig, PolicyState, PolicyUpdate, ppo_policy_loss, rewarded
 from jaxrlhf.algorithms.ppo import advantage_metrics
 from jaxrlhf.algorithms.returns import discounted_sum
 from jaxrlhf.experience import Prompts, Rollout
@@ -55,7 +55,7 @@ def reinforce_plus_plus_batch(
     scores_B: Float[Array, " B"],
     state: PolicyState,
     config: ReinforcePlusPlusConfig,
-) -> tuple[dict[str, Any], PolicyState, dict[str, Float[Array, ""]]]:
+) -> PolicyBatch:
     """From what the roles said about a rollout to what the actor trains on.
 
         r_t = score * [t is the last token] - kl_coef * kl_t
@@ -63,10 +63,6 @@ def reinforce_plus_plus_batch(
         A_t = (G_t - mean(G)) / std(G)    over all tokens of the batch
 
     With `group_baseline`, `score` is the score less the mean of its group.
-
-    Returns:
-        The batch: `sequences`, `advantages`, and `kl` where the loss holds the KL term. The state of the next step.
-        Metrics.
     """
     mask_BR = rollout.response
     num_samples = config.sampling.num_samples if config.group_baseline else 0

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxrlhf.algorithms.policy import (
+    PolicyBatch,
     PolicyConfig,
     PolicyState,
     ReinforceUpdate,
@@ -32,13 +33,8 @@ class ReMaxConfig(PolicyConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(
-            self.sampling.num_samples == 1,
-            "sampling.num_samples",
-            "must be 1: a prompt's one baseline is its greedy response",
-            self.sampling.num_samples,
-            "For several responses to a prompt take rloo.",
-        )
+        num, rule = self.sampling.num_samples, "must be 1: a prompt's one baseline is its greedy response"
+        require(num == 1, "sampling.num_samples", rule, num, "For several responses to a prompt take rloo.")
 
 
 def remax_step(
@@ -70,17 +66,13 @@ def remax_batch(
     baseline_B: Float[Array, " B"],
     state: PolicyState,
     config: ReMaxConfig,
-) -> tuple[dict[str, Any], PolicyState, dict[str, Float[Array, ""]]]:
+) -> PolicyBatch:
     """From what the roles said about both responses to what the actor trains on.
 
         A_t = score - score of the greedy response - kl_coef * kl_t
 
     A token answers for its own KL, not for that of the tokens after it: so do it the authors, and it has less
     variance. Both scores are shaped alike; where they are normalized, by the moments of both together.
-
-    Returns:
-        The batch: `sequences`, `advantages`, and `kl` where the loss holds the KL term. The state of the next step.
-        Metrics.
     """
     mask_BR = rollout.response
     both = rollout.replace(finish=jnp.concatenate([rollout.finish, greedy.finish]))

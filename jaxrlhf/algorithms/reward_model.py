@@ -1,4 +1,5 @@
 """Training of a reward model on preferences: a scalar head learns to score the chosen response above the rejected one.
+The batches of pairs and their accuracy are those of DPO too.
 
 Letters: B pairs.
 """
@@ -7,48 +8,34 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxrlhf.algorithms.losses import Loss, Metrics
-from jaxrlhf.algorithms.pairs import correct_pairs, pair_batch
+from jaxrlhf.algorithms.sft import SFTConfig, SupervisedUpdate
 from jaxrlhf.experience import Preferences, Term
-from jaxrlhf.require import require, require_not_negative, require_passes
+from jaxrlhf.require import require_not_negative
 
 
 @dataclasses.dataclass(frozen=True)
-class RewardModelUpdate:
+class RewardModelUpdate(SupervisedUpdate):
     """How one batch of pairs becomes updates of the reward model."""
 
-    mini_batches: int = 1
-    """Updates in one pass over the batch."""
-    epochs: int = 1
-    """Passes over the batch."""
     center_coef: float = 0.0
     """Weight of the term that holds the scores of a pair around zero."""
 
     def __post_init__(self) -> None:
-        require_passes(self.mini_batches, self.epochs, "update")
+        super().__post_init__()
         require_not_negative(self.center_coef, "update.center_coef")
 
 
 @dataclasses.dataclass(frozen=True)
-class RewardModelConfig:
+class RewardModelConfig(SFTConfig):
     """Settings of training a reward model."""
 
-    max_new_tokens: int = 128
-    """Columns of a response, end of text included."""
     update: RewardModelUpdate = RewardModelUpdate()
-
-    def __post_init__(self) -> None:
-        require(self.max_new_tokens >= 1, "max_new_tokens", "must be at least 1", self.max_new_tokens)
-
-
-def reward_model_state(config: RewardModelConfig) -> tuple[()]:
-    """Nothing is carried from step to step."""
-    del config
-    return ()
 
 
 def reward_model_step(
@@ -94,3 +81,15 @@ def reward_model_loss(
         "rejected_score": jnp.sum(rejected_B),
     }
     return jnp.sum(loss_B), jnp.asarray(chosen_B.shape[0], jnp.float32), metrics
+
+
+def pair_batch(pairs: Preferences, **more: Any) -> dict[str, Any]:
+    """A batch whose loss gets the model's outputs of `chosen` and of `rejected`, with the margin and `more`."""
+    return {"sequences": {"chosen": pairs.chosen, "rejected": pairs.rejected}, "margin": pairs.margin, **more}
+
+
+def correct_pairs(chosen_B: Float[Array, " B"], rejected_B: Float[Array, " B"]) -> Float[Array, ""]:
+    """How many pairs are ordered as they should be. A tie is half a pair."""
+    chex.assert_rank([chosen_B, rejected_B], 1)
+    chex.assert_equal_shape([chosen_B, rejected_B])
+    return jnp.sum((1.0 + jnp.sign(chosen_B - rejected_B)) / 2.0)

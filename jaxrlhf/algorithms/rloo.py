@@ -10,7 +10,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxrlhf.algorithms.group import group_metrics, leave_one_out, on_tokens, require_group
-from jaxrlhf.algorithms.policy import PolicyConfig, PolicyState, ReinforceUpdate, reinforce_policy_loss, rewarded
+from jaxrlhf.algorithms.policy import (
+    PolicyBatch,
+    PolicyConfig,
+    PolicyState,
+    ReinforceUpdate,
+    reinforce_policy_loss,
+    rewarded,
+)
 from jaxrlhf.experience import Prompts, Rollout, Sampling
 from jaxrlhf.tracing import compute
 
@@ -49,17 +56,13 @@ def rloo_batch(
     scores_B: Float[Array, " B"],
     state: PolicyState,
     config: RLOOConfig,
-) -> tuple[dict[str, Any], PolicyState, dict[str, Float[Array, ""]]]:
+) -> PolicyBatch:
     """From what the roles said about a rollout to what the actor trains on.
 
         r_i = score_i - kl_coef * sum_t kl_{i,t}
         A_i = r_i - (sum_{j != i} r_j) / (n - 1)
 
     A response is one action: its KL is part of its reward, all its tokens have its advantage.
-
-    Returns:
-        The batch: `sequences`, `advantages`, and `kl` where the loss holds the KL term. The state of the next step.
-        Metrics.
     """
     mask_BR, num_samples = rollout.response, config.sampling.num_samples
     rewards_BR, batch, state, metrics = rewarded(rollout, reference_BR, scores_B, state, config)

@@ -44,13 +44,8 @@ class SafeRLHFConfig(PPOConfig):
         require(math.isfinite(self.cost_budget), "cost_budget", "must be finite", self.cost_budget)
         require_positive(self.max_lambda, "max_lambda")
         require_positive(self.lambda_rate, "lambda_rate")
-        require(
-            0 < self.initial_lambda <= self.max_lambda,
-            "initial_lambda",
-            f"must be positive and at most max_lambda={self.max_lambda}",
-            self.initial_lambda,
-            "It is moved by factors, so it never leaves zero.",
-        )
+        first, most, remedy = self.initial_lambda, self.max_lambda, "It is moved by factors, so it never leaves zero."
+        require(0 < first <= most, "initial_lambda", f"must be positive and at most max_lambda={most}", first, remedy)
 
 
 class SafeRLHFState(struct.PyTreeNode):

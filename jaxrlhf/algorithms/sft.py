@@ -37,18 +37,11 @@ class SFTConfig:
         require(self.max_new_tokens >= 1, "max_new_tokens", "must be at least 1", self.max_new_tokens)
 
 
-def sft_state(config: SFTConfig) -> tuple[()]:
-    """Nothing is carried from step to step."""
-    del config
-    return ()
-
-
 def sft_step(
     roles: Any, state: tuple[()], demonstrations: Sequences, config: SFTConfig
 ) -> tuple[dict[str, Any], tuple[()]]:
     """One step of supervised fine-tuning."""
-    batch = {"sequences": demonstrations}
-    return {"actor": roles.actor.train(sft_loss, batch, config.update)}, state
+    return {"actor": roles.actor.train(sft_loss, {"sequences": demonstrations}, config.update)}, state
 
 
 def sft_evaluation(
@@ -60,7 +53,6 @@ def sft_evaluation(
 
 def sft_loss(outputs: PolicyOutputs, batch: dict[str, Any], update: Any) -> Loss:
     """Negative log-likelihood of the response tokens, whatever the settings of the update. Metric: `loss`."""
-    del update
     mask_BR = batch["sequences"].response
     loss = -masked_sum(outputs.logprobs, mask_BR)
     return loss, masked_count(mask_BR), {"loss": loss}

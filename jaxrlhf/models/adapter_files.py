@@ -8,7 +8,9 @@ Reference:
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -35,7 +37,7 @@ def save_adapters(params: Params, config: ModelConfig, lora: LoRAConfig, folder:
 
     Args:
         params: Adapters, with layers as a list or stacked.
-        base: The folder of the model that they adapt, for PEFT to find it. Empty: nobody knows.
+        base: The folder of the model that they adapt, for PEFT to find it. Empty means unknown.
     """
     leaves = jax.tree_util.tree_leaves_with_path(with_layers(jax.tree.map(np.asarray, params), stacked=False))
     tensors = {_name(path): np.ascontiguousarray(weight.astype(np.float32).T) for path, weight in leaves}
@@ -52,11 +54,17 @@ def save_adapters(params: Params, config: ModelConfig, lora: LoRAConfig, folder:
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    with replacing(folder / WEIGHTS) as partial:
+    write_tensors(folder / WEIGHTS, tensors, {CONFIG: fields})
+
+
+def write_tensors(path: Path, tensors: dict[str, np.ndarray], beside: Mapping[str, Any]) -> None:
+    """Write a safetensors file as PyTorch's libraries do, and JSON files beside it: name -> fields."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as partial:
         save_file(tensors, partial, metadata={"format": "pt"})
-        (folder / CONFIG).write_text(json.dumps(fields, indent=2) + "\n")
-        shutil.copymode(folder / CONFIG, partial)  # safetensors makes files that only their owner can read
+        for name, fields in beside.items():
+            path.with_name(name).write_text(json.dumps(fields, indent=2) + "\n")
+            shutil.copymode(path.with_name(name), partial)  # safetensors makes files that only their owner can read
 
 
 def check_adapters(folder: Path, config: ModelConfig, lora: LoRAConfig) -> None:
@@ -109,9 +117,7 @@ def load_adapters(folder: Path, config: ModelConfig, lora: LoRAConfig, layout: L
             name, array = _name(path), np.zeros(weight.shape, np.float32)
             if name in names:
                 array = np.ascontiguousarray(file.get_tensor(name).T).astype(np.float32)
-            return jax.make_array_from_callback(
-                weight.shape, sharding, lambda index: array[index], dtype=np.dtype(np.float32)
-            )
+            return jax.make_array_from_callback(weight.shape, sharding, array.__getitem__, dtype=array.dtype)
 
         declared = declare_adapters(config, lora)
         shardings = shardings_of(declared, layout)

@@ -48,7 +48,7 @@ class Weight:
 
     @property
     def splits_input(self) -> bool:
-        """`tensor` splits a matrix along what it multiplies, so that its product is a sum over devices."""
+        """True if `tensor` splits a matrix along what it multiplies, so that its product is a sum over devices."""
         return self.axes[0] is not None and WEIGHTS_AT_USE[self.axes[0]] == TENSOR
 
 
@@ -164,7 +164,7 @@ def checkpoint_name(name: str, layer: int | None = None) -> str:
     return f"{module}.{kind}" if layer is None else f"model.layers.{layer}.{module}.{kind}"
 
 
-# -- costs of a layer --------------------------------------------------------------------------------------------------
+# -- costs -------------------------------------------------------------------------------------------------------------
 
 
 class Width(NamedTuple):
@@ -205,6 +205,32 @@ def matrix_widths(config: ModelConfig, names: tuple[Matrix, ...] = MATRICES) -> 
 def pair_flops(config: ModelConfig) -> int:
     """Operations for a query and a key that it sees, in all heads: the score, and the weighted value."""
     return 2 * 2 * config.num_heads * config.head_size
+
+
+def seen_pairs(num_queries: int, num_keys: int) -> int:
+    """Pairs of a query, in the last columns, and a key that it sees."""
+    before = num_keys - num_queries
+    return (num_keys * (num_keys + 1) - before * (before + 1)) // 2
+
+
+def forward_flops(config: ModelConfig, *, rows: int, columns: int, scored: int) -> int:
+    """Operations of the matrix products of a forward pass over full rows, whose last `scored` columns get an output.
+
+    One multiplication and one addition are two operations; the half of attention that is hidden is not counted.
+    The last layer needs keys and values of all columns, and the rest of itself for the scored ones only.
+    """
+    pairs = (config.num_layers - 1) * seen_pairs(columns, columns) + seen_pairs(scored, columns)
+    products = product_flops(config, columns=columns, last_layer=scored, scored=scored)
+    return rows * (products + pairs * pair_flops(config))
+
+
+def product_flops(config: ModelConfig, *, columns: int, last_layer: int, scored: int) -> int:
+    """Operations of a row's products with weights in a forward pass, whose last layer works on its last `last_layer`
+    columns. As many for the gradient of all these weights, and for that of what they multiply."""
+    everywhere = matrix_numbers(config, ("key", "value"))
+    others = matrix_numbers(config) - everywhere
+    layers = config.num_layers * columns * everywhere + ((config.num_layers - 1) * columns + last_layer) * others
+    return 2 * (layers + scored * head_numbers(config))
 
 
 def cached_numbers(config: ModelConfig) -> int:

@@ -28,17 +28,14 @@ def attention_implementation(config: ModelConfig, layout: Layout) -> str:
     Raises:
         ValueError: cuDNN is asked for where there is no NVIDIA GPU, or for float32, which it does not compute.
     """
-    if config.attention == "cudnn" and not (layout.is_on_gpu and config.dtype == "bfloat16"):
+    may_use_cudnn = layout.is_on_gpu and config.dtype == "bfloat16"
+    if config.attention == "cudnn" and not may_use_cudnn:
         raise ValueError(
             f"attention: cudnn needs an NVIDIA GPU and bfloat16. Got {layout.mesh.devices.flat[0].platform} and "
             f"{config.dtype}. Use xla or auto."
         )
     if config.attention == "auto":
-        return (
-            "cudnn"
-            if layout.is_on_gpu and config.dtype == "bfloat16" and config.head_size % 8 == 0 and config.head_size <= 128
-            else "xla"
-        )
+        return "cudnn" if may_use_cudnn and config.head_size % 8 == 0 and config.head_size <= 128 else "xla"
     return config.attention
 
 
@@ -82,12 +79,6 @@ def query_blocks(num_queries: int) -> list[tuple[int, int]]:
     """The blocks in which queries are taken where matrix products compute attention: of each, the first and the end."""
     size = max(_MIN_BLOCK, math.ceil(num_queries / _MAX_BLOCKS))
     return [(start, min(start + size, num_queries)) for start in range(0, num_queries, size)]
-
-
-def seen_pairs(num_queries: int, num_keys: int) -> int:
-    """Pairs of a query, in the last columns, and a key that it sees."""
-    before = num_keys - num_queries
-    return (num_keys * (num_keys + 1) - before * (before + 1)) // 2
 
 
 def column_attention(

@@ -8,11 +8,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrlhf.require import require_at_least_one, require_fields, require_positive
+from jaxrlhf.require import require, require_at_least_one, require_fields, require_positive
 
 Head = Literal["lm", "scalar", "both"]
 """`lm` gives a distribution over the vocabulary, `scalar` one number for each position (a value, a reward); `both` are
 two heads on one trunk."""
+
+
+SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads",
+    "max_position_embeddings",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,12 +35,9 @@ class RopeScaling:
     original_max_position_embeddings: int = 8192
 
     def __post_init__(self) -> None:
-        names = "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"
-        require_fields(self, require_positive, *names)
-        if self.high_freq_factor <= self.low_freq_factor:
-            raise ValueError(
-                f"high_freq_factor: must exceed low_freq_factor={self.low_freq_factor}. Got {self.high_freq_factor}."
-            )
+        require_fields(self, require_positive, *(field.name for field in dataclasses.fields(self)))
+        low, high = self.low_freq_factor, self.high_freq_factor
+        require(high > low, "high_freq_factor", f"must exceed low_freq_factor={low}", high)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,26 +77,18 @@ class ModelConfig:
     train call's rows have no more, their logits are saved for the backward pass."""
 
     def __post_init__(self) -> None:
-        require_fields(
-            self, require_at_least_one, "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads",
-            "num_kv_heads", "max_position_embeddings", "logits_chunk_tokens",
-        )  # fmt: skip
+        require_fields(self, require_at_least_one, *SIZES, "logits_chunk_tokens")
         require_fields(self, require_positive, "rope_theta", "norm_eps")
-        if self.head_dim < 0:
-            raise ValueError(f"head_dim: must be positive, or 0 for hidden_size / num_heads. Got {self.head_dim}.")
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_kv_heads: must divide num_heads={self.num_heads}, since each key-value head serves a group of "
-                f"queries. Got {self.num_kv_heads}."
-            )
-        if not self.head_dim and self.hidden_size % self.num_heads:
-            raise ValueError(
-                f"num_heads: must divide hidden_size={self.hidden_size} unless head_dim is given. Got {self.num_heads}."
-            )
+        rule = "must be positive, or 0 for hidden_size / num_heads"
+        require(self.head_dim >= 0, "head_dim", rule, self.head_dim)
+        rule = f"must divide num_heads={self.num_heads}, since each key-value head serves a group of queries"
+        require(self.num_heads % self.num_kv_heads == 0, "num_kv_heads", rule, self.num_kv_heads)
+        rule = f"must divide hidden_size={self.hidden_size} unless head_dim is given"
+        require(self.head_dim > 0 or self.hidden_size % self.num_heads == 0, "num_heads", rule, self.num_heads)
         if self.dtype == "float64" and not jax.config.read("jax_enable_x64"):
             raise ValueError("dtype: float64 needs JAX_ENABLE_X64=1 in the environment. Got it off. Use float32.")
-        if self.head_size % 2:
-            raise ValueError(f"head_dim: must be even, since rotary positions turn pairs. Got {self.head_size}.")
+        rule = "must be even, since rotary positions turn pairs"
+        require(self.head_size % 2 == 0, "head_dim", rule, self.head_size)
 
     @property
     def head_size(self) -> int:
@@ -125,44 +120,19 @@ def at_least_float32(dtype: jax.typing.DTypeLike) -> jax.typing.DTypeLike:
     return jnp.promote_types(dtype, jnp.float32)
 
 
-def _llama3(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int) -> dict[str, Any]:
-    return dict(
-        vocab_size=128256,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        max_position_embeddings=8192,
-        rope_theta=500000.0,
-        dtype="bfloat16",
-        scan_layers=True,
-    )
+def _sized(*sizes: int, **others: Any) -> dict[str, Any]:
+    """Fields of `ModelConfig` by name: those of `SIZES`, in their order, and others."""
+    return {**dict(zip(SIZES, sizes, strict=True)), **others}
 
 
+_LLAMA3 = dict(rope_theta=500000.0, dtype="bfloat16", scan_layers=True)
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "tiny": dict(
-        vocab_size=264,
-        hidden_size=128,
-        intermediate_size=256,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        max_position_embeddings=1024,
-    ),
-    "small": dict(
-        vocab_size=2048,
-        hidden_size=256,
-        intermediate_size=688,
-        num_layers=4,
-        num_heads=8,
-        num_kv_heads=4,
-        max_position_embeddings=2048,
-    ),
-    "7b": _llama3(4096, 14336, 32, 32, 8),
-    "13b": _llama3(5120, 13824, 40, 40, 40),
-    "34b": _llama3(8192, 22016, 48, 64, 8),
-    "70b": _llama3(8192, 28672, 80, 64, 8),
+    "tiny": _sized(264, 128, 256, 2, 4, 2, 1024),
+    "small": _sized(2048, 256, 688, 4, 8, 4, 2048),
+    "7b": _sized(128256, 4096, 14336, 32, 32, 8, 8192, **_LLAMA3),
+    "13b": _sized(128256, 5120, 13824, 40, 40, 40, 8192, **_LLAMA3),
+    "34b": _sized(128256, 8192, 22016, 48, 64, 8, 8192, **_LLAMA3),
+    "70b": _sized(128256, 8192, 28672, 80, 64, 8, 8192, **_LLAMA3),
 }
 """Fields of `ModelConfig` by name. The four large ones are the LLaMA-3-like models of ReaL (arXiv:2406.14088), Table 1
 of its appendix."""

@@ -18,19 +18,16 @@ _SIZES = {  # field of ModelConfig -> field of config.json
     "num_heads": "num_attention_heads",
     "max_position_embeddings": "max_position_embeddings",
 }
-
-
 _THEIRS = {**_SIZES, "num_kv_heads": "num_key_value_heads", "norm_eps": "rms_norm_eps"}
 """Field of ModelConfig -> field of config.json, where they differ."""
 _ONE_OUTPUT: dict[str, Any] = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
 """By which transformers knows how many outputs a scalar head has."""
 _WHOLE, _NUMBER = ((int,), "a whole number"), ((int, float), "a number")
+_WHOLE_OR_NULL = ((int, type(None)), "a whole number or null")
 _TYPES: Mapping[str, tuple[tuple[type, ...], str]] = {
     "architectures": ((list, type(None)), "a list"),
     **dict.fromkeys([*_SIZES.values(), "max_window_layers"], _WHOLE),
-    **dict.fromkeys(
-        ["num_key_value_heads", "head_dim", "sliding_window"], ((int, type(None)), "a whole number or null")
-    ),
+    **dict.fromkeys(["num_key_value_heads", "head_dim", "sliding_window"], _WHOLE_OR_NULL),
     **dict.fromkeys(["rms_norm_eps", "rope_theta"], _NUMBER),
     "tie_word_embeddings": ((bool,), "true or false"),
     **dict.fromkeys(["rope_scaling", "rope_parameters"], ((dict, type(None)), "an object or null")),
@@ -66,7 +63,7 @@ def read_config(folder: Path, *, head: Head = "lm", longest: int | None = None) 
     """The architecture that a folder's config.json describes; how to compute (dtype, attention ...) is left as default.
 
     Args:
-        longest: The longest sequence that there will be. None: as long as the folder says.
+        longest: The longest sequence that there will be. None means as long as the folder says.
 
     Raises:
         ValueError: config.json is missing or malformed, or describes what this transformer does not compute.
@@ -88,10 +85,7 @@ def read_config(folder: Path, *, head: Head = "lm", longest: int | None = None) 
     _require_full_attention(where, fields, family, sizes, longest)
     rope_theta, rope_scaling = _rope(where, fields)
     head_dim = fields.get("head_dim") or family.head_dim or 0
-    if "num_key_value_heads" in fields:
-        num_kv_heads = fields["num_key_value_heads"] or sizes["num_heads"]
-    else:
-        num_kv_heads = family.num_kv_heads or sizes["num_heads"]
+    num_kv_heads = fields.get("num_key_value_heads", family.num_kv_heads) or sizes["num_heads"]
     try:
         return ModelConfig(
             **sizes,
@@ -132,7 +126,7 @@ class Origin:
 
 
 def stated_precision(fields: Mapping[str, Any]) -> str:
-    """The precision that a config.json says its weights are in. Empty: it says none."""
+    """The precision that a config.json says its weights are in. Empty means that it says none."""
     said = fields.get("dtype") or fields.get("torch_dtype")  # as transformers 5 calls it, and as 4 did
     return said if isinstance(said, str) else ""
 
@@ -151,12 +145,11 @@ def exported_config(
         return {CONFIG: _config_fields(config, precision, end_id, pad_id)}
     architecture, *others = origin.fields["architectures"]
     stem = architecture.removesuffix(_LM).removesuffix(_SCALAR)
+    spelled = [key for key in ("dtype", "torch_dtype") if key in origin.fields] or ["torch_dtype"]
     fields = {
         **_with_end(origin.fields, end_id),
         "architectures": [stem + (_SCALAR if config.head == "scalar" else _LM), *others],
-        **dict.fromkeys(
-            [key for key in ("dtype", "torch_dtype") if key in origin.fields] or ["torch_dtype"], precision
-        ),
+        **dict.fromkeys(spelled, precision),
     }
     if fields.get("pad_token_id") is None:
         fields["pad_token_id"] = pad_id

@@ -105,8 +105,16 @@ def before_first_token(
         hidden_BD: Of each prompt's last column.
         cache: With the prompts laid down.
     """
-    n = sampling.num_samples
-    responses = no_responses(samples_of(prompts, sampling, layout), noise, sampling.max_new_tokens)
+    n, B, R = sampling.num_samples, prompts.tokens.shape[0] * sampling.num_samples, sampling.max_new_tokens
+    responses = Responses(
+        newest=jnp.zeros(B, jnp.int32),
+        tokens=jnp.zeros((B, R), jnp.int32),
+        logprobs=jnp.zeros((B, R), jnp.float32),
+        sampled_logprobs=jnp.zeros((B, R), jnp.float32),
+        num_new=jnp.zeros(B, jnp.int32),
+        finish=jnp.full(B, RUNNING, jnp.int32),
+        uniforms=_uniforms(noise, samples_of(prompts, sampling, layout).id, R),
+    )
     return layout.constrain_rows(copies(hidden_BD, n)), DecodeState(responses, cache.repeat(n, layout))
 
 
@@ -219,20 +227,6 @@ def slots_read(prompt_columns: int, num_new_tokens: int) -> float:
     if not num_steps:
         return float(prompt_columns + stages[-1][0])
     return prompt_columns + sum(slots * steps for slots, steps in stages) / num_steps
-
-
-def no_responses(prompts: Prompts, noise: UInt[Array, "3"], num_positions: int) -> Responses:
-    """The responses before their first token."""
-    B, R = prompts.tokens.shape[0], num_positions
-    return Responses(
-        newest=jnp.zeros(B, jnp.int32),
-        tokens=jnp.zeros((B, R), jnp.int32),
-        logprobs=jnp.zeros((B, R), jnp.float32),
-        sampled_logprobs=jnp.zeros((B, R), jnp.float32),
-        num_new=jnp.zeros(B, jnp.int32),
-        finish=jnp.full(B, RUNNING, jnp.int32),
-        uniforms=_uniforms(noise, prompts.id, R),
-    )
 
 
 @jax.named_scope("draw")

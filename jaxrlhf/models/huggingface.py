@@ -5,8 +5,7 @@ model.safetensors.index.json lists. Their matrices are [out, in], ours [in, out]
 """
 
 import contextlib
-import json
-import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,16 +15,15 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.tree_util import KeyPath
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 from jaxrlhf.brief import brief
+from jaxrlhf.models.adapter_files import write_tensors
 from jaxrlhf.models.architecture import LAYERS, Weight, checkpoint_name, declare, is_weight
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.config_json import CONFIG, GENERATION, Origin, exported_config, read_json, stated, stated_precision
 from jaxrlhf.models.params import Params, shardings_of
 from jaxrlhf.name_rules import check_file_name
 from jaxrlhf.sharding.layout import Layout
-from jaxrlhf.writing import replacing
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -40,8 +38,8 @@ def read_origin(folder: Path) -> Origin:
     generation = read_json(folder / GENERATION) if (folder / GENERATION).is_file() else {}
     precision = stated_precision(fields)
     if not precision:
-        with contextlib.ExitStack() as stack:
-            files, name = _open_weights(folder, stack), checkpoint_name("embedding")
+        name = checkpoint_name("embedding")
+        with _open_weights(folder) as files:
             stored = files[name].get_slice(name).get_dtype() if name in files else ""
         precision = {"BF16": "bfloat16", "F16": "float16"}.get(stored, "float32")
     return Origin(fields, generation, precision)
@@ -53,14 +51,14 @@ def check_params(folder: Path, config: ModelConfig) -> None:
     Raises:
         ValueError: As `load_params`.
     """
-    with contextlib.ExitStack() as stack:
-        _check_weights(folder, _open_weights(folder, stack), config)
+    with _open_weights(folder) as files:
+        _check_weights(folder, files, config)
 
 
 def holds_value_head(folder: Path) -> bool:
-    """Whether a checkpoint has a scalar head."""
-    with contextlib.ExitStack() as stack:
-        return checkpoint_name("value_head") in _open_weights(folder, stack)
+    """True if a checkpoint has a scalar head."""
+    with _open_weights(folder) as files:
+        return checkpoint_name("value_head") in files
 
 
 def load_params(folder: Path, config: ModelConfig, layout: Layout | None = None) -> Params:
@@ -74,8 +72,7 @@ def load_params(folder: Path, config: ModelConfig, layout: Layout | None = None)
         ValueError: Weight files are missing or unreadable, or do not hold exactly the weights that the config declares.
     """
     declared = declare(config)
-    with contextlib.ExitStack() as stack:
-        files = _open_weights(folder, stack)
+    with _open_weights(folder) as files:
         _check_weights(folder, files, config)
 
         def load(path: KeyPath, weight: Weight, sharding: NamedSharding | None = None) -> jax.Array:
@@ -87,9 +84,7 @@ def load_params(folder: Path, config: ModelConfig, layout: Layout | None = None)
                 array = np.zeros(weight.shape, np.float32)
             if sharding is None:
                 return jnp.asarray(array)
-            return jax.make_array_from_callback(
-                weight.shape, sharding, lambda index: array[index], dtype=np.dtype(np.float32)
-            )
+            return jax.make_array_from_callback(weight.shape, sharding, array.__getitem__, dtype=array.dtype)
 
         shardings = () if layout is None else (shardings_of(declared, layout),)
         return jax.tree_util.tree_map_with_path(load, declared, *shardings, is_leaf=is_weight)
@@ -122,16 +117,15 @@ def save_params(
     said = exported_config(config, dtype, end_id=end_id, pad_id=pad_id, origin=origin)
     tensors = {}
     for path, _ in jax.tree_util.tree_leaves_with_path(declare(config), is_leaf=is_weight):
-        tensors[_tensor_name(path)] = _exported(path, _at(path, params), dtype)
-    folder.mkdir(parents=True, exist_ok=True)
-    with replacing(folder / _WEIGHTS) as partial:
-        save_file(tensors, partial, metadata={"format": "pt"})
-        for name, fields in said.items():
-            (folder / name).write_text(json.dumps(fields, indent=2) + "\n")
-        shutil.copymode(folder / CONFIG, partial)  # safetensors makes files that only their owner can read
+        weight = _at(path, params)
+        # turned and cast where it lies: an array keeps a host copy of itself once it was asked for one
+        exported = (weight.T if _is_transposed(path) else weight).astype(dtype)
+        tensors[_tensor_name(path)] = np.ascontiguousarray(exported)  # as it is written
+    write_tensors(folder / _WEIGHTS, tensors, said)
 
 
-def _open_weights(folder: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
+@contextlib.contextmanager
+def _open_weights(folder: Path) -> Iterator[dict[str, Any]]:
     """The name of every tensor in the folder's weight files, and the open file that holds it."""
     if (folder / _WEIGHTS).exists():
         paths = [folder / _WEIGHTS]
@@ -144,13 +138,16 @@ def _open_weights(folder: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
             "format are converted by transformers: from_pretrained, then save_pretrained."
         )
     files = {}
-    for path in paths:
-        try:
-            file = stack.enter_context(safe_open(path, framework="numpy"))
-        except (OSError, SafetensorError) as error:
-            raise ValueError(f"{path}: must be a whole safetensors file. Got {error}. Download it again.") from error
-        files |= dict.fromkeys(file.keys(), file)
-    return files
+    with contextlib.ExitStack() as stack:
+        for path in paths:
+            try:
+                file = stack.enter_context(safe_open(path, framework="numpy"))
+            except (OSError, SafetensorError) as error:
+                raise ValueError(
+                    f"{path}: must be a whole safetensors file. Got {error}. Download it again."
+                ) from error
+            files |= dict.fromkeys(file.keys(), file)
+        yield files
 
 
 def _listed_files(index: Path) -> list[str]:
@@ -207,11 +204,6 @@ def _check_weights(folder: Path, files: dict[str, Any], config: ModelConfig) -> 
             f"{folder}: {head}: must equal {embedding}, since the config ties them. Got other numbers. Set "
             "tie_word_embeddings to false in config.json."
         )
-
-
-def _exported(path: KeyPath, weight: jax.Array | np.ndarray, dtype: str) -> np.ndarray:
-    # turned and cast where it lies: an array keeps a host copy of itself once it was asked for one
-    return np.ascontiguousarray((weight.T if _is_transposed(path) else weight).astype(dtype))  # as it is written
 
 
 def _at(path: KeyPath, params: Params) -> jax.Array | np.ndarray:

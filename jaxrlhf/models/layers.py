@@ -108,11 +108,6 @@ def is_joined(weights: LayerWeights) -> bool:
     return any(whole in weights for whole in JOINED)
 
 
-def is_adapted(weights: LayerWeights) -> bool:
-    """Whether any weight of a layer has an adapter."""
-    return any(isinstance(weight, Adapted) for weight in weights.values())
-
-
 def product(weights: LayerWeights, name: str, x: jax.Array) -> jax.Array:
     """`linear` with one of a layer's matrices, and its bias if it has one."""
     with jax.named_scope(name):

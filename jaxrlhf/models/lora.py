@@ -44,10 +44,10 @@ class LoRAConfig:
     targets: tuple[Matrix, ...] = MATRICES
     """The weights of each layer that have one."""
     merge: Literal["auto", "always", "never"] = "auto"
-    """Whether calls that do not train add adapters into a copy of the weights first. `auto`: where the call has so many
-    tokens that applying them to each would cost more."""
+    """When calls that do not train add adapters into a copy of the weights first. `auto` means where the call has so
+    many tokens that applying them to each would cost more."""
     init: str = ""
-    """A folder with saved adapters, as `output.export` writes them. Empty: new ones, which change nothing."""
+    """A folder with saved adapters, as `output.export` writes them. Empty means new ones, which change nothing."""
 
     def __post_init__(self) -> None:
         require_at_least_one(self.rank, "rank")

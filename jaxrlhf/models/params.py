@@ -20,7 +20,7 @@ from jaxtyping import PyTree
 
 from jaxrlhf.models.architecture import Declared, Weight, declare, declare_layer, is_weight, map_weights
 from jaxrlhf.models.config import ModelConfig
-from jaxrlhf.models.layers import Adapted, LayerWeights, is_adapted, is_joined, join
+from jaxrlhf.models.layers import Adapted, LayerWeights, is_joined, join
 from jaxrlhf.models.stages import stage_of_weight
 from jaxrlhf.sharding.layout import Layout
 
@@ -121,11 +121,11 @@ def use_layer(weights: LayerWeights, config: ModelConfig, layout: Layout) -> Lay
     if is_joined(weights):
         return weights
     declared: dict[str, Any] = dict(declare_layer(config))
-    for name, weight in weights.items():
-        if isinstance(weight, Adapted):
-            declared[name] = declare_adapted(declared[name], weight.down.shape[-1], weight.scale)
+    adapted = {name: weight for name, weight in weights.items() if isinstance(weight, Adapted)}
+    for name, weight in adapted.items():
+        declared[name] = declare_adapted(declared[name], weight.down.shape[-1], weight.scale)
     ready = use(weights, declared, layout, config.compute_dtype)
-    return join(ready) if layout.strategy.tensor == 1 and not is_adapted(ready) else ready
+    return join(ready) if layout.strategy.tensor == 1 and not adapted else ready
 
 
 def declare_adapted(weight: Weight, rank: int, scale: float) -> Adapted:

@@ -13,9 +13,17 @@ draws a token and embeds it, so that what goes around has one shape. G ticks are
 
 A stage has the cache of micro-batch m at place (m + i) mod G. So at tick t of any round all stages use place t: a
 constant of the program, in which every cache is an array by itself and is updated where it lies.
+
+In a pipelined layout a weight rests on the devices of its stage. The program is one over all of them, so it reads
+arrays that span them: slot j has, along a leading axis that is split over `pipeline`, the j-th layer of each stage.
+Where a stage has a layer less its part of the last slot is zeros. The embedding, the final norm and the language-model
+head are whole on every stage, since a tied embedding is read on the first and on the last.
+
+    {"embedding": [V, D], "final_norm": [D], "lm_head": [D, V], "layers": [{"query": [stages, D, H], ...}, ...]}
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -24,24 +32,79 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, UInt
 
 from jaxrlhf.experience import RUNNING, Prompts, Rollout, Sampling
+from jaxrlhf.models.architecture import Declared, Weight, declare, declare_layer, map_weights, with_leading_axis
 from jaxrlhf.models.config import ModelConfig
-from jaxrlhf.models.generate import (
-    Responses,
-    before_first_token,
-    cache_sizes,
-    draw_next,
-    finish,
-    prepare,
-    samples_of,
-)
+from jaxrlhf.models.generate import Responses, before_first_token, cache_sizes, draw_next, finish, prepare, samples_of
 from jaxrlhf.models.heads import logits
 from jaxrlhf.models.kv_cache import KVCache, cache_prefill
 from jaxrlhf.models.layers import LayerWeights
-from jaxrlhf.models.params import Params
+from jaxrlhf.models.params import Params, Shardings, abstract_of
+from jaxrlhf.models.stages import whole_of
 from jaxrlhf.models.transformer import KeysValues, decode_layers, embed, normalize, run_layers
 from jaxrlhf.sharding.axes import PIPELINE
 from jaxrlhf.sharding.layout import Layout
+from jaxrlhf.sharding.processes import absent, is_here
 from jaxrlhf.sharding.stages import layers_of_stages
+
+
+def declare_ring(config: ModelConfig, num_stages: int) -> Declared:
+    """The weights in the form that the program reads, as declarations. A value head is not among them."""
+    slot = with_leading_axis(declare_layer(config), num_stages, "stages")
+    others = {name: w for name, w in declare(config).items() if name not in ("layers", "value_head")}
+    return {**others, "layers": [slot for _ in layers_of_stages(config.num_layers, num_stages)[0]]}
+
+
+def ring_shardings(config: ModelConfig, layout: Layout) -> Shardings:
+    """The shardings of `declare_ring`."""
+    return map_weights(lambda w: layout.weight(w.axes), declare_ring(config, layout.strategy.pipeline))
+
+
+def ring_params(params: Params, config: ModelConfig, layout: Layout, *, move: Callable[[Any, Any], Any]) -> Params:
+    """Weights that rest by stages, in the form that pipelined generation reads.
+
+    A layer is copied on the devices that have it. In several processes all that own a device of the layout call this.
+
+    Args:
+        params: In the compute precision, each on the devices of its stage, layers as a list.
+        move: `(tree, shardings) -> tree`, which brings arrays from some devices to others.
+    """
+    shardings = ring_shardings(config, layout)
+    layers, others = shardings.pop("layers"), shardings
+    moved = move({name: params[name] for name in others}, others)
+    every_stage = [_slots_of(stage, params, config, layout) for stage in range(layout.strategy.pipeline)]
+    joined = [
+        {name: whole_of([slots[j][name] for slots in every_stage], sharding) for name, sharding in slot.items()}
+        for j, slot in enumerate(layers)
+    ]
+    return {**moved, "layers": joined}
+
+
+def _slots_of(stage: int, params: Params, config: ModelConfig, layout: Layout) -> list[LayerWeights]:
+    """One stage's part of every slot, `[1, ...]` on its devices: its layers, and zeros where it has one less."""
+    own = layout.stage(stage)
+    numbers = layers_of_stages(config.num_layers, layout.strategy.pipeline)
+    slots, shardings = _declared_slots(config, len(numbers[0]), own)
+    if not is_here(own.mesh):
+        return absent(abstract_of(slots, config.compute_dtype), shardings)
+    return _slots_program(config, own, len(numbers[0]))([params["layers"][number] for number in numbers[stage]])
+
+
+@functools.lru_cache(maxsize=128)
+def _slots_program(config: ModelConfig, stage: Layout, num_slots: int) -> Callable[[Any], Any]:
+    """`layers -> slots`, on the devices of a stage."""
+    slots, shardings = _declared_slots(config, num_slots, stage)
+
+    def program(layers: list[LayerWeights]) -> list[LayerWeights]:
+        missing = map_weights(lambda w: jnp.zeros(w.shape, config.compute_dtype), slots[len(layers) :])
+        return [*jax.tree.map(lambda x: x[None], layers), *missing]
+
+    return jax.jit(program, out_shardings=shardings)
+
+
+def _declared_slots(config: ModelConfig, num_slots: int, stage: Layout) -> tuple[list[dict[str, Weight]], Any]:
+    """One stage's part of every slot, as declarations, and their shardings."""
+    slots = [with_leading_axis(declare_layer(config), 1, "stages") for _ in range(num_slots)]
+    return slots, map_weights(lambda w: stage.weight(w.axes), slots)
 
 
 def generate(
@@ -102,7 +165,8 @@ def _ring(
     """
     G, P = layout.strategy.pipeline, prompts.tokens.shape[2]
     stage = jax.lax.axis_index(PIPELINE)
-    params = prepare({**params, "layers": _own(params["layers"])}, config, layout)
+    layers = jax.tree.map(lambda x: x.reshape(x.shape[1:]), params["layers"])  # without the axis of stages, here of one
+    params = prepare({**params, "layers": layers}, config, layout)
     with jax.named_scope("prefill"):
         keys_values, last_hidden = _prefill(params, prompts, stage, config, layout)
 
@@ -135,7 +199,8 @@ def _ring(
                 x_ND = jnp.where(has_arrived | (stage < G - 1), x_ND, hidden[tick])
             x_ND, responses[tick] = next_token(x_ND, responses[tick])
             message_ND = _send(x_ND, G)
-        running = (_any_running(responses) & (stage == G - 1)).astype(jnp.int32)
+        any_running = jnp.stack([(each.finish == RUNNING).any() for each in responses]).any()
+        running = (any_running & (stage == G - 1)).astype(jnp.int32)
         with jax.named_scope("is_running"):
             goes_on = jax.lax.psum(running, PIPELINE) > 0
         return number + 1, goes_on, message_ND, caches, responses
@@ -242,16 +307,7 @@ def _layers_of(
     return every if max(numbers) == fewest else [*every, (layers[fewest:], stage < numbers.count(max(numbers)))]
 
 
-def _own(slots: list[LayerWeights]) -> list[LayerWeights]:
-    """The layers of a stage, of which the arrays have a leading axis of one."""
-    return jax.tree.map(lambda x: x.reshape(x.shape[1:]), slots)
-
-
 @jax.named_scope("send")
 def _send(x: jax.Array, num_stages: int) -> jax.Array:
     """To the next stage; from the last to the first."""
     return jax.lax.ppermute(x, PIPELINE, [(i, (i + 1) % num_stages) for i in range(num_stages)])
-
-
-def _any_running(responses: list[Responses]) -> jax.Array:
-    return jnp.stack([(each.finish == RUNNING).any() for each in responses]).any()

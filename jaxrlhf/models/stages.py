@@ -20,8 +20,8 @@ from jaxrlhf.sharding.stages import device_group, stage_of_layer
 
 
 def virtual_stage_of_weight(path: KeyPath, num_layers: int, num_stages: int) -> int | None:
-    """The virtual stage of a weight, or of its moment in an optimizer's state. None: of what belongs to no weight, a
-    counter.
+    """The virtual stage of a weight, or of its moment in an optimizer's state. None means that a leaf, such as a
+    counter, belongs to no weight.
 
     Args:
         path: Of the leaf, as JAX gives it.
@@ -40,7 +40,7 @@ def virtual_stage_of_weight(path: KeyPath, num_layers: int, num_stages: int) -> 
 
 
 def stage_of_weight(path: KeyPath, num_layers: int, layout: Layout) -> int | None:
-    """The stage of a weight; None: of all."""
+    """The stage of a weight; None means all."""
     stage = virtual_stage_of_weight(path, num_layers, layout.strategy.num_stages)
     return None if stage is None else device_group(stage, layout.strategy)
 
@@ -63,7 +63,6 @@ def pick(tree: Any, stage: int, num_layers: int, layout: Layout) -> Any:
 
 def pick_virtual(tree: Any, stage: int, num_layers: int, num_stages: int) -> Any:
     """The weights of one virtual stage: None in place of all others."""
-
     return jax.tree_util.tree_map_with_path(
         lambda path, x: x if virtual_stage_of_weight(path, num_layers, num_stages) == stage else None, tree
     )

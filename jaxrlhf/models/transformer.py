@@ -140,8 +140,8 @@ def decode_layers(
     """Some consecutive layers over one more token of each sequence. The cache is theirs, and has made room for it.
 
     Args:
-        only_if: Where it is False nothing is computed, `x_BD` stays as it is, and zeros enter the cache. None: True. No
-            branch of the program gives a cache, of which it would be a copy.
+        only_if: Where it is False nothing is computed, `x_BD` stays as it is, and zeros enter the cache. None means
+            True. No branch of the program gives a cache, of which it would be a copy.
     """
     occupied_BT = cache.occupied()
     rotation = layers.rotary(cache.length - 1, config)
@@ -176,7 +176,7 @@ def decode_layers(
 def _if(
     condition: jax.Array | None, function: Callable[..., Any], otherwise: Callable[..., Any], *arguments: Any
 ) -> Any:
-    """One function of some arguments, or the other. None: the first."""
+    """One function of some arguments, or the other. A condition of None means the first."""
     return function(*arguments) if condition is None else jax.lax.cond(condition, function, otherwise, *arguments)
 
 

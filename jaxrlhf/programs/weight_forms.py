@@ -19,7 +19,7 @@ from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.layers import Adapted
 from jaxrlhf.models.lora import merge
 from jaxrlhf.models.params import LayerForm, Params, Shardings, param_shardings, with_layers
-from jaxrlhf.models.ring_weights import ring_params
+from jaxrlhf.models.pipelined_generation import ring_params
 from jaxrlhf.models.stages import join, pick, seen_from, stage_of_weight
 from jaxrlhf.programs.arrays import Program
 from jaxrlhf.programs.weight_sets import Form, WeightSet

@@ -31,20 +31,15 @@ def exact_answer(partial_credit: float = 0.0, answer_column: str = "answer", sep
     def reward(
         prompts: list[str], completions: list[str], *, finished: list[bool], **columns: list[Any]
     ) -> list[float]:
-        def score(completion: str, answer: str, done: bool) -> float:
-            if not done or separator not in completion:
-                return 0.0
-            given = completion.rpartition(separator)[2].strip()
-            if given == answer:
-                return 1.0
+        def score(given: str | None, answer: str) -> float:
+            if given is None or given == answer:
+                return float(given == answer)
             right = sum(ours == theirs for ours, theirs in zip(given, answer, strict=False))
             return partial_credit * right / max(len(given), len(answer))
 
-        answers = _column("exact_answer", columns, answer_column)
-        return [
-            score(completion, str(answer).strip(), done)
-            for completion, answer, done in zip(completions, answers, finished, strict=True)
-        ]
+        answers = _answers("exact_answer", columns, answer_column)
+        claims = zip(_claims(completions, finished, separator), answers, strict=True)
+        return [score(given, answer) for given, answer in claims]
 
     return reward
 
@@ -58,13 +53,9 @@ def wrong_answer(answer_column: str = "answer", separator: str = ">") -> RewardF
     _require(separator != "", "wrong_answer", "separator", "must not be empty", separator)
 
     def cost(prompts: list[str], completions: list[str], *, finished: list[bool], **columns: list[Any]) -> list[float]:
-        answers = _column("wrong_answer", columns, answer_column)
-        return [
-            float(
-                done and separator in completion and completion.rpartition(separator)[2].strip() != str(answer).strip()
-            )
-            for completion, answer, done in zip(completions, answers, finished, strict=True)
-        ]
+        answers = _answers("wrong_answer", columns, answer_column)
+        claims = zip(_claims(completions, finished, separator), answers, strict=True)
+        return [float(given is not None and given != answer) for given, answer in claims]
 
     return cost
 
@@ -105,11 +96,8 @@ def exact_match(answer_column: str = "answer") -> RewardFunction:
     """1 if the whole completion, without surrounding white space, is the answer, else 0."""
 
     def reward(prompts: list[str], completions: list[str], **columns: list[Any]) -> list[float]:
-        answers = _column("exact_match", columns, answer_column)
-        return [
-            float(completion.strip() == str(answer).strip())
-            for completion, answer in zip(completions, answers, strict=True)
-        ]
+        answers = _answers("exact_match", columns, answer_column)
+        return [float(text.strip() == answer) for text, answer in zip(completions, answers, strict=True)]
 
     return reward
 
@@ -172,6 +160,19 @@ def _require_choice(name: str, option: str, value: object, known: Iterable[str])
             f"Reward {brief(name)}: {option} must be one of {', '.join(known)}. Got {brief(value)}."
             f"{did_you_mean(str(value), known)}"
         )
+
+
+def _claims(completions: list[str], finished: list[bool], separator: str) -> list[str | None]:
+    """What follows the last separator of each completion; None in one that did not finish, or has no separator."""
+    return [
+        text.rpartition(separator)[2].strip() if done and separator in text else None
+        for text, done in zip(completions, finished, strict=True)
+    ]
+
+
+def _answers(name: str, columns: dict[str, list[Any]], column: str) -> list[str]:
+    """The answers as text, without surrounding white space."""
+    return [str(answer).strip() for answer in _column(name, columns, column)]
 
 
 def _column(name: str, columns: dict[str, list[Any]], column: str) -> list[Any]:

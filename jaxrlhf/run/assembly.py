@@ -11,8 +11,8 @@ from typing import Any
 
 import jax
 
-from jaxrlhf.algorithms.evaluation import EvaluationConfig, evaluation_step
-from jaxrlhf.algorithms.sft import SFTConfig, SupervisedUpdate, sft_state, sft_step
+from jaxrlhf.algorithms.algorithm import EvaluationConfig, evaluation_step
+from jaxrlhf.algorithms.sft import SFTConfig, SupervisedUpdate, sft_step
 from jaxrlhf.brief import brief
 from jaxrlhf.call_graph import CallGraph
 from jaxrlhf.config.reading import ConfigError
@@ -263,7 +263,7 @@ def _warm_start(draft: StepDraft, phases: _Phases) -> tuple[Phase | None, list[s
     actor: dict[str, Role] = {"actor": ModelRole(draft.models["actor"], warm.optimizer, warm.steps)}
     sft = SFTConfig(update=SupervisedUpdate(mini_batches=warm.updates_per_step))
     keys = RowCountKeys("the warm start", "warm_start.batch_size")
-    return phases.trace(sft_step, actor, sft_state(sft), first, sft, keys), notes
+    return phases.trace(sft_step, actor, (), first, sft, keys), notes
 
 
 def _evaluation(draft: StepDraft, phases: _Phases) -> tuple[Phase | None, tuple[Prompts, ...]]:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxrlhf.algorithms import ALGORITHMS
-from jaxrlhf.algorithms.dpo import DPOConfig, DPOUpdate, dpo_evaluation, dpo_loss, dpo_state, dpo_step
+from jaxrlhf.algorithms.dpo import DPOConfig, DPOUpdate, dpo_evaluation, dpo_loss, dpo_step
 from jaxrlhf.experience import PolicyOutputs, Preferences, Sequences
 
 B, R = 5, 4
@@ -118,7 +118,7 @@ def test_step_and_evaluation_ask_the_reference_about_both_responses():
         actor=SimpleNamespace(train=lambda *args: {"train": args}, loss=lambda *args: {"loss": args}),
         reference=SimpleNamespace(logprobs=lambda sequences: ("logprobs of", id(sequences))),
     )
-    results, state = dpo_step(roles, dpo_state(config), pairs, config)
+    results, state = dpo_step(roles, (), pairs, config)
     assert state == () and list(results) == ["actor"]
     measured, _ = dpo_evaluation(roles, (), pairs, config)
     for loss, batch, update in (results["actor"]["train"], measured["loss"]):

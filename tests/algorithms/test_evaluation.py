@@ -4,7 +4,7 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import pytest
 
-from jaxrlhf.algorithms.evaluation import EvaluationConfig, evaluation_step
+from jaxrlhf.algorithms.algorithm import EvaluationConfig, evaluation_step
 from jaxrlhf.experience import Prompts, Sampling
 
 

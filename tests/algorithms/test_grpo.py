@@ -6,9 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrlhf.algorithms.dr_grpo import DrGRPOConfig, dr_grpo_batch
 from jaxrlhf.algorithms.group import group_advantages
-from jaxrlhf.algorithms.grpo import GRPOConfig, grpo_batch
+from jaxrlhf.algorithms.grpo import DrGRPOConfig, GRPOConfig, dr_grpo_batch, grpo_batch
 from jaxrlhf.algorithms.gspo import GSPOConfig, SequenceUpdate, gspo_batch, gspo_policy_loss
 from jaxrlhf.algorithms.kl import KLPenalty
 from jaxrlhf.algorithms.policy import PolicyUpdate, policy_state, ppo_policy_loss

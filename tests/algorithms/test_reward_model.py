@@ -16,7 +16,6 @@ from jaxrlhf.algorithms.reward_model import (
     RewardModelUpdate,
     reward_model_evaluation,
     reward_model_loss,
-    reward_model_state,
     reward_model_step,
 )
 from jaxrlhf.experience import Preferences, Sequences, Term
@@ -78,7 +77,7 @@ def test_step_and_evaluation_give_the_scores_of_both_responses_to_the_loss():
     config = RewardModelConfig(update=RewardModelUpdate(mini_batches=2))
     called = SimpleNamespace(train=lambda *args: {"train": args}, loss=lambda *args: {"loss": args})
     roles = SimpleNamespace(reward=called)
-    results, state = reward_model_step(roles, reward_model_state(config), PAIRS, config)
+    results, state = reward_model_step(roles, (), PAIRS, config)
     assert state == () and list(results) == ["reward"]
     measured, _ = reward_model_evaluation(roles, (), PAIRS, config)
     for term, update in (results["reward"]["train"], measured["loss"]):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxrlhf.algorithms import ALGORITHMS
-from jaxrlhf.algorithms.sft import SFTConfig, SupervisedUpdate, sft_evaluation, sft_loss, sft_state, sft_step
+from jaxrlhf.algorithms.sft import SFTConfig, SupervisedUpdate, sft_evaluation, sft_loss, sft_step
 from jaxrlhf.experience import PolicyOutputs, Sequences
 
 RESPONSE_BR = jnp.array([[True, True, False], [True, False, False]])
@@ -23,7 +23,7 @@ def test_loss_is_the_negative_log_likelihood_of_response_tokens():
 def test_step_trains_the_actor_on_the_demonstrations():
     config = SFTConfig(update=SupervisedUpdate(mini_batches=2, epochs=3))
     roles = SimpleNamespace(actor=SimpleNamespace(train=lambda *args: args, loss=lambda *args: {"of": args}))
-    results, state = sft_step(roles, sft_state(config), DEMONSTRATIONS, config)
+    results, state = sft_step(roles, (), DEMONSTRATIONS, config)
     loss, batch, update = results["actor"]
     assert loss is sft_loss and update is config.update
     assert batch["sequences"] is DEMONSTRATIONS and list(batch) == ["sequences"]

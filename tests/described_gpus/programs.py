@@ -24,7 +24,7 @@ from jaxrlhf.cluster.cluster_text import kinds
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.lora import LoRAConfig
 from jaxrlhf.models.params import abstract_of, abstract_params, param_shardings
-from jaxrlhf.models.ring_weights import declare_ring, ring_shardings
+from jaxrlhf.models.pipelined_generation import declare_ring, ring_shardings
 from jaxrlhf.models.stages import pick, pick_virtual
 from jaxrlhf.planner.compiled.described_devices import Described, described_devices
 from jaxrlhf.planner.compiled.hlo import Computation, Instruction, Module, parse, scopes

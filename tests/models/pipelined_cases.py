@@ -12,7 +12,7 @@ from jaxrlhf.models import pipelined_generation
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.generate import generate
 from jaxrlhf.models.params import Params, abstract_of, abstract_params, param_shardings
-from jaxrlhf.models.ring_weights import declare_ring, ring_params
+from jaxrlhf.models.pipelined_generation import declare_ring, ring_params
 from jaxrlhf.reshard.reallocate import reallocate
 from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.strategy import Strategy

@@ -8,7 +8,7 @@ import pytest
 
 from jaxrlhf.experience import LENGTH, STOP, Rollout
 from jaxrlhf.models import pipelined_generation
-from jaxrlhf.models.ring_weights import ring_shardings
+from jaxrlhf.models.pipelined_generation import ring_shardings
 from jaxrlhf.planner.compiled.hlo_counts import by_phase, count
 from jaxrlhf.planner.compiled.program_counts import Counts
 from jaxrlhf.sharding.stages import layers_of_stages

@@ -5,6 +5,8 @@ import json
 import jax
 import pytest
 
+from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.models.params import abstract_params
 from scripts import bench_primitives
 from tests.subprocesses import flags_of_one_processor
 
@@ -73,3 +75,17 @@ def test_devices_must_divide(capsys):
     with pytest.raises(SystemExit):
         bench_primitives.parse(["--devices", "4", "--fsdp", "3"])
     assert "--devices: must be a multiple of --fsdp x --tensor = 3. Got 4." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("dtype", "size"), [("float32", 4), ("bfloat16", 2)])
+def test_bytes_of_a_decoding_step(tied, dtype, size):
+    D, K, h = 6, 2, 2
+    config = ModelConfig(
+        vocab_size=11, hidden_size=D, intermediate_size=7, num_layers=3, num_heads=4, num_kv_heads=K, head_dim=h,
+        tie_embeddings=tied, dtype=dtype,
+    )  # fmt: skip
+    leaves = {jax.tree_util.keystr(p): x.size for p, x in jax.tree_util.tree_leaves_with_path(abstract_params(config))}
+    weights = sum(leaves.values()) - (0 if tied else leaves["['embedding']"] - 4 * D)
+    cache = 3 * 2 * 4 * 10 * K * h
+    assert bench_primitives.decode_step_bytes(config, rows=4, tokens=10) == size * (weights + cache)

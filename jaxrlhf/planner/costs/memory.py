@@ -36,7 +36,7 @@ from jaxrlhf.models.architecture import (
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.generate import cache_sizes
 from jaxrlhf.models.lora import LoRAConfig, declare_adapters
-from jaxrlhf.models.ring_weights import declare_ring
+from jaxrlhf.models.pipelined_generation import declare_ring
 from jaxrlhf.planner.workload import ModelCall
 from jaxrlhf.sharding.axes import FSDP, PIPELINE, WEIGHTS_AT_REST
 from jaxrlhf.sharding.stages import layers_of_stages

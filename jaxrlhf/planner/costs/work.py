@@ -17,15 +17,16 @@ from jaxrlhf.models.architecture import (
     MATRICES,
     Matrix,
     cached_numbers,
+    forward_flops,
     head_numbers,
     matrices,
     matrix_numbers,
     matrix_widths,
     pair_flops,
+    product_flops,
     read_and_written,
 )
 from jaxrlhf.models.config import ModelConfig
-from jaxrlhf.models.counts import forward_flops, product_flops
 from jaxrlhf.models.generate import slots_read
 from jaxrlhf.models.lora import LoRAConfig
 from jaxrlhf.planner.workload import ModelCall
@@ -86,9 +87,9 @@ class LayerWork(NamedTuple):
 def analytic_work(call: ModelCall, phase: Phase, *, tensor: int, fsdp: int, remat: Remat) -> LayerWork:
     """The work of a phase of a call, by formulas.
 
-    Flops are those of `models.counts`; bytes assume that each element-wise group is one kernel and that attention keeps
-    its scores on the chip. Where adapters are trained, the weights that they adapt have no gradients; where they are
-    not merged first, they are applied beside them.
+    Flops are those of `models.architecture`; bytes assume that each element-wise group is one kernel and that attention
+    keeps its scores on the chip. Where adapters are trained, the weights that they adapt have no gradients; where they
+    are not merged first, they are applied beside them.
     """
     if phase == "decode":  # attention reads all slots of the cache, those that are still empty too
         layer, rest = decode_work(call, tensor=tensor, slots=slots_read(call.prompt, call.response))

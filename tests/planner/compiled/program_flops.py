@@ -1,9 +1,8 @@
 """Operations of programs by formulas, beside which compiled ones are counted."""
 
-from jaxrlhf.models.architecture import pair_flops
+from jaxrlhf.models.architecture import pair_flops, product_flops
 from jaxrlhf.models.attention import query_blocks
 from jaxrlhf.models.config import ModelConfig
-from jaxrlhf.models.counts import product_flops
 
 
 def program_flops(

@@ -2,8 +2,8 @@
 
 import pytest
 
-from jaxrlhf.algorithms.evaluation import EvaluationConfig, evaluation_step
-from jaxrlhf.algorithms.sft import SFTConfig, SupervisedUpdate, sft_state, sft_step
+from jaxrlhf.algorithms.algorithm import EvaluationConfig, evaluation_step
+from jaxrlhf.algorithms.sft import SFTConfig, SupervisedUpdate, sft_step
 from jaxrlhf.experience import Sampling
 from jaxrlhf.planner.plans.check_plan import check
 from jaxrlhf.planner.plans.complete_plan import complete_plan, spread
@@ -60,7 +60,7 @@ def test_a_call_with_other_rows_runs_as_near_as_it_can(rows, expected):
 
 def test_a_call_of_another_name_runs_as_one_of_its_role():
     config = SFTConfig(update=SupervisedUpdate(mini_batches=1))
-    warm_start = traced(sft_step, {"actor": STEP.roles["actor"]}, sft_state(config), config, rows=16, response=8)
+    warm_start = traced(sft_step, {"actor": STEP.roles["actor"]}, (), config, rows=16, response=8)
     only_generated = {"actor.generate": Placement((2, 3), Strategy(tensor=2))}
     assert placed(warm_start, chosen=only_generated).placements["actor.train"] == only_generated["actor.generate"]
     assert placed(warm_start, chosen={}).placements["actor.train"] == Placement(tuple(range(8)), Strategy(data=8))
