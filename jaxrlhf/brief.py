@@ -1,6 +1,8 @@
-"""Values in error messages, shortened if they are long."""
+"""Parts of error messages: values, shortened if they are long, and the known word nearest to a wrong one."""
 
+import difflib
 import reprlib
+from collections.abc import Iterable
 from typing import Any
 
 _ABBREVIATED = reprlib.Repr()
@@ -22,3 +24,15 @@ def brief(value: Any) -> str:
 def cut(text: str) -> str:
     """The start of a text, for error messages of libraries that contain their input."""
     return text if len(text) <= 300 else f"{text[:300]}..."
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """A sentence, with a leading space, that suggests the known word nearest to `word`; empty if none is near.
+
+    >>> did_you_mean("acter", ["actor", "critic"])
+    " Did you mean 'actor'?"
+    >>> did_you_mean("zebra", ["actor", "critic"])
+    ''
+    """
+    near = difflib.get_close_matches(word, list(known), n=1)
+    return f" Did you mean {near[0]!r}?" if near else ""

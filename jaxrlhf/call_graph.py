@@ -188,13 +188,10 @@ class CallGraph:
 
     def to_rows(self) -> list[dict[str, Any]]:
         """The graph as plain data, with a mapping for each call."""
+        fields = ("name", "role", "kind", "row_wise", "num_rows", "weights", "reads", "writes", "iteration")
         return [
             {
-                "name": call.name,
-                "role": call.role,
-                "kind": call.kind,
-                "row_wise": call.row_wise,
-                "num_rows": call.num_rows,
+                **{field: getattr(call, field) for field in fields},
                 "needs": list(self.dependencies(call)),
                 "inputs": [str(ref) for ref in call.refs],
                 "settings": [
@@ -202,10 +199,6 @@ class CallGraph:
                     *(_described(x) for x in jax.tree.leaves(call.args) if not isinstance(x, Ref)),
                 ],
                 "outputs": [f"{ref.dtype}{list(ref.shape)}" for ref in call.output_refs],
-                "weights": call.weights,
-                "reads": call.reads,
-                "writes": call.writes,
-                "iteration": call.iteration,
             }
             for call in self.calls
         ]

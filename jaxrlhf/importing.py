@@ -13,8 +13,7 @@ from collections.abc import Iterable
 from types import CodeType, ModuleType
 from typing import Any
 
-from jaxrlhf.brief import brief, cut
-from jaxrlhf.suggest import did_you_mean
+from jaxrlhf.brief import brief, cut, did_you_mean
 
 _files: dict[str, tuple[tuple[int, int], ModuleType]] = {}
 """Path -> time and size of the file at its import, and its module."""

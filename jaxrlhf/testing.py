@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxrlhf.brief import did_you_mean
 from jaxrlhf.call_graph import Call, CallGraph
 from jaxrlhf.config.algorithms import load_algorithm
 from jaxrlhf.config.reading import build, merge, to_tree
@@ -41,7 +42,6 @@ from jaxrlhf.run.first_weights import Placed, load_first_weights
 from jaxrlhf.run.step_draft import step_workload
 from jaxrlhf.sharding import mesh
 from jaxrlhf.sharding.strategy import Strategy
-from jaxrlhf.suggest import did_you_mean
 
 NUM_DEVICES, DEVICES_PER_NODE = 8, 4
 ROWS = 16
@@ -49,13 +49,8 @@ RTOL, ATOL = 1e-5, 1e-6
 """The tolerance of metrics under two plans: sums of float32 in another order."""
 
 SMALL_MODEL = {
-    "vocab_size": 264,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_layers": 2,
-    "num_heads": 4,
-    "num_kv_heads": 2,
-}
+    "vocab_size": 264, "hidden_size": 16, "intermediate_size": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2,
+}  # fmt: skip
 SMALL_SAMPLING = {"max_new_tokens": 6, "stop_ids": [10, 32, *range(43, 57, 2), *range(90, 160, 5)]}
 """Short responses, some of which an untrained model ends before the limit."""
 
@@ -206,10 +201,8 @@ class _Trial:
             where = f"{under}: step {step + 1}"
             for call, tokens in tokens_of.items():
                 np.testing.assert_array_equal(self.sampled[step][call], tokens, err_msg=f"{where}: {call}")
-            for numbers, expected in (
-                (self.metrics[step], want.metrics[step]),
-                (self.states[step], want.states[step]),
-            ):
+            metrics, states = (self.metrics[step], want.metrics[step]), (self.states[step], want.states[step])
+            for numbers, expected in (metrics, states):
                 assert numbers.keys() == expected.keys(), where
                 for name in expected:
                     if not name.endswith(GAP_METRIC):  # it is rounding

@@ -18,18 +18,18 @@ import contextvars
 import dataclasses
 import functools
 import inspect
+import itertools
 import re
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
 import jax
 import numpy as np
 
-from jaxrlhf.brief import brief, cut
+from jaxrlhf.brief import brief, cut, did_you_mean
 from jaxrlhf.call_graph import Call, CallGraph, GraphError, Kind, Ref, split_args
 from jaxrlhf.importing import failure
-from jaxrlhf.suggest import did_you_mean
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,9 +89,11 @@ class Recorder:
         self._ordinals: collections.Counter[tuple[int, str]] = collections.Counter()
         self._outputs: dict[Hashable, Any] = {}
 
-    def input(self, name: str, avals: Any, *, has_rows: bool) -> Any:
+    def references(self, name: str, avals: Any, has_rows: Iterable[bool]) -> Any:
+        """References to the outputs of a call, or to an input of the graph. `has_rows`: a flag for each leaf."""
         leaves, structure = jax.tree.flatten(avals)
-        return structure.unflatten([Ref(name, i, x, has_rows=has_rows, recorder=self) for i, x in enumerate(leaves)])
+        flagged = enumerate(zip(leaves, has_rows, strict=False))
+        return structure.unflatten([Ref(name, i, x, has_rows=rows, recorder=self) for i, (x, rows) in flagged])
 
     def version(self, weights: str | None) -> int:
         """The number of train calls of a set of weights so far."""
@@ -119,7 +121,6 @@ class Recorder:
         except Exception as error:
             usage = method.usage(f"{role}.{name}", args)
             raise GraphError(f"{role}.{name}: {usage}, with which it cannot work: {cut(str(error))}.") from error
-        has_rows = [method.row_wise] * len(jax.tree.leaves(avals))
         writes = None
         if method.kind == "train":
             assert weights is not None
@@ -129,7 +130,7 @@ class Recorder:
             weights=weights, reads=reads, writes=writes, iteration=self.iteration,
             sequence_shapes=tuple(x.shape for x in tokens),
         )  # fmt: skip
-        self._outputs[asked] = self._append(call, avals, has_rows)
+        self._outputs[asked] = self._append(call, avals, itertools.repeat(method.row_wise))
         return self._outputs[asked]
 
     def compute(self, function: Callable[..., Any], args: tuple[Any, ...], call_name: str | None) -> Any:
@@ -175,19 +176,14 @@ class Recorder:
                         f"an array {leaf.dtype}{list(leaf.shape)}. Put it into the state, or make it inside a compute "
                         "function."
                     )
-                elif not isinstance(leaf, Hashable) or not _hashes(leaf):
+                elif not _hashes(leaf):
                     raise GraphError(
                         f"{where}: a setting must be hashable, since it is part of the compiled program. Got "
                         f"{leaf!r}. Use a frozen dataclass or a tuple."
                     )
 
-    def _append(self, call: Call, avals: Any, has_rows: list[bool]) -> Any:
-        leaves, structure = jax.tree.flatten(avals)
-        refs = [
-            Ref(call.name, i, x, has_rows=r, recorder=self)
-            for i, (x, r) in enumerate(zip(leaves, has_rows, strict=True))
-        ]
-        outputs = structure.unflatten(refs)
+    def _append(self, call: Call, avals: Any, has_rows: Iterable[bool]) -> Any:
+        outputs = self.references(call.name, avals, has_rows)
         self.calls.append(dataclasses.replace(call, outputs=outputs))
         return outputs
 
@@ -286,13 +282,13 @@ def trace(
     recorder = Recorder(getattr(step, "__name__", "step"))
     handles = Roles(roles, recorder)
     state_aval, data_aval = _to_avals(state), _to_avals(data)
-    first_state = carry = recorder.input("state", state_aval, has_rows=False)
+    first_state = carry = recorder.references("state", state_aval, itertools.repeat(False))
     inputs, results = {"state": first_state}, []
     token = _recorder.set(recorder)
     try:
         for recorder.iteration in range(iterations):
             name = f"data{recorder.iteration or ''}"
-            inputs[name] = recorder.input(name, data_aval, has_rows=True)
+            inputs[name] = recorder.references(name, data_aval, itertools.repeat(True))
             try:
                 returned = step(handles, carry, inputs[name], config)
             except GraphError:

@@ -31,12 +31,12 @@ LAYERS = [
     {"call_graph"},
     {"importing", "name_rules"},
     {"experience"},
-    {"require", "suggest", "brief", "garbage", "writing", "xla_flags", "numba_loops"},
+    {"require", "brief", "garbage", "writing", "xla_flags", "numba_loops"},
 ]
 DEPTH = {room: depth for depth, layer in enumerate(LAYERS) for room in layer}
 ONLY = {
     "algorithms": {"algorithms", "tracing", "experience", "require"},
-    "schedules": {"schedules", "numba_loops", "brief", "suggest"},
+    "schedules": {"schedules", "numba_loops", "brief"},
 }
 """Rooms that may import less than all that lies below them."""
 MOST_FILES, MOST_LINES = 25, 4_000

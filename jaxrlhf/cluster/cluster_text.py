@@ -26,13 +26,12 @@ from typing import Any
 
 from flax.core import FrozenDict
 
-from jaxrlhf.brief import brief, cut
+from jaxrlhf.brief import brief, cut, did_you_mean
 from jaxrlhf.cluster.hardware import AS_GIVEN, Cluster, Group, Kind, Memory, Network, PeakFlops
 from jaxrlhf.cluster.host_memory import UNLIMITED, for_arrays, host_room
 from jaxrlhf.config.reading import ConfigError, build, read_yaml
 from jaxrlhf.config.schema import MemoryLimits
 from jaxrlhf.sharding import mesh
-from jaxrlhf.suggest import did_you_mean
 
 Tree = dict[str, Any]
 

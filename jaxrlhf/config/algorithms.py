@@ -7,10 +7,9 @@ from typing import Any
 
 from jaxrlhf.algorithms import ALGORITHMS
 from jaxrlhf.algorithms.algorithm import Algorithm, NoSettings
-from jaxrlhf.brief import brief
+from jaxrlhf.brief import brief, did_you_mean
 from jaxrlhf.config.reading import ConfigError, Tree, known_part
 from jaxrlhf.importing import find_function
-from jaxrlhf.suggest import did_you_mean
 
 STEP = "(roles, state, data, config) -> (results, state)"
 

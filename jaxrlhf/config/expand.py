@@ -2,11 +2,10 @@
 
 from typing import Any
 
-from jaxrlhf.brief import brief
+from jaxrlhf.brief import brief, did_you_mean
 from jaxrlhf.config.plan_config import expand_plan
 from jaxrlhf.config.reading import ConfigError, to_tree
 from jaxrlhf.models.config import PRESETS, ModelConfig
-from jaxrlhf.suggest import did_you_mean
 
 RANDOM = "random"
 """The `init` of weights that are drawn at random."""

@@ -7,11 +7,10 @@ from typing import Any
 
 from flax.core import FrozenDict
 
-from jaxrlhf.brief import brief, cut
+from jaxrlhf.brief import brief, cut, did_you_mean
 from jaxrlhf.config.reading import FORM, INLINE, ConfigError, to_tree
 from jaxrlhf.reshard.protocols import AUTO
 from jaxrlhf.sharding.strategy import Strategy
-from jaxrlhf.suggest import did_you_mean
 
 MAX_DEVICES = 2**20
 """The most devices that a placement can name."""

@@ -25,10 +25,9 @@ from typing import Any, Generic, Literal, TypeVar
 
 from flax.core import FrozenDict
 
-from jaxrlhf.brief import brief, cut
+from jaxrlhf.brief import brief, cut, did_you_mean
 from jaxrlhf.config import strict_yaml
 from jaxrlhf.config.strict_yaml import ConfigError
-from jaxrlhf.suggest import did_you_mean
 
 T = TypeVar("T")
 Tree = dict[str, Any]

@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxrlhf.brief import brief
+from jaxrlhf.brief import brief, did_you_mean
 from jaxrlhf.data.chat_process import ChatTemplate, Conversation, render_chats
-from jaxrlhf.suggest import did_you_mean
 
 Message = Mapping[str, Any]
 """At least a `role` and a `content`, both text; the content may be missing beside `tool_calls`."""

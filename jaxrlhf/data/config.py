@@ -6,9 +6,8 @@ import string
 from collections.abc import Callable
 from typing import Literal
 
-from jaxrlhf.brief import brief
+from jaxrlhf.brief import brief, did_you_mean
 from jaxrlhf.data.arithmetic import ArithmeticConfig, arithmetic_rows
-from jaxrlhf.suggest import did_you_mean
 
 
 @dataclasses.dataclass(frozen=True)

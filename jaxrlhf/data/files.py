@@ -14,8 +14,7 @@ from typing import Any
 import pyarrow
 from pyarrow import parquet
 
-from jaxrlhf.brief import brief
-from jaxrlhf.suggest import did_you_mean
+from jaxrlhf.brief import brief, did_you_mean
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrlhf.brief import brief
+from jaxrlhf.brief import brief, did_you_mean
 from jaxrlhf.data.config import TASKS, DataConfig, template_fields
 from jaxrlhf.data.control_tokens import MarkedText, mark_text
 from jaxrlhf.data.examples import Example, learnable_texts, prompt_texts, read_example, tokens_as_text
@@ -20,7 +20,6 @@ from jaxrlhf.data.files import Row, find_files, read_rows
 from jaxrlhf.data.pairs import MalformedPair
 from jaxrlhf.data.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
 from jaxrlhf.experience import Preferences, Prompts, RowKind, Sequences
-from jaxrlhf.suggest import did_you_mean
 
 RESERVED_COLUMNS = ("prompts", "completions", "finished", "num_tokens")
 """Arguments of reward functions that are not columns of the rows."""

@@ -10,10 +10,9 @@ from typing import Any, Literal
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from jaxrlhf.brief import brief
+from jaxrlhf.brief import brief, did_you_mean
 from jaxrlhf.data.control_tokens import control_pattern
 from jaxrlhf.data.tokenizer_files import byte_backend, read_files, tokens_by_id, write_files
-from jaxrlhf.suggest import did_you_mean
 
 END_TOKENS = ("<|endoftext|>", "</s>", "<|eot_id|>", "<|im_end|>", "<eos>", "<|end_of_text|>")
 """Common names of the end of text in a tokenizer.json, in the order in which they are tried."""

@@ -35,9 +35,8 @@ from jaxrlhf.planner.plans.plan import Plan
 from jaxrlhf.planner.plans.splits import splits_rows
 from jaxrlhf.programs.arrays import Outputs, Program, Rebuild
 from jaxrlhf.programs.call_programs import compute_program, model_program
-from jaxrlhf.programs.in_flight import InFlight
 from jaxrlhf.programs.optimizer import OptimizerState
-from jaxrlhf.programs.pipeline import Pipelined
+from jaxrlhf.programs.pipeline import InFlight, Pipelined
 from jaxrlhf.programs.roles import FunctionRole, ModelRole, Role
 from jaxrlhf.programs.weight_sets import form_read
 from jaxrlhf.reshard.offload import rests_on_host

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from jaxrlhf.brief import did_you_mean
 from jaxrlhf.models.architecture import (
     CHECKPOINT_NAMES,
     MATRICES,
@@ -31,7 +32,6 @@ from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.layers import Adapted, LayerWeights
 from jaxrlhf.models.params import Params, declare_adapted
 from jaxrlhf.require import require_at_least_one, require_positive
-from jaxrlhf.suggest import did_you_mean
 
 
 @dataclasses.dataclass(frozen=True)

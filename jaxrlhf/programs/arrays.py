@@ -13,6 +13,8 @@ Outputs = PyTree[jax.Array]
 """What a program gives, as a tree."""
 StageInput = Int[jax.Array, "B T"] | Float[jax.Array, "B T D"]
 """Tokens for the first stage of a pipeline, the output of the stage before for the others."""
+MicroBatch = dict[str, Any]
+"""`tokens` and `mask`, which go through the stages of a pipeline, and `own`: what the last one needs besides."""
 Noise = UInt32[jax.Array, "3"]
 """What all noise of a call is made of: the seed of the run, the step, and a number of the call's name."""
 Metrics = dict[str, Any]

@@ -12,12 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrlhf.brief import brief
+from jaxrlhf.brief import brief, did_you_mean
 from jaxrlhf.call_graph import GraphError, split_args
 from jaxrlhf.experience import Max
 from jaxrlhf.importing import failure
 from jaxrlhf.sharding import mesh
-from jaxrlhf.suggest import did_you_mean
 from jaxrlhf.tracing import abstract_call
 
 ROWS = 2
@@ -29,40 +28,44 @@ _added_up: set[Hashable] = set()
 """Losses that were tried, with the shapes of what they got."""
 
 
-def check_adds_up(where: str, loss: Callable[..., Any], outputs: Any, batch: Any, update: Any) -> None:
-    """Asks that a loss returns `(sum, weight, metrics)`, each a sum over the rows that it gets.
+def check_adds_up(where: str, loss: Callable[..., Any], outputs: Any, batch: Any, update: Any) -> dict[str, Any]:
+    """Checks that a loss returns `(sum, weight, metrics)`, each a sum over the rows that it gets.
 
     Args:
         where: The call, for error messages.
         outputs, batch: What the loss will get, with `jax.ShapeDtypeStruct` for arrays.
 
+    Returns:
+        The shapes of its metrics.
+
     Raises:
         GraphError: It returns something else, a mean, say; it fails; or it does not take these arguments.
     """
     _check_arguments(where, loss)
+    arguments = (outputs, batch, update)
     try:
-        given = abstract_call(loss, (outputs, batch, update))
+        given = abstract_call(loss, arguments)
     except GraphError:
         raise
     except Exception as error:
         raise GraphError(_failed(where, loss, outputs, batch, error)) from error
     _check_form(where, given)
-    arguments = (outputs, batch, update)
-    arrays, _, rebuild = split_args(arguments)
     key = _key(loss, arguments)
-    if key in _added_up or not arrays:
-        return
-    _check_sums(where, loss, arguments, arrays, rebuild)
-    if key is not None:
-        _added_up.add(key)
+    arrays, _, rebuild = split_args(arguments)
+    if key not in _added_up and arrays:
+        _check_sums(where, loss, arguments, arrays, rebuild)
+        if key is not None:
+            _added_up.add(key)
+    return given[2]
 
 
 def _check_arguments(where: str, loss: Callable[..., Any]) -> None:
     try:
         inspect.signature(loss).bind("outputs", "batch", "update")
     except TypeError as error:
+        parameters = ", ".join(inspect.signature(loss).parameters)
         raise GraphError(
-            f"{where}: a loss takes three arguments, (outputs, batch, update). Got ({_parameters(loss)}): {error}."
+            f"{where}: a loss takes three arguments, (outputs, batch, update). Got ({parameters}): {error}."
         ) from error
     except ValueError:  # no signature to look at
         return
@@ -173,10 +176,6 @@ def _failed(where: str, loss: Any, outputs: Any, batch: Any, error: Exception) -
             f"{did_you_mean(str(key), batch)} Return it from the compute function that makes the batch."
         )
     return f"{where}: its loss fails: {failure(error, loss)}. Its outputs are {_shown(outputs)}."
-
-
-def _parameters(loss: Callable[..., Any]) -> str:
-    return ", ".join(inspect.signature(loss).parameters)
 
 
 def _shown(value: Any) -> str:

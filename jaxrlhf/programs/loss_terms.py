@@ -9,9 +9,19 @@ import jax.numpy as jnp
 
 from jaxrlhf.experience import Term
 from jaxrlhf.models.params import Params
-from jaxrlhf.programs.arrays import Arrays, Metrics, Rebuild, Sums
+from jaxrlhf.programs.arrays import Arrays, Metrics, MicroBatch, Rebuild, Sums
 from jaxrlhf.programs.micro_batches import added, balanced, constrain, cut, is_max
-from jaxrlhf.programs.roles import GAP_METRIC, ModelRole, gap_term, logprob_gap, term_metrics, term_outputs
+from jaxrlhf.programs.roles import (
+    GAP_METRIC,
+    ModelRole,
+    gap_term,
+    joined_sequences,
+    logprob_gap,
+    parted_outputs,
+    term_metrics,
+    term_outputs,
+    term_reading,
+)
 from jaxrlhf.sharding.layout import Layout
 
 T = TypeVar("T")
@@ -43,10 +53,23 @@ class Losses:
     def value(self, params: Params, arrays: Arrays, i: int) -> Sums:
         """The weight of a term's loss over its rows in `arrays`, and its metrics, the loss among them: sums."""
         outputs = term_outputs(self._role, self.term(arrays, i), params, self.layout)
-        return self.value_of(outputs, arrays, i)
+        return self._value_of(outputs, arrays, i)
 
-    def value_of(self, outputs: Any, arrays: Arrays, i: int) -> Sums:
-        """The same, from the outputs of the model."""
+    def value_of_hidden(
+        self, hidden_states: Callable[[Any], jax.Array], params: Params, arrays: Arrays, i: int
+    ) -> Sums:
+        """The same, on the last stage of a pipeline.
+
+        Args:
+            hidden_states: From the columns that are wanted to their hidden states.
+        """
+        term = self.term(arrays, i)
+        reading, sequences = term_reading(self._role, term), joined_sequences(term, self.layout)
+        hidden = hidden_states(reading.columns(sequences)[1])
+        outputs = reading.outputs(params, hidden, sequences, self._role.model, self.layout)
+        return self._value_of(parted_outputs(term, outputs), arrays, i)
+
+    def _value_of(self, outputs: Any, arrays: Arrays, i: int) -> Sums:
         terms, update = self._rebuild(arrays)
         term: Term = terms[i]
         total, weight, metrics = term.loss(outputs, term.batch, update)
@@ -76,14 +99,23 @@ class Losses:
         return jax.lax.fori_loop(1, parts, add, of_part(0))
 
     def own_rows(self, i: int) -> list[bool]:
-        """One flag for each array: whether it has rows of a term."""
+        """A flag for each array: True if it has rows of a term."""
         return [rows and at in self._own[i] for at, rows in enumerate(self._has_rows)]
 
-    def part(self, arrays: Arrays, i: int, number: int, parts: int) -> Arrays:
-        """The arrays with the rows of a term cut down to those of one micro-batch."""
-        own = self.own_rows(i)
-        rows = [cut(x, parts)[number] if mine else x for x, mine in zip(arrays, own, strict=True)]
-        return constrain(rows, own, self.layout)
+    def micro_batches(self, arrays: Arrays, i: int) -> list[MicroBatch]:
+        """The rows of a term in micro-batches. `own` are the arrays of the term, with None in place of all others."""
+        own, parts = self.own_rows(i), self.layout.strategy.micro_batches
+
+        def micro_batch(number: int) -> MicroBatch:
+            rows = [cut(x, parts)[number] if mine else x for x, mine in zip(arrays, own, strict=True)]
+            rows = constrain(rows, own, self.layout)
+            term = self.term(rows, i)
+            sequences = joined_sequences(term, self.layout)
+            length, _ = term_reading(self._role, term).columns(sequences)
+            mine = [x if mine else None for x, mine in zip(rows, own, strict=True)]
+            return {"tokens": sequences.tokens[:, :length], "mask": sequences.mask[:, :length], "own": mine}
+
+        return [micro_batch(number) for number in range(parts)]
 
     def dealt(self, arrays: Arrays, i: int) -> Arrays:
         """The arrays with the rows of a term dealt evenly, where the strategy balances."""
@@ -94,23 +126,19 @@ class Losses:
         own = self.own_rows(i)
         return [x[order] if rows else x for x, rows in zip(arrays, own, strict=True)]
 
-    def scale(self, arrays: Arrays, i: int) -> Any:
-        """The weight of a term in the sum of all."""
-        return self._rebuild(arrays)[0][i].weight
-
     def mean(self, gradient: Params, weight: jax.Array, arrays: Arrays, i: int) -> Params:
         """The gradient of a term's sum -> of its mean, times the weight of the term. `weight`: of all its rows."""
-        weight, scale = jnp.maximum(weight, MIN_WEIGHT), self.scale(arrays, i)
+        weight, scale = jnp.maximum(weight, MIN_WEIGHT), self.term(arrays, i).weight
         return jax.tree.map(lambda g: g / weight * scale, gradient)
 
     def combined(self, arrays: Arrays, parts: Sequence[Sums]) -> Metrics:
         """The metrics of all terms, from their weights and sums: means, and the weighted sum of the losses."""
         terms, _ = self._rebuild(arrays)
         combined: dict[str, Any] = {"loss": jnp.zeros((), jnp.float32)}
-        for i, (term, (weight, sums)) in enumerate(zip(terms, parts, strict=True)):
+        for term, (weight, sums) in zip(terms, parts, strict=True):
             weight = jnp.maximum(weight, MIN_WEIGHT)
             means = {name: x if is_max(x) else x / weight for name, x in sums.items()}
-            combined["loss"] += means["loss"] * self.scale(arrays, i)
+            combined["loss"] += means["loss"] * term.weight
             gap = {GAP_METRIC: means.pop(GAP_METRIC)} if GAP_METRIC in means else {}
             combined |= term_metrics(term, means) | gap
         return combined

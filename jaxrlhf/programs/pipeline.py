@@ -6,6 +6,7 @@ devices of the next stage. In several processes all walk through the same order;
 its own, and takes part in the hand-overs from and to them.
 """
 
+import collections
 import concurrent.futures
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,11 +18,44 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import PyTree
 
 from jaxrlhf.programs.arrays import Abstract, Outputs, Program, with_shardings
-from jaxrlhf.programs.in_flight import InFlight, settle
 from jaxrlhf.reshard.reallocate import reallocate
 from jaxrlhf.schedules.instructions import Instruction
 from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.processes import absent, is_here, meet
+
+MAX_IN_FLIGHT = 8
+"""A CPU backend deadlocks with some dozens of programs that communicate."""
+
+
+class InFlight:
+    """Programs that are dispatched and not awaited, of which there are no more than `MAX_IN_FLIGHT`.
+
+    Args:
+        wait_for: Waits until an output of a program is there.
+    """
+
+    def __init__(self, wait_for: Callable[[Any], None]) -> None:
+        self._wait_for = wait_for
+        self._outputs: collections.deque[Any] = collections.deque()
+
+    def add(self, outputs: Any) -> None:
+        """Outputs of another program, of which the first stands for all. May wait for an older one."""
+        self._outputs.append(jax.tree.leaves(outputs)[:1])
+        if len(self._outputs) > MAX_IN_FLIGHT:
+            self._wait_for(self._outputs.popleft())
+
+    def wait(self) -> None:
+        """Waits for all."""
+        while self._outputs:
+            self._wait_for(self._outputs.popleft())
+
+
+def settle(arrays: Any) -> None:
+    """Waits until arrays are there on a CPU backend; on others every device has a queue that takes them all."""
+    if jax.default_backend() == "cpu":
+        for x in jax.tree.leaves(arrays):
+            if not x.is_deleted():  # donated to a later program, which is waited for in its turn
+                jax.block_until_ready(x)
 
 
 class Worker(Protocol):
@@ -61,9 +95,10 @@ class StageProgram:
 
     Args:
         function: Of pytrees of arrays.
-        shardings: Of its outputs, as `jax.jit` takes them.
+        shardings: Those of its outputs, as `jax.jit` takes them.
         donated: Positions of the arguments that it may overwrite.
-        elsewhere: From the arguments to the outputs, in a process that owns none of the devices. None: absent arrays.
+        elsewhere: From the arguments to the outputs, in a process that owns none of the devices. By default they are
+            absent arrays.
     """
 
     def __init__(

@@ -1,6 +1,7 @@
 """Inference over the stages of a pipeline, and losses without an update: micro-batches follow one another through the
 stages. The head is computed once, on the last."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,16 +14,14 @@ from jaxrlhf.models.heads import READINGS
 from jaxrlhf.models.params import Params, Shardings
 from jaxrlhf.models.stages import lend_embedding, pick, seen_from
 from jaxrlhf.models.transformer import hidden_states
-from jaxrlhf.programs.arrays import Arrays, Outputs, Rebuild, StageInput
+from jaxrlhf.programs.arrays import Arrays, MicroBatch, Outputs, Rebuild, StageInput
 from jaxrlhf.programs.loss_terms import Losses
 from jaxrlhf.programs.micro_batches import added, cut, dealt_sequences, joined
 from jaxrlhf.programs.pipeline import Pipelined, StageProgram, carry_out, compile_all, hand_over
-from jaxrlhf.programs.roles import ModelRole, joined_sequences, parted_outputs, term_reading
+from jaxrlhf.programs.roles import ModelRole
 from jaxrlhf.schedules.schedule import forward_only, topological_order
 from jaxrlhf.sharding.layout import Layout
 
-MicroBatch = dict[str, Any]
-"""`tokens` and `mask`, which go through the stages, and `own`: what the last one needs besides."""
 LastStage = Callable[[Params, StageInput, jax.Array, Any], Outputs]
 """(params, stage input, mask, own) -> outputs."""
 
@@ -70,7 +69,7 @@ class PipelinedLoss(Pipelined):
     """`(params, arrays) -> leaves of the metrics`, as `loss_program`; they lie on the devices of the last stage."""
 
     def __init__(self, role: ModelRole, rebuild: Rebuild, has_rows: Sequence[bool], layout: Layout) -> None:
-        self._role, self._layout, self._has_rows = role, layout, has_rows
+        self._has_rows = has_rows
         self._losses = Losses(role, rebuild, has_rows, layout)
         self._last = layout.stage(layout.strategy.num_stages - 1)
         on_last = Losses(role, rebuild, has_rows, self._last)
@@ -78,11 +77,8 @@ class PipelinedLoss(Pipelined):
 
         def pass_of(i: int) -> ForwardPass:
             def value(params: Params, stage_input: StageInput, mask_BT: Bool[jax.Array, "B T"], own: Arrays) -> Any:
-                term = on_last.term(own, i)
-                reading, sequences = term_reading(role, term), joined_sequences(term, self._last)
-                hidden = _run(role, params, stage_input, mask_BT, stage, layout, reading.columns(sequences)[1])
-                outputs = reading.outputs(params, hidden, sequences, role.model, self._last)
-                return on_last.value_of(parted_outputs(term, outputs), own, i)
+                run = functools.partial(_run, role, params, stage_input, mask_BT, stage, layout)
+                return on_last.value_of_hidden(run, params, own, i)
 
             return ForwardPass(role, layout, value, self._last.replicated)
 
@@ -100,24 +96,10 @@ class PipelinedLoss(Pipelined):
         return self._report(others, parts)
 
     def _dealt(self, arrays: Arrays) -> list[list[MicroBatch]]:
-        parts = range(self._layout.strategy.micro_batches)
-        return [
-            [micro_batch(self._role, self._losses, arrays, i, m, len(parts)) for m in parts]
-            for i in range(self._losses.count)
-        ]
+        return [self._losses.micro_batches(arrays, i) for i in range(self._losses.count)]
 
     def _reported(self, arrays: Arrays, parts: list[list[Any]]) -> Arrays:
         return self._losses.reported(arrays, [added(of_term) for of_term in parts])
-
-
-def micro_batch(role: ModelRole, losses: Losses, arrays: Arrays, i: int, number: int, parts: int) -> MicroBatch:
-    """One micro-batch of a term's rows. `own` are the arrays of the term, with None in place of all others."""
-    part = losses.part(arrays, i, number, parts)
-    term = losses.term(part, i)
-    sequences = joined_sequences(term, losses.layout)
-    length, _ = term_reading(role, term).columns(sequences)
-    own = [x if mine else None for x, mine in zip(part, losses.own_rows(i), strict=True)]
-    return {"tokens": sequences.tokens[:, :length], "mask": sequences.mask[:, :length], "own": own}
 
 
 class ForwardPass(Pipelined):
@@ -130,7 +112,7 @@ class ForwardPass(Pipelined):
 
     def __init__(self, role: ModelRole, layout: Layout, last: LastStage, sharding: Shardings) -> None:
         self._role, self._layout = role, layout
-        strategy, final = layout.strategy, layout.strategy.num_stages - 1
+        strategy, self._final = layout.strategy, layout.strategy.num_stages - 1
         self._order = topological_order(forward_only(strategy.pipeline, strategy.chunks, strategy.micro_batches))
 
         def forward(stage: int) -> StageProgram:
@@ -138,7 +120,8 @@ class ForwardPass(Pipelined):
                 return _run(role, params, stage_input, mask_BT, stage, layout)
 
             own = layout.stage(stage)
-            return StageProgram(last if stage == final else run, sharding if stage == final else own.rows, own.mesh)
+            function, of_output = (last, sharding) if stage == self._final else (run, own.rows)
+            return StageProgram(function, of_output, own.mesh)
 
         self._programs = [forward(stage) for stage in range(strategy.num_stages)]
 
@@ -160,7 +143,7 @@ class ForwardPass(Pipelined):
         ]
         if self._role.model.has_tied_head:
             axes = declare(self._role.model)["embedding"].axes
-            lent = hand_over(params["embedding"], self._layout.stage(strategy.num_stages - 1).weight(axes))
+            lent = hand_over(params["embedding"], self._layout.stage(self._final).weight(axes))
             self._params[-1] = lend_embedding(self._params[-1], lent)
         if any(program.is_new for program in self._programs):
             compile_all(self._jobs(), self._layout.mesh)
@@ -173,11 +156,10 @@ class ForwardPass(Pipelined):
 
     def forward(self, micro_batch: int, stage: int) -> Outputs:
         """One stage."""
-        final = stage == self._layout.strategy.num_stages - 1
         arguments = self._arguments(micro_batch, stage, self._stage_inputs.pop((micro_batch, stage), None))
         stage_output = self._programs[stage](*arguments)
         self._stage_outputs[stage] = stage_output
-        if final:
+        if stage == self._final:
             self._outputs[micro_batch] = stage_output
         else:
             self._stage_inputs[micro_batch, stage + 1] = hand_over(stage_output, self._layout.stage(stage + 1).rows)
@@ -191,11 +173,10 @@ class ForwardPass(Pipelined):
         self, micro_batch: int, stage: int, stage_input: StageInput | jax.ShapeDtypeStruct | None
     ) -> tuple[Any, ...]:
         rows, layout = self._micro_batches[micro_batch], self._layout.stage(stage)
-        final = stage == self._layout.strategy.num_stages - 1
         params = self._params[stage % self._layout.strategy.pipeline]
         tokens, mask = (seen_from(rows[name], layout.rows) for name in ("tokens", "mask"))
         inputs = (params, tokens if stage == 0 else stage_input, mask)
-        if not final:
+        if stage != self._final:
             return inputs
         own = jax.tree.map(lambda x: seen_from(x, layout.rows), rows["own"])
         if self._others is not None:

@@ -20,14 +20,13 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxrlhf.models.params import Params, Shardings
+from jaxrlhf.models.params import Params, param_shardings
 from jaxrlhf.models.stages import fill, join, lend_embedding, part_of, pick, pick_virtual, seen_from, whole_of
-from jaxrlhf.programs.arrays import Arrays, Metrics, Noise, Outputs, Rebuild, StageInput, Sums
-from jaxrlhf.programs.in_flight import settle
+from jaxrlhf.programs.arrays import Arrays, Metrics, Noise, Outputs, Rebuild, Sums
 from jaxrlhf.programs.optimizer import OptimizerState
-from jaxrlhf.programs.pipeline import Pipelined, StageProgram, carry_out, compile_all, hand_over
+from jaxrlhf.programs.pipeline import Pipelined, carry_out, compile_all, hand_over, settle
 from jaxrlhf.programs.roles import ModelRole
-from jaxrlhf.programs.stage_programs import TrainPrograms
+from jaxrlhf.programs.stage_programs import StageArguments, TrainPrograms
 from jaxrlhf.reshard.reallocate import reallocate
 from jaxrlhf.schedules.instructions import Schedule
 from jaxrlhf.schedules.schedule import gpipe, interleaved_1f1b, topological_order, validate
@@ -58,12 +57,7 @@ class PipelinedTraining(Pipelined):
         ]
 
     def __call__(
-        self,
-        params: Params,
-        state: OptimizerState,
-        noise: Noise,
-        arrays: Arrays,
-        adapted: Params | None = None,
+        self, params: Params, state: OptimizerState, noise: Noise, arrays: Arrays, adapted: Params | None = None
     ) -> tuple[Params, OptimizerState, Metrics]:
         run = TrainRun(self.programs, params, state, noise, arrays, adapted)
         for update in range(run.num_updates):
@@ -108,10 +102,12 @@ class TrainRun:
         self.ends: dict[Layout, Outputs] = {}
         """After an update: the stages of which this process has devices, and what is there when each is done."""
         self._told: list[tuple[list[Sums], Metrics]] = []
-        self._adapted_in = [
-            None if adapted is None else _seen(adapted, programs.adapted_shardings(group))
-            for group in range(len(programs.groups))
-        ]
+        self._adapted_in = [None if adapted is None else self._seen_by(group, adapted) for group in programs.groups]
+
+    def _seen_by(self, group: Layout, adapted: Params) -> Params:
+        """Weights that adapters adapt, as a group sees them; without a head that only another role's model has."""
+        own = param_shardings(self.programs.role.model, group)
+        return {name: jax.tree.map(seen_from, x, own[name]) for name, x in adapted.items() if name in own}
 
     def begin_update(self, number: int) -> None:
         """Deals the rows of an update."""
@@ -122,10 +118,7 @@ class TrainRun:
         self._parts: list[Sums] = []
         params = join(self.params, self.programs.num_layers, self.programs.layout)
         self._lent = self._lend(params)
-        self._seen = [
-            jax.tree.map(seen_from, params, self.programs.group_shardings[group])
-            for group in range(len(self.programs.groups))
-        ]
+        self._seen = [jax.tree.map(seen_from, params, own) for own in self.programs.group_shardings]
 
     def _lend(self, params: Params) -> list[jax.Array] | None:
         """The embedding on the last stage's devices, as every group has it."""
@@ -137,7 +130,7 @@ class TrainRun:
         first = programs.layout.stage(0)
         embedding = source["embedding"]
         if embedding.dtype != dtype:
-            cast = programs.get("lend", lambda: StageProgram(lambda x: x.astype(dtype), first.weight(axes), first.mesh))
+            cast = programs.get("lend", lambda x: x.astype(dtype), first.weight(axes), first.mesh)
             embedding = cast(embedding)
         lent = hand_over(embedding, programs.last.weight(axes))
         last = programs.num_stages - 1
@@ -149,14 +142,11 @@ class TrainRun:
         layers, stages, last = programs.num_layers, programs.num_stages, stage == programs.num_stages - 1
         params = pick_virtual(self._seen[group], stage, layers, stages)
         adapted = self._adapted_in[group]
-        if adapted is not None:
-            adapted = pick_virtual(adapted, stage, layers, stages)
-        if last and self._lent is not None:
-            if adapted is None:
-                params = lend_embedding(params, self._lent[group])
-            else:
-                adapted = lend_embedding(adapted, self._lent[group])
-        return params, adapted
+        lent = self._lent[group] if last and self._lent is not None else None
+        if adapted is None:
+            return params if lent is None else lend_embedding(params, lent), None
+        adapted = pick_virtual(adapted, stage, layers, stages)
+        return params, adapted if lent is None else lend_embedding(adapted, lent)
 
     def workers(self, term: int) -> list["TrainWorker"]:
         """One worker for each group, which carries out its instructions for a term of the loss."""
@@ -227,11 +217,6 @@ class TrainRun:
         return join(self.params, layers, layout), join(self.state, layers, layout), metrics
 
 
-def _seen(adapted: Params, shardings: Shardings) -> Params:
-    """Weights that adapters adapt, as a group sees them; without a head that only another role's model has."""
-    return {name: jax.tree.map(seen_from, x, shardings[name]) for name, x in adapted.items() if name in shardings}
-
-
 class TrainWorker:
     """Carries out the forwards and backwards of one data-parallel group."""
 
@@ -239,6 +224,8 @@ class TrainWorker:
         programs = run.programs
         self._run, self._programs, self._term, self._group = run, programs, term, group
         self._layout = programs.groups[group]
+        self._last = programs.num_stages - 1
+        self._rows = run.dealt[term]
         self._stage_inputs: dict[tuple[int, int], jax.Array] = {}
         self._residuals: dict[tuple[int, int], Arrays] = {}
         self._by_output: dict[tuple[int, int], jax.Array] = {}
@@ -249,27 +236,26 @@ class TrainWorker:
 
     def forward(self, micro_batch: int, stage: int) -> Outputs:
         """A stage before the last; of the last, nothing: its backward begins with it."""
-        if stage == self._programs.num_stages - 1:
+        if stage == self._last:
             return None
-        stage_input, mask = self._inputs(micro_batch, stage)
-        self._stage_inputs[micro_batch, stage] = stage_input
+        if stage == 0:
+            self._stage_inputs[micro_batch, 0] = self._tokens(micro_batch)
         program = self._programs.forward(self._term, stage, self._group)
-        stage_output, self._residuals[micro_batch, stage] = program(*self._weights[stage], stage_input, mask)
+        stage_output, self._residuals[micro_batch, stage] = program(self._arguments(micro_batch, stage))
         self._stage_inputs[micro_batch, stage + 1] = hand_over(stage_output, self._layout.stage(stage + 1).rows)
         return stage_output
 
     def backward(self, micro_batch: int, stage: int) -> Outputs:
         """Adds to the gradient of the stage's weights."""
-        programs, weights = self._programs, self._weights[stage]
-        stage_input, mask = self._inputs(micro_batch, stage)
-        if stage == programs.num_stages - 1:
-            program = programs.last_backward(self._term, self._group)
-            sums, by_input, *part = program(self.gradients[stage], *weights, stage_input, mask, self._own(micro_batch))
+        arguments = self._arguments(micro_batch, stage)
+        if stage == self._last:
+            program = self._programs.last_backward(self._term, self._group)
+            sums, by_input, *part = program(self.gradients[stage], arguments, self._own(micro_batch))
             self.parts.append(tuple(part))
         else:
-            program = programs.backward(self._term, stage, self._group)
+            program = self._programs.backward(self._term, stage, self._group)
             later = self._residuals.pop((micro_batch, stage)), self._by_output.pop((micro_batch, stage))
-            sums, by_input = program(self.gradients[stage], *weights, stage_input, mask, *later)
+            sums, by_input = program(self.gradients[stage], arguments, *later)
         self.gradients[stage] = sums
         del self._stage_inputs[micro_batch, stage]
         if stage:
@@ -288,48 +274,44 @@ class TrainWorker:
         """Functions that compile the programs of each stage for the shapes that they will be called with; none where
         all are compiled."""
         programs, term, group = self._programs, self._term, self._group
-        rows, length = self._run.dealt[term][0]["tokens"].shape
+        rows, length = self._rows[0]["tokens"].shape
         shape = (rows // len(programs.groups), length, programs.role.model.hidden_size)
 
         def job(stage: int) -> Callable[[], None]:
             layout = self._layout.stage(stage)
             stage_output = jax.ShapeDtypeStruct(shape, programs.role.model.compute_dtype, sharding=layout.rows)
-            stage_input = stage_output if stage else self._row_part(self._run.dealt[term][0]["tokens"], 0)
-            inputs = (*self._weights[stage], stage_input, self._mask(0, stage))
-            if stage == programs.num_stages - 1:
+            arguments = self._arguments(0, stage, stage_output if stage else self._tokens(0))
+            if stage == self._last:
                 last, own = programs.last_backward(term, group), self._own(0)
-                return lambda: last.compile(self.gradients[stage], *inputs, own)
+                return lambda: last.compile(self.gradients[stage], arguments, own)
             forward, backward = programs.forward(term, stage, group), programs.backward(term, stage, group)
 
             def compile() -> None:
-                forward.compile(*inputs)
+                forward.compile(arguments)
                 if backward.is_new:
-                    backward.compile(self.gradients[stage], *inputs, forward.outputs[1], stage_output)
+                    backward.compile(self.gradients[stage], arguments, forward.outputs[1], stage_output)
 
             return compile
 
-        if (programs.last_backward(term, group)).is_new or any(
-            programs.backward(term, stage, group).is_new for stage in range(programs.num_stages - 1)
-        ):
+        backwards = [programs.backward(term, stage, group) for stage in range(self._last)]
+        if any(program.is_new for program in (*backwards, programs.last_backward(term, group))):
             return [job(stage) for stage in range(programs.num_stages)]
         return []
 
-    def _inputs(self, micro_batch: int, stage: int) -> tuple[StageInput, jax.Array]:
-        """The stage input of a micro-batch, and the mask of its rows."""
-        if stage == 0 and (micro_batch, 0) not in self._stage_inputs:
-            tokens = self._run.dealt[self._term][micro_batch]["tokens"]
-            self._stage_inputs[micro_batch, 0] = self._row_part(tokens, 0)
-        return self._stage_inputs[micro_batch, stage], self._mask(micro_batch, stage)
+    def _arguments(self, micro_batch: int, stage: int, stage_input: Any = None) -> StageArguments:
+        """The arguments of a stage's programs. `stage_input`: None means that of the micro-batch."""
+        stage_input = self._stage_inputs[micro_batch, stage] if stage_input is None else stage_input
+        return StageArguments(
+            *self._weights[stage], stage_input, self._row_part(self._rows[micro_batch]["mask"], stage)
+        )
 
-    def _mask(self, micro_batch: int, stage: int) -> jax.Array:
-        return self._row_part(self._run.dealt[self._term][micro_batch]["mask"], stage)
+    def _tokens(self, micro_batch: int) -> jax.Array:
+        return self._row_part(self._rows[micro_batch]["tokens"], 0)
 
     def _own(self, micro_batch: int) -> list[Any]:
         """The arrays of a micro-batch that the loss gets."""
-        last = self._programs.num_stages - 1
-        rows = self._run.dealt[self._term][micro_batch]["own"]
-        others = self._run.without_rows(last, self._group)
-        return [self._row_part(x, last) if x is not None else other for x, other in zip(rows, others, strict=True)]
+        rows, others = self._rows[micro_batch]["own"], self._run.without_rows(self._last, self._group)
+        return [other if x is None else self._row_part(x, self._last) for x, other in zip(rows, others, strict=True)]
 
     def _row_part(self, rows: jax.Array, stage: int) -> jax.Array:
         """Rows of all groups on all devices -> those of this group on the devices of a stage."""

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrlhf.brief import brief
+from jaxrlhf.brief import brief, did_you_mean
 from jaxrlhf.call_graph import GraphError, named_sequences
 from jaxrlhf.config.schema import AverageConfig, OptimizerConfig
 from jaxrlhf.experience import Max, PolicyAndValues, PolicyOutputs, Prompts, Rollout, Sampling, Term
@@ -22,8 +22,7 @@ from jaxrlhf.models.lora import LoRAConfig
 from jaxrlhf.models.params import Params
 from jaxrlhf.programs.loss_check import check_adds_up
 from jaxrlhf.sharding.layout import Layout
-from jaxrlhf.suggest import did_you_mean
-from jaxrlhf.tracing import Method, RoleMethods, abstract_call, compute
+from jaxrlhf.tracing import Method, RoleMethods, compute
 
 GAP_METRIC = "rollout/logprob_gap_max"
 """The largest difference between a token's log-probability as sampling recorded it and as the training forward gives
@@ -36,17 +35,17 @@ class ModelRole:
 
     model: ModelConfig
     optimizer: OptimizerConfig | None = None
-    """None: it is never trained."""
+    """None means that it is never trained."""
     num_updates: int = 0
     """Updates in the whole run, over which the learning rate decays."""
     weights: str = ""
-    """The set of weights that it reads. Empty: one of its own, under its name."""
+    """The set of weights that it reads. Empty means one of its own, under its name."""
     lora: LoRAConfig | None = None
     """Its own set are adapters."""
     base: str = ""
     """The set that its adapters adapt."""
     view: Head | None = None
-    """The one of its model's heads whose methods it has. None: all."""
+    """The one of its model's heads whose methods it has. None means all."""
     average: AverageConfig | None = None
     """Its set is a moving average of another's."""
 
@@ -57,15 +56,10 @@ class ModelRole:
         missing = dict.fromkeys({"lm": _SCALAR_AVALS, "scalar": ["generate", *_LM_AVALS]}.get(view, ()), other_head)
         methods = {} if view == "scalar" else {"generate": Method("generate", _rollout_aval, tokens=_drawn)}
         methods |= {infer: Method("infer", aval, tokens=_read) for infer, aval in self._avals.items()}
-        methods["loss"] = Method(
-            "infer", functools.partial(self._loss_aval, missing), row_wise=False, tokens=_of_terms,
-            bind=_loss_arguments,
-        )  # fmt: skip
+        of_losses = functools.partial(Method, row_wise=False, tokens=_of_terms)
+        methods["loss"] = of_losses("infer", functools.partial(self._loss_aval, missing), bind=_loss_arguments)
         if self.optimizer is not None:
-            methods["train"] = Method(
-                "train", functools.partial(self._train_aval, missing), row_wise=False, tokens=_of_terms,
-                bind=_train_arguments,
-            )  # fmt: skip
+            methods["train"] = of_losses("train", functools.partial(self._train_aval, missing), bind=_train_arguments)
         else:
             missing["train"] = f"It has no optimizer: set roles.{name}.optimizer to train it."
         if self.average is not None:
@@ -122,7 +116,7 @@ class ModelRole:
         return avals
 
     def _check_loss(self, where: str, missing: Mapping[str, str], term: Term, update: Any) -> dict[str, Any]:
-        """Asks that a term is what a term should be. Returns the metrics of its loss."""
+        """Checks that a term is what a term should be. Returns the metrics of its loss."""
         if not callable(term.loss):
             raise GraphError(
                 f"{where}: the first argument is a loss, (outputs, batch, update) -> (sum, weight, metrics). Got "
@@ -146,8 +140,7 @@ class ModelRole:
             )
         if np.shape(term.weight) != ():
             raise GraphError(f"{where}: the weight of a term is one number. Got the shape {np.shape(term.weight)}.")
-        check_adds_up(where, term.loss, self.outputs_aval(sequences, term.of), term.batch, update)
-        return abstract_call(term.loss, (self.outputs_aval(sequences, term.of), term.batch, update))[2]
+        return check_adds_up(where, term.loss, self.outputs_aval(sequences, term.of), term.batch, update)
 
     def outputs_aval(self, sequences: Any, of: str = "") -> Any:
         """Shapes of what the model says about sequences, as its losses get it."""
@@ -313,19 +306,16 @@ def _float(*shape: int) -> jax.ShapeDtypeStruct:
 def _rollout_aval(prompts: Prompts, sampling: Sampling) -> Rollout:
     B, P = prompts.tokens.shape
     B, R = B * sampling.num_samples, sampling.max_new_tokens
-
-    def aval(dtype: Any, *shape: int) -> Any:
-        return jax.ShapeDtypeStruct(shape, dtype)
-
+    aval: Any = jax.ShapeDtypeStruct
     return Rollout(
-        tokens=aval(jnp.int32, B, P + R),
-        mask=aval(jnp.bool, B, P + R),
-        response=aval(jnp.bool, B, R),
-        logprobs=aval(jnp.float32, B, R),
-        sampled_logprobs=aval(jnp.float32, B, R),
-        finish=aval(jnp.int32, B),
-        row=aval(jnp.int32, B),
-        id=aval(jnp.uint32, B),
+        tokens=aval((B, P + R), jnp.int32),
+        mask=aval((B, P + R), jnp.bool),
+        response=aval((B, R), jnp.bool),
+        logprobs=aval((B, R), jnp.float32),
+        sampled_logprobs=aval((B, R), jnp.float32),
+        finish=aval((B,), jnp.int32),
+        row=aval((B,), jnp.int32),
+        id=aval((B,), jnp.uint32),
     )
 
 

@@ -4,32 +4,41 @@ Every data-parallel group of a stage has programs of its own, on its own devices
 groups before the end of a mini-batch.
 """
 
+import functools
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Bool, Float, Int
 
 from jaxrlhf.experience import Max
 from jaxrlhf.models.architecture import Weight, declare
 from jaxrlhf.models.config import at_least_float32
 from jaxrlhf.models.lora import adapt
-from jaxrlhf.models.params import Params, Shardings, param_shardings
+from jaxrlhf.models.params import Params, Shardings
 from jaxrlhf.models.stages import lend_embedding, pick, pick_virtual
 from jaxrlhf.models.transformer import SavedByLayer, hidden_states
-from jaxrlhf.programs.arrays import Arrays, Metrics, Noise, Rebuild, StageInput, Sums
+from jaxrlhf.programs.arrays import Arrays, Metrics, MicroBatch, Noise, Program, Rebuild, StageInput, Sums
 from jaxrlhf.programs.loss_terms import Losses, over_updates
 from jaxrlhf.programs.micro_batches import added, is_max, rows_of_update, update_orders
 from jaxrlhf.programs.optimizer import OptimizerState, apply_gradient
 from jaxrlhf.programs.pipeline import StageProgram
-from jaxrlhf.programs.pipelined_inference import MicroBatch, micro_batch
-from jaxrlhf.programs.roles import ModelRole, joined_sequences, parted_outputs, term_reading
+from jaxrlhf.programs.roles import ModelRole
 from jaxrlhf.programs.weight_sets import set_of
 from jaxrlhf.sharding.axes import DATA
 from jaxrlhf.sharding.layout import Layout
+
+
+class StageArguments(NamedTuple):
+    """The weights of a stage, those that adapters adapt among them, and its input and the mask of a micro-batch."""
+
+    params: Params
+    adapted: Params | None
+    stage_input: StageInput
+    mask_BT: Bool[jax.Array, "B T"]
 
 
 class TrainPrograms:
@@ -57,15 +66,15 @@ class TrainPrograms:
         """(term, stage, group) -> from the arguments and residuals of a forward to the function of its gradient."""
         self._programs: dict[Hashable, StageProgram] = {}
 
-    def get(self, key: Hashable, build: Callable[[], StageProgram]) -> StageProgram:
-        """A program by its key."""
+    def get(self, key: Hashable, function: Program, shardings: Any, mesh: Mesh, **options: Any) -> StageProgram:
+        """The program of a key, made of its function where it is asked for first; otherwise as `StageProgram`."""
         if key not in self._programs:
-            self._programs[key] = build()
+            self._programs[key] = StageProgram(function, shardings, mesh, **options)
         return self._programs[key]
 
     def deal(self, num_updates: int) -> StageProgram:
         """`(noise, arrays, number of the update) -> term -> micro-batch -> its arrays`."""
-        layout, losses, parts = self.layout, self.losses, self.layout.strategy.micro_batches
+        layout, losses = self.layout, self.losses
 
         def deal(noise: Noise, arrays: Arrays, number: Int[jax.Array, ""]) -> list[list[MicroBatch]]:
             _, update = self.rebuild(arrays)
@@ -73,158 +82,96 @@ class TrainPrograms:
                 orders = update_orders(noise, arrays, self.has_rows, update)
                 chosen = {count: order[number] for count, order in orders.items()}
                 arrays = rows_of_update(arrays, self.has_rows, chosen)
-            return [
-                [micro_batch(self.role, losses, losses.dealt(arrays, i), i, m, parts) for m in range(parts)]
-                for i in range(losses.count)
-            ]
+            return [losses.micro_batches(losses.dealt(arrays, i), i) for i in range(losses.count)]
 
-        return self.get("deal", lambda: StageProgram(deal, layout.rows, layout.mesh))
+        return self.get("deal", deal, layout.rows, layout.mesh)
 
     def forward(self, i: int, stage: int, group: int) -> StageProgram:
-        """`(params, adapted, stage input, mask) -> (stage output, residuals)`."""
+        """`stage arguments -> (stage output, residuals)`."""
         layout = self.groups[group].stage(stage)
 
-        def forward(
-            params: Params, adapted: Params | None, stage_input: StageInput, mask_BT: Bool[jax.Array, "B T"]
-        ) -> tuple[jax.Array, Arrays]:
+        def forward(given: StageArguments) -> tuple[jax.Array, Arrays]:
             if not self.keeps:
-                return self._run(params, adapted, stage_input, mask_BT, stage, layout), []
-            stage_output, pull = self._pull(params, adapted, stage_input, mask_BT, stage, layout)
-            self._pulls[i, stage, group], residuals = _residuals(pull, (params, adapted, stage_input, mask_BT))
+                return self._run(given, stage, layout), []
+            stage_output, pull = self._pull(given, stage, layout)
+            self._pulls[i, stage, group], residuals = _residuals(pull, given)
             return stage_output, residuals
 
-        key = ("forward", i, stage, group)
-        return self.get(key, lambda: StageProgram(forward, (layout.rows, None), layout.mesh))
+        return self.get(("forward", i, stage, group), forward, (layout.rows, None), layout.mesh)
 
     def backward(self, i: int, stage: int, group: int) -> StageProgram:
-        """`(gradient, params, adapted, stage input, mask, residuals, gradient by the stage output) -> (gradient,
-        gradient by the stage input)`; the first gradient is donated."""
+        """`(gradient, stage arguments, residuals, gradient by the stage output) -> (gradient, gradient by the stage
+        input)`; the first gradient is donated."""
         layout = self.groups[group].stage(stage)
         shardings = (self.gradient_shardings(stage, group), layout.rows if stage else None)
 
         def backward(
-            sums: Params,
-            params: Params,
-            adapted: Params | None,
-            stage_input: StageInput,
-            mask_BT: Bool[jax.Array, "B T"],
-            residuals: Arrays,
-            by_output: Float[jax.Array, "B T D"],
+            sums: Params, given: StageArguments, residuals: Arrays, by_output: Float[jax.Array, "B T D"]
         ) -> tuple[Params, jax.Array | None]:
             if self.keeps:
-                pull = self._pulls[i, stage, group]((params, adapted, stage_input, mask_BT), residuals)
+                pull = self._pulls[i, stage, group](given, residuals)
             else:
-                _, pull = self._pull(params, adapted, stage_input, mask_BT, stage, layout)
+                _, pull = self._pull(given, stage, layout)
             by_params, *by_input = pull(by_output)
             return _added(sums, by_params), by_input[0] if by_input else None
 
-        def elsewhere(
-            sums: Params, params: Params, adapted: Params | None, stage_input: StageInput, *_: Any
-        ) -> tuple[Params, StageInput | None]:
-            return sums, stage_input if stage else None  # its gradient lies as the stage input does
+        def elsewhere(sums: Params, given: StageArguments, *_: Any) -> tuple[Params, Any]:
+            return sums, given.stage_input if stage else None  # its gradient lies as the stage input does
 
-        key = ("backward", i, stage, group)
-        return self.get(key, lambda: StageProgram(backward, shardings, layout.mesh, donated=(0,), elsewhere=elsewhere))
+        return self.get(
+            ("backward", i, stage, group), backward, shardings, layout.mesh, donated=(0,), elsewhere=elsewhere
+        )
 
-    def _pull(
-        self,
-        params: Params,
-        adapted: Params | None,
-        stage_input: StageInput,
-        mask_BT: Bool[jax.Array, "B T"],
-        stage: int,
-        layout: Layout,
-    ) -> tuple[jax.Array, Any]:
+    def _pull(self, given: StageArguments, stage: int, layout: Layout) -> tuple[jax.Array, Any]:
         """The stage output, and the function from the gradient by it to those by the weights and by the stage input;
         tokens have none."""
-        if stage == 0:
-            return jax.vjp(lambda params: self._run(params, adapted, stage_input, mask_BT, stage, layout), params)
-        return jax.vjp(lambda params, x: self._run(params, adapted, x, mask_BT, stage, layout), params, stage_input)
+
+        def run(params: Params, stage_input: Any = given.stage_input) -> jax.Array:
+            return self._run(given._replace(params=params, stage_input=stage_input), stage, layout)
+
+        return jax.vjp(run, *((given.params, given.stage_input) if stage else (given.params,)))
 
     def last_backward(self, i: int, group: int) -> StageProgram:
-        """`(gradient, params, adapted, stage input, mask, arrays) -> (gradient, gradient by the stage input, weight of
-        the loss, metrics)`: forward and backward of the last stage; the first gradient is donated."""
+        """`(gradient, stage arguments, arrays) -> (gradient, gradient by the stage input, weight of the loss,
+        metrics)`: forward and backward of the last stage; the first gradient is donated."""
         stage = self.num_stages - 1
         layout = self.groups[group].stage(stage)
         shardings = (self.gradient_shardings(stage, group), layout.rows, layout.replicated, layout.replicated)
 
-        def backward(
-            sums: Params,
-            params: Params,
-            adapted: Params | None,
-            stage_input: StageInput,
-            mask_BT: Bool[jax.Array, "B T"],
-            own: Arrays,
-        ) -> tuple[Params, jax.Array, jax.Array, Metrics]:
+        def backward(sums: Params, given: StageArguments, own: Arrays) -> tuple[Params, jax.Array, jax.Array, Metrics]:
             losses = Losses(self.role, self.rebuild, self.has_rows, layout)
 
             def value(params: Params, stage_input: StageInput) -> tuple[jax.Array, Sums]:
-                weight, metrics = self._last(losses, params, adapted, stage_input, mask_BT, own, i)
+                arguments = given._replace(params=params, stage_input=stage_input)
+                run = functools.partial(self._run, arguments, stage, layout)
+                weight, metrics = losses.value_of_hidden(run, self._whole(arguments), own, i)
                 return metrics["loss"], (weight, metrics)
 
             gradient = jax.value_and_grad(value, argnums=(0, 1), has_aux=True)
-            (_, (weight, metrics)), (by_params, by_input) = gradient(params, stage_input)
+            (_, (weight, metrics)), (by_params, by_input) = gradient(given.params, given.stage_input)
             return _added(sums, by_params), by_input, weight, metrics
 
-        key = ("last backward", i, group)
-        return self.get(key, lambda: StageProgram(backward, shardings, layout.mesh, donated=(0,)))
+        return self.get(("last backward", i, group), backward, shardings, layout.mesh, donated=(0,))
 
-    def _last(
-        self,
-        losses: Losses,
-        params: Params,
-        adapted: Params | None,
-        stage_input: StageInput,
-        mask_BT: Bool[jax.Array, "B T"],
-        own: Arrays,
-        i: int,
-    ) -> Sums:
-        """The weight of a term's loss on a micro-batch, and its metrics."""
-        stage = self.num_stages - 1
-        layout = losses.layout
-        term = losses.term(own, i)
-        reading, sequences = term_reading(self.role, term), joined_sequences(term, layout)
-        hidden = self._run(params, adapted, stage_input, mask_BT, stage, layout, wanted=reading.columns(sequences)[1])
-        whole = self._whole(params, adapted)
-        outputs = reading.outputs(whole, hidden, sequences, self.role.model, layout)
-        return losses.value_of(parted_outputs(term, outputs), own, i)
-
-    def _run(
-        self,
-        params: Params,
-        adapted: Params | None,
-        stage_input: StageInput,
-        mask_BT: Bool[jax.Array, "B T"],
-        stage: int,
-        layout: Layout,
-        wanted: Any = 0,
-    ) -> jax.Array:
-        count, whole = self.num_stages, self._whole(params, adapted)
-        remat: SavedByLayer = self.layout.strategy.remat
+    def _run(self, given: StageArguments, stage: int, layout: Layout, wanted: Any = 0) -> jax.Array:
+        count, remat = self.num_stages, self.layout.strategy.remat
+        saved: SavedByLayer = remat
         if remat == "none" and stage < count - 1:  # its backward comes later, and keeps no copies of weights
-            remat = "dots_and_attention"
+            saved = "dots_and_attention"
         return hidden_states(
-            whole,
-            stage_input,
-            mask_BT,
-            self.role.model,
-            layout,
-            wanted=wanted,
-            remat=remat,
-            stage=stage,
-            num_stages=count,
-        )
+            self._whole(given), given.stage_input, given.mask_BT, self.role.model, layout,
+            wanted=wanted, remat=saved, stage=stage, num_stages=count,
+        )  # fmt: skip
 
-    def _whole(self, params: Params, adapted: Params | None) -> Params:
+    def _whole(self, given: StageArguments) -> Params:
+        """The weights that a stage computes with."""
         lora = self.role.lora
-        return params if adapted is None or lora is None else adapt(adapted, params, self.role.model, lora)
-
-    def adapted_shardings(self, group: int) -> Shardings:
-        """Where the weights that adapters adapt rest in the layout of a data-parallel group."""
-        return param_shardings(self.role.model, self.groups[group])
+        if given.adapted is None or lora is None:
+            return given.params
+        return adapt(given.adapted, given.params, self.role.model, lora)
 
     def gradient_shardings(self, stage: int, group: int) -> Shardings:
-        """Of the gradient that a group adds up on a virtual stage, with a leading axis over the groups."""
+        """Those of the gradient that a group adds up on a virtual stage, with a leading axis over the groups."""
         own = self.groups[group].stage(stage)
         rest = pick_virtual(self.group_shardings[group], stage, self.num_layers, self.num_stages)
         if self.tied and stage == self.num_stages - 1:
@@ -241,7 +188,7 @@ class TrainPrograms:
             return structure.unflatten([jnp.zeros(shape, dtype) for shape in shapes])
 
         mesh = self.groups[group].stage(stage).mesh
-        return self.get(("zeros", stage, group), lambda: StageProgram(zeros, shardings, mesh))
+        return self.get(("zeros", stage, group), zeros, shardings, mesh)
 
     def combine(self, i: int, group: int) -> StageProgram:
         """`(weight and metrics of every micro-batch) -> of a group`, with a leading axis over the groups."""
@@ -251,7 +198,7 @@ class TrainPrograms:
             return jax.tree.map(lambda x: x[None], added(parts))
 
         sharding = NamedSharding(last.mesh, PartitionSpec(DATA))
-        return self.get(("combine", i, group), lambda: StageProgram(combined, sharding, last.mesh))
+        return self.get(("combine", i, group), combined, sharding, last.mesh)
 
     def totals(self, i: int) -> StageProgram:
         """`(weight and metrics of the groups) -> of all`."""
@@ -262,7 +209,7 @@ class TrainPrograms:
         def totals(groups: Sums) -> Sums:
             return jax.tree.map(total, groups, is_leaf=is_max)
 
-        return self.get(("totals", i), lambda: StageProgram(totals, self.last.replicated, self.last.mesh))
+        return self.get(("totals", i), totals, self.last.replicated, self.last.mesh)
 
     def sum_over_groups(self, i: int, stage: int) -> StageProgram:
         """`(gradients of the groups, weight, arrays without rows, sum over the terms before) -> (sum, square of its
@@ -281,10 +228,8 @@ class TrainPrograms:
             counted = {**sums, "embedding": None} if self.tied else sums
             return sums, jnp.square(optax.tree.norm(counted))[None]
 
-        return self.get(
-            ("sum_over_groups", i, stage),
-            lambda: StageProgram(sum_over_groups, (own, layout.replicated), layout.mesh, donated=(3,)),
-        )
+        shardings = (own, layout.replicated)
+        return self.get(("sum_over_groups", i, stage), sum_over_groups, shardings, layout.mesh, donated=(3,))
 
     def take_back(self) -> StageProgram:
         """`(gradient of the embedding, that of what was lent, square of the norm of the rest) -> (their sum, square of
@@ -296,35 +241,30 @@ class TrainPrograms:
             return whole, squared + jnp.sum(jnp.square(whole))[None]
 
         shardings = (first.weight(self.embedding.axes), first.replicated)
-        return self.get("take back", lambda: StageProgram(add, shardings, first.mesh))
+        return self.get("take back", add, shardings, first.mesh)
 
     def norm(self) -> StageProgram:
         """`(squares of the norms of the stages) -> norm`, on all devices."""
-        layout = self.layout
 
         def norm(squares: jax.Array) -> jax.Array:
             return jnp.sqrt(squares.sum())
 
-        return self.get("norm", lambda: StageProgram(norm, layout.replicated, layout.mesh))
+        return self.get("norm", norm, self.layout.replicated, self.layout.mesh)
 
     def update(self, stage: int) -> StageProgram:
         """`(params, optimizer state, gradient, norm of the whole gradient) -> (params, optimizer state, metrics)`; the
         first two are donated."""
         role, layout = self.role, self.layout.stage(stage)
-        assert role.optimizer is not None
-        config = role.optimizer
-        shardings = (
-            pick(self.shardings, stage, self.num_layers, self.layout),
-            pick(self.state_shardings, stage, self.num_layers, self.layout),
-            layout.replicated,
-        )
+        config, resting = role.optimizer, (self.shardings, self.state_shardings)
+        assert config is not None
+        shardings = (*(pick(x, stage, self.num_layers, self.layout) for x in resting), layout.replicated)
 
         def update(
             params: Params, state: OptimizerState, gradient: Params, grad_norm: Float[jax.Array, ""]
         ) -> tuple[Params, OptimizerState, Metrics]:
             return apply_gradient(config, role.num_updates, params, state, gradient, grad_norm)
 
-        return self.get(("update", stage), lambda: StageProgram(update, shardings, layout.mesh, donated=(0, 1)))
+        return self.get(("update", stage), update, shardings, layout.mesh, donated=(0, 1))
 
     def report(self) -> StageProgram:
         """`(arrays without rows, weights and metrics of the terms of every update, norms and rates of each, updates so
@@ -335,7 +275,7 @@ class TrainPrograms:
             stacked = jax.tree.map(lambda *x: jnp.stack(x), *each)
             return over_updates(stacked, count)
 
-        return self.get("report", lambda: StageProgram(report, self.last.replicated, self.last.mesh))
+        return self.get("report", report, self.last.replicated, self.last.mesh)
 
 
 def _added(sums: Params, gradient: Params) -> Params:

@@ -38,7 +38,7 @@ def run_at(layout: Layout, function: Program, shardings: Shardings, *arguments: 
     Args:
         function: Gives a tree of weights. Each result must follow from arguments of its own stage, and from what
             belongs to no weight: a key, a number.
-        shardings: Of the results.
+        shardings: Those of the results.
     """
     return program_at(layout, function, shardings)(*arguments)
 
@@ -72,7 +72,7 @@ def stage_program(layout: Layout, stage: int, function: Program, shardings: Shar
     """The part of `program_at` that runs on one stage of a pipelined layout; its results for other stages are None.
 
     Args:
-        shardings: Of the results of all stages.
+        shardings: Those of the results of all stages.
     """
     num_layers = _num_layers(shardings)
 
@@ -102,8 +102,8 @@ def _num_layers(shardings: Shardings) -> int:
 
 
 def in_form(params: Params, weight_set: WeightSet, form: Form, dtype: jax.typing.DTypeLike | None = None) -> Params:
-    """Weights that are in a layout, in its form and a dtype (None: as it is): the same arrays where nothing is to be
-    done."""
+    """Weights that are in a layout, in its form and a dtype, by default their own: the same arrays where nothing is to
+    be done."""
     layout, layers = form
     same_dtype = dtype is None or all(x.dtype == dtype for x in jax.tree.leaves(params))
     if isinstance(params["layers"], dict) == (layers == "stacked") and same_dtype:
@@ -125,7 +125,10 @@ def merge_program(model: ModelConfig, form: Form) -> Program:
     layout, layers = form
 
     def merged(adapted: Params) -> Params:
-        return merge(jax.tree.map(lambda x: x if jax.tree.leaves(x) else None, adapted, is_leaf=_is_adapted))
+        own = jax.tree.map(
+            lambda x: x if jax.tree.leaves(x) else None, adapted, is_leaf=lambda x: isinstance(x, Adapted)
+        )
+        return merge(own)
 
     return program_at(layout, merged, param_shardings(model, layout, stacked=layers == "stacked"))
 
@@ -155,7 +158,7 @@ def form_between(weight_set: WeightSet, source: Layout, target: Layout, layers: 
     """The form of layers that are moved: as they are to arrive, but as a list to or from the stages of a pipeline.
 
     Args:
-        layers: As they are to arrive. None: as they rest there.
+        layers: The form in which they are to arrive; by default that in which they rest there.
     """
     pipelined = (source.is_pipelined or target.is_pipelined) and source != target
     return "list" if pipelined else layers or weight_set.resting_form(target)
@@ -180,27 +183,23 @@ def arranged(state: Any, layers: LayerForm) -> Any:
     return jax.tree.map(arrange, state, is_leaf=_has_layers)
 
 
-def _is_adapted(x: Any) -> bool:
-    return isinstance(x, Adapted)
-
-
 def _has_layers(x: Any) -> bool:
     return isinstance(x, dict) and "layers" in x
 
 
 def _stack(arrays: tuple[jax.Array, ...]) -> jax.Array:
-    sharding = _sharding_of(arrays[0])
-    sharding = NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
-    stacked = _program(_mesh_of(sharding), jnp.stack, sharding)(arrays)
-    _give_up(arrays)
+    mesh, spec = _place(arrays[0])
+    stacked = _program(mesh, jnp.stack, NamedSharding(mesh, PartitionSpec(None, *spec)))(arrays)
+    for array in arrays:
+        array.delete()
     return stacked
 
 
 def _unstack(array: jax.Array) -> list[jax.Array]:
-    sharding = _sharding_of(array)
-    sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))  # layers are never split
-    layers = _program(_mesh_of(sharding), _as_list, [sharding] * array.shape[0])(array)
-    _give_up((array,))
+    mesh, spec = _place(array)
+    of_layer = NamedSharding(mesh, PartitionSpec(*spec[1:]))  # layers are never split
+    layers = _program(mesh, _as_list, [of_layer] * array.shape[0])(array)
+    array.delete()
     return layers
 
 
@@ -208,19 +207,9 @@ def _as_list(stacked: jax.Array) -> list[jax.Array]:
     return list(stacked)
 
 
-def _sharding_of(array: jax.Array) -> NamedSharding:
-    assert isinstance(array.sharding, NamedSharding)
-    return array.sharding
-
-
-def _mesh_of(sharding: NamedSharding) -> Mesh:
-    assert isinstance(sharding.mesh, Mesh)
-    return sharding.mesh
-
-
-def _give_up(arrays: tuple[jax.Array, ...]) -> None:
-    for array in arrays:
-        array.delete()
+def _place(array: jax.Array) -> tuple[Mesh, PartitionSpec]:
+    assert isinstance(array.sharding, NamedSharding) and isinstance(array.sharding.mesh, Mesh)
+    return array.sharding.mesh, array.sharding.spec
 
 
 # -- without stages ----------------------------------------------------------------------------------------------------

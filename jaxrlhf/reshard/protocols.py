@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxrlhf.brief import did_you_mean
 from jaxrlhf.sharding.axes import BATCH_AXES, MESH_AXES
 from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.strategy import Strategy
-from jaxrlhf.suggest import did_you_mean
 
 AUTO = "auto"
 """In a plan: rows are split as the program of the call expects them."""

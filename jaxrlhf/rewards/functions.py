@@ -13,10 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxrlhf.brief import brief
+from jaxrlhf.brief import brief, did_you_mean
 from jaxrlhf.importing import failure, find_function
 from jaxrlhf.rewards.verifiers import VERIFIERS, RewardFunction
-from jaxrlhf.suggest import did_you_mean
 
 ROW_ARGUMENTS = ("prompts", "completions")
 """Arguments of every reward function; all others are columns or options."""

@@ -10,9 +10,8 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from jaxrlhf.brief import brief
+from jaxrlhf.brief import brief, did_you_mean
 from jaxrlhf.rewards.numbers import FINDERS, any_number
-from jaxrlhf.suggest import did_you_mean
 
 RewardFunction = Callable[..., Sequence[float]]
 """`f(prompts, completions, **columns) -> list[float]`, one number for each completion."""

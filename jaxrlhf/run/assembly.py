@@ -13,7 +13,7 @@ import jax
 
 from jaxrlhf.algorithms.algorithm import EvaluationConfig, evaluation_step
 from jaxrlhf.algorithms.sft import SFTConfig, SupervisedUpdate, sft_step
-from jaxrlhf.brief import brief
+from jaxrlhf.brief import brief, did_you_mean
 from jaxrlhf.call_graph import CallGraph
 from jaxrlhf.config.reading import ConfigError
 from jaxrlhf.config.schema import EvaluationRunConfig, RunConfig
@@ -41,7 +41,6 @@ from jaxrlhf.run.step_draft import StepDraft, draft_step, first_state, on_host, 
 from jaxrlhf.run.step_rows import StepRows, Tables
 from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.strategy import Strategy
-from jaxrlhf.suggest import did_you_mean
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from jaxrlhf.brief import brief
+from jaxrlhf.brief import brief, did_you_mean
 from jaxrlhf.config.reading import ConfigError
 from jaxrlhf.config.schema import RANDOM, RoleConfig, RunConfig
 from jaxrlhf.data.prompts import PromptTable
@@ -19,7 +19,6 @@ from jaxrlhf.models.huggingface import check_params, read_origin
 from jaxrlhf.programs.roles import ModelRole, Role, WeightedSumRole
 from jaxrlhf.programs.weight_sets import BASE
 from jaxrlhf.run.scoring import function_role
-from jaxrlhf.suggest import did_you_mean
 
 MAX_PARAMETERS = 10**14
 """A bound that no model reaches, which catches mistakes."""

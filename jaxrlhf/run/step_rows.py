@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxrlhf.algorithms.algorithm import Rows
+from jaxrlhf.brief import did_you_mean
 from jaxrlhf.config.reading import ConfigError
 from jaxrlhf.config.schema import RunConfig
 from jaxrlhf.data.loader import PromptLoader
 from jaxrlhf.data.prompts import PromptTable, load_prompts
 from jaxrlhf.run.configured_roles import check_origins
 from jaxrlhf.run.configured_tokenizer import configured_tokenizer
-from jaxrlhf.suggest import did_you_mean
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from jax.sharding import PartitionSpec
 
-from jaxrlhf.suggest import did_you_mean
+from jaxrlhf.brief import did_you_mean
 
 PIPELINE, DATA, FSDP, TENSOR = "pipeline", "data", "fsdp", "tensor"
 MESH_AXES = (PIPELINE, DATA, FSDP, TENSOR)

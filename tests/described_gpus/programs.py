@@ -28,12 +28,12 @@ from jaxrlhf.models.pipelined_generation import declare_ring, ring_shardings
 from jaxrlhf.models.stages import pick, pick_virtual
 from jaxrlhf.planner.compiled.described_devices import Described, described_devices
 from jaxrlhf.planner.compiled.hlo import Computation, Instruction, Module, parse, scopes
-from jaxrlhf.planner.compiled.hlo_counts import _roots, _through_bitcasts, by_phase, count
+from jaxrlhf.planner.compiled.hlo_counts import _roots, _through_bitcasts, count
 from jaxrlhf.programs.ahead_of_time import DescribedCall, DescribedRows, call_program
 from jaxrlhf.programs.arrays import with_shardings
 from jaxrlhf.programs.call_programs import generate_program
 from jaxrlhf.programs.pipeline import StageProgram
-from jaxrlhf.programs.stage_programs import TrainPrograms
+from jaxrlhf.programs.stage_programs import StageArguments, TrainPrograms
 from jaxrlhf.programs.weight_sets import set_of
 from jaxrlhf.reshard import exchange
 from jaxrlhf.reshard.reallocate import schedule
@@ -117,12 +117,14 @@ def by_stages(call: DescribedCall, devices: Described) -> Iterator[tuple[str, ja
 
     ((dealt, _),) = compiled(programs.deal(1), whole(layout, (3,), jnp.uint32), arrays, whole(layout, (), jnp.int32))
     zeros = [compiled(programs.zeros(stage, 0, weights[stage])) for stage in (0, 1)]
-    inputs = (weights[0], None, rows(dealt["tokens"], first), rows(dealt["mask"], first))
-    hidden, residuals = compiled(programs.forward(0, 0, 0), *inputs)
-    compiled(programs.backward(0, 0, 0), zeros[0], *inputs, residuals, hidden)
+    tokens, mask = (rows(dealt[name], first) for name in ("tokens", "mask"))
+    arguments = StageArguments(weights[0], None, tokens, mask)  # pyright: ignore[reportArgumentType]
+    hidden, residuals = compiled(programs.forward(0, 0, 0), arguments)
+    compiled(programs.backward(0, 0, 0), zeros[0], arguments, residuals, hidden)
     received = jax.ShapeDtypeStruct(hidden.shape, hidden.dtype, sharding=last.rows)
+    arguments = StageArguments(weights[1], None, received, rows(dealt["mask"], last))  # pyright: ignore
     of_loss = [rows(x, last) for x in dealt["own"]]
-    compiled(programs.last_backward(0, 0), zeros[1], weights[1], None, received, rows(dealt["mask"], last), of_loss)
+    compiled(programs.last_backward(0, 0), zeros[1], arguments, of_loss)
 
     stage = layout.stage(0)
     groups = jax.tree.map(
@@ -196,7 +198,7 @@ def figures(name: str, compiled: jax.stages.Compiled) -> dict[str, Any]:
     """Counts of a program, with loops that end by a condition gone around once, and what it does that none may do."""
     text, memory = compiled.as_text(), compiled.memory_analysis()
     assert text is not None and memory is not None
-    counts, module = count(text, by_phase), parse(text)
+    counts, module = count(text), parse(text)
     assert not counts.unknown, counts.unknown
     total = counts.total(rounds=1)
     collectives: collections.Counter[str] = collections.Counter()

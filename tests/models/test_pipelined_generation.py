@@ -9,7 +9,7 @@ import pytest
 from jaxrlhf.experience import LENGTH, STOP, Rollout
 from jaxrlhf.models import pipelined_generation
 from jaxrlhf.models.pipelined_generation import ring_shardings
-from jaxrlhf.planner.compiled.hlo_counts import by_phase, count
+from jaxrlhf.planner.compiled.hlo_counts import count
 from jaxrlhf.planner.compiled.program_counts import Counts
 from jaxrlhf.sharding.stages import layers_of_stages
 from jaxrlhf.sharding.strategy import Strategy
@@ -93,7 +93,7 @@ def test_it_ends_when_all_have_finished():
 def test_every_tick_sends_once():
     """As the cost model counts it: one tick less than two rounds for prompts, the first tokens, a round of decoding."""
     _, _, program = long_rollout()
-    once = count(program, by_phase).by_label(rounds=1)
+    once = count(program).by_label(rounds=1)
 
     def sends(label: str) -> float:
         of_label = once.get(label, Counts()).collectives

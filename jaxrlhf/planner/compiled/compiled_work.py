@@ -9,14 +9,14 @@ not depend on the compiler is not asked of it: bytes of weights, and what is gat
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from jaxrlhf.cluster.hardware import Cluster
 from jaxrlhf.models.generate import decoding_stages
 from jaxrlhf.planner.compiled.compiler import Progress, Question, compile_all
 from jaxrlhf.planner.compiled.described_devices import Described
-from jaxrlhf.planner.compiled.program_counts import Counts, Loop, ProgramCounts
+from jaxrlhf.planner.compiled.program_counts import Counts, ProgramCounts
 from jaxrlhf.planner.costs.cache import CostCache
 from jaxrlhf.planner.costs.work import LayerWork, Phase, Work, analytic_work
 from jaxrlhf.planner.plans.splits import undivided_sizes
@@ -58,28 +58,12 @@ class CompiledWork:
         key = (call.name, phase, tensor, remat)
         if key not in self._made:
             less, more = depths(call)
-            one, two = (
-                self._whole(call, phase, remat, tensor, self._counts[call.name, n, tensor]) for n in (less, more)
-            )
+            one, two = (_whole(call, phase, remat, tensor, self._counts[call.name, n, tensor]) for n in (less, more))
             layer = _scaled(two, one, 1 / (more - less))
             self._made[key] = LayerWork(layer, _scaled(one, layer * less, 1.0))
         made = self._made[key]
         rows = _rows(call, phase)
         return LayerWork(*(_with_weights(a, b, rows) for a, b in zip(made, formula, strict=True)))
-
-    def _whole(self, call: ModelCall, phase: Phase, remat: Remat, tensor: int, counts: ProgramCounts) -> Work:
-        """The work of a phase in a program, for each row; weights are counted with the rows."""
-        rows = _rows(call, phase)
-        if phase == "decode":
-            return _per_row(_decoding(call, counts), rows, tensor)
-        parts = counts.by_label(rounds=0)
-        if phase == "prefill":
-            return _per_row(_sum(part for label, part in parts.items() if label != "decode"), rows, tensor)
-        if phase == "forward":
-            return _per_row(_sum(parts.values()), rows, tensor)
-        twice = ["forward"] if remat == "layer" else []  # is computed anew
-        labels = ["forward", "backward", *twice]
-        return _per_row(_sum(parts.get(label, Counts()) for label in labels), rows, tensor)
 
 
 def lower_program(program: CallAtDepth, described: Described) -> Any:
@@ -147,21 +131,28 @@ def tensor_degrees(call: ModelCall, devices_per_node: int) -> list[int]:
     return [n for n in divisors if not undivided_sizes(call.model, tensor=n)]
 
 
+def _whole(call: ModelCall, phase: Phase, remat: Remat, tensor: int, counts: ProgramCounts) -> Work:
+    """The work of a phase in a program, for each row; weights are counted with the rows."""
+    parts = counts.by_label(rounds=0)
+    if phase == "decode":
+        counted = [_decoding(call, counts)]
+    elif phase == "prefill":
+        counted = [part for label, part in parts.items() if label != "decode"]
+    elif phase == "forward":
+        counted = list(parts.values())
+    else:
+        again = ["forward"] if remat == "layer" else []
+        counted = [parts[label] for label in ("forward", "backward", *again) if label in parts]
+    return _per_row(sum(counted, Counts()), _rows(call, phase), tensor)
+
+
 def _decoding(call: ModelCall, counts: ProgramCounts) -> Counts:
     """A decoding step: the mean over the loops, of which each goes on with a larger cache."""
     loops = [loop for loop in counts.loops if loop.label == "decode" and loop.trips is None]
     steps = [num_steps for _, num_steps in decoding_stages(call.response)]
     assert len(loops) == len(steps), (call.name, len(loops), len(steps))
-    total = sum((_round(loop) * n for loop, n in zip(loops, steps, strict=True)), Counts())
+    total = sum((loop.round.total(rounds=1) * n for loop, n in zip(loops, steps, strict=True)), Counts())
     return total * (1 / max(1, sum(steps)))
-
-
-def _round(loop: Loop) -> Counts:
-    return loop.round.total(rounds=1)
-
-
-def _sum(parts: Iterable[Counts]) -> Counts:
-    return sum(parts, Counts())
 
 
 def _per_row(counts: Counts, rows: int, tensor: int) -> Work:

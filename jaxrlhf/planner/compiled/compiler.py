@@ -2,15 +2,15 @@
 
 questions = [Question("train, 2 layers", lower_program, CallAtDepth(call, 2, 4, 8), kind, num_devices=8)]
 for compilation in compile_all(questions, cache=CostCache(default_folder())):
-    print(compilation.counts.total().flops, compilation.memory)
+    print(compilation.counts.total().flops, compilation.notes)
 """
 
+import collections
 import concurrent.futures
 import dataclasses
 import multiprocessing
 import os
 import pickle
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
@@ -22,14 +22,12 @@ from jaxrlhf.cluster.hardware import Kind
 from jaxrlhf.config.schema import MAX_VIRTUAL_DEVICES
 from jaxrlhf.importing import import_files, imported_files
 from jaxrlhf.planner.compiled.described_devices import Described, described_devices, has_gpu_compiler, target_config
-from jaxrlhf.planner.compiled.hlo_counts import Classifier, by_phase, count
+from jaxrlhf.planner.compiled.hlo_counts import count
 from jaxrlhf.planner.compiled.program_counts import Collective, Counts, ProgramCounts
 from jaxrlhf.planner.costs.cache import CostCache, fingerprint, source_digest
 from jaxrlhf.sharding.mesh import use_virtual_cpu_devices
 from jaxrlhf.xla_flags import known_flags
 
-_USUAL_PROCESSES = 2
-"""Each takes about half a gigabyte."""
 _SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision")
 """Of JAX, those that decide what a program is."""
 _FUSED_ATTENTION = ("__cudnn$fmha", "CustomSPMDPartitioning")
@@ -56,8 +54,6 @@ class Question:
     kind: Kind
     num_devices: int
     devices_per_node: int = 8
-    classify: Classifier = by_phase
-    """Tells the parts of the program apart: a function of a module, or a `functools.partial` of one."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_devices <= MAX_VIRTUAL_DEVICES:
@@ -71,23 +67,7 @@ class Question:
             target and target_config(self.kind, target), has_gpu_compiler(), self.num_devices, self.devices_per_node,
         )  # fmt: skip
         versions = (jax.__version__, source_digest(), os.environ.get("XLA_FLAGS", ""), _settings())
-        return fingerprint((self.lower, self.subject, self.classify, devices, versions))
-
-
-@dataclasses.dataclass(frozen=True)
-class MemoryUse:
-    """Bytes on each device, as the compiler has laid them out."""
-
-    arguments: int
-    outputs: int
-    aliased: int
-    """Of outputs that take the place of arguments."""
-    temporary: int
-
-    @property
-    def peak(self) -> int:
-        """While the program runs."""
-        return self.arguments + self.outputs - self.aliased + self.temporary
+        return fingerprint((self.lower, self.subject, devices, versions))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,23 +75,17 @@ class Compilation:
     """What a program does."""
 
     counts: ProgramCounts
-    memory: MemoryUse | None
-    """None: compiled for other devices, which would not need it."""
     notes: tuple[str, ...] = ()
     """What is to be known of these numbers."""
-    seconds: float = 0.0
-    """That lowering and compiling took."""
 
     def to_tree(self) -> dict[str, Any]:
         """As plain data."""
-        memory = None if self.memory is None else dataclasses.asdict(self.memory)
-        return {"counts": self.counts.to_tree(), "memory": memory, "notes": list(self.notes), "seconds": self.seconds}
+        return {"counts": self.counts.to_tree(), "notes": list(self.notes)}
 
     @classmethod
     def from_tree(cls, tree: dict[str, Any]) -> "Compilation":
         """What `to_tree` gave."""
-        memory = None if tree["memory"] is None else MemoryUse(**tree["memory"])
-        return cls(ProgramCounts.from_tree(tree["counts"]), memory, tuple(tree["notes"]), tree["seconds"])
+        return cls(ProgramCounts.from_tree(tree["counts"]), tuple(tree["notes"]))
 
 
 Progress = Callable[[int, int, str], None]
@@ -122,21 +96,18 @@ def compile_all(
     questions: Sequence[Question],
     *,
     cache: CostCache | None,
-    processes: int = _USUAL_PROCESSES,
+    processes: int = 2,
     progress: Progress = lambda done, total, name: None,
 ) -> list[Compilation]:
     """The answers, in the order of the questions. Those that are in the cache take no process; equal ones are compiled
-    once.
+    once. A process takes about half a gigabyte.
 
     Raises:
         CompileError: A program cannot be lowered or compiled. Those that were done before are in the cache.
     """
     keys = [question.key for question in questions]
-    answers: dict[str, Compilation] = {}
-    for key in dict.fromkeys(keys):
-        tree = cache.get(key) if cache else None
-        if tree is not None:
-            answers[key] = Compilation.from_tree(tree)
+    kept = {key: cache.get(key) for key in keys} if cache else {}
+    answers = {key: Compilation.from_tree(tree) for key, tree in kept.items() if tree is not None}
     open_ = {key: question for key, question in zip(keys, questions, strict=True) if key not in answers}
     if not open_:
         return [answers[key] for key in keys]
@@ -173,45 +144,34 @@ def answer(question: Question) -> Compilation:
     Raises:
         CompileError: Its program cannot be lowered or compiled.
     """
-    start = time.perf_counter()
     try:
         described = described_devices(question.kind, question.num_devices, devices_per_node=question.devices_per_node)
-        compilation = compile_counts(question.lower(question.subject, described), described, question.classify)
+        return compile_counts(question.lower(question.subject, described), described)
     except Exception as error:
         raise CompileError(f"{question.name}: must compile. Got {type(error).__name__}: {cut(str(error))}.") from error
-    return dataclasses.replace(compilation, seconds=time.perf_counter() - start)
 
 
-def compile_counts(lowered: jax.stages.Lowered, described: Described, classify: Classifier) -> Compilation:
+def compile_counts(lowered: jax.stages.Lowered, described: Described) -> Compilation:
     """What a program does that was lowered for described devices."""
     program = lowered.as_text()
     options = dict(described.options)
     if described.is_gpu and not any(name in program for name in _FUSED_ATTENTION):
         options |= known_flags(_WITHOUT_SOFTMAX_SEARCH)
-    compiled = lowered.compile(compiler_options=options)
-    text = compiled.as_text()
+    text = lowered.compile(compiler_options=options).as_text()
     assert text is not None
-    counts = count(text, classify)
-    if described.stands_in:
-        return Compilation(counts.map(_narrowed) if "bf16>" in program else counts, None, described.notes)
-    stats = compiled.memory_analysis()
-    memory = stats and MemoryUse(
-        stats.argument_size_in_bytes,
-        stats.output_size_in_bytes,
-        stats.alias_size_in_bytes,
-        stats.temp_size_in_bytes,
-    )
-    return Compilation(counts, memory, described.notes)
+    counts = count(text)
+    narrows = described.stands_in and "bf16>" in program
+    return Compilation(counts.map(_narrowed) if narrows else counts, described.notes)
 
 
 def _narrowed(counts: Counts) -> Counts:
     """What a GPU would do of what a processor does in float32 in place of bfloat16: half of all bytes."""
-    collectives: dict[Collective, float] = {}
+    collectives = collections.defaultdict[Collective, float](float)
     for collective, times in counts.collectives.items():
         if collective.dtype == "f32":
             collective = dataclasses.replace(collective, dtype="bf16", bytes=collective.bytes / 2)
-        collectives[collective] = collectives.get(collective, 0.0) + times
-    return dataclasses.replace(counts, bytes=counts.bytes / 2, collectives=collectives)
+        collectives[collective] += times
+    return dataclasses.replace(counts, bytes=counts.bytes / 2, collectives=dict(collectives))
 
 
 def _settings() -> dict[str, Any]:
@@ -219,7 +179,7 @@ def _settings() -> dict[str, Any]:
 
 
 def _start_process(num_devices: int, settings: dict[str, Any], files: Sequence[str]) -> None:
-    """Make a new process one that compiles: for described devices, or for as many virtual ones."""
+    """Makes a new process one that compiles: for described devices, or for as many virtual ones."""
     os.environ.setdefault("NPROC", "2")  # threads of XLA's pools: the processes are many already
     jax.config.update("jax_enable_compilation_cache", False)
     for name, value in settings.items():

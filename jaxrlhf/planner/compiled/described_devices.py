@@ -1,9 +1,8 @@
 """Devices that are only described: GPUs that are not there, for XLA to compile programs for.
 
 XLA compiles for a GPU from its description, if JAX's CUDA plugin is installed (the extra `planner`), on a machine
-without a GPU and without CUDA. Where the plugin is missing, virtual devices of the processor stand in: products are the
-same and most collectives, but what computes in bfloat16 is widened to float32, fusions are those of a processor, and
-memory is none that a GPU would need.
+without a GPU and without CUDA. Where the plugin is missing, virtual devices of the CPU stand in: products are the same
+and most collectives, but what computes in bfloat16 is widened to float32, and fusions are those of a CPU.
 """
 
 import dataclasses
@@ -22,8 +21,8 @@ from jaxrlhf.sharding.mesh import first_virtual_devices, skip_cuda_check_without
 from jaxrlhf.xla_flags import known_flags
 
 NO_COMPILER = (
-    "no compiler for GPUs: counted on virtual devices of the processor, with bytes of bfloat16 corrected, without "
-    "figures of memory. Install jaxrlhf[planner], on Linux"
+    "no compiler for GPUs: counted on virtual devices of the processor, with bytes of bfloat16 corrected. Install "
+    "jaxrlhf[planner], on Linux"
 )
 NO_CUDNN = "attention compiled as matrix products: cuDNN's cannot be lowered here"
 _CUDNN_VERSION = 90800
@@ -37,14 +36,12 @@ class Described:
 
     devices: tuple[Any, ...]
     """As JAX knows them, node after node."""
-    target: str
-    """All that compiling depends on, of what is known of them."""
     options: Mapping[str, Any]
-    """For `lowered.compile`."""
+    """Options for `lowered.compile`."""
     has_cudnn: bool = False
-    """Whether attention can be lowered to cuDNN's. If not, `attention` of a model must be `xla`."""
+    """True if attention can be lowered to cuDNN's. If not, `attention` of a model must be `xla`."""
     stands_in: bool = False
-    """They are virtual devices of the processor in place of GPUs."""
+    """True if they are virtual devices of the CPU in place of GPUs."""
     notes: tuple[str, ...] = ()
     """What is to be known of numbers that come from them."""
 
@@ -54,7 +51,7 @@ class Described:
 
 
 def has_gpu_compiler() -> bool:
-    """Whether JAX's CUDA plugin is installed. Does not load it."""
+    """True if JAX's CUDA plugin is installed. Does not load it."""
     spec = importlib.util.find_spec("jax_plugins")
     folders = list(spec.submodule_search_locations or ()) if spec else []
     return any(module.name.startswith("xla_cuda") for module in pkgutil.iter_modules(folders))
@@ -70,7 +67,7 @@ def described_devices(kind: Kind, count: int, *, devices_per_node: int) -> Descr
         ValueError: Virtual devices are needed, and JAX runs already with fewer.
     """
     if kind.target is None:
-        return Described(first_virtual_devices(count), "cpu", known_flags(_PROCESSOR_OPTIONS))
+        return Described(first_virtual_devices(count), known_flags(_PROCESSOR_OPTIONS))
     nodes = max(1, count // devices_per_node)
     text = target_config(kind, kind.target)
     topology = f"1x{nodes}x{count // nodes}"  # partitions x hosts x GPUs of each
@@ -78,14 +75,12 @@ def described_devices(kind: Kind, count: int, *, devices_per_node: int) -> Descr
     try:
         described = topologies.get_topology_desc(platform="cuda", target_config=text, topology=topology)
     except NotImplementedError:
-        virtual = first_virtual_devices(count)
-        options = known_flags(_PROCESSOR_OPTIONS)
-        return Described(virtual, "cpu in place of a GPU", options, stands_in=True, notes=(NO_COMPILER,))
+        virtual, options = first_virtual_devices(count), known_flags(_PROCESSOR_OPTIONS)
+        return Described(virtual, options, stands_in=True, notes=(NO_COMPILER,))
     major, minor = map(int, kind.target.capability.split("."))
     has_cudnn = (major, minor) >= _CUDNN_CAPABILITY and _assume_cudnn()
     return Described(
         tuple(described.devices),
-        f"{topology}\n{text}",
         known_flags({"xla_gpu_cuda_data_dir": str(_toolkit()), **_FASTER, **_ONE_CUBLAS_CALL_EACH}),
         has_cudnn=has_cudnn,
         notes=() if has_cudnn else (NO_CUDNN,),

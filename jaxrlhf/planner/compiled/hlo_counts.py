@@ -4,16 +4,12 @@ Labels tell the parts of a program apart, by where in the Python program an inst
 itself has the label of the latest result that it takes, or else of the loop or call that it stands in.
 """
 
-import functools
+import collections
 import math
 import re
-from collections.abc import Callable
 
 from jaxrlhf.planner.compiled.hlo import Computation, Instruction, Module, device_groups, parse, scopes
 from jaxrlhf.planner.compiled.program_counts import Collective, Counts, Loop, ProgramCounts
-
-Classifier = Callable[[str], str | None]
-"""`op_name` of an instruction -> its label; None: that of what it stands in."""
 
 REST = "rest"
 """The label of what has no other."""
@@ -36,64 +32,50 @@ _NO_PRODUCTS = {"TopK", "AllocateBuffer", "PadToStatic", "SliceToDynamic", "cu_t
 """Calls of libraries that compute no matrix products."""
 
 
-def count(text: str, classify: Classifier) -> ProgramCounts:
-    """What one device does in a program, given as `compiled.as_text()` gives it.
+def count(text: str) -> ProgramCounts:
+    """What one device does in a program, given as `compiled.as_text()` gives it, by the labels of `by_phase`.
 
     Raises:
         HloError: The text cannot be read.
     """
     module = parse(text)
-    tally = _Tally(module, classify)
+    tally = _Tally(module)
     tally.walk(module.entry, REST)
     return tally.result()
 
 
-def by_scope(*names: str) -> Classifier:
-    """Labels are those of `names` that stand in an `op_name`, the first of them that does."""
-    return functools.partial(_first_scope, names)
-
-
-def _first_scope(names: tuple[str, ...], op_name: str) -> str | None:
-    found = set(scopes(op_name))
-    return next((name for name in names if name in found), None)
-
-
 def by_phase(op_name: str) -> str | None:
-    """`prefill` and `decode` of generation, `forward` and `backward` of a train call, what it computes anew among the
-    latter; neither for the rest, such as the update of the weights."""
-    if label := _first_scope(("decode", "prefill"), op_name):
-        return label
+    """The label of an instruction by its `op_name`: `prefill` and `decode` of generation, `forward` and `backward` of a
+    train call, what it computes anew among the latter; None for the rest, such as the update of the weights."""
+    found = set(scopes(op_name))
+    for label in ("decode", "prefill"):
+        if label in found:
+            return label
     return "backward" if "transpose(" in op_name else "forward" if "jvp(" in op_name else None
 
 
 class _Tally:
     """Adds up what instructions do, by label."""
 
-    def __init__(self, module: Module, classify: Classifier) -> None:
+    def __init__(self, module: Module) -> None:
         self.module = module
-        self.classify = classify
-        self.flops: dict[str, float] = {}
-        self.bytes: dict[str, float] = {}
-        self.kernels: dict[str, float] = {}
-        self.collectives: dict[str, dict[Collective, float]] = {}
+        self.flops, self.bytes, self.kernels = (collections.defaultdict[str, float](float) for _ in range(3))
+        self.collectives = collections.defaultdict[str, collections.defaultdict[Collective, float]](
+            lambda: collections.defaultdict(float)
+        )
         self.loops: list[Loop] = []
         self.unknown: dict[str, None] = {}
 
     def result(self) -> ProgramCounts:
         labels = dict.fromkeys([*self.flops, *self.bytes, *self.kernels, *self.collectives])
         parts = {
-            label: Counts(
-                self.flops.get(label, 0.0),
-                self.bytes.get(label, 0.0),
-                self.kernels.get(label, 0.0),
-                self.collectives.get(label, {}),
-            )
+            label: Counts(self.flops[label], self.bytes[label], self.kernels[label], dict(self.collectives[label]))
             for label in labels
         }
         return ProgramCounts(parts, tuple(self.loops), tuple(self.unknown))
 
     def walk(self, name: str, inherited: str, *, inside_kernel: bool = False) -> None:
-        """Add what a computation does.
+        """Adds what a computation does.
 
         Args:
             inherited: The label of instructions that have none.
@@ -104,7 +86,7 @@ class _Tally:
         for i, instruction in enumerate(computation.instructions):
             taken = [labels[operand] for operand in instruction.operands if operand in labels]
             if instruction.op_name and instruction.op not in _NAMELESS:
-                labels[instruction.name] = i, self.classify(instruction.op_name) or inherited
+                labels[instruction.name] = i, by_phase(instruction.op_name) or inherited
             elif taken:
                 labels[instruction.name] = i, max(taken)[1]
             _, label = labels.get(instruction.name, (i, inherited))
@@ -112,7 +94,7 @@ class _Tally:
                 self._add(computation, instruction, label, inside_kernel=inside_kernel)
 
     def _enters(self, computation: Computation, instruction: Instruction, label: str, *, inside_kernel: bool) -> bool:
-        """Add what the computations do that an instruction calls; False where it calls none."""
+        """Adds what the computations do that an instruction calls; False where it calls none."""
         op = instruction.op
         if op == "while":
             self._loop(instruction, label)
@@ -132,7 +114,7 @@ class _Tally:
         return True
 
     def _loop(self, instruction: Instruction, label: str) -> None:
-        inner = _Tally(self.module, self.classify)
+        inner = _Tally(self.module)
         inner.walk(_called(instruction, "body"), label)
         inner.walk(_called(instruction, "condition"), label)
         trips = instruction.text(r'"known_trip_count":\{"n":"(\d+)"')
@@ -143,26 +125,26 @@ class _Tally:
         """The branch with the most operations, of equals that with the most bytes."""
         sides = []
         for name in instruction.branches:
-            inner = _Tally(self.module, self.classify)
+            inner = _Tally(self.module)
             inner.walk(name, label)
-            sides.append(inner)
+            sides.append(inner.result())
 
-        def dearness(side: _Tally) -> tuple[float, float]:
-            once = side.result().total(rounds=1)
+        def dearness(side: ProgramCounts) -> tuple[float, float]:
+            once = side.total(rounds=1)
             return once.flops, once.bytes
 
         dearest = max(sides, key=dearness)
-        for own, other in ((self.flops, dearest.flops), (self.bytes, dearest.bytes), (self.kernels, dearest.kernels)):
-            for name, number in other.items():
-                own[name] = own.get(name, 0.0) + number
-        for name, collectives in dearest.collectives.items():
-            for collective, times in collectives.items():
-                self._collective(name, collective, times)
+        for name, counts in dearest.parts.items():
+            self.flops[name] += counts.flops
+            self.bytes[name] += counts.bytes
+            self.kernels[name] += counts.kernels
+            for collective, times in counts.collectives.items():
+                self.collectives[name][collective] += times
         self.loops += dearest.loops
-        self.unknown |= dearest.unknown
+        self.unknown |= dict.fromkeys(dearest.unknown)
 
     def _add(self, computation: Computation, instruction: Instruction, label: str, *, inside_kernel: bool) -> None:
-        """Add what an instruction does that calls no computation."""
+        """Adds what an instruction does that calls no computation."""
         op = instruction.op
         if op.endswith(("-done", "-update")) or op in _FREE:
             return
@@ -172,21 +154,18 @@ class _Tally:
             largest = max(shapes, key=lambda shape: shape.bytes)
             groups = device_groups(instruction.attributes, self.module.num_devices)
             kind = "collective-permute" if op == "send" else op
-            self._collective(label, Collective(kind, largest.dtype, sum(s.bytes for s in shapes), groups), 1)
+            collective = Collective(kind, largest.dtype, sum(shape.bytes for shape in shapes), groups)
+            self.collectives[label][collective] += 1
             self._kernel(label, 0.0)
             return
         if flops := self._flops(computation, instruction):
-            self.flops[label] = self.flops.get(label, 0.0) + flops
+            self.flops[label] += flops
         if not inside_kernel:
             self._kernel(label, _bytes(computation, instruction))
 
     def _kernel(self, label: str, bytes_: float) -> None:
-        self.kernels[label] = self.kernels.get(label, 0.0) + 1
-        self.bytes[label] = self.bytes.get(label, 0.0) + bytes_
-
-    def _collective(self, label: str, collective: Collective, times: float) -> None:
-        of_label = self.collectives.setdefault(label, {})
-        of_label[collective] = of_label.get(collective, 0.0) + times
+        self.kernels[label] += 1
+        self.bytes[label] += bytes_
 
     def _flops(self, computation: Computation, instruction: Instruction) -> float:
         """Operations of matrix products in an instruction.
@@ -228,9 +207,9 @@ def _dot_flops(computation: Computation, instruction: Instruction, contracted: t
 
 
 def _attention_flops(computation: Computation, instruction: Instruction, target: str) -> float:
-    """Of cuDNN's attention: two products forward, scores and the sum of values. Backward five, for scores are computed
-    anew, and each of the two has two derivatives. A causal mask leaves out what lies above the diagonal; any other is
-    an input, and leaves out nothing."""
+    """Operations of cuDNN's attention: two products forward, scores and the sum of values. Backward five, for scores
+    are computed anew, and each of the two has two derivatives. A causal mask leaves out what lies above the diagonal;
+    any other is an input, and leaves out nothing."""
     scores = instruction.numbers(r'"intermediate_tensor_shape":\s*\{[^}]*?"dimensions":\s*\[([^\]]*)\]')
     head_size = computation.operand(instruction, 0).shapes[0].dims[-1]
     rows_heads, (queries, keys) = math.prod(scores[:-2]), scores[-2:]
@@ -241,7 +220,7 @@ def _attention_flops(computation: Computation, instruction: Instruction, target:
 
 
 def _bytes(computation: Computation, instruction: Instruction) -> float:
-    """That an instruction outside fusions reads and writes."""
+    """Bytes that an instruction outside fusions reads and writes."""
     op = instruction.op
     operands = [computation.by_name[name] for name in instruction.operands]
     if op in ("slice", "dynamic-slice"):
@@ -268,13 +247,13 @@ def _results_of_call(instruction: Instruction) -> float:
 
 
 def _scattered_bytes(operands: list[Instruction]) -> float:
-    """That a scatter in place reads and writes of its arrays: `operands` are so many arrays, indices, and updates."""
+    """Bytes that a scatter in place reads and writes of its arrays: `operands` are as many arrays, indices, updates."""
     return 2 * sum(update.bytes for update in operands[len(operands) // 2 + 1 :])
 
 
 def _fusion_bytes(computation: Computation, instruction: Instruction, fused: Computation) -> float:
-    """That a fusion reads and writes. Of an input of which it takes slices, only these; what it updates in place, it
-    neither reads nor writes whole."""
+    """Bytes that a fusion reads and writes. Of an input of which it takes slices, only these; what it updates in
+    place, it neither reads nor writes whole."""
     roots = [_through_bitcasts(fused, root) for root in _roots(fused)]
     in_place = {root.name for root in roots if root.op in ("dynamic-update-slice", "scatter")}
     read = sum(
@@ -304,7 +283,7 @@ def _written_bytes(fused: Computation, root: Instruction) -> float:
 
 
 def _read_bytes(fused: Computation, parameter: Instruction, whole: float, in_place: set[str]) -> float:
-    """That a fusion reads of a parameter of `whole` bytes."""
+    """Bytes that a fusion reads of a parameter of `whole` bytes."""
     item = whole / max(1, sum(shape.size for shape in parameter.shapes))
     read = 0.0
     for name, user in _users(fused, parameter.name):

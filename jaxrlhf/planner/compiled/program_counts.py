@@ -8,7 +8,7 @@ from memory and write to it, where a fusion is one kernel and keeps what it comp
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxrlhf.planner.compiled.hlo import Groups
@@ -49,14 +49,10 @@ class Collective:
             return self.bytes if any(source != target for source, target in self.groups) else 0.0
         return self.bytes * _PER_DEVICE_OF_GROUP[self.kind](self.group_size)
 
-    def num_nodes(self, devices_per_node: int) -> int:
-        """Nodes over which a group lies, where the first device of the mesh is the first of a node: 1 is within."""
-        return max((len({device // devices_per_node for device in group}) for group in self.groups), default=1)
-
 
 @dataclasses.dataclass(frozen=True)
 class Counts:
-    """What is done; sums, differences and multiples of it too."""
+    """What is done; sums and multiples of it too."""
 
     flops: float = 0.0
     bytes: float = 0.0
@@ -69,27 +65,16 @@ class Counts:
         collectives = dict(self.collectives)
         for collective, count in other.collectives.items():
             collectives[collective] = collectives.get(collective, 0.0) + count
-        return Counts(
-            self.flops + other.flops,
-            self.bytes + other.bytes,
-            self.kernels + other.kernels,
-            {collective: count for collective, count in collectives.items() if count},
-        )
+        flops, bytes_, kernels = self.flops + other.flops, self.bytes + other.bytes, self.kernels + other.kernels
+        return Counts(flops, bytes_, kernels, collectives)
 
     def __mul__(self, times: float) -> "Counts":
         collectives = {collective: count * times for collective, count in self.collectives.items() if count * times}
         return Counts(self.flops * times, self.bytes * times, self.kernels * times, collectives)
 
-    def __sub__(self, other: "Counts") -> "Counts":
-        return self + other * -1.0
-
-    def wire_bytes(self, *, devices_per_node: int | None = None, between_nodes: bool = False) -> float:
-        """What each device sends in collectives: in all, or in those within nodes, or in those between nodes."""
-        return sum(
-            count * collective.wire_bytes
-            for collective, count in self.collectives.items()
-            if devices_per_node is None or (collective.num_nodes(devices_per_node) > 1) == between_nodes
-        )
+    def wire_bytes(self) -> float:
+        """What each device sends in collectives."""
+        return sum(count * collective.wire_bytes for collective, count in self.collectives.items())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,20 +86,20 @@ class ProgramCounts:
     loops: tuple["Loop", ...] = ()
     """In the order in which they run."""
     unknown: tuple[str, ...] = ()
-    """Calls of libraries of which nobody here knows what they compute, each once: their operations are not counted."""
+    """Calls of libraries whose operations are not known and not counted, each once."""
 
-    def total(self, *, rounds: "Rounds | None" = None) -> Counts:
+    def total(self, *, rounds: float | None = None) -> Counts:
         """All of it, loops times their rounds.
 
         Args:
-            rounds: Of loops that end when a condition says so: a number, or a function of the loop.
+            rounds: The number for loops that end when a condition says so.
 
         Raises:
             ValueError: There are such loops, and `rounds` is None.
         """
         return sum(self.by_label(rounds=rounds).values(), Counts())
 
-    def by_label(self, *, rounds: "Rounds | None" = None) -> dict[str, Counts]:
+    def by_label(self, *, rounds: float | None = None) -> dict[str, Counts]:
         """Label -> what is done, loops times their rounds, as in `total`."""
         sums = dict(self.parts)
         for loop in self.loops:
@@ -122,12 +107,6 @@ class ProgramCounts:
             for label, counts in loop.round.by_label(rounds=rounds).items():
                 sums[label] = sums.get(label, Counts()) + counts * times
         return sums
-
-    def every_loop(self) -> Iterator["Loop"]:
-        """Loops, and those inside them."""
-        for loop in self.loops:
-            yield loop
-            yield from loop.round.every_loop()
 
     def map(self, change: Callable[[Counts], Counts]) -> "ProgramCounts":
         """The same with all counts changed."""
@@ -158,11 +137,11 @@ class Loop:
     """Of its instruction."""
     label: str
     trips: int | None
-    """How often it goes around. None: until a condition no longer holds."""
+    """How often it goes around. None means until a condition no longer holds."""
     round: ProgramCounts
     """One round, its condition included."""
 
-    def times(self, rounds: "Rounds | None") -> float:
+    def times(self, rounds: float | None) -> float:
         if self.trips is not None:
             return self.trips
         if rounds is None:
@@ -170,10 +149,7 @@ class Loop:
                 f"rounds: must be given for loops that end when a condition says so. Got None for {self.name!r} in "
                 f"{self.label!r}. Give the number of its rounds."
             )
-        return rounds(self) if callable(rounds) else rounds
-
-
-Rounds = float | Callable[[Loop], float]
+        return rounds
 
 
 def _counts_tree(counts: Counts) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jaxrlhf.brief import did_you_mean
 from jaxrlhf.call_graph import Call, CallGraph
 from jaxrlhf.planner.costs.cost_model import CostModel
 from jaxrlhf.planner.costs.stage_costs import StageCost, stage_costs
@@ -25,7 +26,6 @@ from jaxrlhf.schedules.instructions import Instruction, PerStage, Pipe, Schedule
 from jaxrlhf.schedules.schedule import topological_order, validate
 from jaxrlhf.schedules.schedule_bounds import added_peaks
 from jaxrlhf.sharding.strategy import Strategy
-from jaxrlhf.suggest import did_you_mean
 
 _PARTS = 1000
 """The unit of a schedule's latencies is this part of the longest one, and so for activations."""

@@ -8,7 +8,7 @@ Every error names the key of the config, the rule, the value, and a remedy.
 import math
 from collections.abc import Iterable, Mapping
 
-from jaxrlhf.brief import brief
+from jaxrlhf.brief import brief, did_you_mean
 from jaxrlhf.call_graph import Call, CallGraph
 from jaxrlhf.config.plan_config import Placement
 from jaxrlhf.models.config import ModelConfig
@@ -20,7 +20,6 @@ from jaxrlhf.schedules.schedule import bubble_warning
 from jaxrlhf.sharding.axes import BATCH_AXES
 from jaxrlhf.sharding.row_padding import can_split
 from jaxrlhf.sharding.strategy import Strategy
-from jaxrlhf.suggest import did_you_mean
 
 
 def check(

@@ -13,7 +13,6 @@ from jaxrlhf.models.lora import LoRAConfig
 from jaxrlhf.planner.compiled.compiled_work import ROWS, CallAtDepth, CompiledWork, depths, lower_program
 from jaxrlhf.planner.compiled.compiler import compile_counts
 from jaxrlhf.planner.compiled.described_devices import described_devices
-from jaxrlhf.planner.compiled.hlo_counts import by_phase
 from jaxrlhf.planner.costs.cost_model import CostModel
 from jaxrlhf.planner.costs.work import PHASES, analytic_work
 from jaxrlhf.planner.workload import ModelCall
@@ -54,7 +53,7 @@ def compiled() -> CompiledWork:
     for name, call in CALLS.items():
         for depth in depths(call):
             lowered = lower_program(CallAtDepth(call.require_described(), depth, ROWS[call.kind], 1), described)
-            counts[name, depth, 1] = compile_counts(lowered, described, by_phase).counts
+            counts[name, depth, 1] = compile_counts(lowered, described).counts
     return CompiledWork(counts)
 
 

@@ -13,7 +13,6 @@ import pytest
 
 from jaxrlhf.cluster.cluster_text import kinds
 from jaxrlhf.importing import find_function
-from jaxrlhf.models.architecture import num_parameters
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.planner.compiled import described_devices as described
 from jaxrlhf.planner.compiled.compiler import Compilation, CompileError, Question, answer, compile_all
@@ -24,7 +23,6 @@ from jaxrlhf.planner.compiled.described_devices import (
     described_devices,
     target_config,
 )
-from jaxrlhf.planner.compiled.hlo_counts import by_scope
 from jaxrlhf.planner.costs.cache import CostCache
 from tests.planner.compiled import described_programs
 from tests.planner.compiled.described_programs import Subject, require_gpu_compiler
@@ -90,20 +88,11 @@ def test_programs_for_gpus_that_are_not_there(tmp_path):
         assert got.counts.total().flops == pytest.approx(expected / asked.num_devices, rel=0.01), asked.name
         assert {c.group_size for c in got.counts.total().collectives} == ({2} if asked.num_devices == 2 else set())
         assert got.notes == ((NO_CUDNN,) if attention == "xla" else ())
-        memory = got.memory
-        assert memory is not None
-        # master weights, two moments, and a few numbers; or weights in the compute precision
-        sharded = num_parameters(MODEL) * (12 if gradient else 2) / asked.num_devices
-        assert memory.arguments == pytest.approx(sharded, rel=0.1)
-        assert memory.aliased == pytest.approx(sharded if gradient else 0, rel=0.1)
-        assert memory.peak > memory.arguments
 
 
 def test_a_processor_is_compiled_for_as_it_is():
     compilation = answer(small(lower_product, "bfloat16"))
-    assert (compilation.notes, compilation.seconds > 0) == ((), True)
-    assert compilation.memory is not None
-    assert compilation.memory.arguments == 2 * (8 * 32 + 32 * 8)
+    assert compilation.notes == ()
     counts = compilation.counts.total()
     assert counts.flops == 2 * 8 * 32 * 8
     (collective,) = counts.collectives
@@ -121,7 +110,7 @@ def test_without_a_compiler_for_gpus_virtual_devices_stand_in_and_say_so(monkeyp
         as_it_is = answer(question("infer", "cpu", 2))
     finally:
         described_devices.cache_clear()
-    assert (compilation.memory, compilation.notes) == (None, (NO_COMPILER,))
+    assert compilation.notes == (NO_COMPILER,)
     halved, whole = compilation.counts.total(), as_it_is.counts.total()
     assert (halved.flops, halved.bytes, halved.kernels) == (whole.flops, whole.bytes / 2, whole.kernels)
     assert {c.dtype for c in whole.collectives} == {"f32"}
@@ -148,8 +137,6 @@ def test_keys_are_of_what_decides_the_program():
         dataclasses.replace(base, kind=kinds()["cpu"]),
         dataclasses.replace(base, num_devices=4),
         dataclasses.replace(base, devices_per_node=1),
-        dataclasses.replace(base, classify=by_scope("decode")),
-        dataclasses.replace(base, classify=by_scope("mlp")),
         dataclasses.replace(base, lower=fail),
     ]
     assert len({other.key for other in [base, *others]}) == len(others) + 1

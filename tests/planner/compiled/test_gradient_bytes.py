@@ -9,7 +9,7 @@ import pytest
 
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.lora import LoRAConfig
-from jaxrlhf.planner.compiled.hlo_counts import by_phase, count
+from jaxrlhf.planner.compiled.hlo_counts import count
 from jaxrlhf.planner.compiled.program_counts import Collective, Counts
 from jaxrlhf.planner.costs.cost_model import reduced_bytes
 from jaxrlhf.planner.costs.work import analytic_work
@@ -56,7 +56,7 @@ def compiled_counts(model: ModelConfig, strategy: Strategy, rows: int, lora: LoR
     call = dataclasses.replace(call, role=dataclasses.replace(call.role, lora=lora))
     layout = Layout.over(tuple(range(strategy.num_devices)), strategy)
     lowered = call_program(call, layout, num_layers=model.num_layers, rows=rows).lower()
-    return count(lowered.compile().as_text(), by_phase).total()
+    return count(lowered.compile().as_text()).total()
 
 
 SCALARS = 256
@@ -111,7 +111,7 @@ def test_what_is_measured_of_an_update_has_its_reduction():
     strategy = Strategy(data=2, fsdp=2, tensor=2)
     call = described("train", MODEL, rows=8, columns=COLUMNS, response=RESPONSE)
     program = update_program(call, Layout.over(tuple(range(8)), strategy), num_layers=MODEL.num_layers)
-    counts = count(program.lower().compile().as_text(), by_phase).total()
+    counts = count(program.lower().compile().as_text()).total()
     split, whole = reduced_bytes(train_call(MODEL, 8), strategy)
     reduced = over_axes(counts, "all-reduce", strategy)
     assert (reduced["data",], reduced["data", "fsdp"]) == (near(split), near(whole))
@@ -125,7 +125,7 @@ def stage_reductions(strategy: Strategy, model: ModelConfig) -> Iterable[Counts]
     for stage in range(strategy.pipeline):
         text = programs.sum_over_groups(0, stage).compiled.as_text()
         assert text is not None
-        yield count(text, by_phase).total()
+        yield count(text).total()
 
 
 @pytest.mark.parametrize(

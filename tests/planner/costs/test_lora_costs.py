@@ -9,7 +9,7 @@ from jaxrlhf.cluster.cluster_text import read_cluster
 from jaxrlhf.models.architecture import declare_layer
 from jaxrlhf.models.config import PRESETS, ModelConfig
 from jaxrlhf.models.lora import LoRAConfig
-from jaxrlhf.planner.compiled.hlo_counts import by_phase, count
+from jaxrlhf.planner.compiled.hlo_counts import count
 from jaxrlhf.planner.costs.cost_model import CostModel, memory_rate, trained_on_device
 from jaxrlhf.planner.costs.memory import weight_bytes
 from jaxrlhf.planner.costs.work import analytic_work
@@ -28,7 +28,7 @@ def compiled_flops(call: ModelCall, strategy: Strategy) -> float:
     """Of a row on one device, in the program that runs."""
     layout = Layout.over(tuple(range(strategy.num_devices)), strategy)
     program = call_program(call.require_described(), layout, num_layers=call.model.num_layers, rows=call.rows)
-    return count(program.lower().compile().as_text(), by_phase).total(rounds=0).flops / call.rows
+    return count(program.lower().compile().as_text()).total(rounds=0).flops / call.rows
 
 
 def formula_flops(call: ModelCall, strategy: Strategy) -> float:
