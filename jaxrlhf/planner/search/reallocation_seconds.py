@@ -73,12 +73,17 @@ def received(parts: np.ndarray, wanted: np.ndarray) -> tuple[np.ndarray, np.ndar
     different, number = _different(np.moveaxis(parts, 2, 0))
     low, high = np.moveaxis(different, 0, 2)[..., None, None]
     common = np.minimum(wanted[1][:, None], high) - np.maximum(wanted[0][:, None], low)
-    shared_GVM = np.maximum(common, 0.0).prod(axis=0)
+    shared_GVM = _product(np.maximum(common, 0.0))
     own_VM = shared_GVM[number, :, np.arange(len(number))].T
     in_node_VM = shared_GVM.sum(axis=0)  # parts that differ have nothing in common
-    far_VM = (wanted[1] - wanted[0]).prod(axis=0) - in_node_VM
+    far_VM = _product(wanted[1] - wanted[0]) - in_node_VM
     near_VM = in_node_VM - own_VM
     return np.where(near_VM > TINY, near_VM, 0.0), np.where(far_VM > TINY, far_VM, 0.0)
+
+
+def _product(lengths: np.ndarray) -> np.ndarray:
+    """The product of three lengths, along the first dim. `np.prod` takes three times as long."""
+    return lengths[0] * lengths[1] * lengths[2]
 
 
 def reallocation_seconds(
