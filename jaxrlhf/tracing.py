@@ -18,9 +18,8 @@ import contextvars
 import dataclasses
 import functools
 import inspect
-import itertools
 import re
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -89,10 +88,12 @@ class Recorder:
         self._ordinals: collections.Counter[tuple[int, str]] = collections.Counter()
         self._outputs: dict[Hashable, Any] = {}
 
-    def references(self, name: str, avals: Any, has_rows: Iterable[bool]) -> Any:
-        """References to the outputs of a call, or to an input of the graph. `has_rows`: a flag for each leaf."""
+    def references(self, name: str, avals: Any, has_rows: bool | Sequence[bool]) -> Any:
+        """References to the outputs of a call, or to an input of the graph. `has_rows`: a flag for each leaf, or one
+        for all."""
         leaves, structure = jax.tree.flatten(avals)
-        flagged = enumerate(zip(leaves, has_rows, strict=False))
+        flags = [has_rows] * len(leaves) if isinstance(has_rows, bool) else has_rows
+        flagged = enumerate(zip(leaves, flags, strict=True))
         return structure.unflatten([Ref(name, i, x, has_rows=rows, recorder=self) for i, (x, rows) in flagged])
 
     def version(self, weights: str | None) -> int:
@@ -130,7 +131,7 @@ class Recorder:
             weights=weights, reads=reads, writes=writes, iteration=self.iteration,
             sequence_shapes=tuple(x.shape for x in tokens),
         )  # fmt: skip
-        self._outputs[asked] = self._append(call, avals, itertools.repeat(method.row_wise))
+        self._outputs[asked] = self._append(call, avals, method.row_wise)
         return self._outputs[asked]
 
     def compute(self, function: Callable[..., Any], args: tuple[Any, ...], call_name: str | None) -> Any:
@@ -182,7 +183,7 @@ class Recorder:
                         f"{leaf!r}. Use a frozen dataclass or a tuple."
                     )
 
-    def _append(self, call: Call, avals: Any, has_rows: Iterable[bool]) -> Any:
+    def _append(self, call: Call, avals: Any, has_rows: bool | Sequence[bool]) -> Any:
         outputs = self.references(call.name, avals, has_rows)
         self.calls.append(dataclasses.replace(call, outputs=outputs))
         return outputs
@@ -282,13 +283,13 @@ def trace(
     recorder = Recorder(getattr(step, "__name__", "step"))
     handles = Roles(roles, recorder)
     state_aval, data_aval = _to_avals(state), _to_avals(data)
-    first_state = carry = recorder.references("state", state_aval, itertools.repeat(False))
+    first_state = carry = recorder.references("state", state_aval, False)
     inputs, results = {"state": first_state}, []
     token = _recorder.set(recorder)
     try:
         for recorder.iteration in range(iterations):
             name = f"data{recorder.iteration or ''}"
-            inputs[name] = recorder.references(name, data_aval, itertools.repeat(True))
+            inputs[name] = recorder.references(name, data_aval, True)
             try:
                 returned = step(handles, carry, inputs[name], config)
             except GraphError:

@@ -129,7 +129,7 @@ def cluster(coefficients: Mapping[str, float]) -> Cluster:
         group.kind,
         coefficients=dataclasses.replace(group.kind.coefficients, kernel_seconds=launch, **coefficients),
     )
-    network = Network(bandwidth=25e9, latency=5e-6, source="arXiv:2406.14088, section 8: InfiniBand with 200 Gbps")
+    network = Network(bandwidth=25e9, source="arXiv:2406.14088, section 8: InfiniBand with 200 Gbps")
     return Cluster((dataclasses.replace(group, kind=kind, network=network),))
 
 

@@ -45,8 +45,6 @@ class Machines:
         if self.memory == self.links == 1:
             return str(self)
         base = kinds()[self.kind]
-        link = f"bandwidth: {base.link.bandwidth * self.links}, latency: {base.link.latency / self.links}"
-        network = f"bandwidth: {base.network.bandwidth * self.links}, latency: {base.network.latency / self.links}"
         folder.mkdir(parents=True, exist_ok=True)
         name = f"{self.nodes}x{self.devices_per_node}-{self.kind}-memory-{self.memory:g}-links-{self.links:g}.yaml"
         (folder / name).write_text(
@@ -54,8 +52,8 @@ class Machines:
             "  changed:\n"
             f"    base: {self.kind}\n"
             f"    memory: {{bytes: {round(base.memory.bytes * self.memory)}}}\n"
-            f"    link: {{{link}}}\n"
-            f"    network: {{{network}}}\n"
+            f"    link: {{bandwidth: {base.link.bandwidth * self.links}}}\n"
+            f"    network: {{bandwidth: {base.network.bandwidth * self.links}}}\n"
             "groups:\n"
             f"  - {{nodes: {self.nodes}, devices_per_node: {self.devices_per_node}, kind: changed}}\n"
         )

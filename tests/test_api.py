@@ -1,7 +1,10 @@
 """`jaxrlhf.train`: a run from Python, with rows and a reward of one's own, and what it gives back."""
 
+import dataclasses
+import gc
 import subprocess
 import sys
+import threading
 from typing import Any
 
 import numpy as np
@@ -69,6 +72,16 @@ def test_it_generates_with_the_last_weights(run):
     assert run.generate(prompts, role="reference", temperature=1.0, seed=1) != run.generate(
         prompts, temperature=1.0, seed=1
     )
+
+
+def test_threads_of_generate_end_with_the_run_object(run):
+    before = set(threading.enumerate())
+    other = dataclasses.replace(run)
+    assert other.generate(["1+1="])
+    assert (started := set(threading.enumerate()) - before)
+    del other
+    gc.collect()
+    assert not started & set(threading.enumerate())
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ path/to/cluster.yaml          groups of nodes, with kinds and networks of the us
         base: h100
         memory: {usable: 0.9}
     groups:
-      - {nodes: 2, kind: our-h100, network: {bandwidth: 25e9, latency: 5e-6}}
+      - {nodes: 2, kind: our-h100, network: {bandwidth: 25e9}}
 """
 
 import copy

@@ -54,12 +54,10 @@ class Link:
     """The way from one device to another."""
 
     bandwidth: float
-    latency: float
     source: str = AS_GIVEN
 
     def __post_init__(self) -> None:
         require_fields(self, require_positive, "bandwidth")
-        require_fields(self, require_not_negative, "latency")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,14 +66,12 @@ class Network:
 
     bandwidth: float
     """Of the whole node."""
-    latency: float
     adapters: int = 1
     """The bandwidth is divided between them: two devices that communicate alone have that of one adapter."""
     source: str = AS_GIVEN
 
     def __post_init__(self) -> None:
         require_fields(self, require_positive, "bandwidth", "adapters")
-        require_fields(self, require_not_negative, "latency")
 
     def shared_by(self, num_devices: int) -> float:
         """Bytes a second of each device when `num_devices` of a node communicate."""
@@ -285,7 +281,7 @@ class Cluster:
     def network(self, devices: range) -> Network:
         """The slowest of the networks of the nodes that some devices are in."""
         networks = {group.network for group in self._groups_of(devices)}
-        return min(networks, key=lambda network: (network.bandwidth, -network.latency))
+        return min(networks, key=lambda network: network.bandwidth)
 
     def _groups_of(self, devices: range) -> list[Group]:
         return [self.group_of(device) for device in (*devices[:: self.devices_per_node], devices[-1])]

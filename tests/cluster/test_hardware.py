@@ -34,7 +34,7 @@ def test_the_network_between_nodes_is_that_of_the_slower_end():
 
 
 def test_a_network_is_shared_by_the_devices_of_a_node():
-    eight, one = Network(200e9, 5e-6, adapters=8), Network(25e9, 5e-6)
+    eight, one = Network(200e9, adapters=8), Network(25e9)
     assert [eight.shared_by(n) for n in (1, 4, 8)] == [25e9, 25e9, 25e9]
     assert [one.shared_by(n) for n in (1, 4, 8)] == [25e9, 25e9 / 4, 25e9 / 8]
 
@@ -146,7 +146,7 @@ def test_a_file_with_kinds_and_networks_of_its_own(tmp_path):
             memory: {usable: 0.9}
             coefficients: {matmul_efficiency: 0.5, source: measured}
         groups:
-          - {nodes: 2, kind: ours, network: {bandwidth: 25e9, latency: 1e-5}, host_bandwidth: 12e9}
+          - {nodes: 2, kind: ours, network: {bandwidth: 25e9}, host_bandwidth: 12e9}
           - {nodes: 1, kind: a100-80g, devices_per_node: 8}
         """
     )

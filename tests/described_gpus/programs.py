@@ -11,7 +11,7 @@ import functools
 import itertools
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -26,13 +26,14 @@ from jaxrlhf.models.lora import LoRAConfig
 from jaxrlhf.models.params import abstract_of, abstract_params, param_shardings
 from jaxrlhf.models.pipelined_generation import declare_ring, ring_shardings
 from jaxrlhf.models.stages import pick, pick_virtual
-from jaxrlhf.planner.compiled.described_devices import Described, described_devices
+from jaxrlhf.planner.compiled.described_devices import described_devices
 from jaxrlhf.planner.compiled.hlo import Computation, Instruction, Module, parse, scopes
 from jaxrlhf.planner.compiled.hlo_counts import _roots, _through_bitcasts, count
 from jaxrlhf.programs.ahead_of_time import DescribedCall, DescribedRows, call_program
 from jaxrlhf.programs.arrays import with_shardings
 from jaxrlhf.programs.call_programs import generate_program
 from jaxrlhf.programs.pipeline import StageProgram
+from jaxrlhf.programs.pipelined_inference import PipelinedInference
 from jaxrlhf.programs.stage_programs import StageArguments, TrainPrograms
 from jaxrlhf.programs.weight_sets import set_of
 from jaxrlhf.reshard import exchange
@@ -57,6 +58,8 @@ WEIGHTS = {
 }  # fmt: skip
 """The shapes of matrices as they are used: whole, or split over `tensor`."""
 NO_KERNELS = {"parameter", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "constant"}
+Compile = Callable[..., Any]
+"""(stage program, *arguments) -> shapes, dtypes and shardings of its outputs; compiles it for the described devices."""
 MARK, CONTROL = "##", "copied onto every device"
 """In what is printed beside the figures: the program that is compiled next; and the one that is made to be wrong."""
 
@@ -79,8 +82,10 @@ def in_one_piece() -> dict[str, tuple[DescribedCall, Strategy]]:
         "scores": (call("infer", "scalar", "scores"), Strategy(fsdp=2, tensor=2)),
         "policy_and_values": (call("infer", "both", "policy_and_values"), Strategy(tensor=2)),
         "train": (call("train"), Strategy(data=2, fsdp=2, tensor=2, micro_batches=4)),
+        "train, scalar head": (call("train", "scalar"), Strategy(data=2, tensor=2, micro_batches=2)),
         "train, both heads": (call("train", "both"), Strategy(data=2, fsdp=2, remat="layer")),
         "train, LoRA": (call("train", lora=LoRAConfig(rank=8)), Strategy(fsdp=2, tensor=2, remat="dots")),
+        "loss": (dataclasses.replace(call("train"), kind="infer", method="loss"), Strategy(data=2, tensor=2)),
     }
 
 
@@ -98,18 +103,36 @@ def lowered(call: DescribedCall, strategy: Strategy) -> jax.stages.Lowered:
     return program.lower(params, noise, temperature, arrays)
 
 
-def by_stages(call: DescribedCall, devices: Described) -> Iterator[tuple[str, jax.stages.Compiled]]:
+STAGES = Strategy(pipeline=2, data=2, micro_batches=2)
+
+
+def inferred_by_stages(call: DescribedCall, compiled: Compile) -> dict[str, StageProgram]:
+    """The programs of an inference call over two stages."""
+    layout = Layout.over((0, 1, 2, 3), STAGES)
+    arrays, _, rebuild = split_args(placed(call.args, layout))
+    program, own = PipelinedInference(call.role, call.method, rebuild, layout), set_of(call.role)
+    weights = with_shardings(own.abstract(MODEL.compute_dtype), own.shardings(layout))
+
+    def on(stage: int, x: Any) -> Any:
+        rows = layout.stage(stage).rows
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=rows), x)
+
+    (dealt, *_), _ = compiled(program._deal, arrays)
+    first, last = program._pass._programs
+    of_stages = [pick(weights, stage, MODEL.num_layers, layout) for stage in (0, 1)]
+    hidden = compiled(first, of_stages[0], on(0, dealt["tokens"]), on(0, dealt["mask"]))
+    compiled(last, of_stages[1], on(1, hidden), on(1, dealt["mask"]), on(1, dealt["own"]))
+    return {"first stage": first, "last stage": last}
+
+
+def trained_by_stages(call: DescribedCall, compiled: Compile) -> dict[str, StageProgram]:
     """The programs of a train call over two stages: those of the first and the last, and of the update of the first."""
-    layout = Layout.over((0, 1, 2, 3), Strategy(pipeline=2, data=2, micro_batches=2))
+    layout = Layout.over((0, 1, 2, 3), STAGES)
     arrays, _, rebuild = split_args(placed(call.args, layout))
     programs, own = TrainPrograms(call.role, rebuild, [True] * len(arrays), layout), set_of(call.role)
     of_group = with_shardings(own.abstract(), programs.group_shardings[0])
     weights = [pick_virtual(of_group, stage, MODEL.num_layers, 2) for stage in (0, 1)]
     first, last = (programs.groups[0].stage(stage) for stage in (0, 1))
-
-    def compiled(program: StageProgram, *arguments: Any) -> Any:
-        program.compile(*arguments, options=dict(devices.options))
-        return program.outputs
 
     def rows(x: jax.ShapeDtypeStruct, stage: Layout) -> jax.ShapeDtypeStruct:
         """Those of one group, of the two that an array has."""
@@ -137,12 +160,11 @@ def by_stages(call: DescribedCall, devices: Described) -> Iterator[tuple[str, ja
     trained = own.abstract(), own.abstract_optimizer()
     kept = with_shardings(trained, (programs.shardings, programs.state_shardings))
     compiled(programs.update(0), *(pick(x, 0, MODEL.num_layers, layout) for x in kept), sums, whole(stage, ()))
-    for name, program in {
+    return {
         "deal": programs.deal(1), "forward": programs.forward(0, 0, 0), "backward": programs.backward(0, 0, 0),
         "last stage": programs.last_backward(0, 0), "reduction": programs.sum_over_groups(0, 0),
         "update": programs.update(0),
-    }.items():  # fmt: skip
-        yield f"train by stages, {name}", program.compiled
+    }  # fmt: skip
 
 
 def reallocation() -> jax.stages.Lowered:
@@ -210,6 +232,8 @@ def figures(name: str, compiled: jax.stages.Compiled) -> dict[str, Any]:
             "flops": int(total.flops),
             "bytes": int(total.bytes),
             "kernels": int(total.kernels),
+            "argument bytes": memory.argument_size_in_bytes,
+            "donated bytes": memory.alias_size_in_bytes,
             "temporary bytes": memory.temp_size_in_bytes,
             **{name: collectives[name] for name in sorted(collectives)},
         },
@@ -271,8 +295,15 @@ def main() -> None:
         print(MARK, name, file=sys.stderr, flush=True)  # before what XLA has to say of it
         found[name] = figures(name, lower().compile(compiler_options=dict(devices.options)))
     del found[CONTROL]
-    print(MARK, "train by stages", file=sys.stderr, flush=True)
-    found |= {name: figures(name, compiled) for name, compiled in by_stages(calls["train"][0], devices)}
+
+    def compiled(program: StageProgram, *arguments: Any) -> Any:
+        program.compile(*arguments, options=dict(devices.options))
+        return program.outputs
+
+    for name, by_stages in (("logprobs", inferred_by_stages), ("train", trained_by_stages)):
+        print(MARK, f"{name} by stages", file=sys.stderr, flush=True)
+        for part, program in by_stages(calls[name][0], compiled).items():
+            found[f"{name} by stages, {part}"] = figures(name, program.compiled)
     print(json.dumps(found))
 
 

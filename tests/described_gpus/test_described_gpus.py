@@ -10,6 +10,7 @@ them with Python 3.11 and with a later one. With other versions only the rules a
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 import jax
 import pytest
 
+from jaxrlhf.models.architecture import num_parameters
 from jaxrlhf.planner.compiled.hlo import parse
 from tests.described_gpus.programs import (
     CONTROL,
@@ -79,6 +81,11 @@ def test_programs_are_as_they_were(kind):
         )
         assert programs[name]["counts"]["flops"] * devices == pytest.approx(expected, rel=0.01), name
 
+    for name, devices in (("train", 4), ("train, scalar head", 2)):  # weights and two moments in float32, in place
+        model = dataclasses.replace(MODEL, head="scalar" if "scalar" in name else "lm")
+        donated = programs[name]["counts"]["donated bytes"]
+        assert donated == pytest.approx(12 * num_parameters(model) / devices, rel=0.05), name
+
     here = f"jax {jax.__version__}, {kind}: "
     kept, got = json.loads(COUNTS.read_text()), {here + name: each["counts"] for name, each in programs.items()}
     golden = {name: counts for name, counts in kept.items() if name.startswith(here)}
@@ -95,6 +102,12 @@ def test_programs_are_as_they_were(kind):
         "If they should have, say why in the commit, with counts.json written again by "
         "GPU_COUNTS=write python -m pytest -n 0 tests/described_gpus",
     ])  # fmt: skip
+
+
+def test_counts_are_kept_for_the_versions_that_are_tested_together():
+    pinned = re.findall(r"^jax==([\d.]+)", (ROOT / "requirements" / "pinned.txt").read_text(), re.MULTILINE)
+    kept = {name.split(":")[0] for name in json.loads(COUNTS.read_text())}
+    assert kept == {f"jax {version}, {kind}" for version in pinned for kind in KINDS}
 
 
 def test_what_differs_is_named():
