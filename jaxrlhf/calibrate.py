@@ -1,4 +1,4 @@
-"""Measures this machine for a run: seconds of its calls' passes, and what its devices do in a second.
+"""Measures this machine for a run: seconds of the passes of its calls, and rates of its devices.
 
 python -m jaxrlhf.calibrate --config NAME_OR_PATH [--set a.b=c ...] [--degrees tensor=1,2 data=1,8] [--out FILE]
 
@@ -50,7 +50,7 @@ _EXAMPLE = "Write --degrees tensor=1,2 fsdp=1, say."
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line. Returns the exit status: 0, or 1 after an error that the user can mend."""
+    """The command line. Returns the exit status: 0, or 1 after an error that the user can fix."""
     parser = argparse.ArgumentParser(
         prog="python -m jaxrlhf.calibrate", description="Measure this machine for the calls of a run."
     )
@@ -113,7 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse_degrees(texts: Sequence[str], *, all_devices: int) -> Degrees:
-    """Reads `--degrees`. By default `data` is 1, and also all devices where they share a processor.
+    """Parses `--degrees`. `data` defaults to 1 and, on virtual devices of a CPU, the number of devices.
 
     Raises:
         ConfigError: A name or a value is not allowed.
@@ -138,7 +138,7 @@ def parse_degrees(texts: Sequence[str], *, all_devices: int) -> Degrees:
 
 
 def strategies(work: Workload, plan: Plan, degrees: Degrees, num_devices: int) -> dict[str, list[Strategy]]:
-    """Call -> the strategies to measure: its own in the run's plan first."""
+    """Call -> the strategies to measure: first its own in the run's plan, then those of the degrees."""
     return {
         call.name: [plan.placements[call.name].strategy, *degrees.strategies(call, num_devices)] for call in work.calls
     }
@@ -156,12 +156,12 @@ def measure_all(
     patience_seconds: float,
     save: Callable[[Measured], None],
 ) -> Measured:
-    """Runs jobs one after another and reports progress, then all of them once more while there is time, since no
-    machine is equally fast at all times. Jobs that do not fit into memory are left out.
+    """Runs jobs one after another and reports progress, then all of them once more while there is time, since the
+    speed of a machine varies. Jobs that do not fit into memory are left out.
 
     Args:
         deadline: The value of `time.perf_counter()` after which no job begins.
-        save: Is given all measurements so far after each job.
+        save: Called with all measurements so far after each job.
     """
     measured: Measured = []
     for again in (False, True):
@@ -190,8 +190,8 @@ def measure_all(
 
 
 def mean(one: Point, other: Point) -> Point:
-    """The mean of two measurements of the same, weighted by their shares of the processors. Its spread is at least half
-    their difference."""
+    """The mean of two measurements of one pass, weighted by the CPU share left by other processes. Its spread is at
+    least half their difference."""
     weights = np.array([1 - one.others, 1 - other.others]) + 1e-6
     both = np.array([dataclasses.astuple(one), dataclasses.astuple(other)])
     rows, layer, rest, spread, others = (float(x) for x in weights @ both / weights.sum())

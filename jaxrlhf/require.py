@@ -1,4 +1,4 @@
-"""How a config refuses a value: one message form for all of them."""
+"""Checks of a config's values, with one form of error message for all."""
 
 import math
 from collections.abc import Callable

@@ -1,5 +1,5 @@
-"""What an algorithm is: a step function, the type of its settings, its first state, the roles that it plays with.
-Evaluation by samples is a step of the same kind, which trains nothing."""
+"""Algorithms as data: a step function with its settings, initial state, roles and rows.
+Evaluation by sampling is a step of the same kind that trains nothing."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -11,7 +11,7 @@ from jaxrlhf.require import require
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Rows that a step is given."""
+    """The rows that a step takes, all of one kind."""
 
     kind: RowKind = "prompts"
     """`prompts`: `Prompts`. `demonstrations`: `Sequences`, prompts with the rows' completions. `preferences`:
@@ -36,7 +36,7 @@ class Rows:
 
 
 def no_state(config: Any) -> tuple[()]:
-    """The first state where nothing is carried from step to step."""
+    """The initial state of an algorithm that carries nothing from step to step."""
     return ()
 
 
@@ -69,23 +69,23 @@ class Algorithm:
     config: type[Any] = NoSettings
     """The frozen dataclass of its settings."""
     init_state: Callable[[Any], Any] = no_state
-    """`config -> state`: what the first step is given, and every later one hands on."""
+    """`config -> state`: the initial state. Each step takes a state and returns the next one."""
     roles: tuple[str, ...] = ()
-    """Roles that a run must have. Others that its step calls are asked for when it is traced."""
+    """Roles that a run must have. Any others that the step calls are required when it is traced."""
     data: Callable[[Any], Rows | Mapping[str, Rows]] = prompts
-    """`config -> Rows`: what a step is given; of a mapping, a dict with a batch under each of its names."""
+    """`config -> Rows`: the data of a step. For a mapping, the step takes a dict with a batch under each name."""
     evaluation: Callable[[Any, Any, Any, Any], tuple[dict[str, Any], Any]] | None = None
-    """`(roles, state, data, config) -> (metrics, state)`, run on held-out rows of the same kinds: numbers that are
-    means over their rows. It trains nothing. None means that the run's evaluation only samples and scores."""
+    """`(roles, state, data, config) -> (metrics, state)`, run on held-out rows of the same kinds; the metrics are
+    means over these rows. It trains nothing. None means that the run's evaluation only samples and scores."""
 
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationConfig:
-    """Settings of an evaluation by samples: responses, by default greedy ones, and their scores."""
+    """Settings of evaluation by sampling: responses, greedy by default, and their scores."""
 
     sampling: Sampling = Sampling(temperature=0.0)
     scorers: tuple[str, ...] = ("reward",)
-    """Roles whose `scores` are asked."""
+    """Roles whose `scores` are called."""
 
     def __post_init__(self) -> None:
         each_once = len(set(self.scorers)) == len(self.scorers)
@@ -93,7 +93,7 @@ class EvaluationConfig:
 
 
 def evaluation_step(roles: Any, state: Any, prompts: Prompts, config: EvaluationConfig) -> tuple[dict[str, Any], Any]:
-    """Responses to the prompts, and every scorer's scores of them."""
+    """Responses to the prompts, and each scorer's scores of them."""
     rollout = roles.actor.generate(prompts, config.sampling)
     scores = {name: getattr(roles, name).scores(rollout) for name in config.scorers}
     return {"rollout": rollout, "scores": scores}, state

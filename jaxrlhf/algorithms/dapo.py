@@ -27,11 +27,11 @@ class DAPOConfig:
     """`num_samples` is the size of a group."""
     oversampling: int = 2
     """A step samples for `batch_size` prompts, which must be a multiple of this, and trains on
-    `batch_size / oversampling` of them. 1: on all, none is left out."""
+    `batch_size / oversampling` of them; with 1, on all of them."""
     overlong_tokens: int = 0
-    """Over how many tokens before the limit of `max_new_tokens` a response is punished more and more. 0: never."""
+    """Tokens before the limit of `max_new_tokens` over which the overlong penalty grows from zero. 0: no penalty."""
     overlong_penalty: float = 1.0
-    """What a response at the limit is punished by."""
+    """The overlong penalty of a response of `max_new_tokens` tokens, subtracted from its score."""
     actor_update: PolicyUpdate = PolicyUpdate(clip=0.2, clip_high=0.28)
 
     def __post_init__(self) -> None:
@@ -66,12 +66,12 @@ def dapo_step(roles: Any, state: tuple[()], prompts: Prompts, config: DAPOConfig
 def dapo_batch(
     rollout: Rollout, scores_B: Float[Array, " B"], config: DAPOConfig
 ) -> tuple[dict[str, Any], dict[str, Float[Array, ""]]]:
-    """From scores of all samples to what the actor trains on.
+    """The actor's training batch, from the scores of all samples.
 
         r_i = score_i + overlong_i
         A_i = (r_i - mean(r)) / std(r)    over its group
 
-    Scores alone, without the punishment, say if a group teaches something.
+    Groups are selected by their scores alone, without the overlong penalty.
 
     Returns:
         The batch, of B / oversampling rows: `sequences` and `advantages`. Metrics: those of the rollout and the rewards
@@ -101,7 +101,7 @@ def dapo_batch(
 def overlong_punishment(
     lengths_B: Int[Array, " B"], *, limit: int, interval: int, penalty: float
 ) -> Float[Array, " B"]:
-    """The soft punishment of responses near the limit.
+    """The soft overlong punishment: a penalty that grows as a response nears the limit.
 
         0                                               length <= limit - interval
         -penalty * (length - (limit - interval)) / interval      beyond
@@ -153,7 +153,7 @@ def select_groups(
 
 
 def _num_places(num_prompts: int, oversampling: int) -> int:
-    """On how many prompts a step trains."""
+    """The number of prompts that a step trains on."""
     if num_prompts % oversampling:
         raise GraphError(
             f"settings.oversampling: must divide the {num_prompts} prompts of a step. Got {oversampling}. Choose a "

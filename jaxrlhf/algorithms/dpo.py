@@ -22,14 +22,14 @@ DPOLoss = Literal["sigmoid", "robust", "ipo"]
 
 @dataclasses.dataclass(frozen=True)
 class DPOUpdate(SupervisedUpdate):
-    """How one batch of pairs becomes updates of the actor."""
+    """Settings of the actor's updates on one batch of pairs."""
 
     loss: DPOLoss = "sigmoid"
-    """`sigmoid` is DPO, `ipo` IPO. `robust` is DPO with a loss whose mean over wrong labels is that without them."""
+    """`sigmoid` is DPO, `ipo` is IPO. `robust` is DPO with a loss that is unbiased under flipped labels."""
     beta: float = 0.1
-    """How strongly the actor is held to the reference; in nats^-1."""
+    """Strength of the implied KL penalty towards the reference, in nats^-1."""
     label_smoothing: float = 0.0
-    """How many preferences are thought to be the wrong way round. Of no use to `ipo`."""
+    """Assumed fraction of flipped preference labels, in [0, 0.5). Must be 0 for `ipo`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -71,7 +71,7 @@ def _batch(roles: Any, pairs: Preferences) -> dict[str, Any]:
 
 
 def dpo_loss(outputs: Mapping[str, PolicyOutputs], batch: dict[str, Any], update: DPOUpdate) -> Loss:
-    """The loss of DPO and of its kin, of the difference between the implied rewards of two responses.
+    """The loss of DPO and its variants, a function of the difference between the implied rewards of two responses.
 
         r(y)    = log policy(y) - log reference(y)
         h       = r(chosen) - r(rejected)
@@ -104,7 +104,7 @@ def dpo_loss(outputs: Mapping[str, PolicyOutputs], batch: dict[str, Any], update
 
 
 def _pair_losses(margin_B: Float[Array, " B"], update: DPOUpdate) -> Float[Array, " B"]:
-    """The loss of each pair, of beta h."""
+    """The loss of each pair. `margin_B` is beta h."""
     if update.loss == "ipo":
         return jnp.square(margin_B / update.beta - 1.0 / (2.0 * update.beta))
     right_B, wrong_B = -jax.nn.log_sigmoid(margin_B), -jax.nn.log_sigmoid(-margin_B)

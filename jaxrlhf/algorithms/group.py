@@ -1,4 +1,4 @@
-"""Groups: several responses to one prompt, each judged beside the others.
+"""Groups of responses to one prompt, each compared with the others.
 
 Letters: B sequences, R response columns, G = B / num_samples groups. Responses of a group are neighbours: sequence i
 belongs to group i // num_samples.
@@ -19,30 +19,30 @@ STD_FLOOR = 1e-6
 
 
 def require_group(sampling: Sampling) -> None:
-    """What settings of algorithms with groups ask of the number of samples."""
+    """Checks that the settings of an algorithm with groups draw at least two samples per prompt."""
     rule = "must be at least 2, since a response is judged beside others to its prompt"
     require(sampling.num_samples >= 2, "sampling.num_samples", rule, sampling.num_samples)
 
 
 def in_groups(x_B: Float[Array, " B"], num_samples: int) -> Float[Array, "G N"]:
-    """One row a group."""
+    """Reshapes to one row per group."""
     chex.assert_rank(x_B, 1)
     return x_B.reshape(-1, num_samples)
 
 
 def group_mean(x_B: Float[Array, " B"], *, num_samples: int) -> Float[Array, " B"]:
-    """For each response the mean of its group."""
+    """For each response, the mean of its group."""
     return jnp.repeat(jnp.mean(in_groups(x_B, num_samples), axis=1), num_samples)
 
 
 def group_advantages(rewards_B: Float[Array, " B"], *, num_samples: int, normalize_std: bool) -> Float[Array, " B"]:
-    """How much better a response is than its group.
+    """Advantages of responses over the mean of their group.
 
         A_i = r_i - mean(r)                       or, with `normalize_std`,
         A_i = (r_i - mean(r)) / (std(r) + 1e-6)
 
     Mean and standard deviation (divided by n - 1) are those of the responses to one prompt. Where all rewards are
-    equal, advantages are exactly zero: what rounding leaves of the differences is not blown up.
+    equal, advantages are exactly zero: rounding errors of the differences are not scaled up.
 
     Reference:
         Shao et al. 2024, arXiv:2402.03300, section 4.1.2; without the division, Liu et al. 2025, arXiv:2503.20783.
@@ -56,7 +56,7 @@ def group_advantages(rewards_B: Float[Array, " B"], *, num_samples: int, normali
 
 
 def leave_one_out(rewards_B: Float[Array, " B"], *, num_samples: int) -> Float[Array, " B"]:
-    """How much better a response is than the others of its group.
+    """Advantages of responses over the mean of the others in their group.
 
         A_i = r_i - (sum_{j != i} r_j) / (n - 1)  =  (r_i - mean(r)) * n / (n - 1)
 
@@ -74,14 +74,14 @@ def differing(scores_B: Float[Array, " B"], *, num_samples: int) -> Bool[Array, 
 
 
 def on_tokens(x_B: Float[Array, " B"], mask_BR: Bool[Array, "B R"]) -> Float[Array, "B R"]:
-    """A number of each sequence at each of its response tokens, zero elsewhere."""
+    """One number per sequence, repeated at each of its response tokens; zero elsewhere."""
     return jnp.where(mask_BR, x_B[:, None], 0.0)
 
 
 def group_metrics(
     scores_B: Float[Array, " B"], advantages_BR: Float[Array, "B R"], mask_BR: Bool[Array, "B R"], *, num_samples: int
 ) -> dict[str, Float[Array, ""]]:
-    """How far scores of a group are apart, how many groups say anything, and the advantages."""
+    """Mean standard deviation of a group's scores, fraction of groups whose scores differ, and the advantages."""
     return {
         "group/score_std": jnp.mean(jnp.std(in_groups(scores_B, num_samples), axis=1, ddof=1)),
         "group/differing": jnp.mean(differing(scores_B, num_samples=num_samples), dtype=jnp.float32),
@@ -92,7 +92,7 @@ def group_metrics(
 def group_batch(
     rollout: Rollout, scores_B: Float[Array, " B"], *, num_samples: int, normalize_std: bool
 ) -> tuple[dict[str, Any], dict[str, Float[Array, ""]]]:
-    """The training batch where scores are the rewards, without a reference: `sequences` and `advantages`; metrics."""
+    """The training batch (`sequences`, `advantages`) with scores as rewards and without a reference; metrics."""
     mask_BR = rollout.response
     advantages_B = group_advantages(scores_B, num_samples=num_samples, normalize_std=normalize_std)
     batch = {"sequences": rollout, "advantages": on_tokens(advantages_B, mask_BR)}

@@ -1,9 +1,9 @@
-"""GSPO: GRPO whose ratio, and so whose clipping, is that of the whole sequence.
+"""GSPO: GRPO with one probability ratio, and so one clipping, per sequence instead of per token.
 
 Letters: B sequences, R response columns.
 
-A reward belongs to a response, so its response is what is weighted and clipped. The ratio of a sequence moves far less
-than those of its tokens; hence the small clips.
+A reward belongs to a whole response, so the ratio and its clipping do too. The ratio of a sequence moves far less than
+those of its tokens; hence the small clip ranges.
 """
 
 import dataclasses
@@ -21,16 +21,16 @@ from jaxrlhf.tracing import compute
 
 @dataclasses.dataclass(frozen=True)
 class SequenceUpdate:
-    """How one rollout becomes updates of the actor."""
+    """Settings of the actor's updates on one rollout."""
 
     mini_batches: int = 4
     """Updates in one pass over the rollout."""
     epochs: int = 1
     """Passes over the rollout."""
     clip: float = 3e-4
-    """How far below one the ratio of a sequence may move."""
+    """Lower clip range of the sequence ratio, which is clipped to at least 1 - clip."""
     clip_high: float = 4e-4
-    """How far above one it may move."""
+    """Upper clip range of the sequence ratio, which is clipped to at most 1 + clip_high."""
     entropy_coef: float = 0.0
 
     def __post_init__(self) -> None:
@@ -69,7 +69,7 @@ def gspo_step(roles: Any, state: tuple[()], prompts: Prompts, config: GSPOConfig
 def gspo_batch(
     rollout: Rollout, scores_B: Float[Array, " B"], config: GSPOConfig
 ) -> tuple[dict[str, Any], dict[str, Float[Array, ""]]]:
-    """The training batch and metrics; advantages as those of GRPO."""
+    """The training batch, with GRPO's advantages, and metrics."""
     return group_batch(rollout, scores_B, num_samples=config.sampling.num_samples, normalize_std=config.normalize_std)
 
 
@@ -79,7 +79,7 @@ def gspo_policy_loss(outputs: PolicyOutputs, batch: dict[str, Any], update: Sequ
     surrogate = clipped_sequence_loss(
         outputs.logprobs,
         sequences.logprobs,
-        batch["advantages"][:, 0],  # the same at all tokens of a response, whose first column holds one
+        batch["advantages"][:, 0],  # the same at all tokens of a response; its first column always holds one
         sequences.response,
         clip=update.clip,
         clip_high=update.clip_high,

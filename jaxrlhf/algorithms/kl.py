@@ -52,7 +52,7 @@ ESTIMATORS: dict[Estimator, Callable[[Float[Array, "B R"], Float[Array, "B R"]],
 
 @dataclasses.dataclass(frozen=True)
 class KLPenalty:
-    """What holds the policy near the reference."""
+    """Settings of the KL penalty that keeps the policy near the reference."""
 
     estimator: Estimator = "k1"
     """In the loss take k2 or k3: the gradient of k1 has expectation zero on the policy's own tokens."""

@@ -1,8 +1,8 @@
-"""Sums, means and variances over the tokens that count.
+"""Sums, means and variances over unmasked tokens.
 
 Letters: B sequences, T columns.
 
-What stands at masked positions is never read: not even a NaN there reaches a result or a gradient.
+Values at masked positions are never read: not even a NaN there reaches a result or a gradient.
 """
 
 import chex
@@ -14,7 +14,7 @@ VARIANCE_FLOOR = 1e-8
 
 
 def masked_count(mask_BT: Bool[Array, "B T"]) -> Float[Array, ""]:
-    """How many entries of the mask are True."""
+    """The number of True entries of the mask."""
     chex.assert_rank(mask_BT, 2)
     return jnp.sum(mask_BT, dtype=jnp.float32)
 
@@ -45,10 +45,10 @@ def masked_variance(x_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"]) -> F
 
 
 def centered(x_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"]) -> Float[Array, "B T"]:
-    """`x_BT` less its mean where `mask_BT` is True.
+    """`x_BT` minus its mean where `mask_BT` is True.
 
-    The mean of values far from zero is rounded coarsely. What it misses is the mean of the differences, which is
-    subtracted in turn, so that scaling the result up scales up no rounding, in whatever order the values are summed.
+    The mean of values far from zero is rounded coarsely. Its error is the mean of the differences, which is subtracted
+    in turn, so that scaling the result up scales up no rounding error, in whatever order the values are summed.
     """
     once_BT = jnp.where(mask_BT, x_BT, 0.0) - masked_mean(x_BT, mask_BT)
     return once_BT - masked_mean(once_BT, mask_BT)

@@ -1,4 +1,4 @@
-"""What algorithms have in common that train an actor on scored samples of its own: settings, state, rewards, the loss.
+"""Shared parts of the algorithms that train an actor on its own scored samples: settings, state, rewards, loss.
 
 Letters: B sequences, R response columns.
 """
@@ -31,18 +31,18 @@ from jaxrlhf.require import require, require_not_negative, require_passes, requi
 
 @dataclasses.dataclass(frozen=True)
 class PolicyUpdate:
-    """How one rollout becomes updates of the actor."""
+    """Settings of the actor's updates on one rollout."""
 
     mini_batches: int = 4
     """Updates in one pass over the rollout."""
     epochs: int = 1
     """Passes over the rollout."""
     clip: float = 0.2
-    """How far below one the probability ratio may move, and above it unless `clip_high` says otherwise."""
+    """Clip range of the probability ratio, [1 - clip, 1 + clip_high]. `clip_high` is `clip` if None."""
     clip_high: float | None = None
     entropy_coef: float = 0.0
     aggregation: Aggregation = "token"
-    """What the loss is a mean of; see `jaxrlhf.algorithms.losses`."""
+    """The aggregation of the loss over tokens and sequences; see `jaxrlhf.algorithms.losses`."""
 
     def __post_init__(self) -> None:
         require_passes(self.mini_batches, self.epochs, "actor_update")
@@ -55,15 +55,15 @@ class PolicyUpdate:
 
 @dataclasses.dataclass(frozen=True)
 class ReinforceUpdate:
-    """How one rollout becomes updates of the actor where the loss has no ratio to the policy that drew the tokens."""
+    """Settings of the actor's updates where the loss has no ratio to the policy that drew the tokens."""
 
     mini_batches: int = 1
-    """Updates in one pass over the rollout. Nothing accounts for the policy having moved after the first of them."""
+    """Updates in one pass over the rollout. After the first, the rollout is off-policy, which nothing corrects."""
     epochs: int = 1
     """Passes over the rollout."""
     entropy_coef: float = 0.0
     aggregation: Aggregation = "token"
-    """What the loss is a mean of; see `jaxrlhf.algorithms.losses`."""
+    """The aggregation of the loss over tokens and sequences; see `jaxrlhf.algorithms.losses`."""
 
     def __post_init__(self) -> None:
         require_passes(self.mini_batches, self.epochs, "actor_update")
@@ -78,14 +78,14 @@ def _require_aggregation(aggregation: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class PolicyConfig:
-    """How samples are drawn, and how their scores become rewards."""
+    """Settings of sampling, and of the rewards made from scores."""
 
     sampling: Sampling = Sampling()
     kl: KLPenalty = KLPenalty()
     score_clip: float | None = None
     """Scores are clipped to [-score_clip, score_clip], after the missing-stop penalty and before normalization."""
     score_normalization: ScoreNormalization = "none"
-    """To mean zero and variance one, over the batch or over the whole run so far."""
+    """Scores are scaled to mean zero and variance one, over the batch or (`running`) over the run so far."""
     missing_stop_penalty: float = 0.0
     """Subtracted from the score of a response that did not end with a stop token."""
 
@@ -98,7 +98,7 @@ class PolicyConfig:
 
 
 class PolicyState(struct.PyTreeNode):
-    """What a step hands to the next."""
+    """The state that is carried from step to step."""
 
     kl_coef: Float[Array, ""]
     scores: Moments
@@ -106,8 +106,8 @@ class PolicyState(struct.PyTreeNode):
 
 
 PolicyBatch: TypeAlias = tuple[dict[str, Any], PolicyState, dict[str, Float[Array, ""]]]
-"""What a step trains on: the batch, every leaf with rows first, of `sequences` (the rollout), `advantages`, and `kl`
-where the loss holds the KL term; the state of the next step; metrics."""
+"""`(batch, next state, metrics)`. The batch, with rows first in every leaf, has `sequences` (the rollout),
+`advantages`, and `kl` if the KL term is part of the loss."""
 
 
 def policy_state(config: PolicyConfig) -> PolicyState:
@@ -118,7 +118,7 @@ def policy_state(config: PolicyConfig) -> PolicyState:
 def shaped_scores(
     scores_B: Float[Array, " B"], rollout: Rollout, state: PolicyState, config: PolicyConfig
 ) -> tuple[Float[Array, " B"], PolicyState]:
-    """`shape_scores` by the settings, with the moments of the state, which are carried on."""
+    """`shape_scores` under the settings. The state carries its moments."""
     shaped_B, moments = shape_scores(
         scores_B,
         rollout.finish,
@@ -131,16 +131,16 @@ def shaped_scores(
 
 
 def token_kl(rollout: Rollout, reference_BR: Float[Array, "B R"], kl: KLPenalty) -> Float[Array, "B R"]:
-    """The KL of each token by the estimator of the settings: zero where the loss holds the penalty, not the reward."""
+    """The KL estimate of each token; zero if the penalty is part of the loss, not of the reward."""
     if kl.placement == "loss":
         return jnp.zeros_like(reference_BR)
     return ESTIMATORS[kl.estimator](rollout.logprobs, reference_BR)
 
 
 def penalized(rollout: Rollout, reference_BR: Float[Array, "B R"], state: PolicyState, kl: KLPenalty) -> PolicyBatch:
-    """What a training batch begins with, still without `advantages`; metrics are those of the KL and the rollout.
+    """The training batch still without `advantages`, the next state, and metrics of the KL and the rollout.
 
-    The KL that drives the controller and is reported is k1's, in nats, whichever estimator penalizes.
+    The KL that is reported and drives the controller is k1's, in nats, whichever estimator the penalty uses.
     """
     mask_BR = rollout.response
     chex.assert_equal_shape([rollout.logprobs, reference_BR, mask_BR])
@@ -174,14 +174,14 @@ def rewarded(
     less_mean_of: int = 0,
     kl_share: float = 1.0,
 ) -> tuple[Float[Array, "B R"], dict[str, Any], PolicyState, dict[str, Float[Array, ""]]]:
-    """From scores to a reward for each token: shaped, less the KL penalty where that is placed in the reward.
+    """Rewards per token: shaped scores, minus the KL penalty if it is placed in the reward.
 
     Args:
         less_mean_of: the size of the groups whose mean shaped score is subtracted; 0 subtracts nothing.
-        kl_share: how much of the penalty the rewards carry.
+        kl_share: the fraction of the penalty that is applied to these rewards.
 
     Returns:
-        Rewards, zero outside of responses, and what `penalized` gives, with metrics of scores and rewards.
+        Rewards, zero outside of responses; then the outputs of `penalized`, with metrics of scores and rewards too.
     """
     chex.assert_rank([reference_BR, scores_B], [2, 1])
     shaped_B, scored = shaped_scores(scores_B, rollout, state, config)

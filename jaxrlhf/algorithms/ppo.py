@@ -1,6 +1,6 @@
 """PPO: the step, its settings, the batch that it trains on, the critic's loss.
 
-What it shares with algorithms without a critic, the actor's loss too, is in `policy`.
+The parts shared with algorithms without a critic, such as the actor's loss, are in `policy`.
 
 Letters: B sequences, R response columns.
 """
@@ -24,12 +24,12 @@ from jaxrlhf.tracing import compute
 
 @dataclasses.dataclass(frozen=True)
 class ValueUpdate:
-    """How one rollout becomes updates of the critic."""
+    """Settings of the critic's updates on one rollout."""
 
     mini_batches: int = 4
     epochs: int = 1
     value_clip: float | None = 0.2
-    """How far a value may move from the one that the rollout got; None does not clip."""
+    """Clip range of the value in the loss, around the value at the time of the rollout. None does not clip."""
     coef: float = 0.5
 
     def __post_init__(self) -> None:
@@ -41,12 +41,12 @@ class ValueUpdate:
 
 @dataclasses.dataclass(frozen=True)
 class ActorCriticConfig(PolicyConfig):
-    """How rewards and values become advantages."""
+    """Settings of advantage estimation with a critic, and of the rewards."""
 
     discount: float = 1.0
     gae_lambda: float = 0.95
     whiten_advantages: bool = True
-    """Over the whole batch, before it is cut into mini-batches."""
+    """Whiten over the whole batch, before it is split into mini-batches."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -89,9 +89,9 @@ def ppo_batch(
     state: PolicyState,
     config: ActorCriticConfig,
 ) -> PolicyBatch:
-    """From what the roles said about a rollout to what they train on.
+    """The training batch of actor and critic, from the roles' outputs on a rollout.
 
-    The batch has `returns` and `values` too.
+    Beside the entries of `PolicyBatch` it has `returns` and `values`.
     """
     chex.assert_rank([reference_BR, values_BR, scores_B], [2, 2, 1])
     mask_BR = rollout.response
@@ -110,7 +110,7 @@ def ppo_batch(
 def advantage_metrics(
     advantages_BR: Float[Array, "B R"], raw_BR: Float[Array, "B R"], mask_BR: Bool[Array, "B R"]
 ) -> dict[str, Float[Array, ""]]:
-    """What the actor trains on, and what it was before whitening."""
+    """Summary of the advantages, and their mean and standard deviation before whitening."""
     return {
         **masked_summary("critic/advantages", advantages_BR, mask_BR),
         "critic/advantages/raw_mean": masked_mean(raw_BR, mask_BR),
@@ -121,7 +121,7 @@ def advantage_metrics(
 def value_metrics(
     critic: str, values_BR: Float[Array, "B R"], returns_BR: Float[Array, "B R"], mask_BR: Bool[Array, "B R"]
 ) -> dict[str, Float[Array, ""]]:
-    """What a critic expected and what it should have, as `<critic>/values/mean` and so on."""
+    """Summaries of a critic's returns and values, as `<critic>/values/mean` and so on, and its explained variance."""
     return {
         **masked_summary(f"{critic}/returns", returns_BR, mask_BR),
         **masked_summary(f"{critic}/values", values_BR, mask_BR),
@@ -132,7 +132,7 @@ def value_metrics(
 def explained_variance(
     values_BR: Float[Array, "B R"], returns_BR: Float[Array, "B R"], mask_BR: Bool[Array, "B R"]
 ) -> Float[Array, ""]:
-    """How much of the returns' variance the values account for: 1 - variance(returns - values) / variance(returns).
+    """Fraction of the returns' variance that the values explain: 1 - variance(returns - values) / variance(returns).
 
     Zero where the returns do not vary.
     """

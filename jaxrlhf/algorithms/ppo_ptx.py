@@ -1,4 +1,4 @@
-"""PPO-ptx: PPO whose actor also goes on learning from demonstrations or pretraining text.
+"""PPO-ptx: PPO whose actor also trains on demonstrations or pretraining text.
 
 Letters: B sequences, R response columns.
 """
@@ -18,10 +18,10 @@ from jaxrlhf.tracing import compute
 
 @dataclasses.dataclass(frozen=True)
 class PretrainingMix:
-    """What the actor goes on learning from, beside its samples."""
+    """Settings of the supervised loss that is added to the actor's."""
 
     coef: float = 1.0
-    """Weight of the mean negative log-likelihood of a token, beside the policy loss, a mean over tokens too."""
+    """Weight of the mean negative log-likelihood per token, relative to the policy loss, a mean over tokens too."""
     batch_size: int = 0
     """Rows of each step; 0 means as many as prompts."""
     max_new_tokens: int = 128
@@ -33,19 +33,19 @@ class PretrainingMix:
         require(self.max_new_tokens >= 1, "pretraining.max_new_tokens", "must be at least 1", self.max_new_tokens)
 
     def term(self, demonstrations: Sequences) -> Term:
-        """The loss on them, to be added to the actor's."""
+        """The loss on demonstrations, to be added to the actor's."""
         return Term(sft_loss, {"sequences": demonstrations}, weight=self.coef, name="pretraining")
 
 
 @dataclasses.dataclass(frozen=True)
 class PPOPtxConfig(PPOConfig):
-    """Settings of PPO-ptx: PPO's, and what the actor goes on learning from."""
+    """Settings of PPO-ptx: PPO's, and those of the supervised loss."""
 
     pretraining: PretrainingMix = PretrainingMix()
 
 
 def prompts_and_pretraining(config: Any) -> Mapping[str, Rows]:
-    """What a step is given: prompts, and rows of the dataset `pretraining`, or where there is none, of the main one."""
+    """The rows of a step: prompts, and demonstrations of the dataset `pretraining`, or of the main one without it."""
     mix: PretrainingMix = config.pretraining
     rows = Rows("demonstrations", max_new_tokens=mix.max_new_tokens, count=mix.batch_size, dataset="pretraining")
     return {"prompts": Rows("prompts"), "pretraining": rows}

@@ -20,10 +20,10 @@ from jaxrlhf.tracing import compute
 
 @dataclasses.dataclass(frozen=True)
 class SharedUpdate(PolicyUpdate):
-    """How one rollout becomes updates of both heads."""
+    """Settings of the updates of both heads on one rollout."""
 
     value_clip: float | None = 0.2
-    """How far a value may move from the one that the rollout got; None does not clip."""
+    """Clip range of the value in the loss, around the value at the time of the rollout. None does not clip."""
     value_coef: float = 0.1
     """Weight of the critic's loss beside the actor's."""
 
@@ -47,7 +47,7 @@ def ppo_shared_step(
     """One step of PPO on one trunk.
 
     Reference:
-        The two losses on one model, Schulman et al. 2017, arXiv:1707.06347, eq. 9; AC-Share, as FlexRLHF has it.
+        Schulman et al. 2017, arXiv:1707.06347, eq. 9, for two losses on one model; AC-Share of FlexRLHF.
     """
     rollout = roles.actor.generate(prompts, config.sampling)
     reference = roles.reference.logprobs(rollout)

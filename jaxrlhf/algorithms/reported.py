@@ -12,7 +12,7 @@ from jaxrlhf.experience import STOP, Rollout
 
 
 def summary(name: str, x_B: Float[Array, " B"]) -> dict[str, Float[Array, ""]]:
-    """Mean, maximum and minimum of one number a sequence, as `<name>/mean` and so on."""
+    """Mean, maximum and minimum of one number per sequence, as `<name>/mean` and so on."""
     chex.assert_rank(x_B, 1)
     return {f"{name}/mean": jnp.mean(x_B), f"{name}/max": jnp.max(x_B), f"{name}/min": jnp.min(x_B)}
 
@@ -23,7 +23,7 @@ def score_metrics(scores_B: Float[Array, " B"]) -> dict[str, Float[Array, ""]]:
 
 
 def masked_summary(name: str, x_BR: Float[Array, "B R"], mask_BR: Bool[Array, "B R"]) -> dict[str, Float[Array, ""]]:
-    """Mean, maximum and minimum over the tokens that count; all zero where none does."""
+    """Mean, maximum and minimum over unmasked tokens; all zero if there are none."""
     chex.assert_rank([x_BR, mask_BR], 2)
     chex.assert_equal_shape([x_BR, mask_BR])
     any_counts = jnp.any(mask_BR)
@@ -37,7 +37,7 @@ def masked_summary(name: str, x_BR: Float[Array, "B R"], mask_BR: Bool[Array, "B
 
 
 def rollout_metrics(rollout: Rollout) -> dict[str, Float[Array, ""]]:
-    """How long prompts and responses are, and how responses ended."""
+    """Lengths of prompts and responses, and the fractions of responses that did not stop or are empty."""
     lengths_B = rollout.lengths.astype(jnp.float32)
     prompt_columns = rollout.mask.shape[1] - rollout.response.shape[1]
     prompt_lengths_B = jnp.sum(rollout.mask[:, :prompt_columns], axis=1, dtype=jnp.float32)

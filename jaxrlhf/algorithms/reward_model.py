@@ -1,5 +1,5 @@
 """Training of a reward model on preferences: a scalar head learns to score the chosen response above the rejected one.
-The batches of pairs and their accuracy are those of DPO too.
+DPO uses the batches of pairs and their accuracy too.
 
 Letters: B pairs.
 """
@@ -21,10 +21,10 @@ from jaxrlhf.require import require_not_negative
 
 @dataclasses.dataclass(frozen=True)
 class RewardModelUpdate(SupervisedUpdate):
-    """How one batch of pairs becomes updates of the reward model."""
+    """Settings of the reward model's updates on one batch of pairs."""
 
     center_coef: float = 0.0
-    """Weight of the term that holds the scores of a pair around zero."""
+    """Weight of the term that centers the scores of a pair around zero."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -84,12 +84,12 @@ def reward_model_loss(
 
 
 def pair_batch(pairs: Preferences, **more: Any) -> dict[str, Any]:
-    """A batch whose loss gets the model's outputs of `chosen` and of `rejected`, with the margin and `more`."""
+    """A training batch with the sequences `chosen` and `rejected` of each pair, the margin and `more`."""
     return {"sequences": {"chosen": pairs.chosen, "rejected": pairs.rejected}, "margin": pairs.margin, **more}
 
 
 def correct_pairs(chosen_B: Float[Array, " B"], rejected_B: Float[Array, " B"]) -> Float[Array, ""]:
-    """How many pairs are ordered as they should be. A tie is half a pair."""
+    """The number of pairs whose chosen response scores higher. A tie counts half."""
     chex.assert_rank([chosen_B, rejected_B], 1)
     chex.assert_equal_shape([chosen_B, rejected_B])
     return jnp.sum((1.0 + jnp.sign(chosen_B - rejected_B)) / 2.0)

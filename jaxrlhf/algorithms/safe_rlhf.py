@@ -3,7 +3,7 @@
 Letters: B sequences, R response columns.
 
 Beside `reward` and `critic` there are the roles `cost`, which scores the harm of a response, and `cost_critic`, which
-learns to foresee it.
+learns to predict it.
 """
 
 import dataclasses
@@ -33,10 +33,10 @@ class SafeRLHFConfig(PPOConfig):
 
     pretraining: PretrainingMix = PretrainingMix()
     cost_budget: float = 0.0
-    """The mean cost of a response that is allowed."""
+    """The allowed mean cost of a response."""
     initial_lambda: float = 1.0
     lambda_rate: float = 0.1
-    """How fast the logarithm of the multiplier follows the cost."""
+    """Learning rate of the logarithm of the multiplier; see `ascend`."""
     max_lambda: float = 20.0
 
     def __post_init__(self) -> None:
@@ -49,7 +49,7 @@ class SafeRLHFConfig(PPOConfig):
 
 
 class SafeRLHFState(struct.PyTreeNode):
-    """What a step of Safe RLHF hands to the next."""
+    """The state of Safe RLHF that is carried from step to step."""
 
     policy: PolicyState
     log_lambda: Float[Array, ""]
@@ -92,21 +92,21 @@ def safe_rlhf_batch(
     state: SafeRLHFState,
     config: SafeRLHFConfig,
 ) -> tuple[dict[str, Any], dict[str, Any], SafeRLHFState, dict[str, Float[Array, ""]]]:
-    """From what the roles said about a rollout to what the actor and both critics train on.
+    """The training batches of the actor and both critics, from the roles' outputs on a rollout.
 
         r_t = reward * [t is last] - kl_coef / 2 * kl_t        A_r, by GAE with the critic's values
         c_t = cost   * [t is last] + kl_coef / 2 * kl_t        A_c, by GAE with the cost critic's
         A   = (A_r - lambda * A_c) / (1 + lambda)
 
-    So the KL counts by half its coefficient, whatever lambda is. Only rewards are shaped and normalized; costs are as
-    the role gives them, in the unit of the budget.
+    So the KL is weighted by half its coefficient, whatever lambda is. Only rewards are shaped and normalized; costs
+    stay as the role returns them, in the unit of the budget.
 
     Args:
-        values: of the critic, and of the cost critic.
-        scores: of the reward, and of the cost.
+        values: From the critic and from the cost critic.
+        scores: From the reward and from the cost.
 
     Returns:
-        The batch of actor and critic, as of PPO; that of the cost critic; the next state; metrics.
+        The batch of actor and critic, as in PPO; that of the cost critic; the next state; metrics.
 
     Reference:
         Dai et al. 2023, arXiv:2310.12773, appendix B; the halves of the KL, also the authors' trainer.
@@ -139,11 +139,11 @@ def safe_rlhf_batch(
 def lagrangian(
     gains_BR: Float[Array, "B R"], harms_BR: Float[Array, "B R"], log_lambda: Float[Array, ""]
 ) -> Float[Array, "B R"]:
-    """Advantages of reward and cost as one.
+    """Combines the advantages of reward and cost.
 
         (A_r - lambda * A_c) / (1 + lambda)
 
-    Divided so, their scale stays as lambda grows.
+    The division keeps their scale as lambda grows.
 
     Reference:
         Dai et al. 2023, arXiv:2310.12773, appendix B.
@@ -154,7 +154,7 @@ def lagrangian(
 
 
 def ascend(log_lambda: Float[Array, ""], mean_cost: Float[Array, ""], config: SafeRLHFConfig) -> Float[Array, ""]:
-    """The next multiplier: more of it while the mean cost is above the budget, less while below.
+    """The logarithm of the next multiplier: it grows while the mean cost is above the budget.
 
         log lambda' = min(log lambda + lambda_rate * lambda * (mean_cost - cost_budget), log max_lambda)
 

@@ -14,7 +14,7 @@ from jaxrlhf.require import require, require_passes
 
 @dataclasses.dataclass(frozen=True)
 class SupervisedUpdate:
-    """How one batch of demonstrations becomes updates of the weights."""
+    """Settings of the updates on one batch of rows."""
 
     mini_batches: int = 1
     """Updates in one pass over the batch."""

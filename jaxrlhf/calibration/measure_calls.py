@@ -1,11 +1,11 @@
 """Seconds of the passes of a step's calls, measured: the real programs on the devices at hand, with made-up arguments.
 
 A model of up to `WHOLE_LAYERS` layers is run whole: one program to compile, and nothing to extrapolate. The seconds of
-a deeper one follow from two depths, of which neither is a single layer: a scan over one is no loop to the compiler.
+a deeper one are extrapolated from two depths, neither a single layer, whose scan would not be compiled as a loop.
 
 A decoding step is the difference between a response of some tokens and one of a single token. It reads the whole cache,
-which grows in stages, so the responses follow prompts that are as long as gives them the slots that a step sees on
-average.
+which grows in stages, so prompts are made as long as it takes for the cache to have the number of slots that a step of
+the call sees on average.
 """
 
 import dataclasses
@@ -37,11 +37,11 @@ from jaxrlhf.sharding.strategy import Remat, Strategy
 
 WHOLE_LAYERS = 4
 DEPTHS = (2, 4)
-"""Layers of the two programs from whose seconds those of a deeper model follow."""
+"""Layers of the two programs from which the seconds of a deeper model are extrapolated."""
 DECODED = 32
 """Tokens of the longer response: as many as a cache has room for before it grows."""
 ROWS_APART = 4
-"""The fewer rows of two neighbouring measurements, as a part of the more."""
+"""Ratio of the rows of two neighbouring measurements of a case."""
 ROW_COUNTS = 3
 MOST_UPDATES = 4
 """The most updates of a train program that is measured. Work that a program of several updates does only once is shared
@@ -50,7 +50,7 @@ among them, as in the run."""
 
 @dataclasses.dataclass(frozen=True)
 class Degrees:
-    """The degrees at which calls are measured: all that go together."""
+    """The degrees at which calls are measured, in all valid combinations."""
 
     data: tuple[int, ...] = (1,)
     fsdp: tuple[int, ...] = (1,)
@@ -58,7 +58,7 @@ class Degrees:
     remat: tuple[Remat, ...] = ("none",)
 
     def strategies(self, call: ModelCall, num_devices: int) -> list[Strategy]:
-        """The strategies that a call can have on some devices."""
+        """The valid strategies of a call on at most `num_devices` devices."""
         remats = self.remat if call.trains else ("none",)
         every = itertools.product(self.data, self.fsdp, self.tensor, remats)
         found = [Strategy(data=d, fsdp=f, tensor=t, remat=remat) for d, f, t, remat in every]
@@ -79,11 +79,11 @@ class Job:
     strategy: Strategy
     """Its micro-batches are those of the program that is run."""
     rows: int
-    """Of a micro-batch, of all row shards together, of the array with most rows."""
+    """Rows of a micro-batch over all row shards, of the array with most rows."""
 
     @property
     def rows_per_shard(self) -> float:
-        """Rows of a micro-batch, as the cost model counts them."""
+        """Rows of a micro-batch on one row shard, as the cost model counts them."""
         return self.rows * self.call.rows / self.described.num_rows / self.strategy.num_row_shards
 
     @property
@@ -102,8 +102,8 @@ _PHASES: dict[str, tuple[MeasuredPhase, ...]] = {**PHASES, "train": ("gradient",
 def jobs(workload: Workload, strategies: Mapping[str, Iterable[Strategy]]) -> list[Job]:
     """The measurements of each call under each strategy, the most important first.
 
-    The rows of a shard are all that it has without micro-batches, then the powers of two a `ROWS_APART`-th of that,
-    and so on: these it has in micro-batches, and they are run in some, since a loop over them is faster than as many
+    The rows of a shard are first all of them, without micro-batches, then a `ROWS_APART`-th of that, as a power of
+    two, and so on. These are measured as micro-batches of one program, since a loop over them is faster than as many
     programs. Calls of equal models and shapes are measured once.
 
     Args:
@@ -131,14 +131,14 @@ def _row_counts(call: ModelCall, strategy: Strategy) -> list[int]:
 
 
 def measure(job: Job, *, dispatch_seconds: float, patience_seconds: float = 3.0) -> list[tuple[Case, Point]]:
-    """Runs a job on the first devices, and measures.
+    """Runs a job on the first devices and times its phases.
 
     Args:
-        dispatch_seconds: Of a program that does nothing. It is left out of what is measured.
-        patience_seconds: As of `time_in_turn`.
+        dispatch_seconds: Seconds of a program that does nothing, subtracted from each measurement.
+        patience_seconds: As in `time_in_turn`.
 
     Raises:
-        jax.errors.JaxRuntimeError: It does not fit into memory, among others.
+        jax.errors.JaxRuntimeError: A program fails, for example because it does not fit into memory.
     """
     layout = Layout.over(tuple(range(job.strategy.num_devices)), job.strategy)
     num_layers = job.call.model.num_layers
@@ -196,7 +196,7 @@ def _of_phase(job: Job, phase: MeasuredPhase, timings: Sequence[Timing]) -> Timi
 
 
 def _less(one: Timing, other: Timing) -> Timing:
-    """By how much one takes longer than the other."""
+    """The difference of two timings, at least 0."""
     seconds = max(one.seconds - other.seconds, 0.0)
     spread = math.hypot(one.seconds * one.spread, other.seconds * other.spread)
     return Timing(seconds, spread / seconds if seconds else 0.0, max(one.others, other.others))
@@ -204,7 +204,7 @@ def _less(one: Timing, other: Timing) -> Timing:
 
 def _point(job: Job, phase: MeasuredPhase, depths: tuple[int, ...], timings: Sequence[Timing]) -> Point:
     num_layers, spread = job.call.model.num_layers, max(t.spread for t in timings)
-    if len(depths) == 1:  # flops tell how much of it is the layers'
+    if len(depths) == 1:  # divided between the layers and the rest by their operations
         work = analytic_work(
             job.call, "gradient" if phase == "update" else phase, tensor=job.strategy.tensor, fsdp=job.strategy.fsdp,
             remat=job.strategy.remat,
@@ -238,8 +238,8 @@ def _responding(call: DescribedCall, prompt: int, response: int) -> DescribedCal
 
 
 def _repeatable(program: CallProgram, *, trains: bool, vocab_size: int) -> Callable[[], Any]:
-    """A program with made-up arguments. Weights and optimizer state, which it donates, are the outputs of its last
-    run."""
+    """Returns a function that runs a program on made-up arguments. Weights and optimizer state, which it donates, are
+    the outputs of its last run."""
     arguments = list(made_up(program.arguments, vocab_size))
     if trains:  # squares of gradients are not negative
         arguments[1] = jax.tree.map(jnp.zeros_like, arguments[1])
@@ -254,8 +254,8 @@ def _repeatable(program: CallProgram, *, trains: bool, vocab_size: int) -> Calla
 
 
 def made_up(described: Any, vocab_size: int) -> Any:
-    """Arrays of the described shapes, laid out as described: tokens of a vocabulary, masks without padding, small
-    numbers of either sign."""
+    """Arrays of the described shapes and shardings: random token ids, masks without padding, small random numbers of
+    either sign."""
     rng = np.random.default_rng(0)
 
     def array(x: jax.ShapeDtypeStruct) -> jax.Array:

@@ -42,8 +42,7 @@ def run_steps(
 
 
 def host_seconds(assembly: Assembly, num_cores: int) -> float:
-    """The time that a run's own work adds to a call for each of its devices, if these are the host's processors; else
-    0."""
+    """Seconds that host-side work adds to a call per device, if the devices are virtual ones of the CPU; else 0."""
     if mesh.platform() != "cpu":
         return 0.0
     graph, plan = assembly.train.graph, assembly.train.plan

@@ -1,7 +1,7 @@
 """Measured rates of the devices of a node: products, memory, kernels, collectives, copies.
 
-All devices do the same at the same time, as they do while a call runs. A rate is the slope between two sizes, or the
-line through several, so that it does not contain the cost of starting a program.
+All devices do the same at the same time, as they do while a call runs. A rate is the slope between two sizes, or of a
+line fitted to several, so that it does not contain the cost of starting a program.
 """
 
 import functools
@@ -22,7 +22,7 @@ from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.strategy import Strategy
 
 NARROW_DIMS = (16, 32, 64, 128, 256, 512, 1024)
-"""Of the weights in matrix products."""
+"""Widths of the square weights of the matrix products that are measured."""
 _CHAIN = (16, 144)
 """Kernels of a short program and of a long one."""
 _LOOPS = (32, 288)
@@ -33,9 +33,9 @@ def measure_machine(*, large: int | None = None, patience_seconds: float = 3.0) 
     """Measures the devices of this process.
 
     Args:
-        large: Numbers in the largest arrays, on each device. None means what a device of this kind works on for some
-            milliseconds.
-        patience_seconds: As of `time_in_turn`, for each of about ten measurements.
+        large: Elements of the largest arrays on each device. None means as many as keep a device of this kind busy
+            for some milliseconds.
+        patience_seconds: As in `time_in_turn`, for each of about ten measurements.
     """
     large = large or (2**20 if mesh.platform() == "cpu" else 2**27)
     time = functools.partial(_seconds, patience_seconds=patience_seconds)
@@ -67,25 +67,25 @@ def _seconds(programs: list[Callable[[], Any]], *, patience_seconds: float) -> l
 
 
 def _slope(seconds: list[float], sizes: tuple[float, float]) -> float:
-    """Seconds for each unit of size, from a small size and a large one. Noise makes none negative."""
+    """Seconds per unit of size, from a small size and a large one; at least 0, whatever the noise."""
     return max(0.0, seconds[1] - seconds[0]) / (sizes[1] - sizes[0])
 
 
 def _rate(seconds: list[float], sizes: tuple[float, float]) -> float:
-    """Units of size a second. Where noise hides the slope, what the large size has by itself."""
+    """Units of size a second: the inverse of the slope, or, where noise hides it, the rate of the large size alone."""
     slope = _slope(seconds, sizes)
     return 1 / slope if slope else sizes[1] / seconds[1]
 
 
 def _on_each(layout: Layout, shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.Array:
-    """Small numbers, of a shape on each device."""
+    """An array of small random numbers, with `shape` on each device."""
     values = 0.02 * np.random.default_rng(0).standard_normal((layout.strategy.data, *shape), np.float32)
     return jax.device_put(jnp.asarray(values, dtype), layout.rows)
 
 
 def _products(layout: Layout, large: int, dtype: str, time: Time) -> tuple[float, float]:
-    """Operations a second of large products, and the narrow dim that halves them: time = operations (1 + half / dim) /
-    rate."""
+    """Operations a second of large products, and the width of a weight that halves them, `half` in
+    time = operations (1 + half / dim) / rate."""
     programs, dims = [], []
     for dim in NARROW_DIMS:
         rows = max(dim, large // dim)
@@ -98,7 +98,7 @@ def _products(layout: Layout, large: int, dtype: str, time: Time) -> tuple[float
         dims.append((dim, 2 * rows * dim * dim))
     seconds = np.array(time(programs)) / np.array([operations for _, operations in dims])
     inverse = np.array([1 / dim for dim, _ in dims])
-    weights = 1 / seconds  # errors are fractions of what is measured
+    weights = 1 / seconds  # least squares of relative errors
     terms = np.stack([np.ones_like(inverse), inverse], axis=1) * weights[:, None]
     one_over_rate, half_over_rate = np.linalg.lstsq(terms, seconds * weights, rcond=None)[0]
     if one_over_rate <= 0:  # narrow products do not predict wide ones
@@ -107,7 +107,7 @@ def _products(layout: Layout, large: int, dtype: str, time: Time) -> tuple[float
 
 
 def _memory(layout: Layout, large: int, time: Time) -> float:
-    """Bytes a second that are read and written by a kernel that does next to nothing with them."""
+    """Memory bandwidth: bytes a second that a kernel reads and writes which adds one to an array."""
     add = jax.jit(lambda x: x + 1, out_shardings=layout.rows)
     sizes = (large, 4 * large)
     seconds = time([functools.partial(add, _on_each(layout, (size,))) for size in sizes])
@@ -115,12 +115,12 @@ def _memory(layout: Layout, large: int, time: Time) -> float:
 
 
 def _kernels(layout: Layout, time: Time) -> tuple[float, float, float]:
-    """Seconds between the starts of kernels, the same inside a loop, and what an iteration takes beside its kernels."""
+    """Seconds between the starts of two kernels, the same inside a loop, and the overhead of a loop's iteration."""
     x, w = _on_each(layout, (8, 8)), jax.device_put(jnp.full((8, 8), 0.1), layout.replicated)
 
     def chain(x: jax.Array, w: jax.Array, length: int) -> jax.Array:
         for _ in range(length):
-            x = jnp.tanh(x @ w)  # neither of a product's neighbours can be part of it
+            x = jnp.tanh(x @ w)  # no two of these can be fused into one kernel
         return x
 
     def loop(x: jax.Array, w: jax.Array, length: int, times: jax.Array) -> jax.Array:
@@ -141,12 +141,12 @@ def _kernels(layout: Layout, time: Time) -> tuple[float, float, float]:
         runs = [functools.partial(program, x, w, times=jnp.int32(times)) for times in _LOOPS]
         of_loops.append(_slope(time(runs), _LOOPS))
     in_loop = _slope(of_loops, (1, 8))
-    pair = 2  # a product, and what comes after it
+    pair = 2  # kernels: a product and a tanh
     return in_chain / pair, in_loop / pair, max(0.0, of_loops[0] - in_loop)
 
 
 def _dispatch(layout: Layout, time: Time) -> float:
-    """Seconds of a program that does next to nothing, from its start until its end is known."""
+    """Seconds from dispatch to completion of a program that does next to nothing."""
     program = jax.jit(lambda x: x + 1, out_shardings=layout.rows)
     return time([functools.partial(program, _on_each(layout, (1,)))])[0]
 
@@ -159,7 +159,7 @@ def _host_copies(layout: Layout, large: int, time: Time) -> float:
 
 
 def _collectives(layout: Layout, large: int, time: Time) -> dict[str, float]:
-    """Seconds of the smallest all-reduce for each doubling of the devices, and the bandwidth of a ring."""
+    """Seconds of a small all-reduce per doubling of the devices, and the ring bandwidth of a large one."""
     count = layout.strategy.data
 
     all_reduce = functools.partial(jax.lax.psum, axis_name=DATA)
@@ -172,7 +172,7 @@ def _collectives(layout: Layout, large: int, time: Time) -> dict[str, float]:
 
 
 def _copies(large: int, time: Time) -> dict[str, float]:
-    """Seconds of the smallest copy from one device to another, and the bandwidth of a large one."""
+    """Seconds of a small copy from one device to another, and the bandwidth of a large one."""
     first, second = (Layout.over((device,), Strategy()).replicated for device in mesh.own_positions()[:2])
     sizes = (256, large)
     arrays = [jax.device_put(jnp.ones(size), first) for size in sizes]

@@ -13,7 +13,7 @@ import re
 from jaxrlhf.require import require_fields, require_not_negative, require_positive, require_positive_fraction
 
 MAX_NODES = 1024
-"""Of a cluster. A call may have any consecutive nodes, so there are half a million ways to choose."""
+"""The most nodes of a cluster. A call may use any consecutive nodes, which are half a million choices."""
 MEASURED = "measured on"
 """The beginning of the provenance of numbers that were measured on devices of their kind."""
 AS_GIVEN = "as given"
@@ -51,7 +51,7 @@ class Memory:
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """The way from one device to another."""
+    """The connection between two devices of a node."""
 
     bandwidth: float
     source: str = AS_GIVEN
@@ -62,12 +62,12 @@ class Link:
 
 @dataclasses.dataclass(frozen=True)
 class Network:
-    """The way out of a node, which its devices share."""
+    """The connection of a node to the others, which its devices share."""
 
     bandwidth: float
-    """Of the whole node."""
+    """Bytes a second of the whole node, in one direction."""
     adapters: int = 1
-    """The bandwidth is divided between them: two devices that communicate alone have that of one adapter."""
+    """Network adapters, which divide the bandwidth: a device that communicates alone has that of one adapter."""
     source: str = AS_GIVEN
 
     def __post_init__(self) -> None:
@@ -83,17 +83,17 @@ class Target:
     """The properties of an absent GPU that XLA's compiler needs."""
 
     capability: str
-    """Of CUDA: '8.0'."""
+    """CUDA's compute capability: '8.0'."""
     cores: int
     """Streaming multiprocessors."""
     float_units_per_core: int
     clock_ghz: float
     shared_memory_per_core: int
     shared_memory_per_block: int
-    """The most that a kernel may ask for."""
+    """Bytes, the most that a kernel may request."""
     l2_bytes: int
     accelerated: bool = False
-    """True if it has instructions that only this capability has, such as Hopper's sm_90a."""
+    """True if it has instructions of this capability only, as Hopper's sm_90a has."""
     source: str = AS_GIVEN
 
     def __post_init__(self) -> None:
@@ -109,40 +109,40 @@ class Target:
 
 @dataclasses.dataclass(frozen=True)
 class Coefficients:
-    """The parts of its peaks that a device reaches, and the overheads of kernels, programs and collectives."""
+    """The fractions of its peak rates that a device reaches, and the overheads of kernels, programs and collectives."""
 
     matmul_efficiency: float
-    """Of peak operations a second, by large matrix products."""
+    """Fraction of peak operations a second that large matrix products reach."""
     half_dim: float
-    """The narrowest dim of a weight at which products with it are half as fast as large ones."""
+    """Width of a weight at which matrix products with it are half as fast as large ones."""
     memory_efficiency: float
-    """Of memory bandwidth."""
+    """Fraction of the memory bandwidth that kernels reach."""
     link_efficiency: float
-    """Of a link's bandwidth within a node, by large collectives."""
+    """Fraction of a link's bandwidth that large collectives within a node reach."""
     network_efficiency: float
     """The same between nodes."""
     kernel_seconds: float
-    """The least between the starts of two kernels."""
+    """Seconds between the starts of two kernels, at the least."""
     graph_kernel_seconds: float
-    """The same inside a captured graph of kernels, as the body of a loop may be."""
+    """The same inside a captured CUDA graph, as the body of a loop may be."""
     dispatch_seconds: float
-    """Of one program, before its first kernel."""
+    """Seconds a program takes to start, before its first kernel."""
     step_seconds: float
-    """The time that a device waits for the host in every decoding step; 0 if the loop runs on the device."""
+    """Seconds that a device waits for the host in every decoding step; 0 if the loop runs on the device."""
     collective_seconds: float
-    """Of the smallest collective within a node, for each doubling of the devices that take part."""
+    """Seconds of the smallest collective within a node, per doubling of the devices that take part."""
     network_collective_seconds: float
-    """Of the smallest collective between nodes."""
+    """Seconds of the smallest collective between nodes, per doubling of the nodes that take part."""
     host_bandwidth: float
     """Bytes a second between a device and pinned memory of its host, when all devices of the node copy."""
     host_seconds: float = 0.0
-    """The time that the program's own work (arguments, layouts, dispatch) adds to a call for each of its devices, if
-    these are the host's processors."""
+    """Seconds that host-side work (arguments, layouts, dispatch) adds to a call per device, if these are virtual
+    ones of the host's CPU."""
     source: str = AS_GIVEN
 
     @property
     def is_measured(self) -> bool:
-        """True if they were found on such a device, by `python -m jaxrlhf.calibrate`."""
+        """True if they were measured on such a device, by `python -m jaxrlhf.calibrate`."""
         return self.source.startswith(MEASURED)
 
     def __post_init__(self) -> None:
@@ -166,15 +166,15 @@ class Kind:
     """A kind of device, with its link and its network in nodes of this kind."""
 
     name: str
-    """In descriptions of clusters: 'a100-80g'."""
+    """Its name in descriptions of clusters: 'a100-80g'."""
     names: tuple[str, ...]
-    """In JAX: 'NVIDIA A100-SXM4-80GB'."""
+    """Its names in JAX: 'NVIDIA A100-SXM4-80GB'."""
     peak_flops: PeakFlops
     memory: Memory
     link: Link
-    """Between devices of a node."""
+    """The link between devices of a node."""
     network: Network
-    """The default of its nodes."""
+    """The default network of its nodes."""
     coefficients: Coefficients
     target: Target | None = None
     """None for a CPU."""
@@ -185,14 +185,14 @@ class Kind:
         return int(self.memory.bytes * self.memory.usable)
 
     def matmul_flops(self, dtype: str) -> float:
-        """Operations a second that large matrix products reach, of factors in 'float32' or 'bfloat16'."""
+        """Operations a second that large products of matrices in 'float32' or 'bfloat16' reach."""
         peaks = {"float32": self.peak_flops.tf32, "bfloat16": self.peak_flops.bfloat16}
         return peaks[dtype] * self.coefficients.matmul_efficiency
 
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Equal nodes."""
+    """Nodes that are all alike."""
 
     nodes: int
     devices_per_node: int
@@ -274,7 +274,7 @@ class Cluster:
         return self.kind_of(device).capacity
 
     def slowest(self, devices: range) -> Kind:
-        """The kind among some devices with the fewest operations a second; of equals, that with the slower memory."""
+        """The kind of some devices with the fewest operations a second; among equals, the one with slower memory."""
         kinds = {group.kind for group in self._groups_of(devices)}
         return min(kinds, key=lambda kind: (kind.peak_flops.bfloat16, kind.memory.bandwidth, kind.name))
 

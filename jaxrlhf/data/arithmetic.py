@@ -1,10 +1,10 @@
-"""The built-in task: sums of whole numbers, worked digit by digit, made on the spot.
+"""The built-in task: sums, differences and products of whole numbers, worked digit by digit, generated on the fly.
 
 A row is `{"prompt": "47+85=", "completion": "12 13>132", "answer": "132", "rejected": "12 10>102"}`. The steps before
 `>` go from the lowest digit up, two characters each: what is carried, then the digit that stays (7+5=12, then
 4+8+1=13). A subtraction borrows in the place of carrying ("52-37=" gives "15 01>15": 12-7=5 with 1 borrowed, then
-5-3-1=1); a product has one digit on the right ("47*8=" gives "56 37>376"). What is rejected has one wrong digit in its
-steps, and so a wrong answer.
+5-3-1=1); a product has one digit on the right ("47*8=" gives "56 37>376"). The rejected completion has one wrong digit
+in its steps, and so a wrong answer.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ OPERATIONS = ("+", "-", "*")
 
 @dataclasses.dataclass(frozen=True)
 class ArithmeticConfig:
-    """Which problems the task has."""
+    """Settings of the arithmetic task."""
 
     digits: int = 2
     """Digits of the operands. The right operand of a product has one, from 2 to 9."""

@@ -27,7 +27,7 @@ Kind = Literal["auto", "bytes", "file", "train"]
 
 @dataclasses.dataclass(frozen=True)
 class TokenizerConfig:
-    """Which tokenizer a run uses."""
+    """Settings of a run's tokenizer."""
 
     kind: Kind = "auto"
     """`auto`: the tokenizer of the folder that roles start from, or bytes if none does. `bytes`: one token per byte of
@@ -75,7 +75,7 @@ class ByteTokenizer:
     """Texts that are encoded as one token each, which is not text to the model: <|im_end|> ..."""
 
     def encode(self, text: str, *, mark: str = "") -> list[int]:
-        """The ids of `text`, without its marks (`mark_tokens`), a beginning or an end of text."""
+        """The ids of `text` without its marks (`mark_tokens`). No beginning or end of text is added."""
         return list((text.replace(mark, "") if mark else text).encode())
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -172,7 +172,7 @@ class JSONTokenizer:
         return cls(backend, name=name, end_token=end_token, pad_token=pad_token, settings=settings, files=files)
 
     def encode(self, text: str, *, mark: str = "") -> list[int]:
-        """The ids of `text`, without a beginning or an end of text.
+        """The ids of `text`. No beginning or end of text is added.
 
         Control tokens in the text are encoded as such unless they are marked, by the character `mark` (`mark_tokens`).
         Text with marks is encoded apart from the text before and after it.

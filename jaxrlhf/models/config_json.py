@@ -21,7 +21,7 @@ _SIZES = {  # field of ModelConfig -> field of config.json
 _THEIRS = {**_SIZES, "num_kv_heads": "num_key_value_heads", "norm_eps": "rms_norm_eps"}
 """Field of ModelConfig -> field of config.json, where they differ."""
 _ONE_OUTPUT: dict[str, Any] = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
-"""By which transformers knows how many outputs a scalar head has."""
+"""Fields that tell transformers that a scalar head has one output."""
 _WHOLE, _NUMBER = ((int,), "a whole number"), ((int, float), "a number")
 _WHOLE_OR_NULL = ((int, type(None)), "a whole number or null")
 _TYPES: Mapping[str, tuple[tuple[type, ...], str]] = {
@@ -33,7 +33,7 @@ _TYPES: Mapping[str, tuple[tuple[type, ...], str]] = {
     **dict.fromkeys(["rope_scaling", "rope_parameters"], ((dict, type(None)), "an object or null")),
     "layer_types": ((list, type(None)), "a list or null"),
 }
-"""Field of config.json -> what may stand there."""
+"""Field of config.json -> its allowed types, and their name in errors."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,11 +42,11 @@ class _Family:
 
     model_type: str
     variant: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Fields of ModelConfig that it sets by its name."""
+    """Fields of ModelConfig that its name implies."""
     num_kv_heads: int | None = None
-    """None is one a query head."""
+    """Default of config.json's field. None means one per query head."""
     head_dim: int | None = None
-    """None is hidden_size / num_heads."""
+    """Default of config.json's field. None means hidden_size / num_heads."""
     window: Literal["none", "all layers", "by flag"] = "none"
     """Layers that a `sliding_window` applies to: none, all, or all if `use_sliding_window` is true."""
 
@@ -60,13 +60,13 @@ _FAMILIES: Mapping[str, _Family] = {
 
 
 def read_config(folder: Path, *, head: Head = "lm", longest: int | None = None) -> ModelConfig:
-    """The architecture that a folder's config.json describes; how to compute (dtype, attention ...) is left as default.
+    """The architecture of a folder's config.json. Settings of the computation (dtype, attention ...) keep defaults.
 
     Args:
-        longest: The longest sequence that there will be. None means as long as the folder says.
+        longest: Tokens of the run's longest sequence. None means the folder's `max_position_embeddings`.
 
     Raises:
-        ValueError: config.json is missing or malformed, or describes what this transformer does not compute.
+        ValueError: config.json is missing or malformed, or describes a model that is not supported.
     """
     where = folder / CONFIG
     fields = read_json(where)
@@ -118,15 +118,15 @@ class Origin:
     """The files beside a model's weights. They are exported again with weights that came from there."""
 
     fields: Mapping[str, Any]
-    """Of config.json."""
+    """Fields of config.json."""
     generation: Mapping[str, Any]
-    """Of generation_config.json; empty where there is none."""
+    """Fields of generation_config.json; empty if there is none."""
     precision: str
-    """That of the weights: 'bfloat16', 'float32' ..."""
+    """Precision of the weights: 'bfloat16', 'float32' ..."""
 
 
 def stated_precision(fields: Mapping[str, Any]) -> str:
-    """The precision that a config.json says its weights are in. Empty means that it says none."""
+    """The precision that a config.json gives for its weights; empty if it gives none."""
     said = fields.get("dtype") or fields.get("torch_dtype")  # as transformers 5 calls it, and as 4 did
     return said if isinstance(said, str) else ""
 
@@ -134,10 +134,10 @@ def stated_precision(fields: Mapping[str, Any]) -> str:
 def exported_config(
     config: ModelConfig, precision: str, *, end_id: int | None, pad_id: int | None, origin: Origin | None
 ) -> dict[str, dict[str, Any]]:
-    """The files beside a model's weights: file -> fields. Of an origin, all that still holds.
+    """The files beside a model's weights: file -> fields. Fields of an origin are kept where they still hold.
 
     Args:
-        precision: Of the weights.
+        precision: Precision of the weights.
         end_id: The token that ends a text.
         pad_id: The token that pads it, where the origin names none.
     """
@@ -159,7 +159,7 @@ def exported_config(
 
 
 def _with_end(fields: Mapping[str, Any], end_id: int | None) -> dict[str, Any]:
-    """Fields whose `eos_token_id`, if they have one, names the token that ends a text: first, where it did not."""
+    """Fields whose `eos_token_id`, if they have one, includes the token that ends a text, first if it was missing."""
     ends = fields.get("eos_token_id", end_id)
     known = ends if isinstance(ends, list) else [] if ends is None else [ends]
     if end_id is None or end_id in known:
@@ -187,7 +187,7 @@ def _family(where: Path, fields: dict[str, Any], head: Head) -> _Family:
 def _require_full_attention(
     where: Path, fields: dict[str, Any], family: _Family, sizes: dict[str, int], longest: int | None
 ) -> None:
-    """A window that no sequence outgrows, or that no layer uses, is none."""
+    """Raises ValueError if a layer has a sliding window that a sequence of the run can outgrow."""
     if family.window == "none":
         return
     by_flag = family.window == "by flag"

@@ -1,7 +1,7 @@
 """Pipelined generation: as many micro-batches as stages go round and round in one program.
 
-Letters: B sequences, G stages and as many micro-batches, N rows of a micro-batch, P prompt columns, R the most new
-tokens, D hidden size, K key-value heads, h head size.
+Letters: B sequences, G stages and as many micro-batches, N rows of a micro-batch, P prompt columns, R new tokens at
+most, D hidden size, K key-value heads, h head size.
 
     tick        0    1    2    3    4    5
     stage 0    m0   m1   m2   m0   m1   m2
@@ -9,14 +9,14 @@ tokens, D hidden size, K key-value heads, h head size.
     stage 2     .    .   m0   m1   m2   m0     draws a token, and sends its embedding to stage 0
 
 At tick t stage i serves micro-batch (t - i) mod G, and hands one hidden state a row to the next stage. The last stage
-draws a token and embeds it, so that what goes around has one shape. G ticks are a round: one token of every sequence.
+draws a token and embeds it, so that all messages have one shape. G ticks are a round: one token of every sequence.
 
-A stage has the cache of micro-batch m at place (m + i) mod G. So at tick t of any round all stages use place t: a
+Stage i has the cache of micro-batch m at place (m + i) mod G. So at tick t of any round all stages use place t: a
 constant of the program, in which every cache is an array by itself and is updated where it lies.
 
 In a pipelined layout a weight rests on the devices of its stage. The program is one over all of them, so it reads
 arrays that span them: slot j has, along a leading axis that is split over `pipeline`, the j-th layer of each stage.
-Where a stage has a layer less its part of the last slot is zeros. The embedding, the final norm and the language-model
+If a stage has one layer less, its part of the last slot is zeros. The embedding, the final norm and the language-model
 head are whole on every stage, since a tied embedding is read on the first and on the last.
 
     {"embedding": [V, D], "final_norm": [D], "lm_head": [D, V], "layers": [{"query": [stages, D, H], ...}, ...]}
@@ -60,9 +60,9 @@ def ring_shardings(config: ModelConfig, layout: Layout) -> Shardings:
 
 
 def ring_params(params: Params, config: ModelConfig, layout: Layout, *, move: Callable[[Any, Any], Any]) -> Params:
-    """Weights that rest by stages, in the form that pipelined generation reads.
+    """Converts weights that rest by stages to the form that pipelined generation reads.
 
-    A layer is copied on the devices that have it. In several processes all that own a device of the layout call this.
+    A layer is copied on the devices that have it. All processes that own a device of the layout call this.
 
     Args:
         params: In the compute precision, each on the devices of its stage, layers as a list.
@@ -116,12 +116,12 @@ def generate(
     config: ModelConfig,
     layout: Layout,
 ) -> tuple[Rollout, Int[Array, ""]]:
-    """The rollout of `models.generate.generate`, over the stages of a pipelined layout, and how many rounds it took: at
-    most as many as the longest response has tokens.
+    """The rollout of `models.generate.generate`, over the stages of a pipelined layout, and the number of rounds: at
+    most the tokens of the longest response.
 
     Args:
-        params: As `ring_params` gives them.
-        prompts: As many as stages, or a multiple of it. A micro-batch has every G-th, so that no row leaves its device.
+        params: From `ring_params`.
+        prompts: Their number is a multiple of G. A micro-batch has every G-th, so that no row leaves its device.
     """
     G = layout.strategy.pipeline
     assert layout.is_pipelined and layout.strategy.chunks == 1 and prompts.tokens.shape[0] % G == 0
@@ -195,7 +195,7 @@ def _ring(
         for tick in range(G):
             has_arrived = (number > 0) | (tick >= stage)
             x_ND, caches[tick] = _decode(params, message_ND, caches[tick], has_arrived, stage, config, layout)
-            if tick < G - 1:  # what the last stage has not yet got in the first round: it draws the first tokens
+            if tick < G - 1:  # in the first round the last stage draws from the prefill's outputs
                 x_ND = jnp.where(has_arrived | (stage < G - 1), x_ND, hidden[tick])
             x_ND, responses[tick] = next_token(x_ND, responses[tick])
             message_ND = _send(x_ND, G)
@@ -224,11 +224,11 @@ def _ring(
 def _prefill(
     params: Params, prompts: Prompts, stage: jax.Array, config: ModelConfig, layout: Layout
 ) -> tuple[KeysValues, list[jax.Array]]:
-    """The prompts through the stages, one micro-batch behind the other.
+    """Runs the prompts through the stages, one micro-batch after the other.
 
     Returns:
         Keys and values of the stage's layers, [places, N, P, K, h]; and, of every place, the outputs at the prompts'
-        last column, [N, D], which are wanted of the last stage.
+        last column, [N, D], used on the last stage only.
     """
     G, N, P = prompts.tokens.shape
     axes = ("batch", "length", "kv_heads", "head_dim")
@@ -278,8 +278,8 @@ def _decode(
 ) -> tuple[jax.Array, KVCache]:
     """One more token of a micro-batch through the layers of a stage.
 
-    In the first round a stage waits for its first message. What it computes before leaves the cache as it was: the slot
-    that it wrote is free, and written again.
+    In the first round a stage waits for its first message. What it computes before leaves the cache unchanged: the slot
+    that it writes stays free, and is overwritten.
     """
     advanced = cache.advance()
     keys, values = [], []
@@ -299,8 +299,8 @@ def _decode(
 def _layers_of(
     params: Params, stage: jax.Array, config: ModelConfig, layout: Layout
 ) -> list[tuple[list[LayerWeights], jax.Array | None]]:
-    """The layers that every stage has, and, where the numbers differ, the one that only the first stages have; with
-    whether this stage has them. None: every stage does."""
+    """Pairs of layers and a condition: the layers that all stages have, with None, and, if the numbers differ, the one
+    layer that only the first stages have, with True on these stages."""
     numbers = [len(layers) for layers in layers_of_stages(config.num_layers, layout.strategy.pipeline)]
     fewest, layers = min(numbers), params["layers"]
     every: list[tuple[list[LayerWeights], jax.Array | None]] = [(layers[:fewest], None)]
@@ -309,5 +309,5 @@ def _layers_of(
 
 @jax.named_scope("send")
 def _send(x: jax.Array, num_stages: int) -> jax.Array:
-    """To the next stage; from the last to the first."""
+    """Sends an array to the next stage; from the last to the first."""
     return jax.lax.ppermute(x, PIPELINE, [(i, (i + 1) % num_stages) for i in range(num_stages)])

@@ -1,1 +1,1 @@
-"""What a run shows: timeline, metrics, console, trackers, pictures."""
+"""The output of a run: timeline, metrics, console, trackers, pictures."""

@@ -5,20 +5,20 @@ import functools
 from collections.abc import Sequence
 
 STEP = "step"
-"""The phase of the steps of training, beside those of the warm start and of evaluations."""
+"""The phase of training steps; the warm start and evaluations have others."""
 MOVING = ("reallocate", "offload")
-"""Kinds of what moves bytes and computes nothing: between layouts, and to or from pinned host memory."""
+"""Kinds of events that move bytes and compute nothing: between layouts, and to or from pinned host memory."""
 WAIT = "wait"
 """The kind of a wait of the main thread, on the host. Such an event is named after what it waited for."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """One piece of work, or a wait for one. Times are seconds of a clock of the process that saw it."""
+    """One piece of work, or a wait for one. Times are in seconds, on the clock of the process that recorded it."""
 
     name: str
     kind: str
-    """That of a call, or one of `MOVING`, or `WAIT`."""
+    """The kind of a call, one of `MOVING`, or `WAIT`."""
     devices: tuple[int, ...]
     """Positions in `jax.devices()` of the devices that it occupied; empty for work on the host."""
     step: int

@@ -28,7 +28,7 @@ _MORE_HUES = (
     ("#990000", "#cc5b5b", "#e6a8a8"),
 )
 _COMPUTE = ("#d6b656", "#e8d594", "#bfa145")
-"""Of calls that belong to no role."""
+"""Colors of calls that belong to no role."""
 _GREY, _PALE, _FAINT = "#9a9a9a", "#dddddd", "#f5f5f5"
 MAX_DEVICE_ROWS = 32
 """With more devices than this, neighbors with the same events share a row."""

@@ -27,15 +27,15 @@ class Utilization:
     busy_seconds: Mapping[int, float]
     """Device -> seconds in which something ran on it."""
     moving_seconds: float
-    """Of these, summed over all devices, the seconds in which only weights or data were moved."""
+    """Seconds in which weights or data were moved, summed over all devices; a part of `busy_seconds`."""
     running_seconds: float
     """Seconds in which anything ran on any device."""
     overlapped_seconds: float
-    """Of these, the seconds in which two or more calls ran, each on devices of its own."""
+    """Seconds in which two or more calls ran at once; a part of `running_seconds`."""
 
     @property
     def busy_fraction(self) -> float:
-        """Mean over the devices, idle ones too."""
+        """The fraction of time in which devices were busy: the mean over all of them, idle ones too."""
         return sum(self.busy_seconds.values()) / (len(self.busy_seconds) * self.seconds)
 
     @property

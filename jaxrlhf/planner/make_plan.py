@@ -1,7 +1,7 @@
 """From a workload and a cluster to a plan and its forecast.
 
 planned = plan_workload(workload, read_cluster("16x8:a100-80g"))
-planned.seconds, planned.gain                  # of an iteration; over the plan that everybody writes
+planned.seconds, planned.gain                  # of an iteration; speed-up over the baseline plan
 plan = planned.plan_for(graph)
 """
 
@@ -33,7 +33,7 @@ from jaxrlhf.planner.workload import Workload
 from jaxrlhf.schedules.instructions import Schedule
 
 SEARCH, YARDSTICK = "search", "heuristic"
-"""Methods: the default, and the baseline that others are compared with, which is usually written by hand."""
+"""Planning methods: the default, and the baseline that others are compared with."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,16 +46,16 @@ class Planned:
     result: SearchResult
     method: str
     heuristic: Simulation | None
-    """Of the baseline plan; None if it does not fit."""
+    """The simulation of the baseline plan; None if it does not fit."""
     heuristic_note: str
-    """Why it does not fit."""
+    """The reason why it does not fit."""
     memory: tuple[DeviceMemory, ...]
     """Memory -> its contents when it is fullest."""
     planning_seconds: float
     fixed: Mapping[str, Placement] = dataclasses.field(default_factory=dict)
     """Placements that were given."""
     offload: tuple[str, ...] = ()
-    """Roles that were to rest in host memory."""
+    """Roles that were asked to rest in host memory."""
     fuse: tuple[str, ...] = ()
     """Train calls that run as one pipeline."""
     schedules: tuple[Schedule, ...] = ()
@@ -75,7 +75,7 @@ class Planned:
 
     @property
     def seconds(self) -> float:
-        """Of an iteration."""
+        """Seconds of an iteration."""
         return self.simulation.seconds
 
     @property
@@ -89,7 +89,7 @@ class Planned:
 
     @property
     def choices(self) -> dict[str, Choice]:
-        """Call -> how it runs."""
+        """Call -> its devices, strategy and forecast."""
         return chosen(self.problem, self.result.plan)
 
     @property
@@ -153,7 +153,7 @@ class Planned:
 
         Args:
             plan: For all calls of a graph. None means for the calls of models alone.
-            asked: What the config said under `plan`, as plain data.
+            asked: The config's `plan`, as plain data.
         """
         names = [call.name for call in self.workload.calls]
         return SavedPlan(
@@ -191,7 +191,7 @@ def plan_workload(
         fuse: Train calls that are to run as one pipeline. They are counted as if they ran by themselves.
         seconds: The most that the search may take. None means no limit.
         notes: Notes on the source of the costs.
-        say: Is told the progress, in lines.
+        say: Called with lines about the progress.
 
     Raises:
         NoRoomError: No plan fits. Says by how much, and on which clusters one would.
@@ -251,13 +251,13 @@ def _plans_to_fuse(problem: Problem, result: SearchResult) -> list[tuple[int, ..
     """Plans whose train calls may be faster as one pipeline: the best, those that lost, and one with all calls on all
     devices."""
     plans = [result.plan, *(each.plan for each in result.runners_up if not each.lacking)]
-    with contextlib.suppress(PlanError):  # it does not fit, or rows do not divide so
+    with contextlib.suppress(PlanError):  # it does not fit, or its degrees do not divide the rows
         plans.append(find_method("colocate")(problem).plan)
     return plans
 
 
 def _with_fused(result: SearchResult, fused: FusedPlan) -> SearchResult:
-    """A search's result with two train calls fused. The plan without that is one that lost."""
+    """A search's result with two train calls fused. The plan without fusion is a runner-up."""
     seconds = fused.simulation.seconds
     lost = [RunnerUp(result.plan, result.seconds, 0), *result.runners_up]
     return dataclasses.replace(
@@ -270,8 +270,8 @@ def _with_fused(result: SearchResult, fused: FusedPlan) -> SearchResult:
 
 
 def without_needless_offload(problem: Problem, result: SearchResult) -> SearchResult:
-    """The same plan with weights on the devices wherever they fit and the iteration takes no longer. To a search,
-    copies from the host that nothing waits for are as good."""
+    """The same plan with weights on the devices wherever they fit and the iteration takes no longer. A search sees no
+    difference to copies from the host that nothing waits for."""
     for number, call in enumerate(problem.calls):
         choice = call.choices[result.plan[number]]
         same = (choice.devices, choice.strategy)

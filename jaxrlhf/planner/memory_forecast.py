@@ -1,4 +1,4 @@
-"""The forecast of a run's memory under its plan: of each call, and in all, compared with the capacity."""
+"""The forecast of a run's memory under its plan: per call, and at its peak, compared with the capacity."""
 
 import dataclasses
 import itertools
@@ -27,7 +27,7 @@ class MemoryForecast:
     rows: tuple[dict[str, Any], ...]
     """A table: call -> its memory on each of its devices. Weights that several calls share are in the row of each."""
     unit: str
-    """Of the table."""
+    """Unit of the table: 'GB' or 'MB'."""
     lines: tuple[str, ...]
     """The peak memory and the capacity."""
     notes: tuple[str, ...]
@@ -56,7 +56,7 @@ def forecast_memory(workload: Workload, cluster: Cluster, plan: Plan, *, limit: 
             row["weights"] = f"{row['weights']} (host)"
         rows.append({"call": call.name, **row})
     problem, chosen = memory_problem(workload, cluster, plan.placements, plan.offload), (0,) * len(workload.calls)
-    if plan.fuse:  # both are at work at once
+    if plan.fuse:  # both run at the same time
         i, j = sorted(i for i, call in enumerate(workload.calls) if call.name in plan.fuse)
         problem = as_one(problem, i, j, chosen, 0.0)
     peaks = memory_at_peak(problem, chosen)

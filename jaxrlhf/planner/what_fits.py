@@ -12,7 +12,7 @@ from jaxrlhf.planner.search.search import search
 from jaxrlhf.planner.workload import Workload
 
 MAX_DEVICES = 256
-"""Of the clusters that are tried: counting costs takes longer the larger they are."""
+"""The most devices of the clusters that are tried: counting costs takes longer the larger they are."""
 _USUAL_DEVICES_PER_NODE = 8
 _STEPS = 2_000
 """Plans of each search: few are needed to find the leanest."""
@@ -32,7 +32,7 @@ def what_would_fit(
     Fewer devices than named, but more than half as many, may be enough.
 
     Args:
-        cluster: Has too little room.
+        cluster: The one with too little room.
         fixed, offload, say: As in `choices.make_problem`.
     """
 
@@ -64,7 +64,7 @@ def _with_more_devices(cluster: Cluster) -> Iterator[Cluster]:
 
 
 def _with_larger_devices(cluster: Cluster) -> Iterator[Cluster]:
-    """As many devices of each kind with more memory, from the least on."""
+    """Clusters of as many devices, of each kind with more memory, from the least memory on."""
     most = max(group.kind.capacity for group in cluster.groups)
     larger = sorted((k for k in kinds().values() if k.target and k.capacity > most), key=lambda kind: kind.capacity)
     for kind in larger if all(group.kind.target for group in cluster.groups) else ():

@@ -1,4 +1,4 @@
-"""The types of what programs take and give: weights, optimizer states, the arrays of a call, sums of losses."""
+"""Types of the inputs and outputs of programs: weights, optimizer states, the arrays of a call, sums of losses."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,13 +10,13 @@ from jaxtyping import Float, Int, PyTree, UInt32
 Arrays = list[jax.Array]
 """The array leaves of a call's arguments or of its outputs, in the order of `jax.tree.leaves`."""
 Outputs = PyTree[jax.Array]
-"""What a program gives, as a tree."""
+"""The outputs of a program, as a tree."""
 StageInput = Int[jax.Array, "B T"] | Float[jax.Array, "B T D"]
 """Tokens for the first stage of a pipeline, the output of the stage before for the others."""
 MicroBatch = dict[str, Any]
-"""`tokens` and `mask`, which go through the stages of a pipeline, and `own`: what the last one needs besides."""
+"""`tokens` and `mask`, which go through the stages of a pipeline, and `own`: further arrays that the last one needs."""
 Noise = UInt32[jax.Array, "3"]
-"""What all noise of a call is made of: the seed of the run, the step, and a number of the call's name."""
+"""The seed of all random numbers of a call: the seed of the run, the step, and a number made of the call's name."""
 Metrics = dict[str, Any]
 """Name -> a scalar, a `Max` of one, or the metrics of a term with a name."""
 Sums = tuple[jax.Array, Metrics]

@@ -95,8 +95,8 @@ def gradient_of_update(
 
 
 def sum_over_copies(role: ModelRole, layout: Layout) -> Callable[[Params], Params]:
-    """`gradients of the copies of each weight, with a leading axis over them -> their sum`: what an update does of
-    communication by itself, to be traced as part of a program over a layout without stages."""
+    """`gradients of the copies of each weight, with a leading axis over them -> their sum`: an update's communication
+    by itself, to be traced as part of a program over a layout without stages."""
     own = set_of(role)
     declared = own.declare(own.resting_form(layout))
 
@@ -117,7 +117,7 @@ def sum_over_copies(role: ModelRole, layout: Layout) -> Callable[[Params], Param
 
 
 def _over_rows(sums: Sums, layout: Layout) -> Sums:
-    """Sums over the rows of a shard -> over those of all."""
+    """Sums over the rows of one shard -> sums over the rows of all shards."""
     axes = _summed(BATCH_AXES, layout)
     if not axes:
         return sums
@@ -129,7 +129,7 @@ def _over_rows(sums: Sums, layout: Layout) -> Sums:
 
 
 def _over_copies(grads: Params, declared: Any, model: ModelConfig, layout: Layout) -> Params:
-    """Gradients of one shard's rows, scattered over `fsdp` already -> of all rows."""
+    """Gradients of one shard's rows, scattered over `fsdp` already -> gradients of all rows."""
 
     def reduced(weight: Weight, gradient: jax.Array) -> jax.Array:
         axes = _summed(layout.copies_of_weight(weight.axes), layout)
@@ -144,7 +144,7 @@ def _over_copies(grads: Params, declared: Any, model: ModelConfig, layout: Layou
 
 
 def _summed(axes: tuple[str, ...], layout: Layout) -> tuple[str, ...]:
-    """Those of some mesh axes over which the program has to add up, and has more than one device."""
+    """The mesh axes of `axes` over which the program itself has to sum, and that have more than one device."""
     return tuple(axis for axis in axes if axis in layout.manual_axes and layout.mesh.shape[axis] > 1)
 
 

@@ -1,5 +1,4 @@
-"""Rows of a call in mini-batches and micro-batches: how they are dealt and cut, and how what the parts give is put
-together again.
+"""Mini-batches and micro-batches: dealing and splitting the rows of a call, and joining the results of the parts.
 
 Letters: B rows, M micro-batches, U updates, b rows of one micro-batch or update.
 """
@@ -25,7 +24,7 @@ T = TypeVar("T")
 def update_orders(
     noise: Noise, arrays: Arrays, has_rows: Sequence[bool], update: Any
 ) -> dict[int, Int[jax.Array, "U b"]]:
-    """Number of rows -> the rows of every update of a train call, for arrays of so many: each epoch shuffles them anew.
+    """Number of rows -> the rows of every update of a train call, for arrays of that many. Each epoch shuffles anew.
 
     Args:
         update: The settings of the update, with `epochs` and `mini_batches`.
@@ -35,7 +34,7 @@ def update_orders(
 
 
 def rows_of_update(arrays: Arrays, has_rows: Sequence[bool], chosen: Mapping[int, Int[jax.Array, " b"]]) -> Arrays:
-    """The arrays of a train call with the rows of one update alone. `chosen`: one of each of `update_orders`."""
+    """The arrays of a train call with the rows of one update alone. `chosen` has one row of each of `update_orders`."""
     return [x[chosen[x.shape[0]]] if rows else x for x, rows in zip(arrays, has_rows, strict=True)]
 
 
@@ -51,11 +50,11 @@ def shuffled(noise: Noise, num_rows: int, epochs: int, mini_batches: int) -> Int
 def dealt_sequences(
     arrays: Arrays, rebuild: Rebuild, layout: Layout, *, uneven: bool
 ) -> tuple[Any, Int[jax.Array, " B"] | None]:
-    """The sequences of an inference call, dealt where the strategy balances, and the order in which their outputs are
-    as they were; None: they are.
+    """The sequences of an inference call, dealt if the strategy balances rows, and the indices that put their outputs
+    back in order; None if they are in order.
 
     Args:
-        uneven: Rows do not divide, and are filled up with copies (`sharding.row_padding`).
+        uneven: True if rows do not divide and are padded with copies (`sharding.row_padding`).
     """
     if uneven:
         arrays = layout.constrain_rows(with_copies(arrays, row_parts("infer", layout.strategy)))
@@ -70,7 +69,7 @@ def balanced(sequences: Any, layout: Layout) -> tuple[Int[jax.Array, " B"], Int[
     """The order in which rows are dealt to shards and micro-batches, and its inverse."""
     strategy = layout.strategy
     tokens_B = sum(x.mask.sum(axis=1) for x in named_sequences(sequences).values())
-    # lengths are few numbers: whole on every device, each of which sorts them for itself
+    # lengths are small: replicated, and sorted on every device
     tokens_B = jax.lax.with_sharding_constraint(tokens_B, layout.replicated)
     return balanced_order(tokens_B, num_shards=strategy.num_row_shards, micro_batches=strategy.micro_batches)
 
@@ -96,7 +95,7 @@ def is_max(x: Any) -> bool:
 
 
 def added(parts: Sequence[T]) -> T:
-    """Trees of sums over the rows of some parts, in their order -> over all of them; of a `Max`, the largest."""
+    """Adds trees of sums over the rows of some parts, in their order; of a `Max`, takes the largest."""
 
     def combine(a: Any, b: Any) -> Any:
         return Max(jnp.maximum(a.value, b.value)) if is_max(a) else a + b

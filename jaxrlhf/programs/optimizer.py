@@ -1,4 +1,4 @@
-"""The optimizer: AdamW over float32 master weights, its state laid out as they are."""
+"""The optimizer: AdamW over float32 master weights, its state sharded as they are."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from jaxrlhf.sharding.layout import Layout
 
 
 class OptimizerState(struct.PyTreeNode):
-    """The state of an optimizer: how many updates it has made, and AdamW's moments."""
+    """The state of an optimizer: the number of updates so far, and AdamW's moments."""
 
     num_updates: jax.Array
     adamw: optax.OptState
@@ -61,7 +61,7 @@ def apply_gradient(
     """One update. Metrics: `grad_norm`, before clipping, and `lr`.
 
     Args:
-        grad_norm: Of the whole gradient, where `gradient` is a part of it. None: it is the whole.
+        grad_norm: Norm of the whole gradient if `gradient` is a part of it. None means that it is the whole.
     """
     grad_norm = optax.tree.norm(gradient) if grad_norm is None else grad_norm
     if config.max_grad_norm:
@@ -74,7 +74,7 @@ def apply_gradient(
 
 
 def optimizer_shardings(config: OptimizerConfig, abstract: Abstract, shardings: Shardings, layout: Layout) -> Shardings:
-    """Moments lie as their weights do, counters everywhere.
+    """The shardings of the optimizer state: moments as their weights, counters replicated.
 
     Args:
         abstract, shardings: Shapes and shardings of the weights.

@@ -1,4 +1,4 @@
-"""The programs of a train call over the stages of a pipeline: of every stage, and what joins them.
+"""The programs of a train call over the stages of a pipeline: those of each stage, and those that combine results.
 
 Every data-parallel group of a stage has programs of its own, on its own devices, so that no gradient is summed over the
 groups before the end of a mini-batch.
@@ -53,21 +53,21 @@ class TrainPrograms:
         self.losses = Losses(role, rebuild, has_rows, layout)
         self.embedding: Weight = declare(role.model)["embedding"]
         self.lends = role.model.has_tied_head
-        """The last stage is lent the embedding for its head."""
+        """True if the last stage is lent the embedding for its head."""
         self.tied = self.lends and role.lora is None
-        """And gives its gradient back."""
+        """True if it also gives the gradient of the embedding back."""
         own = set_of(role)
         self.shardings, self.state_shardings = own.shardings(layout), own.optimizer_shardings(layout)
         self.group_shardings = [own.shardings(group, layers="list") for group in self.groups]
-        """Where weights rest in the layouts of the data-parallel groups."""
+        """The shardings of weights at rest in the layouts of the data-parallel groups."""
         self.keeps = layout.strategy.remat != "layer"
-        """A forward keeps what its backward needs, which does not have to compute it anew."""
+        """True if a forward saves residuals for its backward, which else recomputes them."""
         self._pulls: dict[tuple[int, int, int], Callable[..., Any]] = {}
-        """(term, stage, group) -> from the arguments and residuals of a forward to the function of its gradient."""
+        """(term, stage, group) -> the function from the arguments and residuals of a forward to its vjp."""
         self._programs: dict[Hashable, StageProgram] = {}
 
     def get(self, key: Hashable, function: Program, shardings: Any, mesh: Mesh, **options: Any) -> StageProgram:
-        """The program of a key, made of its function where it is asked for first; otherwise as `StageProgram`."""
+        """The program of a key, made from its function the first time; other arguments as in `StageProgram`."""
         if key not in self._programs:
             self._programs[key] = StageProgram(function, shardings, mesh, **options)
         return self._programs[key]
@@ -116,7 +116,7 @@ class TrainPrograms:
             return _added(sums, by_params), by_input[0] if by_input else None
 
         def elsewhere(sums: Params, given: StageArguments, *_: Any) -> tuple[Params, Any]:
-            return sums, given.stage_input if stage else None  # its gradient lies as the stage input does
+            return sums, given.stage_input if stage else None  # its gradient is sharded as the stage input
 
         return self.get(
             ("backward", i, stage, group), backward, shardings, layout.mesh, donated=(0,), elsewhere=elsewhere
@@ -171,7 +171,7 @@ class TrainPrograms:
         return adapt(given.adapted, given.params, self.role.model, lora)
 
     def gradient_shardings(self, stage: int, group: int) -> Shardings:
-        """Those of the gradient that a group adds up on a virtual stage, with a leading axis over the groups."""
+        """The shardings of a group's gradient on a virtual stage, with a leading axis over the groups."""
         own = self.groups[group].stage(stage)
         rest = pick_virtual(self.group_shardings[group], stage, self.num_layers, self.num_stages)
         if self.tied and stage == self.num_stages - 1:
@@ -179,7 +179,7 @@ class TrainPrograms:
         return jax.tree.map(lambda s: NamedSharding(own.mesh, PartitionSpec(DATA, *s.spec)), rest)
 
     def zeros(self, stage: int, group: int, params: Params) -> StageProgram:
-        """`() -> gradient of nothing yet`."""
+        """`() -> a gradient of zeros`."""
         shapes = [(1, *x.shape) for x in jax.tree.leaves(params)]
         structure, dtype = jax.tree.structure(params), at_least_float32(jax.tree.leaves(params)[0].dtype)
         shardings = self.gradient_shardings(stage, group)
@@ -191,7 +191,7 @@ class TrainPrograms:
         return self.get(("zeros", stage, group), zeros, shardings, mesh)
 
     def combine(self, i: int, group: int) -> StageProgram:
-        """`(weight and metrics of every micro-batch) -> of a group`, with a leading axis over the groups."""
+        """`(weight and metrics of every micro-batch) -> those of a group`, with a leading axis over the groups."""
         last = self.groups[group].stage(self.num_stages - 1)
 
         def combined(parts: list[Sums]) -> Sums:
@@ -201,7 +201,7 @@ class TrainPrograms:
         return self.get(("combine", i, group), combined, sharding, last.mesh)
 
     def totals(self, i: int) -> StageProgram:
-        """`(weight and metrics of the groups) -> of all`."""
+        """`(weight and metrics of the groups) -> those of all groups`."""
 
         def total(x: Any) -> Any:
             return Max(x.value.max(axis=0)) if is_max(x) else x.sum(axis=0)
@@ -213,7 +213,7 @@ class TrainPrograms:
 
     def sum_over_groups(self, i: int, stage: int) -> StageProgram:
         """`(gradients of the groups, weight, arrays without rows, sum over the terms before) -> (sum, square of its
-        norm)`; the last is donated. What is lent is left out of the norm."""
+        norm)`; the last is donated. A tied embedding is left out of the norm."""
         layout = self.layout.stage(stage)
         own = pick(self.shardings, stage, self.num_layers, self.layout)
         lent = self.tied and stage == self.layout.strategy.pipeline - 1
@@ -232,7 +232,7 @@ class TrainPrograms:
         return self.get(("sum_over_groups", i, stage), sum_over_groups, shardings, layout.mesh, donated=(3,))
 
     def take_back(self) -> StageProgram:
-        """`(gradient of the embedding, that of what was lent, square of the norm of the rest) -> (their sum, square of
+        """`(gradient of the embedding, that of the lent one, square of the norm of the rest) -> (their sum, square of
         the norm of all)`."""
         first = self.layout.stage(0)
 
@@ -283,8 +283,8 @@ def _added(sums: Params, gradient: Params) -> Params:
 
 
 def _residuals(pull: Any, arguments: Any) -> tuple[Callable[[Any, Arrays], Any], Arrays]:
-    """The arrays in a function of gradients that are no arguments of its program, each once, and how the function is
-    put together again from both. Weights are arguments, and are not kept with every micro-batch."""
+    """The function that rebuilds a vjp from arguments and residuals, and the residuals: the arrays in the vjp that are
+    not arguments of its program, each once. Weights are arguments, so no micro-batch saves them."""
     places = {id(x): i for i, x in enumerate(jax.tree.leaves(arguments))}
     leaves, structure = jax.tree.flatten(pull)
     residuals = list({id(x): x for x in leaves if id(x) not in places}.values())

@@ -1,4 +1,4 @@
-"""Sets of weights: what is held, trained, moved and saved as one.
+"""Sets of weights, each of which is stored, trained, moved and saved as one.
 
 A role has a set of its own under its name, unless it reads that of another. Adapters are a set, and `<role>.base` is
 the set that they adapt, which other roles may read too: other adapters of it, or the reference, as it is.
@@ -23,7 +23,7 @@ from jaxrlhf.sharding.layout import Layout
 BASE = ".base"
 
 Form = tuple[Layout, LayerForm]
-"""A layout, and how layers lie in it."""
+"""A layout, and the form of the layers in it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,13 +32,13 @@ class WeightSet:
 
     model: ModelConfig
     lora: LoRAConfig | None = None
-    """The set is the adapters of the model. None: it is all its weights."""
+    """The LoRA adapters of the model that are the set. None means that the set is the whole model."""
     optimizer: OptimizerConfig | None = None
     average: AverageConfig | None = None
 
     @property
     def rests_in_float32(self) -> bool:
-        """True for a set that changes, which has master weights; others rest in the compute precision."""
+        """True for a set that is updated, which has master weights; others rest in the compute precision."""
         return self.optimizer is not None or self.average is not None
 
     def resting_form(self, layout: Layout) -> LayerForm:
@@ -54,11 +54,11 @@ class WeightSet:
         return declare(self.model, stacked=stacked)
 
     def abstract(self, dtype: jax.typing.DTypeLike | None = None, *, layers: LayerForm = "list") -> Abstract:
-        """Shapes and dtypes. `dtype`: None is that of the master weights."""
+        """Shapes and dtypes. `dtype` None means that of the master weights."""
         return abstract_of(self.declare(layers), dtype)
 
     def shardings(self, layout: Layout, *, layers: LayerForm | None = None) -> Shardings:
-        """Its shardings in a layout. `layers`: None is as they rest there."""
+        """Its shardings in a layout. `layers` None means the form in which they rest there."""
         return shardings_of(self.declare(layers or self.resting_form(layout)), layout)
 
     def abstract_optimizer(self, *, layers: LayerForm = "list") -> Abstract:
@@ -68,7 +68,7 @@ class WeightSet:
         return jax.eval_shape(lambda params: init_optimizer(config, params), self.abstract(layers=layers))
 
     def optimizer_shardings(self, layout: Layout, *, layers: LayerForm | None = None) -> Shardings:
-        """The shardings of its optimizer's state in a layout: as the weights lie."""
+        """The shardings of its optimizer's state in a layout: those of the weights."""
         assert self.optimizer is not None
         layers = layers or self.resting_form(layout)
         abstract, shardings = self.abstract(layers=layers), self.shardings(layout, layers=layers)
@@ -92,7 +92,7 @@ def set_of(role: ModelRole) -> WeightSet:
 
 
 def adapted_set(role: ModelRole) -> WeightSet:
-    """The set that a role's adapters adapt, where it is there because of that role."""
+    """The set that a role's adapters adapt, if it exists because of that role."""
     head = "lm" if role.model.head == "both" else role.model.head
     return WeightSet(dataclasses.replace(role.model, head=head))
 
@@ -103,7 +103,7 @@ def sets_read(name: str, role: ModelRole) -> tuple[str, ...]:
 
 
 def sets_owned(name: str, role: ModelRole) -> tuple[str, ...]:
-    """The sets that are there because of a role."""
+    """The sets that exist because of a role."""
     return tuple(key for key in sets_read(name, role) if key in (name, name + BASE))
 
 

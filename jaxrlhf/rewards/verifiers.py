@@ -18,7 +18,7 @@ RewardFunction = Callable[..., Sequence[float]]
 
 
 def exact_answer(partial_credit: float = 0.0, answer_column: str = "answer", separator: str = ">") -> RewardFunction:
-    """Is what follows the last separator the answer?
+    """Compares the text after the last separator with the answer.
 
     1                              equal
     partial_credit * right / max(len(given), len(answer))    else, `right` characters agreeing place by place
@@ -44,9 +44,9 @@ def exact_answer(partial_credit: float = 0.0, answer_column: str = "answer", sep
 
 
 def wrong_answer(answer_column: str = "answer", separator: str = ">") -> RewardFunction:
-    """A cost: does the completion claim an answer that is not the answer?
+    """A cost of 1 for a completion that claims a wrong answer.
 
-    1    what follows the last separator is not the answer, in a completion that finished
+    1    the text after the last separator is not the answer, in a completion that finished
     0    it is; or no answer is given: not finished, or no separator
     """
     _require(separator != "", "wrong_answer", "separator", "must not be empty", separator)
@@ -62,7 +62,7 @@ def wrong_answer(answer_column: str = "answer", separator: str = ">") -> RewardF
 def final_number(
     answer_column: str = "answer", marker: str = "####", partial_credit: float = 0.0, where: str = "marker"
 ) -> RewardFunction:
-    """Is the completion's answer the number of the answer column, as in GSM8K?
+    """Compares the number in a completion with that of the answer column, as in GSM8K.
 
     `where` is the place of the number: after the last `marker`; in the last `\\boxed{}` (`boxed`); the `last` number;
     or `any`, the first of these three that the completion has. 1,072, $1072 and 1072.0 are equal, and so are 3/4 and
@@ -162,7 +162,7 @@ def _require_choice(name: str, option: str, value: object, known: Iterable[str])
 
 
 def _claims(completions: list[str], finished: list[bool], separator: str) -> list[str | None]:
-    """What follows the last separator of each completion; None in one that did not finish, or has no separator."""
+    """The text after the last separator of each completion; None if it did not finish, or has no separator."""
     return [
         text.rpartition(separator)[2].strip() if done and separator in text else None
         for text, done in zip(completions, finished, strict=True)
@@ -175,7 +175,7 @@ def _answers(name: str, columns: dict[str, list[Any]], column: str) -> list[str]
 
 
 def _column(name: str, columns: dict[str, list[Any]], column: str) -> list[Any]:
-    """A column, without which a row is an error."""
+    """A column that every row must have."""
     values = columns.get(column)
     if values is None or any(value is None for value in values):
         raise ValueError(

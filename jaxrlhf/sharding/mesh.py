@@ -14,7 +14,7 @@ from jaxrlhf.sharding.axes import MESH_AXES
 from jaxrlhf.sharding.strategy import Strategy
 
 _NVIDIA_DEVICES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")
-"""One of which is there where a GPU is: of a machine, a container, and WSL."""
+"""Device files, one of which exists where a GPU does: on a machine, in a container, and in WSL."""
 
 
 def use_virtual_cpu_devices(count: int, *, or_more: bool = False) -> None:
@@ -55,13 +55,13 @@ def first_virtual_devices(count: int) -> tuple[Any, ...]:
 
 
 def use_processor_alone() -> None:
-    """Uses no accelerator. Has no effect if JAX runs already."""
+    """Makes JAX use the CPU alone. Has no effect if JAX runs already."""
     jax.config.update("jax_platforms", "cpu")
 
 
 def skip_cuda_check_without_gpu() -> None:
-    """Where there is no NVIDIA GPU, keep JAX's CUDA plugin from checking for NVIDIA's libraries, which nobody needs
-    there: the extras `planner` and `test` bring the plugin for its compiler, and JAX would print that they are missing.
+    """Without an NVIDIA GPU, keeps JAX's CUDA plugin from checking for NVIDIA's libraries, which are not needed there:
+    the extras `planner` and `test` bring the plugin for its compiler, and JAX would print that they are missing.
     Must come before anything else uses JAX."""
     if not any(Path(device).exists() for device in _NVIDIA_DEVICES):
         os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")

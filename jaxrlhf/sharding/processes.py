@@ -26,8 +26,8 @@ _met: set[tuple[tuple[Any, ...], Hashable]] = set()
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """How the processes of a run find one another. None in all fields means that JAX detects it from SLURM, Open MPI or
-    Kubernetes."""
+    """The coordinator, number and index of a run's processes. None in all fields means that JAX detects them from
+    SLURM, Open MPI or Kubernetes."""
 
     coordinator: str | None = None
     """host:port of the first process."""

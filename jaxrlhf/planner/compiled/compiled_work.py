@@ -1,8 +1,8 @@
-"""The work of calls from programs that a compiler made of them, in place of formulas.
+"""The work of calls, counted in their compiled programs instead of computed by formulas.
 
-A program is compiled for two depths; their difference is a layer, and what is left the rest. It is compiled for few
+A program is compiled for two depths; their difference is a layer, the remainder the rest. It is compiled for few
 rows and for each `tensor` degree: operations, activations and collectives grow with the rows, weights do not. What does
-not depend on the compiler is not asked of it: bytes of weights, and what is gathered over `fsdp`.
+not depend on the compiler still comes from formulas: bytes of weights, and communication over `fsdp`.
 
     work, notes = compile_work(workload, cluster, cache=CostCache(default_folder()))
     CostModel(cluster, work).seconds(...)
@@ -46,7 +46,7 @@ class CompiledWork:
     def __init__(self, counts: Mapping[tuple[str, int, int], ProgramCounts]) -> None:
         """
         Args:
-            counts: (call, layers, tensor degree) -> what its program does.
+            counts: (call, layers, tensor degree) -> counts of its program.
         """
         self._counts = counts
         self._made: dict[Any, LayerWork] = {}
@@ -67,7 +67,7 @@ class CompiledWork:
 
 
 def lower_program(program: CallAtDepth, described: Described) -> Any:
-    """A program for described devices, lowered. Where cuDNN's attention cannot be, it is matrix products."""
+    """Lowers a program for described devices. Where cuDNN's attention cannot be lowered, it is matrix products."""
     call = program.call
     model = call.role.model
     if model.attention == "auto" and not described.has_cudnn:
@@ -80,7 +80,7 @@ def lower_program(program: CallAtDepth, described: Described) -> Any:
 
 
 def depths(call: ModelCall) -> tuple[int, int]:
-    """The numbers of layers for which a call is compiled. A loop over a single layer would not stay one."""
+    """The numbers of layers for which a call is compiled. A loop over a single layer would be unrolled."""
     return (2, 3) if call.model.scan_layers and call.kind != "generate" else (1, 2)
 
 
@@ -94,10 +94,10 @@ def compile_work(
 ) -> tuple[CompiledWork, tuple[str, ...]]:
     """The work of all calls of a workload that have programs, for every `tensor` degree that a plan may give them.
 
-    In a mixed cluster programs are compiled for the slowest kind of device: what they do hardly differs.
+    In a mixed cluster, programs are compiled for the slowest kind of device: counts hardly differ between kinds.
 
     Returns:
-        The work, and what is to be known of where it comes from.
+        The work, and notes on how it was counted.
 
     Raises:
         CompileError: A program does not compile.
@@ -126,13 +126,13 @@ def compile_work(
 
 
 def tensor_degrees(call: ModelCall, devices_per_node: int) -> list[int]:
-    """What divides a node, and what a model splits over `tensor`."""
+    """The `tensor` degrees that divide the devices of a node and the sizes that a model splits."""
     divisors = (n for n in range(1, devices_per_node + 1) if devices_per_node % n == 0)
     return [n for n in divisors if not undivided_sizes(call.model, tensor=n)]
 
 
 def _whole(call: ModelCall, phase: Phase, remat: Remat, tensor: int, counts: ProgramCounts) -> Work:
-    """The work of a phase in a program, for each row; weights are counted with the rows."""
+    """The work of a phase in a program, per row; weights are counted with the rows."""
     parts = counts.by_label(rounds=0)
     if phase == "decode":
         counted = [_decoding(call, counts)]
@@ -147,7 +147,7 @@ def _whole(call: ModelCall, phase: Phase, remat: Remat, tensor: int, counts: Pro
 
 
 def _decoding(call: ModelCall, counts: ProgramCounts) -> Counts:
-    """A decoding step: the mean over the loops, of which each goes on with a larger cache."""
+    """Counts of a decoding step: the mean over the loops, each of which continues with a larger cache."""
     loops = [loop for loop in counts.loops if loop.label == "decode" and loop.trips is None]
     steps = [num_steps for _, num_steps in decoding_stages(call.response)]
     assert len(loops) == len(steps), (call.name, len(loops), len(steps))
@@ -156,7 +156,7 @@ def _decoding(call: ModelCall, counts: ProgramCounts) -> Counts:
 
 
 def _per_row(counts: Counts, rows: int, tensor: int) -> Work:
-    """Counts of a program for so many rows on one device, for each of them."""
+    """Work per row, from the counts of a program for `rows` rows on one device."""
     times, operands = 0.0, 0.0
     if tensor > 1:
         as_all_reduce = 2 * (tensor - 1) / tensor
@@ -172,13 +172,13 @@ def _per_row(counts: Counts, rows: int, tensor: int) -> Work:
 
 
 def _scaled(more: Work, less: Work, times: float) -> Work:
-    """The difference of two programs' work. The rest can be negative: the last layer computes less than the others."""
+    """The difference of two programs' work, times a factor. It can be negative: the last layer computes less."""
     pairs = zip(dataclasses.astuple(more), dataclasses.astuple(less), strict=True)
     return Work(*((a - b) * times for a, b in pairs))
 
 
 def _with_weights(compiled: Work, formula: Work, rows: int) -> Work:
-    """What a compiler counted for so many rows, with the bytes of weights apart, as formulas have them."""
+    """Compiled work, with the bytes of weights apart and, like communication over `fsdp`, from the formula."""
     all_bytes = compiled.row_bytes * rows
     return dataclasses.replace(
         compiled,

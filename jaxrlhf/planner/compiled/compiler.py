@@ -1,4 +1,4 @@
-"""Programs compiled for described devices, to see what they do: kept on disk, and many of them in several processes.
+"""Counts of programs compiled for described devices: cached on disk, and compiled in several processes.
 
 questions = [Question("train, 2 layers", lower_program, CallAtDepth(call, 2, 4, 8), kind, num_devices=8)]
 for compilation in compile_all(questions, cache=CostCache(default_folder())):
@@ -29,12 +29,11 @@ from jaxrlhf.sharding.mesh import use_virtual_cpu_devices
 from jaxrlhf.xla_flags import known_flags
 
 _SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision")
-"""Of JAX, those that decide what a program is."""
+"""JAX settings that change programs."""
 _FUSED_ATTENTION = ("__cudnn$fmha", "CustomSPMDPartitioning")
-"""How StableHLO calls cuDNN's attention: on one device, and on several."""
+"""Names of cuDNN's attention in StableHLO: on one device, and on several."""
 _WITHOUT_SOFTMAX_SEARCH = {"xla_disable_hlo_passes": "triton-softmax-rewriter"}
-"""Where attention is matrix products, XLA searches a minute for how to fuse its softmax. Without, bytes are 10 % more.
-"""
+"""XLA takes a minute to fuse the softmax of attention as matrix products. Without it, bytes are 10 % more."""
 
 
 class CompileError(RuntimeError):
@@ -43,14 +42,14 @@ class CompileError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """What does this program do on these devices?"""
+    """A program to lower, compile and count, and the devices to compile it for."""
 
     name: str
-    """For people: 'actor.train, 2 layers'."""
+    """Its name in progress and errors: 'actor.train, 2 layers'."""
     lower: Callable[[Any, Described], jax.stages.Lowered]
-    """A function of a module."""
+    """Lowers `subject`. A function of a module, so that it can be pickled."""
     subject: Any
-    """What it lowers: data that can be pickled, and that `cost_cache.fingerprint` knows."""
+    """The argument of `lower`: data that can be pickled and that `fingerprint` knows."""
     kind: Kind
     num_devices: int
     devices_per_node: int = 8
@@ -61,7 +60,7 @@ class Question:
 
     @property
     def key(self) -> str:
-        """Under which its answer is kept: made of all that decides it."""
+        """The key of its answer in the cache, made of all that the answer depends on."""
         target = self.kind.target
         devices = (
             target and target_config(self.kind, target), has_gpu_compiler(), self.num_devices, self.devices_per_node,
@@ -72,19 +71,19 @@ class Question:
 
 @dataclasses.dataclass(frozen=True)
 class Compilation:
-    """What a program does."""
+    """The counts of a compiled program."""
 
     counts: ProgramCounts
     notes: tuple[str, ...] = ()
-    """What is to be known of these numbers."""
+    """Caveats of these counts."""
 
     def to_tree(self) -> dict[str, Any]:
-        """As plain data."""
+        """Converts to plain data."""
         return {"counts": self.counts.to_tree(), "notes": list(self.notes)}
 
     @classmethod
     def from_tree(cls, tree: dict[str, Any]) -> "Compilation":
-        """What `to_tree` gave."""
+        """The inverse of `to_tree`."""
         return cls(ProgramCounts.from_tree(tree["counts"]), tuple(tree["notes"]))
 
 
@@ -99,7 +98,7 @@ def compile_all(
     processes: int = 2,
     progress: Progress = lambda done, total, name: None,
 ) -> list[Compilation]:
-    """The answers, in the order of the questions. Those that are in the cache take no process; equal ones are compiled
+    """The answers, in the order of the questions. Those in the cache are not compiled again, equal ones are compiled
     once. A process takes about half a gigabyte.
 
     Raises:
@@ -152,7 +151,7 @@ def answer(question: Question) -> Compilation:
 
 
 def compile_counts(lowered: jax.stages.Lowered, described: Described) -> Compilation:
-    """What a program does that was lowered for described devices."""
+    """Compiles and counts a program that was lowered for described devices."""
     program = lowered.as_text()
     options = dict(described.options)
     if described.is_gpu and not any(name in program for name in _FUSED_ATTENTION):
@@ -165,7 +164,7 @@ def compile_counts(lowered: jax.stages.Lowered, described: Described) -> Compila
 
 
 def _narrowed(counts: Counts) -> Counts:
-    """What a GPU would do of what a processor does in float32 in place of bfloat16: half of all bytes."""
+    """Counts on a GPU of a bfloat16 program that the CPU's compiler widened to float32: half of all bytes."""
     collectives = collections.defaultdict[Collective, float](float)
     for collective, times in counts.collectives.items():
         if collective.dtype == "f32":
@@ -179,7 +178,7 @@ def _settings() -> dict[str, Any]:
 
 
 def _start_process(num_devices: int, settings: dict[str, Any], files: Sequence[str]) -> None:
-    """Makes a new process one that compiles: for described devices, or for as many virtual ones."""
+    """Prepares a new process for compiling: for described devices, or for as many virtual ones."""
     os.environ.setdefault("NPROC", "2")  # threads of XLA's pools: the processes are many already
     jax.config.update("jax_enable_compilation_cache", False)
     for name, value in settings.items():

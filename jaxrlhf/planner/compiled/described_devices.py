@@ -1,8 +1,8 @@
 """Devices that are only described: GPUs that are not there, for XLA to compile programs for.
 
 XLA compiles for a GPU from its description, if JAX's CUDA plugin is installed (the extra `planner`), on a machine
-without a GPU and without CUDA. Where the plugin is missing, virtual devices of the CPU stand in: products are the same
-and most collectives, but what computes in bfloat16 is widened to float32, and fusions are those of a CPU.
+without a GPU and without CUDA. Where the plugin is missing, virtual devices of the CPU stand in: products and most
+collectives are the same, but bfloat16 computations are widened to float32, and fusions are those of a CPU.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ NO_COMPILER = (
 NO_CUDNN = "attention compiled as matrix products: cuDNN's cannot be lowered here"
 _CUDNN_VERSION = 90800
 _CUDNN_CAPABILITY = (8, 0)
-"""From which on cuDNN has attention in one kernel for bfloat16."""
+"""The least compute capability for which cuDNN has attention in one kernel for bfloat16."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Described:
     """Devices to lower and compile programs for."""
 
     devices: tuple[Any, ...]
-    """As JAX knows them, node after node."""
+    """JAX devices, node after node."""
     options: Mapping[str, Any]
     """Options for `lowered.compile`."""
     has_cudnn: bool = False
@@ -43,7 +43,7 @@ class Described:
     stands_in: bool = False
     """True if they are virtual devices of the CPU in place of GPUs."""
     notes: tuple[str, ...] = ()
-    """What is to be known of numbers that come from them."""
+    """Caveats of counts made with them."""
 
     @property
     def is_gpu(self) -> bool:
@@ -59,7 +59,7 @@ def has_gpu_compiler() -> bool:
 
 @functools.cache
 def described_devices(kind: Kind, count: int, *, devices_per_node: int) -> Described:
-    """So many devices of a kind, in nodes of `devices_per_node`.
+    """`count` devices of a kind, in nodes of `devices_per_node`.
 
     Loads the CUDA plugin, if the kind is a GPU. A process that has loaded it should not be one that trains.
 
@@ -88,15 +88,15 @@ def described_devices(kind: Kind, count: int, *, devices_per_node: int) -> Descr
 
 
 _FASTER = {"xla_backend_optimization_level": 0}
-"""What comes after HLO is never run."""
+"""No optimization of the code generated from HLO, which never runs."""
 _ONE_CUBLAS_CALL_EACH = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_dot_merger_threshold_mb": 0}
-"""Where there is a GPU, XLA finds by trial which kernels multiply fastest, cuBLAS's or its own, into which it fuses
-what feeds them. Here it would have to guess, and may fail. Bytes come out as with its own kernels to about 2 %."""
+"""On a GPU, XLA finds by autotuning which kernels multiply fastest, cuBLAS's or its own, into which it fuses their
+inputs. Here it would have to guess, and may fail. Bytes agree with those of its own kernels to about 2 %."""
 _PROCESSOR_OPTIONS = {**_FASTER, "xla_cpu_parallel_codegen_split_count": 1}
 
 
 def target_config(kind: Kind, target: Target) -> str:
-    """A GPU as XLA wants it described: a `GpuTargetConfigProto` as text."""
+    """XLA's description of a GPU: a `GpuTargetConfigProto` as text."""
     major, minor = target.capability.split(".")
     extension = "ACCELERATED_FEATURES" if target.accelerated else "NONE"
     return f"""gpu_device_info {{
@@ -127,7 +127,7 @@ device_description_str: "{(kind.names or (kind.name,))[0]}"
 
 @functools.cache
 def _toolkit() -> Path:
-    """A folder that XLA takes for CUDA's: an assembler that assembles nothing, and a library of no functions.
+    """A folder in place of the CUDA toolkit, with an assembler that does nothing and a library without functions.
 
     Programs for GPUs that are not there never run, so that only their HLO matters, which is the same with the real
     toolkit.
@@ -148,7 +148,7 @@ def _toolkit() -> Path:
 
 @functools.cache
 def _toolkit_folder() -> tempfile.TemporaryDirectory[str]:
-    """Deleted when the process ends."""
+    """A temporary folder, deleted when the process ends."""
     return tempfile.TemporaryDirectory(prefix="jaxrlhf-cuda-")
 
 

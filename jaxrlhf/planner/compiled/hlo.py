@@ -29,7 +29,7 @@ _PARTITIONS = re.compile(r"\bnum_partitions=(\d+)")
 _REPLICAS = re.compile(r"\breplica_count=(\d+)")
 
 Groups = tuple[tuple[int, ...], ...]
-"""Devices, by their positions in the mesh, in groups of which each talks among itself."""
+"""Groups of devices that communicate among themselves, by their positions in the mesh."""
 
 
 class HloError(ValueError):
@@ -39,12 +39,12 @@ class HloError(ValueError):
 @dataclasses.dataclass(frozen=True)
 class Shape:
     dtype: str
-    """As HLO writes it: 'f32', 'bf16', 'pred'."""
+    """Element type, as in HLO: 'f32', 'bf16', 'pred'."""
     dims: tuple[int, ...]
 
     @property
     def size(self) -> int:
-        """Elements."""
+        """The number of elements."""
         return math.prod(self.dims)
 
     @property
@@ -65,7 +65,7 @@ def bits_of(dtype: str) -> int:
 class Instruction:
     name: str
     op: str
-    """Without the `-start` of an operation that goes on while others run."""
+    """The operation, without the `-start` of an asynchronous one."""
     type_text: str
     operands: tuple[str, ...]
     """Names of instructions of the same computation."""
@@ -75,23 +75,23 @@ class Instruction:
 
     @functools.cached_property
     def shapes(self) -> tuple[Shape, ...]:
-        """Of what it gives; several of a tuple."""
+        """Shapes of its result; several for a tuple."""
         found = _SHAPE.findall(self.type_text)
         return tuple(Shape(dtype, tuple(int(n.strip("<=")) for n in dims.split(",") if n)) for dtype, dims in found)
 
     @property
     def bytes(self) -> float:
-        """Of what it gives."""
+        """Bytes of its result."""
         return sum(shape.bytes for shape in self.shapes)
 
     @functools.cached_property
     def op_name(self) -> str:
-        """Where in the Python program it comes from: 'jit(program)/attention/dot_general'. Empty where XLA made it."""
+        """Its origin in the Python program: 'jit(program)/attention/dot_general'. Empty if XLA made it."""
         match = _OP_NAME.search(self.attributes)
         return match[1] if match else ""
 
     def text(self, pattern: str) -> str | None:
-        """What an attribute is: the first group of a regular expression."""
+        """The value of an attribute: the first group of a regular expression. None if that does not match."""
         match = re.search(pattern, self.attributes)
         return match[1] if match else None
 
@@ -122,7 +122,7 @@ class Computation:
 
     @functools.cached_property
     def users(self) -> Mapping[str, tuple[Instruction, ...]]:
-        """Instruction -> those that take it."""
+        """Instruction -> the instructions that use its result."""
         found: dict[str, list[Instruction]] = {}
         for instruction in self.instructions:
             for operand in dict.fromkeys(instruction.operands):
@@ -135,7 +135,7 @@ class Computation:
 
     @functools.cached_property
     def parameters(self) -> tuple[Instruction, ...]:
-        """In their order."""
+        """The parameters, in order."""
         found = [i for i in self.instructions if i.op == "parameter"]
         return tuple(sorted(found, key=lambda i: int(i.operands[0])))
 
@@ -148,7 +148,7 @@ class Module:
     computations: Mapping[str, Computation]
     entry: str
     num_devices: int
-    """That run it together."""
+    """Devices that run it together."""
 
 
 def parse(text: str) -> Module:

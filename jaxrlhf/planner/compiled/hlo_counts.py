@@ -1,7 +1,7 @@
-"""From a compiled program as HLO to what it does, counted: loops by their trips, conditionals by their dearer branch.
+"""Counts of a compiled program's work, from its HLO: loops times their trips, conditionals as their dearer branch.
 
-Labels tell the parts of a program apart, by where in the Python program an instruction comes from. What XLA made by
-itself has the label of the latest result that it takes, or else of the loop or call that it stands in.
+Labels tell the parts of a program apart, by the origin of an instruction in the Python program. An instruction that
+XLA made has the label of its latest operand that has one, or else of the loop or call that contains it.
 """
 
 import collections
@@ -12,7 +12,7 @@ from jaxrlhf.planner.compiled.hlo import Computation, Instruction, Module, devic
 from jaxrlhf.planner.compiled.program_counts import Collective, Counts, Loop, ProgramCounts
 
 REST = "rest"
-"""The label of what has no other."""
+"""The label of instructions that have no other."""
 _COLLECTIVES = {
     "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
     "collective-broadcast",
@@ -22,18 +22,18 @@ _FREE = {
     "opt-barrier", "add-dependency", "domain",
 }  # fmt: skip
 _NAMELESS = {"parameter", "constant"}
-"""Whose `op_name` says nothing of what is done with them."""
+"""Instructions whose `op_name` says nothing about their use."""
 _LAZY = {"bitcast", "convert", "copy"}
-"""Of a fusion's instructions, those that compute only what is asked of them, and pass their input on."""
+"""Instructions of a fusion that pass their input on, and only those elements of it that are used."""
 _SLICES = {"slice", "dynamic-slice", "gather"}
 _PRODUCT = "dot_general"
-"""How JAX calls a matrix product, also where XLA computes it without one."""
+"""JAX's name for a matrix product, also where XLA computes it in another way."""
 _NO_PRODUCTS = {"TopK", "AllocateBuffer", "PadToStatic", "SliceToDynamic", "cu_threefry2x32", "cu_threefry2x32_ffi"}
 """Calls of libraries that compute no matrix products."""
 
 
 def count(text: str) -> ProgramCounts:
-    """What one device does in a program, given as `compiled.as_text()` gives it, by the labels of `by_phase`.
+    """Counts what one device does in a program, by the labels of `by_phase`. `text` is from `compiled.as_text()`.
 
     Raises:
         HloError: The text cannot be read.
@@ -46,7 +46,7 @@ def count(text: str) -> ProgramCounts:
 
 def by_phase(op_name: str) -> str | None:
     """The label of an instruction by its `op_name`: `prefill` and `decode` of generation, `forward` and `backward` of a
-    train call, what it computes anew among the latter; None for the rest, such as the update of the weights."""
+    train call, the latter with what it recomputes; None for the rest, such as the update of the weights."""
     found = set(scopes(op_name))
     for label in ("decode", "prefill"):
         if label in found:
@@ -55,7 +55,7 @@ def by_phase(op_name: str) -> str | None:
 
 
 class _Tally:
-    """Adds up what instructions do, by label."""
+    """Adds up the work of instructions, by label."""
 
     def __init__(self, module: Module) -> None:
         self.module = module
@@ -75,7 +75,7 @@ class _Tally:
         return ProgramCounts(parts, tuple(self.loops), tuple(self.unknown))
 
     def walk(self, name: str, inherited: str, *, inside_kernel: bool = False) -> None:
-        """Adds what a computation does.
+        """Adds the work of a computation.
 
         Args:
             inherited: The label of instructions that have none.
@@ -94,7 +94,7 @@ class _Tally:
                 self._add(computation, instruction, label, inside_kernel=inside_kernel)
 
     def _enters(self, computation: Computation, instruction: Instruction, label: str, *, inside_kernel: bool) -> bool:
-        """Adds what the computations do that an instruction calls; False where it calls none."""
+        """Adds the work of the computations that an instruction calls; False if it calls none."""
         op = instruction.op
         if op == "while":
             self._loop(instruction, label)
@@ -122,7 +122,7 @@ class _Tally:
         self.loops.append(Loop(instruction.name, label, int(trips) if trips else None, inner.result()))
 
     def _branch(self, instruction: Instruction, label: str) -> None:
-        """The branch with the most operations, of equals that with the most bytes."""
+        """Adds the branch with the most operations; among equals, the one with the most bytes."""
         sides = []
         for name in instruction.branches:
             inner = _Tally(self.module)
@@ -144,7 +144,7 @@ class _Tally:
         self.unknown |= dict.fromkeys(dearest.unknown)
 
     def _add(self, computation: Computation, instruction: Instruction, label: str, *, inside_kernel: bool) -> None:
-        """Adds what an instruction does that calls no computation."""
+        """Adds the work of an instruction that calls no computation."""
         op = instruction.op
         if op.endswith(("-done", "-update")) or op in _FREE:
             return
@@ -170,7 +170,7 @@ class _Tally:
     def _flops(self, computation: Computation, instruction: Instruction) -> float:
         """Operations of matrix products in an instruction.
 
-        A product of a matrix with one row may have become a multiplication of their elements, and a sum over it.
+        XLA may turn the product of a matrix with a single row into an elementwise multiplication and a sum.
         """
         if instruction.op == "dot":
             contracted = instruction.numbers(r"lhs_contracting_dims=\{([\d,]*)\}")
@@ -207,9 +207,9 @@ def _dot_flops(computation: Computation, instruction: Instruction, contracted: t
 
 
 def _attention_flops(computation: Computation, instruction: Instruction, target: str) -> float:
-    """Operations of cuDNN's attention: two products forward, scores and the sum of values. Backward five, for scores
-    are computed anew, and each of the two has two derivatives. A causal mask leaves out what lies above the diagonal;
-    any other is an input, and leaves out nothing."""
+    """Operations of cuDNN's attention: two products forward, scores and the sum of values. Five backward, since scores
+    are recomputed, and each of the two has two derivatives. A causal mask leaves out what lies above the diagonal; any
+    other mask is an input, and leaves out nothing."""
     scores = instruction.numbers(r'"intermediate_tensor_shape":\s*\{[^}]*?"dimensions":\s*\[([^\]]*)\]')
     head_size = computation.operand(instruction, 0).shapes[0].dims[-1]
     rows_heads, (queries, keys) = math.prod(scores[:-2]), scores[-2:]
@@ -233,13 +233,13 @@ def _bytes(computation: Computation, instruction: Instruction) -> float:
         return _scattered_bytes(operands) + sum(operand.bytes for operand in operands[len(operands) // 2 :])
     if op == "custom-call":
         return _results_of_call(instruction) + sum(operand.bytes for operand in operands)
-    if op == "copy":  # also of one that goes on while others run, which gives more than the copy
+    if op == "copy":  # also of an asynchronous one, whose result is more than the copy
         return 2 * operands[0].bytes
     return instruction.bytes + sum(operand.bytes for operand in operands)
 
 
 def _results_of_call(instruction: Instruction) -> float:
-    """Bytes that a library gives, without the space that it only works in."""
+    """Bytes of the results of a library call, without its workspace."""
     shapes = instruction.shapes
     if len(shapes) > 1 and shapes[-1].dtype in ("s8", "u8"):
         shapes = shapes[:-1]
@@ -247,13 +247,13 @@ def _results_of_call(instruction: Instruction) -> float:
 
 
 def _scattered_bytes(operands: list[Instruction]) -> float:
-    """Bytes that a scatter in place reads and writes of its arrays: `operands` are as many arrays, indices, updates."""
+    """Bytes that a scatter in place reads and writes of its arrays. `operands`: n arrays, the indices, n updates."""
     return 2 * sum(update.bytes for update in operands[len(operands) // 2 + 1 :])
 
 
 def _fusion_bytes(computation: Computation, instruction: Instruction, fused: Computation) -> float:
-    """Bytes that a fusion reads and writes. Of an input of which it takes slices, only these; what it updates in
-    place, it neither reads nor writes whole."""
+    """Bytes that a fusion reads and writes. Of an input that it slices, only the slices count; of an array that it
+    updates in place, only the updates."""
     roots = [_through_bitcasts(fused, root) for root in _roots(fused)]
     in_place = {root.name for root in roots if root.op in ("dynamic-update-slice", "scatter")}
     read = sum(
@@ -296,7 +296,7 @@ def _read_bytes(fused: Computation, parameter: Instruction, whole: float, in_pla
 
 
 def _users(fused: Computation, name: str) -> list[tuple[str, Instruction]]:
-    """What takes a value, by way of instructions that only pass it on: each with the name under which it takes it."""
+    """The users of a value, also through instructions that only pass it on: (the operand's name, the user)."""
     found = []
     for user in fused.users.get(name, ()):
         found += _users(fused, user.name) if user.op in _LAZY and not user.is_root else [(name, user)]

@@ -1,10 +1,10 @@
-"""What a compiled program does, counted: for one of its devices, by the part of the program that does it.
+"""Counts of a compiled program's work on one of its devices, by part of the program.
 
     counts = ProgramCounts(parts={"prefill": Counts(...)}, loops=(Loop("while.3", "decode", None, ...),))
     counts.total(rounds=255).flops
 
 Operations are those of matrix products: a multiplication and an addition are two. Bytes are those that kernels read
-from memory and write to it, where a fusion is one kernel and keeps what it computes inside to itself.
+from memory and write to it; a fusion is one kernel, whose intermediate results are not in memory.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from typing import Any
 from jaxrlhf.planner.compiled.hlo import Groups
 
 _PER_DEVICE_OF_GROUP = {
-    # as many of the operand's bytes as a device sends in a ring of n
+    # bytes that a device sends in a ring of n, per byte of its operand
     "all-reduce": lambda n: 2 * (n - 1) / n,
     "all-gather": lambda n: n - 1,
     "reduce-scatter": lambda n: (n - 1) / n,
@@ -26,14 +26,14 @@ _PER_DEVICE_OF_GROUP = {
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One communication of devices."""
+    """A collective operation."""
 
     kind: str
     """'all-reduce', 'all-gather', 'reduce-scatter', 'all-to-all', 'collective-permute' ..."""
     dtype: str
-    """As HLO writes it: 'bf16'."""
+    """Element type, as in HLO: 'bf16'."""
     bytes: float
-    """Of what each device puts in."""
+    """Bytes of each device's operand."""
     groups: Groups
     """Devices by their positions in the mesh; of `collective-permute`, pairs of a source and a target."""
 
@@ -44,7 +44,7 @@ class Collective:
 
     @property
     def wire_bytes(self) -> float:
-        """What each device sends, if a group is a ring."""
+        """Bytes that each device sends, if groups are rings."""
         if self.kind == "collective-permute":
             return self.bytes if any(source != target for source, target in self.groups) else 0.0
         return self.bytes * _PER_DEVICE_OF_GROUP[self.kind](self.group_size)
@@ -52,14 +52,14 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True)
 class Counts:
-    """What is done; sums and multiples of it too."""
+    """Counts of work, which can be added and multiplied."""
 
     flops: float = 0.0
     bytes: float = 0.0
     kernels: float = 0.0
-    """Kernels that are started, those of collectives among them."""
+    """Kernels that are started, those of collectives included."""
     collectives: Mapping[Collective, float] = dataclasses.field(default_factory=dict)
-    """Each with how often it happens."""
+    """Collective -> how many times it runs."""
 
     def __add__(self, other: "Counts") -> "Counts":
         collectives = dict(self.collectives)
@@ -73,23 +73,23 @@ class Counts:
         return Counts(self.flops * times, self.bytes * times, self.kernels * times, collectives)
 
     def wire_bytes(self) -> float:
-        """What each device sends in collectives."""
+        """Bytes that each device sends in collectives."""
         return sum(count * collective.wire_bytes for collective, count in self.collectives.items())
 
 
 @dataclasses.dataclass(frozen=True)
 class ProgramCounts:
-    """What a program does, or a round of one of its loops."""
+    """Counts of a program, or of a round of one of its loops."""
 
     parts: Mapping[str, Counts]
-    """Label -> what is done outside loops."""
+    """Label -> counts outside loops."""
     loops: tuple["Loop", ...] = ()
     """In the order in which they run."""
     unknown: tuple[str, ...] = ()
     """Calls of libraries whose operations are not known and not counted, each once."""
 
     def total(self, *, rounds: float | None = None) -> Counts:
-        """All of it, loops times their rounds.
+        """Counts of the whole program, loops times their rounds.
 
         Args:
             rounds: The number for loops that end when a condition says so.
@@ -100,7 +100,7 @@ class ProgramCounts:
         return sum(self.by_label(rounds=rounds).values(), Counts())
 
     def by_label(self, *, rounds: float | None = None) -> dict[str, Counts]:
-        """Label -> what is done, loops times their rounds, as in `total`."""
+        """Label -> counts, loops times their rounds, as in `total`."""
         sums = dict(self.parts)
         for loop in self.loops:
             times = loop.times(rounds)
@@ -114,7 +114,7 @@ class ProgramCounts:
         return ProgramCounts({label: change(counts) for label, counts in self.parts.items()}, loops, self.unknown)
 
     def to_tree(self) -> dict[str, Any]:
-        """As plain data."""
+        """Converts to plain data."""
         return {
             "parts": {label: _counts_tree(counts) for label, counts in self.parts.items()},
             "loops": [{**vars(loop), "round": loop.round.to_tree()} for loop in self.loops],
@@ -123,7 +123,7 @@ class ProgramCounts:
 
     @classmethod
     def from_tree(cls, tree: dict[str, Any]) -> "ProgramCounts":
-        """What `to_tree` gave, also by way of JSON."""
+        """The inverse of `to_tree`, also of a tree that went through JSON."""
         return cls(
             {label: _counts_of(counts) for label, counts in tree["parts"].items()},
             tuple(Loop(**{**loop, "round": cls.from_tree(loop["round"])}) for loop in tree["loops"]),
@@ -134,10 +134,10 @@ class ProgramCounts:
 @dataclasses.dataclass(frozen=True)
 class Loop:
     name: str
-    """Of its instruction."""
+    """Name of its instruction."""
     label: str
     trips: int | None
-    """How often it goes around. None means until a condition no longer holds."""
+    """Number of rounds. None means until a condition no longer holds."""
     round: ProgramCounts
     """One round, its condition included."""
 

@@ -39,7 +39,7 @@ from jaxrlhf.writing import write_atomically
 VERSION = 2
 """The version of the file."""
 QUIET = 0.05
-"""The share of the processors that others may have, or Linux may miscount, without being said to disturb."""
+"""The CPU share of other processes up to which a measurement counts as undisturbed; Linux may miscount as much."""
 _COMMAND = "Measure this machine: python -m jaxrlhf.calibrate --config NAME_OR_PATH."
 
 MeasuredPhase = Literal["forward", "gradient", "prefill", "decode", "update"]
@@ -48,12 +48,12 @@ MeasuredPhase = Literal["forward", "gradient", "prefill", "decode", "update"]
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """The machine and the compiler of a measurement, which says nothing about others."""
+    """The machine and the compiler of a measurement, which is not valid for others."""
 
     platform: str
     """'cpu', 'gpu' or 'tpu'."""
     device_kind: str
-    """As JAX calls it: 'NVIDIA H200'."""
+    """JAX's name of the devices: 'NVIDIA H200'."""
     processor: str
     num_cores: int
     jax: str
@@ -66,7 +66,7 @@ class Machine:
 
     @property
     def shares_processor(self) -> bool:
-        """True if all its devices are one processor, so that they slow one another."""
+        """True if its devices are virtual ones of one CPU, so that they slow one another down."""
         return self.platform == "cpu"
 
 
@@ -88,13 +88,13 @@ def _processor() -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """The load of the host's processors during a measurement."""
+    """The load of the host's CPU during a measurement."""
 
     others: float
-    """The share of all processors that other processes had."""
+    """The fraction of the CPU time of all cores that other processes had."""
     average: float
-    """Processes that were running or wanted to, over the last minute of it: Linux's load average, with those of the
-    measurement itself."""
+    """Linux's load average over the last minute of it: the number of runnable processes, those of the measurement
+    included."""
     num_cores: int
 
     def __post_init__(self) -> None:
@@ -102,7 +102,7 @@ class Load:
 
     @property
     def is_quiet(self) -> bool:
-        """True if the measurements are as they would be alone on the machine."""
+        """True if other processes hardly disturbed the measurement."""
         return self.others <= QUIET
 
     def __str__(self) -> str:
@@ -118,31 +118,30 @@ class Rates:
     """Rates of one device while all devices of its node do the same: seconds, bytes a second, operations a second."""
 
     num_devices: int
-    """Of the node."""
+    """Devices of the node."""
     float32_flops: float
-    """Of large matrix products, of factors in float32 as JAX multiplies them."""
+    """Operations a second of large matrix products in float32, at JAX's default precision."""
     bfloat16_flops: float
     half_dim: float
-    """The narrowest dim of a weight at which products with it are half as fast."""
+    """Width of a weight at which matrix products with it are half as fast as large ones."""
     memory_bandwidth: float
     kernel_seconds: float
     graph_kernel_seconds: float
-    """Of a kernel in the body of a loop."""
+    """Seconds between the starts of two kernels in the body of a loop."""
     dispatch_seconds: float
     step_seconds: float
-    """Of the iteration of a loop, beside its kernels."""
+    """Seconds of a loop's iteration beside its kernels."""
     host_bandwidth: float
     collective_seconds: float = 0.0
-    """Of the smallest all-reduce, for each doubling of the devices that take part. This and those below are 0 if there
-    is one device."""
+    """Seconds of the smallest all-reduce, per doubling of the devices that take part. This and the next three are 0 if
+    there is one device."""
     link_bandwidth: float = 0.0
-    """Of a ring in which large arrays are added up over all devices."""
+    """Bytes a second of a large all-reduce over all devices, as a ring."""
     copy_seconds: float = 0.0
-    """Of the smallest copy from one device to another."""
+    """Seconds of the smallest copy from one device to another."""
     copy_bandwidth: float = 0.0
     host_seconds: float = 0.0
-    """The time that the program's own work adds to a call for each of its devices. 0 if the devices are not the host's
-    processors."""
+    """Seconds that host-side work adds to a call per device. 0 if the devices are not virtual ones of the CPU."""
 
     def __post_init__(self) -> None:
         positive = ("num_devices", "float32_flops", "bfloat16_flops", "memory_bandwidth", "host_bandwidth")
@@ -152,8 +151,8 @@ class Rates:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Everything of a call and its strategy that a pass of it depends on, except its rows. Fields that do not matter to
-    the phase are 0, 1 or none."""
+    """All properties of a call and its strategy that the seconds of a pass depend on, except its rows. Fields that do
+    not matter to the phase are 0, 1 or none."""
 
     model: ModelConfig
     phase: MeasuredPhase
@@ -197,15 +196,15 @@ class Point:
     """One measurement."""
 
     rows: float
-    """On each row shard; of `decode`, sequences. 0 of `update`."""
+    """Rows on each row shard; sequences for `decode`, 0 for `update`."""
     layer: float
     """Seconds of one layer."""
     rest: float
-    """Seconds of everything else. Less than nothing where the last layer does less than the others."""
+    """Seconds of everything else. Negative if the last layer does less than the others."""
     spread: float
     """Half the distance between the quartiles of the runs, as a fraction of their median."""
     others: float
-    """The share of the host's processors that other processes had meanwhile."""
+    """The fraction of the host's CPU time that other processes had meanwhile."""
 
     def __post_init__(self) -> None:
         require_fields(self, require_not_negative, "rows", "layer", "spread", "others")
@@ -225,10 +224,10 @@ class Curve:
             raise ValueError(f"points: must be at least one, from the fewest rows on, each once. Got rows {rows}.")
 
     def at(self, rows: float) -> PassSeconds:
-        """On the straight line between the two measurements beside it; beyond the last two, on theirs.
+        """Seconds of a pass on `rows` rows, interpolated linearly, or extrapolated from the two nearest measurements.
 
-        Noise bends no line below reason: more rows than were measured take no less than the most that were, and fewer
-        no less than their part of the fewest. Of a single measurement, the seconds are in proportion to the rows.
+        Against noise, extrapolation has a lower bound: more rows than were measured take no less than the most that
+        were, fewer no less than their share of the fewest. From a single measurement, seconds are proportional to rows.
         """
         first, last = self.points[0], self.points[-1]
         if len(self.points) == 1:
@@ -244,7 +243,7 @@ class Curve:
 
 
 def _mixed(*parts: tuple[Point | PassSeconds, float]) -> PassSeconds:
-    """The sum of measurements, each times its number."""
+    """The sum of measurements, each times a factor."""
     return PassSeconds(sum(x.layer * times for x, times in parts), sum(x.rest * times for x, times in parts))
 
 
@@ -258,16 +257,15 @@ class Calibration:
     curves: tuple[Curve, ...] = ()
     version: int = VERSION
     load: Load | None = None
-    """Of the newest measurements. None if the file does not say."""
+    """The load during the newest measurements. None if the file does not say."""
 
     def __call__(self, call: ModelCall, phase: MeasuredPhase, strategy: Strategy, rows: float) -> PassSeconds | None:
         """Seconds of a pass, through one layer and the rest; None if nothing similar was measured.
 
-        Devices of their own take as long however many others have rows too, so any measured number of row shards does.
-        Devices that share a processor work on all rows together: what counts is how many these are, and, between
-        measured numbers of shards, the logarithm of how many shards they are in; the stages of a pipeline, which all
-        work at once, each have their part of it. `fsdp` at one degree stands there for another, with as many shards;
-        its absence does not. `tensor` must be as it was measured.
+        Real devices do not slow one another down, so the nearest measured number of row shards is used. Virtual devices
+        of a CPU work on all rows together: seconds are looked up by the rows of all shards, interpolated over the
+        logarithm of the number of shards, and multiplied by the stages of a pipeline, which share the CPU; one degree
+        of `fsdp` above 1 stands for another with as many shards. `tensor` must be as it was measured.
         """
         found = self._near(call, phase, strategy)
         if found is None:
@@ -302,13 +300,13 @@ class Calibration:
         return Cluster(tuple(groups))
 
     def with_curves(self, curves: Iterable[Curve]) -> "Calibration":
-        """The same with more curves, which take the place of those of the same cases."""
+        """The same with more curves, which replace those of the same cases."""
         merged = {curve.case: curve for curve in (*self.curves, *curves)}
         return dataclasses.replace(self, curves=tuple(merged.values()))
 
     def _near(self, call: ModelCall, phase: MeasuredPhase, strategy: Strategy) -> tuple[Curve, Curve] | None:
-        """The curves measured with the next fewer row shards and the next more, as far as there are any; of devices of
-        their own, twice the nearest."""
+        """The curves measured with the next fewer and the next more row shards, if there are any; for devices that
+        share no CPU, twice the nearest."""
         curves = self._by_case.get(case_of(call, phase, dataclasses.replace(strategy, data=1, fsdp=1)), {})
         degree, wanted = strategy.fsdp, strategy.num_row_shards
         if self.machine.shares_processor and degree > 1 and degree not in curves:
@@ -337,7 +335,7 @@ def measured_kind(kind: Kind, rates: Rates, *, scale: float, source: str) -> Kin
     """A kind with measured rates, which stand for its peaks too.
 
     Args:
-        scale: What a device has of the work of one that was measured: more where fewer share a processor.
+        scale: Speed of a device relative to one that was measured: above 1 if fewer devices share the CPU.
     """
     costs, names = kind.coefficients, ("half_dim", "kernel_seconds", "graph_kernel_seconds", "dispatch_seconds")
     bandwidth = rates.link_bandwidth or kind.link.bandwidth * costs.link_efficiency
@@ -362,7 +360,7 @@ def measured_kind(kind: Kind, rates: Rates, *, scale: float, source: str) -> Kin
 
 
 def curves_of(points: Sequence[tuple[Case, Point]]) -> tuple[Curve, ...]:
-    """Measurements, joined to curves. Of two at the same rows, the later counts."""
+    """Curves through measurements. Of two at the same rows, the later counts."""
     cases: dict[Case, dict[float, Point]] = {}
     for case, point in points:
         cases.setdefault(case, {})[point.rows] = point
@@ -385,7 +383,7 @@ def read_calibration(path: Path, *, machine: Machine | None = None) -> Calibrati
         machine: Must be the one that was measured. None means any.
 
     Raises:
-        ConfigError: There is no such file, it is not as it should be, or another machine was measured.
+        ConfigError: There is no such file, it is malformed, or another machine was measured.
     """
     try:
         tree: Any = json.loads(path.read_text(encoding="utf-8"))

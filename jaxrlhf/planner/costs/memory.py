@@ -43,7 +43,7 @@ from jaxrlhf.sharding.stages import layers_of_stages
 from jaxrlhf.sharding.strategy import Strategy
 
 MASTER_BYTES, MOMENT_BYTES = 4, 8
-"""Of each trained weight: itself in float32, and two moments of AdamW."""
+"""Bytes per number of a trained weight: its float32 master, and the two moments of AdamW."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +53,7 @@ class CallMemory:
     resting: int
     """Between calls: master weights and moments if it trains, weights that nothing trains."""
     optimizer: int = 0
-    """The moments among them."""
+    """The part of `resting` that is the optimizer's moments."""
     base: int = 0
     """Between calls: the weights that its adapters adapt. Calls that read them in the same layout share the arrays."""
     copy: int = 0
@@ -63,7 +63,7 @@ class CallMemory:
     it, except weights with adapters added in."""
     gradients: int = 0
     activations: int = 0
-    """Of micro-batches between their forward and backward passes, and of the current one."""
+    """Activations of micro-batches between their forward and backward passes, and of the current one."""
     logits: int = 0
     cache: int = 0
     """Keys and values."""
@@ -119,8 +119,8 @@ def has_merged_copy(call: ModelCall, strategy: Strategy) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def ring_bytes(model: ModelConfig, strategy: Strategy) -> int:
-    """Bytes of weights on each device as the stages read them that generate: as many layers as the stage with most has,
-    and embedding, final norm and head whole on every stage."""
+    """Bytes of weights on each device in pipelined generation: as many layers as the stage with most has, with
+    embedding, final norm and head whole on every stage."""
     degrees = {"fsdp": strategy.fsdp, "tensor": strategy.tensor, PIPELINE: strategy.pipeline}
     return _all_local(declare_ring(model, strategy.pipeline), degrees) * model.itemsize
 
@@ -153,7 +153,7 @@ def gradient_numbers(model: ModelConfig, strategy: Strategy, *, lora: LoRAConfig
 
 
 def evenness(model: ModelConfig, strategy: Strategy, *, lora: LoRAConfig | None = None) -> float:
-    """Weights of a device, on average, as a part of those of the device that has most of them."""
+    """Mean bytes of weights of a device, as a fraction of those of the device that has most."""
     numbers = _stage_numbers(model, lora, *_splits(strategy))
     return sum(numbers) / len(numbers) / max(numbers)
 
@@ -192,7 +192,7 @@ def _stage_numbers(
 
 
 def _all_local(tree: Any, degrees: dict[str, int], over_fsdp: bool | None = None) -> int:
-    """Numbers of declared weights on one device; `over_fsdp` is as of `_stage_numbers`."""
+    """Numbers of declared weights on one device; `over_fsdp` is as in `_stage_numbers`."""
     weights = jax.tree.leaves(tree, is_leaf=is_weight)
     over = [any(axis is not None and WEIGHTS_AT_REST[axis] == FSDP for axis in w.axes) for w in weights]
     return sum(_local(w, degrees) for w, is_over in zip(weights, over, strict=True) if over_fsdp in (None, is_over))
@@ -259,8 +259,8 @@ def _train_memory(call: ModelCall, strategy: Strategy) -> CallMemory:
 
 
 def _trained_on_cpu(call: ModelCall, strategy: Strategy, memory: CallMemory) -> CallMemory:
-    """The memory of a train call on a CPU. A loop over mini-batches holds what it gathers once more, one over
-    micro-batches its gradients."""
+    """The memory of a train call on a CPU. A loop over mini-batches holds gathered weights once more, one over
+    micro-batches gradients."""
     whole, embedding, again = _whole_on_cpu(call.model, strategy)
     adapters = 0 if call.lora is None else weight_bytes(call.model, strategy, MASTER_BYTES, lora=call.lora)
     gradients, gathered = adapters or whole + again, 0
@@ -278,7 +278,7 @@ def _trained_on_cpu(call: ModelCall, strategy: Strategy, memory: CallMemory) -> 
 
 
 def _gathered_on_cpu(call: ModelCall, strategy: Strategy) -> int:
-    """Weights as a pass without gradients uses them on a CPU, beside those that are there."""
+    """Bytes of weights that a pass without gradients gathers or joins on a CPU."""
     if strategy.fsdp == 1:
         return _gathered(call, strategy, all_layers=True)
     whole, _, again = _whole_on_cpu(call.model, strategy)
@@ -325,7 +325,7 @@ def _logits(call: ModelCall, strategy: Strategy, rows: float) -> int:
 
 
 def _gathered(call: ModelCall, strategy: Strategy, *, all_layers: bool = False) -> int:
-    """Weights as they are used, if they rest in another form: of two layers at a time, or of all when decoding."""
+    """Bytes of weights as they are used, if they rest in another form: of two layers at a time, or all in decoding."""
     model, size = call.model, call.model.itemsize
     count = _layers_of_fullest(model, strategy) if all_layers else 2
     joined = sum(matrix_numbers(model, names) for names in JOINED.values())

@@ -1,7 +1,7 @@
-"""The choice of two train calls that make a plan faster as one pipeline.
+"""The choice of two train calls whose fusion into one pipeline makes a plan faster.
 
-A search places calls that run one after another on shared devices. Two train calls that wait for nothing of each
-other may instead run as one pipeline, each filling the other's bubbles (`fusible`). Here a plan is compared with the
+A search places calls that run one after another on shared devices. Two train calls that do not depend on each other
+may instead run as one pipeline, each filling the other's bubbles (`fusible`). Here a plan is compared with the
 same plan in which two train calls share devices and are fused.
 
 Reference:
@@ -27,9 +27,9 @@ from jaxrlhf.schedules.schedule import makespan
 from jaxrlhf.schedules.schedule_bounds import lower_bound
 
 LOOKED_AT, PAIRS, SIMULATED, SCHEDULED = 200, 40, 100, 6
-"""The number of pairs of choices that are looked at closely, those that would be fastest without bubbles; of these that
-are tried in plans, those with the least lower bounds; of such plans that are simulated, those that save most; and of
-pairs for which a schedule is searched, those whose plans could be fastest."""
+"""Limits of the search: pairs of choices that are examined, the fastest without bubbles; of these, pairs that are tried
+in plans, those with the least lower bounds; plans that are simulated, those that save most; pairs for which a schedule
+is searched, those whose plans could be fastest."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,12 +42,12 @@ class FusedPlan:
     """Call -> its choice."""
     fuse: tuple[str, str]
     schedules: tuple[Schedule, ...]
-    """As in `Plan.schedules`."""
+    """The schedules of both calls, as in `Plan.schedules`."""
     simulation: Simulation
     seconds: float
-    """Of both calls together, by these schedules."""
+    """Seconds of both calls together, under these schedules."""
     apart: float
-    """Seconds of one after the other."""
+    """Seconds of both calls, one after the other."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +55,7 @@ class FusedCalls:
     """Two train calls whose stages share devices."""
 
     placements: tuple[Placement, Placement]
-    """The second in the opposite direction."""
+    """Their placements, the second in the opposite direction."""
     costs: tuple[StageCost, StageCost]
     pipes: tuple[Pipe, ...]
     """One set of groups that share devices; the others are equal to it."""
@@ -63,11 +63,11 @@ class FusedCalls:
     around: float
     """Seconds of both that do not depend on the schedule: sends, reductions, updates."""
     apart: float
-    """Seconds of one after the other."""
+    """Seconds of both calls, one after the other."""
 
     @property
     def bound(self) -> float:
-        """The lower bound of the seconds by any schedule."""
+        """A lower bound of the seconds under any schedule."""
         return lower_bound(self.pipes) * self.updates + self.around
 
     def schedules(self) -> tuple[Schedule, ...]:
@@ -75,14 +75,14 @@ class FusedCalls:
         return find_schedules(*self.placements, self.costs)
 
     def seconds(self, schedules: Sequence[Schedule]) -> float:
-        """Seconds by these schedules."""
+        """Seconds under these schedules."""
         return makespan(Schedule(self.pipes, schedules[0].orders)) * self.updates + self.around
 
 
 def best_fused(
     problem: Problem, workload: Workload, costs: CostModel, plans: Iterable[Sequence[int]], *, beat: float
 ) -> FusedPlan | None:
-    """The fastest plan that differs from one of some others in its train calls alone, two of which are fused.
+    """The fastest plan that differs from one of `plans` in its train calls alone, two of which are fused.
 
     Plans are tried in the order of their seconds at the lower bound of their schedules, until none of the rest could be
     faster than the best. Schedules are searched for `SCHEDULED` pairs of choices.

@@ -30,7 +30,7 @@ class NoRoomError(PlanError):
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Call, by its name in the graph -> placement."""
+    """A placement for every call, by its name in the graph."""
 
     placements: Mapping[str, Placement]
     offload: tuple[str, ...] = ()
@@ -45,7 +45,7 @@ class Plan:
         return self.placements[call.plan_name]
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data, in the form of a config's `plan`, with the schedules of fused calls beside it."""
+        """Converts to plain data, in the form of a config's `plan`, with the schedules of fused calls beside it."""
         lists = {"offload": self.offload, "fuse": self.fuse, SCHEDULES: [to_data(x) for x in self.schedules]}
         return {"calls": to_tree(self.placements)} | {key: list(items) for key, items in lists.items() if items}
 

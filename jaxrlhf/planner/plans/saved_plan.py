@@ -35,11 +35,11 @@ class Devices:
     """The devices that a plan is for."""
 
     cluster: str
-    """As a user describes it: '2x8:h100'."""
+    """The cluster, as a user describes it: '2x8:h100'."""
     num_devices: int
     devices_per_node: int
     names: tuple[tuple[str, ...], ...] = ()
-    """Node -> what JAX may call its devices: 'NVIDIA H200'. Empty if not known."""
+    """Node -> JAX's possible names of its devices: 'NVIDIA H200'. Empty if not known."""
 
     def __post_init__(self) -> None:
         if self.devices_per_node < 1 or self.num_devices < 1 or self.num_devices % self.devices_per_node:
@@ -55,7 +55,7 @@ class CallForecast:
 
     seconds: float
     memory_bytes: int
-    """In the fullest memory of its devices while it runs, weights of other calls included."""
+    """Bytes in the fullest memory of its devices while it runs, weights of other calls included."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +66,7 @@ class SavedPlan:
     method: str
     """The search method that found it: `strategy` in the file."""
     step_seconds: float
-    """Of one iteration in the steady state."""
+    """Seconds of one iteration in the steady state."""
     calls: Mapping[str, CallForecast]
     plan: Plan = dataclasses.field(metadata={FORM: (PlanData, PlanData.plan, Plan.to_json)})
     work: Mapping[str, Any]
@@ -77,7 +77,7 @@ class SavedPlan:
     """The file that it was read from, for error messages."""
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data."""
+        """Converts to plain data."""
         tree = to_tree(self)
         del tree["source"]
         return {"version": VERSION, "strategy": tree.pop("method"), **tree}
@@ -105,10 +105,10 @@ class SavedPlan:
         )
 
     def check_devices(self, *, devices_per_node: int, kinds: Sequence[str]) -> None:
-        """Checks that the plan was made for such devices.
+        """Checks that the plan was made for devices of these kinds.
 
         Args:
-            kinds: Node -> its devices, as JAX calls them.
+            kinds: Node -> JAX's name of its devices.
 
         Raises:
             PlanError: It was made for others. Says what differs.
@@ -176,10 +176,10 @@ def read_plan(path: str | Path) -> SavedPlan:
 
 
 def saved_plan(tree: Any, *, where: str) -> SavedPlan:
-    """The plan that `SavedPlan.to_json` gave.
+    """The inverse of `SavedPlan.to_json`.
 
     Raises:
-        PlanError: Something is missing, unknown or not as it should be.
+        PlanError: Something is missing, unknown or invalid.
     """
     version = tree.get("version") if isinstance(tree, Mapping) else None
     if version != VERSION:

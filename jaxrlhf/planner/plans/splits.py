@@ -1,4 +1,4 @@
-"""How a call is split: its model over `tensor` and `fsdp`, its rows over mini-batches, micro-batches and devices."""
+"""Splits of a call: its model over `tensor` and `fsdp`, its rows over mini-batches, micro-batches and devices."""
 
 import functools
 
@@ -44,12 +44,12 @@ def term_rows(call: Call) -> tuple[int, ...]:
 
 
 def micro_batches_of(call: Call, strategy: Strategy) -> int:
-    """Micro-batches of a call of a model. Generation cuts each into as many again as there are stages."""
+    """Micro-batches of a call of a model. Generation splits each into as many parts as there are stages."""
     return strategy.micro_batches * (strategy.pipeline if call.kind == "generate" else 1)
 
 
 def copied_rows(call: Call, strategy: Strategy) -> int:
-    """Rows without weight that are added to a call's own if these do not divide: `sharding.row_padding`."""
+    """The number of rows without weight that pad a call's own if these do not divide: `sharding.row_padding`."""
     counts = {ref.shape[0] for ref in call.refs if ref.has_rows}
     if call.kind not in ("generate", "infer") or not call.row_wise or len(counts) != 1:
         return 0

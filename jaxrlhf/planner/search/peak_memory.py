@@ -1,4 +1,4 @@
-"""The memory that a plan takes, of each device or of devices that share one, and its parts."""
+"""Peak memory of a plan, on each device or in the memory that several share, and its parts."""
 
 import dataclasses
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -18,9 +18,9 @@ class DeviceMemory:
     resting: Mapping[str, int]
     """Set of weights -> bytes of it at rest, in all its layouts."""
     copies: Mapping[str, int]
-    """Call -> its copy of weights that others train. One that several calls share is the first's."""
+    """Call -> bytes of its copy of weights that others train. A copy that several calls share counts for the first."""
     working: int
-    """Of that call; 0 if it runs on other devices."""
+    """Working memory of that call; 0 if it runs on other devices."""
     beside: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """A call that may run at the same time on other devices that share the memory -> its working memory."""
 
@@ -82,7 +82,7 @@ def memory_at_peak(problem: Problem, plan: Sequence[int]) -> tuple[DeviceMemory,
 
 
 def memory_during(problem: Problem, plan: Sequence[int]) -> dict[str, DeviceMemory]:
-    """Call -> the contents of the fullest memory of its devices while it runs, those of other calls among them."""
+    """Call -> the contents of the fullest memory of its devices while it runs, weights of other calls included."""
     found: dict[str, DeviceMemory] = {}
     for memory, states in enumerate(memory_during_all(problem, plan)):
         for call, index, state in zip(problem.calls, plan, states, strict=True):

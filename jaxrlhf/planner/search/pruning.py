@@ -1,4 +1,4 @@
-"""Choices that no good plan needs: those that another beats in everything, and those too slow for any fast plan."""
+"""Pruning of choices that no good plan needs: those that another dominates, and those too slow for any fast plan."""
 
 from collections.abc import Hashable, Sequence
 
@@ -11,8 +11,8 @@ _ROUNDING = 1 + 1e-9
 
 
 def undominated(choices: Sequence[Choice]) -> list[Choice]:
-    """Those of some choices on devices that are alike than which no other is as fast and needs no more memory of any
-    sort. Of equal ones, the first."""
+    """The choices, on devices that are alike, that no other dominates by being as fast with no more memory of any kind.
+    Of equal ones, the first."""
     seconds = np.array([x.busy for x in choices])
     sizes = np.array([(x.resting, x.base, x.working, x.copy, x.copy - x.shared_with_training) for x in choices])
     return [choices[k] for k in _undominated(list(range(len(choices))), seconds, sizes, [])]
@@ -21,14 +21,14 @@ def undominated(choices: Sequence[Choice]) -> list[Choice]:
 def worth_keeping(problem: Problem) -> tuple[tuple[int, ...], ...]:
     """Call -> the choices that a good plan may need, in their order. Left out are:
 
-    - choices that take more than a memory has by themselves, of what rests, works and is copied because of them: no
-      plan with one of them fits;
-    - of two choices on the same devices, one than which the other needs no more memory of any sort and is faster by at
-      least as much as bringing weights and outputs can take longer with it. Where other calls read the same weights,
-      which are brought but once for all that have one layout, this goes for choices with equal layouts.
+    - choices whose own weights, working memory and copies are more than a memory holds: no plan with one of them
+      fits;
+    - choices for which there is another on the same devices that needs no more memory of any kind, and is faster by at
+      least as much as moving weights and outputs can take longer with it. Where other calls read the same weights,
+      which are moved once for all calls with one layout, the other one must have an equal layout too.
 
-    The second rule may lose something where the other is not just as fast: what is ready earlier may get a device
-    before something that is more urgent (Graham 1966).
+    The second rule may lose a better plan unless both are equally fast: a call that is ready earlier may get a device
+    before a more urgent one (Graham 1966).
     """
     kept, own = [], own_bytes(problem)
     for j, call in enumerate(problem.calls):
@@ -50,9 +50,8 @@ def within_reach(problem: Problem, seconds: float) -> tuple[tuple[int, ...], ...
     """Call -> the choices with which an iteration could take no longer than `seconds`, in their order. All of them for
     a call that would have none left.
 
-    With what all other calls take at the least: no iteration is shorter than a circle of calls that wait for each
-    other, nor than all device-seconds divided by the number of devices; where nothing runs beside anything else, than
-    all calls together.
+    Lower bounds of an iteration, with all other calls at their fastest: every cycle of calls that wait for each other;
+    all device-seconds divided by the number of devices; where calls run one at a time, all calls together.
     """
     busy = [np.array([x.busy for x in call.choices]) for call in problem.calls]
     waited = [np.array([x.load + x.seconds for x in call.choices]) for call in problem.calls]
@@ -72,8 +71,8 @@ def within_reach(problem: Problem, seconds: float) -> tuple[tuple[int, ...], ...
 
 
 def own_bytes(problem: Problem) -> list[np.ndarray]:
-    """Call -> [choice, 4]: bytes on its devices that rest there because of it, that it works with, of its copy where
-    it shares what it can with training, and of what its adapters adapt."""
+    """Call -> [choice, 4]: bytes on its devices of weights that rest there because of it, of working memory, of its
+    copy less what that shares with training, and of the weights that its adapters adapt."""
     order, found = step_order(problem), []
     for j, call in enumerate(problem.calls):
         sizes = np.array([(x.resting, x.working, x.copy - x.shared_with_training, x.base) for x in call.choices])
@@ -82,12 +81,12 @@ def own_bytes(problem: Problem) -> list[np.ndarray]:
 
 
 def _read(call: CallChoices) -> set[str]:
-    """The sets of weights that a call reads: its own, and what its adapters adapt."""
+    """The sets of weights that a call reads: its own, and the one that its adapters adapt."""
     return {call.weights, call.base} - {""}
 
 
 def _tables_of(problem: Problem, j: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Seconds of bringing weights and outputs from and to a call: (seconds [row, column], choice -> row)."""
+    """Seconds of moving weights and outputs from and to a call: (seconds [row, column], choice -> row)."""
     tables = [*problem.reallocations.items(), *problem.transfers.items()]
     from_call = [(table.values, table.row) for (i, _), table in tables if i == j]
     return from_call + [(table.values.T, table.column) for (_, i), table in tables if i == j]
@@ -96,12 +95,12 @@ def _tables_of(problem: Problem, j: int) -> list[tuple[np.ndarray, np.ndarray]]:
 def _undominated(
     group: list[int], seconds: np.ndarray, sizes: np.ndarray, tables: list[tuple[np.ndarray, np.ndarray]]
 ) -> list[int]:
-    """Those of some choices than which no other is as good in everything. Of equal ones, the first.
+    """The choices that no other dominates, being as good in everything. Of equal ones, the first.
 
     Args:
         seconds: [choice] with loading and unloading.
-        sizes: [choice, ...] bytes of every sort.
-        tables: As `_tables_of` gives them.
+        sizes: [choice, ...] bytes of every kind.
+        tables: From `_tables_of`.
     """
     seconds, sizes = seconds[group], sizes[group]
     beats = (sizes[:, None] <= sizes[None]).all(-1)  # [one, other]
@@ -121,7 +120,7 @@ def _undominated(
 
 
 def _circles(problem: Problem, least: np.ndarray) -> np.ndarray:
-    """Call -> the least that the others take of the longest circle of one iteration that it is part of."""
+    """Call -> the least seconds of the others in the longest cycle within one iteration that it is part of."""
     waits, num_calls = step_order(problem).waits, len(least)
     path = np.full((num_calls, num_calls), -np.inf)  # from the start of the one to the end of the other
     np.fill_diagonal(path, least)

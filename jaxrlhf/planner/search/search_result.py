@@ -15,7 +15,7 @@ class Progress:
     evaluated: int
     """Plans looked at until then."""
     seconds: float
-    """Of an iteration under the best plan that fits; infinite if none was found yet."""
+    """Seconds of an iteration under the best plan that fits; infinite if none was found yet."""
     elapsed: float
     """Seconds of searching."""
 
@@ -55,13 +55,13 @@ class SearchResult:
     evaluated: int
     """Plans looked at."""
     history: tuple[Progress, ...] = ()
-    """Each time that a better plan was found, and the end."""
+    """The progress whenever a better plan was found, and at the end."""
     runners_up: tuple[RunnerUp, ...] = ()
     """The best that fit, fastest first, then those that would be faster but do not fit, least lacking first."""
 
     @property
     def seconds(self) -> float:
-        """Of an iteration."""
+        """Seconds of an iteration."""
         return self.simulation.seconds
 
 

@@ -1,4 +1,4 @@
-"""How long an iteration takes under a plan, and when everything in it runs.
+"""Simulation of iterations under a plan: their seconds, and when their tasks run.
 
 `unroll` writes several iterations of a plan as named tasks, `simulate` times them by ReaL's Algorithm 1
 (`evaluate_loops`), and `steady_state` is what they settle to.
@@ -39,7 +39,7 @@ class Task:
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """When a task runs, in seconds."""
+    """A task with its start and end, in seconds."""
 
     task: Task
     start: float
@@ -51,19 +51,19 @@ class Simulation:
     """The steady state of consecutive iterations under a plan."""
 
     seconds: float
-    """Of one iteration: the average where several differ."""
+    """Seconds of one iteration; the average where several differ."""
     period: int
     """Iterations after which everything repeats. 0 if they had not settled when the simulation ended."""
     spans: tuple[Span, ...]
     """All tasks of one period, from the start of the first. They overlap with tasks of other iterations."""
     busy: tuple[float, ...]
-    """Device -> the part of the time in which it is busy."""
+    """Device -> the fraction of time in which it is busy."""
     critical: tuple[str, ...]
     """Names of the tasks of a cycle that never pauses: these must get faster for the iteration to get faster."""
 
 
 def unroll(problem: Problem, plan: Sequence[int], iterations: int) -> tuple[Task, ...]:
-    """The tasks of several iterations under a plan, those of one after those of the other.
+    """The tasks of several iterations under a plan, iteration after iteration.
 
     Before each call stand those that bring its weights, on the devices of both calls, and its inputs, on none: ReaL's
     Algorithm 1 has both wait for devices. What takes no time is left out. Readers of the same weights with the same
@@ -142,7 +142,7 @@ class Timetable:
 
 
 def simulate(problem: Problem, plan: Sequence[int]) -> Timetable:
-    """When everything runs, by ReaL's Algorithm 1, until iterations repeat; what comes then is written on to
+    """The times of all tasks, by ReaL's Algorithm 1, until iterations repeat; the repetition is then extended to
     `ITERATIONS` of them."""
     flat = flat_problem(problem.with_choices([[index] for index in plan]), compiled=False)
     work = room_for_work(flat, compiled=False)
