@@ -103,7 +103,7 @@ class Term(struct.PyTreeNode):
     of: str = struct.field(default="", pytree_node=False)
     """The inference method whose outputs the loss gets. Empty means all outputs of the model's heads."""
     name: str = struct.field(default="", pytree_node=False)
-    """The group of its metrics, `<role>/<name>/loss`, to distinguish those of several terms."""
+    """The group of its metrics, `<role>/<name>/loss`, which distinguishes several terms."""
 
 
 class Max(struct.PyTreeNode):

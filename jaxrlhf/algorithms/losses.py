@@ -1,4 +1,4 @@
-"""Losses over response tokens that add up: each gives a sum, its weight, and metrics that are sums too.
+"""Losses over response tokens that add up: each returns a sum, its weight, and metrics that are sums too.
 
 Letters: B sequences, R response columns.
 

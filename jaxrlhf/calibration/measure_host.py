@@ -1,4 +1,4 @@
-"""The time that a run's own work takes from the host's processors, beside the programs of its calls."""
+"""CPU time of a run's own work on the host, beside the programs of its calls."""
 
 import time
 

@@ -60,7 +60,7 @@ def _share(before: tuple[float, float, float], after: tuple[float, float, float]
 
 
 def _ticks() -> tuple[float, float, float]:
-    """Seconds of all processors together, those in which they had nothing to do, and those of this process."""
+    """CPU seconds of all cores together: in all, idle, and of this process."""
     try:
         with Path("/proc/stat").open(encoding="ascii") as file:
             ticks = [int(text) for text in file.readline().split()[1:9]]

@@ -25,7 +25,7 @@ _VERSIONS = (
 
 
 def host_memory(root: Path = Path("/")) -> int | None:
-    """Bytes that this process could have in all, those that it has included: what is available on the machine, or left
+    """Bytes that this process could have in all, including those that it has: what is available on the machine, or left
     of a container's limit, whichever is less. None if the system does not tell.
 
     Args:

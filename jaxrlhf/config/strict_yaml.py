@@ -14,7 +14,7 @@ import yaml
 from jaxrlhf.brief import brief, cut
 
 MAX_NODES = 100_000
-"""The most keys and values of a text, with those of an alias counted at each use."""
+"""The most keys and values of a text; those of an alias count at each use."""
 
 
 class ConfigError(ValueError):

@@ -254,7 +254,7 @@ class Executor:
         return _Ready(call, layout, rebuild, [ref.has_rows for ref in refs], arrays, key, noise, dispatched)
 
     def _arguments(self, ready: "_Ready") -> tuple[Any, ...]:
-        """The arguments of the program of a call. The store gives up the weights of a train call."""
+        """The arguments of a call's program. The store gives up the weights of a train call."""
         call = ready.call
         if call.kind == "compute":
             return (ready.arrays,)

@@ -11,7 +11,7 @@ import numpy as np
 from jaxrlhf.require import require, require_at_least_one, require_fields, require_positive
 
 Head = Literal["lm", "scalar", "both"]
-"""`lm` gives a distribution over the vocabulary, `scalar` one number for each position (a value, a reward); `both` are
+"""`lm` outputs a distribution over the vocabulary, `scalar` one number per position (a value, a reward); `both` are
 two heads on one trunk."""
 
 
@@ -73,8 +73,8 @@ class ModelConfig:
     scan_layers: bool = False
     """Train and infer by a scan over stacked layers: compiles once for all layers, runs somewhat slower."""
     logits_chunk_tokens: int = 4096
-    """Log-probabilities are computed for so many tokens at a time, so that no array of all logits ever exists. Where a
-    train call's rows have no more, their logits are saved for the backward pass."""
+    """Tokens whose log-probabilities are computed at a time, so that no array of all logits exists. Where a train
+    call's rows have no more, their logits are saved for the backward pass."""
 
     def __post_init__(self) -> None:
         require_fields(self, require_at_least_one, *SIZES, "logits_chunk_tokens")

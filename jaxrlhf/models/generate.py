@@ -29,7 +29,7 @@ from jaxrlhf.models.transformer import decode_step, prefill
 from jaxrlhf.sharding.layout import Layout
 
 _MIN_GROWTH, _MAX_STAGES = 32, 4
-"""The cache of `generate` grows by so many slots at least, so many times at most: every stage is compiled by itself."""
+"""The fewest slots by which the cache of `generate` grows, and its most sizes: decoding is compiled for each."""
 
 
 class Responses(struct.PyTreeNode):
@@ -127,7 +127,7 @@ def decode(
     config: ModelConfig,
     layout: Layout,
 ) -> DecodeState:
-    """Decode so many steps, or until all sequences have finished. Under `jit`, donate the state: its cache is then
+    """Decodes `num_steps` steps, or until all sequences have finished. Under `jit`, donate the state: its cache is then
     updated in place."""
 
     def goes_on(carry: tuple[jax.Array, DecodeState]) -> jax.Array:

@@ -35,10 +35,10 @@ class Reading(Generic[Outputs]):
     states that gives it. Called, it runs all layers first."""
 
     columns: Callable[[AnySequences], tuple[int, Wanted]]
-    """Sequences -> the first so many columns that go through the layers, and those of them that are wanted."""
+    """Sequences -> the number of first columns that go through the layers, and the wanted ones among them."""
     outputs: Callable[[Params, Float[Array, "B S D"], AnySequences, ModelConfig, Layout], Outputs]
-    """(params, hidden states of the columns that are wanted, sequences, config, layout) -> outputs, a row a sequence.
-    Of the weights it needs those of the head only."""
+    """(params, hidden states of the wanted columns, sequences, config, layout) -> outputs, one row per sequence.
+    Of the weights it reads only those of the head."""
 
     def __call__(
         self, params: Params, sequences: AnySequences, config: ModelConfig, layout: Layout, *, remat: Remat = "none"

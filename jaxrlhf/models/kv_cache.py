@@ -19,8 +19,8 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxrlhf.sharding.layout import Layout
 
 SLOTS_ON_GPU = 8
-"""The number of slots is a multiple of so many on GPUs: cuBLAS would have every cache copied in every step, to one that
-is. Elsewhere there are no more than asked for."""
+"""On GPUs the number of slots is a multiple of this: otherwise cuBLAS would copy every cache in every step, to one that
+is. On other devices it is as requested."""
 _AXES = ("batch", "kv_heads", "length", "head_dim")
 
 
@@ -51,8 +51,8 @@ class KVCache(struct.PyTreeNode):
         )
 
     def grow(self, num_slots: int, layout: Layout) -> "KVCache":
-        """The same cache with so many slots, or, on GPUs, up to `SLOTS_ON_GPU` - 1 more. Must come before the ring has
-        gone round, while its tokens are in order."""
+        """The same cache with `num_slots` slots, or, on GPUs, up to `SLOTS_ON_GPU` - 1 more. Must come before the ring
+        has gone round, while its tokens are in order."""
         if layout.is_on_gpu:
             num_slots = math.ceil(num_slots / SLOTS_ON_GPU) * SLOTS_ON_GPU
         assert num_slots >= self.num_slots

@@ -90,7 +90,7 @@ def rotate(x: Float[Array, "*B heads h"], rotation: Rotation) -> Float[Array, "*
 
 
 def join(weights: LayerWeights) -> LayerWeights:
-    """The weights of a layer with those that multiply the same input side by side, as one matrix each.
+    """The weights of a layer, with those that multiply the same input joined into one matrix.
 
     One large product is faster than several small ones. Where columns are split over `tensor` it cannot be had: the
     joined columns would lie on other devices.
@@ -104,7 +104,7 @@ def join(weights: LayerWeights) -> LayerWeights:
 
 
 def is_joined(weights: LayerWeights) -> bool:
-    """True for weights as `join` gives them."""
+    """True for weights from `join`."""
     return any(whole in weights for whole in JOINED)
 
 

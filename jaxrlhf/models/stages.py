@@ -121,7 +121,7 @@ def whole_of(arrays: Sequence[jax.Array], sharding: NamedSharding) -> jax.Array:
 
 
 def _from_shards(arrays: Sequence[jax.Array], shape: tuple[int, ...], sharding: NamedSharding) -> jax.Array:
-    """The array whose shards are those of some arrays that lie on the devices of a sharding."""
+    """The array whose shards are those of some arrays on the devices of a sharding."""
     wanted = sharding.addressable_devices
     shards = {s.device: s.data for array in arrays for s in array.addressable_shards if s.device in wanted}
     assert len(shards) == len(wanted), (shape, sharding)

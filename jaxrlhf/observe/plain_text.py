@@ -25,7 +25,7 @@ def cell(value: Any) -> str:
 
 
 def number(value: float, *, digits: int) -> str:
-    """A number with so many significant digits, without an exponent up to 1e9."""
+    """A number rounded to some significant digits, without an exponent up to 1e9."""
     return f"{value:.0f}" if 10**digits <= abs(value) < 1e9 else f"{value:.{digits}g}"
 
 

@@ -14,7 +14,7 @@ from jaxrlhf.planner.search.simulate import Span
 
 REALLOCATE, OFFLOAD = MOVING
 _FAR = 2.0
-"""The picture of a search includes the yardstick up to so many times the slowest plan of the search."""
+"""The picture of a search includes the yardstick up to this many times the slowest plan of the search."""
 _KINDS = {"weights": REALLOCATE, "data": REALLOCATE, "load": OFFLOAD, "unload": OFFLOAD}
 """Kind of a simulated task that is no call -> kind of event."""
 

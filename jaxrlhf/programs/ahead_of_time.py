@@ -28,7 +28,7 @@ from jaxrlhf.sharding.layout import Layout
 
 @dataclasses.dataclass(frozen=True)
 class DescribedCall:
-    """A call by itself: arrays by their shapes, everything else as it is."""
+    """A call without a graph: arrays as shapes and dtypes, everything else as it is."""
 
     name: str
     kind: str
@@ -64,7 +64,7 @@ class CallProgram(NamedTuple):
 
 
 def describe_call(call: Call, role: ModelRole) -> DescribedCall:
-    """A call of a graph, by itself."""
+    """A call of a graph, described without it."""
 
     def described(x: Any) -> Any:
         if not isinstance(x, Ref):

@@ -91,7 +91,7 @@ def _check_form(where: str, given: Any) -> None:
 def _check_sums(
     where: str, loss: Callable[..., Any], arguments: Any, arrays: list[Any], rebuild: Callable[[list[Any]], Any]
 ) -> None:
-    """Checks that what the loss gives for two parts adds up to what it gives for both together."""
+    """Checks that the losses of two parts add up to the loss of both together."""
     num_rows = jax.tree.leaves(arguments[0])[0].shape[0]  # the model says something about every row
     has_rows = [bool(x.shape) and x.shape[0] == num_rows for x in arrays]
     paths = [jax.tree_util.keystr(path) for path, x in jax.tree_util.tree_leaves_with_path(arguments) if _is_array(x)]
@@ -140,7 +140,7 @@ def _parts(given: Any) -> dict[str, Any]:
 
 
 def _made_up(rng: np.random.Generator, path: str, x: jax.ShapeDtypeStruct, has_rows: bool) -> np.ndarray:
-    """Numbers like those that may stand there: log-probabilities are negative, masks mostly true."""
+    """Plausible values: log-probabilities are negative, masks mostly true."""
     shape = (2 * ROWS, *x.shape[1:]) if has_rows else x.shape
     if x.dtype == jnp.bool:
         real = rng.random(shape) < 0.7
@@ -157,7 +157,7 @@ def _is_array(x: Any) -> bool:
 
 
 def _key(loss: Any, arguments: Any) -> Hashable:
-    """Equal where a loss gets arrays of the same shapes, but for the number of rows. None where it cannot be told."""
+    """A key that is equal if a loss gets arrays of the same shapes, except for the number of rows. None if unknown."""
     leaves, structure = jax.tree.flatten(arguments)
     key = (loss, structure, *((x.shape[1:], len(x.shape), x.dtype) if _is_array(x) else (type(x), x) for x in leaves))
     try:

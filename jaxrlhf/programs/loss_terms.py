@@ -27,7 +27,7 @@ from jaxrlhf.sharding.layout import Layout
 T = TypeVar("T")
 
 MIN_WEIGHT = 1e-8
-"""The least that a loss is divided by, so that a batch in which nothing counts gives zero."""
+"""The least weight that a loss is divided by, so that the loss of a batch without weight is zero."""
 
 
 @dataclasses.dataclass(frozen=True)

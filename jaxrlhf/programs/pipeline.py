@@ -62,17 +62,17 @@ class Worker(Protocol):
     """Carries out the instructions of one pipe."""
 
     def forward(self, micro_batch: int, stage: int) -> Outputs:
-        """Runs one, and returns something that is there when it is done."""
+        """Runs one instruction, and returns outputs that are ready when it is done."""
 
     def backward(self, micro_batch: int, stage: int) -> Outputs:
-        """Runs one, and returns something that is there when it is done."""
+        """Runs one instruction, and returns outputs that are ready when it is done."""
 
 
 class Pipelined:
     """A call that runs as a pipeline."""
 
     ends: Mapping[Layout, Outputs] = MappingProxyType({})
-    """After a call: the stages of which this process has devices, and what of each is there when it is done."""
+    """After a call: the stages with devices of this process, and of each an output that is ready when it is done."""
 
 
 def carry_out(order: Iterable[Instruction], workers: Mapping[int, Worker]) -> None:

@@ -222,7 +222,7 @@ class FunctionRole:
 
 @dataclasses.dataclass(frozen=True)
 class WeightedSumRole:
-    """A role whose scores are those of other roles, weighted and added up. Each of them is a call of its own."""
+    """A role whose scores are the weighted sum of other roles' scores. Each of these is a call of its own."""
 
     weights: Mapping[str, float]
 

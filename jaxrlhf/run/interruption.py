@@ -175,7 +175,7 @@ class Requests:
         return Asked(signal is not None, save)
 
     def has_unsaved(self, unsaved: bool) -> None:
-        """Takes note of whether there is work that is not on the disk.
+        """Records whether there is work that is not on the disk.
 
         In a run of several processes none of them ends by itself, which the others would take for a failure.
         """

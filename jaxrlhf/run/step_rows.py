@@ -101,7 +101,7 @@ class StepRows:
         return " and ".join(f"{self.size(rows)} {names.get(rows.kind, rows.kind)}" for rows in self.named.values())
 
     def num_usable(self, rows: Rows, *, held_out: bool = False) -> int:
-        """The number of training rows, or held-out ones, with the completions that are asked for."""
+        """The number of training rows, or held-out ones, with the requested completions."""
         return len(self.tables.of(rows).usable(rows.kind, rows.max_new_tokens, held_out=held_out))
 
     def size(self, rows: Rows) -> int:
@@ -119,7 +119,7 @@ class StepRows:
 
     @property
     def max_new_tokens(self) -> int:
-        """The largest number of columns of completions that is asked for."""
+        """The largest requested number of columns of completions."""
         return max(rows.max_new_tokens for rows in self.named.values())
 
     @property

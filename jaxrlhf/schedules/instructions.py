@@ -198,7 +198,7 @@ def spans(schedule: Schedule, *, send: float = 0.0) -> dict[Instruction, tuple[f
 
 
 def _deadlock(schedule: Schedule, done: Sequence[int]) -> str:
-    """The circle in which nodes wait, as a message. `done`: how many instructions each node could run."""
+    """The cycle in which nodes wait, as a message. `done`: the number of instructions that each node could run."""
     position = {x: (node, index) for node, order in enumerate(schedule.orders) for index, x in enumerate(order)}
     node = next(node for node, order in enumerate(schedule.orders) if done[node] < len(order))
     path: list[int] = []

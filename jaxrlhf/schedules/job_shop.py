@@ -23,7 +23,7 @@ _UNLIMITED = 2**62
 
 @dataclass(frozen=True)
 class JobShop:
-    """The instructions of some pipes by number: those of one micro-batch follow one another.
+    """The instructions of some pipes, numbered so that those of one micro-batch follow one another.
 
     Attributes:
         tasks: Number -> instruction.

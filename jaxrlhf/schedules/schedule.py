@@ -86,7 +86,7 @@ def forward_only(
 
 
 def bubble_warning(stages: int, chunks: int, micro_batches: int) -> str | None:
-    """A warning of fewer micro-batches than stages: how long the nodes wait if a backward takes two forwards."""
+    """A warning of fewer micro-batches than stages: the waiting time of nodes if a backward takes two forwards."""
     if micro_batches >= stages:
         return None
     fraction = bubble_fraction(interleaved_1f1b(stages, chunks, micro_batches))

@@ -83,7 +83,7 @@ def heads(order, first, before, after, node, latency, finish, sequence, place, c
 
 
 def tails(order, first, after, node, latency, sequence, position, tail):
-    """Computes how long it takes from the start of each task to the end of all that waits for it."""
+    """Computes the time from the start of each task to the end of all tasks that wait for it."""
     for index in range(len(sequence) - 1, -1, -1):
         task = sequence[index]
         rest = 0

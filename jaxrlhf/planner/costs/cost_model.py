@@ -68,7 +68,7 @@ MeasuredPass = Callable[[ModelCall, Phase, Strategy, float], PassSeconds | None]
 """Measured seconds of a pass, from the call, its phase, its strategy, and the rows of a micro-batch on each row shard.
 All row shards work at the same time. None if nothing similar was measured."""
 MeasuredUpdate = Callable[[ModelCall, Strategy], UpdateSeconds | None]
-"""Measured seconds of an update beside its passes. None if nothing similar was measured."""
+"""Measured seconds of an update without its passes. None if nothing similar was measured."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -120,7 +120,7 @@ def _pass_work(call: ModelCall, phase: Phase, *, tensor: int, fsdp: int, remat: 
     head = model.vocab_size if model.head != "scalar" else 1
     head_weights = model.hidden_size * head / tensor
     embedding_weights = model.hidden_size * model.vocab_size / tensor
-    # gathered, again where a layer is computed anew, and the gradient scattered
+    # gathered, again if a layer is recomputed, and the gradient scattered
     moved = {"none": 2.0, "dots": 3.0, "layer": 3.0}[remat] if phase == "gradient" else 1.0
     passes = {"forward": 1.0, "prefill": 1.0, "gradient": 2.0 + (times - 3.0)}[phase]
     layer = Work(

@@ -1,4 +1,4 @@
-"""Two train calls as one fused pipeline: whether a plan may fuse them, on which devices, and in which order they run.
+"""Fusion of two train calls into one pipeline: the conditions, the devices, and the order in which they run.
 
 Every data-parallel group of either call is a pipe over nodes: the devices of one stage of the call whose stages have
 more of them. Groups that share nodes are scheduled together, the second call's in the opposite direction.

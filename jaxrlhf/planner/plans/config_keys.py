@@ -12,7 +12,7 @@ class RowCountKeys:
     part: str = ""
     """`the evaluation`."""
     rows: str = "batch_size"
-    """The key that sets how many rows the part is given."""
+    """The key that sets the number of rows of the part."""
     counts: Mapping[int, str] = dataclasses.field(default_factory=dict)
     """A number of rows -> the key that sets it, if that is another one."""
     settings: Any = None

@@ -52,7 +52,7 @@ _TEMPERATURES = 32
 _DESCENTS = 4
 """Plans at a time whose neighbors are all looked at."""
 _RIVALS = 16
-"""Plans that are stored, of those that fit and of those that do not."""
+"""The most plans that are stored, of those that fit and, again, of those that do not."""
 _RUNNERS_UP = 5
 """Plans of each sort that are reported."""
 

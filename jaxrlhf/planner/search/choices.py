@@ -228,7 +228,7 @@ class _Maker:
         raise PlanError("heuristic: all calls must have degrees over the same devices. Got none. Use another strategy.")
 
     def usual(self, call: ModelCall, mesh: range, degrees: Strategy) -> list[Choice]:
-        """All choices of given degrees that fit, but those that another beats in seconds and memory.
+        """All choices of given degrees that fit, except those that another beats in seconds and memory.
 
         Raises:
             NoRoomError: There is none.

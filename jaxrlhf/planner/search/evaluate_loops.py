@@ -51,7 +51,7 @@ class Work(NamedTuple):
     waits: Any
     """[call]: tasks that it waits for in a late iteration; and for each lag, how many more than in an early one."""
     missing: Any
-    """[iteration, call]: of the tasks that it waits for, those that have not been given their time."""
+    """[iteration, call]: the number of tasks that it waits for and that have no start time yet."""
     arrived: Any
     """[iteration, call]: when the last of the others ends."""
     reached: Any
@@ -250,7 +250,7 @@ def _settled(work, last, num_slots, num_tasks):
 
 
 def _add_ready(work, count, since, place, length, partner):
-    """Adds a task to those that are ready. Returns their number."""
+    """Adds a task to the ready ones. Returns the number of these."""
     work.ready[count] = since
     work.place[count] = place
     work.length[count] = length
@@ -259,7 +259,7 @@ def _add_ready(work, count, since, place, length, partner):
 
 
 def _add_reached(work, count, entry, later):
-    """Adds an entry to those that have one task less to wait for. Returns their number."""
+    """Adds an entry to those that wait for one task less. Returns the number of these."""
     work.reached[count] = entry
     work.later[count] = later
     return count + 1

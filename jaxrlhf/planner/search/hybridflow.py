@@ -1,4 +1,4 @@
-"""HybridFlow's mapping: which sets of weights share devices, how many devices they get, and how each call runs there.
+"""HybridFlow's mapping: the sets of weights that share devices, the sizes of these, and the strategy of each call.
 `hybridflow` is the best of all mappings, `standalone` and `split` are the best of those that people make by hand.
 
 All groupings of the sets are tried (15 for the four of PPO), with all numbers of devices that the groups can have. The

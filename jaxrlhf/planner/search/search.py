@@ -53,7 +53,7 @@ def search(
 
 
 def default_steps(problem: Problem, *, compiled: bool = True) -> int:
-    """Plans that the chains of a search look at, if the caller does not say how many."""
+    """The default number of plans that the chains of a search look at."""
     pairs = math.comb(max(2, len(problem.calls)), 2)
     return pairs * (STEPS if compiled else STEPS_IN_PYTHON)
 

@@ -30,7 +30,7 @@ class StepOrder:
     """Dependencies of calls, which are known by their positions in the problem."""
 
     waits: tuple[Wait, ...]
-    """In the order of the calls that wait, and then of those that they wait for."""
+    """Sorted by the call that waits, and then by the call that it waits for."""
     homes: tuple[int | None, ...]
     """Call -> the train call that its set of weights rests with; None if the set never changes."""
     made_by: tuple[tuple[int, int] | None, ...]
