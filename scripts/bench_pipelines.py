@@ -1,4 +1,4 @@
-"""What a train call takes over the stages of a pipeline: memory of a device, from compiled programs, and seconds.
+"""Memory, from compiled programs, and seconds of a train call over the stages of a pipeline.
 
     python scripts/bench_pipelines.py                           # on eight virtual devices of this processor
     python scripts/bench_pipelines.py --platform auto --size 1b --stages 1 2 4 8      # on the GPUs that there are
@@ -149,11 +149,11 @@ class StageMemory:
     """Master weights."""
     optimizer: int
     gradients: int
-    """What the backwards add to."""
+    """Accumulated gradients."""
     kept: int
-    """Of micro-batches between their forwards and backwards, at most at a time."""
+    """Stage inputs and residuals of all micro-batches that are in flight at a time, at most."""
     working: int
-    """What the largest program of the stage takes beside what it is given."""
+    """The most that a program of the stage takes beside its arguments."""
 
     @property
     def total(self) -> int:
@@ -200,7 +200,7 @@ def _kept(programs: TrainPrograms, schedule: Schedule, node: int) -> int:
 
 
 def _kept_of(programs: TrainPrograms, stage: int) -> int:
-    """What a virtual stage keeps of a micro-batch."""
+    """Bytes of a virtual stage's input and residuals of a micro-batch."""
     given = _size(programs.forward(0, stage - 1, 0).outputs[0]) if stage else 0  # tokens are few bytes
     last = stage == programs.num_stages - 1
     return given + (0 if last else _size(programs.forward(0, stage, 0).outputs[1]))

@@ -65,7 +65,7 @@ WEIGHTS = {
     "down": ((2816, 1024), ("mlp", "embed")),
     "norm": ((1024,), ("norm",)),
 }
-"""Of a layer: shape and logical axes. 31 MB in float32."""
+"""Weights of a layer: shape and logical axes. 31 MB in float32."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -200,7 +200,7 @@ def memory(field: str) -> int:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """As in docs/performance.md."""
+    """The rows as a table in Markdown, as in docs/performance.md."""
     lines = [
         "| Layouts | Between devices | reallocate: least, median, first | device_put | Extra memory, each |",
         "| --- | --- | --- | --- | --- |",

@@ -46,7 +46,7 @@ NAMES = {8: ("33B", "13B"), 16: ("65B", "33B")}
 
 
 def cpu_seconds() -> float:
-    """Of this process and those that it has waited for: unlike the clock, hardly longer beside other work."""
+    """CPU seconds of this process and of the children that it has waited for, which hardly depend on other load."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(each.ru_utime + each.ru_stime for each in used)
 

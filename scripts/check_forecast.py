@@ -60,7 +60,7 @@ WITHIN = 0.2
 LONG_SECONDS = 0.05
 """Shorter calls are shown, and not judged."""
 APART, RIGHT = 1.2, 0.8
-"""How many times as long the slower of a pair takes, as predicted; in how many of them that must be so."""
+"""The predicted ratio of seconds above which two plans make a pair; the fraction of pairs whose order must be right."""
 
 CALLS = ("generate", "infer", "train", "compute")
 """Kinds of events that keep devices busy. Copies go on beside them."""
@@ -177,7 +177,7 @@ def step_row(forecast: Mapping[str, CallSeconds], took: Timing) -> dict[str, Any
 
 
 def is_out(row: Mapping[str, Any]) -> bool:
-    """Whether a call that is judged is out by too much."""
+    """True if the prediction of a call that is judged is too far off."""
     return row["judged"] and abs(row["predicted ms"] / row["alone ms"] - 1) > WITHIN
 
 
@@ -221,7 +221,7 @@ def drawn_plans(
 
 
 def step_timing(noted: Sequence[tuple[Event, float, float]]) -> Timing:
-    """How long a step takes, from the end of the one before it."""
+    """Seconds of a step, from the end of the one before it."""
     by_step: dict[int, list[tuple[Event, float, float]]] = {}
     for event in noted:
         by_step.setdefault(event[0].step, []).append(event)

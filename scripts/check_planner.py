@@ -52,10 +52,10 @@ from scripts.planner_cases import NAMED, Case, Machines, random_cases, small_cas
 SEARCH, MAPPINGS, OTHERS = "search", ("colocate", "standalone", "split"), ("heuristic",)
 STRATEGIES = (SEARCH, "hybridflow", *MAPPINGS, *OTHERS)
 WITHIN = 0.02
-"""How much slower `search` may be than another plan: it does not look at all plans of large problems."""
+"""Fraction by which `search` may be slower than another plan: it does not look at all plans of large problems."""
 MONOTONE = 0.01
-"""How much slower a plan may get with more of something. Not zero: Algorithm 1 takes calls as they get ready, and a
-shorter transfer may let another call ahead."""
+"""Fraction by which a plan may be slower with more of a resource. Not zero: Algorithm 1 takes calls as they get ready,
+and a shorter transfer may let another call ahead."""
 SAME = 1e-6
 """Rounding of seconds that are computed twice."""
 MEMORY = (0.7, 0.8, 0.9, 1.0)
@@ -68,20 +68,20 @@ SECONDS_OF_128, SECONDS_OF_512 = 14.0, 60.0
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a strategy makes of a case."""
+    """The plan of a strategy for a case."""
 
     strategy: str
     seconds: float
-    """Of an iteration; infinite where it has no plan that fits."""
+    """Seconds of an iteration; infinite if no plan fits."""
     cpu_seconds: float
-    """Of looking for the plan, what it may be chosen from included."""
+    """CPU seconds of the search for the plan, including the choices."""
     why_not: str = ""
     problem: Problem | None = None
     result: SearchResult | None = None
 
     @property
     def devices(self) -> set[range]:
-        """Of its calls."""
+        """The devices of its calls."""
         if self.problem is None or self.result is None:
             return set()
         return {call.choices[k].devices for call, k in zip(self.problem.calls, self.result.plan, strict=True)}
@@ -175,7 +175,7 @@ def never_slower(less: Outcome, more: Outcome, *, what: str, tolerance: float = 
 
 @dataclasses.dataclass
 class Report:
-    """What was found of cases, told as it is found."""
+    """Findings on the cases, printed as they are made."""
 
     folder: Path
     """Descriptions of machines are written to it."""

@@ -168,7 +168,7 @@ def disturb(
 
 
 def part(folder: Path) -> str:
-    """What the run is doing."""
+    """The part of the run that is under way, such as "checkpoint"."""
     if any(folder.glob("runs/recovery-*/checkpoints/*/*.orbax-checkpoint-tmp*")):
         return "checkpoint"
     return (folder / "part").read_text()
@@ -196,7 +196,7 @@ def train_noting_parts(folder: Path) -> int:
 
 
 def results(folder: Path) -> dict[str, Any]:
-    """What a run left, without the times."""
+    """The results of a run, without the times."""
 
     (run,) = (path for path in (folder / "runs").iterdir() if not path.is_symlink() and (path / "config.yaml").exists())
     metrics = [without_times(record) for record in read_json_lines(run / "metrics.jsonl")]
@@ -211,7 +211,7 @@ def results(folder: Path) -> dict[str, Any]:
 
 
 def compare(whole: dict[str, Any], disturbed: dict[str, Any], num_steps: int) -> list[str]:
-    """What differs, and what is wrong with the prompts of the disturbed run."""
+    """The differences between two runs, and what is wrong with the prompts of the disturbed one."""
     differences = [f"{name} differ" for name in whole if whole[name] != disturbed[name]]
     steps = [record["step"] for record in disturbed["metrics"] if "actor/pg_loss" in record]
     if steps != list(range(1, num_steps + 1)):

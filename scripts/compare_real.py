@@ -90,10 +90,10 @@ COEFFICIENTS = {
     "half_dim": 200.0,
     "step_seconds": 2.5e-3,
 }
-"""What is fitted -> the value that is assumed at first: what large products, copies and NCCL usually reach; kernels of
-an unfused decoder; a Python loop with sampling between decoding steps."""
+"""Fitted coefficient -> its initial value: what large products, copies and NCCL usually reach; kernels of an unfused
+decoder; a Python loop with sampling between decoding steps."""
 HELD = 0.3
-"""How much a coefficient that is off by a factor of e counts beside a row that is."""
+"""Weight of a coefficient that is off by a factor of e, relative to a row that is."""
 
 
 def workload() -> Workload:

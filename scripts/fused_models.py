@@ -24,7 +24,7 @@ parameters on 8 stages, 65B and 33B on 16."""
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """How a model is trained by itself.
+    """The strategy and the costs of a model that is trained by itself.
 
     Attributes:
         data: Data-parallel degree: how many pipeline groups there are.
@@ -170,7 +170,7 @@ def shallow_serial_latency(pipes: Sequence[Pipe]) -> float:
 
 
 def _in_pairs(latency: PerStage) -> PerStage:
-    """Of every two stages together."""
+    """Sums over every two stages."""
     if not isinstance(latency, tuple):
         return 2 * latency
     return tuple(sum(latency[i : i + 2]) for i in range(0, len(latency), 2))

@@ -36,7 +36,7 @@ WORK = 300_000_000
 """Moves of a round of annealing times instructions, where nobody says how many moves; but no more than MOVES."""
 MOVES = 200_000
 _SLIM = 5
-"""How many times as many moves the round for memory has, most of which cost next to nothing."""
+"""Factor of the moves in the round for memory, most of which cost next to nothing."""
 _CAPS = (1.6, math.inf, 2.0, 1.3)
 """The memory that orders to start from may take, in peaks of serial 1F1B, beside the cap. Seeds take them in turn."""
 _SLACKS = (1.05, 1.15, 1.4)

@@ -37,7 +37,7 @@ class Least:
 
     seconds: float
     plans: int
-    """How many there are."""
+    """The number of plans."""
     placements: dict[str, Placement]
     offload: frozenset[str]
 

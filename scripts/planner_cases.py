@@ -27,9 +27,9 @@ class Machines:
     devices_per_node: int
     kind: str
     memory: float = 1.0
-    """How many times the memory that a plan may fill."""
+    """Factor of the memory that a plan may fill."""
     links: float = 1.0
-    """How many times as fast links and networks are."""
+    """Factor of the bandwidth of links and networks."""
 
     @property
     def num_devices(self) -> int:
@@ -41,7 +41,7 @@ class Machines:
         return f"{self.nodes}x{self.devices_per_node}:{self.kind}{memory}{links}"
 
     def text(self, folder: Path) -> str:
-        """What `--cluster` is given. Of a kind that is not known, the description is written to a folder."""
+        """The value of `--cluster`. The description of an unknown kind is written to a folder."""
         if self.memory == self.links == 1:
             return str(self)
         base = kinds()[self.kind]
@@ -70,7 +70,7 @@ class Case:
     name: str
     config: str
     values: tuple[str, ...]
-    """Of the config, `a.b=c`."""
+    """Values of the config to override, `a.b=c`."""
     machines: Machines
     prompt: int
     response: int | None = None
@@ -136,7 +136,7 @@ _ALGORITHMS = ("ppo", "grpo", "safe_rlhf", "ppo", "remax")
 _SIZES = ((1, 4), (1, 8), (2, 8), (3, 8), (4, 8), (6, 8), (8, 8), (12, 8), (16, 8))
 """Nodes and devices of each."""
 _BYTES_TRAINED, _BYTES_READ = 18, 2
-"""Of a parameter: master weights, moments, gradients and a copy to compute with; that copy alone."""
+"""Bytes of a parameter: master weights, moments, gradients and a copy to compute with; that copy alone."""
 
 
 def random_cases(number: int, seed: int, *, most_devices: int = 128, most_billions: float = 71) -> list[Case]:

@@ -16,7 +16,7 @@ _SHADES = (
     (("#b6d7a8", "#d9ead3"), ("#38761d", "#6aa84f")),
     (("#f9cb9c", "#fce5cd"), ("#b45f06", "#e69138")),
 )
-"""Of each model: forwards and backwards, each in two shades for its pipeline groups in turn."""
+"""Colors of each model: of forwards and of backwards, each in two shades for its pipeline groups in turn."""
 _MAX_NUMBERED = 320
 """With more instructions than this on a node there is no room for the numbers of micro-batches."""
 

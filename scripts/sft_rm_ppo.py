@@ -75,7 +75,7 @@ def command(stage: str, options: argparse.Namespace) -> list[str]:
 
 
 def report(outcomes: Mapping[str, Mapping], seconds: Mapping[str, float]) -> list[str]:
-    """What the stages measured on held-out rows before their first and after their last step, as lines of a table."""
+    """Metrics of the stages on held-out rows before their first and after their last step, as lines of a table."""
     lines = [f"{'On held-out rows':<55}{'before':>10}{'after':>10}"]
     for stage, names in SHOWN.items():
         first, last = (outcomes[stage]["evaluations"][i] for i in (0, -1))

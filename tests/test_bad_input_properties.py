@@ -53,7 +53,7 @@ def folder(tmp_path_factory) -> Iterator[None]:
 
 
 def places(tree: Any, above: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Where something stands in a tree, as keys and positions."""
+    """The paths of all nodes of a tree, as keys and positions."""
     inner = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
     return [place for key, value in inner for place in ((*above, key), *places(value, (*above, key)))]
 

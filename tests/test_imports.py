@@ -40,7 +40,7 @@ ONLY = {
 }
 """Rooms that may import less than all that lies below them."""
 MOST_FILES, MOST_LINES = 25, 4_000
-"""Of a room, so that nobody needs a list to find the way in it."""
+"""The most files and lines of a room, so that one finds the way in it without a list."""
 BY_NAME = {"jaxrlhf.importing", "jaxrlhf.observe.trackers"}
 """Modules that import by a string: a user's own modules, and a tracker that need not be installed."""
 ASKS_FOR_DEVICES = "jaxrlhf.sharding.mesh"

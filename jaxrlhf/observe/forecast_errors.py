@@ -51,7 +51,7 @@ def compare(saved: SavedPlan, records: Sequence[Mapping[str, Any]], *, after: in
 
 
 def _predicted(saved: SavedPlan) -> dict[str, float]:
-    """Predicted seconds of each call, of fused calls together, and of a step. Each fused call has both' in a plan."""
+    """Predicted seconds of each call, of fused calls together, and of a step. In a plan, each fused call has both's."""
     seconds = {name: forecast.seconds for name, forecast in saved.calls.items()}
     if fused := [name for name in saved.plan.fuse if name in seconds]:
         seconds[" + ".join(fused)] = max(seconds.pop(name) for name in fused)

@@ -54,7 +54,7 @@ def test_the_load_of_others_is_a_fraction(monkeypatch):
 
 
 def test_a_load_is_told_from_the_beginning_on(monkeypatch):
-    """Of two processors: idle for 5 of 20 seconds, this process at work for 3; and for 15 more at work alone."""
+    """Two CPU cores: idle for 5 of 20 seconds, this process at work for 3; and for 15 more at work alone."""
     ticks = iter([(100.0, 50.0, 7.0), (120.0, 55.0, 10.0), (135.0, 55.0, 25.0)])
     monkeypatch.setattr(timing_module, "_ticks", lambda: next(ticks))
     monkeypatch.setattr(os, "getloadavg", lambda: (2.5, 1.0, 0.5))

@@ -60,7 +60,7 @@ def test_of_groups_in_one_another_that_with_least_room(tmp_path):
 
 @pytest.mark.parametrize("folder", ["docker/c0ffee", ""])
 def test_the_limit_of_a_container_of_version_1(tmp_path, folder):
-    """Which may see its group under the machine's path, or at the top."""
+    """Such a container may see its group under the machine's path, or at the top."""
     files = group(f"sys/fs/cgroup/memory/{folder}", 8 * GIB, 5 * GIB, 2 * GIB, version=1)
     cgroup = "9:cpu,cpuacct:/docker/c0ffee\n4:memory:/docker/c0ffee\n0::/\n"
     assert host_memory(machine(tmp_path, cgroup=cgroup, files=files)) == 6 * GIB

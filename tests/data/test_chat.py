@@ -60,7 +60,7 @@ TALK = [
 
 
 def render(template, messages, **special_tokens):
-    """As the process that renders does, in this one."""
+    """Renders messages in this process, as the rendering process does."""
     return chat_rendering.render(chat_rendering.compile_template(template, "2024-07-26"), messages, special_tokens)
 
 

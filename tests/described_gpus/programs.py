@@ -67,7 +67,7 @@ MARK, CONTROL = "##", "copied onto every device"
 
 
 def in_one_piece() -> dict[str, tuple[DescribedCall, Strategy]]:
-    """Of every kind of call and of every head, in layouts that between them have all axes."""
+    """Calls of every kind and with every head, in layouts that between them have all mesh axes."""
 
     def call(kind: str, head: Any = "lm", method: str = "", lora: LoRAConfig | None = None) -> DescribedCall:
         model = dataclasses.replace(MODEL, head=head)
@@ -135,7 +135,7 @@ def trained_by_stages(call: DescribedCall, compiled: Compile) -> dict[str, Stage
     first, last = (programs.groups[0].stage(stage) for stage in (0, 1))
 
     def rows(x: jax.ShapeDtypeStruct, stage: Layout) -> jax.ShapeDtypeStruct:
-        """Those of one group, of the two that an array has."""
+        """The rows of one of the two groups of an array."""
         return jax.ShapeDtypeStruct((x.shape[0] // 2, *x.shape[1:]), x.dtype, sharding=stage.rows)
 
     ((dealt, _),) = compiled(programs.deal(1), whole(layout, (3,), jnp.uint32), arrays, whole(layout, (), jnp.int32))
@@ -168,7 +168,7 @@ def trained_by_stages(call: DescribedCall, compiled: Compile) -> dict[str, Stage
 
 
 def reallocation() -> jax.stages.Lowered:
-    """Of weights in bfloat16, from four devices where they are trained to four others where they generate."""
+    """Lowers a reallocation of bfloat16 weights, from four devices that train to four others that generate."""
     layouts = (
         Layout.over((0, 1, 2, 3), Strategy(fsdp=2, tensor=2)),
         Layout.over((4, 5, 6, 7), Strategy(data=2, tensor=2)),
@@ -272,7 +272,7 @@ def wide_gathers(module: Module) -> list[str]:
 
 
 def instructions(module: Module, name: str) -> Iterator[Instruction]:
-    """Those of a computation and of all that it calls, but for what fusions do inside."""
+    """The instructions of a computation and of all that it calls, except those inside fusions."""
     for instruction in module.computations[name].instructions:
         yield instruction
         if instruction.op in ("while", "call", "conditional"):

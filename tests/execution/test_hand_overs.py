@@ -146,7 +146,7 @@ def test_one_at_a_time_nothing_is_sent_ahead(apart, monkeypatch):
 
 
 def test_a_run_whose_moves_are_all_exchange_programs_gives_the_same(apart, monkeypatch):
-    """As between processes and GPUs, where weights, rows and outputs go through programs over both layouts."""
+    """Between processes and GPUs, weights, rows and outputs go through programs over both layouts."""
     assembly, ways = apart(ACROSS_SHARDS), set()
     plain = run(assembly)
 

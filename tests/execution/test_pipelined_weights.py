@@ -44,7 +44,7 @@ ADAPTED = {"actor": ModelRole(MODEL, OptimizerConfig(), 1, lora=LORA, base="acto
 
 @functools.cache
 def first_numbers(kind):
-    """Of a set: noise, also where a model starts with zeros or ones."""
+    """The first weights of a set: noise, also where a model starts with zeros or ones."""
     leaves, structure = jax.tree.flatten(kind.abstract())
     rng = np.random.default_rng(0)
     return structure.unflatten([rng.normal(size=x.shape).astype(np.float32) for x in leaves])

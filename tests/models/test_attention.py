@@ -38,7 +38,7 @@ def seen_by(mask_T: Any, column: int) -> np.ndarray:
 
 
 def attention_in_a_loop(q_Hh: Any, k_TKh: Any, v_TKh: Any, seen: Any) -> np.ndarray:
-    """Of one query position; query head i looks at key-value head i // (H / K)."""
+    """Attention of one query position; query head i attends to key-value head i // (H / K)."""
     H = q_Hh.shape[0]
     outputs = np.zeros((H, h))
     for head in range(H):

@@ -151,7 +151,7 @@ def nested_jaxprs(value: Any) -> list[Any]:
 
 
 def shapes_in(jaxpr: Any) -> set[tuple[int, ...]]:
-    """Of every array that a program makes, those in loops and checkpoints included."""
+    """The shapes of all arrays that a program makes, those in loops and checkpoints included."""
     shapes = {tuple(var.aval.shape) for eqn in jaxpr.eqns for var in eqn.outvars}
     inside = [inner for eqn in jaxpr.eqns for x in eqn.params.values() for inner in nested_jaxprs(x)]
     return shapes.union(*map(shapes_in, inside))

@@ -91,7 +91,7 @@ def test_it_ends_when_all_have_finished():
 
 
 def test_every_tick_sends_once():
-    """As the cost model counts it: one tick less than two rounds for prompts, the first tokens, a round of decoding."""
+    """As the cost model counts: one tick less than two rounds for prompts, the first tokens, a round of decoding."""
     _, _, program = long_rollout()
     once = count(program).by_label(rounds=1)
 

@@ -31,7 +31,7 @@ def forward(params, tokens_BT, mask_BT, config: ModelConfig = FULL, first: int =
 
 @functools.partial(jax.jit, static_argnames=("config", "remat"))
 def gradient(params, tokens_BT, mask_BT, weight_BTD, config: ModelConfig = FULL, remat: Any = "none"):
-    """Of a weighted sum of the outputs, by the weights."""
+    """The gradient of a weighted sum of the outputs with respect to the weights."""
 
     def weighted_sum(params):
         return (hidden_states(params, tokens_BT, mask_BT, config, LAYOUT, remat=remat) * weight_BTD).sum()

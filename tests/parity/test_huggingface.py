@@ -342,7 +342,7 @@ def test_several_weight_files(tmp_path: Path) -> None:
 
 
 def test_weight_files_lie_in_their_folder_or_are_links_there(tmp_path: Path) -> None:
-    """As huggingface_hub's cache has them: snapshots/<commit>/model.safetensors -> ../../blobs/<checksum>."""
+    """Links as in huggingface_hub's cache: snapshots/<commit>/model.safetensors -> ../../blobs/<checksum>."""
     blobs, folder = tmp_path / "blobs", tmp_path / "snapshots" / "commit"
     save_params(init_params(SMALL, jax.random.key(0)), SMALL, folder, dtype="float32")
     whole = load_params(folder, SMALL)

@@ -172,7 +172,7 @@ def loss_of(config: ModelConfig, layout: Layout) -> Any:
 
 
 def assert_same(got: Any, expected: Any, *, rtol: float, atol: float) -> None:
-    """That arrays hold, wherever this process has parts of them, what others hold whole on one device.
+    """Asserts that the parts of arrays in this process equal those of others that are whole on one device.
 
     Tolerances are relative to the largest number of an array.
     """

@@ -116,4 +116,4 @@ PAIRS = [
     ("three", "all_three"),
     ("upper", "another"),
 ]
-"""Of every kind: other splits, other orders, subsets, supersets, disjoint and overlapping devices."""
+"""Pairs of layouts of every kind: other splits, other orders, subsets, supersets, disjoint and overlapping devices."""

@@ -132,7 +132,7 @@ def test_a_slow_reward_holds_up_nobody_who_does_not_need_it(load):
 
 
 def test_one_at_a_time_no_call_runs_beside_another(load):
-    """As calls are measured where all devices share a processor."""
+    """Calls are measured so where all devices share a CPU."""
     slow = ["roles.digits.function=digits.py:slow", "roles.reward={weighted_sum: {digits: 1, taste: 1}}"]
     assembly, timeline = assemble(load("evaluation=null", *slow), 8), Timeline()
     taken = run_steps(assembly, assembly.train.plan, 1, timeline=timeline, one_at_a_time=True)

@@ -61,7 +61,7 @@ def compile_gradient(remat: Remat) -> jax.stages.Compiled:
 
 
 def is_part_of_a_weight(shape: hlo.Shape) -> bool:
-    """Of a weight, its gradient, or either transposed."""
+    """True for a part of a weight, of its gradient, or of either transposed."""
     return any(
         len(dims) == len(shape.dims) and all(whole % part == 0 for whole, part in zip(dims, shape.dims, strict=True))
         for weight in WEIGHTS

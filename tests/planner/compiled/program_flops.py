@@ -8,9 +8,9 @@ from jaxrlhf.models.config import ModelConfig
 def program_flops(
     config: ModelConfig, *, rows: int, columns: int, scored: int, attention: str, gradient: bool = False
 ) -> int:
-    """Those of a forward pass, or of a forward and a backward pass that computes nothing anew. Pairs of a query and a
-    key that the mask hides are among them. The backward pass of cuDNN's attention has five products for the two of its
-    forward pass, since it keeps no scores."""
+    """Operations of a forward pass, or of a forward and a backward pass that recomputes nothing. Pairs of a query and a
+    key that the mask hides are counted. The backward pass of cuDNN's attention has five products for the two of its
+    forward pass, since it saves no scores."""
 
     def pairs(queries: int) -> int:
         if attention == "cudnn":

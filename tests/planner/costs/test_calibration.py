@@ -60,7 +60,7 @@ def curve(*points):
 
 
 def parts(seconds):
-    """Of a layer, and of the rest."""
+    """Seconds of a layer and of the rest, to compare with."""
     return pytest.approx(dataclasses.astuple(seconds))
 
 

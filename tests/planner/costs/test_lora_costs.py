@@ -25,7 +25,7 @@ SEVEN = ModelConfig(**PRESETS["7b"])
 
 
 def compiled_flops(call: ModelCall, strategy: Strategy) -> float:
-    """Of a row on one device, in the program that runs."""
+    """Operations per row of the compiled program."""
     layout = Layout.over(tuple(range(strategy.num_devices)), strategy)
     program = call_program(call.require_described(), layout, num_layers=call.model.num_layers, rows=call.rows)
     return count(program.lower().compile().as_text()).total(rounds=0).flops / call.rows

@@ -117,7 +117,7 @@ def test_working_memory_is_near_what_is_compiled(name, rows, strategy):
     ids=str,
 )
 def test_programs_of_a_cpu_are_counted_as_they_are_compiled(name, strategy):
-    """Of a model that outnumbers its activations: whole weights, the gradients of copies, and a tied embedding."""
+    """A model with more weights than activations: whole weights, the gradients of copies, and a tied embedding."""
     model = dataclasses.replace(TINY, hidden_size=64, intermediate_size=256, vocab_size=4096, num_layers=2)
     step = ppo(model, rows=4)
     call = dataclasses.replace(step.workload.call(name), mini_batches=1, epochs=1)

@@ -97,7 +97,7 @@ def test_the_second_goes_over_the_nodes_of_the_first_the_other_way():
 
 
 def test_stages_of_fewer_devices_are_merged():
-    """Of stages with one device beside stages with two, two become one."""
+    """Two stages with one device become one beside stages with two devices."""
     narrow = over(8, pipeline=4, data=2, micro_batches=2)
     wide = over(8, pipeline=2, data=2, tensor=2)
     assert stages_per_node(narrow.strategy, wide.strategy) == (2, 1)

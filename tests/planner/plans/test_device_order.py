@@ -62,7 +62,7 @@ def test_an_order_that_was_chosen_stays():
 
 
 def test_a_graph_that_trains_nothing_takes_the_order_of_the_step():
-    """As an evaluation does."""
+    """An evaluation is such a graph."""
     generate = Placement(EIGHT, Strategy(data=4, tensor=2))
     plan = Plan({call.plan_name: generate for call in GRAPH.calls if call.kind != "host"})
     trained = {"actor": Placement(EIGHT, Strategy(tensor=8))}

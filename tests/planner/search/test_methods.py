@@ -86,7 +86,7 @@ def test_leaner_choices_are_taken_where_the_fastest_do_not_fit():
 
 
 def test_where_rows_do_not_divide_over_all_nodes_plans_are_on_as_many_as_they_do():
-    """As those of training do: four layers over three nodes, and not over five."""
+    """Nor on more nodes than a model has layers: four layers go over three nodes, and not over five."""
     given = Placement((0, 1), Strategy(tensor=2))
     step = ppo(rows=32, mini_batches=2)
     fixed = {"reference.logprobs": given}

@@ -18,7 +18,7 @@ CHOICE = Choice(0, 2, Strategy(data=2), 2.0, resting=10, working=5)
 
 
 def kept(*choices: Choice, table: list[float] | None = None) -> tuple[int, ...]:
-    """Of the choices of a call whose outputs another one needs."""
+    """The choices that are kept of a call whose outputs another one needs."""
     first = CallChoices("a.scores", "infer", "a", "a", False, (), choices)
     second = CallChoices("b.scores", "infer", "b", "b", False, ("a.scores",), (CHOICE,))
     column = np.zeros((len(choices), 1)) if table is None else np.array(table)[:, None]

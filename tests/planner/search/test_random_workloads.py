@@ -37,7 +37,7 @@ SMALL = small_cases(1, SEED)
 
 @pytest.fixture
 def report(tmp_path, monkeypatch) -> Report:
-    """Of searches that are a tenth as long, as there are many."""
+    """A report on searches that are a tenth as long, since there are many."""
     monkeypatch.setattr(search, "STEPS", search.STEPS // 10)
     return Report(tmp_path, SEED)
 
