@@ -25,6 +25,7 @@ import beartype
 import hypothesis
 import jax
 import jaxtyping
+import pytest
 
 CACHE = pathlib.Path(__file__).parent.parent / ".cache" / "compilations"
 
@@ -59,6 +60,13 @@ jaxtyping.install_import_hook(CHECKED_ROOMS, f"{__name__}.check_function")
 
 
 garbage.collect_rarely()
+
+LONGEST = ("invariance", "end_to_end")
+"""Folders whose tests come first: a long one at the end of the suite would run beside an idle worker."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.parent.name not in LONGEST)
 
 
 def pytest_collection_finish() -> None:
