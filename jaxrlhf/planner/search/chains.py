@@ -46,8 +46,9 @@ WAYS = (
     _Way("rival", first=0.02, last=0.001, cost_of_lack=1.0),
 )
 """One for each chain."""
-_ROUND = 2_000
-"""Steps in which a chain cools down once."""
+_ROUNDS = (2_000, 8_000, 32_000)
+"""Steps in which a chain cools down: in its first round, its second, its third, and again from the first. Short rounds
+begin at more plans, long ones find what takes several steps that only help together."""
 _TEMPERATURES = 32
 _DESCENTS = 4
 """Plans at a time whose neighbors are all looked at."""
@@ -102,10 +103,10 @@ class Chains:
         numbers = [chance.getrandbits(32) or 1 for _ in range(chains)]
         table = self._integers(int(math.exp(-b / PER_UNIT) * 2**32) for b in range(BUCKETS))
         before, capacity = self._integers([0] * len(self._problem.calls)), max(1, min(self._problem.capacity))
-        length = max(1, min(_ROUND, steps // (4 * chains)))
         taken = turn = 0
         while taken < steps and not (turn and self._time_is_up()):
-            chain, length = turn % chains, min(length, steps - taken)
+            chain, longest = turn % chains, max(1, steps // (4 * chains))
+            length = min(_ROUNDS[turn // chains % len(_ROUNDS)], longest, steps - taken)
             way = WAYS[chain]
             if turn >= chains:
                 plans[chain] = self._beginning(way, plans[chain], chance)
