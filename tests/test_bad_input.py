@@ -285,13 +285,10 @@ def test_without_anything_wrong_it_passes(folder, capsys):
     ("body", "message"),
     [
         ("return 1 / 0", r"^Reward 'exact': must not raise\. Got ZeroDivisionError: division by zero, at"),
-        ("return [1.0]", r"^Reward 'exact': must return one number for each of 2 completions\. Got 1\.$"),
-        ("return None", r"^Reward 'exact': must return a list of 2 numbers\. Got None\.$"),
-        ("return [1.0, float('nan')]", r"^Reward 'exact': must return finite numbers\. Got nan at index 1 for prompt"),
-        ("return ['1', '2']", r"must return finite numbers\. Got '1' at index 0 for prompt '\d\+\d=', completion"),
+        ("return [1.0, float('nan')]", r"must return finite .* Got nan at index 1 for prompt '\d\+\d=', completion"),
         ("while True: pass", r"^Reward 'exact': must return within 0\.2 seconds for 2 completions\. .*timeout_seconds"),
     ],
-    ids=["raises", "wrong count", "nothing", "not a number", "text", "hangs"],
+    ids=["raises", "not a number", "hangs"],
 )  # fmt: skip
 def test_what_a_reward_function_gets_wrong(body, message, folder):
     stop_after = "import time; end = time.time() + 2\n    " if "while" in body else ""

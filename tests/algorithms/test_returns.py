@@ -53,14 +53,6 @@ def test_gae_by_hand():
     np.testing.assert_allclose(returns_BT, [[6.5, 0.0, 2.0, 0.0]])
 
 
-def test_lambda_one_gives_the_reward_to_go_whatever_the_values():
-    rng = np.random.default_rng(1)
-    rewards_BT, values_BT = (jnp.asarray(rng.normal(size=SHAPE), jnp.float32) for _ in range(2))
-    mask_BT = jnp.asarray(rng.random(SHAPE) < 0.7)
-    _, returns_BT = gae(rewards_BT, values_BT, mask_BT, discount=0.9, gae_lambda=1.0)
-    np.testing.assert_allclose(returns_BT, discounted_sum(rewards_BT, mask_BT, discount=0.9), rtol=1e-4, atol=1e-5)
-
-
 def test_masked_tokens_are_not_read():
     rng = np.random.default_rng(2)
     rewards_BT, values_BT = (jnp.asarray(rng.normal(size=SHAPE), jnp.float32) for _ in range(2))

@@ -97,7 +97,7 @@ def test_what_a_run_cannot_go_on_with_is_said_before_anything_changes(train, who
         "roles.actor.model.hidden_size=64": "differ, first roles/",
         "data={path: other.jsonl, max_prompt_tokens: 8}": "must go on with the data and tokenizer of",
     }.items():
-        status, _, err = train("--set", "warm_start=null", "--set", override, "--resume", str(run))
+        status, _, err = train("--set", "warm_start=null", "--set", "steps=4", "--set", override, "--resume", str(run))
         assert status == 1 and message in err, err
     for path, message in {
         "nowhere": "must be never, auto, the folder of a run or a checkpoint in one. Got '",
@@ -193,11 +193,10 @@ def test_on_another_layout_a_run_goes_on_to_rounding(train, results):
     rates = ("--set", "roles.actor.optimizer.learning_rate=1e-4", "--set", "roles.critic.optimizer.learning_rate=1e-4")
     reward = ("--set", f"roles.reward={{function: '{DIGITS}:share_of_digits'}}", *rates)
     assert train("--set", "steps=4", *reward)[0] == 0
-    whole = results()
-    assert train("--set", "steps=2", *reward)[0] == 0
+    whole, half = results(), Path("runs/latest/checkpoints/steps/2").resolve()
     calls = "{actor.train: {fsdp: 4}, critic.train: {fsdp: 2, devices: '6-7'}}"
     plan = f"plan={{default: {{data: 2, tensor: 2}}, calls: {calls}}}"
-    assert train("--set", "steps=4", "--resume", "runs/latest", "--set", plan, *reward)[0] == 0
+    assert train("--set", "steps=4", "--resume", str(half), "--set", plan, *reward)[0] == 0
     for got, want in zip(results()[2:], whole[2:], strict=True):
         for name in ("actor/pg_loss", "critic/vf_loss", "critic/score/mean", "kl/mean", "actor/grad_norm"):
             assert got[name] == pytest.approx(want[name], rel=1e-5, abs=1e-6), name
