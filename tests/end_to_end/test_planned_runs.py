@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from jaxrlhf.config.reading import dump_yaml
-from jaxrlhf.config.schema import load_run
 from jaxrlhf.observe.metrics import read_metrics
 
 PLAN = (
@@ -97,10 +95,3 @@ def test_balance_is_a_metric(undisturbed):
 def test_plans_that_are_refused(train, override, message):
     status, _, error = train("--dry-run", "--set", override)
     assert status != 0 and message in " ".join(error.split())
-
-
-def test_a_config_with_offload_is_written_as_it_is_read(tmp_path):
-    run = load_run("ppo_arithmetic", ["plan.offload=[reference]"])
-    (tmp_path / "again.yaml").write_text(dump_yaml(run))
-    again = load_run(tmp_path / "again.yaml")
-    assert again == run and again.plan.offload == ("reference",)

@@ -47,6 +47,7 @@ def test_a_run_leaves_everything_behind(train, results):
     assert json.loads((folder / "versions.json").read_text())["jax"]
     samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
     assert {s["split"] for s in samples} == {"train", "held-out"}
+    assert "forecast" not in json.loads((folder / "outcome.json").read_text()), "the plan was not found by a search"
     trace = json.loads((folder / "timeline.json").read_text())["traceEvents"]
     assert {"actor.generate", "critic.train", "reward.scores"} <= {e["name"] for e in trace}
     steps_of = {phase: {e["args"]["step"] for e in trace if e["args"].get("phase") == phase} for phase in

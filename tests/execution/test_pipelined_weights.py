@@ -127,6 +127,8 @@ def test_a_copy_is_the_same_in_every_form(home):
             params, received = store.for_inference(role, layout, layers=layers)
             assert (received is None) == (layout == home)
             assert isinstance(params["layers"], dict) == (layers == "stacked")
+            assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype("bfloat16")}
+            assert devices_of(params) == set(layout.devices)
             assert_same(params, want)
             if layout.is_pipelined:
                 assert_on_stages(params, layout)

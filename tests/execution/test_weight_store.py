@@ -9,7 +9,6 @@ from jaxrlhf.config.schema import AverageConfig, OptimizerConfig
 from jaxrlhf.execution.weight_store import WeightStore
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.lora import LoRAConfig
-from jaxrlhf.models.params import init_params
 from jaxrlhf.programs.roles import ModelRole
 from jaxrlhf.reshard.offload import rests_on_host
 from jaxrlhf.sharding.layout import Layout
@@ -29,21 +28,6 @@ def store():
     for role in ROLES:
         store.initialize(role, TRAIN, jax.random.key(0))
     return store
-
-
-def test_copies_are_in_the_compute_precision_and_in_the_form_that_is_asked_for(store):
-    expected = init_params(MODEL, jax.random.key(0))
-    for role in ROLES:
-        params, moved = store.for_inference(role, GENERATE, layers="list")
-        assert moved is not None
-        assert isinstance(params["layers"], list) and len(params["layers"]) == MODEL.num_layers
-        assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype("bfloat16")}
-        assert {d.id for x in jax.tree.leaves(params) for d in x.devices()} == {4, 5}
-        np.testing.assert_array_equal(
-            np.asarray(params["layers"][1]["query"]), np.asarray(expected["layers"][1]["query"].astype(jnp.bfloat16))
-        )
-        stacked, _ = store.for_inference(role, GENERATE, layers="stacked")
-        assert stacked["layers"]["query"].shape == (2, 16, 16)
 
 
 def test_a_copy_is_made_once_and_dropped_with_its_version(store):
