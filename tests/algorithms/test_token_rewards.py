@@ -34,16 +34,6 @@ def test_last_token_against_a_loop():
     np.testing.assert_array_equal(last_token(jnp.asarray(mask_BR)), want_BR)
 
 
-def test_rewards_of_a_row_add_up_to_its_score_less_its_penalty():
-    rng = np.random.default_rng(1)
-    mask_BR = rng.random((5, 6)) < 0.5
-    mask_BR[:, 2] = True
-    scores_B, kl_BR = rng.normal(size=5).astype(np.float32), rng.normal(size=(5, 6)).astype(np.float32)
-    rewards_BR = token_rewards(*map(jnp.asarray, (scores_B, kl_BR, mask_BR)), kl_coef=jnp.float32(0.3))
-    want_B = scores_B - 0.3 * np.sum(kl_BR * mask_BR, axis=1)
-    np.testing.assert_allclose(np.sum(rewards_BR, axis=1), want_B, rtol=1e-5, atol=1e-6)
-
-
 def test_penalty_then_clip():
     scores_B, finish_B = jnp.array([3.0, 3.0, -1.0, -1.5]), jnp.array([STOP, LENGTH, LENGTH, STOP])
     before = no_moments()

@@ -73,15 +73,6 @@ def test_training_elsewhere_moves_master_weights_and_optimizer(store):
         store.take_for_training("actor", other)
 
 
-def test_a_snapshot_shares_nothing_with_its_role(store):
-    layout, snapshot = store.snapshot("actor")
-    assert layout == TRAIN
-    params, _, _ = store.take_for_training("actor", TRAIN)
-    for leaf in jax.tree.leaves(params):
-        leaf.delete()
-    assert all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(snapshot))
-
-
 def test_state_and_restore(store):
     state = jax.tree.map(jnp.copy, store.state("actor"))
     params, optimizer, _ = store.take_for_training("actor", TRAIN)
@@ -90,15 +81,6 @@ def test_state_and_restore(store):
     assert store.version("actor") == 7
     jax.tree.map(np.testing.assert_array_equal, store.state("actor"), state)
     assert set(store.state("reference")) == {"params"}
-
-
-@pytest.mark.parametrize("role", ROLES)
-def test_the_abstract_state_is_that_of_the_arrays(store, role):
-    def same(abstract, array):
-        assert (abstract.shape, abstract.dtype) == (array.shape, array.dtype)
-        assert abstract.sharding.is_equivalent_to(array.sharding, array.ndim)
-
-    jax.tree.map(same, store.abstract_state(role, TRAIN), store.state(role))
 
 
 def on_host(tree):

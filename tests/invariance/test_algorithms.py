@@ -36,7 +36,7 @@ RUNS: dict[str, dict[str, Any]] = {
 ALL_PLANS = bool(os.environ.get("ALL_PLANS"))
 """Run with ALL_PLANS=1 in the environment: every algorithm under three random plans. Without, two for those that have
 calls of their own, and one of these two for those that are made of the calls of others."""
-OF_THEIR_OWN = ("ppo", "grpo", "dpo", "safe_rlhf")
+OF_THEIR_OWN = ("ppo", "safe_rlhf")
 
 LORA = {"rank": 4, "alpha": 8.0}
 ADAPTED: dict[str, Any] = {
