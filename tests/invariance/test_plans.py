@@ -16,8 +16,9 @@ ALL_PLANS = random_plans(10) if os.environ.get("ALL_PLANS") else {}
 """Run with ALL_PLANS=1 in the environment, in one process and in two: tests/invariance/test_algorithms.py has random
 plans that cost less."""
 PLANS = {
-    "devices the other way round, in micro-batches": "{default: {data: 4, tensor: 2, devices: '7,6,5,4,3,2,1,0', "
-    "micro_batches: 2}, calls: {actor.train: {fsdp: 8, micro_batches: 2}, critic.train: {data: 4, micro_batches: 4}}}",
+    "devices the other way round, in micro-batches and slots": "{default: {data: 4, tensor: 2, devices: "
+    "'7,6,5,4,3,2,1,0', micro_batches: 2}, calls: {actor.generate: {data: 2, tensor: 2, slots: 5}, actor.train: "
+    "{fsdp: 8, micro_batches: 2}, critic.train: {data: 4, micro_batches: 4}}}",
     **ALL_PLANS,
 }
 APART_AND_ACROSS = (
@@ -33,8 +34,8 @@ STAGES_ACROSS = (
     " 2, tensor: 2, micro_batches: 2}, critic.train: {pipeline: 2, data: 4, micro_batches: 2}}}"
 )
 STAGES_APART = (  # two roles on the same devices, of which one process has none, under other names of the same layout
-    "{default: {data: 4, devices: 4-7}, calls: {actor.generate: {data: 1}, actor.train: {fsdp: 2, devices: 2-3}, "
-    "critic.train: {pipeline: 2, tensor: 2, micro_batches: 2, schedule: gpipe, devices: 0-3}}}"
+    "{default: {data: 4, devices: 4-7}, calls: {actor.generate: {data: 8, slots: 2}, actor.train: {fsdp: 2, devices: "
+    "2-3}, critic.train: {pipeline: 2, tensor: 2, micro_batches: 2, schedule: gpipe, devices: 0-3}}}"
 )
 
 

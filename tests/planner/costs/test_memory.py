@@ -7,6 +7,7 @@ import jax
 import pytest
 
 from jaxrlhf.models.architecture import declare, num_parameters
+from jaxrlhf.models.kv_cache import SlotCache
 from jaxrlhf.models.lora import LoRAConfig
 from jaxrlhf.models.params import param_shardings
 from jaxrlhf.planner.costs.memory import cache_bytes, call_memory, evenness, weight_bytes
@@ -55,6 +56,10 @@ def test_a_cache_is_counted_as_it_is():
         rows = 16 * 2 // strategy.num_row_shards // strategy.micro_batches
         numbers = rows * (8 + 40) * (TINY.num_layers // strategy.pipeline) * 2 * (2 // strategy.tensor) * 8
         assert cache_bytes(call, strategy) == numbers * 4
+    for rows in (3, 20):
+        cache = jax.eval_shape(lambda rows=rows: SlotCache.empty(rows, 8 + 40 - 1, TINY, Layout.over((0,), Strategy())))
+        held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((cache.keys, cache.values)))
+        assert cache_bytes(call, Strategy(data=2, slots=rows)) == held
 
 
 def test_what_is_never_trained_rests_and_what_is_trained_is_copied():
