@@ -83,7 +83,6 @@ def test_the_plan_for_the_devices_that_are_here_can_be_run(plan, train, results)
     [
         (("--cluster", "1x8:h101"), "unknown kind of device 'h101'. Known: "),
         (("--cluster", "eight"), "cluster: must be groups of nodes. Got 'eight'."),
-        (("--strategy", "serch"), "Got 'serch'. "),
         (("--set", "roles.actor.model={preset: 70b}"), " GB too much, on 2 devices as tensor 2 (weights and "),
         (("--prompt-tokens", "0"), "--prompt-tokens: must be at least 1. Got 0."),
         (("--response-tokens", "-1"), "--response-tokens: must be at least 1. Got -1."),

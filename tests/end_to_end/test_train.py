@@ -85,33 +85,6 @@ def test_bfloat16_with_scanned_and_recomputed_layers(train, results):
     assert "actor/kl_loss" in steps[0]
 
 
-def test_a_reward_that_raises_ends_the_run_and_says_so(train):
-    Path("broken.py").write_text("def reward(completions):\n    raise KeyError('oops')\n")
-    status, _, err = train("--set", "roles.reward={function: 'broken.py:reward'}")
-    assert status == 1
-    message = " ".join(err.split())
-    assert "Reward 'reward': must not raise. Got KeyError: 'oops', at " in message and "broken.py:2" in message
-    kept = Path("runs", "latest", "reward_error.txt").resolve()
-    assert f"The whole traceback is in runs/{kept.parent.name}/reward_error.txt" in message
-    assert kept.read_text().endswith("KeyError: 'oops'\n") and "Traceback (most recent call last)" in kept.read_text()
-
-
-def test_rewards_that_add_up_are_each_there(train, results):
-    status, out, err = train(
-        "--set", "roles.right={function: exact_answer, options: {partial_credit: 0.3}}",
-        "--set", "roles.short={function: length_penalty, options: {target: 2, scale: 0.01}}",
-        "--set", "roles.reward={weighted_sum: {right: 1.0, short: 0.5}, function: '', options: {}}",
-        "--set", "steps=1", "--set", "evaluation=null",
-    )  # fmt: skip
-    assert (status, err) == (0, ""), out
-    (step,) = results()
-    assert step["reward/short/mean"] < 0
-    total = step["reward/right/mean"] + 0.5 * step["reward/short/mean"]
-    assert step["reward/reward/mean"] == pytest.approx(total, abs=1e-6) == step["critic/score/mean"]
-    sample = json.loads(Path("runs/latest/samples.jsonl").read_text().splitlines()[-1])
-    assert set(sample["scores"]) == {"right", "short", "reward"}
-
-
 def test_an_interrupt_is_no_traceback(train, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt

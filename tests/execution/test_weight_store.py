@@ -57,16 +57,6 @@ def test_training_elsewhere_moves_master_weights_and_optimizer(store):
         store.take_for_training("actor", other)
 
 
-def test_state_and_restore(store):
-    state = jax.tree.map(jnp.copy, store.state("actor"))
-    params, optimizer, _ = store.take_for_training("actor", TRAIN)
-    store.trained("actor", TRAIN, jax.tree.map(lambda x: x * 0, params), optimizer)
-    store.restore("actor", TRAIN, state, version=7)
-    assert store.version("actor") == 7
-    jax.tree.map(np.testing.assert_array_equal, store.state("actor"), state)
-    assert set(store.state("reference")) == {"params"}
-
-
 def on_host(tree):
     return jax.tree.map(np.asarray, tree)
 
