@@ -181,7 +181,7 @@ def test_nothing_is_lost_and_nothing_is_there_twice(name):
 
 
 def test_fewer_slots_than_samples_of_a_prompt_are_refused():
-    with pytest.raises(ValueError, match="slots: must be at least num_samples=3. Got 2."):
+    with pytest.raises(ValueError, match=r"slots: must be at least num_samples=3. Got 2"):
         rollout(slots=Slots(2), sampling=dataclasses.replace(SAMPLING, num_samples=3))
 
 
