@@ -40,7 +40,7 @@ from jaxrlhf.models.kv_cache import SlotCache, copies
 from jaxrlhf.models.params import Params
 from jaxrlhf.models.sampling import draw_token
 from jaxrlhf.models.transformer import decode_step, embed, run_layers
-from jaxrlhf.require import require_at_least_one, require_fields
+from jaxrlhf.require import require, require_at_least_one, require_fields, require_not_negative
 from jaxrlhf.sharding.axes import BATCH_AXES
 from jaxrlhf.sharding.layout import Layout
 
@@ -61,6 +61,7 @@ class Slots:
 
     def __post_init__(self) -> None:
         require_fields(self, require_at_least_one, "slots", "prefill_rows", "steps")
+        require_fields(self, require_not_negative, "admit")
 
 
 class Queue(struct.PyTreeNode):
@@ -144,7 +145,13 @@ def make_queue(prompts: Prompts, sampling: Sampling, slots: Slots) -> Queue:
 
 
 def begin(queue: Queue, sampling: Sampling, slots: Slots, config: ModelConfig, layout: Layout) -> BatchState:
-    """A state in which all slots are free."""
+    """A state in which all slots are free.
+
+    Raises:
+        ValueError: There are fewer slots than samples of a prompt, which enter together.
+    """
+    n = sampling.num_samples
+    require(slots.slots >= n, "slots", f"must be at least num_samples={n}", slots.slots)
     S, N, R = slots.slots, len(queue.id), sampling.max_new_tokens
     tokens = queue.tokens.shape[1] + R - 1  # the last token that is drawn does not enter the cache
     return BatchState(

@@ -180,6 +180,11 @@ def test_nothing_is_lost_and_nothing_is_there_twice(name):
     np.testing.assert_allclose(slotted.logprobs, plain.logprobs, rtol=1e-5, atol=1e-5)
 
 
+def test_fewer_slots_than_samples_of_a_prompt_are_refused():
+    with pytest.raises(ValueError, match=r"slots: must be at least num_samples=3. Got 2"):
+        rollout(slots=Slots(2), sampling=dataclasses.replace(SAMPLING, num_samples=3))
+
+
 def test_one_prompt():
     one = jax.tree.map(lambda x: x[:1], PROMPTS)
     np.testing.assert_array_equal(rollout(one).tokens, plainly().tokens[:1])
