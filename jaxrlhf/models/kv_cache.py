@@ -28,7 +28,7 @@ COLUMNS = 64
 """The number of columns of a longer `SlotCache` is a multiple of this."""
 _MAX_PARTS = 8
 """Parts of the columns of a `SlotCache`: attention is compiled for each number of them that is in use."""
-KeysValues = list[tuple[Float[Array, "B P K h"], Float[Array, "B P K h"]]]
+PromptKeysValues = list[tuple[Float[Array, "B P K h"], Float[Array, "B P K h"]]]
 _AXES = ("batch", "kv_heads", "length", "head_dim")
 
 
@@ -161,7 +161,7 @@ class SlotCache(struct.PyTreeNode):
 
     @jax.named_scope("write_cache")
     def enter(
-        self, rows_N: Int[Array, " N"], keys_values: KeysValues, length_N: Int[Array, " N"], layout: Layout
+        self, rows_N: Int[Array, " N"], keys_values: PromptKeysValues, length_N: Int[Array, " N"], layout: Layout
     ) -> "SlotCache":
         """Lays sequences down in some rows, each over the whole row: a NaN that its last occupant left there would
         survive a product with zero.
@@ -225,7 +225,7 @@ def copies(x: jax.Array, times: int) -> jax.Array:
 
 
 def cache_prefill(
-    keys_values: KeysValues,
+    keys_values: PromptKeysValues,
     length_B: Int[Array, " B"],
     num_slots: int,
     layout: Layout,

@@ -22,13 +22,14 @@ from jaxrlhf.models.attention import (
     full_attention,
 )
 from jaxrlhf.models.config import ModelConfig
-from jaxrlhf.models.kv_cache import KeysValues, KVCache, SlotCache
+from jaxrlhf.models.kv_cache import KVCache, SlotCache
 from jaxrlhf.models.layers import LayerWeights
 from jaxrlhf.models.params import Params, use, use_layer
 from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.stages import layers_of_stages
 from jaxrlhf.sharding.strategy import Remat
 
+KeysValues = list[tuple[jax.Array, jax.Array]]
 Cache = TypeVar("Cache", KVCache, SlotCache)
 
 SavedByLayer = Remat | Literal["dots_and_attention"]
