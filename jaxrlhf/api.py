@@ -27,8 +27,9 @@ from jaxrlhf.planner.plans.check_plan import check
 from jaxrlhf.planner.plans.plan import Placement, resolve
 from jaxrlhf.programs.roles import ModelRole
 from jaxrlhf.run.assembly import Assembly
+from jaxrlhf.run.configured_sampling import resolved, samplings_of
 from jaxrlhf.run.scoring import decode_responses
-from jaxrlhf.run.step_draft import samplings_of, trace_step, with_stop_ids
+from jaxrlhf.run.step_draft import trace_step
 from jaxrlhf.run.trainer import Outcome
 from jaxrlhf.sharding import mesh
 from jaxrlhf.sharding.strategy import Strategy
@@ -155,7 +156,7 @@ class TrainedRun:
             raise ValueError(f"generate: sampling has {', '.join(fields)}. Got {brief(unknown[0])}.")
         greedy: dict[str, Any] = {"temperature": 0.0, "num_samples": 1, "min_new_tokens": 0}
         sampling = dataclasses.replace(as_trained, **greedy | dict(wanted))
-        return with_stop_ids(sampling, self.assembly.table.tokenizer.end_id)
+        return resolved(sampling, self.assembly.table.tokenizer)
 
     def _batch(self, prompts: Sequence[str | Mapping[str, Any]], *, rows: int) -> Prompts:
         """A batch of `rows` prompts, made like those of the run's own rows; the first ones are repeated."""

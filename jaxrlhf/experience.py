@@ -8,16 +8,27 @@ adds the results of sampling.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
+import numpy as np
 from flax import struct
+from flax.core import FrozenDict
 from jaxtyping import Array, Bool, Float, Int, UInt
 
-from jaxrlhf.require import require, require_at_least_one, require_not_negative, require_positive_fraction
+from jaxrlhf.require import (
+    require,
+    require_at_least_one,
+    require_fraction,
+    require_not_negative,
+    require_positive,
+    require_positive_fraction,
+)
 
 RUNNING, STOP, LENGTH = 0, 1, 2
-"""Finish reasons: still decoding; ended by a stop token; ended by the limit on new tokens."""
+"""Finish reasons: still decoding; ended by a stop token or a stop string; ended by the limit on new tokens."""
+MAX_PENALTY, MAX_BIAS = 2.0, 100.0
+"""The largest presence and frequency penalty, and the largest bias of a token, up and down: those of OpenAI's API."""
 RowKind = Literal["prompts", "demonstrations", "preferences"]
 """Rows as prompts alone, with a completion, or with a chosen and a rejected one."""
 
@@ -51,9 +62,10 @@ class Rollout(struct.PyTreeNode):
     mask: Bool[Array, "B T"]
     response: Bool[Array, "B R"]
     logprobs: Float[Array, "B R"]
-    """Log-probability of each response token under the unmodified policy (temperature 1, nothing cut off)."""
+    """Log-probability of each response token under the unmodified policy: temperature 1, no bias, no penalties, nothing
+    cut off."""
     sampled_logprobs: Float[Array, "B R"]
-    """The same under the distribution from which it was drawn."""
+    """The same under the distribution from which it was drawn: with all that `Sampling` says, and 0 when greedy."""
     finish: Int[Array, " B"]
     """`STOP` or `LENGTH`."""
     row: Int[Array, " B"]
@@ -114,27 +126,125 @@ class Max(struct.PyTreeNode):
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """Settings of sampling."""
+    """Settings of sampling.
+
+    A token is drawn from logits that are changed in this order: by `logit_bias`; by the penalties; by leaving out what
+    may not be drawn (all but `allowed_tokens`, `banned_tokens`, stop tokens before `min_new_tokens`); by `temperature`;
+    by `top_k`, `top_p` and `min_p`.
+    """
 
     max_new_tokens: int = 128
     min_new_tokens: int = 0
-    """The number of tokens before which no stop token is drawn."""
+    """The number of tokens before which no stop token is drawn and no stop string ends a response."""
     temperature: float = 1.0
     """0 is greedy decoding."""
     top_k: int = 0
     """Draw from the k likeliest tokens; 0 means all."""
     top_p: float = 1.0
     """Draw from the likeliest tokens that together reach this probability."""
+    min_p: float = 0.0
+    """Draw from tokens that have at least this share of the likeliest token's probability; 0 means all."""
+    repetition_penalty: float = 1.0
+    """The logit of a token that is in the prompt or in the response so far is divided by this if it is positive, else
+    multiplied. Keskar et al. 2019 (CTRL), arXiv:1909.05858, in Hugging Face's form."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logit of a token that is in the response so far."""
+    frequency_penalty: float = 0.0
+    """Subtracted from the logit of a token for each time that it is in the response so far."""
+    logit_bias: Mapping[int, float] = FrozenDict()
+    """Token -> a number added to its logit."""
+    allowed_tokens: tuple[int, ...] = ()
+    """The only tokens that may be drawn, those that stop among them. Empty means all."""
+    banned_tokens: tuple[int, ...] = ()
+    """Tokens that are never drawn."""
     num_samples: int = 1
     """Responses to each prompt, in consecutive rows from i * num_samples on."""
     stop_ids: tuple[int, ...] = ()
     """Tokens that end a response. Empty means the tokenizer's end-of-text token."""
+    stop_strings: tuple[str, ...] = ()
+    """Texts that end a response, with the token that completes one of them. The prompt is not part of what is searched.
+    A run makes a `ResolvedSampling` of a `Sampling` that has some."""
 
     def __post_init__(self) -> None:
+        for name in ("allowed_tokens", "banned_tokens", "stop_ids", "stop_strings"):  # Python code may give lists
+            value = getattr(self, name)
+            require(isinstance(value, tuple | list), f"sampling.{name}", "must be a list", value)
+            object.__setattr__(self, name, tuple(value))
+        require(isinstance(self.logit_bias, Mapping), "sampling.logit_bias", "must be a mapping", self.logit_bias)
+        object.__setattr__(self, "logit_bias", FrozenDict({int(k): float(v) for k, v in self.logit_bias.items()}))
         least, most = self.min_new_tokens, self.max_new_tokens
         require_at_least_one(most, "sampling.max_new_tokens")
         require(0 <= least <= most, "sampling.min_new_tokens", f"must lie between 0 and max_new_tokens={most}", least)
         require_not_negative(self.temperature, "sampling.temperature")
         require(self.top_k >= 0, "sampling.top_k", "must be 0 (all tokens) or positive", self.top_k)
         require_positive_fraction(self.top_p, "sampling.top_p")
+        require_fraction(self.min_p, "sampling.min_p")
+        require_positive(self.repetition_penalty, "sampling.repetition_penalty")
+        for name in ("presence_penalty", "frequency_penalty"):
+            _require_within(getattr(self, name), MAX_PENALTY, f"sampling.{name}")
         require_at_least_one(self.num_samples, "sampling.num_samples")
+        self._require_tokens()
+        for text in self.stop_strings:
+            require(is_utf8(text) and text != "", "sampling.stop_strings", "must be texts, not empty ones", text)
+
+    def _require_tokens(self) -> None:
+        """Checks that what is said of tokens does not contradict itself."""
+        for token, bias in self.logit_bias.items():
+            remedy = "A token that must not be drawn belongs into banned_tokens."
+            _require_within(bias, MAX_BIAS, f"sampling.logit_bias.{token}", remedy)
+        allowed, banned, biased = set(self.allowed_tokens), set(self.banned_tokens), set(self.logit_bias)
+        both, lost = allowed & banned, biased & banned | (biased - allowed if allowed else set())
+        rule = "must not be of tokens that are in allowed_tokens too"
+        require(not both, "sampling.banned_tokens", rule, min(both, default=None), "Leave them out of one of the two.")
+        rule, remedy = "must be of tokens that may be drawn", "Leave it out, or change allowed_tokens or banned_tokens."
+        require(not lost, "sampling.logit_bias", rule, min(lost, default=None), remedy)
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether a draw depends on which tokens came before, by one of the penalties."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+
+@dataclasses.dataclass(frozen=True)
+class StopTable:
+    """An automaton that reads the tokens of a response and finds stop strings in their bytes.
+
+    Letters: N states, of which 0 is the first, C classes of tokens that lead from each state to the same one, V tokens
+    of the tokenizer's vocabulary.
+
+    Of plain data, since it is part of what a program is found by.
+    """
+
+    num_states: int
+    classes: bytes = dataclasses.field(repr=False)
+    """int32 [V + 1]: the class of each token, and of tokens beyond the vocabulary."""
+    steps: bytes = dataclasses.field(repr=False)
+    """int16 [N, C]: the next state, or -1 less it if the token completes a stop string."""
+
+    @property
+    def class_of_token(self) -> Int[np.ndarray, "V+1"]:
+        return np.frombuffer(self.classes, np.int32)
+
+    @property
+    def step_of_class(self) -> Int[np.ndarray, "N C"]:
+        return np.frombuffer(self.steps, np.int16).reshape(self.num_states, -1)
+
+
+@dataclasses.dataclass(frozen=True)
+class ResolvedSampling(Sampling):
+    """A `Sampling` with its stop strings as a tokenizer writes them."""
+
+    stop_table: StopTable | None = None
+
+
+def is_utf8(text: str) -> bool:
+    """Whether a text has bytes: one with half of a surrogate pair has none."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _require_within(value: float, most: float, where: str, remedy: str = "") -> None:
+    require(abs(value) <= most, where, f"must lie in [-{most:g}, {most:g}]", value, remedy)

@@ -74,6 +74,15 @@ def test_it_generates_with_the_last_weights(run):
     )
 
 
+def test_it_generates_with_other_settings_of_sampling(run):
+    """Stop strings and masks of tokens, as lists; the first token as it would be without the stop string."""
+    letters = list(b"ab ")
+    longer = run.generate(["12+12="], allowed_tokens=letters, min_new_tokens=6)[0]
+    assert len(longer) == 6 and set(longer.encode()) <= set(letters)
+    assert run.generate(["12+12="], allowed_tokens=letters, stop_strings=[longer[1:3]])[0] == longer[:3]
+    assert set(run.generate(["12+12="], allowed_tokens=letters, logit_bias={98: 100.0})[0]) == {"b"}
+
+
 def test_threads_of_generate_end_with_the_run_object(run):
     before = set(threading.enumerate())
     other = dataclasses.replace(run)
@@ -91,6 +100,8 @@ def test_threads_of_generate_end_with_the_run_object(run):
         ({"prompts": ["a"], "role": "reward"}, r"role must have a language model. Got 'reward'. .*: actor, reference"),
         ({"prompts": ["a"], "temprature": 1.0}, r"sampling has max_new_tokens, .*. Got 'temprature'"),
         ({"prompts": ["a"], "temperature": -1.0}, r"sampling.temperature"),
+        ({"prompts": ["a"], "banned_tokens": [500]}, r"sampling.banned_tokens: must be tokens of the .* Got 500"),
+        ({"prompts": ["a"], "stop_strings": "ab"}, r"sampling.stop_strings: must be a list. Got 'ab'"),
         ({"prompts": [""]}, r"prompts\[0\]: .* must not be empty"),
         ({"prompts": [{"text": "a"}]}, r"prompts\[0\]: must have the column 'prompt'. Got text"),
         ({"prompts": ["a" * 2100]}, r"must fit into max_position_embeddings=2048 of 'actor'. Got 2112 \+ 6 tokens"),

@@ -168,6 +168,66 @@ CASES: dict[str, tuple[list[str], dict[str, Any], str]] = {
     ),
     "no tokenizer": (["tokenizer={kind: file, path: x.json}"], {}, r"tokenizer\.path: must be an existing file\. Got"),
     "a stop token that there is not": (["settings.sampling.stop_ids=[-1]"], {}, r"stop_ids: must be tokens of the"),
+    # sampling
+    "a penalty out of range": (
+        ["settings.sampling.presence_penalty=3"],
+        {},
+        r"settings\.sampling\.presence_penalty: must lie in \[-2, 2\]\. Got 3",
+    ),
+    "a penalty of nothing": (["settings.sampling.repetition_penalty=0"], {}, r"repetition_penalty: must be finite and"),
+    "a share over one": (["settings.sampling.min_p=1.5"], {}, r"settings\.sampling\.min_p: must lie in \[0, 1\]\. Got"),
+    "a bias that bans": (
+        ["settings.sampling.logit_bias={'5': -1e9}"],
+        {},
+        r"logit_bias\.5: must lie in \[-100, 100\]\. Got -1000000000\.0\. .* belongs into banned_tokens",
+    ),
+    "a bias of a text": (
+        ["settings.sampling.logit_bias={the: 1}"],
+        {},
+        r"settings\.sampling\.logit_bias: a key must be an integer from 0 on\. Got 'the'\. Write a whole number",
+    ),
+    "a bias of no token": (["settings.sampling.logit_bias={'999': 1}"], {}, r"logit_bias: .* 0 to 257\. Got 999"),
+    "a bias for nothing": (
+        ["settings.sampling={logit_bias: {'5': 1}, allowed_tokens: [6, 257]}"],
+        {},
+        r"settings\.sampling\.logit_bias: must be of tokens that may be drawn\. Got 5\. Leave it out, or change",
+    ),
+    "allowed and banned": (
+        ["settings.sampling={allowed_tokens: [6, 257], banned_tokens: [6]}"],
+        {},
+        r"sampling\.banned_tokens: must not be of tokens that are in allowed_tokens too\. Got 6\. Leave them out",
+    ),
+    "all tokens banned": (
+        [f"settings.sampling.banned_tokens={list(range(258))}"],
+        {},
+        r"sampling\.banned_tokens: must leave a token to be drawn\. Got all 258 of the vocabulary \(bytes\)\. Take",
+    ),
+    "no end among the allowed tokens": (
+        ["settings.sampling.allowed_tokens=[48, 49]"],
+        {},
+        r"sampling\.allowed_tokens: must leave a token that ends a response, one of stop_ids \(257\)\. Got none\. "
+        r"Allow one or set stop_strings; for responses of 6 tokens each set min_new_tokens to 6",
+    ),
+    "nothing but ends": (
+        ["settings.sampling={allowed_tokens: [257], min_new_tokens: 1}"],
+        {},
+        r"sampling\.allowed_tokens: must leave a token that does not end .* min_new_tokens=1\. Got none\. Allow one",
+    ),
+    "a stop string of nothing": (
+        ["settings.sampling.stop_strings=['']"],
+        {},
+        r"settings\.sampling\.stop_strings: must be texts, not empty ones\. Got ''",
+    ),
+    "a long stop string": (
+        [f"evaluation.sampling.stop_strings=[{'a' * 2000}]"],
+        {},
+        r"sampling\.stop_strings: must have at most 1024 bytes together\. Got 2000\. Use fewer",
+    ),
+    "stop strings without bytes": (
+        ["settings.sampling.stop_strings=[a]", "tokenizer={kind: file, path: words.json}"],
+        {"words.json": MANY_WORDS},
+        r"stop_strings: need a tokenizer that is byte-level or .* Got words\.json, with the decoder None\. Use",
+    ),
     # chats
     "a template that refuses": (
         [CHAT, "data.chat_template=t.jinja"],

@@ -87,7 +87,7 @@ class PolicyConfig:
     score_normalization: ScoreNormalization = "none"
     """Scores are scaled to mean zero and variance one, over the batch or (`running`) over the run so far."""
     missing_stop_penalty: float = 0.0
-    """Subtracted from the score of a response that did not end with a stop token."""
+    """Subtracted from the score of a response that did not end with a stop token or a stop string."""
 
     def __post_init__(self) -> None:
         if self.score_clip is not None:

@@ -3,10 +3,11 @@
     name or path --find_config--> file --read_config--> tree --apply_overrides--> tree --build--> dataclass
 
 A tree is plain data: nested mappings of text to values. The types of a dataclass' fields say which values are valid:
-other dataclasses, int, float, str, bool, Literal, Any, `X | None`, `tuple[X, ...]`, `tuple[X, Y]` and
-`Mapping[str, X]`; `X | Y`, which is Y for values of the form of Y and else X; and `Stated[X]`, some of the fields of a
-dataclass X. A field whose metadata has `INLINE` or `FORM` is written differently. Lists become tuples and mappings
-FrozenDicts, so that a configuration is immutable and hashable. Every error is a ConfigError that names file and key:
+other dataclasses, int, float, str, bool, Literal, Any, `X | None`, `tuple[X, ...]`, `tuple[X, Y]`, `Mapping[str, X]`;
+`Mapping[int, X]`, whose keys are written as text; `X | Y`, which is Y for values of the form of Y and else X; and
+`Stated[X]`, some of the fields of a dataclass X. A field whose metadata has `INLINE` or `FORM` is written differently.
+Lists become tuples and mappings FrozenDicts, so that a configuration is immutable and hashable. Every error is a
+ConfigError that names file and key:
 
     configs/x.yaml: plan.calls.actor.train.tensor: expected an integer. Got 'two'. Write a whole number such as 2.
 """
@@ -16,6 +17,7 @@ import copy
 import dataclasses
 import importlib.resources
 import os
+import re
 import sys
 import types
 import typing
@@ -174,7 +176,7 @@ def to_tree(value: Any) -> Any:
             tree |= written if INLINE in field.metadata else {field.name: written}
         return tree
     if isinstance(value, Mapping):
-        return {key: to_tree(item) for key, item in value.items()}
+        return {str(key): to_tree(item) for key, item in value.items()}
     if isinstance(value, tuple | list):
         return [to_tree(item) for item in value]
     return value
@@ -220,6 +222,8 @@ def _build(hint: Any, value: Any, where: str, path: str) -> Any:
     if origin in (dict, collections.abc.Mapping) and options[0] is str:
         items = _mapping(value, where, path).items()
         return FrozenDict({key: _build(options[1], item, where, _join(path, key)) for key, item in items})
+    if origin in (dict, collections.abc.Mapping) and options[0] is int:
+        return _build_numbered(options[1], value, where, path)
     if origin is Stated:
         return Stated(_build_fields(options[0], value, where, path, all_of_them=False))
     raise TypeError(
@@ -319,6 +323,17 @@ def _build_scalar(hint: type, value: Any, where: str, path: str) -> Any:
     if hint is int and isinstance(value, float) and value.is_integer():
         remedy = f"Write {int(value)}."
     raise _error(where, path, rule, value, remedy)
+
+
+def _build_numbered(hint: Any, value: Any, where: str, path: str) -> FrozenDict[int, Any]:
+    """A mapping from integers, which are text in a config."""
+    texts = {str(key): item for key, item in value.items()} if isinstance(value, Mapping) else value
+    numbered = {}
+    for key, item in _mapping(texts, where, path).items():
+        if re.fullmatch("0|[1-9][0-9]{0,17}", key) is None:
+            raise _error(where, path, "a key must be an integer from 0 on", key, "Write a whole number in quotes.")
+        numbered[int(key)] = _build(hint, item, where, _join(path, key))
+    return FrozenDict(numbered)
 
 
 def _mapping(value: Any, where: str, path: str) -> Mapping[str, Any]:

@@ -1,6 +1,7 @@
 """Text to token ids and back: raw bytes, a tokenizer.json, or a byte-pair encoding trained on a run's own texts."""
 
 import dataclasses
+import functools
 import json
 import os
 from collections.abc import Collection, Iterable, Mapping
@@ -12,6 +13,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from jaxrlhf.brief import brief, did_you_mean
 from jaxrlhf.data.control_tokens import control_pattern
+from jaxrlhf.data.token_bytes import token_bytes
 from jaxrlhf.data.tokenizer_files import byte_backend, read_files, tokens_by_id, write_files
 
 END_TOKENS = ("<|endoftext|>", "</s>", "<|eot_id|>", "<|im_end|>", "<eos>", "<|end_of_text|>")
@@ -87,6 +89,11 @@ class ByteTokenizer:
             elif token not in (self.pad_id, self.end_id):
                 text.extend(REPLACEMENT.encode())
         return text.decode(errors="replace")
+
+    @property
+    def token_bytes(self) -> tuple[bytes, ...]:
+        """The bytes that `decode` writes for each id."""
+        return (*(bytes([byte]) for byte in range(256)), b"", b"")
 
     def export(self, folder: Path) -> None:
         """Writes a tokenizer.json that gives the same ids."""
@@ -213,6 +220,16 @@ class JSONTokenizer:
             else:
                 runs.append([])
         return REPLACEMENT.join(self._backend.decode(run, skip_special_tokens=False) for run in runs)
+
+    @functools.cached_property
+    def token_bytes(self) -> tuple[bytes, ...]:
+        """The bytes that `decode` writes for each id within a text. Characters may be split over tokens.
+
+        Raises:
+            ValueError: The decoder is of a kind that is not known (`data.token_bytes`).
+        """
+        known = token_bytes(self._backend, name=self.name) | {self.pad_id: b"", self.end_id: b""}
+        return tuple(known.get(number, REPLACEMENT.encode()) for number in range(self.vocab_size))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes a tokenizer.json that `from_file` reads back, and a tokenizer_config.json in the same folder."""

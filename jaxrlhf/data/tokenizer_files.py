@@ -71,12 +71,20 @@ def read_vocabulary(path: Path) -> dict[str, int]:
         raise ValueError(f"{path}: must be a readable tokenizer.json. Got: {error}. Download it again.") from error
 
 
+def _letter_of_byte() -> dict[int, str]:
+    """Byte -> the letter that stands for it in byte-level vocabularies: itself if it can be seen, else 256, 257 ..."""
+    kept = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in kept]
+    return {byte: chr(byte) for byte in kept} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+
+
+LETTER_OF_BYTE = _letter_of_byte()
+
+
 def byte_backend(*special: str) -> tokenizers.Tokenizer:
     """A backend with one token for each byte, whose id is the byte, then special tokens."""
-    kept = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in kept]  # byte-level vocabularies write these as 256, 257 ...
-    letters = {byte: chr(byte) for byte in kept} | {byte: chr(256 + i) for i, byte in enumerate(others)}
-    backend = tokenizers.Tokenizer(models.BPE(vocab={letters[byte]: byte for byte in range(256)}, merges=[]))
+    vocabulary = {LETTER_OF_BYTE[byte]: byte for byte in range(256)}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(list(special))

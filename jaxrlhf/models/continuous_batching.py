@@ -34,11 +34,11 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 
 from jaxrlhf.experience import RUNNING, Prompts, Rollout, Sampling
 from jaxrlhf.models.config import ModelConfig
-from jaxrlhf.models.generate import Drawn, finish, finish_reason, prepare, samples_of, uniform
+from jaxrlhf.models.generate import Drawn, finish, prepare, samples_of, uniform
 from jaxrlhf.models.heads import logits
 from jaxrlhf.models.kv_cache import SlotCache, copies
 from jaxrlhf.models.params import Params
-from jaxrlhf.models.sampling import draw_token
+from jaxrlhf.models.sampling import History, next_token
 from jaxrlhf.models.transformer import decode_step, embed, run_layers
 from jaxrlhf.require import require, require_at_least_one, require_fields, require_not_negative
 from jaxrlhf.sharding.axes import BATCH_AXES
@@ -84,6 +84,8 @@ class BatchState(struct.PyTreeNode):
     id: UInt[Array, " S"]
     num_new: Int[Array, " S"]
     """New tokens so far of the sequence in each slot."""
+    history: History
+    """Of the sequence in each slot."""
     words: Int[Array, "N R 3"]
     """Of each new token: itself, and the bits of its log-probabilities under the policy and as it was drawn. One array,
     so that a step writes once."""
@@ -160,6 +162,7 @@ def begin(queue: Queue, sampling: Sampling, slots: Slots, config: ModelConfig, l
         sequence=jnp.full(S, N, jnp.int32),
         id=jnp.zeros(S, jnp.uint32),
         num_new=jnp.zeros(S, jnp.int32),
+        history=History.of_rows(S, config.vocab_size, sampling, layout),
         words=jnp.zeros((N, R, 3), jnp.int32),
         lengths=jnp.zeros(N, jnp.int32),
         finish=jnp.full(N, RUNNING, jnp.int32),
@@ -269,6 +272,7 @@ def _admit(
     def put(x_S: jax.Array, new: jax.Array) -> jax.Array:
         return x_S.at[row].set(new.astype(x_S.dtype), mode="drop")
 
+    history = History.of_prompts(tokens_gP, mask_gP, config.vocab_size, sampling, layout)
     samples = [(copies(k, n), copies(v, n)) for k, v in keys_values]
     return state.replace(
         cache=state.cache.enter(row, samples, copies(length_g, n) - 1, layout),
@@ -276,6 +280,7 @@ def _admit(
         sequence=put(state.sequence, sequence),
         id=put(state.id, queue.id[sequence]),
         num_new=put(state.num_new, jnp.zeros_like(number)),
+        history=jax.tree.map(lambda x_S, new_g: put(x_S, copies(new_g, n)), state.history, history),
         head=state.head + entering,
         groups=state.groups + 1,
     )
@@ -291,21 +296,21 @@ def _draw(
     sampling: Sampling,
 ) -> BatchState:
     """Draws and records the next token of the sequence in every slot. Those that end leave their slots."""
-    N, drawn_S = len(queue.id), state.sequence
+    N, in_slot_S = len(queue.id), state.sequence
     uniform_S = jax.vmap(uniform, in_axes=(None, 0, 0))(noise, state.id, state.num_new)
-    may_stop_S = state.num_new >= sampling.min_new_tokens
-    token_S, sampled_S, policy_S = draw_token(logits_SV, uniform_S, may_stop_S, temperature, sampling)
-    bits = [jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32) for x in (policy_S, sampled_S)]
+    drawn = next_token(logits_SV, uniform_S, state.num_new, state.history, temperature, sampling)
+    both = (drawn.logprob, drawn.sampled_logprob)
+    bits = [jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32) for x in both]
     num_new_S = state.num_new + 1
-    reason_S = finish_reason(token_S, num_new_S, may_stop_S, sampling)
-    sequence_S = jnp.where(reason_S == RUNNING, drawn_S, N)
+    sequence_S = jnp.where(drawn.finish == RUNNING, in_slot_S, N)
     cache = state.cache.replace(length=jnp.where(sequence_S == N, 0, state.cache.length))  # so that less is read
     return state.replace(  # what is written for free slots, whose sequence is N, is dropped
-        newest=token_S,
+        newest=drawn.token,
         num_new=num_new_S,
-        words=state.words.at[drawn_S, state.num_new].set(jnp.stack([token_S, *bits], axis=1), mode="drop"),
-        lengths=state.lengths.at[drawn_S].set(num_new_S, mode="drop"),
-        finish=state.finish.at[drawn_S].set(reason_S, mode="drop"),
+        history=drawn.history,
+        words=state.words.at[in_slot_S, state.num_new].set(jnp.stack([drawn.token, *bits], axis=1), mode="drop"),
+        lengths=state.lengths.at[in_slot_S].set(num_new_S, mode="drop"),
+        finish=state.finish.at[in_slot_S].set(drawn.finish, mode="drop"),
         sequence=sequence_S,
         cache=cache,
     )

@@ -17,15 +17,15 @@ import math
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int, UInt
+from jaxtyping import Array, Float, Int, UInt
 
-from jaxrlhf.experience import LENGTH, RUNNING, STOP, Prompts, Rollout, Sampling
+from jaxrlhf.experience import RUNNING, Prompts, Rollout, Sampling
 from jaxrlhf.models.architecture import declare
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.heads import logits
 from jaxrlhf.models.kv_cache import KVCache, cache_prefill, copies
 from jaxrlhf.models.params import Params, use, use_layer, with_layers
-from jaxrlhf.models.sampling import draw_token
+from jaxrlhf.models.sampling import History, next_token
 from jaxrlhf.models.transformer import decode_step, prefill
 from jaxrlhf.sharding.layout import Layout
 
@@ -50,6 +50,7 @@ class Responses(Drawn):
     """The token drawn last: part of the response, not yet in the cache."""
     uniforms: Float[Array, "B R"]
     """The noise of every position, drawn in advance."""
+    history: History
 
 
 class DecodeState(struct.PyTreeNode):
@@ -92,7 +93,7 @@ def start(
     with jax.named_scope("prefill"):
         hidden_BD, keys_values = prefill(params, prompts.tokens, prompts.mask, config, layout)
         cache = cache_prefill(keys_values, prompts.mask.sum(axis=1), num_slots, layout)
-    hidden_BD, state = before_first_token(hidden_BD, cache, prompts, noise, sampling, layout)
+    hidden_BD, state = before_first_token(hidden_BD, cache, prompts, noise, sampling, config, layout)
     logits_BV = logits(params, hidden_BD, config, layout)
     return state.replace(responses=draw_next(state.responses, logits_BV, temperature, sampling, layout))
 
@@ -103,6 +104,7 @@ def before_first_token(
     prompts: Prompts,
     noise: UInt[Array, "3"],
     sampling: Sampling,
+    config: ModelConfig,
     layout: Layout,
 ) -> tuple[Float[Array, "N D"], DecodeState]:
     """The hidden states from which first tokens are drawn, and the state: a row for each sample of each prompt.
@@ -112,6 +114,7 @@ def before_first_token(
         cache: With the prompts laid down.
     """
     n, B, R = sampling.num_samples, prompts.tokens.shape[0] * sampling.num_samples, sampling.max_new_tokens
+    rows = samples_of(prompts, sampling, layout)
     responses = Responses(
         newest=jnp.zeros(B, jnp.int32),
         tokens=jnp.zeros((B, R), jnp.int32),
@@ -119,7 +122,8 @@ def before_first_token(
         sampled_logprobs=jnp.zeros((B, R), jnp.float32),
         num_new=jnp.zeros(B, jnp.int32),
         finish=jnp.full(B, RUNNING, jnp.int32),
-        uniforms=_uniforms(noise, samples_of(prompts, sampling, layout).id, R),
+        uniforms=_uniforms(noise, rows.id, R),
+        history=History.of_prompts(rows.tokens, rows.mask, config.vocab_size, sampling, layout),
     )
     return layout.constrain_rows(copies(hidden_BD, n)), DecodeState(responses, cache.repeat(n, layout))
 
@@ -248,30 +252,19 @@ def draw_next(
     logits_BV = layout.activation(logits_BV, ("batch", "choices"))
     at_B1 = jnp.minimum(responses.num_new, R - 1)[:, None]
     uniform_B = jnp.take_along_axis(responses.uniforms, at_B1, axis=1)[:, 0]
-    may_stop_B = responses.num_new >= sampling.min_new_tokens
-    token_B, sampled_B, policy_B = draw_token(logits_BV, uniform_B, may_stop_B, temperature, sampling)
+    drawn = next_token(logits_BV, uniform_B, responses.num_new, responses.history, temperature, sampling)
 
     running_B = responses.finish == RUNNING
     writes_BR = running_B[:, None] & (jnp.arange(R)[None, :] == at_B1)
-    num_new_B = responses.num_new + running_B
-    outcome_B = finish_reason(token_B, num_new_B, may_stop_B, sampling)
     return responses.replace(
-        newest=jnp.where(running_B, token_B, responses.newest),
-        tokens=jnp.where(writes_BR, token_B[:, None], responses.tokens),
-        logprobs=jnp.where(writes_BR, policy_B[:, None], responses.logprobs),
-        sampled_logprobs=jnp.where(writes_BR, sampled_B[:, None], responses.sampled_logprobs),
-        num_new=num_new_B,
-        finish=jnp.where(running_B, outcome_B, responses.finish),
+        newest=jnp.where(running_B, drawn.token, responses.newest),
+        tokens=jnp.where(writes_BR, drawn.token[:, None], responses.tokens),
+        logprobs=jnp.where(writes_BR, drawn.logprob[:, None], responses.logprobs),
+        sampled_logprobs=jnp.where(writes_BR, drawn.sampled_logprob[:, None], responses.sampled_logprobs),
+        num_new=responses.num_new + running_B,
+        finish=jnp.where(running_B, drawn.finish, responses.finish),
+        history=drawn.history,
     )
-
-
-def finish_reason(
-    token_B: Int[Array, " B"], num_new_B: Int[Array, " B"], may_stop_B: Bool[Array, " B"], sampling: Sampling
-) -> Int[Array, " B"]:
-    """`STOP` or `LENGTH` of sequences that end with a token, their `num_new_B`-th; else `RUNNING`."""
-    stopped_B = jnp.isin(token_B, jnp.array(sampling.stop_ids, jnp.int32)) & may_stop_B
-    is_long_B = num_new_B >= sampling.max_new_tokens
-    return jnp.where(stopped_B, STOP, jnp.where(is_long_B, LENGTH, RUNNING)).astype(jnp.int32)
 
 
 def _uniforms(noise: jax.Array, id_B: jax.Array, num_positions: int) -> jax.Array:

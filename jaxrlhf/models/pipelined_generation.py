@@ -39,6 +39,7 @@ from jaxrlhf.models.heads import logits
 from jaxrlhf.models.kv_cache import KVCache, cache_prefill
 from jaxrlhf.models.layers import LayerWeights
 from jaxrlhf.models.params import Params, Shardings, abstract_of
+from jaxrlhf.models.sampling import History
 from jaxrlhf.models.stages import whole_of
 from jaxrlhf.models.transformer import KeysValues, decode_layers, embed, normalize, run_layers
 from jaxrlhf.sharding.axes import PIPELINE
@@ -176,7 +177,7 @@ def _ring(
         own = jax.tree.map(lambda x, m=(place - stage) % G: x[m], prompts)
         prefilled = [(k[place], v[place]) for k, v in keys_values]
         cache = cache_prefill(prefilled, own.mask.sum(axis=1), P + sizes[0], layout)
-        last_ND, state = before_first_token(last_hidden[place], cache, own, noise, sampling, layout)
+        last_ND, state = before_first_token(last_hidden[place], cache, own, noise, sampling, config, layout)
         hidden, caches, responses = [*hidden, last_ND], [*caches, state.cache], [*responses, state.responses]
 
     def next_token(x_ND: jax.Array, responses: Responses) -> tuple[jax.Array, Responses]:
@@ -215,6 +216,7 @@ def _ring(
             )
     num_rounds, _, _, _, responses = carry
     by_micro_batch = [responses[(m - 1) % G] for m in range(G)]  # where the last stage has them
+    by_micro_batch = [each.replace(history=History(None, None)) for each in by_micro_batch]
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *by_micro_batch)
     with jax.named_scope("share_responses"):
         shared = jax.tree.map(lambda x: jax.lax.psum(jnp.where(stage == G - 1, x, 0), PIPELINE), stacked)

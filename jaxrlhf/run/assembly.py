@@ -35,9 +35,10 @@ from jaxrlhf.planner.plans.plan import Placement, Plan, resolve
 from jaxrlhf.planner.plans.saved_plan import SavedPlan
 from jaxrlhf.programs.roles import FunctionRole, ModelRole, Role, WeightedSumRole
 from jaxrlhf.run.configured_roles import describe, origins
+from jaxrlhf.run.configured_sampling import resolved, samplings_of
 from jaxrlhf.run.find_plan import find_plan, is_planned
 from jaxrlhf.run.run_folder import OWN_FOLDERS
-from jaxrlhf.run.step_draft import StepDraft, draft_step, first_state, on_host, samplings_of, trace_step, with_stop_ids
+from jaxrlhf.run.step_draft import StepDraft, draft_step, first_state, on_host, trace_step
 from jaxrlhf.run.step_rows import StepRows, Tables
 from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.strategy import Strategy
@@ -274,7 +275,7 @@ def _evaluation(draft: StepDraft, phases: _Phases) -> tuple[Phase | None, tuple[
     if sampling is None:
         as_trained = next(iter(samplings_of(draft.settings)), Sampling(max_new_tokens=draft.new_tokens))
         sampling = dataclasses.replace(as_trained, temperature=0.0, num_samples=1)
-    settings = EvaluationConfig(with_stop_ids(sampling, table.tokenizer.end_id), evaluation.scorers)
+    settings = EvaluationConfig(resolved(sampling, table.tokenizer), evaluation.scorers)
     size, keys = _evaluation_batch(evaluation)
     batches = tuple(PromptLoader(table, size, draft.config.seed).eval_batches(evaluation.num_prompts))
     return phases.trace(evaluation_step, draft.roles, (), batches[0], settings, keys), batches

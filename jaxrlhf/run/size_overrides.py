@@ -10,7 +10,7 @@ from jaxrlhf.data.prompts import load_prompts
 from jaxrlhf.data.tokenizer import TokenizerConfig
 from jaxrlhf.experience import Sampling
 from jaxrlhf.planner.plans.config_keys import paths_of
-from jaxrlhf.run.step_draft import map_settings
+from jaxrlhf.run.configured_sampling import map_settings, without_tokens
 from jaxrlhf.run.step_rows import Tables
 
 
@@ -47,14 +47,9 @@ def with_synthetic_prompts(config: RunConfig, tokens: int) -> tuple[RunConfig, T
     made_up = DataConfig(task="arithmetic", overlong="drop")
     table = load_prompts(made_up, TokenizerConfig(kind="bytes"))
     table = dataclasses.replace(table, prompt_length=tokens, tokens=[each[-tokens:] for each in table.tokens])
-    settings = map_settings(_without_stop_ids, config.settings)
+    settings = without_tokens(config.settings)
     config = dataclasses.replace(
         config, data=made_up, datasets=dict.fromkeys(config.datasets, made_up), settings=settings,
         tokenizer=TokenizerConfig(kind="bytes"), evaluation=None, warm_start=None,
     )  # fmt: skip
     return config, Tables(table, dict.fromkeys(config.datasets, table))
-
-
-def _without_stop_ids(part: Any) -> Any:
-    """A `Sampling` that stops at the end of text, since other stop tokens are those of another tokenizer."""
-    return dataclasses.replace(part, stop_ids=()) if isinstance(part, Sampling) else part

@@ -1,7 +1,7 @@
 """The step of a run, from its config to its call graph, before it has a plan."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -12,8 +12,6 @@ from jaxrlhf.algorithms.algorithm import Algorithm
 from jaxrlhf.call_graph import CallGraph, GraphError
 from jaxrlhf.config.reading import ConfigError
 from jaxrlhf.config.schema import RunConfig, load_algorithm
-from jaxrlhf.data.prompts import PromptTable
-from jaxrlhf.experience import Sampling
 from jaxrlhf.importing import failure
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.observe.metrics import check_results
@@ -23,6 +21,7 @@ from jaxrlhf.programs.ahead_of_time import describe_call
 from jaxrlhf.programs.roles import ModelRole, Role
 from jaxrlhf.programs.weight_sets import weight_sets
 from jaxrlhf.run.configured_roles import check_roles, check_vocabulary, configured_models, make_role, precision_notes
+from jaxrlhf.run.configured_sampling import check_end, resolved, samplings_of
 from jaxrlhf.run.configured_tokenizer import tokenizer_notes
 from jaxrlhf.run.step_rows import StepRows, Tables, check_rows, load_tables
 from jaxrlhf.sharding import mesh
@@ -39,7 +38,7 @@ class StepDraft:
     config: RunConfig
     algorithm: Algorithm
     settings: Any
-    """The settings of the algorithm, with stop tokens in every `Sampling`."""
+    """The settings of the algorithm, with every `Sampling` completed by the tokenizer."""
     tables: Tables
     rows: StepRows
     """Step -> its rows."""
@@ -77,9 +76,9 @@ def draft_step(config: RunConfig, *, tables: Tables | None = None, on_cpu: bool 
     algorithm = load_algorithm(config.algorithm)
     tables = tables or load_tables(config)
     table = tables.main
-    settings = with_stop_ids(config.settings, table.tokenizer.end_id)
-    for sampling in samplings_of((settings, config.evaluation)):
-        _check_stop_ids(sampling, table)
+    settings = resolved(config.settings, table.tokenizer)
+    for sampling in samplings_of((settings, resolved(config.evaluation, table.tokenizer))):
+        check_end(sampling, table.tokenizer)
     models = configured_models(config, on_cpu=mesh.platform() == "cpu" if on_cpu is None else on_cpu)
     check_roles(config, algorithm.roles, models)
     check_vocabulary(models, table)
@@ -144,44 +143,6 @@ def first_state(algorithm: Algorithm, settings: Any) -> Any:
             f"{name}: its init_state must give the first state. Got {failure(error, algorithm.init_state)}. Its only "
             f"argument is the settings, here {type(settings).__name__}: write `def init_state(config): ...`."
         ) from error
-
-
-def with_stop_ids(settings: Any, end_id: int) -> Any:
-    """Settings with the end of text as the stop token of every `Sampling` that has none."""
-
-    def stopped(part: Any) -> Any:
-        is_open = isinstance(part, Sampling) and not part.stop_ids
-        return dataclasses.replace(part, stop_ids=(end_id,)) if is_open else part
-
-    return map_settings(stopped, settings)
-
-
-def map_settings(change: Callable[[Any], Any], settings: Any) -> Any:
-    """Nested settings with `change` applied to every dataclass in them, from the innermost on."""
-    if not dataclasses.is_dataclass(settings) or isinstance(settings, type):
-        return settings
-    inner = {f.name: map_settings(change, getattr(settings, f.name)) for f in dataclasses.fields(settings) if f.init}
-    return change(dataclasses.replace(settings, **inner))
-
-
-def samplings_of(settings: Any) -> list[Sampling]:
-    """All `Sampling`s in nested settings."""
-    if isinstance(settings, Sampling):
-        return [settings]
-    if isinstance(settings, tuple):
-        return [sampling for each in settings for sampling in samplings_of(each)]
-    if not dataclasses.is_dataclass(settings):
-        return []
-    return [s for f in dataclasses.fields(settings) for s in samplings_of(getattr(settings, f.name))]
-
-
-def _check_stop_ids(sampling: Sampling, table: PromptTable) -> None:
-    for token in sampling.stop_ids:
-        if not 0 <= token < table.tokenizer.vocab_size:
-            raise ConfigError(
-                f"sampling.stop_ids: must be tokens of the vocabulary ({table.tokenizer.name}), 0 to "
-                f"{table.tokenizer.vocab_size - 1}. Got {token}."
-            )
 
 
 def _check_batches(config: RunConfig, train_rows: StepRows, new_tokens: int) -> None:

@@ -281,7 +281,13 @@ ROLES = st.builds(
 RUNS = st.builds(
     Run,
     actor=ROLES,
-    sampling=st.builds(Sampling, temperature=st.floats(0, 2), stop_ids=st.tuples(INTEGERS)),
+    sampling=st.builds(
+        Sampling,
+        temperature=st.floats(0, 2),
+        stop_ids=st.tuples(INTEGERS),
+        logit_bias=st.dictionaries(st.integers(0, 2**31), st.floats(-100, 100), max_size=2),
+        stop_strings=st.tuples(st.text(min_size=1, max_size=3)),
+    ),
     roles=st.builds(FrozenDict, st.dictionaries(st.text(), ROLES, max_size=2)),
     layers=st.tuples(INTEGERS, INTEGERS),
     names=st.builds(FrozenDict, st.dictionaries(NAMES, st.tuples(NAMES), max_size=2)),

@@ -26,11 +26,13 @@ from jaxrlhf.planner.compiled.hlo import parse
 from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.strategy import Strategy
 from tests.described_gpus.programs import written_in_decoding
+from tests.models.steered import steered
 from tests.models.test_generate import CONFIG, LAYOUT, MANY, NOISE, V, params
 
 B, P, R, S, g = 16, 6, 9, 5, 4
 SLOTS = Slots(S, prefill_rows=g)
 SAMPLING = Sampling(max_new_tokens=R, min_new_tokens=1, stop_ids=tuple(range(0, V, 7)))
+STEERED = steered(V, max_new_tokens=R)
 STATIC = ("sampling", "slots", "config", "layout")
 NOISES, TEMPERATURE = jnp.array(NOISE, jnp.uint32), jnp.float32(0.9)
 
@@ -77,9 +79,10 @@ def by_id(rollout: Rollout) -> dict[int, list[bytes]]:
     return {int(each): [leaf[i].tobytes() for leaf in leaves] for i, each in enumerate(rollout.id)}
 
 
+@pytest.mark.parametrize("sampling", [SAMPLING, STEERED], ids=["plain", "steered"])
 @pytest.mark.parametrize("num_samples", [1, 3])
-def test_tokens_are_those_of_the_plain_loop(num_samples):
-    sampling = dataclasses.replace(SAMPLING, num_samples=num_samples)
+def test_tokens_are_those_of_the_plain_loop(num_samples, sampling):
+    sampling = dataclasses.replace(sampling, num_samples=num_samples)
     plain, slotted = plainly(sampling), rollout(sampling=sampling)
     assert {STOP, LENGTH} == set(plain.finish.tolist()), "some stop and some reach the limit"
     for name in ("tokens", "mask", "response", "finish", "row", "id"):
@@ -101,38 +104,43 @@ def test_over_tensor_tokens_are_the_same():
     np.testing.assert_allclose(split.logprobs, plainly().logprobs, rtol=1e-5, atol=1e-5)
 
 
+DRAWN = pytest.mark.parametrize(
+    ("dtype", "sampling"),
+    [("float32", SAMPLING), ("bfloat16", SAMPLING), ("float32", STEERED)],
+    ids=["float32", "bfloat16", "steered"],
+)
 TIMES = [SLOTS, dataclasses.replace(SLOTS, steps=1, admit=1), dataclasses.replace(SLOTS, steps=32, admit=2)]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@DRAWN
 @settings(max_examples=12)
 @given(data=st.data())
-def test_no_order_and_no_time_of_admission_changes_a_bit(dtype, data):
+def test_no_order_and_no_time_of_admission_changes_a_bit(dtype, sampling, data):
     """Any prompts, in any order, with any number of steps between two admissions and prompts that enter together."""
     lengths = data.draw(st.lists(st.integers(1, P), min_size=B, max_size=B), "lengths")
     ids = data.draw(st.lists(st.integers(0, 2**20), min_size=B, max_size=B, unique=True), "ids")
     order = data.draw(st.permutations(range(B)), "order")
     slots = data.draw(st.sampled_from(TIMES), "slots")
-    first = rollout(prompts_of(lengths, ids), dtype=dtype)
-    second = rollout(prompts_of(np.array(lengths)[order], np.array(ids)[order]), slots=slots, dtype=dtype)
+    first = rollout(prompts_of(lengths, ids), sampling, dtype=dtype)
+    second = rollout(prompts_of(np.array(lengths)[order], np.array(ids)[order]), sampling, slots, dtype=dtype)
     assert by_id(second) == by_id(first)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_interrupted_after_any_number_of_rounds_it_goes_on_with_the_same_bits(dtype):
+@DRAWN
+def test_interrupted_after_any_number_of_rounds_it_goes_on_with_the_same_bits(dtype, sampling):
     config, slots = dataclasses.replace(CONFIG, dtype=dtype), dataclasses.replace(SLOTS, steps=2)
     ready = jax.jit(prepare, static_argnums=(1, 2))(params(), config, LAYOUT)
     go_on = jax.jit(advance, static_argnames=STATIC, donate_argnames=("state",))
-    queue = make_queue(PROMPTS, SAMPLING, slots)
+    queue = make_queue(PROMPTS, sampling, slots)
 
     def run(num_rounds: int) -> tuple[dict, int]:
-        state, times = begin(queue, SAMPLING, slots, config, LAYOUT), 0
+        state, times = begin(queue, sampling, slots, config, LAYOUT), 0
         while (np.asarray(state.finish) == RUNNING).any():
             rounds = jnp.int32(num_rounds)
-            state = go_on(ready, queue, state, NOISES, rounds, TEMPERATURE, SAMPLING, slots, config, LAYOUT)
+            state = go_on(ready, queue, state, NOISES, rounds, TEMPERATURE, sampling, slots, config, LAYOUT)
             times += 1
         assert int(state.head) == B
-        return by_id(jax.device_get(finish(samples_of(PROMPTS, SAMPLING, LAYOUT), drawn(state), LAYOUT))), times
+        return by_id(jax.device_get(finish(samples_of(PROMPTS, sampling, LAYOUT), drawn(state), LAYOUT))), times
 
     at_once, once = run(MANY)
     assert once == 1

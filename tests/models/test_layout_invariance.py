@@ -7,13 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrlhf.experience import LENGTH, STOP, PolicyOutputs, Rollout, Sampling
+from jaxrlhf.experience import LENGTH, STOP, PolicyOutputs, Rollout
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.generate import generate
 from jaxrlhf.models.heads import policy_outputs
 from jaxrlhf.models.params import param_shardings
 from jaxrlhf.sharding.strategy import Strategy
 from tests.models.pipelined_cases import P, R, V, assert_same, make_prompts, over
+from tests.models.steered import steered
 from tests.random_weights import params_of
 
 CONFIG = ModelConfig(
@@ -25,7 +26,7 @@ CONFIG = ModelConfig(
     num_kv_heads=2,
     logits_chunk_tokens=16,
 )
-SAMPLING = Sampling(max_new_tokens=R, min_new_tokens=1, top_p=0.95, stop_ids=tuple(range(0, V, 8)))
+SAMPLING = steered(V, max_new_tokens=R, top_p=0.95, stop_ids=(0, *range(8, V, 16)))
 
 
 @functools.cache

@@ -16,6 +16,7 @@ from jaxrlhf.sharding.strategy import Strategy
 from tests.models.pipelined_cases import (
     B,
     P,
+    R,
     V,
     abstract_ring,
     assert_same,
@@ -27,6 +28,7 @@ from tests.models.pipelined_cases import (
     pipelined,
     sampling,
 )
+from tests.models.steered import steered
 from tests.random_weights import params_of
 from tests.subprocesses import run_processes
 
@@ -35,7 +37,7 @@ CASES = {
     "four stages, several samples": (
         Strategy(pipeline=4, tensor=2),
         model(7),
-        sampling(num_samples=2, top_k=20, min_new_tokens=3),
+        steered(V, num_samples=2, top_k=40, min_new_tokens=2, max_new_tokens=R),
         0.8,
     ),
     "one token, greedy, two heads": (

@@ -1,23 +1,31 @@
+import functools
+from collections.abc import Sequence
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrlhf.experience import Sampling
-from jaxrlhf.models.sampling import draw_token
+from jaxrlhf.data.stop_strings import stop_table
+from jaxrlhf.experience import LENGTH, RUNNING, STOP, ResolvedSampling, Sampling
+from jaxrlhf.models.sampling import History, draw_token, next_token
+from jaxrlhf.sharding.layout import Layout
+from jaxrlhf.sharding.strategy import Strategy
 
 jitted = jax.jit(draw_token, static_argnames="sampling")
+LAYOUT = Layout.over((0,), Strategy())
 PLAIN = Sampling()
 N = 512
 EVEN_N = ((np.arange(N) + 0.5) / N).astype(np.float32)
 """Uniforms spread evenly: how often a token is drawn is its probability, to within 1 / N."""
 
 
-def draw(logits_BV, uniform_B, *, temperature: float = 1.0, sampling: Sampling = PLAIN, may_stop: bool = True):
+def draw(logits_BV, uniform_B, *, temperature: float = 1.0, sampling: Sampling = PLAIN, may_stop: bool = True, **more):
     uniform_B = jnp.asarray(uniform_B, jnp.float32)
     may_stop_B = jnp.full(uniform_B.shape, may_stop)
     logits_BV = jnp.asarray(logits_BV, jnp.float32)
-    outputs = jitted(logits_BV, uniform_B, may_stop_B, jnp.float32(temperature), sampling=sampling)
+    outputs = jitted(logits_BV, uniform_B, may_stop_B, jnp.float32(temperature), sampling=sampling, **more)
     return tuple(np.asarray(x) for x in outputs)
 
 
@@ -83,29 +91,130 @@ def test_random_noise_gives_the_softmax_too():
     assert chi_square < 18.5  # 0.1 % of fair draws exceed this with 4 degrees of freedom
 
 
-def kept_by_sorting(logits_V: np.ndarray, temperature: float, top_k: int, top_p: float) -> set[int]:
-    probs_V = softmax(logits_V / temperature)
-    order = np.argsort(-probs_V)[: top_k or None]
+def expected(
+    logits_V: np.ndarray,
+    sampling: Sampling,
+    temperature: float,
+    prompt: Sequence[int] = (),
+    response: Sequence[int] = (),
+    may_stop: bool = True,
+) -> np.ndarray:
+    """The distribution that a `Sampling` describes, token by token and by sorting."""
+    changed_V = logits_V.astype(np.float64)
+    for token in range(len(logits_V)):
+        logit, times = changed_V[token] + sampling.logit_bias.get(token, 0.0), list(response).count(token)
+        if token in (*prompt, *response):
+            logit = logit / sampling.repetition_penalty if logit > 0 else logit * sampling.repetition_penalty
+        logit -= sampling.frequency_penalty * times + sampling.presence_penalty * (times > 0)
+        is_left_out = token in sampling.banned_tokens or (token in sampling.stop_ids and not may_stop)
+        if is_left_out or (sampling.allowed_tokens and token not in sampling.allowed_tokens):
+            logit = -np.inf
+        changed_V[token] = logit / temperature
+    probs_V = softmax(changed_V)
+    order = np.argsort(-probs_V)[: sampling.top_k or None]
     probs = probs_V[order] / probs_V[order].sum()
-    return {int(token) for token, before in zip(order, np.cumsum(probs) - probs, strict=True) if before < top_p}
+    kept = [token for token, before in zip(order, np.cumsum(probs) - probs, strict=True) if before < sampling.top_p]
+    kept = [token for token in kept if probs_V[token] >= sampling.min_p * probs_V.max()]
+    probs_V[np.setdiff1d(np.arange(len(probs_V)), kept)] = 0.0
+    return probs_V / probs_V.sum()
 
 
-@pytest.mark.parametrize(("top_k", "top_p"), [(1, 1.0), (4, 1.0), (0, 0.35), (0, 0.9), (6, 0.8), (200, 0.01)])
-def test_what_top_k_and_top_p_keep(top_k, top_p):
-    logits_V, temperature = random_logits(130, seed=1, spread=3.0), 1.5
-    token_B, sampled_B, policy_B = draw_evenly(
-        logits_V, temperature=temperature, sampling=Sampling(top_k=top_k, top_p=top_p)
-    )
-    kept = kept_by_sorting(logits_V, temperature, top_k, top_p)
-    probs_V = np.where(np.isin(np.arange(130), list(kept)), softmax(logits_V / temperature), 0.0)
-    probs_V /= probs_V.sum()
+PROMPT, RESPONSE = [3, 8, 64, 100, 100], [5, 64, 5, 5, 101]
+CUTS: list[dict[str, Any]] = [
+    *({"top_k": 1}, {"top_k": 4}, {"top_p": 0.35}, {"top_p": 0.9}, {"top_k": 6, "top_p": 0.8}),
+    *({"top_k": 200, "top_p": 0.01}, {"min_p": 1.0}, {"min_p": 0.1}, {"min_p": 0.02, "top_p": 0.9, "top_k": 50}),
+]
+CHANGES: list[dict[str, Any]] = [
+    *({"repetition_penalty": 1.7}, {"repetition_penalty": 0.6}, {"presence_penalty": 1.5}, {"frequency_penalty": -0.7}),
+    *({"logit_bias": {5: 4.0, 80: -100.0}}, {"allowed_tokens": (3, 5, 129)}, {"banned_tokens": tuple(range(60))}),
+    {
+        "logit_bias": {5: 4.0, 100: 2.0}, "repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.3,
+        "banned_tokens": (7, 8), "top_k": 30, "top_p": 0.95, "min_p": 0.01,
+    },
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("settings", [*CUTS, *CHANGES], ids=lambda x: " ".join(x))
+def test_draws_are_those_of_a_slow_reference(settings):
+    logits_V, temperature, sampling = random_logits(130, seed=1, spread=3.0), 1.5, Sampling(**settings)
+    seen_V = 2 * np.bincount(RESPONSE, minlength=130) + np.isin(np.arange(130), PROMPT)
+    seen_BV = jnp.tile(jnp.asarray(seen_V, jnp.int16), (N, 1)) if sampling.counts_tokens else None
+    token_B, sampled_B, policy_B = draw_evenly(logits_V, temperature=temperature, sampling=sampling, seen_BV=seen_BV)
+    probs_V = expected(logits_V, sampling, temperature, PROMPT, RESPONSE)
     np.testing.assert_allclose(np.bincount(token_B, minlength=130) / N, probs_V, atol=1.1 / N)
-    assert set(token_B.tolist()) <= kept
+    assert (probs_V[token_B] > 0).all()
     np.testing.assert_allclose(sampled_B, np.log(probs_V[token_B]), atol=2e-5)
     _, first = np.unique(token_B, return_index=True)
-    if len(first) == len(kept):
+    if len(first) == np.count_nonzero(probs_V):
         assert np.exp(sampled_B[first]).sum() == pytest.approx(1.0, abs=1e-5)
     np.testing.assert_allclose(policy_B, np.log(softmax(logits_V))[token_B], atol=1e-5)
+    greedy_B, _, _ = draw_evenly(logits_V, temperature=0.0, sampling=sampling, seen_BV=seen_BV)
+    assert (greedy_B == probs_V.argmax()).all()
+
+
+V, P, ROWS, STEPS = 70, 4, 24, 12
+TOKEN_BYTES = [bytes(np.random.default_rng(i).choice([*b"abc"], i % 4).astype(np.uint8)) for i in range(V)]
+"""Tokens of none to three letters."""
+STRINGS = ("abca", "cc", "bab")
+PENALTIES = {"repetition_penalty": 1.4, "presence_penalty": 0.5, "frequency_penalty": -0.25}
+CHAINS: dict[str, dict[str, Any]] = {
+    "penalties": PENALTIES | {"stop_ids": (7,)},
+    "of the response alone": {"presence_penalty": 1.0, "stop_ids": (7,)},
+    "stop strings": {"stop_strings": STRINGS, "min_new_tokens": 3},
+    "all": PENALTIES | {"stop_strings": STRINGS, "stop_ids": (7, 8), "min_new_tokens": 2, "min_p": 0.02, "top_p": 0.97},
+}
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_each_draw_depends_on_the_tokens_before_it_as_in_a_slow_reference(name):
+    """Draw after draw: of all that was drawn before, computed anew for every token."""
+    settings: dict[str, Any] = CHAINS[name] | {"max_new_tokens": STEPS}
+    sampling = Sampling(**settings)
+    if sampling.stop_strings:
+        sampling = ResolvedSampling(**settings, stop_table=stop_table(STRINGS, TOKEN_BYTES))
+    rng, temperature = np.random.default_rng(3), 1.2
+    prompts = rng.integers(0, V, (ROWS, P))
+    mask_BP = np.arange(P) >= rng.integers(0, P, (ROWS, 1))
+    history = History.of_prompts(jnp.asarray(prompts), jnp.asarray(mask_BP), V, sampling, LAYOUT)
+    step = jax.jit(functools.partial(next_token, sampling=sampling))
+    responses: list[list[int]] = [[] for _ in range(ROWS)]
+    reasons = set()
+    for num_new in range(STEPS):
+        logits_BV, uniform_B = rng.normal(0, 2, (ROWS, V)).astype(np.float32), rng.random(ROWS, np.float32)
+        drawn = step(logits_BV, uniform_B, jnp.full(ROWS, num_new), history, jnp.float32(temperature))
+        history = drawn.history
+        for i, response in enumerate(responses):
+            may_stop, token = num_new >= sampling.min_new_tokens, int(drawn.token[i])
+            prompt = prompts[i, mask_BP[i]].tolist()
+            probs_V = expected(logits_BV[i], sampling, temperature, prompt, response, may_stop)
+            cumulative_V = np.cumsum(probs_V)
+            assert cumulative_V[token] - probs_V[token] - 1e-5 <= uniform_B[i] <= cumulative_V[token] + 1e-5
+            assert drawn.sampled_logprob[i] == pytest.approx(np.log(probs_V[token]), abs=2e-5)
+            assert drawn.logprob[i] == pytest.approx(np.log(softmax(logits_BV[i])[token]), abs=2e-5)
+            before = b"".join(TOKEN_BYTES[x] for x in response)
+            response.append(token)
+            reason = LENGTH if num_new == STEPS - 1 else RUNNING
+            if may_stop and (
+                token in sampling.stop_ids or completes(sampling.stop_strings, before, TOKEN_BYTES[token])
+            ):
+                reason = STOP
+            assert drawn.finish[i] == reason
+            reasons.add(reason)
+    assert reasons == {RUNNING, STOP, LENGTH}
+
+
+def completes(strings: Sequence[str], before: bytes, token: bytes) -> bool:
+    """Whether a string ends within a token."""
+    text = before + token
+    ends = range(len(before) + 1, len(text) + 1)
+    return any(text[:end].endswith(string.encode()) for string in strings for end in ends)
+
+
+def test_nothing_is_kept_of_the_tokens_where_nothing_depends_on_them():
+    plain = Sampling(top_p=0.5, min_p=0.1, logit_bias={1: 1.0}, banned_tokens=(2,), stop_ids=(3,))
+    assert jax.tree.leaves(History.of_rows(2, V, plain, LAYOUT)) == []
+    with pytest.raises(ValueError, match=r"sampling\.stop_strings: need the bytes of each token\. Got \('a',\)"):
+        History.of_rows(2, V, Sampling(stop_strings=("a",)), LAYOUT)
 
 
 @pytest.mark.parametrize(("top_p", "kept"), [(0.39, 1), (0.41, 2), (0.69, 2), (0.71, 3), (0.91, 4)])
