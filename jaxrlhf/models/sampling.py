@@ -33,8 +33,7 @@ class History(struct.PyTreeNode):
     def of_rows(cls, num_rows: int, vocab_size: int, sampling: Sampling, layout: Layout) -> "History":
         """The history of rows without a prompt, before the first token of a response."""
         seen = stop_state = None
-        if sampling.counts_tokens:
-            dtype = jnp.int16 if sampling.max_new_tokens < 2**14 else jnp.int32
+        if (dtype := seen_dtype(sampling)) is not None:
             seen = layout.activation(jnp.zeros((num_rows, vocab_size), dtype), ("batch", "choices"))
         if _stop_table(sampling) is not None:
             stop_state = jnp.zeros(num_rows, jnp.int32)
@@ -56,6 +55,13 @@ class History(struct.PyTreeNode):
         marked = jnp.where(mask_BP, tokens_BP, vocab_size)  # padding is dropped
         seen_BV = jax.vmap(lambda seen_V, token_P: seen_V.at[token_P].set(1, mode="drop"))(history.seen, marked)
         return history.replace(seen=layout.activation(seen_BV, ("batch", "choices")))
+
+
+def seen_dtype(sampling: Sampling) -> np.dtype | None:
+    """The type of `History.seen`, which holds numbers up to twice the tokens of a response; None without penalties."""
+    if not sampling.counts_tokens:
+        return None
+    return np.dtype(np.int16 if sampling.max_new_tokens < 2**14 else np.int32)
 
 
 class NextToken(NamedTuple):

@@ -38,6 +38,7 @@ from jaxrlhf.models.generate import cache_sizes
 from jaxrlhf.models.kv_cache import num_columns
 from jaxrlhf.models.lora import LoRAConfig, declare_adapters
 from jaxrlhf.models.pipelined_generation import declare_ring
+from jaxrlhf.models.sampling import seen_dtype
 from jaxrlhf.planner.workload import ModelCall
 from jaxrlhf.sharding.axes import FSDP, PIPELINE, WEIGHTS_AT_REST
 from jaxrlhf.sharding.stages import layers_of_stages
@@ -233,12 +234,21 @@ def _generate_memory(call: ModelCall, strategy: Strategy) -> CallMemory:
     prefill = int(prompts * call.prompt * size * (_live(model, strategy) + _passing(model, strategy)))
     rows = strategy.slots or prompts * call.num_samples
     gathered = _gathered(call, strategy, all_layers=True)
-    logits = int(rows * model.vocab_size * 4 * 2)
+    logits = int(rows * model.vocab_size * (4 * 2 + _seen_bytes(call)))
     if strategy.slots:  # prompts are prefilled beside the whole cache, which never grows
         return CallMemory(0, 0, activations=prefill, logits=logits, cache=cache, gathered=gathered)
     if prefill + at_first > cache + growing:
         return CallMemory(0, 0, activations=prefill, logits=logits, cache=at_first, gathered=gathered)
     return CallMemory(0, 0, logits=logits, cache=cache + growing, gathered=gathered)
+
+
+def _seen_bytes(call: ModelCall) -> int:
+    """Bytes of what penalties keep for each sequence and token of the vocabulary; 0 without penalties."""
+    if call.described is None:
+        return 0
+    _, sampling = call.described.args
+    dtype = seen_dtype(sampling)
+    return 0 if dtype is None else dtype.itemsize
 
 
 def _train_memory(call: ModelCall, strategy: Strategy) -> CallMemory:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import pytest
@@ -60,6 +61,19 @@ def test_a_cache_is_counted_as_it_is():
         cache = jax.eval_shape(lambda rows=rows: SlotCache.empty(rows, 8 + 40 - 1, TINY, Layout.over((0,), Strategy())))
         held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((cache.keys, cache.values)))
         assert cache_bytes(call, Strategy(data=2, slots=rows)) == held
+
+
+def test_what_penalties_count_is_counted():
+    call, strategy = ppo().workload.call("actor.generate"), Strategy(data=2, slots=6)
+    made = call.require_described()
+    prompts, sampling = made.args
+
+    def working(**changes: Any) -> float:
+        changed = dataclasses.replace(made, args=(prompts, dataclasses.replace(sampling, **changes)))
+        return call_memory(dataclasses.replace(call, described=changed), strategy, is_trained=True).working
+
+    assert working(frequency_penalty=0.5) - working(top_p=0.5) == 6 * TINY.vocab_size * 2
+    assert working(frequency_penalty=0.5, max_new_tokens=2**14) - working() == 6 * TINY.vocab_size * 4
 
 
 def test_what_is_never_trained_rests_and_what_is_trained_is_copied():
