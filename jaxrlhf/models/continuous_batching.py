@@ -6,7 +6,7 @@ g prompts that are prefilled together.
     queue = make_queue(prompts, sampling)
     state = begin(queue, sampling, slots, config, layout)           # all slots are free
     state = advance(params, queue, state, num_rounds, ...)          # go on for so many rounds, or until all is done
-    rollout = finish(samples_of(prompts, ...), drawn(state), layout)
+    rollout = finish(samples_of(prompts, ...), state.outputs.drawn(), layout)
 
 All shapes are fixed, so this is one program. It holds that the bits of a sequence do not depend on when it is admitted,
 on who is in the other slots, on how many steps there are between two admissions, or on where `advance` was interrupted:
@@ -78,30 +78,88 @@ class Queue(struct.PyTreeNode):
     """Its place among the outputs, which are in the order of the prompts that were given."""
 
 
-class BatchState(struct.PyTreeNode):
-    """Everything that decoding needs to go on."""
+class SlotRows(struct.PyTreeNode):
+    """The sequence in each slot."""
 
-    cache: SlotCache
     newest: Int[Array, " S"]
-    """The token of each slot that was drawn last, or the last of its prompt: not yet in the cache."""
+    """The token that was drawn last, or the last of its prompt: not yet in the cache."""
     sequence: Int[Array, " S"]
-    """The sequence in each slot, by its place among the outputs; N in free slots."""
+    """Its place among the outputs; N in free slots."""
     id: UInt[Array, " S"]
     num_new: Int[Array, " S"]
-    """New tokens so far of the sequence in each slot."""
+    """Its new tokens so far."""
     history: History
-    """Of the sequence in each slot."""
+
+    @classmethod
+    def empty(
+        cls, num_slots: int, num_sequences: int, sampling: Sampling, config: ModelConfig, layout: Layout
+    ) -> "SlotRows":
+        """Free slots."""
+        return cls(
+            newest=jnp.zeros(num_slots, jnp.int32),
+            sequence=jnp.full(num_slots, num_sequences, jnp.int32),
+            id=jnp.zeros(num_slots, jnp.uint32),
+            num_new=jnp.zeros(num_slots, jnp.int32),
+            history=History.of_rows(num_slots, config.vocab_size, sampling, layout),
+        )
+
+
+class Outputs(struct.PyTreeNode):
+    """What has been drawn of each sequence."""
+
     words: Int[Array, "N R 3"]
     """Of each new token: itself, and the bits of its log-probabilities under the policy and as it was drawn. One array,
     so that a step writes once."""
     lengths: Int[Array, " N"]
-    """New tokens of each sequence."""
     finish: Int[Array, " N"]
+
+    @classmethod
+    def empty(cls, num_sequences: int, max_new_tokens: int) -> "Outputs":
+        """Nothing yet."""
+        return cls(
+            words=jnp.zeros((num_sequences, max_new_tokens, 3), jnp.int32),
+            lengths=jnp.zeros(num_sequences, jnp.int32),
+            finish=jnp.full(num_sequences, RUNNING, jnp.int32),
+        )
+
+    def drawn(self) -> Drawn:
+        """Tokens and log-probabilities, each in an array of its own."""
+        floats = jax.lax.bitcast_convert_type(self.words, jnp.float32)
+        return Drawn(
+            tokens=self.words[..., 0],
+            logprobs=floats[..., 1],
+            sampled_logprobs=floats[..., 2],
+            num_new=self.lengths,
+            finish=self.finish,
+        )
+
+
+class BatchState(struct.PyTreeNode):
+    """Everything that decoding needs to go on."""
+
+    cache: SlotCache
+    rows: SlotRows
+    outputs: Outputs
     head: Int[Array, ""]
     """The next prompt to enter."""
     rounds: Int[Array, ""]
     groups: Int[Array, ""]
     """Groups that were prefilled so far."""
+
+
+class Group(struct.PyTreeNode):
+    """Prompts that are prefilled together, and where their n samples enter."""
+
+    tokens: Int[Array, "g P"]
+    length: Int[Array, " g"]
+    slot: Int[Array, " g*n"]
+    """Of each sample; S, which is none, for those that do not enter."""
+    place: Int[Array, " g*n"]
+    """Of each sample in the queue."""
+
+    @property
+    def mask(self) -> Bool[Array, "g P"]:
+        return jnp.arange(self.tokens.shape[1])[None, :] < self.length[:, None]
 
 
 def generate_in_slots(
@@ -122,7 +180,8 @@ def generate_in_slots(
     def on_shard(params: Params, prompts: Prompts, noise: jax.Array, temperature: jax.Array) -> Drawn:
         queue = make_queue(prompts, sampling, slots)
         state = begin(queue, sampling, slots, config, within)
-        return drawn(advance(params, queue, state, noise, None, temperature, sampling, slots, config, within))
+        state = advance(params, queue, state, noise, None, temperature, sampling, slots, config, within)
+        return state.outputs.drawn()
 
     if is_split:
         rows, whole = PartitionSpec(BATCH_AXES), PartitionSpec()
@@ -165,18 +224,12 @@ def begin(queue: Queue, sampling: Sampling, slots: Slots, config: ModelConfig, l
     """
     n = sampling.num_samples
     require(slots.slots >= n, "slots", f"must be at least num_samples={n}", slots.slots)
-    S, N, R = slots.slots, len(queue.id), sampling.max_new_tokens
+    N, R = len(queue.id), sampling.max_new_tokens
     tokens = queue.tokens.shape[1] + R - 1  # the last token that is drawn does not enter the cache
     return BatchState(
-        cache=SlotCache.empty(S, tokens, config, layout),
-        newest=jnp.zeros(S, jnp.int32),
-        sequence=jnp.full(S, N, jnp.int32),
-        id=jnp.zeros(S, jnp.uint32),
-        num_new=jnp.zeros(S, jnp.int32),
-        history=History.of_rows(S, config.vocab_size, sampling, layout),
-        words=jnp.zeros((N, R, 3), jnp.int32),
-        lengths=jnp.zeros(N, jnp.int32),
-        finish=jnp.full(N, RUNNING, jnp.int32),
+        cache=SlotCache.empty(slots.slots, tokens, config, layout),
+        rows=SlotRows.empty(slots.slots, N, sampling, config, layout),
+        outputs=Outputs.empty(N, R),
         head=jnp.zeros((), jnp.int32),
         rounds=jnp.zeros((), jnp.int32),
         groups=jnp.zeros((), jnp.int32),
@@ -205,13 +258,16 @@ def advance(
     last = None if num_rounds is None else state.rounds + num_rounds
 
     def goes_on(state: BatchState) -> jax.Array:
-        works = (state.head < _num_prompts(queue, slots)) | (state.sequence < len(queue.id)).any()
+        works = (state.head < num_prompts(queue, slots)) | (state.rows.sequence < len(queue.id)).any()
         return works if last is None else works & (state.rounds < last)
 
     def step(_: jax.Array, state: BatchState) -> BatchState:
-        hidden_SD, cache = decode_step(params, state.newest, state.cache, config, layout)
+        hidden_SD, cache = decode_step(params, state.rows.newest, state.cache, config, layout)
         logits_SV = layout.activation(logits(params, hidden_SD, config, layout), ("batch", "choices"))
-        return _draw(state.replace(cache=cache), queue, logits_SV, noise, temperature, sampling)
+        rows, outputs = draw_in_slots(state.rows, state.outputs, logits_SV, noise, temperature, sampling)
+        is_free_S = rows.sequence == len(queue.id)
+        cache = cache.replace(length=jnp.where(is_free_S, 0, cache.length))  # so that less is read
+        return state.replace(cache=cache, rows=rows, outputs=outputs)
 
     def one_round(state: BatchState) -> BatchState:
         with jax.named_scope("prefill"):  # a branch that left the state as it is would copy the cache
@@ -227,32 +283,69 @@ def advance(
     return jax.lax.while_loop(goes_on, one_round, state)
 
 
-def drawn(state: BatchState) -> Drawn:
-    """The tokens that were drawn, by sequence."""
-    floats = jax.lax.bitcast_convert_type(state.words, jnp.float32)
-    return Drawn(
-        tokens=state.words[..., 0],
-        logprobs=floats[..., 1],
-        sampled_logprobs=floats[..., 2],
-        num_new=state.lengths,
-        finish=state.finish,
-    )
-
-
-def _num_prompts(queue: Queue, slots: Slots) -> int:
+def num_prompts(queue: Queue, slots: Slots) -> int:
+    """Of the whole queue, without the padding after them."""
     return len(queue.length) - slots.prefill_rows
 
 
 def _has_room(state: BatchState, queue: Queue, sampling: Sampling, slots: Slots) -> Bool[Array, ""]:
     """Whether prompts wait, and slots are free for as many of them as are to enter together."""
-    waiting = _num_prompts(queue, slots) - state.head
-    wanted = jnp.minimum(waiting, min(slots.admit or slots.prefill_rows, _most_at_once(sampling, slots)))
-    return (waiting > 0) & ((state.sequence == len(queue.id)).sum() >= wanted * sampling.num_samples)
+    waiting = num_prompts(queue, slots) - state.head
+    wanted = jnp.minimum(waiting, wanted_together(sampling, slots))
+    return (waiting > 0) & (room_for_prompts(state.rows.sequence, len(queue.id), sampling, slots) >= wanted)
 
 
-def _most_at_once(sampling: Sampling, slots: Slots) -> int:
-    """Prompts that enter together at most."""
-    return min(slots.prefill_rows, slots.slots // sampling.num_samples)
+def wanted_together(sampling: Sampling, slots: Slots) -> int:
+    """Prompts for which slots are to be free before a group enters."""
+    return min(slots.admit or slots.prefill_rows, slots.prefill_rows, slots.slots // sampling.num_samples)
+
+
+def room_for_prompts(
+    sequence_S: Int[Array, " S"], num_sequences: int, sampling: Sampling, slots: Slots
+) -> Int[Array, ""]:
+    """Prompts that may enter together, with all of their samples."""
+    return jnp.minimum((sequence_S == num_sequences).sum() // sampling.num_samples, slots.prefill_rows)
+
+
+def next_group(
+    queue: Queue,
+    sequence_S: Int[Array, " S"],
+    first: Int[Array, ""],
+    entering: Int[Array, ""],
+    sampling: Sampling,
+    slots: Slots,
+) -> Group:
+    """A group of prompts of the queue from `first` on, of which so many enter, each with all of its samples."""
+    n, g, N = sampling.num_samples, slots.prefill_rows, len(queue.id)
+    tokens_gP, length_g = (jax.lax.dynamic_slice_in_dim(x, first, g) for x in (queue.tokens, queue.length))
+    number = jnp.arange(g * n)  # of each sample of the group, in the order of the queue
+    free = jnp.nonzero(sequence_S == N, size=g * n, fill_value=slots.slots)[0]
+    return Group(
+        tokens=tokens_gP,
+        length=length_g,
+        slot=jnp.where(number < entering * n, free, slots.slots).astype(jnp.int32),
+        place=jnp.minimum(first * n + number, N - 1).astype(jnp.int32),
+    )
+
+
+def enter(
+    rows: SlotRows, group: Group, queue: Queue, sampling: Sampling, config: ModelConfig, layout: Layout
+) -> SlotRows:
+    """The rows after the samples of a group have entered."""
+    n = sampling.num_samples
+    last_g = jnp.take_along_axis(group.tokens, group.length[:, None] - 1, axis=1)[:, 0]
+    history = History.of_prompts(group.tokens, group.mask, config.vocab_size, sampling, layout)
+
+    def put(x_S: jax.Array, new: jax.Array) -> jax.Array:
+        return x_S.at[group.slot].set(new.astype(x_S.dtype), mode="drop")
+
+    return SlotRows(
+        newest=put(rows.newest, copies(last_g, n)),
+        sequence=put(rows.sequence, queue.sequence[group.place]),
+        id=put(rows.id, queue.id[group.place]),
+        num_new=put(rows.num_new, jnp.zeros_like(group.slot)),
+        history=jax.tree.map(lambda x_S, new_g: put(x_S, copies(new_g, n)), rows.history, history),
+    )
 
 
 def _admit(
@@ -264,67 +357,44 @@ def _admit(
     config: ModelConfig,
     layout: Layout,
 ) -> BatchState:
-    """Prefills the next group of prompts, and lets those enter for which slots are free, with all of their samples."""
-    n, g, N = sampling.num_samples, slots.prefill_rows, len(queue.id)
-    tokens_gP, length_g = (jax.lax.dynamic_slice_in_dim(x, state.head, g) for x in (queue.tokens, queue.length))
-    mask_gP = jnp.arange(tokens_gP.shape[1])[None, :] < length_g[:, None]
-    if 0 < slots.prefill_tokens < tokens_gP.shape[1]:
-        keys_values = prefill_in_chunks(params, tokens_gP, length_g, slots.prefill_tokens, config, layout)
+    """Prefills the next group of prompts, and lets those enter for which slots are free."""
+    n, columns = sampling.num_samples, queue.tokens.shape[1]
+    room = room_for_prompts(state.rows.sequence, len(queue.id), sampling, slots)
+    entering = jnp.minimum(room, num_prompts(queue, slots) - state.head)
+    group = next_group(queue, state.rows.sequence, state.head, entering, sampling, slots)
+    if 0 < slots.prefill_tokens < columns:
+        keys_values = prefill_in_chunks(params, group.tokens, group.length, slots.prefill_tokens, config, layout)
     else:
-        x_gPD = embed(params, tokens_gP, config, layout)
-        _, keys_values = run_layers(params["layers"], x_gPD, mask_gP, config, layout, wanted=tokens_gP.shape[1] - 1)
-
-    is_free_S = state.sequence == N
-    entering = jnp.minimum(is_free_S.sum() // n, jnp.minimum(_num_prompts(queue, slots) - state.head, g))
-    number = jnp.arange(g * n)  # of each sample of the group, in the order of the queue
-    enters = number < entering * n
-    free = jnp.nonzero(is_free_S, size=g * n, fill_value=slots.slots)[0]
-    row = jnp.where(enters, free, slots.slots)  # rows beyond the last are dropped
-    place = jnp.minimum(state.head * n + number, N - 1)
-    last_g = jnp.take_along_axis(tokens_gP, length_g[:, None] - 1, axis=1)[:, 0]
-
-    def put(x_S: jax.Array, new: jax.Array) -> jax.Array:
-        return x_S.at[row].set(new.astype(x_S.dtype), mode="drop")
-
-    history = History.of_prompts(tokens_gP, mask_gP, config.vocab_size, sampling, layout)
+        x_gPD = embed(params, group.tokens, config, layout)
+        _, keys_values = run_layers(params["layers"], x_gPD, group.mask, config, layout, wanted=columns - 1)
     samples = [(copies(k, n), copies(v, n)) for k, v in keys_values]
     return state.replace(
-        cache=state.cache.enter(row, samples, copies(length_g, n) - 1, layout),
-        newest=put(state.newest, copies(last_g, n)),
-        sequence=put(state.sequence, queue.sequence[place]),
-        id=put(state.id, queue.id[place]),
-        num_new=put(state.num_new, jnp.zeros_like(number)),
-        history=jax.tree.map(lambda x_S, new_g: put(x_S, copies(new_g, n)), state.history, history),
+        cache=state.cache.enter(group.slot, samples, copies(group.length, n) - 1, layout),
+        rows=enter(state.rows, group, queue, sampling, config, layout),
         head=state.head + entering,
         groups=state.groups + 1,
     )
 
 
 @jax.named_scope("draw")
-def _draw(
-    state: BatchState,
-    queue: Queue,
+def draw_in_slots(
+    rows: SlotRows,
+    outputs: Outputs,
     logits_SV: Float[Array, "S V"],
     noise: UInt[Array, "3"],
     temperature: Float[Array, ""],
     sampling: Sampling,
-) -> BatchState:
+) -> tuple[SlotRows, Outputs]:
     """Draws and records the next token of the sequence in every slot. Those that end leave their slots."""
-    N, in_slot_S = len(queue.id), state.sequence
-    uniform_S = jax.vmap(uniform, in_axes=(None, 0, 0))(noise, state.id, state.num_new)
-    drawn = next_token(logits_SV, uniform_S, state.num_new, state.history, temperature, sampling)
+    uniform_S = jax.vmap(uniform, in_axes=(None, 0, 0))(noise, rows.id, rows.num_new)
+    drawn = next_token(logits_SV, uniform_S, rows.num_new, rows.history, temperature, sampling)
     both = (drawn.logprob, drawn.sampled_logprob)
     bits = [jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32) for x in both]
-    num_new_S = state.num_new + 1
-    sequence_S = jnp.where(drawn.finish == RUNNING, in_slot_S, N)
-    cache = state.cache.replace(length=jnp.where(sequence_S == N, 0, state.cache.length))  # so that less is read
-    return state.replace(  # what is written for free slots, whose sequence is N, is dropped
-        newest=drawn.token,
-        num_new=num_new_S,
-        history=drawn.history,
-        words=state.words.at[in_slot_S, state.num_new].set(jnp.stack([drawn.token, *bits], axis=1), mode="drop"),
-        lengths=state.lengths.at[in_slot_S].set(num_new_S, mode="drop"),
-        finish=state.finish.at[in_slot_S].set(drawn.finish, mode="drop"),
-        sequence=sequence_S,
-        cache=cache,
+    word_S3, num_new_S, into = jnp.stack([drawn.token, *bits], axis=1), rows.num_new + 1, rows.sequence
+    outputs = Outputs(  # what is written for free slots, whose sequence is N, is dropped
+        words=outputs.words.at[into, rows.num_new].set(word_S3, mode="drop"),
+        lengths=outputs.lengths.at[into].set(num_new_S, mode="drop"),
+        finish=outputs.finish.at[into].set(drawn.finish, mode="drop"),
     )
+    sequence_S = jnp.where(drawn.finish == RUNNING, into, len(outputs.lengths))
+    return rows.replace(newest=drawn.token, num_new=num_new_S, history=drawn.history, sequence=sequence_S), outputs

@@ -16,7 +16,6 @@ from jaxrlhf.models.continuous_batching import (
     Slots,
     advance,
     begin,
-    drawn,
     generate_in_slots,
     make_queue,
 )
@@ -151,12 +150,13 @@ def test_interrupted_after_any_number_of_rounds_it_goes_on_with_the_same_bits(dt
 
     def run(num_rounds: int) -> tuple[dict, int]:
         state, times = begin(queue, sampling, slots, config, LAYOUT), 0
-        while (np.asarray(state.finish) == RUNNING).any():
+        while (np.asarray(state.outputs.finish) == RUNNING).any():
             rounds = jnp.int32(num_rounds)
             state = go_on(ready, queue, state, NOISES, rounds, TEMPERATURE, sampling, slots, config, LAYOUT)
             times += 1
         assert int(state.head) == B
-        return by_id(jax.device_get(finish(samples_of(PROMPTS, sampling, LAYOUT), drawn(state), LAYOUT))), times
+        done = finish(samples_of(PROMPTS, sampling, LAYOUT), state.outputs.drawn(), LAYOUT)
+        return by_id(jax.device_get(done)), times
 
     at_once, once = run(MANY)
     assert once == 1
@@ -176,9 +176,9 @@ def test_steps_are_nearly_the_fewest():
     go_on = jax.jit(advance, static_argnames=STATIC)
     done = go_on(ready, queue, state, NOISES, None, TEMPERATURE, sampling, slots, CONFIG, LAYOUT)
     ends = [0] * slots.slots
-    for length in np.asarray(done.lengths):
+    for length in np.asarray(done.outputs.lengths):
         ends[ends.index(min(ends))] += int(length)
-    assert np.asarray(done.lengths).mean() > 20
+    assert np.asarray(done.outputs.lengths).mean() > 20
     assert int(done.rounds) * slots.steps <= 1.15 * max(ends)
     assert int(done.groups) <= 64, "every prompt is prefilled once"
 
