@@ -23,7 +23,7 @@ import numpy as np
 
 from jaxrlhf.brief import did_you_mean
 from jaxrlhf.call_graph import Call, CallGraph
-from jaxrlhf.config.algorithms import load_algorithm
+from jaxrlhf.config.algorithm_loading import load_algorithm
 from jaxrlhf.config.reading import build, merge, to_tree
 from jaxrlhf.config.schema import RunConfig, build_run
 from jaxrlhf.execution.executor import Executor

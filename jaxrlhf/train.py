@@ -28,8 +28,8 @@ from jaxrlhf.cluster.cluster_text import local_cluster
 from jaxrlhf.config.reading import dump_yaml
 from jaxrlhf.config.schema import RunConfig, load_run
 from jaxrlhf.data.tokenizer import JSONTokenizer
-from jaxrlhf.execution.channel import Channel
 from jaxrlhf.execution.function_threads import any_left_behind
+from jaxrlhf.execution.process_channel import Channel
 from jaxrlhf.observe.console import Console
 from jaxrlhf.observe.forecast_errors import Comparison, compare
 from jaxrlhf.observe.metrics import TrainingError, read_metrics

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 
 from jaxrlhf.call_graph import CallGraph, Ref
-from jaxrlhf.execution.channel import Channel
 from jaxrlhf.execution.host_arrays import to_host
+from jaxrlhf.execution.process_channel import Channel
 
 Leaves = list[Any]
 """The outputs of a call in the order of `jax.tree.leaves`: arrays, possibly not computed yet, or the NumPy arrays of a

@@ -13,7 +13,7 @@ from jaxtyping import Float
 from jaxrlhf.experience import Sampling
 from jaxrlhf.models import pipelined_generation
 from jaxrlhf.models.generate import generate
-from jaxrlhf.models.heads import READINGS
+from jaxrlhf.models.heads import INFERENCE_OUTPUTS
 from jaxrlhf.models.params import Params
 from jaxrlhf.programs.arrays import Arrays, Metrics, Noise, Program, Rebuild
 from jaxrlhf.programs.gradients import gradient_of_update
@@ -107,7 +107,7 @@ def infer_program(role: ModelRole, method: str, rebuild: Rebuild, layout: Layout
 
     def program(params: Params, arrays: Arrays) -> Arrays:
         def infer(some_sequences: Any) -> Any:
-            return READINGS[method](params, some_sequences, role.model, layout)
+            return INFERENCE_OUTPUTS[method](params, some_sequences, role.model, layout)
 
         sequences, inverse = dealt_sequences(arrays, rebuild, layout, uneven=uneven)
         outputs = _in_micro_batches(infer, sequences, layout)

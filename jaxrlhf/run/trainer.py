@@ -12,9 +12,9 @@ from safetensors import SafetensorError
 
 from jaxrlhf.config.schema import RunConfig
 from jaxrlhf.data.loader import PromptLoader
-from jaxrlhf.execution.channel import Channel
 from jaxrlhf.execution.executor import Executor
 from jaxrlhf.execution.function_threads import FunctionAbandonedError
+from jaxrlhf.execution.process_channel import Channel
 from jaxrlhf.execution.step_result import StepResult
 from jaxrlhf.execution.weight_store import WeightStore
 from jaxrlhf.observe.chrome_trace import write_chrome_trace

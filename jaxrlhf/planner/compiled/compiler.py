@@ -87,7 +87,7 @@ class Compilation:
         return cls(ProgramCounts.from_tree(tree["counts"]), tuple(tree["notes"]))
 
 
-Progress = Callable[[int, int, str], None]
+ReportProgress = Callable[[int, int, str], None]
 """`(answers so far, all of them, the name of the question answered last)`."""
 
 
@@ -96,7 +96,7 @@ def compile_all(
     *,
     cache: CostCache | None,
     processes: int = 2,
-    progress: Progress = lambda done, total, name: None,
+    progress: ReportProgress = lambda done, total, name: None,
 ) -> list[Compilation]:
     """The answers, in the order of the questions. Those in the cache are not compiled again, equal ones are compiled
     once. A process takes about half a gigabyte.

@@ -62,7 +62,7 @@ def bits_of(dtype: str) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class Instruction:
+class HloInstruction:
     name: str
     op: str
     """The operation, without the `-start` of an asynchronous one."""
@@ -114,32 +114,32 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True)
 class Computation:
-    instructions: tuple[Instruction, ...]
+    instructions: tuple[HloInstruction, ...]
 
     @functools.cached_property
-    def by_name(self) -> Mapping[str, Instruction]:
+    def by_name(self) -> Mapping[str, HloInstruction]:
         return {instruction.name: instruction for instruction in self.instructions}
 
     @functools.cached_property
-    def users(self) -> Mapping[str, tuple[Instruction, ...]]:
-        """Instruction -> the instructions that use its result."""
-        found: dict[str, list[Instruction]] = {}
+    def users(self) -> Mapping[str, tuple[HloInstruction, ...]]:
+        """HloInstruction -> the instructions that use its result."""
+        found: dict[str, list[HloInstruction]] = {}
         for instruction in self.instructions:
             for operand in dict.fromkeys(instruction.operands):
                 found.setdefault(operand, []).append(instruction)
         return {name: tuple(users) for name, users in found.items()}
 
     @property
-    def root(self) -> Instruction:
+    def root(self) -> HloInstruction:
         return next((i for i in self.instructions if i.is_root), self.instructions[-1])
 
     @functools.cached_property
-    def parameters(self) -> tuple[Instruction, ...]:
+    def parameters(self) -> tuple[HloInstruction, ...]:
         """The parameters, in order."""
         found = [i for i in self.instructions if i.op == "parameter"]
         return tuple(sorted(found, key=lambda i: int(i.operands[0])))
 
-    def operand(self, instruction: Instruction, index: int) -> Instruction:
+    def operand(self, instruction: HloInstruction, index: int) -> HloInstruction:
         return self.by_name[instruction.operands[index]]
 
 
@@ -160,7 +160,7 @@ def parse(text: str) -> Module:
     header, _, _ = text.partition("\n")
     computations: dict[str, Computation] = {}
     entry, name = None, None
-    lines: list[Instruction] = []
+    lines: list[HloInstruction] = []
     for line in text.splitlines():
         if name is None:
             match = _COMPUTATION.match(line)
@@ -179,7 +179,7 @@ def parse(text: str) -> Module:
     return Module(computations, entry, num_devices)
 
 
-def _instruction(name: str, rest: str, *, is_root: bool) -> Instruction:
+def _instruction(name: str, rest: str, *, is_root: bool) -> HloInstruction:
     """An instruction from what follows its name: type, operation, operands in parentheses, attributes."""
     end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.find(" ")
     type_text, rest = rest[:end], rest[end:].lstrip()
@@ -191,7 +191,7 @@ def _instruction(name: str, rest: str, *, is_root: bool) -> Instruction:
     operands = (inside,) if op == "parameter" else () if op == "constant" else tuple(_NAME.findall(inside))
     if op != "async-start":
         op = op.removesuffix("-start")
-    return Instruction(name, op, type_text, operands, rest[closing + 1 :], is_root)
+    return HloInstruction(name, op, type_text, operands, rest[closing + 1 :], is_root)
 
 
 def _closing(text: str, opening: int) -> int:
