@@ -25,7 +25,7 @@ class Unhashable:
     length: int = T
 
 
-def shape(*dims: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+def shape(*dims: int, dtype: Any = jnp.float32) -> Any:
     return jax.ShapeDtypeStruct(dims, dtype)
 
 

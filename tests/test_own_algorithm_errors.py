@@ -65,23 +65,11 @@ def test_the_step_as_it_is_is_right(tmp_path):
             "reward. Did you mean 'reward'? Add it under `roles` in the config.",
         ),
         (
-            "roles.reward.scores",
-            "roles.reward.score",
-            "role 'reward' has no method 'score'. It has: scores, token_scores. Did you mean 'scores'?",
-        ),
-        ("roles.reward.scores", "roles.reference.scores", "role 'reference' has no method 'scores'. It has: "),
-        (
             "generate(prompts, config.sampling)",
             "generate(prompts, config)",
             "actor.generate: is called as actor.generate(prompts: Prompts, sampling: Sampling). Got "
             "actor.generate(Prompts, "
             "Settings), with which it cannot work: 'Settings' object has no attribute 'num_samples'.",
-        ),
-        ("generate(prompts, config.sampling)", "generate(prompts)", "missing a required argument: 'sampling'."),
-        (
-            "generate(prompts, config.sampling)",
-            "generate(prompts, samplng=config.sampling)",
-            "Got actor.generate(Prompts, samplng=Sampling): missing a required argument: 'sampling'.",
         ),
         (
             "scores(rollout)",
@@ -102,18 +90,8 @@ def test_the_step_as_it_is_is_right(tmp_path):
         ),
         (
             "train(loss, batch, config.update)",
-            "train(loss, scores, config.update)",
-            "whose 'sequences' the model runs on",
-        ),
-        (
-            "train(loss, batch, config.update)",
             "train(loss, {'advantages': scores}, config.update)",
             "a Rollout, Sequences, or a dict of them. Got ['advantages'].",
-        ),
-        (
-            "train(loss, batch, config.update)",
-            "train(loss, {'sequences': scores}, config.update)",
-            "a Rollout, Sequences, or a dict of them. Got ['sequences'].",
         ),
         (
             "train(loss, batch, config.update)",
@@ -123,42 +101,15 @@ def test_the_step_as_it_is_is_right(tmp_path):
         ("train(loss, batch, config.update)", "train(loss, batch)", "needs an integer `mini_batches`. Got None."),
         (
             "train(loss, batch, config.update)",
-            "train(loss, batch, config)",
-            "needs an integer `mini_batches`. Got Settings(",
-        ),
-        (
-            "train(loss, batch, config.update)",
-            "train(loss(scores, batch, config.update), batch, config.update)",
-            "Put the operation into a function of arrays and call it with compute(function, ...).",
-        ),
-        (
-            "train(loss, batch, config.update)",
             "train(loss, batch, updte=config.update)",
             "actor.train: is called as actor.train(loss, batch, update=...). Got ",
         ),
-        ("}, state\n", "}\n", "step: must return (results, state). Got dict. End it with `return results, state`."),
         ('    return {"actor"', '    results = {"actor"', "Got NoneType. End it with `return results, state`."),
-        (
-            "}, state\n",
-            "}, 0\n",
-            "step: the state that it returns must have the structure, shapes and dtypes of the one",
-        ),
         (
             "batch = compute(make_batch, rollout, scores, config.coef)",
             "batch = make_batch(rollout, scores, config.coef)",
             "reward.scores: its output is known only when the step runs, so a step function cannot calculate with it",
         ),
-        (
-            "batch = compute",
-            "jnp.mean(scores)\n    batch = compute",
-            "Got an operation on reward.scores[0]: float32[16].",
-        ),
-        (
-            "batch = compute",
-            "np.mean(scores)\n    batch = compute",
-            "Got an operation on reward.scores[0]: float32[16].",
-        ),
-        ("batch = compute", "scores.mean()\n    batch = compute", "Got an operation on reward.scores[0]: float32[16]."),
         (
             "batch = compute",
             "rollout.lengths\n    batch = compute",
@@ -171,38 +122,12 @@ def test_the_step_as_it_is_is_right(tmp_path):
             "Got (Rollout, reward.scores[0]: float32[16]): missing a required argument: 'coef'.",
         ),
         (
-            "scores, config.coef)",
-            "scores, [config.coef, {1.0}])",
-            "make_batch: argument 3[1]: a setting must be hashable",
-        ),
-        (
-            "scores, config.coef)",
-            "scores, np.ones(3))",
-            "make_batch: argument 3: must be an output of a call, part of the "
-            "data or state, or a hashable setting. Got an array float64[3].",
-        ),
-        (
             "coef * scores_B",
             "coef * scores_B[:, None] * rollout.lenghts",
             "make_batch: fails when it is traced: AttributeError: 'Rollout' object has no attribute 'lenghts', at ",
         ),
         ("coef * scores_B", "float(scores_B.mean())", "make_batch: fails when it is traced: ConcretizationTypeError"),
         ("-(batch", "-jnp.mean(batch", "a loss returns sums over its rows, never means"),
-        (
-            "return loss, mask_BR.sum(), {}",
-            "return loss",
-            "a loss returns (sum, weight, metrics), so that micro-batches add",
-        ),
-        (
-            "return loss, mask_BR.sum(), {}",
-            "return loss / 16, 1.0, {}",
-            "Got the weight 1 for 4 rows, and 1 and 1 for the",
-        ),
-        (
-            'batch["advantages"]',
-            'batch["scores"]',
-            "its loss asks the batch for 'scores', which is not there. The batch has: advantages, sequences.",
-        ),
         (
             '{"actor": roles',
             '{"rollout": rollout, "actor": roles',

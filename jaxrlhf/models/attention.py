@@ -7,7 +7,9 @@ Keys and values are never repeated: the G queries of a group share a product wit
 softmax is in float32, and its division comes after the value product, where there is less to divide.
 """
 
+import functools
 import math
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -104,6 +106,42 @@ def cached_attention(
     B, H, h = q_BHh.shape
     q_BKGh = q_BHh.reshape(B, k_BKTh.shape[1], -1, h)
     return _attend(q_BKGh, k_BKTh, v_BKTh, allowed_BT[:, None, None, None]).reshape(B, H, h)
+
+
+def attention_in_parts(
+    q_SHh: Float[Array, "S H h"],
+    keys: Sequence[Float[Array, "S K t h"]],
+    values: Sequence[Float[Array, "S K t h"]],
+    occupied_ST: Bool[Array, "S T"],
+) -> Float[Array, "S H h"]:
+    """`cached_attention` over columns that lie in several arrays, of which only the first ones are read up to the last
+    with a token. Sums are made part by part, so those that are left out would have added exact zeros: the result is the
+    same however many are read."""
+    if len(keys) == 1:
+        return cached_attention(q_SHh, keys[0], values[0], occupied_ST)
+    S, K, size, h = keys[0].shape
+    q_SKGh, wide = q_SHh.reshape(S, K, -1, h), at_least_float32(q_SHh.dtype)
+
+    def over_first(count: int) -> Callable[[], jax.Array]:
+        def attend() -> jax.Array:
+            scores = []
+            for j, k in enumerate(keys[:count]):
+                score = jnp.einsum("skgh,skth->skgt", q_SKGh, k, preferred_element_type=wide) * h**-0.5
+                allowed = occupied_ST[:, None, None, j * size : j * size + k.shape[2]]
+                scores.append(jnp.where(allowed, score, _LOWEST))
+            highest = functools.reduce(jnp.maximum, [score.max(axis=-1, keepdims=True) for score in scores])
+            mass = [jnp.exp(score - highest) for score in scores]
+            total = functools.reduce(jnp.add, [x.sum(axis=-1, keepdims=True) for x in mass])
+            weighted = [
+                jnp.einsum("skgt,skth->skgh", x.astype(v.dtype), v, preferred_element_type=wide)
+                for x, v in zip(mass, values, strict=False)
+            ]
+            return (functools.reduce(jnp.add, weighted) / total).astype(q_SHh.dtype).reshape(q_SHh.shape)
+
+        return attend
+
+    used = occupied_ST.any(axis=0).sum()
+    return jax.lax.switch((used - 1) // size, [over_first(count + 1) for count in range(len(keys))])
 
 
 def _attend(q_BKmh: jax.Array, k_BKth: jax.Array, v_BKth: jax.Array, allowed_B11Ct: jax.Array) -> jax.Array:

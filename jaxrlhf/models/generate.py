@@ -11,12 +11,13 @@ between two calls of it. A sequence draws the same tokens in any of these cases:
 step, the call, its id and the position alone.
 """
 
+import functools
 import math
 
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Float, Int, UInt
+from jaxtyping import Array, Bool, Float, Int, UInt
 
 from jaxrlhf.experience import LENGTH, RUNNING, STOP, Prompts, Rollout, Sampling
 from jaxrlhf.models.architecture import declare
@@ -32,16 +33,21 @@ _MIN_GROWTH, _MAX_STAGES = 32, 4
 """The fewest slots by which the cache of `generate` grows, and its most sizes: decoding is compiled for each."""
 
 
-class Responses(struct.PyTreeNode):
-    """The tokens drawn so far, and the noise of those to come."""
+class Drawn(struct.PyTreeNode):
+    """The tokens drawn so far, and zeros after them."""
 
-    newest: Int[Array, " B"]
-    """The token drawn last: part of the response, not yet in the cache."""
     tokens: Int[Array, "B R"]
     logprobs: Float[Array, "B R"]
     sampled_logprobs: Float[Array, "B R"]
     num_new: Int[Array, " B"]
     finish: Int[Array, " B"]
+
+
+class Responses(Drawn):
+    """The tokens drawn so far, and the noise of those to come."""
+
+    newest: Int[Array, " B"]
+    """The token drawn last: part of the response, not yet in the cache."""
     uniforms: Float[Array, "B R"]
     """The noise of every position, drawn in advance."""
 
@@ -154,7 +160,7 @@ def samples_of(prompts: Prompts, sampling: Sampling, layout: Layout) -> Prompts:
     return layout.constrain_rows(repeated.replace(id=id_B))
 
 
-def finish(prompts: Prompts, responses: Responses, layout: Layout) -> Rollout:
+def finish(prompts: Prompts, responses: Drawn, layout: Layout) -> Rollout:
     """Prompts and responses side by side.
 
     Args:
@@ -248,24 +254,33 @@ def draw_next(
     running_B = responses.finish == RUNNING
     writes_BR = running_B[:, None] & (jnp.arange(R)[None, :] == at_B1)
     num_new_B = responses.num_new + running_B
-    stopped_B = jnp.isin(token_B, jnp.array(sampling.stop_ids, jnp.int32)) & may_stop_B
-    outcome_B = jnp.where(stopped_B, STOP, jnp.where(num_new_B >= R, LENGTH, RUNNING))
+    outcome_B = finish_reason(token_B, num_new_B, may_stop_B, sampling)
     return responses.replace(
         newest=jnp.where(running_B, token_B, responses.newest),
         tokens=jnp.where(writes_BR, token_B[:, None], responses.tokens),
         logprobs=jnp.where(writes_BR, policy_B[:, None], responses.logprobs),
         sampled_logprobs=jnp.where(writes_BR, sampled_B[:, None], responses.sampled_logprobs),
         num_new=num_new_B,
-        finish=jnp.where(running_B, outcome_B, responses.finish).astype(jnp.int32),
+        finish=jnp.where(running_B, outcome_B, responses.finish),
     )
+
+
+def finish_reason(
+    token_B: Int[Array, " B"], num_new_B: Int[Array, " B"], may_stop_B: Bool[Array, " B"], sampling: Sampling
+) -> Int[Array, " B"]:
+    """`STOP` or `LENGTH` of sequences that end with a token, their `num_new_B`-th; else `RUNNING`."""
+    stopped_B = jnp.isin(token_B, jnp.array(sampling.stop_ids, jnp.int32)) & may_stop_B
+    is_long_B = num_new_B >= sampling.max_new_tokens
+    return jnp.where(stopped_B, STOP, jnp.where(is_long_B, LENGTH, RUNNING)).astype(jnp.int32)
 
 
 def _uniforms(noise: jax.Array, id_B: jax.Array, num_positions: int) -> jax.Array:
     """One number in [0, 1) for each sequence and position."""
-    call_key = jax.random.fold_in(jax.random.fold_in(jax.random.key(noise[0]), noise[1]), noise[2])
+    position = jnp.arange(num_positions)
+    return jax.vmap(lambda sequence: jax.vmap(lambda t: uniform(noise, sequence, t))(position))(id_B)
 
-    def of_sequence(sequence_id: jax.Array) -> jax.Array:
-        key = jax.random.fold_in(call_key, sequence_id)
-        return jax.vmap(lambda t: jax.random.uniform(jax.random.fold_in(key, t)))(jnp.arange(num_positions))
 
-    return jax.vmap(of_sequence)(id_B)
+def uniform(noise: UInt[Array, "3"], sequence: UInt[Array, ""], position: Int[Array, ""]) -> Float[Array, ""]:
+    """The noise of one position of a sequence, by its id: a number in [0, 1)."""
+    key = functools.reduce(jax.random.fold_in, (noise[1], noise[2], sequence, position), jax.random.key(noise[0]))
+    return jax.random.uniform(key)

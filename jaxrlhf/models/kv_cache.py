@@ -9,18 +9,26 @@ slot.
 Keys are rotated by their own positions before they are stored, so the order of slots does not matter to attention.
 """
 
+import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.sharding.layout import Layout
 
 SLOTS_ON_GPU = 8
 """On GPUs the number of slots is a multiple of this: otherwise cuBLAS would copy every cache in every step, to one that
 is. On other devices it is as requested."""
+COLUMNS = 64
+"""The number of columns of a longer `SlotCache` is a multiple of this."""
+_MAX_PARTS = 8
+"""Parts of the columns of a `SlotCache`: attention is compiled for each number of them that is in use."""
+PromptKeysValues = list[tuple[Float[Array, "B P K h"], Float[Array, "B P K h"]]]
 _AXES = ("batch", "kv_heads", "length", "head_dim")
 
 
@@ -91,6 +99,124 @@ class KVCache(struct.PyTreeNode):
         return self.replace(keys=keys, values=values)
 
 
+class SlotCache(struct.PyTreeNode):
+    """Keys and values of every layer, the token at position t of a sequence in column t of its row, whenever the
+    sequence entered. So neither a row's neighbors nor the order of admission change the order of sums over a row.
+
+    The columns of a layer lie in parts, each an array of its own, so that a step can leave out those in which no
+    sequence has a token yet: a part of one array would be copied for it.
+    """
+
+    keys: tuple[tuple[Float[Array, "S K t h"], ...], ...]
+    """[layer][part]"""
+    values: tuple[tuple[Float[Array, "S K t h"], ...], ...]
+    length: Int[Array, " S"]
+    """Tokens of each row in the cache."""
+
+    @classmethod
+    def empty(cls, num_rows: int, tokens: int, config: ModelConfig, layout: Layout) -> "SlotCache":
+        """A cache of no tokens, with room for so many in each row."""
+        sizes = [num_columns(tokens)] if layout.is_on_gpu else _part_sizes(num_columns(tokens))
+
+        def zeros() -> tuple[tuple[jax.Array, ...], ...]:
+            shapes = [(num_rows, config.num_kv_heads, size, config.head_size) for size in sizes]
+            return tuple(
+                tuple(layout.activation(jnp.zeros(shape, config.compute_dtype), _AXES) for shape in shapes)
+                for _ in range(config.num_layers)
+            )
+
+        return cls(keys=zeros(), values=zeros(), length=jnp.zeros(num_rows, jnp.int32))
+
+    @property
+    def num_columns(self) -> int:
+        return sum(part.shape[2] for part in self.keys[0])
+
+    def occupied(self) -> Bool[Array, "S T"]:
+        """True in the columns that hold a token."""
+        return jnp.arange(self.num_columns)[None, :] < self.length[:, None]
+
+    def advance(self) -> "SlotCache":
+        """Makes room for one more token of every row, which `write` writes. A full row overwrites its last one."""
+        return self.replace(length=jnp.minimum(self.length + 1, self.num_columns))
+
+    @jax.named_scope("write_cache")
+    def write(self, layer: int, k_SKh: jax.Array, v_SKh: jax.Array, layout: Layout) -> "SlotCache":
+        """Stores a layer's keys and values of the newest token of each row."""
+        rows, column_S = jnp.arange(len(self.length)), jnp.maximum(self.length - 1, 0)
+
+        def put(parts: tuple[jax.Array, ...], new: jax.Array) -> tuple[jax.Array, ...]:
+            written, first = [], 0
+            for part in parts:
+                size, inside_S = part.shape[2], column_S - first
+                inside_S = jnp.where(inside_S < 0, size, inside_S)  # columns of other parts are dropped
+                given = dict(unique_indices=True, indices_are_sorted=True, mode="drop")
+                part = _scattered(part, (rows, slice(None), inside_S), new, **given)
+                written.append(layout.activation(part, _AXES))
+                first += size
+            return tuple(written)
+
+        keys = (*self.keys[:layer], put(self.keys[layer], k_SKh), *self.keys[layer + 1 :])
+        values = (*self.values[:layer], put(self.values[layer], v_SKh), *self.values[layer + 1 :])
+        return self.replace(keys=keys, values=values)
+
+    @jax.named_scope("write_cache")
+    def enter(
+        self, rows_N: Int[Array, " N"], keys_values: PromptKeysValues, length_N: Int[Array, " N"], layout: Layout
+    ) -> "SlotCache":
+        """Lays sequences down in some rows, each over the whole row: a NaN that its last occupant left there would
+        survive a product with zero.
+
+        Args:
+            rows_N: Different ones. Sequences for rows beyond the last are dropped.
+            keys_values: Of every layer [N, P, K, h], a sequence's first token in column 0.
+        """
+
+        def put(parts: tuple[jax.Array, ...], new_NPKh: jax.Array) -> tuple[jax.Array, ...]:
+            new_NKPh, written, first = new_NPKh.transpose(0, 2, 1, 3), [], 0
+            for part in parts:
+                columns = new_NKPh[:, :, first : first + part.shape[2]]
+                new = jnp.pad(columns, ((0, 0), (0, 0), (0, part.shape[2] - columns.shape[2]), (0, 0)))
+                written.append(layout.activation(_scattered(part, (rows_N,), new, mode="drop"), _AXES))
+                first += part.shape[2]
+            return tuple(written)
+
+        return SlotCache(
+            keys=tuple(put(parts, k) for parts, (k, _) in zip(self.keys, keys_values, strict=True)),
+            values=tuple(put(parts, v) for parts, (_, v) in zip(self.values, keys_values, strict=True)),
+            length=self.length.at[rows_N].set(length_N, mode="drop"),
+        )
+
+
+def num_columns(tokens: int) -> int:
+    """Columns of a `SlotCache` for sequences of so many tokens.
+
+    >>> num_columns(20), num_columns(300)
+    (24, 320)
+    """
+    step = COLUMNS if tokens > COLUMNS else SLOTS_ON_GPU
+    return math.ceil(tokens / step) * step
+
+
+def _part_sizes(columns: int) -> list[int]:
+    """The columns of each part: a multiple of `COLUMNS`, of the last one what is left.
+
+    >>> _part_sizes(320), _part_sizes(2048), _part_sizes(24)
+    ([64, 64, 64, 64, 64], [256, 256, 256, 256, 256, 256, 256, 256], [24])
+    """
+    size = COLUMNS * math.ceil(columns / (COLUMNS * _MAX_PARTS))
+    return [min(size, columns - first) for first in range(0, columns, size)]
+
+
+def _scattered(cache: jax.Array, where: tuple[Any, ...], new: jax.Array, **given: Any) -> jax.Array:
+    """A cache with new values in some places. In bfloat16 their bits are scattered: the CPU's compiler would widen the
+    whole cache for it."""
+    new = new.astype(cache.dtype)
+    if cache.dtype != jnp.bfloat16:
+        return cache.at[where].set(new, **given)
+    bits = functools.partial(jax.lax.bitcast_convert_type, new_dtype=jnp.uint16)
+    return jax.lax.bitcast_convert_type(bits(cache).at[where].set(bits(new), **given), jnp.bfloat16)
+
+
 def copies(x: jax.Array, times: int) -> jax.Array:
     """Each row `times` times in a row, on the device that has it."""
     if times == 1:
@@ -99,7 +225,7 @@ def copies(x: jax.Array, times: int) -> jax.Array:
 
 
 def cache_prefill(
-    keys_values: list[tuple[Float[Array, "B P K h"], Float[Array, "B P K h"]]],
+    keys_values: PromptKeysValues,
     length_B: Int[Array, " B"],
     num_slots: int,
     layout: Layout,

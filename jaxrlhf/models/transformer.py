@@ -5,7 +5,7 @@ Letters: B sequences, T columns, S the last columns of T whose outputs are wante
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +14,15 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxrlhf.models import layers
 from jaxrlhf.models.architecture import declare
-from jaxrlhf.models.attention import attention_implementation, cached_attention, column_attention, full_attention
+from jaxrlhf.models.attention import (
+    attention_implementation,
+    attention_in_parts,
+    cached_attention,
+    column_attention,
+    full_attention,
+)
 from jaxrlhf.models.config import ModelConfig
-from jaxrlhf.models.kv_cache import KVCache
+from jaxrlhf.models.kv_cache import KVCache, SlotCache
 from jaxrlhf.models.layers import LayerWeights
 from jaxrlhf.models.params import Params, use, use_layer
 from jaxrlhf.sharding.layout import Layout
@@ -24,6 +30,7 @@ from jaxrlhf.sharding.stages import layers_of_stages
 from jaxrlhf.sharding.strategy import Remat
 
 KeysValues = list[tuple[jax.Array, jax.Array]]
+Cache = TypeVar("Cache", KVCache, SlotCache)
 
 SavedByLayer = Remat | Literal["dots_and_attention"]
 """The residuals of each layer. The last is for a backward pass that comes much later: everything but what is cheap to
@@ -120,8 +127,8 @@ def run_layers(
 
 
 def decode_step(
-    params: Params, token_B: Int[Array, " B"], cache: KVCache, config: ModelConfig, layout: Layout
-) -> tuple[Float[Array, "B D"], KVCache]:
+    params: Params, token_B: Int[Array, " B"], cache: Cache, config: ModelConfig, layout: Layout
+) -> tuple[Float[Array, "B D"], Cache]:
     """Feed one more token of each sequence. `params` are ready for use, with layers as a list."""
     x_BD = embed(params, token_B, config, layout)
     x_BD, cache = decode_layers(params["layers"], x_BD, cache.advance(), config, layout)
@@ -131,12 +138,12 @@ def decode_step(
 def decode_layers(
     every_layer: list[LayerWeights],
     x_BD: Float[Array, "B D"],
-    cache: KVCache,
+    cache: Cache,
     config: ModelConfig,
     layout: Layout,
     *,
     only_if: Bool[Array, ""] | None = None,
-) -> tuple[Float[Array, "B D"], KVCache]:
+) -> tuple[Float[Array, "B D"], Cache]:
     """Some consecutive layers over one more token of each sequence. The cache is theirs, and has made room for it.
 
     Args:
@@ -150,11 +157,10 @@ def decode_layers(
         normed_BD = layers.normed(weights, "attention_norm", x_BD, config)
         return layers.queries_keys_values(weights, normed_BD, rotation, config)
 
-    def attend(
-        weights: LayerWeights, x_BD: jax.Array, q_BHh: jax.Array, k_BKTh: jax.Array, v_BKTh: jax.Array
-    ) -> jax.Array:
+    def attend(weights: LayerWeights, x_BD: jax.Array, q_BHh: jax.Array, k_BKTh: Any, v_BKTh: Any) -> jax.Array:
         with jax.named_scope("attention"):
-            attended_BHh = cached_attention(q_BHh, k_BKTh, v_BKTh, occupied_BT)
+            over = attention_in_parts if isinstance(cache, SlotCache) else cached_attention
+            attended_BHh = over(q_BHh, k_BKTh, v_BKTh, occupied_BT)
             x_BD = layers.add_attention(weights, x_BD, attended_BHh)
         return layout.activation(layers.add_mlp(weights, x_BD, config), ("batch", "embed"))
 

@@ -12,6 +12,7 @@ from jaxtyping import Float
 
 from jaxrlhf.experience import Sampling
 from jaxrlhf.models import pipelined_generation
+from jaxrlhf.models.continuous_batching import Slots, generate_in_slots
 from jaxrlhf.models.generate import generate
 from jaxrlhf.models.heads import INFERENCE_OUTPUTS
 from jaxrlhf.models.params import Params
@@ -79,8 +80,14 @@ def generate_program(role: ModelRole, rebuild: Rebuild, layout: Layout, *, uneve
             prompts = layout.constrain_rows(with_copies(prompts, row_parts("generate", layout.strategy)))
 
         def respond(some_prompts: Any) -> Any:
-            given = params, some_prompts, noise, temperature, sampling, role.model, layout
-            rollout = pipelined_generation.generate(*given)[0] if layout.is_pipelined else generate(*given)
+            given, strategy = (params, some_prompts, noise, temperature, sampling), layout.strategy
+            if layout.is_pipelined:
+                rollout = pipelined_generation.generate(*given, role.model, layout)[0]
+            elif strategy.slots:
+                slots = Slots(strategy.slots, strategy.prefill_rows)
+                rollout = generate_in_slots(*given, slots, role.model, layout)
+            else:
+                rollout = generate(*given, role.model, layout)
             # a row for each prompt, with its samples in it, until all are back in order
             return jax.tree.map(lambda x: x.reshape(-1, sampling.num_samples, *x.shape[1:]), rollout)
 

@@ -65,6 +65,12 @@ class Layout:
         axes = frozenset(MESH_AXES) if self.strategy.tensor == 1 else frozenset(MESH_AXES) - {TENSOR}
         return dataclasses.replace(self, manual_axes=axes)
 
+    def inside_gathered_row_shards(self) -> "Layout":
+        """The same, where weights have been gathered over `fsdp` before."""
+        data = self.strategy.num_row_shards
+        gathered = dataclasses.replace(self, strategy=dataclasses.replace(self.strategy, data=data, fsdp=1))
+        return gathered.inside_row_shards()
+
     def data_group(self, group: int) -> "Layout":
         """The layout of the devices that have the rows of one data group."""
         return _data_group(self, group)

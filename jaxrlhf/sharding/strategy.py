@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Literal
 
-from jaxrlhf.require import require_at_least_one, require_fields
+from jaxrlhf.require import require_at_least_one, require_fields, require_not_negative
 
 Remat = Literal["none", "dots", "layer"]
 """The residuals that a train call saves of each layer for its backward pass: `none` saves all and recomputes nothing,
@@ -32,12 +32,20 @@ class Strategy:
     micro_batches: int = 1
     """Parts into which a train call cuts each mini-batch, and an inference call its rows, to bound activation memory;
     with stages, the parts that pass through them. Generation cuts each part further, into one part for each stage."""
+    slots: int = 0
+    """Sequences that a generate call decodes at a time on each row shard: one that finishes makes room for a waiting
+    prompt. 0 means all at once, until the longest has finished."""
+    prefill_rows: int = 8
+    """Prompts that are prefilled together where a generate call has `slots`."""
     remat: Remat = "none"
     balance: bool = False
     """Distribute the rows of a train or inference call so that shards and micro-batches get equally many tokens."""
 
     def __post_init__(self) -> None:
-        require_fields(self, require_at_least_one, "data", "fsdp", "tensor", "pipeline", "chunks", "micro_batches")
+        require_fields(
+            self, require_at_least_one, "data", "fsdp", "tensor", "pipeline", "chunks", "micro_batches", "prefill_rows"
+        )
+        require_fields(self, require_not_negative, "slots")
         if self.chunks > 1 and self.pipeline == 1:
             raise ValueError(
                 f"chunks: are parts of a stage, and need a pipeline. Got {self.chunks} with pipeline 1. Set "

@@ -1,6 +1,7 @@
 """A made-up rollout of two groups of three responses, and losses in Python loops, for tests of algorithms."""
 
 import math
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -40,6 +41,27 @@ def moved_outputs() -> PolicyOutputs:
 
 def kl_k1() -> np.ndarray:
     return np.where(MASK, LOGPROBS.astype(np.float64) - REFERENCE, 0.0)
+
+
+def gae_in_a_loop(
+    rewards_BT: np.ndarray, values_BT: Any, mask_BT: np.ndarray, discount: float, gae_lambda: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Advantages and returns, token by token."""
+    advantages_BT = np.zeros(rewards_BT.shape)
+    for b in range(rewards_BT.shape[0]):
+        later_advantage = next_value = 0.0
+        for t in reversed(range(rewards_BT.shape[1])):
+            if mask_BT[b, t]:
+                delta = rewards_BT[b, t] + discount * next_value - values_BT[b, t]
+                later_advantage = advantages_BT[b, t] = delta + discount * gae_lambda * later_advantage
+                next_value = values_BT[b, t]
+    return advantages_BT, np.where(mask_BT, advantages_BT + values_BT, 0.0)
+
+
+def at_last_token(scores_B: Any, mask_BT: np.ndarray) -> np.ndarray:
+    """Each score at the last token of its response, if it has one."""
+    last_BT = mask_BT & (np.cumsum(mask_BT[:, ::-1], axis=1)[:, ::-1] == 1)
+    return np.where(last_BT, np.asarray(scores_B)[:, None], 0.0)
 
 
 def group_of(b: int) -> range:

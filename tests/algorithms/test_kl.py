@@ -29,16 +29,6 @@ def test_unbiased_over_every_token_of_a_distribution(name):
     np.testing.assert_allclose(np.sum(POLICY * np.asarray(kl_BR)[0]), EXACT_KL, rtol=1e-5)
 
 
-def test_k2_is_biased_but_right_to_second_order():
-    kl_BR = k2(log_row(POLICY), log_row(REFERENCE))
-    assert abs(np.sum(POLICY * np.asarray(kl_BR)[0]) - EXACT_KL) > 0.01
-    near = POLICY * (1.0 + 0.01 * np.array([1.0, -1.0, 1.0, -1.0]))
-    near /= near.sum()
-    exact = np.sum(POLICY * np.log(POLICY / near))
-    kl_BR = k2(log_row(POLICY), log_row(near))
-    np.testing.assert_allclose(np.sum(POLICY * np.asarray(kl_BR)[0]), exact, rtol=0.05)
-
-
 @pytest.mark.parametrize("name", ["k2", "k3"])
 def test_never_negative_and_zero_only_where_equal(name):
     log_ratio_BR = jnp.linspace(-4.0, 4.0, 41)[None]
@@ -50,17 +40,6 @@ def test_never_negative_and_zero_only_where_equal(name):
 
 def test_small_log_ratios_keep_their_digits_in_k3():
     np.testing.assert_allclose(k3(jnp.array([[1e-2]]), jnp.zeros((1, 1))), [[4.98337e-5]], rtol=1e-4)
-
-
-def test_k3_varies_less_than_k1_between_near_distributions():
-    near = POLICY * np.array([1.1, 0.9, 1.1, 0.9])
-    near /= near.sum()
-    spread = {}
-    for name in ("k1", "k3"):
-        kl_BR = np.asarray(ESTIMATORS[name](log_row(POLICY), log_row(near)))
-        mean = np.sum(POLICY * kl_BR[0])
-        spread[name] = np.sum(POLICY * np.square(kl_BR[0] - mean))
-    assert spread["k3"] < 0.1 * spread["k1"]
 
 
 def test_gradient_in_expectation():

@@ -14,6 +14,7 @@ from jaxrlhf.algorithms.policy import PolicyState, PolicyUpdate, policy_state, p
 from jaxrlhf.algorithms.ppo import PPOConfig, ValueUpdate, explained_variance, ppo_batch, value_loss
 from jaxrlhf.algorithms.token_rewards import no_moments
 from jaxrlhf.experience import LENGTH, STOP, Max, PolicyOutputs, Rollout
+from tests.algorithms.made_up_rollout import at_last_token, gae_in_a_loop
 
 B, P, R = 4, 2, 5
 PLAIN = PPOConfig(whiten_advantages=False, discount=0.9, gae_lambda=0.8, kl=KLPenalty(coef=0.5))
@@ -55,20 +56,13 @@ def run(config: PPOConfig, state: PolicyState | None = None, **changes: Any):
 
 
 def advantages_in_a_loop(kl_coef: float, config: PPOConfig) -> tuple[np.ndarray, np.ndarray]:
+    """Advantages, and the rewards of each response."""
     inputs = make_inputs()
     mask_BR, values_BR = np.asarray(inputs["rollout"].response), np.asarray(inputs["values_BR"], np.float64)
     log_ratio_BR = np.asarray(inputs["rollout"].logprobs, np.float64) - np.asarray(inputs["reference_BR"])
-    advantages_BR, total_B = np.zeros((B, R)), np.zeros(B)
-    for b in range(B):
-        tokens = [t for t in range(R) if mask_BR[b, t]]
-        advantage = next_value = 0.0
-        for t in reversed(tokens):
-            reward = -kl_coef * log_ratio_BR[b, t] + (float(inputs["scores_B"][b]) if t == tokens[-1] else 0.0)
-            total_B[b] += reward
-            delta = reward + config.discount * next_value - values_BR[b, t]
-            advantage = advantages_BR[b, t] = delta + config.discount * config.gae_lambda * advantage
-            next_value = values_BR[b, t]
-    return advantages_BR, total_B
+    rewards_BR = at_last_token(inputs["scores_B"], mask_BR) - np.where(mask_BR, kl_coef * log_ratio_BR, 0.0)
+    advantages_BR, _ = gae_in_a_loop(rewards_BR, values_BR, mask_BR, config.discount, config.gae_lambda)
+    return advantages_BR, rewards_BR.sum(axis=1)
 
 
 def test_batch_against_a_loop():

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as np_st
 
 from jaxrlhf.algorithms.returns import discounted_sum, gae
+from tests.algorithms.made_up_rollout import gae_in_a_loop
 
 SHAPE = (3, 7)
 fast_gae = jax.jit(gae, static_argnames=("discount", "gae_lambda"))
@@ -15,18 +16,6 @@ fast_discounted_sum = jax.jit(discounted_sum, static_argnames=("discount",))
 numbers = np_st.arrays(np.float32, SHAPE, elements=st.floats(-4, 4, width=32))
 masks = np_st.arrays(np.bool_, SHAPE)
 rates = st.sampled_from([(1.0, 0.95), (0.9, 0.8), (1.0, 1.0), (0.5, 0.0)])
-
-
-def gae_in_a_loop(rewards_BT, values_BT, mask_BT, discount, gae_lambda):
-    advantages_BT = np.zeros(rewards_BT.shape)
-    for b in range(rewards_BT.shape[0]):
-        later_advantage = next_value = 0.0
-        for t in reversed(range(rewards_BT.shape[1])):
-            if mask_BT[b, t]:
-                delta = rewards_BT[b, t] + discount * next_value - values_BT[b, t]
-                later_advantage = advantages_BT[b, t] = delta + discount * gae_lambda * later_advantage
-                next_value = values_BT[b, t]
-    return advantages_BT, np.where(mask_BT, advantages_BT + values_BT, 0.0)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -62,14 +51,6 @@ def test_gae_by_hand():
     # delta_2 = 2 - 20 = -18; delta_0 = 1 + 0.5 * 20 - 10 = 1; A_0 = 1 + 0.25 * -18
     np.testing.assert_allclose(advantages_BT, [[-3.5, 0.0, -18.0, 0.0]])
     np.testing.assert_allclose(returns_BT, [[6.5, 0.0, 2.0, 0.0]])
-
-
-def test_lambda_one_gives_the_reward_to_go_whatever_the_values():
-    rng = np.random.default_rng(1)
-    rewards_BT, values_BT = (jnp.asarray(rng.normal(size=SHAPE), jnp.float32) for _ in range(2))
-    mask_BT = jnp.asarray(rng.random(SHAPE) < 0.7)
-    _, returns_BT = gae(rewards_BT, values_BT, mask_BT, discount=0.9, gae_lambda=1.0)
-    np.testing.assert_allclose(returns_BT, discounted_sum(rewards_BT, mask_BT, discount=0.9), rtol=1e-4, atol=1e-5)
 
 
 def test_masked_tokens_are_not_read():

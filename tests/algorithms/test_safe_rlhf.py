@@ -17,7 +17,8 @@ from tests.algorithms.made_up_rollout import (
     SCORES,
     VALUES,
     B,
-    R,
+    at_last_token,
+    gae_in_a_loop,
     kl_k1,
     make_rollout,
 )
@@ -42,23 +43,16 @@ def run(config: SafeRLHFConfig):
     return fast_safe_rlhf_batch(make_rollout(), reference_BR, values, scores, safe_rlhf_state(config), config=config)
 
 
-def gae_in_a_loop(last_B: np.ndarray, kl_coef: float, values_BR: np.ndarray) -> np.ndarray:
+def advantages_in_a_loop(last_B: np.ndarray, kl_coef: float, values_BR: np.ndarray) -> np.ndarray:
     """Advantages of `last` at the last token, less a KL penalty everywhere."""
-    advantages_BR, kl_BR = np.zeros((B, R)), kl_k1()
-    for b in range(B):
-        tokens = [t for t in range(R) if MASK[b, t]]
-        advantage = next_value = 0.0
-        for t in reversed(tokens):
-            reward = -kl_coef * kl_BR[b, t] + (float(last_B[b]) if t == tokens[-1] else 0.0)
-            advantage = reward + 0.9 * next_value - float(values_BR[b, t]) + 0.9 * 0.8 * advantage
-            advantages_BR[b, t], next_value = advantage, float(values_BR[b, t])
-    return advantages_BR
+    rewards_BR = at_last_token(last_B, MASK) - kl_coef * kl_k1()
+    return gae_in_a_loop(rewards_BR, values_BR, MASK, discount=0.9, gae_lambda=0.8)[0]
 
 
 def test_batch_against_a_loop():
     batch, costs, state, metrics = run(CONFIG)
-    gains_BR = gae_in_a_loop(SCORES, 0.25, VALUES)
-    harms_BR = gae_in_a_loop(COSTS, -0.25, COST_VALUES)
+    gains_BR = advantages_in_a_loop(SCORES, 0.25, VALUES)
+    harms_BR = advantages_in_a_loop(COSTS, -0.25, COST_VALUES)
     np.testing.assert_allclose(batch["advantages"], (gains_BR - 2.0 * harms_BR) / 3.0, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(batch["returns"], np.where(MASK, gains_BR + VALUES, 0.0), rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(costs["returns"], np.where(MASK, harms_BR + COST_VALUES, 0.0), rtol=1e-4, atol=1e-5)
@@ -86,7 +80,7 @@ def test_advantages_are_whitened_as_one():
 def test_a_penalty_in_the_loss_is_charged_to_nobody():
     config = dataclasses.replace(CONFIG, kl=KLPenalty(estimator="k3", placement="loss", coef=0.5))
     batch, costs, _, _ = run(config)
-    gains_BR, harms_BR = gae_in_a_loop(SCORES, 0.0, VALUES), gae_in_a_loop(COSTS, 0.0, COST_VALUES)
+    gains_BR, harms_BR = advantages_in_a_loop(SCORES, 0.0, VALUES), advantages_in_a_loop(COSTS, 0.0, COST_VALUES)
     np.testing.assert_allclose(batch["advantages"], (gains_BR - 2.0 * harms_BR) / 3.0, rtol=1e-4, atol=1e-5)
     np.testing.assert_array_equal(batch["kl"].coef, np.full(B, 0.5))
     assert "kl" not in costs

@@ -3,7 +3,6 @@ import numpy as np
 import pytest
 
 from jaxrlhf.algorithms.token_rewards import (
-    last_token,
     merge_moments,
     moments_of,
     no_moments,
@@ -21,27 +20,6 @@ def test_token_rewards_by_hand():
     mask_BR = jnp.array([[True, True, False, False], [True, False, True, True], [False] * 4])
     rewards_BR = token_rewards(scores_B, kl_BR, mask_BR, kl_coef=0.5)
     np.testing.assert_allclose(rewards_BR, [[-0.5, 9.0, 0.0, 0.0], [-0.5, 0.0, -1.5, 18.0], [0.0] * 4])
-
-
-def test_last_token_against_a_loop():
-    mask_BR = np.random.default_rng(0).random((20, 6)) < 0.4
-    mask_BR[3] = False
-    mask_BR[4] = True
-    want_BR = np.zeros_like(mask_BR)
-    for b, row in enumerate(mask_BR):
-        if row.any():
-            want_BR[b, max(t for t in range(6) if row[t])] = True
-    np.testing.assert_array_equal(last_token(jnp.asarray(mask_BR)), want_BR)
-
-
-def test_rewards_of_a_row_add_up_to_its_score_less_its_penalty():
-    rng = np.random.default_rng(1)
-    mask_BR = rng.random((5, 6)) < 0.5
-    mask_BR[:, 2] = True
-    scores_B, kl_BR = rng.normal(size=5).astype(np.float32), rng.normal(size=(5, 6)).astype(np.float32)
-    rewards_BR = token_rewards(*map(jnp.asarray, (scores_B, kl_BR, mask_BR)), kl_coef=jnp.float32(0.3))
-    want_B = scores_B - 0.3 * np.sum(kl_BR * mask_BR, axis=1)
-    np.testing.assert_allclose(np.sum(rewards_BR, axis=1), want_B, rtol=1e-5, atol=1e-6)
 
 
 def test_penalty_then_clip():

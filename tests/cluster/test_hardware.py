@@ -190,7 +190,6 @@ def test_texts_that_are_no_cluster(text, message):
         ("groups: [{nodes: 1}]", "groups[0].kind: required. Got nothing."),
         ("groups: [{nodes: 1, kind: h100, gpus: 8}]", "groups[0]: unknown key 'gpus'."),
         ("groups: [{nodes: 1, kind: h1000}]", "unknown kind of device 'h1000'."),
-        ("kinds: 3\ngroups: [{nodes: 1, kind: h100}]", "kinds: expected a mapping. Got 3."),
         ("kinds: {a: 3}\ngroups: [{nodes: 1, kind: h100}]", "kinds.a: expected a mapping. Got 3."),
         ("kinds: {a: {base: b}}\ngroups: [{nodes: 1, kind: a}]", "kinds.a.base: unknown kind of device 'b'."),
         ("kinds: {a: {}}\ngroups: [{nodes: 1, kind: a}]", "kinds.a.peak_flops: required. Got nothing."),

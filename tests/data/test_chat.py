@@ -12,13 +12,13 @@ import pyarrow
 import pytest
 import tokenizers
 from pyarrow import parquet
-from tokenizers import decoders, models, pre_tokenizers
 
 from jaxrlhf.data import chat_process, chat_rendering
 from jaxrlhf.data.chat_process import ChatTemplate, Conversation, render_chats
 from jaxrlhf.data.config import DataConfig
 from jaxrlhf.data.prompts import PromptTable, load_prompts
 from jaxrlhf.data.tokenizer import JSONTokenizer, TokenizerConfig
+from tests.data.test_control_tokens import byte_level
 
 CHATML = (
     "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
@@ -231,11 +231,7 @@ def tokenizer(tmp_path):
     """Writes a byte-level tokenizer with special tokens, and what lies beside it; returns its config."""
 
     def make(chat_template=None, jinja=None, **settings):
-        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-        backend = tokenizers.Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
-        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
-        backend.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
-        backend.add_special_tokens(SPECIAL)
+        backend = byte_level(SPECIAL)
         backend.post_processor = tokenizers.processors.TemplateProcessing(  # pyright: ignore[reportAttributeAccessIssue]
             single="<s> $A </s>", special_tokens=[("<s>", 256), ("</s>", 257)]
         )

@@ -23,19 +23,19 @@ CHATML = (
 LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
 
 
-def byte_level(model):
-    backend = tokenizers.Tokenizer(model)
+def byte_level(special):
+    """A tokenizer with a token for each byte, and special ones."""
+    backend = tokenizers.Tokenizer(models.BPE({letter: number for number, letter in enumerate(LETTERS)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
     backend.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
-    backend.add_special_tokens(CONTROL)
+    backend.add_special_tokens(special)
     return backend
 
 
 @pytest.fixture
 def tokenizer():
     settings = {"eos_token": "<|im_end|>", "chat_template": CHATML}
-    backend = byte_level(models.BPE({letter: number for number, letter in enumerate(LETTERS)}, []))
-    return JSONTokenizer(backend, name="mine", settings=settings)
+    return JSONTokenizer(byte_level(CONTROL), name="mine", settings=settings)
 
 
 @pytest.fixture

@@ -100,7 +100,6 @@ def test_held_out_completions_and_pairs_that_fit(table):
     [
         (6, "Evaluation: must ask for at most the 4 held-out rows. Got 6. Ask for fewer, or hold out more"),
         (3, "Evaluation: the number of rows must be a multiple of the batch size 2. Got 3. Ask for 2."),
-        (1, "Evaluation: the number of rows must be a multiple of the batch size 2. Got 1. Ask for 2."),
     ],
 )
 def test_eval_errors(table, num, message):

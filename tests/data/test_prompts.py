@@ -164,9 +164,7 @@ def test_tokenizer_learns_from_training_rows_alone(tmp_path):
     ("rows", "fields", "message"),
     [
         ([], {}, r"data\.path: must hold at least one row\. Got the empty file '.*train\.jsonl'\."),
-        (["", "  "], {}, "must hold at least one row"),
         ([{"prompt": "a"}, "{oops"], {}, r"train\.jsonl:2: must be JSON in UTF-8\. Got '\{oops': Expecting"),
-        (["[1]"], {}, r"train\.jsonl:1: must be a JSON object\. Got \[1\]\. Write"),
         (
             [{"promt": "a", "b": 1}],
             {},
@@ -216,17 +214,9 @@ def test_row_errors(tmp_path, rows, fields, message):
         load(tmp_path, *rows, **fields)
 
 
-def test_missing_files(tmp_path):
-    with pytest.raises(ValueError, match=r"data\.path: must be an existing file, .* Got '/nowhere/x\.jsonl'\."):
-        load_prompts(DataConfig(path="/nowhere/x.jsonl"), BYTES)
+def test_a_missing_file_of_held_out_rows(tmp_path):
     with pytest.raises(ValueError, match=r"data\.eval_path: must be an existing file, .* Got '/nowhere/y\.jsonl'\."):
         load(tmp_path, {"prompt": "a"}, eval_path="/nowhere/y.jsonl")
-
-
-def test_bytes_that_are_no_utf8(tmp_path):
-    (tmp_path / "x.jsonl").write_bytes(b'{"prompt": "\xff"}\n')
-    with pytest.raises(ValueError, match=r"x\.jsonl:1: must be JSON in UTF-8\. .*invalid start byte"):
-        load_prompts(DataConfig(path=str(tmp_path / "x.jsonl"), eval_rows=0), BYTES)
 
 
 def test_a_prompt_without_tokens(tmp_path):
@@ -256,8 +246,6 @@ def test_a_prompt_without_tokens(tmp_path):
         ({"path": "x", "max_prompt_tokens": -1}, "data.max_prompt_tokens: must be positive and below"),
         ({"path": "x", "template": "{q"}, "data.template: must be a Python format string. Got '{q': "),
         ({"path": "x", "template": "{}"}, "data.template: must name columns, as in '{question}'. Got '{}'."),
-        ({"path": "x", "template": "{0}"}, "data.template: must name columns, as in '{question}'. Got '{0}'."),
-        ({"path": "x", "max_prompt_tokens": 2**40}, "data.max_prompt_tokens: must be positive and below 2^31"),
         (
             {"path": "x", "chat_template": "y"},
             "data.chat_template: only chats have one. Got 'y' with data.chat='none'.",

@@ -11,7 +11,7 @@ import functools
 import itertools
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import jax
@@ -57,6 +57,8 @@ WEIGHTS = {
     for dim in (0, 1) for split in (1, 2)
 }  # fmt: skip
 """The shapes of matrices as they are used: whole, or split over `tensor`."""
+LOOPS = {"generate": ["decode"], "generate, ring": ["decode"], "generate, slots": ["decode", "prefill"]}
+"""Programs with caches -> the scopes of their loops in which none is written anew."""
 NO_KERNELS = {"parameter", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "constant"}
 Compile = Callable[..., Any]
 """(stage program, *arguments) -> shapes, dtypes and shardings of its outputs; compiles it for the described devices."""
@@ -76,6 +78,7 @@ def in_one_piece() -> dict[str, tuple[DescribedCall, Strategy]]:
 
     return {
         "generate": (call("generate"), Strategy(data=2, tensor=2)),
+        "generate, slots": (call("generate"), Strategy(data=2, tensor=2, slots=8, prefill_rows=4)),
         "generate, ring": (call("generate"), Strategy(pipeline=2, tensor=2)),
         "logprobs": (call("infer", method="logprobs"), Strategy(fsdp=2, tensor=2)),
         "values": (call("infer", "scalar", "values"), Strategy(data=2, fsdp=2)),
@@ -237,15 +240,15 @@ def figures(name: str, compiled: jax.stages.Compiled) -> dict[str, Any]:
             "temporary bytes": memory.temp_size_in_bytes,
             **{name: collectives[name] for name in sorted(collectives)},
         },
-        "copies of caches": written_in_decoding(module, CACHE) if name.startswith("generate") else [],
+        "copies of caches": written_in_decoding(module, CACHE, loops_of=LOOPS[name]) if name in LOOPS else [],
         "wide gathers": wide_gathers(module),
     }
 
 
-def written_in_decoding(module: Module, elements: int) -> list[str]:
-    """Arrays of so many elements at least that a step of decoding writes, but for those that it updates in place, and
-    space that cuBLAS only works in."""
-    loops = [i for i in instructions(module, module.entry) if i.op == "while" and "decode" in scopes(i.op_name)]
+def written_in_decoding(module: Module, elements: int, *, loops_of: Collection[str] = ("decode",)) -> list[str]:
+    """Arrays of so many elements at least that loops of decoding write in a round, but for those that they update in
+    place, and space that cuBLAS only works in."""
+    loops = [i for i in instructions(module, module.entry) if i.op == "while" and {*loops_of} & {*scopes(i.op_name)}]
     assert loops
     found = []
     for instruction in itertools.chain(*(instructions(module, loop.called("body") or "") for loop in loops)):
@@ -261,8 +264,11 @@ def written_in_decoding(module: Module, elements: int) -> list[str]:
 
 
 def is_in_place(fused: Computation, root: HloInstruction) -> bool:
-    """True of an input of a fusion with a slice replaced."""
-    return root.op == "dynamic-update-slice" and _through_bitcasts(fused, fused.operand(root, 0)).op == "parameter"
+    """True of an input of a fusion with a slice replaced, or with values scattered into it."""
+    return (
+        root.op in ("dynamic-update-slice", "scatter")
+        and _through_bitcasts(fused, fused.operand(root, 0)).op == "parameter"
+    )
 
 
 def wide_gathers(module: Module) -> list[str]:

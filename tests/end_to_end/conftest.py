@@ -1,5 +1,6 @@
 """A small version of ppo_arithmetic, run as the command runs it."""
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,32 +20,48 @@ TINY = {
 }
 OPTIMIZER = {"learning_rate": 1e-3, "eps": 1e-5}  # eps: see tests/invariance/test_plans.py
 
+CONFIG = {
+    "base": "ppo_arithmetic",
+    "name": "tiny",
+    "steps": 3,
+    "batch_size": 16,
+    "roles": {
+        "actor": {"model": TINY, "optimizer": OPTIMIZER},
+        "critic": {"optimizer": OPTIMIZER},
+    },
+    "warm_start": {"steps": 4, "batch_size": 16, "updates_per_step": 2},
+    "settings": {"actor_update": {"mini_batches": 2}, "critic_update": {"mini_batches": 1}},
+    "evaluation": {"every": 2, "num_prompts": 16},
+    "output": {"samples_every": 1, "num_samples": 2, "checkpoint_every": 2},
+    "compilation_cache": "",
+}
+
 
 @pytest.fixture
 def train(tmp_path, monkeypatch, capsys) -> Callable[..., tuple[int, str, str]]:
     """Runs the command in a folder of its own; returns exit status, standard output and error."""
     monkeypatch.chdir(tmp_path)
-    config = {
-        "base": "ppo_arithmetic",
-        "name": "tiny",
-        "steps": 3,
-        "batch_size": 16,
-        "roles": {
-            "actor": {"model": TINY, "optimizer": OPTIMIZER},
-            "critic": {"optimizer": OPTIMIZER},
-        },
-        "warm_start": {"steps": 4, "batch_size": 16, "updates_per_step": 2},
-        "settings": {"actor_update": {"mini_batches": 2}, "critic_update": {"mini_batches": 1}},
-        "evaluation": {"every": 2, "num_prompts": 16},
-        "output": {"samples_every": 1, "num_samples": 2, "checkpoint_every": 2},
-        "compilation_cache": "",
-    }
-    Path("tiny.yaml").write_text(yaml.safe_dump(config))
+    Path("tiny.yaml").write_text(yaml.safe_dump(CONFIG))
 
     def run(*arguments: str, config: str = "tiny.yaml") -> tuple[int, str, str]:
         status = main(["--config", config, *arguments] if config else [*arguments])
         captured = capsys.readouterr()
         return status, captured.out, captured.err
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> Callable[..., Path]:
+    """Runs the command once for all tests of a module; returns the folder of the run, which no test may change."""
+
+    @functools.cache
+    def run(*overrides: str) -> Path:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(tmp_path_factory.mktemp("undisturbed"))
+            Path("tiny.yaml").write_text(yaml.safe_dump(CONFIG))
+            assert main(["--config", "tiny.yaml", *(x for override in overrides for x in ("--set", override))]) == 0
+            return Path("runs/latest").resolve()
 
     return run
 

@@ -4,7 +4,6 @@ import json
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
 import yaml
 
@@ -133,23 +132,6 @@ def test_what_a_user_gets_wrong(run, override, message):
     assert status == 1
     assert re.search(message, " ".join(err.split())), err
     assert "Traceback" not in err
-
-
-@pytest.mark.parametrize("place", ["training", "held out"])
-def test_a_pair_without_a_reply_is_an_error_wherever_it_stands(run, place):
-    order = np.random.default_rng(0).permutation(64)
-    row = order[{"training": 0, "held out": -1}[place]]
-    pairs = [{"prompt": str(i), "completion": "yes", "rejected": None if i == row else "no"} for i in range(64)]
-    Path("pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
-    status, _, err = run("reward_model_arithmetic", "--dry-run", "--set", "data.reply_marker=''")
-    message = f"pairs.jsonl:{row + 1}: training on preferences needs a rejected completion in every row. Got none."
-    assert status == 1 and message in " ".join(err.split())
-    status, out, _ = run(
-        "reward_model_arithmetic", "--dry-run", "--set", "data.reply_marker=''", "--set", "data.overlong=drop",
-        "--set", "evaluation.num_prompts=8",
-    )  # fmt: skip
-    of = {"training": "48 rows", "held out": "16 held-out rows"}[place]
-    assert status == 0 and f"1 of {of} of data have no preferences that fit into" in " ".join(out.split())
 
 
 def test_an_evaluation_without_scorers_needs_an_algorithm_that_measures(train):

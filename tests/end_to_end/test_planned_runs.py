@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from jaxrlhf.config.reading import dump_yaml
-from jaxrlhf.config.schema import load_run
 from jaxrlhf.observe.metrics import read_metrics
 
 PLAN = (
@@ -19,11 +17,10 @@ def events(folder: Path) -> set[str]:
     return {event["name"] for event in json.loads((folder / "timeline.json").read_text())["traceEvents"]}
 
 
-def test_offloaded_roles_give_the_same_bit_for_bit(train, results):
-    for name, offload in (("kept", ""), ("rested", "actor, critic, reference")):
-        status, _, error = train("--set", f"name={name}", "--set", PLAN % offload)
-        assert status == 0, error
-    kept, rested = (next(Path("runs").glob(f"*{name}*")) for name in ("kept", "rested"))
+def test_offloaded_roles_give_the_same_bit_for_bit(train, undisturbed, results):
+    status, _, error = train("--set", PLAN % "actor, critic, reference")
+    assert status == 0, error
+    kept, rested = undisturbed(PLAN % ""), Path("runs/latest")
     assert len(results(rested)) == 3 and results(rested) == results(kept)
     assert json.loads((rested / "plan.json").read_text())["step"]["offload"] == ["actor", "critic", "reference"]
     for role in ("actor", "critic", "reference"):
@@ -71,10 +68,8 @@ def test_the_warm_start_runs_over_stages_too(train):
     assert len(losses["plain"]) == 2 and losses["stages"] == pytest.approx(losses["plain"], rel=1e-4)
 
 
-def test_balance_is_a_metric(train):
-    status, _, error = train("--set", PLAN % "", "--set", "steps=1")
-    assert status == 0, error
-    (record,) = [record for record in read_metrics(Path("runs/latest/metrics.jsonl")) if "actor/pg_loss" in record]
+def test_balance_is_a_metric(undisturbed):
+    record = next(r for r in read_metrics(undisturbed(PLAN % "") / "metrics.jsonl") if "actor/pg_loss" in r)
     assert 0 <= record["perf/padding_waste"] < 1
     assert record["perf/token_imbalance/reference.logprobs"] >= 1  # not balanced by this plan
     assert "perf/token_imbalance_undealt/reference.logprobs" not in record
@@ -86,20 +81,7 @@ def test_balance_is_a_metric(train):
     ("override", "message"),
     [
         ("plan.offload=[referee]", "plan.offload: must be roles of the run. Got 'referee'."),
-        (
-            "plan.offload=[reward]",
-            "plan.offload: 'reward' has no weights of its own. Roles with weights: actor,",
-        ),
-        ("plan.offload={data: 2}", "plan.offload: expected a list. Got"),
-        ("plan.default=[two]", "plan.default: expected a mapping. Got ["),
-        ("plan.calls.critic.train.protocol=3D", "plan.calls.critic.train.protocol: must be auto or one of ONE_TO_ALL,"),
-        (
-            "plan.calls.critic.train.pipeline=2",
-            "calls.critic.train: pipeline x data x fsdp x tensor must be the number of",
-        ),
         ("plan.fuse=actor.train", "plan.fuse: expected a list. Got 'actor.train'."),
-        ("plan.fuse={data: 2}", "plan.fuse: expected a list. Got"),
-        ("plan.offload=reference", "plan.offload: expected a list. Got 'reference'. Write [reference]."),
         ("plan.fuse=[actor.train, ppo_batch]", "plan.fuse: must be two train calls. Got ['actor.train', 'ppo_batch'],"),
         ("plan.calls.critic.train.devices='0,2,4,6'", "critic.train.devices: must be a consecutive part of one node"),
         (
@@ -108,16 +90,8 @@ def test_balance_is_a_metric(train):
         ),
         ("plan={critic.train: {data: 2}}", "Got 'critic.train' beside it. Write plan.calls.critic.train."),
         ("plan={defualt: {data: 2}}", "Write plan.calls.defualt. Did you mean 'default'?"),
-        ("plan.calls=[two]", "plan.calls: expected a mapping. Got ["),
     ],
 )
 def test_plans_that_are_refused(train, override, message):
     status, _, error = train("--dry-run", "--set", override)
     assert status != 0 and message in " ".join(error.split())
-
-
-def test_a_config_with_offload_is_written_as_it_is_read(tmp_path):
-    run = load_run("ppo_arithmetic", ["plan.offload=[reference]"])
-    (tmp_path / "again.yaml").write_text(dump_yaml(run))
-    again = load_run(tmp_path / "again.yaml")
-    assert again == run and again.plan.offload == ("reference",)

@@ -1,6 +1,5 @@
 """Runs of several processes: one is killed, one fails, and the run goes on in another number of them."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -10,14 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.subprocesses import flags_of_one_processor, free_port
+from tests.subprocesses import ROOT, environment, free_port
 
-ROOT = Path(__file__).parents[2]
 APART = (
     *("--set", "plan.default={data: 4, devices: 0-3}"),
     *("--set", "plan.calls.reference.logprobs={data: 2, devices: 4-5}"),
 )
 """With the plan of ppo_arithmetic, whose critic has the second four devices: each process has calls of its own."""
+SHORT = ("--set", "warm_start=null", "--set", "evaluation=null")
 FAILING = """
 import os, sys
 from jaxrlhf.execution import executor
@@ -43,17 +42,12 @@ class Started:
         self.logs = [folder / f"{index}.log" for index in range(2)]
         self.processes = []
         for index, log in enumerate(self.logs):
-            environment = {
-                **os.environ,
-                "PYTHONPATH": str(ROOT),
-                "XLA_FLAGS": flags_of_one_processor(),
-                "JAX_COORDINATOR_ADDRESS": f"localhost:{port}",
-                "JAX_NUM_PROCESSES": "2",
-                "JAX_PROCESS_ID": str(index),
-            }
+            own = environment(
+                JAX_COORDINATOR_ADDRESS=f"localhost:{port}", JAX_NUM_PROCESSES="2", JAX_PROCESS_ID=str(index)
+            )
             with log.open("w") as file:
                 self.processes.append(
-                    subprocess.Popen(command, cwd=folder, env=environment, stdout=file, stderr=subprocess.STDOUT)
+                    subprocess.Popen(command, cwd=folder, env=own, stdout=file, stderr=subprocess.STDOUT)
                 )
 
     def wait_for(self, happens, seconds: float = 240) -> None:
@@ -114,18 +108,7 @@ def test_a_killed_process_ends_the_other_and_the_run_goes_on_in_one_process(trai
 def test_an_error_in_one_process_ends_all_with_its_traceback(train, tmp_path):
     run = Started(
         tmp_path,
-        [
-            sys.executable,
-            "-c",
-            FAILING,
-            "--config",
-            "tiny.yaml",
-            "--set",
-            "warm_start=null",
-            "--set",
-            "evaluation=null",
-            *APART,
-        ],
+        [sys.executable, "-c", FAILING, "--config", "tiny.yaml", *SHORT, *APART],
     )
     assert run.ends(240) == [1, 1]
     first, second = (log.read_text() for log in run.logs)

@@ -6,9 +6,11 @@ import json
 import os
 import platform
 import resource
+import shutil
 import signal
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -23,15 +25,28 @@ from jaxrlhf.run.run_folder import RunFolder
 from jaxrlhf.run.trainer import Trainer
 from jaxrlhf.train import InputError, execute, prepare
 
-COMPILED = Path(__file__).parents[2] / ".cache" / "compilations"  # of tests/conftest.py
 DIGITS = Path(__file__).parents[1] / "invariance" / "digits.py"
 CHECK_RECOVERY = Path(__file__).parents[2] / "scripts" / "check_recovery.py"
 
 
+ONE_DEVICE = "plan={default: {data: 1}}"
+"""Quicker to trace and to compile."""
+
+
 @pytest.fixture
 def train(train):
-    """On one device, which is quicker to trace and to compile."""
-    return functools.partial(train, "--set", "plan={default: {data: 1}}")
+    return functools.partial(train, "--set", ONE_DEVICE)
+
+
+@pytest.fixture
+def whole(undisturbed) -> Path:
+    """The folder of a run of four steps."""
+    return undisturbed(ONE_DEVICE, "steps=4")
+
+
+def copied(run: Path) -> Path:
+    """A copy of a run in the folder of this test."""
+    return Path(shutil.copytree(run, Path("runs") / run.name)).resolve()
 
 
 def records(folder: str | Path) -> list[dict]:
@@ -47,13 +62,13 @@ def test_a_run_that_is_killed_again_and_again_ends_as_if_nothing_had_happened(tm
     assert spec is not None and spec.loader is not None
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
-    report = script.sweep(tmp_path, kills=1, terminations=1, seed=1, cache=str(COMPILED), steps=8)
+    report = script.sweep(
+        tmp_path, kills=1, terminations=1, seed=1, cache=jax.config.values["jax_compilation_cache_dir"], steps=8
+    )
     assert sum(report["signals"].values()) == 2 and report["differences"] == []
 
 
-def test_a_run_goes_on_in_its_folder_from_its_newest_checkpoint(train, results):
-    assert train("--set", "steps=4")[0] == 0
-    whole = Path("runs/latest").resolve()
+def test_a_run_goes_on_in_its_folder_from_its_newest_checkpoint(train, whole, results):
     assert train("--set", "steps=2")[0] == 0
     half = Path("runs/latest").resolve()
     status, out, _ = train("--set", "steps=4", "--resume", "runs/latest")
@@ -71,19 +86,18 @@ def test_a_run_goes_on_in_its_folder_from_its_newest_checkpoint(train, results):
     assert records(half) == records(whole)
 
 
-def test_what_a_run_cannot_go_on_with_is_said_before_anything_changes(train):
-    assert train("--set", "steps=2")[0] == 0
-    run = Path("runs/latest").resolve()
+def test_what_a_run_cannot_go_on_with_is_said_before_anything_changes(train, whole):
+    run = copied(whole)
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
     Path("other.jsonl").write_text("\n".join(json.dumps({"prompt": f"{i}+1=", "answer": "1"}) for i in range(600)))
     for override, message in {
-        "steps=1": "has done 2 steps, so steps must be at least that. Got 1",
+        "steps=1": "has done 4 steps, so steps must be at least that. Got 1",
         "seed=5": "must go on with the seed of",
         "batch_size=32": "must go on with the batch_size of",
         "roles.actor.model.hidden_size=64": "differ, first roles/",
         "data={path: other.jsonl, max_prompt_tokens: 8}": "must go on with the data and tokenizer of",
     }.items():
-        status, _, err = train("--set", "warm_start=null", "--set", override, "--resume", str(run))
+        status, _, err = train("--set", "warm_start=null", "--set", "steps=4", "--set", override, "--resume", str(run))
         assert status == 1 and message in err, err
     for path, message in {
         "nowhere": "must be never, auto, the folder of a run or a checkpoint in one. Got '",
@@ -91,17 +105,12 @@ def test_what_a_run_cannot_go_on_with_is_said_before_anything_changes(train):
     }.items():
         status, _, err = train("--resume", path)
         assert status == 1 and message in err, err
-    with RunFolder(run).locked():
-        status, _, err = train("--set", "steps=4", "--resume", str(run))
-        assert status == 1 and "one process at a time can run a run" in err
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.name != ".lock"} == {
         path: time for path, time in before.items() if path.name != ".lock"
     }
 
 
-def test_a_damaged_newest_checkpoint_is_set_aside_and_the_run_goes_on_as_if_nothing_had_happened(train):
-    assert train("--set", "steps=4")[0] == 0
-    whole = Path("runs/latest").resolve()
+def test_a_damaged_newest_checkpoint_is_set_aside_and_the_run_goes_on_as_if_nothing_had_happened(train, whole):
     assert train("--set", "steps=3", "--set", "output.checkpoint_every=1")[0] == 0
     run = Path("runs/latest").resolve()
     newest = run / "checkpoints" / "steps" / "3"
@@ -123,10 +132,8 @@ def test_a_damaged_newest_checkpoint_is_set_aside_and_the_run_goes_on_as_if_noth
     assert "_CHECKPOINT_METADATA is garbled" in err and "start a new run with resume=never" in err
 
 
-def test_a_full_disk_is_one_line_that_names_the_file_and_what_was_kept(train, monkeypatch, caplog):
+def test_a_full_disk_is_one_line_that_names_the_file_and_what_was_kept(train, whole, monkeypatch, caplog):
     """The limit on the size of files stands in for the disk: everything that writes meets it."""
-    assert train("--set", "steps=4")[0] == 0
-    whole = records("runs/latest")
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def fill(owner: type, name: str, when: int) -> None:
@@ -155,23 +162,20 @@ def test_a_full_disk_is_one_line_that_names_the_file_and_what_was_kept(train, mo
         assert out.count("TensorBoard failed, and training goes on without it") <= 1
         assert not caplog.records, "no tracebacks of threads"
     assert train("--set", "steps=4", "--set", "name=full", "--resume", "auto")[0] == 0
-    assert records("runs/latest") == whole
+    assert records("runs/latest") == records(whole)
 
 
-def test_a_second_start_beside_a_live_run_is_told_who_runs_it(train):
-    assert train("--set", "steps=2")[0] == 0
-    run = Path("runs/latest").resolve()
-    (run / "checkpoints" / "steps" / "2" / "meta" / "metadata").unlink()  # as where it is just being removed
+def test_a_second_start_beside_a_live_run_is_told_who_runs_it(train, whole):
+    run = copied(whole)
+    (run / "checkpoints" / "steps" / "4" / "meta" / "metadata").unlink()  # as where it is just being removed
     with RunFolder(run).locked():
         for resume in ("auto", str(run)):
-            status, _, err = train("--set", "steps=4", "--resume", resume)
+            status, _, err = train("--set", "steps=5", "--resume", resume)
             assert status == 1 and "one process at a time can run a run" in err
             assert f"running it: process {os.getpid()} on {platform.node()}. Wait" in err
 
 
-def test_a_checkpoint_is_a_branching_point_for_a_new_run(train):
-    assert train("--set", "steps=4")[0] == 0
-    whole = Path("runs/latest").resolve()
+def test_a_checkpoint_is_a_branching_point_for_a_new_run(train, whole):
     status, _, err = train("--resume", f"{whole}/checkpoints/steps/2", "--set", "steps=4", config="")
     assert (status, err) == (0, "")
     branch = Path("runs/latest").resolve()
@@ -186,42 +190,36 @@ def test_on_another_layout_a_run_goes_on_to_rounding(train, results):
     rates = ("--set", "roles.actor.optimizer.learning_rate=1e-4", "--set", "roles.critic.optimizer.learning_rate=1e-4")
     reward = ("--set", f"roles.reward={{function: '{DIGITS}:share_of_digits'}}", *rates)
     assert train("--set", "steps=4", *reward)[0] == 0
-    whole = results()
-    assert train("--set", "steps=2", *reward)[0] == 0
+    whole, half = results(), Path("runs/latest/checkpoints/steps/2").resolve()
     calls = "{actor.train: {fsdp: 4}, critic.train: {fsdp: 2, devices: '6-7'}}"
     plan = f"plan={{default: {{data: 2, tensor: 2}}, calls: {calls}}}"
-    assert train("--set", "steps=4", "--resume", "runs/latest", "--set", plan, *reward)[0] == 0
+    assert train("--set", "steps=4", "--resume", str(half), "--set", plan, *reward)[0] == 0
     for got, want in zip(results()[2:], whole[2:], strict=True):
         for name in ("actor/pg_loss", "critic/vf_loss", "critic/score/mean", "kl/mean", "actor/grad_norm"):
             assert got[name] == pytest.approx(want[name], rel=1e-5, abs=1e-6), name
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_run_that_is_asked_to_stop_saves_and_leaves(train, results, monkeypatch, number):
-    assert train("--set", "steps=4", "--set", "output.checkpoint_every=0")[0] == 0
-    whole = results()
+def test_a_run_that_is_asked_to_stop_saves_and_leaves(train, whole, results, monkeypatch):
     report = Trainer._report
 
     def report_and_ask(self, step, *rest):
         report(self, step, *rest)
         if step == 0:
-            os.kill(os.getpid(), number)
+            os.kill(os.getpid(), signal.SIGTERM)
 
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "_report", report_and_ask)
         status, out, err = train("--set", "steps=4", "--set", "output.checkpoint_every=0", "--set", "name=asked")
-    assert (status, err) == (128 + number, "")
+    assert (status, err) == (128 + signal.SIGTERM, "")
     assert "of 4 steps. Start it again with --resume auto to go on." in out
     assert saved()[-1] < 4 and len(results()) == saved()[-1]
     status, out, _ = train(
         "--set", "steps=4", "--set", "output.checkpoint_every=0", "--set", "name=asked", "--resume", "auto"
     )
-    assert status == 0 and results() == whole
+    assert status == 0 and results() == results(whole)
 
 
-def test_a_stop_in_the_warm_start_is_saved_too(train, results, monkeypatch):
-    assert train()[0] == 0
-    whole = records("runs/latest")
+def test_a_stop_in_the_warm_start_is_saved_too(train, whole, monkeypatch):
     import jaxrlhf.run.trainer as module
 
     flatten = module.flatten
@@ -232,11 +230,11 @@ def test_a_stop_in_the_warm_start_is_saved_too(train, results, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(module, "flatten", flatten_and_ask)
-        status, out, _ = train("--set", "name=asked")
+        status, out, _ = train("--set", "name=asked", "--set", "steps=4")
     assert status == 143 and "Saved after 2 of 4 updates of the warm start." in out
-    status, out, _ = train("--set", "name=asked", "--resume", "auto")
+    status, out, _ = train("--set", "name=asked", "--set", "steps=4", "--resume", "auto")
     assert status == 0 and "after 2 updates of the warm start" in out
-    assert records("runs/latest") == whole
+    assert records("runs/latest") == records(whole)
     assert not Path("runs/latest/checkpoints/warm_start").exists()
 
 
@@ -253,7 +251,11 @@ def test_a_failing_reward_loses_no_step_that_was_done(train, results):
     )
     rewards = ("--set", "roles.reward={function: 'fails.py:reward'}", "--set", "output.checkpoint_every=0")
     status, out, err = train(*rewards, "--set", "steps=4", "--set", "evaluation=null")
-    assert status == 1 and "must not raise. Got ConnectionError: the verifier is down" in err
+    message = " ".join(err.split())
+    assert status == 1 and "Reward 'reward': must not raise. Got ConnectionError: the verifier is down, at " in message
+    kept = Path("runs", "latest", "reward_error.txt").resolve()
+    assert "fails.py:7" in message and f"The whole traceback is in runs/{kept.parent.name}/reward_error.txt" in message
+    assert "Traceback" not in err and kept.read_text().startswith("Traceback (most recent call last)")
     assert "Saved after 2 steps, before the one that failed." in out and saved()[-1] == 2
     assert train(*rewards, "--set", "steps=4", "--set", "evaluation=null", "--resume", "auto")[0] == 0
     assert [record["step"] for record in results()] == [1, 2, 3, 4]
@@ -303,12 +305,11 @@ def test_a_failing_evaluation_loses_no_step_and_is_made_up_for(train):
     assert Path("runs/latest/samples.jsonl").read_text() == (whole / "samples.jsonl").read_text()
 
 
-def test_a_run_that_another_process_went_on_with_is_left_alone(train):
-    assert train("--set", "steps=2")[0] == 0
-    config = load_run("tiny.yaml", ["steps=3", "resume=runs/latest", "plan={default: {data: 1}}"])
-    prepared = prepare(config, Console(quiet=True))
-    assert train("--resume", "runs/latest")[0] == 0
-    with pytest.raises(InputError, match=r"must stand where it did when it was looked at, 2 steps. Got 3 steps"):
+def test_a_run_that_another_process_went_on_with_is_left_alone(train, whole):
+    run = copied(whole)
+    prepared = prepare(load_run("tiny.yaml", ["steps=5", f"resume={run}", ONE_DEVICE]), Console(quiet=True))
+    assert train("--set", "steps=5", "--resume", str(run))[0] == 0
+    with pytest.raises(InputError, match=r"must stand where it did when it was looked at, 4 steps. Got 5 steps"):
         execute(prepared, Console(quiet=True))
 
 

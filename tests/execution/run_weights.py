@@ -101,4 +101,3 @@ alike = store.for_inference("critic", SPLIT, layers="list")[0]
 for one, other in zip(jax.tree.leaves(drawn), jax.tree.leaves(alike), strict=True):
     for a, b in zip(one.addressable_shards, other.addressable_shards, strict=True):
         np.testing.assert_array_equal(np.asarray(a.data), np.asarray(b.data))
-print("done")

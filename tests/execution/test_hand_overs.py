@@ -1,6 +1,5 @@
 """Outputs reach the calls that need them beside what runs between, and no result depends on when they are sent."""
 
-from pathlib import Path
 from typing import Any
 
 import chex
@@ -8,7 +7,6 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrlhf.config.schema import load_run
 from jaxrlhf.execution import hand_overs
 from jaxrlhf.execution.executor import Executor
 from jaxrlhf.execution.hand_overs import HandOvers
@@ -19,42 +17,30 @@ from jaxrlhf.reshard import reallocate as module
 from jaxrlhf.reshard.reallocate import in_buckets, transfer_method
 from jaxrlhf.run.assembly import Assembly, assemble
 from jaxrlhf.run.first_weights import load_first_weights
+from jaxrlhf.testing import small_run
 
-MODEL = "{vocab_size: 264, hidden_size: 32, intermediate_size: 64, num_layers: 1, num_heads: 4, num_kv_heads: 2}"
-RUN = f"""
-name: handing
-steps: 2
-batch_size: 8
-data: {{task: arithmetic}}
-roles:
-  actor: {{model: {MODEL}, optimizer: &optimizer {{learning_rate: 5.0e-4}}}}
-  critic: {{init: actor, head: scalar, optimizer: *optimizer}}
-  reference: {{init: actor}}
-  reward: {{init: actor, head: scalar}}
-settings: {{sampling: {{max_new_tokens: 4}}, actor_update: {{mini_batches: 1}}, critic_update: {{mini_batches: 1}}}}
-plan:
-  default: {{data: 4, devices: 0-3}}
-  calls:
-    critic.values: &beside {{SPLIT, devices: 4-7}}
-    reward.scores: *beside
-    critic.train: {{data: 4, devices: 4-7}}
-evaluation: null
-compilation_cache: ""
-"""
-WHOLE_SHARDS = "data: 4"
-ACROSS_SHARDS = "data: 2, tensor: 2"
+WHOLE_SHARDS = {"data": 4}
+ACROSS_SHARDS = {"data": 2, "tensor": 2}
 
 
 @pytest.fixture
-def apart(tmp_path, monkeypatch):
+def apart(monkeypatch):
     """A run whose critic and reward model have devices apart from the others', which have memory of their own."""
     monkeypatch.setattr(module, "host_memory_is_theirs", lambda devices: False)
     for cache in (transfer_method, in_buckets):
         cache.cache_clear()
 
-    def apart(split: str, *overrides: str) -> Assembly:
-        Path(tmp_path / "run.yaml").write_text(RUN.replace("SPLIT", split))
-        return assemble(load_run(str(tmp_path / "run.yaml"), overrides), 8)
+    def apart(split: dict[str, int]) -> Assembly:
+        beside, first, last = {"devices": "4-7", **split}, {"data": 4, "devices": "0-3"}, {"data": 4, "devices": "4-7"}
+        update = {"mini_batches": 1}
+        run = small_run(
+            "ppo", steps=2, batch_size=8, num_layers=1, roles={"reward": {"init": "actor", "head": "scalar"}},
+            settings={"sampling": {"max_new_tokens": 4}, "actor_update": update, "critic_update": update},
+            plan={"default": first, "calls": {
+                "critic.values": beside, "reward.scores": beside, "critic.train": last,
+            }},
+        )  # fmt: skip
+        return assemble(run, 8)
 
     yield apart
     for cache in (transfer_method, in_buckets):
@@ -113,25 +99,20 @@ def in_order(assembly: Assembly, monkeypatch) -> list[str]:
     return dispatched[: dispatched.index("critic.train") + 1]
 
 
-@pytest.mark.parametrize("split", [WHOLE_SHARDS, ACROSS_SHARDS])
-def test_the_critic_and_the_reward_do_not_wait_for_the_reference(split, apart, monkeypatch):
+@pytest.mark.parametrize("split", [WHOLE_SHARDS, ACROSS_SHARDS], ids=str)
+def test_calls_that_could_run_wait_for_nothing_else(split, apart, monkeypatch):
+    """The critic and the reward do not wait for the reference. Values are exchanged with the actor's devices, where the
+    reference may still run: after the scores, which would else wait for it. Copies of whole shards hold up nobody."""
     dispatched = in_order(apart(split), monkeypatch)
     sent = dispatched.index("actor.generate -> later")
     assert dispatched[sent - 1] == "actor.generate"
     assert sent < dispatched.index("reference.logprobs") < dispatched.index("critic.values")
     assert not {"now -> critic.values", "now -> reward.scores"} & set(dispatched)
+    ahead = ("critic.values -> later" in dispatched, "now -> ppo_batch" in dispatched)
+    assert ahead == ((True, False) if split == WHOLE_SHARDS else (False, True))
 
 
-def test_an_exchange_does_not_hold_up_calls_that_could_run(apart, monkeypatch):
-    """Values are exchanged with the actor's devices, where the reference may still run: after the scores, which would
-    else wait for the reference. Copies of whole shards hold up nobody."""
-    dispatched = in_order(apart(ACROSS_SHARDS), monkeypatch)
-    assert "critic.values -> later" not in dispatched and "now -> ppo_batch" in dispatched
-    dispatched = in_order(apart(WHOLE_SHARDS), monkeypatch)
-    assert "critic.values -> later" in dispatched and "now -> ppo_batch" not in dispatched
-
-
-@pytest.mark.parametrize("split", [WHOLE_SHARDS, ACROSS_SHARDS])
+@pytest.mark.parametrize("split", [WHOLE_SHARDS, ACROSS_SHARDS], ids=str)
 def test_when_outputs_are_sent_changes_no_bit(split, apart, monkeypatch):
     assembly = apart(split)
     early = run(assembly)

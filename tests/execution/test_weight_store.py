@@ -9,7 +9,6 @@ from jaxrlhf.config.schema import AverageConfig, OptimizerConfig
 from jaxrlhf.execution.weight_store import WeightStore
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.lora import LoRAConfig
-from jaxrlhf.models.params import init_params
 from jaxrlhf.programs.roles import ModelRole
 from jaxrlhf.reshard.offload import rests_on_host
 from jaxrlhf.sharding.layout import Layout
@@ -29,21 +28,6 @@ def store():
     for role in ROLES:
         store.initialize(role, TRAIN, jax.random.key(0))
     return store
-
-
-def test_copies_are_in_the_compute_precision_and_in_the_form_that_is_asked_for(store):
-    expected = init_params(MODEL, jax.random.key(0))
-    for role in ROLES:
-        params, moved = store.for_inference(role, GENERATE, layers="list")
-        assert moved is not None
-        assert isinstance(params["layers"], list) and len(params["layers"]) == MODEL.num_layers
-        assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype("bfloat16")}
-        assert {d.id for x in jax.tree.leaves(params) for d in x.devices()} == {4, 5}
-        np.testing.assert_array_equal(
-            np.asarray(params["layers"][1]["query"]), np.asarray(expected["layers"][1]["query"].astype(jnp.bfloat16))
-        )
-        stacked, _ = store.for_inference(role, GENERATE, layers="stacked")
-        assert stacked["layers"]["query"].shape == (2, 16, 16)
 
 
 def test_a_copy_is_made_once_and_dropped_with_its_version(store):
@@ -71,34 +55,6 @@ def test_training_elsewhere_moves_master_weights_and_optimizer(store):
     assert {d.id for x in jax.tree.leaves((params, optimizer)) for d in x.devices()} == {6, 7}
     with pytest.raises(AssertionError, match="already being trained"):
         store.take_for_training("actor", other)
-
-
-def test_a_snapshot_shares_nothing_with_its_role(store):
-    layout, snapshot = store.snapshot("actor")
-    assert layout == TRAIN
-    params, _, _ = store.take_for_training("actor", TRAIN)
-    for leaf in jax.tree.leaves(params):
-        leaf.delete()
-    assert all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(snapshot))
-
-
-def test_state_and_restore(store):
-    state = jax.tree.map(jnp.copy, store.state("actor"))
-    params, optimizer, _ = store.take_for_training("actor", TRAIN)
-    store.trained("actor", TRAIN, jax.tree.map(lambda x: x * 0, params), optimizer)
-    store.restore("actor", TRAIN, state, version=7)
-    assert store.version("actor") == 7
-    jax.tree.map(np.testing.assert_array_equal, store.state("actor"), state)
-    assert set(store.state("reference")) == {"params"}
-
-
-@pytest.mark.parametrize("role", ROLES)
-def test_the_abstract_state_is_that_of_the_arrays(store, role):
-    def same(abstract, array):
-        assert (abstract.shape, abstract.dtype) == (array.shape, array.dtype)
-        assert abstract.sharding.is_equivalent_to(array.sharding, array.ndim)
-
-    jax.tree.map(same, store.abstract_state(role, TRAIN), store.state(role))
 
 
 def on_host(tree):

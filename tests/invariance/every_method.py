@@ -9,12 +9,7 @@ import jax.numpy as jnp
 from jaxrlhf.algorithms.masked import masked_count, masked_sum
 from jaxrlhf.experience import Sampling, Term
 from jaxrlhf.tracing import compute
-
-
-@dataclasses.dataclass(frozen=True)
-class Update:
-    mini_batches: int = 2
-    epochs: int = 1
+from tests.programs.pipelined_calls import Update
 
 
 @dataclasses.dataclass(frozen=True)

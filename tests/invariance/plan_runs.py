@@ -9,15 +9,19 @@ where a plan is YAML. Each plan's run is in a folder of its own, by the plan's p
 
 import json
 import os
-import random
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxrlhf.config.schema import load_run
+import yaml
+
+from jaxrlhf.config.schema import build_run, load_run
 from jaxrlhf.observe.console import Console
 from jaxrlhf.observe.metrics import read_metrics
+from jaxrlhf.planner.plans.plan import SCHEDULES
+from jaxrlhf.run.assembly import assemble
+from jaxrlhf.testing import random_plan
 from jaxrlhf.train import execute, prepare, start
 
 STEPS, ROWS = 3, 32
@@ -45,59 +49,14 @@ settings:
   critic_update: {{mini_batches: 2}}
 """
 ONE_DEVICE = "{default: {data: 1}}"
-CALLS = (
-    "actor.generate",
-    "reference.logprobs",
-    "critic.values",
-    "ppo_batch",
-    "actor.train",
-    "critic.train",
-)
 DEVICES, DEVICES_PER_NODE = 8, 4
 
 
-def random_plan(seed: int) -> str:
-    """A valid plan over two nodes of four devices: every call on some part of a node or on both, with some strategy;
-    under every third seed actor and critic are trained in one fused pipeline."""
-    draw = random.Random(seed)
-    calls, fuse = {call: _random_placement(call, draw) for call in CALLS}, []
-    offload = [role for role in ("actor", "critic", "reference") if draw.random() < 0.2]
-    if seed % 3 == 0:
-        count = draw.choice((2, 4, 8))
-        where = {"devices": f"0-{count - 1}", "pipeline": 2, "micro_batches": draw.choice((1, 2))}
-        calls["actor.train"] = {**where, "data": max(1, count // 4), "tensor": min(2, count // 2)}
-        calls["critic.train"] = {**where, "data": count // 2}
-        fuse = ["actor.train", "critic.train"]
-    return json.dumps({"default": {"data": 1}, "calls": calls, "fuse": fuse, "offload": offload})
-
-
-def _random_placement(call: str, draw: random.Random) -> dict[str, Any]:
-    count = draw.choice((1, 2, 4, 8))
-    first = draw.randrange(0, DEVICES, count)
-    rows = ROWS // 2 if call.endswith(".train") else ROWS
-    tensor = draw.choice([n for n in (1, 2) if count % n == 0 and call != "ppo_batch"] or [1])
-    pipeline = draw.choice([n for n in (1, 2, 2) if (count // tensor) % n == 0]) if call != "ppo_batch" else 1
-    shards = count // tensor // pipeline
-    data = draw.choice([n for n in (1, 2, 4, 8) if shards % n == 0])
-    placement: dict[str, Any] = {
-        "data": data,
-        "fsdp": shards // data,
-        "tensor": tensor,
-        "devices": f"{first}-{first + count - 1}",
-    }
-    if pipeline > 1:
-        placement["pipeline"] = pipeline
-        if call.endswith(".train"):
-            placement["schedule"] = draw.choice(("1f1b", "gpipe"))
-        elif call.endswith(".generate"):
-            rows //= pipeline  # it cuts each micro-batch into as many again
-    if call != "ppo_batch":
-        placement["micro_batches"] = draw.choice([n for n in (1, 1, 2, 4) if rows % (n * shards) == 0])
-    if call.endswith(".train"):
-        placement["remat"] = draw.choice(("none", "dots", "layer"))
-    if call.endswith((".train", ".values", ".logprobs")):
-        placement["balance"] = draw.random() < 0.3
-    return placement
+def random_plans(count: int) -> dict[str, str]:
+    """Valid plans over two nodes of four devices."""
+    phase = assemble(build_run(yaml.safe_load(RUN), where="RUN"), DEVICES, DEVICES_PER_NODE).train
+    plans = {f"random plan {seed}": random_plan(phase, seed=seed).to_json() for seed in range(count)}
+    return {name: json.dumps({key: x for key, x in plan.items() if key != SCHEDULES}) for name, plan in plans.items()}
 
 
 def run_plans(folder: Path, plans: Sequence[str]) -> None:

@@ -5,21 +5,20 @@ in several."""
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.invariance.plan_runs import DEVICES_PER_NODE, ONE_DEVICE, ROWS, STEPS, random_plan, results, run_plans
-from tests.subprocesses import flags_of_one_processor
+from tests.invariance.plan_runs import DEVICES_PER_NODE, ONE_DEVICE, ROWS, STEPS, random_plans, results, run_plans
+from tests.subprocesses import ROOT, environment
 
-ROOT = Path(__file__).parents[2]
-ALL_PLANS = {f"random plan {i}": random_plan(i) for i in range(10)} if os.environ.get("ALL_PLANS") else {}
+ALL_PLANS = random_plans(10) if os.environ.get("ALL_PLANS") else {}
 """Run with ALL_PLANS=1 in the environment, in one process and in two: tests/invariance/test_algorithms.py has random
 plans that cost less."""
 PLANS = {
-    "devices the other way round, in micro-batches": "{default: {data: 4, tensor: 2, devices: '7,6,5,4,3,2,1,0', "
-    "micro_batches: 2}, calls: {actor.train: {fsdp: 8, micro_batches: 2}, critic.train: {data: 4, micro_batches: 4}}}",
+    "devices the other way round, in micro-batches and slots": "{default: {data: 4, tensor: 2, devices: "
+    "'7,6,5,4,3,2,1,0', micro_batches: 2}, calls: {actor.generate: {data: 2, tensor: 2, slots: 5}, actor.train: "
+    "{fsdp: 8, micro_batches: 2}, critic.train: {data: 4, micro_batches: 4}}}",
     **ALL_PLANS,
 }
 APART_AND_ACROSS = (
@@ -35,8 +34,8 @@ STAGES_ACROSS = (
     " 2, tensor: 2, micro_batches: 2}, critic.train: {pipeline: 2, data: 4, micro_batches: 2}}}"
 )
 STAGES_APART = (  # two roles on the same devices, of which one process has none, under other names of the same layout
-    "{default: {data: 4, devices: 4-7}, calls: {actor.generate: {data: 1}, actor.train: {fsdp: 2, devices: 2-3}, "
-    "critic.train: {pipeline: 2, tensor: 2, micro_batches: 2, schedule: gpipe, devices: 0-3}}}"
+    "{default: {data: 4, devices: 4-7}, calls: {actor.generate: {data: 8, slots: 2}, actor.train: {fsdp: 2, devices: "
+    "2-3}, critic.train: {pipeline: 2, tensor: 2, micro_batches: 2, schedule: gpipe, devices: 0-3}}}"
 )
 
 
@@ -85,16 +84,9 @@ def test_two_processes_do_not_change_the_result(expected, tmp_path):
     """An actor that lives in both, a critic in one of them and a batch that is made in the other, with rows that do not
     divide; then stages in both, and in one."""
     plans = [APART_AND_ACROSS, STAGES_ACROSS, STAGES_APART, *ALL_PLANS.values()]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(ROOT / "scripts" / "launch_local"), "--processes", str(8 // DEVICES_PER_NODE), "--"]
     command += [sys.executable, str(ROOT / "tests" / "invariance" / "plan_runs.py"), str(tmp_path), *plans]
-    done = subprocess.run(
-        command,
-        env={**environment, "XLA_FLAGS": flags_of_one_processor()},
-        capture_output=True,
-        text=True,
-        timeout=1400,
-    )
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=1400)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     for i in range(len(plans)):
         assert_the_same(results(tmp_path, i), expected)

@@ -7,16 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrlhf.experience import LENGTH, STOP, PolicyOutputs, Prompts, Rollout, Sampling
+from jaxrlhf.experience import LENGTH, STOP, PolicyOutputs, Rollout, Sampling
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.generate import generate
 from jaxrlhf.models.heads import policy_outputs
 from jaxrlhf.models.params import param_shardings
-from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.strategy import Strategy
+from tests.models.pipelined_cases import P, R, V, assert_same, make_prompts, over
 from tests.random_weights import params_of
 
-B, P, R, V = 8, 4, 6, 96
 CONFIG = ModelConfig(
     vocab_size=V,
     hidden_size=32,
@@ -27,17 +26,6 @@ CONFIG = ModelConfig(
     logits_chunk_tokens=16,
 )
 SAMPLING = Sampling(max_new_tokens=R, min_new_tokens=1, top_p=0.95, stop_ids=tuple(range(0, V, 8)))
-
-
-def make_prompts() -> Prompts:
-    rng = np.random.default_rng(1)
-    mask_BP = np.arange(P)[None] >= rng.integers(0, P, (B, 1))
-    tokens_BP = rng.integers(0, V, (B, P)).astype(np.int32)
-    return Prompts(*map(jnp.asarray, (tokens_BP, mask_BP, np.arange(B, dtype=np.int32), np.arange(B, dtype=np.uint32))))
-
-
-def over(strategy: Strategy) -> Layout:
-    return Layout.over(tuple(range(strategy.num_devices)), strategy)
 
 
 @functools.cache
@@ -65,9 +53,6 @@ def test_the_rollout_is_worth_comparing():
 @pytest.mark.parametrize("strategy", [Strategy(data=8), Strategy(fsdp=4), Strategy(data=2, fsdp=2, tensor=2)], ids=str)
 def test_layouts_give_what_one_device_gives(strategy):
     (rollout, outputs), (expected, expected_outputs) = on(strategy), on(Strategy())
-    for name in ("tokens", "mask", "response", "finish", "row", "id"):
-        np.testing.assert_array_equal(getattr(rollout, name), getattr(expected, name))
-    for name in ("logprobs", "sampled_logprobs"):
-        np.testing.assert_allclose(getattr(rollout, name), getattr(expected, name), atol=1e-5)
+    assert_same(rollout, expected)
     np.testing.assert_allclose(outputs.logprobs, expected_outputs.logprobs, atol=1e-5)
     np.testing.assert_allclose(outputs.entropy, expected_outputs.entropy, atol=1e-5)

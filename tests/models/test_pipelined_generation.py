@@ -33,13 +33,17 @@ from tests.subprocesses import run_processes
 CASES = {
     "two stages": (Strategy(pipeline=2, data=2, tensor=2), model(6, tie_embeddings=True), sampling(top_p=0.9), 1.0),
     "four stages, several samples": (
-        Strategy(pipeline=4),
-        model(7, tie_embeddings=True),
-        sampling(num_samples=2, top_k=20),
+        Strategy(pipeline=4, tensor=2),
+        model(7),
+        sampling(num_samples=2, top_k=20, min_new_tokens=3),
         0.8,
     ),
-    "four stages, greedy": (Strategy(pipeline=4, tensor=2), model(5), sampling(min_new_tokens=3), 0.0),
-    "one token, two heads": (Strategy(pipeline=2, fsdp=2), model(8, head="both"), sampling(max_new_tokens=1), 0.8),
+    "one token, greedy, two heads": (
+        Strategy(pipeline=2, fsdp=2),
+        model(8, head="both"),
+        sampling(max_new_tokens=1),
+        0.0,
+    ),
 }
 
 

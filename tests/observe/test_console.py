@@ -105,10 +105,11 @@ def test_what_is_going_on_leaves_a_line_now_and_then_where_no_line_can_change() 
     assert quiet.text() == ""
 
 
-def test_an_empty_table_says_so() -> None:
+def test_what_is_empty_says_so() -> None:
     shown = Shown()
     shown.console.table("T", [])
-    assert shown.lines() == ["T", "(none)"]
+    shown.console.samples("S", [])
+    assert shown.lines() == ["T", "(none)", "S", "(none)"]
 
 
 def test_samples_are_escaped_cut_and_not_read_as_markup() -> None:
@@ -135,12 +136,6 @@ def test_samples_cut_at_the_limit_and_no_earlier() -> None:
     shown.console.samples("S", [{"prompt": "p" * 20, "completion": "c" * 21, "scores": {}}], max_chars=20)
     assert "p" * 20 in shown.text()
     assert "c" * 19 + "…" in shown.text() and "c" * 20 not in shown.text()
-
-
-def test_samples_of_nothing() -> None:
-    shown = Shown()
-    shown.console.samples("S", [])
-    assert shown.lines() == ["S", "(none)"]
 
 
 def test_a_terminal_that_cannot_show_a_character_gets_its_escape() -> None:

@@ -34,45 +34,23 @@ DATA = Path(__file__).parent / "data"
 NAMES = ("llama", "qwen2", "qwen3")
 TOLERANCE = 1e-4
 
-CONFIGS = {
-    "llama": ModelConfig(
-        vocab_size=128,
-        hidden_size=32,
-        intermediate_size=40,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        max_position_embeddings=256,
-        norm_eps=1e-2,
-        rope_scaling=RopeScaling(original_max_position_embeddings=128),
-    ),
-    "qwen2": ModelConfig(
-        vocab_size=128,
-        hidden_size=32,
-        intermediate_size=32,
-        num_layers=3,
-        num_heads=4,
-        num_kv_heads=2,
-        max_position_embeddings=256,
-        norm_eps=1e-3,
-        rope_theta=1e6,
-        attention_bias=True,
-        tie_embeddings=True,
-    ),
-    "qwen3": ModelConfig(
-        vocab_size=128,
-        hidden_size=32,
-        intermediate_size=40,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=12,
-        max_position_embeddings=256,
-        norm_eps=1e-2,
-        rope_theta=500.0,
-        qk_norm=True,
-    ),
-}
+LLAMA = ModelConfig(
+    vocab_size=128,
+    hidden_size=32,
+    intermediate_size=40,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    max_position_embeddings=256,
+    norm_eps=1e-2,
+    rope_scaling=RopeScaling(original_max_position_embeddings=128),
+)
+QWEN2 = dataclasses.replace(
+    LLAMA, intermediate_size=32, num_layers=3, norm_eps=1e-3, rope_theta=1e6, rope_scaling=None, attention_bias=True,
+    tie_embeddings=True,
+)  # fmt: skip
+QWEN3 = dataclasses.replace(LLAMA, head_dim=12, rope_theta=500.0, rope_scaling=None, qk_norm=True)
+CONFIGS = {"llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3}
 SMALL = ModelConfig(vocab_size=16, hidden_size=8, intermediate_size=12, num_layers=2, num_heads=2, num_kv_heads=1)
 
 

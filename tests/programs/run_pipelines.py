@@ -45,4 +45,3 @@ for model, strategy, devices in (
 strategies = Strategy(pipeline=4, tensor=2, micro_batches=4), Strategy(pipeline=2, data=2, tensor=2, micro_batches=2)
 for got, model in zip(fused((ACTOR, CRITIC), strategies), (ACTOR, CRITIC), strict=True):
     assert_same(got[:2], trained_alone(model)[:2], **EXACT)
-print("done")

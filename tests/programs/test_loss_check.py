@@ -4,7 +4,6 @@ import dataclasses
 import re
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import pytest
 
@@ -15,13 +14,10 @@ from jaxrlhf.algorithms.sft import SupervisedUpdate, sft_loss
 from jaxrlhf.call_graph import GraphError
 from jaxrlhf.experience import Max, PolicyOutputs, Rollout, Sequences
 from jaxrlhf.programs.loss_check import check_adds_up
+from tests.made_up_step import shape
 
 B, T, R = 6, 9, 5
 UPDATE = SupervisedUpdate()
-
-
-def shape(*dims: int, dtype: Any = jnp.float32) -> Any:
-    return jax.ShapeDtypeStruct(dims, dtype)
 
 
 ROWS_BR = shape(B, R)

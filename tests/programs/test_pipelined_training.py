@@ -23,10 +23,12 @@ EIGHT = dataclasses.replace(MODEL, num_layers=8, num_kv_heads=1, num_heads=2, qk
 CASES = {
     "layers that do not divide": (MODEL, Strategy(pipeline=2, micro_batches=4)),
     "tied, over data and tensor": (TIED, Strategy(pipeline=2, data=2, tensor=2, micro_batches=2, remat="dots")),
-    "four stages, computed anew": (CRITIC, Strategy(pipeline=4, tensor=2, micro_batches=4, remat="layer")),
+    "four stages, computed anew, fewer micro-batches than stages": (
+        CRITIC,
+        Strategy(pipeline=4, tensor=2, micro_batches=2, remat="layer", balance=True),
+    ),
     "interleaved": (EIGHT, Strategy(pipeline=2, chunks=2, data=2, micro_batches=4)),
     "GPipe": (TIED, Strategy(pipeline=4, fsdp=2, micro_batches=4, schedule="gpipe")),
-    "fewer micro-batches than stages": (CRITIC, Strategy(pipeline=4, micro_batches=2, balance=True)),
 }
 
 

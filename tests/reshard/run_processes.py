@@ -50,4 +50,3 @@ for source, target in (
     ("upper", "two"),
 ):
     check_moves(source, target, donate=True)
-print("done")

@@ -332,17 +332,11 @@ def test_load_errors(source, name, options, message):
 
 def test_a_file_whose_import_fails_in_a_library_names_its_own_line(tmp_path):
     (tmp_path / "bad.py").write_text("import json\nSETTINGS = json.loads('x')\n")
-    with pytest.raises(ValueError, match=r"its module must import\. Got JSONDecodeError: .*, at .*bad\.py:2\."):
-        load_reward(f"{tmp_path}/bad.py:f", {})
-
-
-def test_a_file_that_fails_to_import_says_why(tmp_path):
-    (tmp_path / "bad.py").write_text("raise KeyError('broken')")
     with pytest.raises(
-        ValueError, match=r"its module must import\. Got KeyError: 'broken', at .*bad\.py:1\."
+        ValueError, match=r"its module must import\. Got JSONDecodeError: .*, at .*bad\.py:2\."
     ) as caught:
         load_reward(f"{tmp_path}/bad.py:f", {})
-    assert isinstance(caught.value.__cause__, KeyError)
+    assert isinstance(caught.value.__cause__, ValueError)
 
 
 def test_the_gsm8k_example():

@@ -95,6 +95,9 @@ def test_a_sum_is_the_sum_of_its_parts(load):
     first = next(m for m in metrics if "critic/score/mean" in m)
     assert first["critic/score/mean"] == pytest.approx(np.mean(totals), rel=1e-5)
     assert first["critic/score/std"] == pytest.approx(np.std(totals), rel=1e-4) and np.std(totals) > 0.01
+    for role in ("short", "digits", "taste", "reward"):
+        told = totals if role == "reward" else [s[role] for s in trained]
+        assert first[f"reward/{role}/mean"] == pytest.approx(np.mean(told), rel=1e-5)
     scoring = {f"timing_s/reward/{part}.scores" for part in ("short", "digits", "taste")}
     assert scoring | {"timing_s/adv/reward.weighted_sum"} <= first.keys()
 

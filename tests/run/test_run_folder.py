@@ -55,12 +55,6 @@ def test_create_replaces_a_dangling_latest(tmp_path: Path) -> None:
     assert (tmp_path / "latest").resolve() == folder.path
 
 
-def test_paths() -> None:
-    folder = RunFolder(Path("x"))
-    assert (folder.config, folder.metrics) == (Path("x/config.yaml"), Path("x/metrics.jsonl"))
-    assert (folder.timeline, folder.checkpoints) == (Path("x/timeline.json"), Path("x/checkpoints"))
-
-
 def test_files_are_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = RunFolder(tmp_path)
     folder.write_text("config.yaml", "größe: 1\n")

@@ -1,4 +1,3 @@
-import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +14,7 @@ from jaxrlhf.planner.plans.plan import Placement, Plan
 from jaxrlhf.run.assembly import assemble
 from jaxrlhf.run.step_metrics import TokenCounts, balance_metrics, count_tokens, throughput_metrics
 from jaxrlhf.sharding.strategy import Strategy
+from tests.programs.pipelined_calls import Update
 
 LENGTHS = np.array([8, 7, 6, 5, 4, 3, 2, 1])
 MASK = np.arange(10)[None] < LENGTHS[:, None]
@@ -27,12 +27,6 @@ def call(name: str, kind: Kind, *args: Any) -> Call:
         name=name, role=role, method=method, kind=kind, row_wise=True, function=None, args=args, outputs=None,
         weights=role, reads=0, writes=None, iteration=0, sequence_shapes=(MASK.shape,),
     )  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True)
-class Update:
-    mini_batches: int = 2
-    epochs: int = 1
 
 
 def whole(tree: Any) -> Any:

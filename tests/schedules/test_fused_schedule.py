@@ -302,12 +302,6 @@ def test_latencies_of_any_unit_give_the_same(unit):
     assert found.latency == pytest.approx(makespan(found.schedule))
 
 
-def test_the_bound_of_any_orders_is_kept():
-    for first, second in itertools.product((1, 3), (1, 2)):
-        pipes = fused_pipes(model(2, 2, forward=first), model(2, 2, backward=second))
-        assert lower_bound(pipes) <= makespan(greedy_schedule(pipes))
-
-
 def test_quickly_is_quick_and_needs_no_numba(monkeypatch):
     real_import = builtins.__import__
 

@@ -8,13 +8,12 @@ import pytest
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.params import abstract_params
 from scripts import bench_primitives
-from tests.subprocesses import flags_of_one_processor
+from tests.subprocesses import environment
 
 
 def test_the_suite_for_gpus_runs_with_tiny_models(capsys, monkeypatch):
-    monkeypatch.setenv("XLA_FLAGS", flags_of_one_processor())
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", jax.config.values["jax_compilation_cache_dir"])
-    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+    for name, value in environment().items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr(bench_primitives, "GPU_SUITE", bench_primitives.GPU_SUITE[:1])  # compiling takes long
     assert bench_primitives.main(["--gpu-suite", "--tiny"]) == 0
     results = json.loads(capsys.readouterr().out)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from scripts import sft_rm_ppo as chain
+from tests.subprocesses import environment
 
 MODEL = "{vocab_size: 512, hidden_size: 16, intermediate_size: 32, num_layers: 1, num_heads: 2, num_kv_heads: 2}"
 
@@ -70,6 +71,8 @@ def test_a_stage_that_fails_ends_the_chain(tmp_path, monkeypatch, capfd):
 
 def test_the_whole_chain_on_a_small_file(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
+    for name, value in environment().items():
+        monkeypatch.setenv(name, value)
     start = "\n\nHuman: Say {i}.\n\nAssistant:"
     rows = [{"chosen": f"{start.format(i=i)} {i}", "rejected": f"{start.format(i=i)} no, {i}"} for i in range(48)]
     Path("pairs.jsonl.gz").write_bytes(gzip.compress("\n".join(map(json.dumps, rows)).encode()))

@@ -13,24 +13,15 @@ import numpy as np
 import pytest
 
 from jaxrlhf.experience import Sequences
-from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.heads import policy_outputs
 from jaxrlhf.models.params import abstract_params, param_shardings
 from jaxrlhf.planner.compiled import hlo
 from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.strategy import Remat, Strategy
+from tests.models.test_layout_invariance import CONFIG
 
 COLLECTIVES = {"all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter"}
 LAYOUT = Layout.over(tuple(range(8)), Strategy(data=2, fsdp=2, tensor=2))
-CONFIG = ModelConfig(
-    vocab_size=96,
-    hidden_size=32,
-    intermediate_size=48,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    logits_chunk_tokens=16,
-)
 SHARDINGS = param_shardings(CONFIG, LAYOUT)
 WEIGHTS = [x.shape for x in jax.tree.leaves(abstract_params(CONFIG))]
 B, T, R = 8, 10, 7

@@ -187,13 +187,20 @@ class CostModel:
         stages = strategy.pipeline
         prompts = call.part_rows(strategy)
         rows = prompts * call.num_samples
-        prefill = max(self._stages(call, "prefill", devices, strategy, prompts))
+        together = strategy.prefill_rows if strategy.slots else prompts
+        prefill = max(self._stages(call, "prefill", devices, strategy, together))
         kind = self._kind(devices)
-        step = max(self._stages(call, "decode", devices, strategy, rows))
+        step = max(self._stages(call, "decode", devices, strategy, strategy.slots or rows))
         size = call.model.hidden_size * call.model.itemsize
         send = self._send(devices, strategy, rows * size) if stages > 1 else 0.0
         first = self._send(devices, strategy, prompts * call.prompt * size) if stages > 1 else 0.0
         steps = call.response - 1
+        if strategy.slots:  # every response as long as it may be: slots are refilled all at once
+            waves = math.ceil(rows / strategy.slots)
+            groups = math.ceil(prompts / strategy.prefill_rows)
+            return CallSeconds(
+                passes=groups * prefill + waves * call.response * step, dispatch=kind.coefficients.dispatch_seconds
+            )
         return _times(
             CallSeconds(
                 passes=stages * (prefill + steps * step),

@@ -35,6 +35,7 @@ from jaxrlhf.models.architecture import (
 )
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.generate import cache_sizes
+from jaxrlhf.models.kv_cache import num_columns
 from jaxrlhf.models.lora import LoRAConfig, declare_adapters
 from jaxrlhf.models.pipelined_generation import declare_ring
 from jaxrlhf.planner.workload import ModelCall
@@ -214,7 +215,10 @@ def cache_bytes(call: ModelCall, strategy: Strategy) -> int:
     """
     model = call.model
     rows = math.ceil(call.part_rows(strategy) * strategy.pipeline * call.num_samples)
-    numbers = rows * call.columns * _layers_of_fullest(model, strategy) * cached_numbers(model) // strategy.tensor
+    columns = call.columns
+    if strategy.slots:
+        rows, columns = strategy.slots, num_columns(call.columns - 1)
+    numbers = rows * columns * _layers_of_fullest(model, strategy) * cached_numbers(model) // strategy.tensor
     return numbers * model.itemsize
 
 
@@ -225,11 +229,13 @@ def _generate_memory(call: ModelCall, strategy: Strategy) -> CallMemory:
     cache = cache_bytes(call, strategy)
     growing = int(cache * before_last / call.columns)  # the cache before it grew for the last time
     at_first = int(cache * (call.prompt + sizes[0]) / call.columns)
-    prompts = call.part_rows(strategy)
+    prompts = strategy.prefill_rows if strategy.slots else call.part_rows(strategy)
     prefill = int(prompts * call.prompt * size * (_live(model, strategy) + _passing(model, strategy)))
-    rows = prompts * call.num_samples
+    rows = strategy.slots or prompts * call.num_samples
     gathered = _gathered(call, strategy, all_layers=True)
     logits = int(rows * model.vocab_size * 4 * 2)
+    if strategy.slots:  # prompts are prefilled beside the whole cache, which never grows
+        return CallMemory(0, 0, activations=prefill, logits=logits, cache=cache, gathered=gathered)
     if prefill + at_first > cache + growing:
         return CallMemory(0, 0, activations=prefill, logits=logits, cache=at_first, gathered=gathered)
     return CallMemory(0, 0, logits=logits, cache=cache + growing, gathered=gathered)

@@ -8,9 +8,12 @@ Every error names the key of the config, the rule, the value, and a remedy.
 import math
 from collections.abc import Iterable, Mapping
 
+import jax
+
 from jaxrlhf.brief import brief, did_you_mean
 from jaxrlhf.call_graph import Call, CallGraph
 from jaxrlhf.config.plan_config import Placement
+from jaxrlhf.experience import Sampling
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.planner.plans.config_keys import BATCH_SIZE, RowCountKeys
 from jaxrlhf.planner.plans.plan import Plan, PlanError
@@ -65,6 +68,7 @@ def check_call(
             value, size = getattr(strategy, degree), getattr(model, name)
             raise PlanError(f"{where}.{degree}: {value} does not divide {name}={size}. Use {_divisors(size)}.")
         _check_stages(where, call, strategy, model)
+        _check_slots(where, call, strategy)
     _check_rows(keys, call, placement.strategy)
     _check_protocol(where, call, placement)
 
@@ -117,6 +121,10 @@ def check_entries(
         if not kind and name.split("#")[0] not in more:
             raise PlanError(
                 f"{where}: no call of this run has that name. Calls: {', '.join(known)}.{did_you_mean(name, known)}"
+            )
+        if kind != "generate" and (slots := placement.strategy.slots):
+            raise PlanError(
+                f"{where}.slots: are for calls that generate. Got {slots} for a call of kind '{kind}'. Leave slots out."
             )
         if kind == "compute" and pipeline > 1:
             raise PlanError(
@@ -199,6 +207,24 @@ def _check_stages(where: str, call: Call, strategy: Strategy, model: ModelConfig
     raise PlanError(
         f"{where}: {product} must be at most num_layers={layers}, a layer for each stage. Got {got}. {remedy}."
     )
+
+
+def _check_slots(where: str, call: Call, strategy: Strategy) -> None:
+    """Checks that a call with slots has neither stages nor micro-batches, and room for all samples of a prompt."""
+    if call.kind != "generate" or not strategy.slots:
+        return
+    for name in ("pipeline", "micro_batches"):
+        if (number := getattr(strategy, name)) > 1:
+            raise PlanError(
+                f"{where}.{name}: must be 1 where a call has slots. Got {number} with slots {strategy.slots}. Leave "
+                f"{name} or slots out."
+            )
+    samples = max((x.num_samples for x in jax.tree.leaves(call.args) if isinstance(x, Sampling)), default=1)
+    if strategy.slots < samples:
+        raise PlanError(
+            f"{where}.slots: must be at least num_samples={samples}, since the samples of a prompt enter together. Got "
+            f"{strategy.slots}. Use {samples} or more."
+        )
 
 
 def _check_rows(keys: RowCountKeys, call: Call, strategy: Strategy) -> None:

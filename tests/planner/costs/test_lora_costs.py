@@ -36,9 +36,7 @@ def formula_flops(call: ModelCall, strategy: Strategy) -> float:
     return (layer * call.model.num_layers + rest).flops
 
 
-@pytest.mark.parametrize(
-    ("scan_layers", "strategy"), [(False, Strategy()), (True, Strategy(tensor=2)), (True, Strategy(remat="layer"))]
-)
+@pytest.mark.parametrize(("scan_layers", "strategy"), [(False, Strategy()), (True, Strategy(tensor=2, remat="layer"))])
 def test_operations_of_training_adapters_are_those_that_are_compiled(scan_layers, strategy):
     """To the same few percent as those of whole weights, which are attention in blocks and products computed anew."""
     model = dataclasses.replace(TINY, num_layers=2, hidden_size=64, intermediate_size=160, scan_layers=scan_layers)

@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from jaxrlhf.models.architecture import declare, num_parameters
-from jaxrlhf.models.config import PRESETS, ModelConfig
+from jaxrlhf.models.kv_cache import SlotCache
 from jaxrlhf.models.lora import LoRAConfig
 from jaxrlhf.models.params import param_shardings
 from jaxrlhf.planner.costs.memory import cache_bytes, call_memory, evenness, weight_bytes
@@ -18,16 +18,6 @@ from jaxrlhf.programs.weight_sets import set_of
 from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.strategy import Strategy
 from tests.planner.described_step import TINY, ppo
-
-
-def test_parameters_of_the_published_models():
-    """Table 1 of ReaL's appendix (arXiv:2406.14088)."""
-    counts = {"7b": 8030261248, "13b": 14001525760, "34b": 35321028608, "70b": 70553706496}
-    without_head = {"7b": 7504924672, "13b": 13344855040, "34b": 34270355456, "70b": 69503033344}
-    for name, count in counts.items():
-        model = ModelConfig(**PRESETS[name])
-        assert num_parameters(model) == count
-        assert num_parameters(model, output_embedding=False) == without_head[name]
 
 
 @pytest.mark.parametrize("head", ["lm", "scalar"])
@@ -66,6 +56,10 @@ def test_a_cache_is_counted_as_it_is():
         rows = 16 * 2 // strategy.num_row_shards // strategy.micro_batches
         numbers = rows * (8 + 40) * (TINY.num_layers // strategy.pipeline) * 2 * (2 // strategy.tensor) * 8
         assert cache_bytes(call, strategy) == numbers * 4
+    for rows in (3, 20):
+        cache = jax.eval_shape(lambda rows=rows: SlotCache.empty(rows, 8 + 40 - 1, TINY, Layout.over((0,), Strategy())))
+        held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((cache.keys, cache.values)))
+        assert cache_bytes(call, Strategy(data=2, slots=rows)) == held
 
 
 def test_what_is_never_trained_rests_and_what_is_trained_is_copied():

@@ -29,22 +29,12 @@ from jaxrlhf.planner.workload import Workload
 from jaxrlhf.schedules.instructions import Pipe, Schedule, needed
 from jaxrlhf.schedules.schedule import makespan, topological_order
 from jaxrlhf.schedules.schedule_bounds import lower_bound
-from jaxrlhf.sharding.strategy import Strategy
 from jaxrlhf.tracing import Method, RoleMethods, compute, trace
 from tests.made_up_step import one_term
-from tests.planner.planned_graph import read
+from tests.planner.planned_graph import halve, over, read
+from tests.programs.pipelined_calls import Update
 
 COSTS = StageCost(5, 10, 2), StageCost(4, 8, 1)
-
-
-@dataclasses.dataclass(frozen=True)
-class Update:
-    mini_batches: int = 2
-    epochs: int = 1
-
-
-def halve(tokens):
-    return {"tokens": tokens, "half": tokens // 2}
 
 
 def step(roles, state, prompts, updates):
@@ -70,10 +60,6 @@ def graph_of(step: Any = step, updates: tuple[Update, Update] = (Update(), Updat
     train = Method("train", lambda *_: {"loss": scalar}, row_wise=False, bind=one_term)
     roles = {name: RoleMethods({"train": train}, weights=name) for name in ("actor", "critic")}
     return trace(step, roles, (), tokens, updates)
-
-
-def over(count: int, **strategy: Any) -> Placement:
-    return Placement(tuple(range(count)), Strategy(**strategy))
 
 
 def plan_of(actor: Placement, critic: Placement, *, step: Any = step, **more: Any) -> tuple[Plan, CallGraph]:

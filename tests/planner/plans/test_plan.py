@@ -12,6 +12,7 @@ from jaxrlhf.planner.plans.plan import Placement, Plan, PlanError, resolve
 from jaxrlhf.planner.plans.plan_table import plan_rows
 from jaxrlhf.planner.plans.splits import copied_rows, splits_rows, term_rows
 from jaxrlhf.sharding.strategy import Strategy
+from tests.planner.described_step import ppo
 from tests.planner.planned_graph import GRAPH, MODELS, NAMES, ONE, Update, make_graph, over, plan_with, read
 
 
@@ -43,6 +44,9 @@ def test_names_of_a_written_plan():
     )
     with pytest.raises(PlanError, match=re.escape(message)):
         check_entries(dict.fromkeys(["actor.generated"], ONE), [GRAPH])
+    message = r"plan\.calls\.actor\.train\.slots: are for calls that generate. Got 4 for a call of kind 'train'."
+    with pytest.raises(PlanError, match=message):
+        check_entries({"actor.train": over(1, slots=4)}, [GRAPH])
     with pytest.raises(PlanError, match=re.escape("plan.calls.actor.train#2: no call of this run has that name.")):
         check_entries(dict.fromkeys(["actor.train#2"], ONE), [GRAPH])
     message = "plan.calls.judge.scores: is plain Python on the host and takes no devices. Remove it."
@@ -62,6 +66,14 @@ def test_names_of_a_written_plan():
 )
 def test_plans_that_fit(placement):
     check(resolve(GRAPH, placement), GRAPH, MODELS, num_devices=8)
+
+
+def test_samples_of_a_prompt_need_a_slot_each():
+    step = ppo(num_samples=4, mini_batches=1)
+    check(resolve(step.graph, ONE, {"actor.generate": over(1, slots=4)}), step.graph, step.models, num_devices=1)
+    message = r"slots: must be at least num_samples=4, since the samples of a prompt enter together. Got 3. Use 4"
+    with pytest.raises(PlanError, match=message):
+        check(resolve(step.graph, ONE, {"actor.generate": over(1, slots=3)}), step.graph, step.models, num_devices=1)
 
 
 def test_a_run_on_one_device_has_no_list_of_them():
@@ -84,7 +96,6 @@ def test_a_run_on_one_device_has_no_list_of_them():
             ".devices: must be among the 4 devices of this run, 0 to 3. Got 4. Lower the degrees, or "
             "run on more devices.",
         ),
-        ("halve", Placement((-1,), Strategy()), ".devices: must be among the 4 devices of this run, 0 to 3. Got -1."),
         (
             "actor.generate",
             over(3, data=2, tensor=2),
@@ -98,6 +109,16 @@ def test_a_run_on_one_device_has_no_list_of_them():
             over(4, data=4, micro_batches=7),
             ": micro_batches x data x fsdp must be at most 24 rows. Got 7 x 4 x 1 = 28. "
             "Lower a degree, or use another batch_size.",
+        ),
+        (
+            "actor.generate",
+            over(2, pipeline=2, slots=8),
+            ".pipeline: must be 1 where a call has slots. Got 2 with slots 8. Leave pipeline or slots out.",
+        ),
+        (
+            "actor.generate",
+            over(2, data=2, slots=8, micro_batches=3),
+            ".micro_batches: must be 1 where a call has slots. Got 3 with slots 8.",
         ),
         (
             "actor.train",
@@ -277,9 +298,7 @@ def test_protocols_of_a_plan(placement, message):
         ({"datas": 1}, ": unknown key 'datas'. Known: devices, data, fsdp, "),
         ({"data": 0}, ".data: must be at least 1. Got 0."),
         ({"data": "1"}, ".data: expected an integer. Got '1'."),
-        ({"remat": "all"}, ".remat: expected one of none, dots, layer. Got 'all'."),
         ({"offload": True}, ": unknown key 'offload'."),
-        ("everywhere", ": expected a mapping. Got 'everywhere'."),
         (None, ": expected a mapping. Got null."),
     ],
 )

@@ -139,11 +139,6 @@ def put(*keys, value):
             "must have a placement and a forecast for each of its calls. Got none",
         ),
         (without("calls", "actor.train"), "must have a placement and a forecast for each of its calls. Got none"),
-        (
-            put("plan", "calls", "actor.train", "data", value=0),
-            "plan.calls.actor.train.data: must be at least 1. Got 0.",
-        ),
-        (put("plan", "calls", "actor.train", "tensor", value="2"), ".tensor: expected an integer. Got '2'."),
         (put("plan", "calls", "actor.train", "tensr", value=2), "plan.calls.actor.train: unknown key 'tensr'. Known: "),
     ],
 )

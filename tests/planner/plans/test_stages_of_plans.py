@@ -63,16 +63,6 @@ def test_plans_with_stages_that_fit(placement):
         ),
         (
             "actor.train",
-            over(6, pipeline=2, data=3, micro_batches=5),
-            ": micro_batches x data x fsdp must divide a mini-batch of 12 rows (24 / 2). Got 5 x 3 x 1 = 15.",
-        ),
-        (
-            "actor.generate",
-            Placement((0, 1, 2), Strategy(pipeline=2)),
-            ": pipeline x data x fsdp x tensor must be the number of devices, 3. Got 2 x 1 x 1 x 1 = 2.",
-        ),
-        (
-            "actor.train",
             Placement((0, 1), Strategy(pipeline=2), protocol="DP_PROTO"),
             ".protocol: must give each stage all rows, split over data x fsdp, where a call has "
             "stages. Got 'DP_PROTO'. Use auto or 3D_PROTO.",

@@ -12,7 +12,7 @@ from jaxrlhf.planner.make_plan import plan_workload
 from jaxrlhf.planner.plans.plan import Placement, PlanError
 from jaxrlhf.planner.report import summary_lines
 from jaxrlhf.planner.search.choices import make_problem, strategies
-from jaxrlhf.planner.search.hybridflow import colocations, hybridflow, split, standalone
+from jaxrlhf.planner.search.hybridflow import split, standalone
 from jaxrlhf.planner.search.methods import METHODS, colocate, find_method, heuristic
 from jaxrlhf.planner.search.peak_memory import peak_memory
 from jaxrlhf.planner.search.problem import Problem
@@ -60,17 +60,6 @@ def test_the_reference_stays_with_the_actor_and_the_reward_model_with_the_critic
     assert devices["actor.generate"] == devices["actor.train"] == devices["reference.logprobs"]
     assert devices["critic.values"] == devices["critic.train"] == devices["reward.scores"]
     assert not set(devices["actor.train"]) & set(devices["critic.train"])
-
-
-def test_a_mapping_is_the_best_of_all():
-    """Beside the plans that are mappings: all on all devices, and each on its own."""
-    found = hybridflow(PROBLEM)
-    assert found.seconds <= min(colocate(PROBLEM).seconds, standalone(PROBLEM).seconds) * (1 + 1e-9)
-    # for each partition of four sets into k, the ways to give 8 devices to k meshes of 1, 2, 4 or 8
-    ways = {1: 1, 2: 1, 3: 3, 4: 13}
-    counts = [sum(len(p) == k for p in colocations("abcd")) for k in (1, 2, 3, 4)]
-    assert (sum(counts), counts) == (15, [1, 7, 6, 1])
-    assert found.evaluated == sum(count * ways[k] for k, count in zip((1, 2, 3, 4), counts, strict=True))
 
 
 def test_leaner_choices_are_taken_where_the_fastest_do_not_fit():

@@ -1,0 +1,148 @@
+"""Times rollouts whose responses differ in length: all rows at once, in waves of S rows, and in S slots.
+
+    python scripts/bench_rollouts.py                                             # a processor, some minutes
+    python scripts/bench_rollouts.py --size 1.5b --slots 32 128 256 --rows 1024  # a GPU
+
+Every token is a stop token with the same probability, so lengths are geometric: the 99.9th percentile is ten times the
+median. Rounds alternate between the ways. Prints one JSON object: seconds on the wall and of processors, the decoding
+steps that each way needs at least, and ratios; on GPUs, also tokens per second against the bound by which a step reads
+all weights and the keys and values of its tokens.
+"""
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrlhf.experience import Rollout, Sampling
+from jaxrlhf.models.continuous_batching import Slots, generate_in_slots
+from jaxrlhf.models.generate import generate
+from jaxrlhf.models.params import init_params
+from jaxrlhf.sharding.layout import Layout
+from jaxrlhf.sharding.strategy import Strategy
+from scripts.bench_primitives import (
+    BANDWIDTH,
+    SIZES,
+    Clocks,
+    decode_step_bytes,
+    known,
+    language_model,
+    random_prompts,
+    summary,
+)
+
+NOISE, TEMPERATURE = jnp.array([0, 0, 0], jnp.uint32), jnp.float32(1.0)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    print(json.dumps(measure(parse(arguments)), indent=2))
+    return 0
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SIZES, default="small")
+    parser.add_argument("--rows", type=int, default=512)
+    parser.add_argument("--prompt", type=int, default=64)
+    parser.add_argument("--new-tokens", type=int, default=256, help="the most")
+    parser.add_argument("--mean", type=float, default=33.0, help="new tokens, if there were no limit")
+    parser.add_argument("--slots", type=int, nargs="+", default=[128])
+    parser.add_argument("--steps", type=int, default=8, help="decoding steps between two admissions")
+    parser.add_argument("--prefill-rows", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--without-whole", action="store_true", help="leave out all rows at once")
+    options = parser.parse_args(arguments)
+    defaults = {"tied": False, "dtype": "float32", "scan_layers": False, **SIZES[options.size], **vars(options)}
+    return argparse.Namespace(**defaults, batch=options.rows)
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Everything about one setting."""
+    config, layout = language_model(options), Layout.over((0,), Strategy())
+    stop_ids = tuple(range(max(1, round(config.vocab_size / options.mean))))
+    sampling = Sampling(max_new_tokens=options.new_tokens, stop_ids=stop_ids, min_new_tokens=0)
+    params = jax.device_put(init_params(config, jax.random.key(0)))
+    params["lm_head" if not config.tie_embeddings else "embedding"] *= 0.1  # every token is nearly as likely
+    prompts = random_prompts(options)
+
+    def whole() -> list[Rollout]:
+        return [at_once(params, prompts)]
+
+    def in_waves(size: int) -> list[Rollout]:
+        parts = [jax.tree.map(lambda x, i=i: x[i : i + size], prompts) for i in range(0, options.rows, size)]
+        return [at_once(params, part) for part in parts]
+
+    at_once = jax.jit(lambda given, some: generate(given, some, NOISE, TEMPERATURE, sampling, config, layout))
+    ways: dict[str, Callable[[], list[Rollout]]] = {} if options.without_whole else {"at once": whole}
+    for size in options.slots:
+        slots = Slots(size, prefill_rows=options.prefill_rows, steps=options.steps)
+        run = jax.jit(
+            lambda given, some, slots=slots: generate_in_slots(
+                given, some, NOISE, TEMPERATURE, sampling, slots, config, layout
+            )
+        )
+        ways[f"waves of {size}"] = lambda size=size: in_waves(size)
+        ways[f"{size} slots"] = lambda run=run: [run(params, prompts)]
+    clocks: dict[str, list[Clocks]] = {name: [] for name in ways}
+    rollouts: dict[str, np.ndarray] = {}
+    for i in range(options.rounds + 1):  # the first compiles
+        for name, run in ways.items():
+            started = Clocks.now()
+            done = jax.block_until_ready(run())
+            clocks[name] += [Clocks.now() - started] if i else []
+            rollouts[name] = np.concatenate([np.asarray(each.lengths) for each in done])
+    (lengths,) = {each.tobytes(): each for each in rollouts.values()}.values()  # every way gives the same
+    return {
+        "options": vars(options),
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "tokens": int(lengths.sum()),
+        "median_length": float(np.median(lengths)),
+        "longest": int(lengths.max()),
+        "ways": {name: of_way(name, each, lengths, config, options) for name, each in clocks.items()},
+        "ratios": {
+            f"{name} / {size} slots": statistics.median(
+                one.cpu / other.cpu for one, other in zip(clocks[name], clocks[f"{size} slots"], strict=True)
+            )
+            for size in options.slots
+            for name in ("at once", f"waves of {size}")
+            if name in clocks
+        },
+    }
+
+
+def of_way(
+    name: str, clocks: list[Clocks], lengths: np.ndarray, config: Any, options: argparse.Namespace
+) -> dict[str, Any]:
+    """Seconds and steps of one way."""
+    found: dict[str, Any] = {**summary(clocks), "fewest_steps": fewest_steps(name, lengths)}
+    found["tokens_per_second"] = int(lengths.sum()) / found["wall_s"]
+    bandwidth = known(BANDWIDTH, jax.devices()[0].device_kind)
+    if bandwidth and name.endswith("slots"):
+        rows = int(name.split()[0])
+        read = decode_step_bytes(config, rows=rows, tokens=options.prompt + float(lengths.mean()) / 2)
+        found["fraction_of_bandwidth_bound"] = found["fewest_steps"] * read / bandwidth / found["wall_s"]
+    return found
+
+
+def fewest_steps(name: str, lengths: np.ndarray) -> int:
+    """Decoding steps: of all at once the longest response, of waves that of each, of slots the end of the last one if
+    every response begins as soon as another has ended."""
+    if name == "at once":
+        return int(lengths.max())
+    size = next(int(word) for word in name.split() if word.isdigit())
+    if name.startswith("waves"):
+        return int(sum(lengths[i : i + size].max() for i in range(0, len(lengths), size)))
+    ends = np.zeros(size, int)
+    for length in lengths:
+        ends[ends.argmin()] += length
+    return int(ends.max())
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
