@@ -28,7 +28,7 @@ from jaxrlhf.config.schema import OptimizerConfig
 from jaxrlhf.execution.weight_store import WeightStore
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.params import abstract_params
-from jaxrlhf.models.stages import pick, pick_virtual
+from jaxrlhf.models.stage_weights import pick, pick_virtual
 from jaxrlhf.programs.call_programs import train_program
 from jaxrlhf.programs.pipelined_training import PipelinedTraining, schedule_of
 from jaxrlhf.programs.roles import ModelRole

@@ -29,7 +29,7 @@ from jaxrlhf.execution.weight_store import WeightStore
 from jaxrlhf.experience import Sampling
 from jaxrlhf.models.lora import reads_merged
 from jaxrlhf.models.params import Params
-from jaxrlhf.observe.timeline import STEP, Timeline, Watcher
+from jaxrlhf.observe.timeline_recorder import STEP, Timeline, Watcher
 from jaxrlhf.planner.fusion.fusible import fused_order
 from jaxrlhf.planner.plans.plan import Plan
 from jaxrlhf.planner.plans.splits import splits_rows

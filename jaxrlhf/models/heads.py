@@ -32,7 +32,9 @@ Outputs = TypeVar("Outputs", covariant=True)
 @dataclasses.dataclass(frozen=True)
 class InferenceOutput(Generic[Outputs]):
     """An output of inference: the columns of the sequences that it needs, and the function from their hidden states.
-    A call of the whole runs all layers first."""
+
+    Calling it runs all layers first.
+    """
 
     columns: Callable[[AnySequences], tuple[int, Wanted]]
     """Sequences -> the number of first columns that go through the layers, and the wanted ones among them."""

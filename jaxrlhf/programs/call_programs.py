@@ -1,5 +1,7 @@
 """From a call and a layout to a jitted function.
 
+What inference computes is in `models.heads`, the methods and output shapes of a role in `roles`.
+
 A program takes arrays only. Everything else about a call (its settings, the loss, the structure of its arguments) is
 built in, and is the key under which the executor finds the program again.
 """

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Int
 from jaxrlhf.models.architecture import declare
 from jaxrlhf.models.heads import INFERENCE_OUTPUTS
 from jaxrlhf.models.params import Params, Shardings
-from jaxrlhf.models.stages import lend_embedding, pick, seen_from
+from jaxrlhf.models.stage_weights import lend_embedding, pick, seen_from
 from jaxrlhf.models.transformer import hidden_states
 from jaxrlhf.programs.arrays import Arrays, MicroBatch, Outputs, Rebuild, StageInput
 from jaxrlhf.programs.loss_terms import Losses

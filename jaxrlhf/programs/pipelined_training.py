@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrlhf.models.params import Params, param_shardings
-from jaxrlhf.models.stages import fill, join, lend_embedding, part_of, pick, pick_virtual, seen_from, whole_of
+from jaxrlhf.models.stage_weights import fill, join, lend_embedding, part_of, pick, pick_virtual, seen_from, whole_of
 from jaxrlhf.programs.arrays import Arrays, Metrics, Noise, Outputs, Rebuild, Sums
 from jaxrlhf.programs.optimizer import OptimizerState
 from jaxrlhf.programs.pipeline import Pipelined, carry_out, compile_all, hand_over, settle

@@ -98,11 +98,18 @@ class Checkpoints:
                 stores.callback(store.close)
 
     def _save(
-        self, name: str, done: int, phase: Phase, executor: Executor, sets: list[str], state: Any, value: float | None
+        self,
+        subfolder: str,
+        done: int,
+        phase: Phase,
+        executor: Executor,
+        sets: list[str],
+        state: Any,
+        value: float | None,
     ) -> None:
         versions = {name: executor.weights.version(name) for name in sets}
         meta = {"seed": self._assembly.config.seed, "data": self._data, "versions": versions}
-        self._store(name).save(done, _arrays(phase, executor, sets, state), meta, value=value)
+        self._store(subfolder).save(done, _arrays(phase, executor, sets, state), meta, value=value)
         self._saved_at = time.monotonic()
 
     @functools.cached_property
@@ -118,12 +125,12 @@ class Checkpoints:
 
 def changing_sets(phase: Phase) -> list[str]:
     """The sets of weights that are trained, or are moving averages of trained ones."""
-    return [name for name, kind in weight_sets(_models(phase)).items() if kind.rests_in_float32]
+    return [name for name, weight_set in weight_sets(_models(phase)).items() if weight_set.rests_in_float32]
 
 
 def frozen_sets(phase: Phase) -> list[str]:
     """The sets of weights that never change."""
-    return [name for name, kind in weight_sets(_models(phase)).items() if not kind.rests_in_float32]
+    return [name for name, weight_set in weight_sets(_models(phase)).items() if not weight_set.rests_in_float32]
 
 
 def _models(phase: Phase) -> dict[str, ModelRole]:

@@ -23,7 +23,7 @@ from jaxrlhf.observe.json_lines import split_non_finite
 from jaxrlhf.observe.metrics import TrainingError, check_finite, flatten, without_times
 from jaxrlhf.observe.progress import Progress
 from jaxrlhf.observe.step_timers import timer_seconds
-from jaxrlhf.observe.timeline import Timeline
+from jaxrlhf.observe.timeline_recorder import Timeline
 from jaxrlhf.programs.roles import weighted_sum
 from jaxrlhf.run.assembly import Assembly
 from jaxrlhf.run.checkpoints import Checkpoints, changing_sets, restore

@@ -101,16 +101,16 @@ class Pipe:
         return max(self.work(stage) for stage in range(self.stages))
 
     @functools.cached_property
-    def ways(self) -> dict[tuple[int, bool], tuple[float, float]]:
+    def before_and_after(self) -> dict[tuple[int, bool], tuple[float, float]]:
         """(Virtual stage, forward) -> the latency of a micro-batch before that instruction, and after it."""
         forwards = [self.latency(stage, forward=True) for stage in range(self.stages)]
         backwards = [self.latency(stage, forward=False) for stage in range(self.stages)]
-        ways = {}
+        found = {}
         for stage in range(self.stages):
-            ways[stage, True] = sum(forwards[:stage]), sum(forwards[stage + 1 :]) + sum(backwards)
+            found[stage, True] = sum(forwards[:stage]), sum(forwards[stage + 1 :]) + sum(backwards)
             if self.backward is not None:
-                ways[stage, False] = sum(forwards) + sum(backwards[stage + 1 :]), sum(backwards[:stage])
-        return ways
+                found[stage, False] = sum(forwards) + sum(backwards[stage + 1 :]), sum(backwards[:stage])
+        return found
 
 
 @dataclass(frozen=True)

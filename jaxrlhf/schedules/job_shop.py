@@ -185,7 +185,7 @@ Limit = Callable[[int], int]
 
 def larger_model_first(pipe: Pipe, instruction: Instruction) -> tuple[float, ...]:
     """The paper's greedy rule: the larger model, of it the backward."""
-    before, after = pipe.ways[0, True]
+    before, after = pipe.before_and_after[0, True]
     return (-(before + pipe.latency(0, forward=True) + after), instruction.forward)
 
 
@@ -212,7 +212,7 @@ def oldest_backward_first(pipe: Pipe, instruction: Instruction) -> tuple[float, 
 
 def _way(pipe: Pipe, instruction: Instruction) -> float:
     """Latency of what is left of a micro-batch."""
-    _, after = pipe.ways[instruction.stage, instruction.forward]
+    _, after = pipe.before_and_after[instruction.stage, instruction.forward]
     return pipe.latency(instruction.stage, forward=instruction.forward) + after
 
 

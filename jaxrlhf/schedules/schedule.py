@@ -1,5 +1,7 @@
 """Pipeline schedules: the order in which workers run forwards and backwards of micro-batches; times, memory, checks.
 
+The data types, and when each instruction can run, are in `instructions`.
+
 A schedule is a table for one or several pipelines over the same workers. A worker is the group of devices that runs a
 stage. Latencies and activation sizes are in whatever units the pipes have. As plain data, which JSON can hold, it has
 one line of instructions per worker:

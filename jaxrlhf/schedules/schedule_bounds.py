@@ -20,7 +20,7 @@ def lower_bound(pipes: Sequence[Pipe]) -> float:
     tails: dict[tuple[int, int], float] = {}
     work: dict[tuple[int, int], float] = {}
     for number, pipe in enumerate(pipes):
-        for (stage, forward), (head, tail) in pipe.ways.items():
+        for (stage, forward), (head, tail) in pipe.before_and_after.items():
             key = (pipe.workers[stage], number)
             heads[key] = min(heads.get(key, head), head)
             tails[key] = min(tails.get(key, tail), tail)

@@ -25,7 +25,7 @@ from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.lora import LoRAConfig
 from jaxrlhf.models.params import abstract_of, abstract_params, param_shardings
 from jaxrlhf.models.pipelined_generation import declare_ring, ring_shardings
-from jaxrlhf.models.stages import pick, pick_virtual
+from jaxrlhf.models.stage_weights import pick, pick_virtual
 from jaxrlhf.planner.compiled.described_devices import described_devices
 from jaxrlhf.planner.compiled.hlo import Computation, HloInstruction, Module, parse, scopes
 from jaxrlhf.planner.compiled.hlo_counts import _roots, _through_bitcasts, count

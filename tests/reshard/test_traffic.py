@@ -12,7 +12,7 @@ from jaxrlhf.reshard import reallocate as module
 from jaxrlhf.reshard.exchange import exchange_program
 from jaxrlhf.reshard.moves import Grid
 from jaxrlhf.reshard.reallocate import in_buckets, signature_of
-from jaxrlhf.reshard.traffic import Described, describe, traffic, traffic_of
+from jaxrlhf.reshard.traffic import DescribedArray, describe, traffic, traffic_of
 from tests.reshard.layouts import LAYOUTS, PAIRS, described, grid, place, shardings, values
 
 
@@ -73,7 +73,7 @@ def test_programs_move_what_the_plan_says(source, target, monkeypatch):
 
 
 def test_by_hand():
-    array = Described((8, 4), np.dtype(np.float32), ("fsdp",), ("tensor",))
+    array = DescribedArray((8, 4), np.dtype(np.float32), ("fsdp",), ("tensor",))
     source = Grid((("fsdp", 4),), (0, 1, 2, 3))
     target = Grid((("data", 2), ("tensor", 2)), (0, 1, 2, 3))
     counted = traffic([array], source, target, node_size=2)

@@ -28,7 +28,7 @@ _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _PARTITIONS = re.compile(r"\bnum_partitions=(\d+)")
 _REPLICAS = re.compile(r"\breplica_count=(\d+)")
 
-Groups = tuple[tuple[int, ...], ...]
+DeviceGroups = tuple[tuple[int, ...], ...]
 """Groups of devices that communicate among themselves, by their positions in the mesh."""
 
 
@@ -216,7 +216,7 @@ def scopes(op_name: str) -> Iterator[str]:
         yield part
 
 
-def device_groups(attributes: str, num_devices: int) -> Groups:
+def device_groups(attributes: str, num_devices: int) -> DeviceGroups:
     """The groups of a collective, in whatever form they are written.
 
         replica_groups={{0,1},{2,3}}                                        listed; {} is all devices
@@ -238,7 +238,7 @@ def device_groups(attributes: str, num_devices: int) -> Groups:
     raise HloError(f"HLO: a collective must name its groups of devices. Got {attributes[:200]!r}.")
 
 
-def _listed(text: str) -> Groups:
+def _listed(text: str) -> DeviceGroups:
     return tuple(_integers(group) for group in re.findall(r"\{([\d,]+)\}", text))
 
 
@@ -254,11 +254,11 @@ def _grid(text: str) -> np.ndarray:
     return grid.transpose(_integers(order.strip("()"))) if order else grid
 
 
-def _as_groups(rows: np.ndarray) -> Groups:
+def _as_groups(rows: np.ndarray) -> DeviceGroups:
     return tuple(tuple(row) for row in rows.tolist())
 
 
-def _along_axes(mesh: str, device_ids: str | None, chosen: str) -> Groups:
+def _along_axes(mesh: str, device_ids: str | None, chosen: str) -> DeviceGroups:
     """Groups of the devices that differ only along some axes, or parts of axes: 'a':(2)4 are the coordinates of `a`
     divided into 2 parts, of which each is divided into 4, and which of these 4."""
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh)}
