@@ -36,16 +36,16 @@ from jaxrlhf.models.architecture import Declared, Weight, declare, declare_layer
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.generate import Responses, before_first_token, cache_sizes, draw_next, finish, prepare, samples_of
 from jaxrlhf.models.heads import logits
-from jaxrlhf.models.kv_cache import KVCache, cache_prefill
+from jaxrlhf.models.kv_cache import cache_prefill
 from jaxrlhf.models.layers import LayerWeights
 from jaxrlhf.models.params import Params, Shardings, abstract_of
 from jaxrlhf.models.sampling import History
-from jaxrlhf.models.stages import whole_of
-from jaxrlhf.models.transformer import KeysValues, decode_layers, embed, normalize, run_layers
+from jaxrlhf.models.stage_weights import whole_of
+from jaxrlhf.models.transformer import Cache, KeysValues, decode_layers, embed, normalize, run_layers
 from jaxrlhf.sharding.axes import PIPELINE
 from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.processes import absent, is_here
-from jaxrlhf.sharding.stages import layers_of_stages
+from jaxrlhf.sharding.stage_layers import layers_of_stages
 
 
 def declare_ring(config: ModelConfig, num_stages: int) -> Declared:
@@ -169,7 +169,7 @@ def _ring(
     layers = jax.tree.map(lambda x: x.reshape(x.shape[1:]), params["layers"])  # without the axis of stages, here of one
     params = prepare({**params, "layers": layers}, config, layout)
     with jax.named_scope("prefill"):
-        keys_values, last_hidden = _prefill(params, prompts, stage, config, layout)
+        keys_values, last_hidden = prefill_by_stages(params, prompts, stage, config, layout)
 
     sizes = cache_sizes(sampling.max_new_tokens)
     caches, hidden, responses = [], [], []
@@ -195,11 +195,11 @@ def _ring(
         caches, responses = list(caches), list(responses)
         for tick in range(G):
             has_arrived = (number > 0) | (tick >= stage)
-            x_ND, caches[tick] = _decode(params, message_ND, caches[tick], has_arrived, stage, config, layout)
+            x_ND, caches[tick] = decode_on_stage(params, message_ND, caches[tick], has_arrived, stage, config, layout)
             if tick < G - 1:  # in the first round the last stage draws from the prefill's outputs
                 x_ND = jnp.where(has_arrived | (stage < G - 1), x_ND, hidden[tick])
             x_ND, responses[tick] = next_token(x_ND, responses[tick])
-            message_ND = _send(x_ND, G)
+            message_ND = send_on(x_ND, G)
         any_running = jnp.stack([(each.finish == RUNNING).any() for each in responses]).any()
         running = (any_running & (stage == G - 1)).astype(jnp.int32)
         with jax.named_scope("is_running"):
@@ -207,7 +207,7 @@ def _ring(
         return number + 1, goes_on, message_ND, caches, responses
 
     message_ND, responses[-1] = next_token(hidden[-1], responses[-1])
-    carry = (jnp.int32(0), jnp.bool(True), _send(message_ND, G), caches, responses)
+    carry = (jnp.int32(0), jnp.bool(True), send_on(message_ND, G), caches, responses)
     with jax.named_scope("decode"):
         for size in sizes:
             grown = [cache.grow(P + size, layout) for cache in carry[3]]
@@ -223,7 +223,7 @@ def _ring(
     return shared, num_rounds
 
 
-def _prefill(
+def prefill_by_stages(
     params: Params, prompts: Prompts, stage: jax.Array, config: ModelConfig, layout: Layout
 ) -> tuple[KeysValues, list[jax.Array]]:
     """Runs the prompts through the stages, one micro-batch after the other.
@@ -259,7 +259,7 @@ def _prefill(
             x_NPD, keys_values = run_if(runs, layers, x_NPD, own.mask)
             new += keys_values
         stored = jax.tree.map(lambda s, x: s.at[t % G].set(jnp.where(serves, x, s[t % G])), stored, new)
-        return (_send(x_NPD, G), stored), x_NPD[:, -1]
+        return (send_on(x_NPD, G), stored), x_NPD[:, -1]
 
     zeros = layout.activation(jnp.zeros((G, *shape), dtype), (None, *axes))
     message_NPD = layout.activation(jnp.zeros((N, P, config.hidden_size), dtype), ("batch", "length", "embed"))
@@ -269,19 +269,19 @@ def _prefill(
     return stored, [last_tND[place + G if place < G - 1 else place] for place in range(G)]
 
 
-def _decode(
+def decode_on_stage(
     params: Params,
     x_ND: jax.Array,
-    cache: KVCache,
+    cache: Cache,
     has_arrived: jax.Array,
     stage: jax.Array,
     config: ModelConfig,
     layout: Layout,
-) -> tuple[jax.Array, KVCache]:
+) -> tuple[jax.Array, Cache]:
     """One more token of a micro-batch through the layers of a stage.
 
-    In the first round a stage waits for its first message. What it computes before leaves the cache unchanged: the slot
-    that it writes stays free, and is overwritten.
+    In the first round a stage waits for its first message. What it computes before leaves the cache unchanged: the
+    place that it writes stays free, and is overwritten.
     """
     advanced = cache.advance()
     keys, values = [], []
@@ -290,12 +290,12 @@ def _decode(
         part = advanced.replace(keys=cache.keys[these], values=cache.values[these])
         x_ND, part = decode_layers(layers, x_ND, part, config, layout, only_if=has_them)
         keys, values = [*keys, *part.keys], [*values, *part.values]
-    return x_ND, KVCache(
-        keys=tuple(keys),
-        values=tuple(values),
-        newest=jnp.where(has_arrived, advanced.newest, cache.newest),
-        length=jnp.where(has_arrived, advanced.length, cache.length),
+    kept = jax.tree.map(
+        lambda new, old: jnp.where(has_arrived, new, old),
+        advanced.replace(keys=(), values=()),
+        cache.replace(keys=(), values=()),
     )
+    return x_ND, kept.replace(keys=tuple(keys), values=tuple(values))
 
 
 def _layers_of(
@@ -310,6 +310,6 @@ def _layers_of(
 
 
 @jax.named_scope("send")
-def _send(x: jax.Array, num_stages: int) -> jax.Array:
+def send_on(x: jax.Array, num_stages: int) -> jax.Array:
     """Sends an array to the next stage; from the last to the first."""
     return jax.lax.ppermute(x, PIPELINE, [(i, (i + 1) % num_stages) for i in range(num_stages)])

@@ -1,5 +1,7 @@
 """From a call and a layout to a jitted function.
 
+What inference computes is in `models.heads`, the methods and output shapes of a role in `roles`.
+
 A program takes arrays only. Everything else about a call (its settings, the loss, the structure of its arguments) is
 built in, and is the key under which the executor finds the program again.
 """
@@ -11,10 +13,10 @@ import jax
 from jaxtyping import Float
 
 from jaxrlhf.experience import Sampling
-from jaxrlhf.models import pipelined_generation
+from jaxrlhf.models import pipelined_generation, pipelined_slots
 from jaxrlhf.models.continuous_batching import Slots, generate_in_slots
 from jaxrlhf.models.generate import generate
-from jaxrlhf.models.heads import READINGS
+from jaxrlhf.models.heads import INFERENCE_OUTPUTS
 from jaxrlhf.models.params import Params
 from jaxrlhf.programs.arrays import Arrays, Metrics, Noise, Program, Rebuild
 from jaxrlhf.programs.gradients import gradient_of_update
@@ -81,11 +83,12 @@ def generate_program(role: ModelRole, rebuild: Rebuild, layout: Layout, *, uneve
 
         def respond(some_prompts: Any) -> Any:
             given, strategy = (params, some_prompts, noise, temperature, sampling), layout.strategy
-            if layout.is_pipelined:
-                rollout = pipelined_generation.generate(*given, role.model, layout)[0]
-            elif strategy.slots:
+            if strategy.slots:
                 slots = Slots(strategy.slots, strategy.prefill_rows, strategy.prefill_tokens)
-                rollout = generate_in_slots(*given, slots, role.model, layout)
+                in_slots = pipelined_slots.generate_in_slots if layout.is_pipelined else generate_in_slots
+                rollout = in_slots(*given, slots, role.model, layout)
+            elif layout.is_pipelined:
+                rollout = pipelined_generation.generate(*given, role.model, layout)[0]
             else:
                 rollout = generate(*given, role.model, layout)
             # a row for each prompt, with its samples in it, until all are back in order
@@ -114,7 +117,7 @@ def infer_program(role: ModelRole, method: str, rebuild: Rebuild, layout: Layout
 
     def program(params: Params, arrays: Arrays) -> Arrays:
         def infer(some_sequences: Any) -> Any:
-            return READINGS[method](params, some_sequences, role.model, layout)
+            return INFERENCE_OUTPUTS[method](params, some_sequences, role.model, layout)
 
         sequences, inverse = dealt_sequences(arrays, rebuild, layout, uneven=uneven)
         outputs = _in_micro_batches(infer, sequences, layout)

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrlhf.experience import Prompts, Rollout, Sampling
-from jaxrlhf.models import pipelined_generation
+from jaxrlhf.models import pipelined_generation, pipelined_slots
 from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.models.continuous_batching import Slots
 from jaxrlhf.models.generate import generate
 from jaxrlhf.models.params import Params, abstract_of, abstract_params, param_shardings
 from jaxrlhf.models.pipelined_generation import declare_ring, ring_params
@@ -91,6 +92,16 @@ def on_stages(config: ModelConfig, drawn: Sampling, temperature: float, layout: 
     """Through the ring, whole on every device."""
     fast = jax.jit(pipelined_generation.generate, static_argnums=(4, 5, 6), out_shardings=layout.replicated)
     return fast(pipelined(config, layout), *given(layout, temperature), drawn, config, layout)[0]
+
+
+def in_slots(
+    config: ModelConfig, drawn: Sampling, layout: Layout, slots: Slots, prompts: Prompts | None = None
+) -> Rollout:
+    """The same in slots. `prompts`: others than those of `make_prompts`."""
+    fast = jax.jit(pipelined_slots.generate_in_slots, static_argnums=(4, 5, 6, 7), out_shardings=layout.replicated)
+    own, noise, temperature = given(layout, 0.8)
+    own = own if prompts is None else reallocate(prompts, layout.rows)
+    return fast(pipelined(config, layout), own, noise, temperature, drawn, slots, config, layout)
 
 
 def assert_same(rollout: Rollout, expected: Rollout) -> None:

@@ -4,11 +4,13 @@ import sys
 
 import jax
 
+from jaxrlhf.models.continuous_batching import Slots
 from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.strategy import Strategy
 from tests.models.pipelined_cases import (
     abstract_ring,
     assert_same,
+    in_slots,
     model,
     on_one_device,
     on_stages,
@@ -26,9 +28,9 @@ config, drawn = model(5, tie_embeddings=True), sampling(num_samples=2)
 every_stage_in_one = over(Strategy(pipeline=2, data=2, tensor=2))
 every_stage_in_both = Layout.over((0, 4, 1, 5), Strategy(pipeline=2, tensor=2))
 for layout in (every_stage_in_one, every_stage_in_both):
-    rollout = on_stages(config, drawn, 0.8, layout)
-    own = jax.tree.map(lambda x: x.addressable_shards[0].data, rollout)
-    assert_same(jax.device_get(own), on_one_device(config, drawn, 0.8))
+    for rollout in (on_stages(config, drawn, 0.8, layout), in_slots(config, drawn, layout, Slots(4, prefill_rows=1))):
+        own = jax.tree.map(lambda x: x.addressable_shards[0].data, rollout)
+        assert_same(jax.device_get(own), on_one_device(config, drawn, 0.8))
 
 # A process that owns no device of a layout has its arrays without data.
 elsewhere = Layout.over((0, 1), Strategy(pipeline=2))

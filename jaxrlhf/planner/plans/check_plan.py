@@ -210,20 +210,32 @@ def _check_stages(where: str, call: Call, strategy: Strategy, model: ModelConfig
 
 
 def _check_slots(where: str, call: Call, strategy: Strategy) -> None:
-    """Checks that a call with slots has neither stages nor micro-batches, and room for all samples of a prompt."""
+    """Checks that a call with slots has no micro-batches but those of its stages, and room for all samples of a prompt
+    in each of these."""
     if call.kind != "generate" or not strategy.slots:
         return
-    for name in ("pipeline", "micro_batches"):
-        if (number := getattr(strategy, name)) > 1:
-            raise PlanError(
-                f"{where}.{name}: must be 1 where a call has slots. Got {number} with slots {strategy.slots}. Leave "
-                f"{name} or slots out."
-            )
-    samples = max((x.num_samples for x in jax.tree.leaves(call.args) if isinstance(x, Sampling)), default=1)
-    if strategy.slots < samples:
+    if strategy.micro_batches > 1:
         raise PlanError(
-            f"{where}.slots: must be at least num_samples={samples}, since the samples of a prompt enter together. Got "
-            f"{strategy.slots}. Use {samples} or more."
+            f"{where}.micro_batches: must be 1 where a call has slots. Got {strategy.micro_batches} with slots "
+            f"{strategy.slots}. Leave micro_batches or slots out."
+        )
+    stages = strategy.pipeline
+    if strategy.slots % stages:
+        raise PlanError(
+            f"{where}.slots: must be a multiple of the {stages} stages, each of which works on as many. Got "
+            f"{strategy.slots}. Use {math.ceil(strategy.slots / stages) * stages}."
+        )
+    if stages > 1 and strategy.prefill_tokens:
+        raise PlanError(
+            f"{where}.prefill_tokens: must be 0 where a call has stages. Got {strategy.prefill_tokens}. Leave it or "
+            "pipeline out."
+        )
+    samples = max((x.num_samples for x in jax.tree.leaves(call.args) if isinstance(x, Sampling)), default=1)
+    if strategy.slots < samples * stages:
+        each = f" for each of {stages} stages" if stages > 1 else ""
+        raise PlanError(
+            f"{where}.slots: must be at least num_samples={samples}{each}, since the samples of a prompt enter "
+            f"together. Got {strategy.slots}. Use {samples * stages} or more."
         )
 
 

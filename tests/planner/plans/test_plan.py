@@ -112,8 +112,13 @@ def test_a_run_on_one_device_has_no_list_of_them():
         ),
         (
             "actor.generate",
-            over(2, pipeline=2, slots=8),
-            ".pipeline: must be 1 where a call has slots. Got 2 with slots 8. Leave pipeline or slots out.",
+            over(2, pipeline=2, slots=7),
+            ".slots: must be a multiple of the 2 stages, each of which works on as many. Got 7. Use 8.",
+        ),
+        (
+            "actor.generate",
+            over(2, pipeline=2, slots=8, prefill_tokens=4),
+            ".prefill_tokens: must be 0 where a call has stages. Got 4. Leave it or pipeline out.",
         ),
         (
             "actor.generate",

@@ -1,0 +1,68 @@
+"""Slots over stages: the tokens of generation on one device, and the same bits whenever a sequence enters."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrlhf.experience import Rollout
+from jaxrlhf.models.continuous_batching import Slots
+from jaxrlhf.sharding.strategy import Strategy
+from tests.models.pipelined_cases import R, V, assert_same, given, in_slots, model, on_one_device, over, sampling
+from tests.models.steered import steered
+
+CASES = {
+    "two stages": (
+        Strategy(pipeline=2, data=2, tensor=2),
+        Slots(2, prefill_rows=1, steps=2),
+        model(6, tie_embeddings=True),
+        sampling(top_p=0.9),
+    ),
+    "stages of two and one layer, several samples": (
+        Strategy(pipeline=4),
+        Slots(8, prefill_rows=2, steps=3),
+        model(7),
+        steered(V, num_samples=2, top_k=40, min_new_tokens=2, max_new_tokens=R),
+    ),
+    "split weights, one slot for each stage": (
+        Strategy(pipeline=2, fsdp=2),
+        Slots(2, prefill_rows=3),
+        model(4),
+        sampling(max_new_tokens=1),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_responses_are_those_of_one_device(case):
+    strategy, slots, config, drawn = CASES[case]
+    assert_same(in_slots(config, drawn, over(strategy), slots), on_one_device(config, drawn, 0.8))
+
+
+def test_no_order_and_no_time_of_admission_changes_a_bit():
+    layout, config, drawn = over(Strategy(pipeline=2)), model(5), sampling()
+    prompts, order = jax.device_get(given(layout, 0.8)[0]), np.random.default_rng(0).permutation(8)
+    slots = Slots(4, prefill_rows=2, steps=2)
+
+    def by_id(rollout: Rollout) -> dict[int, list[bytes]]:
+        rollout = jax.device_get(rollout)
+        leaves = [rollout.tokens, rollout.logprobs, rollout.sampled_logprobs, rollout.finish]
+        return {int(each): [leaf[i].tobytes() for leaf in leaves] for i, each in enumerate(rollout.id)}
+
+    first = by_id(in_slots(config, drawn, layout, slots))
+    later = dataclasses.replace(slots, steps=5, admit=1)
+    assert by_id(in_slots(config, drawn, layout, later, jax.tree.map(lambda x: x[order], prompts))) == first
+
+
+@pytest.mark.parametrize(
+    ("slots", "message"),
+    [
+        (Slots(3), r"slots: must be a multiple of the 2 stages. Got 3"),
+        (Slots(2), r"slots: must be at least num_samples=2 for each of 2 stages. Got 2"),
+        (Slots(4, prefill_tokens=2), r"prefill_tokens: must be 0 over stages. Got 2"),
+    ],
+)
+def test_slots_that_do_not_fit_stages_are_refused(slots, message):
+    with pytest.raises(ValueError, match=message):
+        in_slots(model(5), sampling(num_samples=2), over(Strategy(pipeline=2)), slots)
