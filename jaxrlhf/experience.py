@@ -43,6 +43,9 @@ class Prompts(struct.PyTreeNode):
     """The row of each prompt in the prompt table, by which reward functions get its other columns."""
     id: UInt[Array, " B"]
     """A number for each sequence, unique in a step. With the seed, step and call it determines the noise."""
+    expected_tokens: Float[Array, " B"] | None = None
+    """How many tokens the response to each prompt is expected to have. Where responses are generated in slots, the
+    longest enter first."""
 
 
 class Sequences(struct.PyTreeNode):
@@ -215,6 +218,7 @@ class StopTable:
     Of plain data, since it is part of what a program is found by.
     """
 
+    strings: tuple[str, ...]
     num_states: int
     classes: bytes = dataclasses.field(repr=False)
     """int32 [V + 1]: the class of each token, and of tokens beyond the vocabulary."""

@@ -84,7 +84,7 @@ def generate_program(role: ModelRole, rebuild: Rebuild, layout: Layout, *, uneve
             if layout.is_pipelined:
                 rollout = pipelined_generation.generate(*given, role.model, layout)[0]
             elif strategy.slots:
-                slots = Slots(strategy.slots, strategy.prefill_rows)
+                slots = Slots(strategy.slots, strategy.prefill_rows, strategy.prefill_tokens)
                 rollout = generate_in_slots(*given, slots, role.model, layout)
             else:
                 rollout = generate(*given, role.model, layout)
