@@ -218,6 +218,7 @@ class StopTable:
     Of plain data, since it is part of what a program is found by.
     """
 
+    strings: tuple[str, ...]
     num_states: int
     classes: bytes = dataclasses.field(repr=False)
     """int32 [V + 1]: the class of each token, and of tokens beyond the vocabulary."""

@@ -60,7 +60,8 @@ def stop_table(strings: Sequence[str], token_bytes: Sequence[bytes]) -> StopTabl
                 f"Got {len(completes_N)} states by {len(columns)} or more classes of tokens. {_REMEDY}"
             )
     step_CN = np.frombuffer(b"".join(columns), np.int16).reshape(len(columns), -1)
-    return StopTable(len(completes_N), class_of_token.tobytes(), np.ascontiguousarray(step_CN.T).tobytes())
+    steps = np.ascontiguousarray(step_CN.T).tobytes()
+    return StopTable(tuple(strings), len(completes_N), class_of_token.tobytes(), steps)
 
 
 def _automaton(sought: Sequence[bytes]) -> tuple[Int[np.ndarray, "N b"], Bool[np.ndarray, " N"]]:

@@ -185,16 +185,19 @@ def _without_banned(logits_BV: jax.Array, sampling: Sampling) -> jax.Array:
 
 
 def _stop_table(sampling: Sampling) -> StopTable | None:
-    """The automaton of the stop strings.
+    """The automaton of the stop strings; None without any.
 
     Raises:
-        ValueError: There are stop strings, and no tokenizer has said what tokens they are.
+        ValueError: It is missing, or of other strings.
     """
     if not sampling.stop_strings:
         return None
     table = sampling.stop_table if isinstance(sampling, ResolvedSampling) else None
-    rule, remedy = "need the bytes of each token", "Make it a ResolvedSampling, with data.stop_strings.stop_table."
-    require(table is not None, "sampling.stop_strings", rule, sampling.stop_strings, remedy)
+    require(
+        table is not None and table.strings == sampling.stop_strings, "sampling.stop_strings",
+        "must be those of a config, which a run resolves by its tokenizer, or of a ResolvedSampling",
+        sampling.stop_strings, "Make its table with data.stop_strings.stop_table.",
+    )  # fmt: skip
     return table
 
 

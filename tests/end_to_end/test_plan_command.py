@@ -50,7 +50,9 @@ def test_machines_get_one_document(plan):
 
 
 def test_sizes_of_data_that_is_not_there_can_be_planned_for(plan):
+    """Tokens that the settings name are of a tokenizer that is not there either."""
     gone = ("--set", "data={path: gone.jsonl}", "--set", "tokenizer={kind: file, path: gone}")
+    gone += ("--set", "settings.sampling.banned_tokens=[999]")
     status, output, error = plan(
         "--json", *gone, "--prompt-tokens", "100", "--batch-size", "32", "--strategy", "colocate"
     )

@@ -109,7 +109,6 @@ DRAWN = pytest.mark.parametrize(
     [("float32", STEERED, 4), ("bfloat16", SAMPLING, 0)],
     ids=["float32, steered, in chunks", "bfloat16"],
 )
-TIMES = [SLOTS, dataclasses.replace(SLOTS, steps=1, admit=1), dataclasses.replace(SLOTS, steps=32, admit=2)]
 
 
 @DRAWN
@@ -142,8 +141,8 @@ def test_the_longest_first_changes_no_bit():
 
 @DRAWN
 def test_interrupted_after_any_number_of_rounds_it_goes_on_with_the_same_bits(dtype, sampling, prefill_tokens):
-    config, slots = dataclasses.replace(CONFIG, dtype=dtype), dataclasses.replace(SLOTS, steps=2)
-    slots = dataclasses.replace(slots, prefill_tokens=prefill_tokens)
+    config = dataclasses.replace(CONFIG, dtype=dtype)
+    slots = dataclasses.replace(SLOTS, steps=2, prefill_tokens=prefill_tokens)
     ready = jax.jit(prepare, static_argnums=(1, 2))(params(), config, LAYOUT)
     go_on = jax.jit(advance, static_argnames=STATIC, donate_argnames=("state",))
     queue = make_queue(PROMPTS, sampling, slots)

@@ -213,8 +213,14 @@ def completes(strings: Sequence[str], before: bytes, token: bytes) -> bool:
 def test_nothing_is_kept_of_the_tokens_where_nothing_depends_on_them():
     plain = Sampling(top_p=0.5, min_p=0.1, logit_bias={1: 1.0}, banned_tokens=(2,), stop_ids=(3,))
     assert jax.tree.leaves(History.of_rows(2, V, plain, LAYOUT)) == []
-    with pytest.raises(ValueError, match=r"sampling\.stop_strings: need the bytes of each token\. Got \('a',\)"):
-        History.of_rows(2, V, Sampling(stop_strings=("a",)), LAYOUT)
+
+
+def test_stop_strings_need_their_table():
+    unresolved = Sampling(stop_strings=("a",))
+    changed = ResolvedSampling(stop_strings=("b",), stop_table=stop_table(["a"], TOKEN_BYTES))
+    for sampling in (unresolved, changed):
+        with pytest.raises(ValueError, match=r"sampling\.stop_strings: must be those of a config, .* Make its table"):
+            History.of_rows(2, V, sampling, LAYOUT)
 
 
 @pytest.mark.parametrize(("top_p", "kept"), [(0.39, 1), (0.41, 2), (0.69, 2), (0.71, 3), (0.91, 4)])
