@@ -23,10 +23,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrlhf.experience import Prompts, Sampling
+from jaxrlhf.generation.generate import generate
 from jaxrlhf.models import heads
 from jaxrlhf.models.attention import attention_implementation
 from jaxrlhf.models.config import ModelConfig
-from jaxrlhf.models.generate import generate
 from jaxrlhf.models.params import init_params
 from jaxrlhf.sharding import mesh
 from jaxrlhf.sharding.layout import Layout

@@ -40,7 +40,7 @@ hypothesis.settings.load_profile("jaxrlhf")
 
 # Calls into these rooms have the types and shapes of their arguments and results checked. The other rooms are left out:
 # tracing and runtime put references and shardings where arrays will be, and the planner's inner loops would crawl.
-CHECKED_ROOMS = ["jaxrlhf.algorithms", "jaxrlhf.models"]
+CHECKED_ROOMS = ["jaxrlhf.algorithms", "jaxrlhf.generation", "jaxrlhf.models"]
 
 
 def check_function(function: Callable) -> Callable:

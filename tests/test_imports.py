@@ -26,6 +26,7 @@ LAYERS = [
     {"programs", "cluster", "checkpoint"},
     {"config"},
     {"algorithms", "data", "rewards", "reshard", "schedules"},
+    {"generation"},
     {"models"},
     {"sharding", "tracing"},
     {"call_graph"},

@@ -20,7 +20,7 @@ import numpy as np
 
 from jaxrlhf.calibration.timing import Timing, time_in_turn
 from jaxrlhf.experience import Sampling
-from jaxrlhf.models.generate import slots_read
+from jaxrlhf.generation.generate import slots_read
 from jaxrlhf.planner.costs.calibration import Case, MeasuredPhase, Point, case_of
 from jaxrlhf.planner.costs.work import PHASES, analytic_work
 from jaxrlhf.planner.plans.splits import undivided_sizes

@@ -13,9 +13,9 @@ import jax
 from jaxtyping import Float
 
 from jaxrlhf.experience import Sampling
-from jaxrlhf.models import pipelined_generation, pipelined_slots
-from jaxrlhf.models.continuous_batching import Slots, generate_in_slots
-from jaxrlhf.models.generate import generate
+from jaxrlhf.generation import pipelined_generation, pipelined_slots
+from jaxrlhf.generation.continuous_batching import Slots, generate_in_slots
+from jaxrlhf.generation.generate import generate
 from jaxrlhf.models.heads import INFERENCE_OUTPUTS
 from jaxrlhf.models.params import Params
 from jaxrlhf.programs.arrays import Arrays, Metrics, Noise, Program, Rebuild

@@ -21,10 +21,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxrlhf.call_graph import split_args
 from jaxrlhf.cluster.cluster_text import kinds
+from jaxrlhf.generation.pipelined_generation import declare_ring, ring_shardings
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.lora import LoRAConfig
 from jaxrlhf.models.params import abstract_of, abstract_params, param_shardings
-from jaxrlhf.models.pipelined_generation import declare_ring, ring_shardings
 from jaxrlhf.models.stage_weights import pick, pick_virtual
 from jaxrlhf.planner.compiled.described_devices import described_devices
 from jaxrlhf.planner.compiled.hlo import Computation, HloInstruction, Module, parse, scopes

@@ -9,10 +9,10 @@ import pytest
 from safetensors import safe_open
 
 from jaxrlhf.experience import Prompts, Rollout, Sampling
+from jaxrlhf.generation.generate import generate
 from jaxrlhf.models import heads
 from jaxrlhf.models.adapter_files import CONFIG, WEIGHTS, check_adapters, load_adapters, save_adapters
 from jaxrlhf.models.config import ModelConfig
-from jaxrlhf.models.generate import generate
 from jaxrlhf.models.layers import Adapted, linear
 from jaxrlhf.models.lora import LoRAConfig, adapt, declare_adapters, init_adapters, merge, reads_merged
 from jaxrlhf.models.params import init_params, param_shardings, shardings_of, with_layers

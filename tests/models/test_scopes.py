@@ -8,15 +8,16 @@ import jax.numpy as jnp
 import pytest
 
 from jaxrlhf.experience import Prompts, Sampling
-from jaxrlhf.models import heads, pipelined_generation
+from jaxrlhf.generation import pipelined_generation
+from jaxrlhf.generation.generate import generate
+from jaxrlhf.models import heads
 from jaxrlhf.models.architecture import JOINED, MATRICES
 from jaxrlhf.models.config import ModelConfig
-from jaxrlhf.models.generate import generate
 from jaxrlhf.models.params import abstract_params
 from jaxrlhf.planner.compiled.hlo import scopes
 from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.strategy import Strategy
-from tests.models.pipelined_cases import abstract_ring
+from tests.generation.pipelined_cases import abstract_ring
 from tests.random_weights import params_of
 
 CONFIG = ModelConfig(

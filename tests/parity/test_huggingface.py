@@ -21,7 +21,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxrlhf.experience import Prompts, Sampling
-from jaxrlhf.models import generate, heads, layers
+from jaxrlhf.generation import generate
+from jaxrlhf.models import heads, layers
 from jaxrlhf.models.config import ModelConfig, RopeScaling
 from jaxrlhf.models.config_json import Origin, read_config
 from jaxrlhf.models.huggingface import load_params, read_origin, save_params

@@ -9,10 +9,10 @@ import pytest
 from jaxrlhf.call_graph import split_args
 from jaxrlhf.config.schema import OptimizerConfig
 from jaxrlhf.experience import Max, PolicyOutputs, Prompts, Rollout, Sampling, Sequences, Term
+from jaxrlhf.generation.pipelined_generation import ring_params
 from jaxrlhf.models import heads
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.params import Params, abstract_params, init_params, param_shardings
-from jaxrlhf.models.pipelined_generation import ring_params
 from jaxrlhf.programs import micro_batches
 from jaxrlhf.programs.call_programs import generate_program, infer_program, loss_program, train_program
 from jaxrlhf.programs.optimizer import apply_gradient, init_optimizer, optimizer_shardings

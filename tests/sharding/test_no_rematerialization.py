@@ -18,7 +18,7 @@ from jaxrlhf.models.params import abstract_params, param_shardings
 from jaxrlhf.planner.compiled import hlo
 from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.strategy import Remat, Strategy
-from tests.models.test_layout_invariance import CONFIG
+from tests.generation.test_layout_invariance import CONFIG
 
 COLLECTIVES = {"all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter"}
 LAYOUT = Layout.over(tuple(range(8)), Strategy(data=2, fsdp=2, tensor=2))

@@ -20,7 +20,7 @@ import numpy as np
 
 from jaxrlhf.writing import write_atomically
 
-_ROOMS = ("models", "planner/compiled", "programs", "schedules", "sharding")
+_ROOMS = ("generation", "models", "planner/compiled", "programs", "schedules", "sharding")
 """Rooms whose sources decide what a program is, how it is compiled, and how it is counted."""
 
 

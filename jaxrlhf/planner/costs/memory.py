@@ -19,6 +19,9 @@ from typing import Any
 
 import jax
 
+from jaxrlhf.generation.generate import cache_sizes
+from jaxrlhf.generation.pipelined_generation import declare_ring
+from jaxrlhf.generation.sampling import seen_dtype
 from jaxrlhf.models.architecture import (
     FIRST_STAGE,
     JOINED,
@@ -34,11 +37,8 @@ from jaxrlhf.models.architecture import (
     residuals,
 )
 from jaxrlhf.models.config import ModelConfig
-from jaxrlhf.models.generate import cache_sizes
 from jaxrlhf.models.kv_cache import num_columns
 from jaxrlhf.models.lora import LoRAConfig, declare_adapters
-from jaxrlhf.models.pipelined_generation import declare_ring
-from jaxrlhf.models.sampling import seen_dtype
 from jaxrlhf.planner.workload import ModelCall
 from jaxrlhf.sharding.axes import FSDP, PIPELINE, WEIGHTS_AT_REST
 from jaxrlhf.sharding.stage_layers import layers_of_stages

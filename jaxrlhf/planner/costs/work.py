@@ -12,6 +12,7 @@ D hidden size, F MLP size, H query heads, K key-value heads, h head size, V voca
 import dataclasses
 from typing import Literal, NamedTuple
 
+from jaxrlhf.generation.generate import slots_read
 from jaxrlhf.models.architecture import (
     JOINED,
     MATRICES,
@@ -27,7 +28,6 @@ from jaxrlhf.models.architecture import (
     read_and_written,
 )
 from jaxrlhf.models.config import ModelConfig
-from jaxrlhf.models.generate import slots_read
 from jaxrlhf.models.lora import LoRAConfig
 from jaxrlhf.planner.workload import ModelCall
 from jaxrlhf.sharding.strategy import Remat

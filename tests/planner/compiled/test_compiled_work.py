@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from jaxrlhf.cluster.cluster_text import read_cluster
+from jaxrlhf.generation.generate import cache_sizes, slots_read
 from jaxrlhf.models.architecture import forward_flops
-from jaxrlhf.models.generate import cache_sizes, slots_read
 from jaxrlhf.planner.compiled.compiled_work import ROWS, CompiledWork, compile_work, depths, tensor_degrees
 from jaxrlhf.planner.compiled.program_counts import Collective, Counts, Loop, ProgramCounts
 from jaxrlhf.planner.costs.cache import CostCache

@@ -20,12 +20,12 @@ from flax import struct
 from jaxtyping import Array, Float, Int, UInt
 
 from jaxrlhf.experience import RUNNING, Prompts, Rollout, Sampling
+from jaxrlhf.generation.sampling import History, next_token
 from jaxrlhf.models.architecture import declare
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.heads import logits
 from jaxrlhf.models.kv_cache import KVCache, cache_prefill, copies
 from jaxrlhf.models.params import Params, use, use_layer, with_layers
-from jaxrlhf.models.sampling import History, next_token
 from jaxrlhf.models.transformer import decode_step, prefill
 from jaxrlhf.sharding.layout import Layout
 

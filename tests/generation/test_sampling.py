@@ -9,7 +9,7 @@ import pytest
 
 from jaxrlhf.data.stop_strings import stop_table
 from jaxrlhf.experience import LENGTH, RUNNING, STOP, ResolvedSampling, Sampling
-from jaxrlhf.models.sampling import History, draw_token, next_token
+from jaxrlhf.generation.sampling import History, draw_token, next_token
 from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.strategy import Strategy
 

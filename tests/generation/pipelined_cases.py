@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrlhf.experience import Prompts, Rollout, Sampling
-from jaxrlhf.models import pipelined_generation, pipelined_slots
+from jaxrlhf.generation import pipelined_generation, pipelined_slots
+from jaxrlhf.generation.continuous_batching import Slots
+from jaxrlhf.generation.generate import generate
+from jaxrlhf.generation.pipelined_generation import declare_ring, ring_params
 from jaxrlhf.models.config import ModelConfig
-from jaxrlhf.models.continuous_batching import Slots
-from jaxrlhf.models.generate import generate
 from jaxrlhf.models.params import Params, abstract_of, abstract_params, param_shardings
-from jaxrlhf.models.pipelined_generation import declare_ring, ring_params
 from jaxrlhf.reshard.reallocate import reallocate
 from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.strategy import Strategy

@@ -33,12 +33,12 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, UInt
 
 from jaxrlhf.experience import RUNNING, Prompts, Rollout, Sampling
+from jaxrlhf.generation.generate import Drawn, finish, prepare, samples_of, uniform
+from jaxrlhf.generation.sampling import History, next_token
 from jaxrlhf.models.config import ModelConfig
-from jaxrlhf.models.generate import Drawn, finish, prepare, samples_of, uniform
 from jaxrlhf.models.heads import logits
 from jaxrlhf.models.kv_cache import SlotCache, copies
 from jaxrlhf.models.params import Params
-from jaxrlhf.models.sampling import History, next_token
 from jaxrlhf.models.transformer import decode_step, embed, prefill_in_chunks, run_layers
 from jaxrlhf.require import require, require_at_least_one, require_fields, require_not_negative
 from jaxrlhf.sharding.axes import BATCH_AXES

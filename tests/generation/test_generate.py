@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from jaxrlhf.experience import LENGTH, RUNNING, STOP, Prompts, Rollout, Sampling
-from jaxrlhf.models.config import ModelConfig
-from jaxrlhf.models.generate import (
+from jaxrlhf.generation.generate import (
     DecodeState,
     decode,
     decoding_stages,
@@ -20,6 +19,7 @@ from jaxrlhf.models.generate import (
     slots_read,
     start,
 )
+from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.heads import policy_outputs
 from jaxrlhf.models.kv_cache import KVCache, cache_prefill
 from jaxrlhf.models.params import with_layers
@@ -345,7 +345,7 @@ def test_slots_and_steps_are_those_that_are_told(columns, response, monkeypatch)
         seen.append((state.cache.num_slots - columns, int(after.responses.num_new[0] - state.responses.num_new[0])))
         return after
 
-    monkeypatch.setattr("jaxrlhf.models.generate.decode", watched)
+    monkeypatch.setattr("jaxrlhf.generation.generate.decode", watched)
     arguments = (noise_of(NOISE), jnp.float32(RANDOM), sampling, CONFIG, LAYOUT)
     generate(params(), make_prompts(columns), *arguments)
     assert seen == decoding_stages(response)

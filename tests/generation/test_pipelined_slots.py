@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from jaxrlhf.experience import Rollout
-from jaxrlhf.models.continuous_batching import Slots
+from jaxrlhf.generation.continuous_batching import Slots
 from jaxrlhf.sharding.strategy import Strategy
-from tests.models.pipelined_cases import R, V, assert_same, given, in_slots, model, on_one_device, over, sampling
-from tests.models.steered import steered
+from tests.generation.pipelined_cases import R, V, assert_same, given, in_slots, model, on_one_device, over, sampling
+from tests.generation.steered import steered
 
 CASES = {
     "two stages": (

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 from jaxrlhf.experience import LENGTH, STOP, Rollout
-from jaxrlhf.models import pipelined_generation
-from jaxrlhf.models.pipelined_generation import ring_shardings
+from jaxrlhf.generation import pipelined_generation
+from jaxrlhf.generation.pipelined_generation import ring_shardings
 from jaxrlhf.planner.compiled.hlo_counts import count
 from jaxrlhf.planner.compiled.program_counts import Counts
 from jaxrlhf.sharding.stage_layers import layers_of_stages
 from jaxrlhf.sharding.strategy import Strategy
-from tests.models.pipelined_cases import (
+from tests.generation.pipelined_cases import (
     B,
     P,
     R,
@@ -28,7 +28,7 @@ from tests.models.pipelined_cases import (
     pipelined,
     sampling,
 )
-from tests.models.steered import steered
+from tests.generation.steered import steered
 from tests.random_weights import params_of
 from tests.subprocesses import run_processes
 
@@ -72,7 +72,7 @@ def long_rollout() -> tuple[Rollout, int, str]:
     """A rollout for which the cache grows, the number of rounds that they took, and the program."""
     layout = over(Strategy(pipeline=2))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jaxrlhf.models.generate._MIN_GROWTH", 8)
+        patch.setattr("jaxrlhf.generation.generate._MIN_GROWTH", 8)
         assert pipelined_generation.cache_sizes(16) == [8, 16]
         args = pipelined(LONG_MODEL, layout), *given(layout, 0.8)
         lowered = jax.jit(pipelined_generation.generate, static_argnums=(4, 5, 6)).lower(
@@ -148,4 +148,4 @@ def test_the_form_of_the_weights(strategy):
 
 
 def test_in_two_processes():
-    run_processes("tests.models.run_pipelined_generation", 2)
+    run_processes("tests.generation.run_pipelined_generation", 2)

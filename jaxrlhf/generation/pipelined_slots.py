@@ -24,8 +24,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, UInt
 
 from jaxrlhf.experience import Prompts, Rollout, Sampling
-from jaxrlhf.models.config import ModelConfig
-from jaxrlhf.models.continuous_batching import (
+from jaxrlhf.generation.continuous_batching import (
     Group,
     Outputs,
     SlotRows,
@@ -38,12 +37,13 @@ from jaxrlhf.models.continuous_batching import (
     room_for_prompts,
     wanted_together,
 )
-from jaxrlhf.models.generate import Drawn, finish, prepare, samples_of
+from jaxrlhf.generation.generate import Drawn, finish, prepare, samples_of
+from jaxrlhf.generation.pipelined_generation import decode_on_stage, prefill_by_stages, send_on
+from jaxrlhf.generation.sampling import History
+from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.heads import logits
 from jaxrlhf.models.kv_cache import SlotCache, copies
 from jaxrlhf.models.params import Params
-from jaxrlhf.models.pipelined_generation import decode_on_stage, prefill_by_stages, send_on
-from jaxrlhf.models.sampling import History
 from jaxrlhf.models.transformer import embed, normalize
 from jaxrlhf.require import require
 from jaxrlhf.sharding.axes import BATCH_AXES, PIPELINE
@@ -154,8 +154,9 @@ def _ring(
         keys_values, _ = prefill_by_stages(params, given, stage, config, layout)
         caches, rows = [], []
         for place, group in enumerate(_by_place(groups, stage, G)):
-            samples = [tuple(copies(x[place], sampling.num_samples) for x in each) for each in keys_values]
-            length = copies(group.length, sampling.num_samples) - 1
+            n = sampling.num_samples
+            samples = [(copies(k[place], n), copies(v[place], n)) for k, v in keys_values]
+            length = copies(group.length, n) - 1
             caches.append(state.caches[place].enter(group.slot, samples, length, layout))
             rows.append(enter(state.rows[place], group, queue, sampling, config, layout))
         return state.replace(caches=caches, rows=rows, head=state.head + entering_G.sum())

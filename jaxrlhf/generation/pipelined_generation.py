@@ -32,14 +32,22 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, UInt
 
 from jaxrlhf.experience import RUNNING, Prompts, Rollout, Sampling
+from jaxrlhf.generation.generate import (
+    Responses,
+    before_first_token,
+    cache_sizes,
+    draw_next,
+    finish,
+    prepare,
+    samples_of,
+)
+from jaxrlhf.generation.sampling import History
 from jaxrlhf.models.architecture import Declared, Weight, declare, declare_layer, map_weights, with_leading_axis
 from jaxrlhf.models.config import ModelConfig
-from jaxrlhf.models.generate import Responses, before_first_token, cache_sizes, draw_next, finish, prepare, samples_of
 from jaxrlhf.models.heads import logits
 from jaxrlhf.models.kv_cache import cache_prefill
 from jaxrlhf.models.layers import LayerWeights
 from jaxrlhf.models.params import Params, Shardings, abstract_of
-from jaxrlhf.models.sampling import History
 from jaxrlhf.models.stage_weights import whole_of
 from jaxrlhf.models.transformer import Cache, KeysValues, decode_layers, embed, normalize, run_layers
 from jaxrlhf.sharding.axes import PIPELINE
@@ -117,8 +125,8 @@ def generate(
     config: ModelConfig,
     layout: Layout,
 ) -> tuple[Rollout, Int[Array, ""]]:
-    """The rollout of `models.generate.generate`, over the stages of a pipelined layout, and the number of rounds: at
-    most the tokens of the longest response.
+    """The rollout of `generate.generate`, over the stages of a pipelined layout, and the number of rounds: at most the
+    tokens of the longest response.
 
     Args:
         params: From `ring_params`.

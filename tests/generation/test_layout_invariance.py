@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from jaxrlhf.experience import LENGTH, STOP, PolicyOutputs, Rollout
+from jaxrlhf.generation.generate import generate
 from jaxrlhf.models.config import ModelConfig
-from jaxrlhf.models.generate import generate
 from jaxrlhf.models.heads import policy_outputs
 from jaxrlhf.models.params import param_shardings
 from jaxrlhf.sharding.strategy import Strategy
-from tests.models.pipelined_cases import P, R, V, assert_same, make_prompts, over
-from tests.models.steered import steered
+from tests.generation.pipelined_cases import P, R, V, assert_same, make_prompts, over
+from tests.generation.steered import steered
 from tests.random_weights import params_of
 
 CONFIG = ModelConfig(

@@ -12,21 +12,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrlhf.experience import LENGTH, RUNNING, STOP, Prompts, Rollout, Sampling
-from jaxrlhf.models.continuous_batching import (
+from jaxrlhf.generation.continuous_batching import (
     Slots,
     advance,
     begin,
     generate_in_slots,
     make_queue,
 )
-from jaxrlhf.models.generate import finish, generate, prepare, samples_of
+from jaxrlhf.generation.generate import finish, generate, prepare, samples_of
 from jaxrlhf.models.kv_cache import COLUMNS
 from jaxrlhf.planner.compiled.hlo import parse
 from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.strategy import Strategy
 from tests.described_gpus.programs import written_in_decoding
-from tests.models.steered import steered
-from tests.models.test_generate import CONFIG, LAYOUT, MANY, NOISE, V, params
+from tests.generation.steered import steered
+from tests.generation.test_generate import CONFIG, LAYOUT, MANY, NOISE, V, params
 
 B, P, R, S, g = 16, 6, 9, 5, 4
 SLOTS = Slots(S, prefill_rows=g)
@@ -109,6 +109,7 @@ DRAWN = pytest.mark.parametrize(
     [("float32", STEERED, 4), ("bfloat16", SAMPLING, 0)],
     ids=["float32, steered, in chunks", "bfloat16"],
 )
+TIMES = [SLOTS, dataclasses.replace(SLOTS, steps=1, admit=1), dataclasses.replace(SLOTS, steps=32, admit=2)]
 
 
 @DRAWN

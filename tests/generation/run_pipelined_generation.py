@@ -4,10 +4,10 @@ import sys
 
 import jax
 
-from jaxrlhf.models.continuous_batching import Slots
+from jaxrlhf.generation.continuous_batching import Slots
 from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.strategy import Strategy
-from tests.models.pipelined_cases import (
+from tests.generation.pipelined_cases import (
     abstract_ring,
     assert_same,
     in_slots,
