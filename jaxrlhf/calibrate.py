@@ -90,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rates = measure_machine(patience_seconds=options.patience)
     rates = dataclasses.replace(rates, host_seconds=host_seconds(assembly, machine.num_cores))
     console.table("One device, while all of them do the same", rate_rows(rates))
-    work = step_workload(step.graph, step.roles)
+    work = step_workload(step.graph, step.roles, step.lengths)
     to_do = jobs(work, strategies(work, step.plan, degrees, mesh.num_devices()))
     calibration = known or Calibration("", machine, rates)
     calibration = dataclasses.replace(calibration, date=datetime.date.today().isoformat(), rates=rates)

@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxrlhf.algorithms.algorithm import Algorithm
 from jaxrlhf.call_graph import CallGraph, GraphError
+from jaxrlhf.config.plan_config import ResponseLengths
 from jaxrlhf.config.reading import ConfigError
 from jaxrlhf.config.schema import RunConfig, load_algorithm
 from jaxrlhf.data.prompts import PromptTable
@@ -24,6 +25,7 @@ from jaxrlhf.programs.roles import ModelRole, Role
 from jaxrlhf.programs.weight_sets import weight_sets
 from jaxrlhf.run.configured_roles import check_roles, check_vocabulary, configured_models, make_role, precision_notes
 from jaxrlhf.run.configured_tokenizer import tokenizer_notes
+from jaxrlhf.run.recorded_lengths import response_lengths
 from jaxrlhf.run.step_rows import StepRows, Tables, check_rows, load_tables
 from jaxrlhf.sharding import mesh
 from jaxrlhf.tracing import trace
@@ -52,6 +54,8 @@ class StepDraft:
     graph: CallGraph
     keys: RowCountKeys
     warnings: tuple[str, ...]
+    lengths: ResponseLengths | None = None
+    """The lengths of responses in forecasts. None means that each is as long as it may be."""
 
     @property
     def owners(self) -> list[str]:
@@ -60,7 +64,7 @@ class StepDraft:
 
     def workload(self) -> Workload:
         """The workload of the step, for the planner."""
-        return step_workload(self.graph, self.roles)
+        return step_workload(self.graph, self.roles, self.lengths)
 
 
 def draft_step(config: RunConfig, *, tables: Tables | None = None, on_cpu: bool | None = None) -> StepDraft:
@@ -80,6 +84,7 @@ def draft_step(config: RunConfig, *, tables: Tables | None = None, on_cpu: bool 
     settings = with_stop_ids(config.settings, table.tokenizer.end_id)
     for sampling in samplings_of((settings, config.evaluation)):
         _check_stop_ids(sampling, table)
+    lengths = response_lengths(config.plan.lengths, [s.max_new_tokens for s in samplings_of(settings)])
     models = configured_models(config, on_cpu=mesh.platform() == "cpu" if on_cpu is None else on_cpu)
     check_roles(config, algorithm.roles, models)
     check_vocabulary(models, table)
@@ -101,12 +106,17 @@ def draft_step(config: RunConfig, *, tables: Tables | None = None, on_cpu: bool 
     keys = RowCountKeys("the step", counts=counts, settings=settings)
     roles = _count_updates(roles, graph, config.steps)
     return StepDraft(
-        config, algorithm, settings, tables, rows, new_tokens, models, roles, state, graph, keys, tuple(warnings)
-    )
+        config, algorithm, settings, tables, rows, new_tokens, models, roles, state, graph, keys, tuple(warnings),
+        lengths,
+    )  # fmt: skip
 
 
-def step_workload(graph: CallGraph, roles: Mapping[str, Role]) -> Workload:
-    """The workload of a step: its calls of models, each with the description of its programs."""
+def step_workload(graph: CallGraph, roles: Mapping[str, Role], lengths: ResponseLengths | None = None) -> Workload:
+    """The workload of a step: its calls of models, each with the description of its programs.
+
+    Args:
+        lengths: As of `workload_of`.
+    """
     of_models = {name: role for name, role in roles.items() if isinstance(role, ModelRole)}
     described = {
         call.plan_name: describe_call(call, of_models[call.role]) for call in graph.calls if call.role in of_models
@@ -115,7 +125,7 @@ def step_workload(graph: CallGraph, roles: Mapping[str, Role]) -> Workload:
     models = {name: role.model for name, role in of_models.items()}
     sets = weight_sets(of_models)
     bases = {name: (role.base, sets[role.base].model) for name, role in of_models.items() if role.lora is not None}
-    return workload_of(graph, models, described=described, adapters=adapters, bases=bases)
+    return workload_of(graph, models, described=described, adapters=adapters, bases=bases, lengths=lengths)
 
 
 def trace_step(step: Any, roles: Mapping[str, Role], state: Any, data: Any, settings: Any) -> CallGraph:
