@@ -105,7 +105,10 @@ _PHASES: dict[str, tuple[MeasuredPhase, ...]] = {**PHASES, "train": ("gradient",
 
 _ALIKE: dict[MeasuredPhase, Phase] = {
     **{phase: phase for phases in PHASES.values() for phase in phases},
-    **{"update": "gradient", "slot_prefill": "prefill", "slot_step": "decode", "slot_column": "decode"},
+    "update": "gradient",
+    "slot_prefill": "prefill",
+    "slot_step": "decode",
+    "slot_column": "decode",
 }
 """Phase -> one with formulas whose operations are split between layers and the rest as its seconds are."""
 

@@ -15,7 +15,6 @@ from jaxrlhf.algorithms.algorithm import EvaluationConfig, evaluation_step
 from jaxrlhf.algorithms.sft import SFTConfig, SupervisedUpdate, sft_step
 from jaxrlhf.brief import brief, did_you_mean
 from jaxrlhf.call_graph import CallGraph
-from jaxrlhf.config.plan_config import ResponseLengths
 from jaxrlhf.config.reading import ConfigError
 from jaxrlhf.config.schema import EvaluationRunConfig, RunConfig
 from jaxrlhf.data.loader import PromptLoader
@@ -52,8 +51,6 @@ class Phase:
     graph: CallGraph
     plan: Plan
     first_state: Any
-    lengths: ResponseLengths | None = None
-    """The lengths of responses in forecasts, as of `StepDraft`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,7 +202,7 @@ class _Phases:
         plan = self._plan(draft.graph, draft.keys, (self.saved.plan if self.saved else draft.config.plan).fuse)
         trained = training_placements(plan, draft.graph)
         plan = reuse_training_shards(plan, draft.graph, trained, self.devices_per_node)
-        return Phase(draft.roles, draft.graph, plan, draft.first_state, draft.lengths)
+        return Phase(draft.roles, draft.graph, plan, draft.first_state)
 
     def trace(
         self, step: Callable[..., Any], roles: Mapping[str, Role], state: Any, data: Any, settings: Any,

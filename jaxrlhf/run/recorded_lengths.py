@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from jaxrlhf.config.plan_config import ResponseLengths
@@ -17,18 +17,15 @@ LAST_STEPS = 10
 _WHERE = "plan.lengths"
 
 
-def response_lengths(lengths: ResponseLengths | None, new_tokens: Iterable[int]) -> ResponseLengths | None:
+def recorded_lengths(lengths: ResponseLengths, limits: Sequence[int]) -> ResponseLengths:
     """Lengths with their mean and 99th percentile, read from a run if they name one.
 
     Args:
-        new_tokens: The most new tokens of every `Sampling` of the step.
+        limits: The most new tokens of every `Sampling` of the step.
 
     Raises:
         ConfigError: The run recorded none, or nothing that is drawn can have such lengths.
     """
-    limits = list(new_tokens)
-    if lengths is None or not limits:
-        return lengths
     if lengths.run:
         lengths = _nearest(*_recorded(lengths.run), limits)
     for most in limits:

@@ -25,7 +25,7 @@ from jaxrlhf.programs.roles import ModelRole, Role
 from jaxrlhf.programs.weight_sets import weight_sets
 from jaxrlhf.run.configured_roles import check_roles, check_vocabulary, configured_models, make_role, precision_notes
 from jaxrlhf.run.configured_tokenizer import tokenizer_notes
-from jaxrlhf.run.recorded_lengths import response_lengths
+from jaxrlhf.run.recorded_lengths import recorded_lengths
 from jaxrlhf.run.step_rows import StepRows, Tables, check_rows, load_tables
 from jaxrlhf.sharding import mesh
 from jaxrlhf.tracing import trace
@@ -54,8 +54,6 @@ class StepDraft:
     graph: CallGraph
     keys: RowCountKeys
     warnings: tuple[str, ...]
-    lengths: ResponseLengths | None = None
-    """The lengths of responses in forecasts. None means that each is as long as it may be."""
 
     @property
     def owners(self) -> list[str]:
@@ -63,8 +61,16 @@ class StepDraft:
         return [name for name in self.models if not self.config.roles[name].shares]
 
     def workload(self) -> Workload:
-        """The workload of the step, for the planner."""
-        return step_workload(self.graph, self.roles, self.lengths)
+        """The calls of the step with their sizes."""
+        return step_workload(self.graph, self.roles)
+
+    def workload_to_plan(self) -> Workload:
+        """The same with the lengths of responses, which may be read from a run's folder.
+
+        Raises:
+            ConfigError: The folder has none.
+        """
+        return step_workload(self.graph, self.roles, response_lengths(self.config.plan.lengths, self.settings))
 
 
 def draft_step(config: RunConfig, *, tables: Tables | None = None, on_cpu: bool | None = None) -> StepDraft:
@@ -84,7 +90,8 @@ def draft_step(config: RunConfig, *, tables: Tables | None = None, on_cpu: bool 
     settings = with_stop_ids(config.settings, table.tokenizer.end_id)
     for sampling in samplings_of((settings, config.evaluation)):
         _check_stop_ids(sampling, table)
-    lengths = response_lengths(config.plan.lengths, [s.max_new_tokens for s in samplings_of(settings)])
+    if config.plan.lengths is not None and not config.plan.lengths.run:
+        response_lengths(config.plan.lengths, settings)
     models = configured_models(config, on_cpu=mesh.platform() == "cpu" if on_cpu is None else on_cpu)
     check_roles(config, algorithm.roles, models)
     check_vocabulary(models, table)
@@ -106,9 +113,8 @@ def draft_step(config: RunConfig, *, tables: Tables | None = None, on_cpu: bool 
     keys = RowCountKeys("the step", counts=counts, settings=settings)
     roles = _count_updates(roles, graph, config.steps)
     return StepDraft(
-        config, algorithm, settings, tables, rows, new_tokens, models, roles, state, graph, keys, tuple(warnings),
-        lengths,
-    )  # fmt: skip
+        config, algorithm, settings, tables, rows, new_tokens, models, roles, state, graph, keys, tuple(warnings)
+    )
 
 
 def step_workload(graph: CallGraph, roles: Mapping[str, Role], lengths: ResponseLengths | None = None) -> Workload:
@@ -154,6 +160,19 @@ def first_state(algorithm: Algorithm, settings: Any) -> Any:
             f"{name}: its init_state must give the first state. Got {failure(error, algorithm.init_state)}. Its only "
             f"argument is the settings, here {type(settings).__name__}: write `def init_state(config): ...`."
         ) from error
+
+
+def response_lengths(lengths: ResponseLengths | None, settings: Any) -> ResponseLengths | None:
+    """The lengths of responses in forecasts with their mean and 99th percentile, read from a run if they name one.
+
+    Args:
+        settings: Of the algorithm, whose `Sampling`s limit what is drawn.
+
+    Raises:
+        ConfigError: The run recorded none, or nothing that is drawn can have such lengths.
+    """
+    limits = [sampling.max_new_tokens for sampling in samplings_of(settings)]
+    return recorded_lengths(lengths, limits) if lengths is not None and limits else None
 
 
 def with_stop_ids(settings: Any, end_id: int) -> Any:
