@@ -46,7 +46,7 @@ def count_tokens(result: StepResult) -> TokenCounts:
     lengths = np.concatenate([lengths for _, lengths in counted] or [np.zeros(0, int)])
     response = int(lengths.sum())
     counts = TokenCounts(sum(both for both, _ in counted) - response, response)
-    if not rollouts:
+    if not rollouts or not len(lengths):
         return counts
     p99 = int(np.quantile(lengths, 0.99, method="inverted_cdf"))
     return dataclasses.replace(counts, mean_response=float(lengths.mean()), p99_response=p99)
