@@ -32,6 +32,9 @@ class Prompts(struct.PyTreeNode):
     """The row of each prompt in the prompt table, by which reward functions get its other columns."""
     id: UInt[Array, " B"]
     """A number for each sequence, unique in a step. With the seed, step and call it determines the noise."""
+    expected_tokens: Float[Array, " B"] | None = None
+    """How many tokens the response to each prompt is expected to have. Where responses are generated in slots, the
+    longest enter first."""
 
 
 class Sequences(struct.PyTreeNode):

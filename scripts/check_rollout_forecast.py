@@ -36,8 +36,9 @@ from jaxrlhf.models.params import Params, init_params
 from jaxrlhf.observe.console import Console
 from jaxrlhf.planner.costs.calibration import Calibration, curves_of, this_machine
 from jaxrlhf.planner.costs.cost_model import CostModel
-from jaxrlhf.planner.costs.rollout_steps import slot_choices, slots_of
+from jaxrlhf.planner.costs.rollout_steps import simulate_slots, slot_choices
 from jaxrlhf.planner.workload import ModelCall, Workload
+from jaxrlhf.programs.call_programs import slots_of
 from jaxrlhf.programs.roles import ModelRole
 from jaxrlhf.run.step_draft import step_workload
 from jaxrlhf.sharding.layout import Layout
@@ -55,11 +56,11 @@ class Lengths:
 
     name: str
     mean_more: float
-    """Tokens on average beyond the fewest, if there were no limit."""
-    fewest: int = 0
+    """Tokens on average beyond the fewest, if there were no limit: a fraction of the limit, as below."""
+    fewest: float = 0.0
 
 
-DISTRIBUTIONS = (Lengths("long-tailed", 33), Lengths("longer, some cut off", 100), Lengths("nearly equal", 16, 96))
+DISTRIBUTIONS = (Lengths("long-tailed", 1 / 8), Lengths("some cut off", 3 / 8), Lengths("nearly equal", 1 / 16, 3 / 8))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -76,8 +77,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     params["lm_head" if not model.tie_embeddings else "embedding"] *= 0.1  # every token is nearly as likely
     results = []
     for drawn in DISTRIBUTIONS:
-        stop_ids = tuple(range(max(1, round(model.vocab_size / drawn.mean_more))))
-        fewest = min(drawn.fewest, options.new_tokens)
+        stop_ids = tuple(range(max(1, round(model.vocab_size / (drawn.mean_more * options.new_tokens)))))
+        fewest = round(drawn.fewest * options.new_tokens)
         given = dataclasses.replace(sampling, stop_ids=stop_ids, min_new_tokens=fewest)
         programs = [functools.partial(program(way, given, model), params, prompts) for way in ways]
         lengths = np.asarray(programs[0]().lengths)
@@ -90,6 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "lengths": drawn.name,
                 "slots": way.slots or "all rows",
                 "steps": round(model_costs.rollout_steps(forecast_of, range(1), way).steps),
+                "steps made": steps_made(lengths, way),
                 "predicted s": round(predicted := model_costs.seconds(forecast_of, range(1), way).total, 3),
                 "measured s": round(took.seconds, 3),
                 "off": round(predicted / took.seconds - 1, 3),
@@ -147,6 +149,12 @@ def program(way: Strategy, sampling: Sampling, model: ModelConfig) -> Callable[.
         return generate_in_slots(*given, slots_of(way), model, layout) if way.slots else generate(*given, model, layout)
 
     return jax.jit(run)
+
+
+def steps_made(lengths: np.ndarray, way: Strategy) -> int:
+    """The decoding steps of a rollout whose responses have these lengths."""
+    slots = slots_of(way) if way.slots else None
+    return int(lengths.max()) - 1 if slots is None else simulate_slots(lengths, 1, slots).rounds * slots.steps
 
 
 def judged(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from jaxrlhf.calibration.timing import Timing, time_in_turn
 from jaxrlhf.experience import Sampling
 from jaxrlhf.models.generate import slots_read
 from jaxrlhf.planner.costs.calibration import Case, MeasuredPhase, Point, case_of
-from jaxrlhf.planner.costs.rollout_steps import slot_choices, slots_of
+from jaxrlhf.planner.costs.rollout_steps import slot_choices
 from jaxrlhf.planner.costs.work import PHASES, SLOT_PHASES, Phase, analytic_work
 from jaxrlhf.planner.plans.splits import undivided_sizes
 from jaxrlhf.planner.workload import ModelCall, Workload
@@ -35,6 +35,7 @@ from jaxrlhf.programs.ahead_of_time import (
     call_program,
     update_program,
 )
+from jaxrlhf.programs.call_programs import slots_of
 from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.strategy import Remat, Strategy
 
@@ -128,8 +129,9 @@ def jobs(workload: Workload, strategies: Mapping[str, Iterable[Strategy]]) -> li
     for call in workload.calls:
         for given in strategies[call.name]:
             strategy = Strategy(data=given.data, fsdp=given.fsdp, tensor=given.tensor, remat=given.remat)
-            own = [dataclasses.replace(strategy, slots=given.slots, prefill_rows=given.prefill_rows)]
-            for each in [*(own if given.slots else []), *slot_choices(call, strategy)]:
+            entering = {name: getattr(given, name) for name in ("slots", "prefill_rows", "prefill_tokens")}
+            own = [dataclasses.replace(strategy, **entering)] if given.slots else []
+            for each in [*own, *slot_choices(call, strategy)]:
                 if num_rounds(call) > 1 and not call.sequences % each.num_row_shards:
                     job = Job(call, each, each.slots * each.num_row_shards)
                     found.setdefault((job.cases, job.rows, each.prefill_rows), (ROW_COUNTS, job))

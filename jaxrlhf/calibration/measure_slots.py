@@ -21,10 +21,10 @@ from jaxrlhf.models.continuous_batching import Slots, advance, begin, make_queue
 from jaxrlhf.models.generate import prepare
 from jaxrlhf.models.kv_cache import columns_read, num_columns
 from jaxrlhf.models.params import Params
-from jaxrlhf.planner.costs.rollout_steps import slots_of
 from jaxrlhf.planner.costs.work import SLOT_PHASES, SlotPhase
 from jaxrlhf.planner.workload import ModelCall
 from jaxrlhf.programs.ahead_of_time import CallProgram, call_program
+from jaxrlhf.programs.call_programs import slots_of
 from jaxrlhf.sharding.axes import BATCH_AXES
 from jaxrlhf.sharding.layout import Layout
 

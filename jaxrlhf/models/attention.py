@@ -77,6 +77,30 @@ def full_attention(
     return attended_BKGSh.transpose(0, 3, 1, 2, 4).reshape(q_BSHh.shape)
 
 
+def chunk_attention(
+    q_BCHh: Float[Array, "B C H h"],
+    k_BTKh: Float[Array, "B T K h"],
+    v_BTKh: Float[Array, "B T K h"],
+    first: Int[Array, ""],
+    *,
+    implementation: str,
+) -> Float[Array, "B C H h"]:
+    """Grouped-query attention of C queries from column `first` on, each of which sees its own column and the earlier
+    ones. Multiplies all keys, also those that no query sees."""
+    B, C, H, h = q_BCHh.shape
+    K = k_BTKh.shape[2]
+    query_C1 = first + jnp.arange(C)[:, None]
+    allowed_BCT = jnp.broadcast_to(jnp.arange(k_BTKh.shape[1])[None, :] <= query_C1, (B, C, k_BTKh.shape[1]))
+    if implementation == "cudnn":
+        padded = pad_to_even(q_BCHh, k_BTKh, v_BTKh, allowed_BCT[:, None])
+        with jax.named_scope("cudnn"):
+            return jax.nn.dot_product_attention(*padded[:3], mask=padded[3], implementation="cudnn")[:, :C]
+    q_BKmh = q_BCHh.reshape(B, C, K, H // K, h).transpose(0, 2, 3, 1, 4).reshape(B, K, -1, h)
+    k_BKTh, v_BKTh = (x.transpose(0, 2, 1, 3) for x in (k_BTKh, v_BTKh))
+    attended_BKmh = _attend(q_BKmh, k_BKTh, v_BKTh, allowed_BCT[:, None, None])
+    return attended_BKmh.reshape(B, H, C, h).swapaxes(1, 2)
+
+
 def query_blocks(num_queries: int) -> list[tuple[int, int]]:
     """The blocks in which queries are taken where matrix products compute attention: of each, the first and the end."""
     size = max(_MIN_BLOCK, math.ceil(num_queries / _MAX_BLOCKS))

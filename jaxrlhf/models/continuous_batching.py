@@ -39,7 +39,7 @@ from jaxrlhf.models.heads import logits
 from jaxrlhf.models.kv_cache import SlotCache, copies
 from jaxrlhf.models.params import Params
 from jaxrlhf.models.sampling import draw_token
-from jaxrlhf.models.transformer import decode_step, embed, run_layers
+from jaxrlhf.models.transformer import decode_step, embed, prefill_in_chunks, run_layers
 from jaxrlhf.require import require, require_at_least_one, require_fields, require_not_negative
 from jaxrlhf.sharding.axes import BATCH_AXES
 from jaxrlhf.sharding.layout import Layout
@@ -53,6 +53,9 @@ class Slots:
     """Sequences that are decoded at a time."""
     prefill_rows: int = 8
     """Prompts that are prefilled together. Part of what decides the bits."""
+    prefill_tokens: int = 0
+    """Columns of these prompts that go through the layers together, which bounds what that takes; 0 means all. Part of
+    what decides the bits."""
     admit: int = 0
     """Prompts for which slots must be free before a group enters; 0 means `prefill_rows`. At the end of the queue, as
     many as wait."""
@@ -61,7 +64,7 @@ class Slots:
 
     def __post_init__(self) -> None:
         require_fields(self, require_at_least_one, "slots", "prefill_rows", "steps")
-        require_fields(self, require_not_negative, "admit")
+        require_fields(self, require_not_negative, "prefill_tokens", "admit")
 
 
 class Queue(struct.PyTreeNode):
@@ -71,6 +74,8 @@ class Queue(struct.PyTreeNode):
     length: Int[Array, "Q+g"]
     id: UInt[Array, " N"]
     """Of each sequence: n consecutive ones of each prompt."""
+    sequence: Int[Array, " N"]
+    """Its place among the outputs, which are in the order of the prompts that were given."""
 
 
 class BatchState(struct.PyTreeNode):
@@ -80,7 +85,7 @@ class BatchState(struct.PyTreeNode):
     newest: Int[Array, " S"]
     """The token of each slot that was drawn last, or the last of its prompt: not yet in the cache."""
     sequence: Int[Array, " S"]
-    """The sequence in each slot, by its place in the queue; N in free slots."""
+    """The sequence in each slot, by its place among the outputs; N in free slots."""
     id: UInt[Array, " S"]
     num_new: Int[Array, " S"]
     """New tokens so far of the sequence in each slot."""
@@ -132,8 +137,13 @@ def generate_in_slots(
 
 
 def make_queue(prompts: Prompts, sampling: Sampling, slots: Slots) -> Queue:
-    """A queue of prompts, which are padded on the left, in their order."""
-    n, P = sampling.num_samples, prompts.tokens.shape[1]
+    """A queue of prompts, which are padded on the left, in their order; or, if they say how many tokens their responses
+    are expected to have, those of the longest responses first."""
+    n, (Q, P) = sampling.num_samples, prompts.tokens.shape
+    order_Q = jnp.arange(Q)
+    if prompts.expected_tokens is not None:
+        order_Q = jnp.argsort(prompts.expected_tokens, stable=True, descending=True)
+        prompts = jax.tree.map(lambda x: x[order_Q], prompts)
     length = prompts.mask.sum(axis=1).astype(jnp.int32)
     from_left = (jnp.arange(P)[None, :] - length[:, None]) % P
     id_QN = prompts.id[:, None] * jnp.uint32(n) + jnp.arange(n, dtype=jnp.uint32)[None, :]
@@ -141,6 +151,7 @@ def make_queue(prompts: Prompts, sampling: Sampling, slots: Slots) -> Queue:
         tokens=jnp.pad(jnp.take_along_axis(prompts.tokens, from_left, axis=1), ((0, slots.prefill_rows), (0, 0))),
         length=jnp.pad(length, (0, slots.prefill_rows), constant_values=1),
         id=id_QN.reshape(-1),
+        sequence=(order_Q[:, None] * n + jnp.arange(n)[None, :]).reshape(-1),
     )
 
 
@@ -253,9 +264,12 @@ def _admit(
     """Prefills the next group of prompts, and lets those enter for which slots are free, with all of their samples."""
     n, g, N = sampling.num_samples, slots.prefill_rows, len(queue.id)
     tokens_gP, length_g = (jax.lax.dynamic_slice_in_dim(x, state.head, g) for x in (queue.tokens, queue.length))
-    mask_gP = jnp.arange(tokens_gP.shape[1])[None, :] < length_g[:, None]
-    x_gPD = embed(params, tokens_gP, config, layout)
-    _, keys_values = run_layers(params["layers"], x_gPD, mask_gP, config, layout, wanted=tokens_gP.shape[1] - 1)
+    if 0 < slots.prefill_tokens < tokens_gP.shape[1]:
+        keys_values = prefill_in_chunks(params, tokens_gP, length_g, slots.prefill_tokens, config, layout)
+    else:
+        mask_gP = jnp.arange(tokens_gP.shape[1])[None, :] < length_g[:, None]
+        x_gPD = embed(params, tokens_gP, config, layout)
+        _, keys_values = run_layers(params["layers"], x_gPD, mask_gP, config, layout, wanted=tokens_gP.shape[1] - 1)
 
     is_free_S = state.sequence == N
     entering = jnp.minimum(is_free_S.sum() // n, jnp.minimum(_num_prompts(queue, slots) - state.head, g))
@@ -263,7 +277,7 @@ def _admit(
     enters = number < entering * n
     free = jnp.nonzero(is_free_S, size=g * n, fill_value=slots.slots)[0]
     row = jnp.where(enters, free, slots.slots)  # rows beyond the last are dropped
-    sequence = jnp.minimum(state.head * n + number, N - 1)
+    place = jnp.minimum(state.head * n + number, N - 1)
     last_g = jnp.take_along_axis(tokens_gP, length_g[:, None] - 1, axis=1)[:, 0]
 
     def put(x_S: jax.Array, new: jax.Array) -> jax.Array:
@@ -273,8 +287,8 @@ def _admit(
     return state.replace(
         cache=state.cache.enter(row, samples, copies(length_g, n) - 1, layout),
         newest=put(state.newest, copies(last_g, n)),
-        sequence=put(state.sequence, sequence),
-        id=put(state.id, queue.id[sequence]),
+        sequence=put(state.sequence, queue.sequence[place]),
+        id=put(state.id, queue.id[place]),
         num_new=put(state.num_new, jnp.zeros_like(number)),
         head=state.head + entering,
         groups=state.groups + 1,

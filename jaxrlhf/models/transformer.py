@@ -4,6 +4,7 @@ Letters: B sequences, T columns, S the last columns of T whose outputs are wante
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar
 
@@ -18,6 +19,7 @@ from jaxrlhf.models.attention import (
     attention_implementation,
     attention_in_parts,
     cached_attention,
+    chunk_attention,
     column_attention,
     full_attention,
 )
@@ -25,7 +27,7 @@ from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.kv_cache import KVCache, SlotCache
 from jaxrlhf.models.layers import LayerWeights
 from jaxrlhf.models.params import Params, use, use_layer
-from jaxrlhf.sharding.layout import Layout
+from jaxrlhf.sharding.layout import Axes, Layout
 from jaxrlhf.sharding.stages import layers_of_stages
 from jaxrlhf.sharding.strategy import Remat
 
@@ -126,6 +128,51 @@ def run_layers(
     return x_BTD, keys_values
 
 
+def prefill_in_chunks(
+    params: Params,
+    tokens_BP: Int[Array, "B P"],
+    length_B: Int[Array, " B"],
+    size: int,
+    config: ModelConfig,
+    layout: Layout,
+) -> KeysValues:
+    """Every layer's keys and values [B, P', K, h] of prompts that are padded on the right; P' is P, rounded up to a
+    multiple of `size`, so many of whose columns go through the layers at a time. Chunks beyond the longest prompt are
+    left out, and are zeros.
+
+    Args:
+        params: As `generate.prepare` gives them.
+    """
+    B, P = tokens_BP.shape
+    columns = math.ceil(P / size) * size
+    tokens_BP = jnp.pad(tokens_BP, ((0, 0), (0, columns - P)))
+    axes = ("batch", "length", "kv_heads", "head_dim")
+    shape = (B, columns, config.num_kv_heads, config.head_size)
+    zeros = layout.activation(jnp.zeros(shape, config.compute_dtype), axes)
+    attend = _by_implementation(chunk_attention, (), config, layout)
+
+    def put(whole: jax.Array, new: jax.Array, first: jax.Array) -> jax.Array:
+        return layout.activation(jax.lax.dynamic_update_slice(whole, new.astype(whole.dtype), (0, first, 0, 0)), axes)
+
+    def chunk(number: jax.Array, keys_values: KeysValues) -> KeysValues:
+        first = number * size
+        x_BCD = embed(params, jax.lax.dynamic_slice_in_dim(tokens_BP, first, size, axis=1), config, layout)
+        rotation = layers.rotary(jnp.broadcast_to(first + jnp.arange(size), (B, size)), config)
+        done = []
+        for weights, (k_BPKh, v_BPKh) in zip(params["layers"], keys_values, strict=True):
+            with jax.named_scope("attention"):
+                normed_BCD = layers.normed(weights, "attention_norm", x_BCD, config)
+                q_BCHh, k_BCKh, v_BCKh = layers.queries_keys_values(weights, normed_BCD, rotation, config)
+                q_BCHh = layout.activation(q_BCHh, ("batch", "length", "heads", "head_dim"))
+                done.append((put(k_BPKh, k_BCKh, first), put(v_BPKh, v_BCKh, first)))
+                x_BCD = layers.add_attention(weights, x_BCD, attend(q_BCHh, *done[-1], first))
+            x_BCD = layout.activation(layers.add_mlp(weights, x_BCD, config), ("batch", "length", "embed"))
+        return done
+
+    num_chunks = (length_B.max() + size - 1) // size
+    return jax.lax.fori_loop(0, num_chunks, chunk, [(zeros, zeros) for _ in params["layers"]])
+
+
 def decode_step(
     params: Params, token_B: Int[Array, " B"], cache: Cache, config: ModelConfig, layout: Layout
 ) -> tuple[Float[Array, "B D"], Cache]:
@@ -208,11 +255,7 @@ def _layer(
         q_BSHh = layout.activation(q_BSHh, ("batch", "length", "heads", "head_dim"))
         k_BTKh, v_BTKh = (layout.activation(x, ("batch", "length", "kv_heads", "head_dim")) for x in (k_BTKh, v_BTKh))
         if isinstance(wanted, int):
-            implementation = attention_implementation(config, layout)
-            attend = functools.partial(full_attention, implementation=implementation)
-            if implementation == "cudnn":
-                heads, kv_heads = (("batch", "length", name, "head_dim") for name in ("heads", "kv_heads"))
-                attend = layout.on_each_device(attend, (heads, kv_heads, kv_heads, ("batch", "length")), heads)
+            attend = _by_implementation(full_attention, ("batch", "length"), config, layout)
             attended_BSHh = attend(q_BSHh, k_BTKh, v_BTKh, mask_BT)
         else:
             attended_BSHh = column_attention(q_BSHh[:, 0], k_BTKh, v_BTKh, mask_BT, wanted)[:, None]
@@ -220,6 +263,18 @@ def _layer(
         x_BSD = layers.add_attention(weights, _select(x_BTD, wanted), attended_BSHh)
         x_BSD = layout.activation(x_BSD, ("batch", "length", "embed"))
     return layout.activation(layers.add_mlp(weights, x_BSD, config), ("batch", "length", "embed")), (k_BTKh, v_BTKh)
+
+
+def _by_implementation(
+    attention: Callable[..., jax.Array], more: Axes, config: ModelConfig, layout: Layout
+) -> Callable[..., jax.Array]:
+    """Attention of queries, keys, values and one more array, whose axes are given, as a layout's devices compute it."""
+    implementation = attention_implementation(config, layout)
+    attend = functools.partial(attention, implementation=implementation)
+    if implementation != "cudnn":
+        return attend
+    heads, kv_heads = (("batch", "length", name, "head_dim") for name in ("heads", "kv_heads"))
+    return layout.on_each_device(attend, (heads, kv_heads, kv_heads, more), heads)
 
 
 def _select(x_BTD: jax.Array, wanted: Wanted) -> jax.Array:

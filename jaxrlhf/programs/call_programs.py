@@ -27,6 +27,7 @@ from jaxrlhf.programs.roles import ModelRole
 from jaxrlhf.programs.weight_sets import set_of
 from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.row_padding import row_parts, with_copies
+from jaxrlhf.sharding.strategy import Strategy
 from jaxrlhf.xla_flags import known_flags
 
 Trained = tuple[Params, OptimizerState]
@@ -84,8 +85,7 @@ def generate_program(role: ModelRole, rebuild: Rebuild, layout: Layout, *, uneve
             if layout.is_pipelined:
                 rollout = pipelined_generation.generate(*given, role.model, layout)[0]
             elif strategy.slots:
-                slots = Slots(strategy.slots, strategy.prefill_rows)
-                rollout = generate_in_slots(*given, slots, role.model, layout)
+                rollout = generate_in_slots(*given, slots_of(strategy), role.model, layout)
             else:
                 rollout = generate(*given, role.model, layout)
             # a row for each prompt, with its samples in it, until all are back in order
@@ -96,6 +96,11 @@ def generate_program(role: ModelRole, rebuild: Rebuild, layout: Layout, *, uneve
 
     outputs = layout.replicated if uneven else layout.rows
     return jax.jit(program, out_shardings=outputs, compiler_options=_decoding_options(layout))
+
+
+def slots_of(strategy: Strategy) -> Slots:
+    """How prompts enter the slots of a strategy."""
+    return Slots(strategy.slots, strategy.prefill_rows, strategy.prefill_tokens)
 
 
 def _decoding_options(layout: Layout) -> dict[str, Any] | None:

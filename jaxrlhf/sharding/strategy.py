@@ -37,6 +37,9 @@ class Strategy:
     prompt. 0 means all at once, until the longest has finished."""
     prefill_rows: int = 8
     """Prompts that are prefilled together where a generate call has `slots`."""
+    prefill_tokens: int = 0
+    """Tokens of each of these prompts that go through the layers together, which bounds the memory that long ones take.
+    0 means all."""
     remat: Remat = "none"
     balance: bool = False
     """Distribute the rows of a train or inference call so that shards and micro-batches get equally many tokens."""
@@ -45,7 +48,7 @@ class Strategy:
         require_fields(
             self, require_at_least_one, "data", "fsdp", "tensor", "pipeline", "chunks", "micro_batches", "prefill_rows"
         )
-        require_fields(self, require_not_negative, "slots")
+        require_fields(self, require_not_negative, "slots", "prefill_tokens")
         if self.chunks > 1 and self.pipeline == 1:
             raise ValueError(
                 f"chunks: are parts of a stage, and need a pipeline. Got {self.chunks} with pipeline 1. Set "

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import pytest
 
 from jaxrlhf.calibration import measure_calls as measure_module
@@ -145,14 +146,19 @@ def test_slots_are_measured(strategy, impatient):
     assert sum(point.layer + point.rest for point in found.values()) > 0
 
 
-def test_a_deeper_model_is_measured_by_two_depths(impatient, monkeypatch):
-    monkeypatch.setattr(measure_module, "DEPTHS", (1, 2))
+def test_a_deeper_model_is_measured_by_two_depths(monkeypatch):
+    """Both are run; which takes longer is not left to other work on the machine."""
     call = STEP.workload.call("critic.values")
     deep = dataclasses.replace(call, model=dataclasses.replace(call.model, num_layers=64))
-    job = Job(deep, Strategy(data=2), 64)
-    points = [measure(job, dispatch_seconds=0.0, patience_seconds=0.0)[0][1] for _ in range(3)]
-    assert {point.rows for point in points} == {32}
-    assert max(point.layer for point in points) > 0  # beside other work a deeper one may seem no slower, once
+
+    def in_turn(programs, *, patience_seconds):
+        assert len([jax.block_until_ready(program()) for program in programs]) == 2
+        return [Timing(0.5, 0.0, 0.0), Timing(0.8, 0.0, 0.0)]
+
+    monkeypatch.setattr(measure_module, "DEPTHS", (1, 2))
+    monkeypatch.setattr(measure_module, "time_in_turn", in_turn)
+    [(_, point)] = measure(Job(deep, Strategy(data=2), 64), dispatch_seconds=0.1, patience_seconds=0.0)
+    assert (point.rows, point.layer, point.rest) == (32, pytest.approx(0.3), pytest.approx(0.1))
 
 
 def test_a_machine_is_measured(impatient, monkeypatch):

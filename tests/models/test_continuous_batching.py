@@ -101,21 +101,36 @@ def test_over_tensor_tokens_are_the_same():
     np.testing.assert_allclose(split.logprobs, plainly().logprobs, rtol=1e-5, atol=1e-5)
 
 
+CHUNKED = dataclasses.replace(SLOTS, prefill_tokens=4)
 TIMES = [SLOTS, dataclasses.replace(SLOTS, steps=1, admit=1), dataclasses.replace(SLOTS, steps=32, admit=2)]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("dtype", "prefill_tokens"), [("float32", 4), ("bfloat16", 0)])
 @settings(max_examples=12)
 @given(data=st.data())
-def test_no_order_and_no_time_of_admission_changes_a_bit(dtype, data):
+def test_no_order_and_no_time_of_admission_changes_a_bit(dtype, prefill_tokens, data):
     """Any prompts, in any order, with any number of steps between two admissions and prompts that enter together."""
     lengths = data.draw(st.lists(st.integers(1, P), min_size=B, max_size=B), "lengths")
     ids = data.draw(st.lists(st.integers(0, 2**20), min_size=B, max_size=B, unique=True), "ids")
     order = data.draw(st.permutations(range(B)), "order")
-    slots = data.draw(st.sampled_from(TIMES), "slots")
-    first = rollout(prompts_of(lengths, ids), dtype=dtype)
+    every = [dataclasses.replace(slots, prefill_tokens=prefill_tokens) for slots in TIMES]
+    slots = data.draw(st.sampled_from(every), "slots")
+    first = rollout(prompts_of(lengths, ids), slots=every[0], dtype=dtype)
     second = rollout(prompts_of(np.array(lengths)[order], np.array(ids)[order]), slots=slots, dtype=dtype)
     assert by_id(second) == by_id(first)
+
+
+def test_the_longest_first_changes_no_bit():
+    """Neither with a prompt's prefill in one piece nor in chunks, and with several samples of it."""
+    sampling = dataclasses.replace(SAMPLING, num_samples=2)
+    expected = jnp.asarray(np.random.default_rng(3).permutation(B), jnp.float32)
+    for slots in (SLOTS, CHUNKED):
+        in_order = rollout(sampling=sampling, slots=slots)
+        longest_first = rollout(PROMPTS.replace(expected_tokens=expected), sampling, slots)
+        np.testing.assert_array_equal(longest_first.id, in_order.id)
+        assert by_id(longest_first) == by_id(in_order)
+    queue = make_queue(PROMPTS.replace(expected_tokens=expected), sampling, SLOTS)
+    np.testing.assert_array_equal(queue.sequence[::2] // 2, np.argsort(-np.asarray(expected)))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -165,6 +180,8 @@ STRESS = {
     "one slot": (Slots(1, prefill_rows=g), SAMPLING),
     "more slots than prompts": (Slots(3 * B, prefill_rows=g), SAMPLING),
     "groups wider than the slots": (Slots(3, prefill_rows=8), SAMPLING),
+    "prefill in chunks": (CHUNKED, SAMPLING),
+    "chunks of one token": (dataclasses.replace(SLOTS, prefill_tokens=1), SAMPLING),
     "a group of all prompts": (Slots(S, prefill_rows=2 * B), SAMPLING),
     "a cache in parts": (Slots(S, prefill_rows=g), dataclasses.replace(SAMPLING, max_new_tokens=150, stop_ids=(1, 2))),
     "one new token": (SLOTS, dataclasses.replace(SAMPLING, max_new_tokens=1)),
@@ -178,6 +195,18 @@ def test_nothing_is_lost_and_nothing_is_there_twice(name):
     np.testing.assert_array_equal(slotted.tokens, plain.tokens)
     np.testing.assert_array_equal(slotted.finish, plain.finish)
     np.testing.assert_allclose(slotted.logprobs, plain.logprobs, rtol=1e-5, atol=1e-5)
+
+
+def test_long_prompts_in_chunks_take_less_memory():
+    prompts = prompts_of(np.full(8, 256), np.arange(8), columns=256)
+    sampling = dataclasses.replace(SAMPLING, max_new_tokens=8)
+
+    def temporaries(prefill_tokens: int) -> int:
+        slots = Slots(8, prefill_rows=8, prefill_tokens=prefill_tokens)
+        program: Any = in_slots.lower(params(), prompts, sampling, slots, CONFIG, LAYOUT).compile()
+        return program.memory_analysis().temp_size_in_bytes
+
+    assert temporaries(32) < 0.6 * temporaries(0)
 
 
 def test_fewer_slots_than_samples_of_a_prompt_are_refused():

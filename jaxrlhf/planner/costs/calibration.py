@@ -167,6 +167,7 @@ class Case:
     tensor: int
     remat: Remat = "none"
     lora: LoRAConfig | None = None
+    prefill_tokens: int = 0
 
     @property
     def num_row_shards(self) -> int:
@@ -189,6 +190,7 @@ def case_of(call: ModelCall, phase: MeasuredPhase, strategy: Strategy) -> Case:
         tensor=strategy.tensor,
         remat=strategy.remat if phase == "gradient" else "none",
         lora=None if call.merges else call.lora,
+        prefill_tokens=strategy.prefill_tokens if phase == "slot_prefill" else 0,
     )
 
 

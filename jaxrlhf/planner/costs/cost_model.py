@@ -24,9 +24,10 @@ from jaxrlhf.cluster.hardware import Cluster, Kind
 from jaxrlhf.models.architecture import matrix_numbers, num_parameters
 from jaxrlhf.models.generate import slots_read
 from jaxrlhf.planner.costs.memory import MASTER_BYTES, gradient_numbers, has_merged_copy, weight_bytes
-from jaxrlhf.planner.costs.rollout_steps import RolloutSteps, slots_of, steps_at_once, steps_in_slots
+from jaxrlhf.planner.costs.rollout_steps import RolloutSteps, steps_at_once, steps_in_slots
 from jaxrlhf.planner.costs.work import SLOT_PHASES, LayerWork, Phase, SlotPhase, Work, analytic_work, decode_work
 from jaxrlhf.planner.workload import ModelCall
+from jaxrlhf.programs.call_programs import slots_of
 from jaxrlhf.schedules.exposed_sends import exposed_in_inference, exposed_in_training
 from jaxrlhf.sharding.stages import layers_of_stages
 from jaxrlhf.sharding.strategy import Remat, Strategy

@@ -230,11 +230,13 @@ def _generate_memory(call: ModelCall, strategy: Strategy) -> CallMemory:
     growing = int(cache * before_last / call.columns)  # the cache before it grew for the last time
     at_first = int(cache * (call.prompt + sizes[0]) / call.columns)
     prompts = strategy.prefill_rows if strategy.slots else call.part_rows(strategy)
-    prefill = int(prompts * call.prompt * size * (_live(model, strategy) + _passing(model, strategy)))
+    columns = min(strategy.prefill_tokens or call.prompt, call.prompt) if strategy.slots else call.prompt
+    prefill = int(prompts * columns * size * (_live(model, strategy) + _passing(model, strategy)))
     rows = strategy.slots or prompts * call.num_samples
     gathered = _gathered(call, strategy, all_layers=True)
     logits = int(rows * model.vocab_size * 4 * 2)
     if strategy.slots:  # prompts are prefilled beside the whole cache, which never grows
+        prefill += int(prompts * call.prompt * model.num_layers * cached_numbers(model) // strategy.tensor * size)
         return CallMemory(0, 0, activations=prefill, logits=logits, cache=cache, gathered=gathered)
     if prefill + at_first > cache + growing:
         return CallMemory(0, 0, activations=prefill, logits=logits, cache=at_first, gathered=gathered)

@@ -138,11 +138,6 @@ def simulate_slots(lengths: Sequence[int] | np.ndarray, num_samples: int, slots:
     return SimulatedSlots(int(left.max()), groups, entered, left)
 
 
-def slots_of(strategy: Strategy) -> Slots:
-    """How prompts enter the slots of a strategy, as its program does it."""
-    return Slots(strategy.slots, strategy.prefill_rows)
-
-
 def slot_choices(call: ModelCall, strategy: Strategy) -> list[Strategy]:
     """The strategy with every number of slots that is worth a look: powers of two, fewer than a row shard has rows, and
     at least as many as samples of a prompt enter together. None if nothing is known of lengths.
