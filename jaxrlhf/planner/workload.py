@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from jaxrlhf.call_graph import Call, CallGraph, Kind
+from jaxrlhf.call_graph import Call, CallGraph, CallKind
 from jaxrlhf.config.plan_config import ResponseLengths
 from jaxrlhf.experience import Sampling
 from jaxrlhf.models.config import ModelConfig
@@ -29,7 +29,7 @@ class ModelCall:
     name: str
     """`actor.generate`."""
     role: str
-    kind: Kind
+    kind: CallKind
     model: ModelConfig
     weights: str
     """The set of weights that it reads, and trains if it is a train call."""

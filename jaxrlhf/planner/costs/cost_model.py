@@ -29,7 +29,7 @@ from jaxrlhf.planner.costs.work import SLOT_PHASES, LayerWork, Phase, SlotPhase,
 from jaxrlhf.planner.workload import ModelCall
 from jaxrlhf.programs.call_programs import slots_of
 from jaxrlhf.schedules.exposed_sends import exposed_in_inference, exposed_in_training
-from jaxrlhf.sharding.stages import layers_of_stages
+from jaxrlhf.sharding.stage_layers import layers_of_stages
 from jaxrlhf.sharding.strategy import Remat, Strategy
 
 ADAM_BYTES = 7 * 4
