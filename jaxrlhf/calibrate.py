@@ -40,7 +40,7 @@ from jaxrlhf.planner.costs.calibration import (
 from jaxrlhf.planner.plans.plan import Plan
 from jaxrlhf.planner.workload import Workload
 from jaxrlhf.run.assembly import assemble
-from jaxrlhf.run.step_draft import step_workload
+from jaxrlhf.run.step_draft import response_lengths, step_workload
 from jaxrlhf.sharding import mesh
 from jaxrlhf.sharding.strategy import Remat, Strategy
 from jaxrlhf.train import read, start
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ConfigError("calibrate: measures the devices of one process. Got several. Start one, on one node.")
         degrees = parse_degrees(options.degrees, all_devices=mesh.num_devices())
         assembly = assemble(config, mesh.num_devices(), mesh.devices_per_process())
-        step = assembly.train
+        step, lengths = assembly.train, response_lengths(config.plan.lengths, config.settings)
         machine = this_machine()
         path = options.out or calibration_file(machine)
         known = read_calibration(path, machine=machine) if path.exists() else None
@@ -90,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rates = measure_machine(patience_seconds=options.patience)
     rates = dataclasses.replace(rates, host_seconds=host_seconds(assembly, machine.num_cores))
     console.table("One device, while all of them do the same", rate_rows(rates))
-    work = step_workload(step.graph, step.roles)
+    work = step_workload(step.graph, step.roles, lengths)
     to_do = jobs(work, strategies(work, step.plan, degrees, mesh.num_devices()))
     calibration = known or Calibration("", machine, rates)
     calibration = dataclasses.replace(calibration, date=datetime.date.today().isoformat(), rates=rates)

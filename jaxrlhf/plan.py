@@ -26,7 +26,7 @@ from jaxrlhf.planner.plans.saved_plan import write_plan
 from jaxrlhf.planner.report import call_rows, memory_rows, plan_json, runner_up_lines, summary_lines
 from jaxrlhf.planner.search.methods import METHODS, find_method
 from jaxrlhf.run.find_plan import left_out, plan_draft
-from jaxrlhf.run.size_overrides import with_response_tokens, with_synthetic_prompts
+from jaxrlhf.run.size_overrides import with_lengths, with_response_tokens, with_synthetic_prompts
 from jaxrlhf.run.step_draft import StepDraft, draft_step
 from jaxrlhf.sharding import mesh
 
@@ -86,6 +86,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--response-tokens", type=int, metavar="N", help="plan for responses of N tokens")
     parser.add_argument(
+        "--lengths", metavar="MEAN,P99|RUN",
+        help="mean and 99th percentile of the tokens of a response, or the folder of a run that recorded them; "
+        "otherwise plan.lengths of the config, or each response is as long as it may be",
+    )  # fmt: skip
+    parser.add_argument(
         "--out", type=Path, metavar="PLAN.JSON", help="write the plan, for `plan: PLAN.JSON` in a config"
     )
     parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="otherwise beside the plan, if it is written")
@@ -108,6 +113,8 @@ def _draft(options: argparse.Namespace, config: RunConfig, *, on_cpu: bool) -> S
     cluster's devices."""
     if options.response_tokens is not None:
         config = with_response_tokens(config, options.response_tokens)
+    if options.lengths is not None:
+        config = with_lengths(config, options.lengths)
     if options.prompt_tokens is None:
         return draft_step(config, on_cpu=on_cpu)
     config, tables = with_synthetic_prompts(config, options.prompt_tokens)

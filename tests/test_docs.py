@@ -26,7 +26,7 @@ from jaxrlhf.algorithms.ppo_ptx import PretrainingMix
 from jaxrlhf.algorithms.ppo_shared import SharedUpdate
 from jaxrlhf.algorithms.reward_model import RewardModelConfig, RewardModelUpdate
 from jaxrlhf.algorithms.sft import SFTConfig, SupervisedUpdate
-from jaxrlhf.config.plan_config import Placement, PlanConfig
+from jaxrlhf.config.plan_config import Placement, PlanConfig, ResponseLengths
 from jaxrlhf.config.reading import FORM, INLINE, keys_of, to_tree
 from jaxrlhf.config.schema import (
     AverageConfig,
@@ -98,6 +98,7 @@ SECTIONS: dict[str, type[Any]] = {
     "`settings` of `dpo`": DPOConfig,
     "`settings.update` of `dpo`": DPOUpdate,
     "`plan`": PlanConfig,
+    "`plan.lengths`": ResponseLengths,
     "`plan.calls.<call>`": Placement,
     "`warm_start`": WarmStartConfig,
     "`evaluation`": EvaluationRunConfig,
@@ -212,7 +213,7 @@ def test_every_metric_is_documented_and_no_other():
         others = [("actor.logprobs", "infer"), ("results", "wait")]
         timings = timing_metrics({call: [(0.0, 1.0)] for call in [*calls, *others]})
         names |= set(utilization_metrics([Event("actor.train", "train", (0,), 1, 0.0, 1.0)], 1, [0]))
-        names |= {*timings, *throughput_metrics(TokenCounts(1, 1), timings, seconds=1.0, num_devices=1)}
+        names |= {*timings, *throughput_metrics(TokenCounts(1, 1, 1.0, 1), timings, seconds=1.0, num_devices=1)}
     for name in ("dapo_arithmetic", "ppo_shared_arithmetic", "remax_arithmetic", "safe_rlhf_arithmetic"):
         results = assemble(load_run(name), num_devices=2).train.graph.results[0]
         names |= set(flatten(jax.tree.map(lambda _: 0.0, results)))

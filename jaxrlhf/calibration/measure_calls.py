@@ -5,10 +5,11 @@ a deeper one are extrapolated from two depths, neither a single layer, whose sca
 
 A decoding step is the difference between a response of some tokens and one of a single token. It reads the whole cache,
 which grows in stages, so prompts are made as long as it takes for the cache to have the number of slots that a step of
-the call sees on average.
+the call sees on average. Where lengths of responses are known, rollouts in slots are measured too: `measure_slots`.
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,11 +19,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrlhf.calibration.measure_slots import num_rounds, of_phases, runs, slot_program
 from jaxrlhf.calibration.timing import Timing, time_in_turn
 from jaxrlhf.experience import Sampling
 from jaxrlhf.generation.generate import slots_read
 from jaxrlhf.planner.costs.calibration import Case, MeasuredPhase, Point, case_of
-from jaxrlhf.planner.costs.work import PHASES, analytic_work
+from jaxrlhf.planner.costs.rollout_steps import slot_choices
+from jaxrlhf.planner.costs.work import PHASES, SLOT_PHASES, Phase, analytic_work
 from jaxrlhf.planner.plans.splits import undivided_sizes
 from jaxrlhf.planner.workload import ModelCall, Workload
 from jaxrlhf.programs.ahead_of_time import (
@@ -32,6 +35,7 @@ from jaxrlhf.programs.ahead_of_time import (
     call_program,
     update_program,
 )
+from jaxrlhf.programs.call_programs import slots_of
 from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.strategy import Remat, Strategy
 
@@ -79,7 +83,7 @@ class Job:
     strategy: Strategy
     """Its micro-batches are those of the program that is run."""
     rows: int
-    """Rows of a micro-batch over all row shards, of the array with most rows."""
+    """Rows of a micro-batch over all row shards, of the array with most rows; with slots, these of all row shards."""
 
     @property
     def rows_per_shard(self) -> float:
@@ -93,10 +97,21 @@ class Job:
     @property
     def cases(self) -> tuple[Case, ...]:
         """The cases that it measures."""
-        return tuple(case_of(self.call, phase, self.strategy) for phase in _PHASES[self.call.kind])
+        phases = SLOT_PHASES if self.strategy.slots else _PHASES[self.call.kind]
+        return tuple(case_of(self.call, phase, self.strategy) for phase in phases)
 
 
 _PHASES: dict[str, tuple[MeasuredPhase, ...]] = {**PHASES, "train": ("gradient", "update")}
+
+
+_ALIKE: dict[MeasuredPhase, Phase] = {
+    **{phase: phase for phases in PHASES.values() for phase in phases},
+    "update": "gradient",
+    "slot_prefill": "prefill",
+    "slot_step": "decode",
+    "slot_column": "decode",
+}
+"""Phase -> one with formulas whose operations are split between layers and the rest as its seconds are."""
 
 
 def jobs(workload: Workload, strategies: Mapping[str, Iterable[Strategy]]) -> list[Job]:
@@ -104,15 +119,22 @@ def jobs(workload: Workload, strategies: Mapping[str, Iterable[Strategy]]) -> li
 
     The rows of a shard are first all of them, without micro-batches, then a `ROWS_APART`-th of that, as a power of
     two, and so on. These are measured as micro-batches of one program, since a loop over them is faster than as many
-    programs. Calls of equal models and shapes are measured once.
+    programs. Calls of equal models and shapes are measured once. Rollouts in slots are measured last, with every number
+    of slots that a search looks at, and that of the strategy.
 
     Args:
-        strategies: Call -> strategies, of which only degrees and remat matter.
+        strategies: Call -> strategies, of which only degrees, remat and slots matter.
     """
     found: dict[tuple[Any, ...], tuple[int, Job]] = {}
     for call in workload.calls:
-        for strategy in strategies[call.name]:
-            strategy = Strategy(data=strategy.data, fsdp=strategy.fsdp, tensor=strategy.tensor, remat=strategy.remat)
+        for given in strategies[call.name]:
+            strategy = Strategy(data=given.data, fsdp=given.fsdp, tensor=given.tensor, remat=given.remat)
+            entering = {name: getattr(given, name) for name in ("slots", "prefill_rows", "prefill_tokens")}
+            own = [dataclasses.replace(strategy, **entering)] if given.slots else []
+            for each in [*own, *slot_choices(call, strategy)]:
+                if num_rounds(call) > 1 and not call.sequences % each.num_row_shards:
+                    job = Job(call, each, each.slots * each.num_row_shards)
+                    found.setdefault((job.cases, job.rows, each.prefill_rows), (ROW_COUNTS, job))
             for level, rows in enumerate(_row_counts(call, strategy)):
                 job = Job(call, dataclasses.replace(strategy, micro_batches=ROWS_APART if level else 1), rows)
                 found.setdefault((job.cases, rows), (level, job))
@@ -143,6 +165,8 @@ def measure(job: Job, *, dispatch_seconds: float, patience_seconds: float = 3.0)
     layout = Layout.over(tuple(range(job.strategy.num_devices)), job.strategy)
     num_layers = job.call.model.num_layers
     depths = (num_layers,) if num_layers <= WHOLE_LAYERS else DEPTHS
+    if job.strategy.slots:
+        return _measure_slots(job, layout, depths, dispatch_seconds, patience_seconds)
     programs = [program for depth in depths for program in _programs(job, layout, depth)]
     vocabulary = job.call.model.vocab_size
     timed = time_in_turn(
@@ -157,6 +181,29 @@ def measure(job: Job, *, dispatch_seconds: float, patience_seconds: float = 3.0)
         seconds = [_of_phase(job, phase, timings) for timings in of_depths]
         if all(s is not None for s in seconds):
             measured.append((case, _point(job, phase, depths, [s for s in seconds if s is not None])))
+    return measured
+
+
+def _measure_slots(
+    job: Job, layout: Layout, depths: tuple[int, ...], dispatch_seconds: float, patience_seconds: float
+) -> list[tuple[Case, Point]]:
+    """The phases of a rollout in slots. Arguments are those of `measure`."""
+    call, slots = job.call, slots_of(job.strategy)
+    begins, each = runs(call), []
+    for depth in depths:
+        program = slot_program(call, layout, depth)
+        arguments = made_up(program.arguments, call.model.vocab_size)
+        each += [functools.partial(program.program, *arguments, np.array(begin, np.int32)) for begin in begins]
+    timed = time_in_turn(each, patience_seconds=patience_seconds)
+    of_depths = [timed[i : i + len(begins)] for i in range(0, len(timed), len(begins))]
+    seconds = [of_phases(timings, call, slots, on_gpu=layout.is_on_gpu) for timings in of_depths]
+    spread, others = max(t.spread for t in timed), max(t.others for t in timed)
+    measured = []
+    for phase, case in zip(SLOT_PHASES, job.cases, strict=True):
+        timings = [Timing(of_depth[phase], spread, others) for of_depth in seconds]
+        point = _point(job, phase, depths, timings)
+        rows = job.strategy.prefill_rows if phase == "slot_prefill" else job.strategy.slots
+        measured.append((case, dataclasses.replace(point, rows=float(rows))))
     return measured
 
 
@@ -206,7 +253,7 @@ def _point(job: Job, phase: MeasuredPhase, depths: tuple[int, ...], timings: Seq
     num_layers, spread = job.call.model.num_layers, max(t.spread for t in timings)
     if len(depths) == 1:  # divided between the layers and the rest by their operations
         work = analytic_work(
-            job.call, "gradient" if phase == "update" else phase, tensor=job.strategy.tensor, fsdp=job.strategy.fsdp,
+            job.call, _ALIKE[phase], tensor=job.strategy.tensor, fsdp=job.strategy.fsdp,
             remat=job.strategy.remat,
         )  # fmt: skip
         whole = timings[0].seconds

@@ -1,6 +1,8 @@
-"""The section `plan` of a config: placements of calls, offloaded roles, fused calls, and automatic planning."""
+"""The section `plan` of a config: placements of calls, offloaded roles, fused calls, automatic planning, and the
+lengths of responses that forecasts assume."""
 
 import dataclasses
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -9,6 +11,7 @@ from flax.core import FrozenDict
 
 from jaxrlhf.brief import brief, cut, did_you_mean
 from jaxrlhf.config.reading import FORM, INLINE, ConfigError, to_tree
+from jaxrlhf.require import require
 from jaxrlhf.reshard.protocols import AUTO
 from jaxrlhf.sharding.strategy import Strategy
 
@@ -62,6 +65,29 @@ class Placement:
 
 
 @dataclasses.dataclass(frozen=True)
+class ResponseLengths:
+    """The lengths of responses that forecasts assume: their mean and 99th percentile, or a run that recorded both."""
+
+    mean: float = 0.0
+    """Tokens of a response on average, stop token included; those that the limit cuts off count as cut off."""
+    p99: int = 0
+    """The tokens that 99 % of all responses have at most."""
+    run: str = ""
+    """The folder of a run: mean and percentile are those of its last steps. Empty for none."""
+
+    def __post_init__(self) -> None:
+        if self.run:
+            given = [name for name in ("mean", "p99") if getattr(self, name)]
+            require(not given, "run", "gives mean and p99 by itself", ", ".join(given), "Remove one or the other.")
+            return
+        require(math.isfinite(self.mean) and self.mean >= 1, "mean", "must be at least 1 token", self.mean)
+        require(
+            self.p99 >= self.mean, "p99", f"must be at least the mean, {self.mean:g} tokens", self.p99,
+            "Raise p99, or lower mean.",
+        )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
 class PlanConfig:
     """The section `plan` of a config."""
 
@@ -77,6 +103,8 @@ class PlanConfig:
     """Plan the calls that have no entry."""
     file: str = ""
     """A plan written by `python -m jaxrlhf.plan --out`; empty for none."""
+    lengths: ResponseLengths | None = None
+    """The lengths of responses in forecasts. None means that every response is as long as it may be."""
 
     def __post_init__(self) -> None:
         others = [name for name, value in vars(self).items() if name != "file" and value]
@@ -105,8 +133,9 @@ class PlanConfig:
 def expand_plan(tree: dict[str, Any], where: str) -> None:
     """Expands short forms of the section `plan` in the tree of a config, in place.
 
-    `plan: auto` becomes `{auto: true}`, `plan: a/plan.json` becomes `{file: a/plan.json}`, and under `calls` `{actor:
-    {train: ...}}`, as `--set plan.calls.actor.train.data=2` makes it, becomes `{actor.train: ...}`.
+    `plan: auto` becomes `{auto: true}`, `plan: a/plan.json` becomes `{file: a/plan.json}`, `lengths: runs/a` becomes
+    `{run: runs/a}`, and under `calls` `{actor: {train: ...}}`, as `--set plan.calls.actor.train.data=2` makes it,
+    becomes `{actor.train: ...}`.
 
     Raises:
         ConfigError: It is another text, or has placements outside of `calls`. The message begins with `where`.
@@ -129,7 +158,10 @@ def expand_plan(tree: dict[str, Any], where: str) -> None:
                 f"plan.calls.{cut(str(name))}.{did_you_mean(str(name), keys)}"
             )
     if isinstance(plan.get("calls"), dict):
-        tree["plan"] = {**plan, "calls": _joined(plan["calls"])}
+        plan = {**plan, "calls": _joined(plan["calls"])}
+    if isinstance(plan.get("lengths"), str):
+        plan = {**plan, "lengths": {"run": plan["lengths"]}}
+    tree["plan"] = plan
 
 
 def _joined(calls: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
@@ -195,6 +196,17 @@ def num_columns(tokens: int) -> int:
     """
     step = COLUMNS if tokens > COLUMNS else SLOTS_ON_GPU
     return math.ceil(tokens / step) * step
+
+
+def columns_read(used: np.ndarray, tokens: int, *, on_gpu: bool) -> np.ndarray:
+    """Columns of a `SlotCache` for sequences of so many tokens that attention reads, given those that are in use.
+
+    >>> columns_read(np.array([1, 64, 65, 300]), 300, on_gpu=False)
+    array([ 64,  64, 128, 320])
+    """
+    columns = num_columns(tokens)
+    size = columns if on_gpu else _part_sizes(columns)[0]
+    return np.minimum(-(-used // size) * size, columns)
 
 
 def _part_sizes(columns: int) -> list[int]:

@@ -5,9 +5,10 @@ from collections.abc import Iterator, Sequence
 
 from jaxrlhf.cluster.hardware import Cluster, Kind
 from jaxrlhf.planner.costs.cost_model import CostModel
+from jaxrlhf.planner.costs.response_lengths import length_cdf, median_length
 from jaxrlhf.planner.search.problem import Problem
 from jaxrlhf.planner.search.simulate import steady_state
-from jaxrlhf.planner.workload import Workload
+from jaxrlhf.planner.workload import ModelCall, Workload
 
 SLOW_KERNEL_SECONDS = 10e-6
 """Between the starts of two kernels that a host launches one by one."""
@@ -24,11 +25,22 @@ def assumptions(
     lines = [_reached(kind) for kind in _not_measured(costs.cluster)]
     lines += _decoding(problem, plan, workload, costs, seconds)
     if drawn := [call for call in workload.calls if call.kind == "generate"]:
-        most = max(call.response for call in drawn)
-        lines.append(f"Responses have all of their {most:,} tokens: generation goes on until the last one has ended.")
+        lines.append(_lengths(drawn))
     if workload.on_host:
         lines.append(f"Python functions on the host take no time: {', '.join(workload.on_host)}.")
     return tuple(lines)
+
+
+def _lengths(drawn: Sequence[ModelCall]) -> str:
+    """The lengths that are assumed of responses."""
+    most, lengths = max(call.response for call in drawn), drawn[0].lengths
+    if lengths is None:
+        return f"Responses have all of their {most:,} tokens: generation goes on until the last one has ended."
+    median = median_length(length_cdf(lengths, most))
+    return (
+        f"Responses have {lengths.mean:,.4g} tokens on average, half of them at most {median:,}, 99 % at most "
+        f"{lengths.p99:,}, and none more than {most:,}: lognormal lengths, which do not depend on the prompt."
+    )
 
 
 def _not_measured(cluster: Cluster) -> list[Kind]:

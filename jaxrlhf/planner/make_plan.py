@@ -16,6 +16,7 @@ from jaxrlhf.cluster.hardware import Cluster
 from jaxrlhf.numba_loops import numba_is_there
 from jaxrlhf.planner.assumptions import assumptions
 from jaxrlhf.planner.costs.cost_model import CostModel
+from jaxrlhf.planner.costs.rollout_steps import RolloutSteps
 from jaxrlhf.planner.fusion.fused_choice import FusedPlan, best_fused
 from jaxrlhf.planner.plans.check_plan import check
 from jaxrlhf.planner.plans.complete_plan import complete_plan
@@ -64,6 +65,9 @@ class Planned:
     """Notes on the forecast."""
     assumed: tuple[str, ...] = ()
     """Assumptions of the forecast that were not measured."""
+    rollouts: Mapping[str, RolloutSteps] = dataclasses.field(default_factory=dict)
+    """Generate call -> the decoding steps that are expected of it, if lengths of responses are known, or it has
+    slots."""
 
     def __repr__(self) -> str:
         return f"<{self.summary()}>"  # all fields would fill a hundred lines
@@ -243,6 +247,11 @@ def plan_workload(
         fuse=fuse,
         schedules=fused.schedules if fused is not None else (),
         notes=tuple(notes),
+        rollouts={
+            call.name: costs.rollout_steps(call, choice.devices, choice.strategy)
+            for call, choice in zip(workload.calls, chosen(problem, result.plan).values(), strict=True)
+            if call.kind == "generate" and (call.lengths is not None or choice.strategy.slots)
+        },
         assumed=assumptions(problem, result.plan, workload, costs, seconds=result.simulation.seconds),
     )
 

@@ -32,6 +32,7 @@ def call_rows(planned: Planned) -> list[dict[str, Any]]:
                 "devices": devices_in_words(choice.first, choice.end, planned.cluster.devices_per_node),
                 **{degree: getattr(strategy, degree) for degree in ("data", "fsdp", "tensor", "pipeline")},
                 "micro-batches": strategy.micro_batches,
+                **({"slots": strategy.slots or "-"} if planned.rollouts else {}),
                 "remat": strategy.remat if planned.workload.call(name).trains else "-",
                 "weights at rest": "host" if choice.offloaded else "devices",
                 "seconds": "(fused)" if name in planned.fuse[1:] else planned.call_seconds(name),
@@ -93,6 +94,7 @@ def summary_lines(planned: Planned) -> list[str]:
     ]
     if copied := copies_in_words(planned):
         lines.append(copied)
+    lines += rollout_lines(planned)
     if planned.problem.devices_per_memory > 1:
         lines.append(host_line(max(each.total for each in planned.memory)))
     if planned.method == SEARCH:
@@ -117,6 +119,24 @@ def copies_in_words(planned: Planned) -> str:
     copies = [(call.name, call.copied_rows(strategy), max(call.divisible)) for call, strategy in calls]
     listed = ", ".join(f"{name} {number} beside {rows}" for name, number, rows in copies if number)
     return f"Rows of no weight, where rows do not divide: {listed}" if listed else ""
+
+
+def rollout_lines(planned: Planned) -> list[str]:
+    """The decoding steps that generate calls are expected to take, by the lengths of their responses."""
+    lines = []
+    for name, rollout in planned.rollouts.items():
+        strategy, call = planned.choices[name].strategy, planned.workload.call(name)
+        how = "all rows at once, until the longest response has ended"
+        if strategy.micro_batches > 1:
+            how = f"{strategy.micro_batches} micro-batches one after another, each until its longest response has ended"
+        if strategy.slots:
+            how = (
+                f"in {strategy.slots} slots a row shard, {rollout.groups:,.0f} groups of {strategy.prefill_rows} "
+                "prompts prefilled as slots get free"
+            )
+        steps = rollout.steps * strategy.micro_batches
+        lines.append(f"{name}: about {steps:,.0f} decoding steps for at most {call.response:,} new tokens, {how}")
+    return lines
 
 
 def _what_decides(critical: Sequence[str]) -> str:
@@ -156,6 +176,7 @@ def placement_in_words(choice: Choice, devices_per_node: int) -> str:
     """Devices and degrees: 'tensor 8 x pipeline 2, 4 micro-batches on 0-15, 2 nodes'."""
     micro = choice.strategy.micro_batches
     cut = f", {micro} micro-batches" if micro > 1 else ""
+    cut += f", {choice.strategy.slots} slots" if choice.strategy.slots else ""
     kept = ", from the host" if choice.offloaded else ""
     where = devices_in_words(choice.first, choice.end, devices_per_node)
     return f"{choice.strategy}{cut}{kept} on {where}"
@@ -188,6 +209,7 @@ def plan_json(planned: Planned, plan: Plan) -> dict[str, Any]:
                 "unload_seconds": choice.unload,
                 "memory_bytes": planned.call_memory(name),
                 "padded_rows": planned.workload.call(name).copied_rows(choice.strategy),
+                "decoding": dataclasses.asdict(planned.rollouts[name]) if name in planned.rollouts else None,
             }
             for name, choice in planned.choices.items()
         },

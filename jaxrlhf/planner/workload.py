@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxrlhf.call_graph import Call, CallGraph, CallKind
+from jaxrlhf.config.plan_config import ResponseLengths
 from jaxrlhf.experience import Sampling
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.lora import LoRAConfig, reads_merged
@@ -44,6 +45,8 @@ class ModelCall:
     """Columns that get an output of the head; 0 means the whole response."""
     num_samples: int = 1
     """Sequences drawn for each prompt."""
+    lengths: ResponseLengths | None = None
+    """The lengths of what it draws. None means that every response has `response` tokens."""
     mini_batches: int = 1
     epochs: int = 1
     lora: LoRAConfig | None = None
@@ -85,6 +88,11 @@ class ModelCall:
     def columns(self) -> int:
         """T."""
         return self.prompt + self.response
+
+    @property
+    def drawn(self) -> float:
+        """Tokens of a response of `generate`, on average."""
+        return self.response if self.lengths is None else self.lengths.mean
 
     @property
     def outputs(self) -> int:
@@ -144,7 +152,7 @@ class Workload:
     @property
     def tokens(self) -> int:
         """Tokens of prompts and responses that one step works on: of its generations, or of its largest call."""
-        drawn = [call.sequences * call.columns for call in self.calls if call.kind == "generate"]
+        drawn = [round(call.sequences * (call.prompt + call.drawn)) for call in self.calls if call.kind == "generate"]
         return sum(drawn) or max((call.sequences * call.columns for call in self.calls), default=0)
 
     @property
@@ -167,6 +175,7 @@ def workload_of(
     described: Mapping[str, DescribedCall] | None = None,
     adapters: Mapping[str, LoRAConfig] | None = None,
     bases: Mapping[str, tuple[str, ModelConfig]] | None = None,
+    lengths: ResponseLengths | None = None,
 ) -> Workload:
     """The work of a traced step of one iteration.
 
@@ -175,6 +184,7 @@ def workload_of(
         described: Call -> what makes its real programs.
         adapters: Role -> its adapters, for roles that train or read some.
         bases: Role -> the set of weights that its adapters adapt, and the model that these are of.
+        lengths: Of the responses that it draws. None means that they are as long as they may be.
     """
     behind: dict[str, tuple[str, ...]] = {}  # call -> the calls of models that it waits for
     calls = []
@@ -187,7 +197,8 @@ def workload_of(
         behind[call.name] = (call.plan_name,)
         base, base_model = (bases or {}).get(call.role, ("", None))
         made = _model_call(call, needs, models, described or {}, adapters or {})
-        calls.append(dataclasses.replace(made, base=base, base_model=base_model))
+        of_call = lengths if made.kind == "generate" else None
+        calls.append(dataclasses.replace(made, base=base, base_model=base_model, lengths=of_call))
     return Workload(tuple(calls), tuple(call.name for call in graph.calls if call.kind == "host"))
 
 

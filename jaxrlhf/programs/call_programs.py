@@ -29,6 +29,7 @@ from jaxrlhf.programs.roles import ModelRole
 from jaxrlhf.programs.weight_sets import set_of
 from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.row_padding import row_parts, with_copies
+from jaxrlhf.sharding.strategy import Strategy
 from jaxrlhf.xla_flags import known_flags
 
 Trained = tuple[Params, OptimizerState]
@@ -84,9 +85,8 @@ def generate_program(role: ModelRole, rebuild: Rebuild, layout: Layout, *, uneve
         def respond(some_prompts: Any) -> Any:
             given, strategy = (params, some_prompts, noise, temperature, sampling), layout.strategy
             if strategy.slots:
-                slots = Slots(strategy.slots, strategy.prefill_rows, strategy.prefill_tokens)
                 in_slots = pipelined_slots.generate_in_slots if layout.is_pipelined else generate_in_slots
-                rollout = in_slots(*given, slots, role.model, layout)
+                rollout = in_slots(*given, slots_of(strategy), role.model, layout)
             elif layout.is_pipelined:
                 rollout = pipelined_generation.generate(*given, role.model, layout)[0]
             else:
@@ -99,6 +99,11 @@ def generate_program(role: ModelRole, rebuild: Rebuild, layout: Layout, *, uneve
 
     outputs = layout.replicated if uneven else layout.rows
     return jax.jit(program, out_shardings=outputs, compiler_options=_decoding_options(layout))
+
+
+def slots_of(strategy: Strategy) -> Slots:
+    """How prompts enter the slots of a strategy."""
+    return Slots(strategy.slots, strategy.prefill_rows, strategy.prefill_tokens)
 
 
 def _decoding_options(layout: Layout) -> dict[str, Any] | None:

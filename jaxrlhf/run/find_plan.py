@@ -17,6 +17,7 @@ from jaxrlhf.planner.make_plan import Planned, plan_workload
 from jaxrlhf.planner.plans.check_plan import check_call, check_entries, check_offload
 from jaxrlhf.planner.plans.plan import Placement, PlanError, placement_of
 from jaxrlhf.planner.plans.saved_plan import SavedPlan, read_plan
+from jaxrlhf.planner.report import rollout_lines
 from jaxrlhf.run.step_draft import StepDraft
 from jaxrlhf.sharding import mesh
 from jaxrlhf.sharding.strategy import Strategy
@@ -71,7 +72,8 @@ def find_plan(
         _check(saved, draft)
         return FoundPlan(saved, f"The plan of {config.plan.file}")
     planned = plan_draft(draft, local_cluster(config.devices_memory), seconds=SEARCH_SECONDS, say=say)
-    return FoundPlan(planned.saved(planned.plan_for(draft.graph), asked=asked), planned.summary(), planned.notes)
+    notes = (*planned.notes, *rollout_lines(planned))
+    return FoundPlan(planned.saved(planned.plan_for(draft.graph), asked=asked), planned.summary(), notes)
 
 
 def _check(saved: SavedPlan, draft: StepDraft) -> None:
@@ -119,7 +121,7 @@ def plan_draft(
         PlanError or ConfigError: The config's entries do not fit, or no plan does.
         CompileError: A program cannot be compiled, if costs come from compiled programs.
     """
-    config, workload = draft.config, draft.workload()
+    config, workload = draft.config, draft.workload_to_plan()
     offload = config.plan.offload if config.plan.auto else ()
     check_offload(offload, config.roles, draft.owners)
     for call in draft.graph.calls:
@@ -166,7 +168,7 @@ def left_out(draft: StepDraft) -> list[str]:
     """Notes on settings of the config's plan that a search for another plan ignores."""
     plan, calls = draft.config.plan, {call.plan_name for call in draft.graph.calls}
     if not plan.auto:
-        is_said = plan != PlanConfig()
+        is_said = plan != PlanConfig(lengths=plan.lengths)
         return ["What the config says under `plan` is not kept to: it has no `auto: true`."] if is_said else []
     names = calls | {name.partition("#")[0] for name in calls}
     notes = [f"plan.calls.{name}: no call of the step has that name." for name in plan.calls if name not in names]

@@ -1,8 +1,10 @@
-"""A run with other sizes than those of its data, by `--prompt-tokens` and `--response-tokens`, to plan without data."""
+"""A run with other sizes than those of its data, by `--prompt-tokens`, `--response-tokens` and `--lengths`, to plan
+without data."""
 
 import dataclasses
 from typing import Any
 
+from jaxrlhf.config.plan_config import ResponseLengths
 from jaxrlhf.config.reading import ConfigError
 from jaxrlhf.config.schema import RunConfig
 from jaxrlhf.data.config import DataConfig
@@ -34,6 +36,25 @@ def with_response_tokens(config: RunConfig, count: int) -> RunConfig:
         return dataclasses.replace(part, max_new_tokens=count) if hasattr(part, "max_new_tokens") else part
 
     return dataclasses.replace(config, settings=map_settings(with_count, config.settings))
+
+
+def with_lengths(config: RunConfig, text: str) -> RunConfig:
+    """The run with other lengths of responses in its forecasts.
+
+    Args:
+        text: `33,150`, mean and 99th percentile of their tokens, or the folder of a run that recorded them.
+
+    Raises:
+        ConfigError: No responses have such lengths.
+    """
+    mean, comma, p99 = (part.strip() for part in text.partition(","))
+    try:
+        lengths = ResponseLengths(run=text)
+        if comma and mean.replace(".", "", 1).isdecimal() and p99.isdecimal():
+            lengths = ResponseLengths(mean=float(mean), p99=int(p99))
+    except ValueError as error:
+        raise ConfigError(f"--lengths: {error}") from error
+    return dataclasses.replace(config, plan=dataclasses.replace(config.plan, lengths=lengths))
 
 
 def with_synthetic_prompts(config: RunConfig, tokens: int) -> tuple[RunConfig, Tables]:

@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxrlhf.algorithms.algorithm import Algorithm
 from jaxrlhf.call_graph import CallGraph, GraphError
+from jaxrlhf.config.plan_config import ResponseLengths
 from jaxrlhf.config.reading import ConfigError
 from jaxrlhf.config.schema import RunConfig, load_algorithm
 from jaxrlhf.importing import failure
@@ -23,6 +24,7 @@ from jaxrlhf.programs.weight_sets import weight_sets
 from jaxrlhf.run.configured_roles import check_roles, check_vocabulary, configured_models, make_role, precision_notes
 from jaxrlhf.run.configured_sampling import check_end, resolved, samplings_of
 from jaxrlhf.run.configured_tokenizer import tokenizer_notes
+from jaxrlhf.run.recorded_lengths import recorded_lengths
 from jaxrlhf.run.step_rows import StepRows, Tables, check_rows, load_tables
 from jaxrlhf.sharding import mesh
 from jaxrlhf.tracing import trace
@@ -58,8 +60,16 @@ class StepDraft:
         return [name for name in self.models if not self.config.roles[name].shares]
 
     def workload(self) -> Workload:
-        """The workload of the step, for the planner."""
+        """The calls of the step with their sizes."""
         return step_workload(self.graph, self.roles)
+
+    def workload_to_plan(self) -> Workload:
+        """The same with the lengths of responses, which may be read from a run's folder.
+
+        Raises:
+            ConfigError: The folder has none.
+        """
+        return step_workload(self.graph, self.roles, response_lengths(self.config.plan.lengths, self.settings))
 
 
 def draft_step(config: RunConfig, *, tables: Tables | None = None, on_cpu: bool | None = None) -> StepDraft:
@@ -79,6 +89,8 @@ def draft_step(config: RunConfig, *, tables: Tables | None = None, on_cpu: bool 
     settings = resolved(config.settings, table.tokenizer)
     for sampling in samplings_of((settings, resolved(config.evaluation, table.tokenizer))):
         check_end(sampling, table.tokenizer)
+    if config.plan.lengths is not None and not config.plan.lengths.run:
+        response_lengths(config.plan.lengths, settings)
     models = configured_models(config, on_cpu=mesh.platform() == "cpu" if on_cpu is None else on_cpu)
     check_roles(config, algorithm.roles, models)
     check_vocabulary(models, table)
@@ -104,8 +116,12 @@ def draft_step(config: RunConfig, *, tables: Tables | None = None, on_cpu: bool 
     )
 
 
-def step_workload(graph: CallGraph, roles: Mapping[str, Role]) -> Workload:
-    """The workload of a step: its calls of models, each with the description of its programs."""
+def step_workload(graph: CallGraph, roles: Mapping[str, Role], lengths: ResponseLengths | None = None) -> Workload:
+    """The workload of a step: its calls of models, each with the description of its programs.
+
+    Args:
+        lengths: As of `workload_of`.
+    """
     of_models = {name: role for name, role in roles.items() if isinstance(role, ModelRole)}
     described = {
         call.plan_name: describe_call(call, of_models[call.role]) for call in graph.calls if call.role in of_models
@@ -114,7 +130,7 @@ def step_workload(graph: CallGraph, roles: Mapping[str, Role]) -> Workload:
     models = {name: role.model for name, role in of_models.items()}
     sets = weight_sets(of_models)
     bases = {name: (role.base, sets[role.base].model) for name, role in of_models.items() if role.lora is not None}
-    return workload_of(graph, models, described=described, adapters=adapters, bases=bases)
+    return workload_of(graph, models, described=described, adapters=adapters, bases=bases, lengths=lengths)
 
 
 def trace_step(step: Any, roles: Mapping[str, Role], state: Any, data: Any, settings: Any) -> CallGraph:
@@ -143,6 +159,19 @@ def first_state(algorithm: Algorithm, settings: Any) -> Any:
             f"{name}: its init_state must give the first state. Got {failure(error, algorithm.init_state)}. Its only "
             f"argument is the settings, here {type(settings).__name__}: write `def init_state(config): ...`."
         ) from error
+
+
+def response_lengths(lengths: ResponseLengths | None, settings: Any) -> ResponseLengths | None:
+    """The lengths of responses in forecasts with their mean and 99th percentile, read from a run if they name one.
+
+    Args:
+        settings: Of the algorithm, whose `Sampling`s limit what is drawn.
+
+    Raises:
+        ConfigError: The run recorded none, or nothing that is drawn can have such lengths.
+    """
+    limits = [sampling.max_new_tokens for sampling in samplings_of(settings)]
+    return recorded_lengths(lengths, limits) if lengths is not None and limits else None
 
 
 def _check_batches(config: RunConfig, train_rows: StepRows, new_tokens: int) -> None:

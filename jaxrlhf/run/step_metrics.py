@@ -14,6 +14,9 @@ from jaxrlhf.planner.plans.plan import Plan
 from jaxrlhf.planner.plans.splits import copied_rows
 from jaxrlhf.reshard.balance import token_imbalance
 
+RESPONSE_LENGTH = "perf/response_length/"
+"""Begins the names of metrics that `run.recorded_lengths` reads."""
+
 
 @dataclasses.dataclass(frozen=True)
 class TokenCounts:
@@ -21,6 +24,10 @@ class TokenCounts:
 
     prompt: int
     response: int
+    mean_response: float = 0.0
+    """Tokens of a drawn response on average. 0, as below, if none were drawn."""
+    p99_response: int = 0
+    """The tokens that 99 % of them have at most."""
 
     @property
     def total(self) -> int:
@@ -35,9 +42,14 @@ def count_tokens(result: StepResult) -> TokenCounts:
     rollouts = [call.outputs for call in result.graph.calls if call.kind == "generate"]
     sequences = rollouts or jax.tree.leaves(result.graph.inputs["data"], is_leaf=_is_sequences)
     masks = [(x.mask, x.response) for x in sequences if _is_sequences(x)]
-    counted = [(int(np.sum(mask)), int(np.sum(response))) for mask, response in result.read(masks)]
-    response = sum(response for _, response in counted)
-    return TokenCounts(prompt=sum(both for both, _ in counted) - response, response=response)
+    counted = [(int(np.sum(mask)), np.sum(response, axis=1)) for mask, response in result.read(masks)]
+    lengths = np.concatenate([lengths for _, lengths in counted] or [np.zeros(0, int)])
+    response = int(lengths.sum())
+    counts = TokenCounts(sum(both for both, _ in counted) - response, response)
+    if not rollouts or not len(lengths):
+        return counts
+    p99 = int(np.quantile(lengths, 0.99, method="inverted_cdf"))
+    return dataclasses.replace(counts, mean_response=float(lengths.mean()), p99_response=p99)
 
 
 def _is_sequences(x: Any) -> bool:
@@ -56,7 +68,7 @@ def throughput_metrics(
 
     Returns:
         `perf/...`, `timing_s/step` and `timing_per_token_ms/<timer>`: over response tokens for generation, over all
-        tokens for other calls on whole sequences.
+        tokens for other calls on whole sequences; `perf/response_length/...`, which a later forecast may assume.
     """
     metrics = {
         "timing_s/step": seconds,
@@ -64,6 +76,9 @@ def throughput_metrics(
         "perf/total_num_tokens": float(tokens.total),
         "perf/throughput": tokens.total / (seconds * num_devices),
     }
+    if tokens.mean_response:
+        metrics[f"{RESPONSE_LENGTH}mean"] = tokens.mean_response
+        metrics[f"{RESPONSE_LENGTH}p99"] = float(tokens.p99_response)
     for timer, timer_time in timer_seconds(timings).items():
         num_tokens = tokens.response if timer == "gen" else tokens.total
         if num_tokens and timer != "reward" and not timer.startswith(("reallocate_", "offload_")):

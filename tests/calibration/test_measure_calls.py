@@ -9,8 +9,12 @@ from jaxrlhf.calibration import measure_calls as measure_module
 from jaxrlhf.calibration import measure_machine as machine_module
 from jaxrlhf.calibration import timing as timing_module
 from jaxrlhf.calibration.measure_calls import Degrees, Job, divides, jobs, measure
+from jaxrlhf.calibration.measure_slots import num_rounds, of_phases, runs
 from jaxrlhf.calibration.timing import Timing
+from jaxrlhf.config.plan_config import ResponseLengths
+from jaxrlhf.generation.continuous_batching import Slots
 from jaxrlhf.planner.costs.calibration import case_of
+from jaxrlhf.planner.workload import Workload
 from jaxrlhf.sharding.strategy import Strategy
 from tests.planner.described_step import TINY, ppo
 
@@ -103,6 +107,43 @@ def test_calls_are_measured(name, impatient):
         assert point.rows == (0 if case.phase == "update" else 4)
     # a gradient is what is left beside the update: beside other work on the machine that can be nothing
     assert sum(point.layer * call.model.num_layers + point.rest for point in found.values()) > 0
+
+
+LONGER = ppo(dataclasses.replace(TINY, num_layers=1), rows=32, prompt=20, response=60).workload.call("actor.generate")
+
+
+def test_every_number_of_slots_is_measured_where_lengths_are_known():
+    def measured(call, strategy):
+        found = jobs(Workload((call,)), {call.name: [strategy]})
+        return [(job.strategy.slots, job.strategy.prefill_rows, job.rows) for job in found if job.strategy.slots]
+
+    known = dataclasses.replace(LONGER, rows=128, lengths=ResponseLengths(mean=8, p99=60))
+    assert measured(LONGER, Strategy()) == []
+    assert measured(known, Strategy(data=2)) == [(16, 2, 32), (32, 4, 64)]
+    assert measured(LONGER, Strategy(slots=24, prefill_rows=4)) == [(24, 4, 24)]
+
+
+def test_phases_of_slots_are_told_apart():
+    """Ten steps of 2 s without columns and 0.5 s for each; 3 s for a group; 5 s for anything else."""
+    slots, rounds = Slots(8, prefill_rows=4), num_rounds(LONGER)
+    assert rounds == 7 and [run.tokens for run in runs(LONGER)] == [1, 1, 128, 128, 0]
+
+    def timing(num_rounds, columns, groups=0):
+        return Timing(5 + 8 * num_rounds * (2 + 0.5 * columns) + 3 * groups, 0.0, 0.0)
+
+    seen = [timing(1, 64), timing(7, 64), timing(1, 128), timing(7, 128), timing(1, 64, groups=2)]
+    assert of_phases(seen, LONGER, slots, on_gpu=False) == {"slot_prefill": 3, "slot_step": 2, "slot_column": 0.5}
+    whole = of_phases(seen[:2] * 2 + seen[4:], LONGER, slots, on_gpu=True)
+    assert whole == {"slot_prefill": 3, "slot_step": 34, "slot_column": 0}
+
+
+@pytest.mark.parametrize("strategy", [Strategy(slots=16, prefill_rows=4), Strategy(data=2, slots=8)], ids=str)
+def test_slots_are_measured(strategy, impatient):
+    found = dict(measure(Job(LONGER, strategy, 16), dispatch_seconds=0.0, patience_seconds=0.0))
+    assert [case.phase for case in found] == ["slot_prefill", "slot_step", "slot_column"]
+    assert all(case == case_of(LONGER, case.phase, strategy) for case in found)
+    assert [point.rows for point in found.values()] == [strategy.prefill_rows, strategy.slots, strategy.slots]
+    assert sum(point.layer + point.rest for point in found.values()) > 0
 
 
 def test_a_deeper_model_is_measured_by_two_depths(monkeypatch):

@@ -41,11 +41,13 @@ def test_it_prints_the_plan_and_writes_it_with_pictures(plan):
 
 
 def test_machines_get_one_document(plan):
-    status, output, error = plan("--json", "--strategy", "heuristic", "--response-tokens", "20", "--prompt-tokens", "9")
+    sizes = ("--response-tokens", "20", "--prompt-tokens", "9", "--lengths", "6,20")
+    status, output, error = plan("--json", "--strategy", "heuristic", *sizes)
     assert status == 0, error
     document = json.loads(output)
     assert document["strategy"] == "heuristic" and document["times_heuristic"] == pytest.approx(1.0)
-    assert document["tokens"] == 16 * 29
+    assert document["tokens"] == 16 * (9 + 6)
+    assert 0 < document["calls"]["actor.generate"]["decoding"]["steps"] < 19
     assert set(document["plan"]["calls"]) == {*document["calls"], "ppo_batch"}
 
 
@@ -88,6 +90,8 @@ def test_the_plan_for_the_devices_that_are_here_can_be_run(plan, train, results)
         (("--set", "roles.actor.model={preset: 70b}"), " GB too much, on 2 devices as tensor 2 (weights and "),
         (("--prompt-tokens", "0"), "--prompt-tokens: must be at least 1. Got 0."),
         (("--response-tokens", "-1"), "--response-tokens: must be at least 1. Got -1."),
+        (("--lengths", "6,20"), "plan.lengths.p99: must be at most max_new_tokens=10, which cuts responses off."),
+        (("--lengths", "6"), "plan.lengths.run: must be the folder of a run. Got '6'; 6/metrics.jsonl: No such file"),
         (("--costs", "measured"), "--costs measured: is for clusters of devices like those of this machine,"),
         (("--out", "tiny.yaml/plan.json"), "File exists: 'tiny.yaml'"),
         (("--calibration", "none.json"), "--calibration: goes with --costs measured. Got analytic. Leave one out."),

@@ -107,7 +107,7 @@ def test_tokens_of_rollouts_and_of_demonstrations_are_counted() -> None:
     mask[:3, 2:9], response[:3, :4] = True, True
     rollout = rollout.replace(mask=mask, response=response)
     counted = count_tokens(result(graph, {"data": run.train_rows(0), "actor.generate": rollout}))
-    assert counted == TokenCounts(prompt=9, response=12) and counted.total == 21
+    assert counted == TokenCounts(9, 12, mean_response=12 / 64, p99_response=4) and counted.total == 21
 
     assert run.warm_start is not None
     rows = PromptLoader(run.table, 512, seed=0).batch(0, "demonstrations", max_new_tokens=10)

@@ -30,6 +30,7 @@ from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.lora import LoRAConfig
 from jaxrlhf.planner.costs.cache import default_folder
 from jaxrlhf.planner.costs.cost_model import PassSeconds, UpdateSeconds
+from jaxrlhf.planner.costs.work import SLOT_PHASES, Phase, SlotPhase
 from jaxrlhf.planner.workload import ModelCall
 from jaxrlhf.require import require, require_fields, require_not_negative, require_positive
 from jaxrlhf.sharding import mesh
@@ -42,7 +43,7 @@ QUIET = 0.05
 """The CPU share of other processes up to which a measurement counts as undisturbed; Linux may miscount as much."""
 _COMMAND = "Measure this machine: python -m jaxrlhf.calibrate --config NAME_OR_PATH."
 
-MeasuredPhase = Literal["forward", "gradient", "prefill", "decode", "update"]
+MeasuredPhase = Literal[Phase, SlotPhase, "update"]
 """Phases of calls, and `update`: the optimizer, once for each mini-batch."""
 
 
@@ -166,6 +167,7 @@ class Case:
     tensor: int
     remat: Remat = "none"
     lora: LoRAConfig | None = None
+    prefill_tokens: int = 0
 
     @property
     def num_row_shards(self) -> int:
@@ -175,7 +177,7 @@ class Case:
 def case_of(call: ModelCall, phase: MeasuredPhase, strategy: Strategy) -> Case:
     """The case to measure, or to look up, for a phase of a call."""
     over_rows = phase != "update"
-    generates = phase in ("prefill", "decode")
+    generates = phase in ("prefill", "decode", *SLOT_PHASES)
     return Case(
         call.model,
         phase,
@@ -188,6 +190,7 @@ def case_of(call: ModelCall, phase: MeasuredPhase, strategy: Strategy) -> Case:
         tensor=strategy.tensor,
         remat=strategy.remat if phase == "gradient" else "none",
         lora=None if call.merges else call.lora,
+        prefill_tokens=strategy.prefill_tokens if phase == "slot_prefill" else 0,
     )
 
 
@@ -196,7 +199,8 @@ class Point:
     """One measurement."""
 
     rows: float
-    """Rows on each row shard; sequences for `decode`, 0 for `update`."""
+    """Rows on each row shard; sequences for `decode`, slots for `slot_step` and `slot_column`, the width of a group for
+    `slot_prefill`, 0 for `update`."""
     layer: float
     """Seconds of one layer."""
     rest: float

@@ -21,10 +21,14 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from jaxrlhf.cluster.hardware import Cluster, Kind
+from jaxrlhf.generation.continuous_batching import Slots
+from jaxrlhf.generation.generate import slots_read
 from jaxrlhf.models.architecture import matrix_numbers, num_parameters
 from jaxrlhf.planner.costs.memory import MASTER_BYTES, gradient_numbers, has_merged_copy, weight_bytes
-from jaxrlhf.planner.costs.work import LayerWork, Phase, Work, analytic_work
+from jaxrlhf.planner.costs.rollout_steps import RolloutSteps, steps_at_once, steps_in_slots
+from jaxrlhf.planner.costs.work import SLOT_PHASES, LayerWork, Phase, SlotPhase, Work, analytic_work, decode_work
 from jaxrlhf.planner.workload import ModelCall
+from jaxrlhf.programs.call_programs import slots_of
 from jaxrlhf.schedules.exposed_sends import exposed_in_inference, exposed_in_training
 from jaxrlhf.sharding.stage_layers import layers_of_stages
 from jaxrlhf.sharding.strategy import Remat, Strategy
@@ -64,7 +68,7 @@ class UpdateSeconds:
     """True if the seconds include adding up gradients over copies of the weights."""
 
 
-MeasuredPass = Callable[[ModelCall, Phase, Strategy, float], PassSeconds | None]
+MeasuredPass = Callable[[ModelCall, Phase | SlotPhase, Strategy, float], PassSeconds | None]
 """Measured seconds of a pass, from the call, its phase, its strategy, and the rows of a micro-batch on each row shard.
 All row shards work at the same time. None if nothing similar was measured."""
 MeasuredUpdate = Callable[[ModelCall, Strategy], UpdateSeconds | None]
@@ -184,33 +188,86 @@ class CostModel:
         return self.all_reduce(devices, over_data, split) + self.all_reduce(devices, over_rows, whole)
 
     def _generate(self, call: ModelCall, devices: range, strategy: Strategy) -> CallSeconds:
-        stages = strategy.pipeline
+        kind, stages = self._kind(devices), strategy.pipeline
+        if strategy.slots:
+            dispatch = kind.coefficients.dispatch_seconds
+            if stages > 1:
+                return dataclasses.replace(self._in_slots_of_stages(call, devices, strategy), dispatch=dispatch)
+            return CallSeconds(passes=self._in_slots(call, devices, strategy), dispatch=dispatch)
         prompts = call.part_rows(strategy)
         rows = prompts * call.num_samples
-        together = strategy.prefill_rows if strategy.slots else prompts
-        prefill = max(self._stages(call, "prefill", devices, strategy, together))
-        kind = self._kind(devices)
-        step = max(self._stages(call, "decode", devices, strategy, strategy.slots or rows))
+        prefill = max(self._stages(call, "prefill", devices, strategy, prompts))
+        steps: float = call.response - 1
+        if call.lengths is None:
+            step = max(self._stages(call, "decode", devices, strategy, rows))
+        else:
+            expected = self.rollout_steps(call, devices, strategy)
+            steps, step = expected.steps, self._step(call, devices, strategy, rows, expected.columns)
         size = call.model.hidden_size * call.model.itemsize
         send = self._send(devices, strategy, rows * size) if stages > 1 else 0.0
         first = self._send(devices, strategy, prompts * call.prompt * size) if stages > 1 else 0.0
-        steps = call.response - 1
-        if strategy.slots:  # every response as long as it may be: slots are refilled all at once
-            waves = math.ceil(rows / strategy.slots)
-            groups = math.ceil(prompts / strategy.prefill_rows)
-            return CallSeconds(
-                passes=groups * prefill + waves * call.response * step, dispatch=kind.coefficients.dispatch_seconds
-            )
         return _times(
             CallSeconds(
                 passes=stages * (prefill + steps * step),
                 bubbles=(stages - 1) * (prefill + step),
                 # every tick of the ring begins with what the one before sent
-                sends=(2 * stages - 1) * first + (1 + stages * call.response) * send,
+                sends=(2 * stages - 1) * first + (1 + stages * (steps + 1)) * send,
                 dispatch=kind.coefficients.dispatch_seconds,
             ),
             strategy.micro_batches,
         )
+
+    def rollout_steps(self, call: ModelCall, devices: range, strategy: Strategy) -> RolloutSteps:
+        """The decoding steps that a generate call is expected to take; of micro-batches, each. All rows at once go on
+        until the longest response of all row shards has ended; in slots each shard ends by itself."""
+        prompts, shards = math.ceil(call.part_rows(strategy)), strategy.num_row_shards
+        if strategy.slots:
+            on_gpu = self._kind(devices).target is not None
+            lengths = call.lengths, call.prompt, call.response
+            return steps_in_slots(*lengths, prompts, call.num_samples, shards, slots_of(strategy), on_gpu)
+        rows = prompts * call.num_samples * shards * strategy.pipeline
+        return steps_at_once(call.lengths, call.prompt, call.response, rows)
+
+    def _in_slots(self, call: ModelCall, devices: range, strategy: Strategy) -> float:
+        """Seconds of a rollout in slots: of its steps, as wide as there are slots, and of the groups that enter."""
+        expected, slots = self.rollout_steps(call, devices, strategy), strategy.slots
+        rows = {"slot_prefill": strategy.prefill_rows, "slot_step": slots, "slot_column": slots}
+        measured = [
+            self._measured(call, phase, strategy, rows[phase]) if self._measured is not None else None
+            for phase in SLOT_PHASES
+        ]
+        if all(each is not None for each in measured):
+            prefill, step, column = (_by_device(call, strategy, each)[0] for each in measured if each is not None)
+            return expected.groups * prefill + expected.steps * (step + expected.columns * column)
+        prefill = max(self._stages(call, "prefill", devices, strategy, strategy.prefill_rows))
+        return expected.groups * prefill + expected.steps * self._step(call, devices, strategy, slots, expected.columns)
+
+    def _in_slots_of_stages(self, call: ModelCall, devices: range, strategy: Strategy) -> CallSeconds:
+        """Seconds of a rollout in slots over stages, as `generation.pipelined_slots` takes turns. A group for each
+        micro-batch is prefilled in as many ticks as it takes to pass all stages."""
+        expected, stages = self.rollout_steps(call, devices, strategy), strategy.pipeline
+        rows, turns = strategy.slots // stages, expected.steps / Slots.steps
+        fills = math.ceil(expected.groups / stages)
+        step = self._step(call, devices, strategy, rows, expected.columns)
+        prefill = max(self._stages(call, "prefill", devices, strategy, strategy.prefill_rows))
+        size = call.model.hidden_size * call.model.itemsize
+        sends = fills * (2 * stages - 1) * self._send(devices, strategy, strategy.prefill_rows * call.prompt * size)
+        return CallSeconds(
+            passes=stages * (expected.steps * step + fills * prefill),
+            bubbles=(stages - 1) * (turns * step + fills * prefill),
+            sends=sends + turns * (Slots.steps + 1) * stages * self._send(devices, strategy, rows * size),
+        )
+
+    def _step(self, call: ModelCall, devices: range, strategy: Strategy, rows: float, columns: float) -> float:
+        """Seconds of a decoding step of the slowest stage that reads so many columns of the cache. What it takes more,
+        or less, than a step of full-length responses is modelled, within what reading the cache alone could make of
+        it."""
+        one, usual = self._pass(call, "decode", devices, strategy, rows), slots_read(call.prompt, call.response)
+        layers = [decode_work(call, tensor=strategy.tensor, slots=slots).layer for slots in (columns, usual)]
+        now, then = (self._work_seconds(call, "decode", devices, strategy, rows, layer) for layer in layers)
+        least, most = sorted((one.layer, one.layer * columns / usual))
+        layer = min(max(one.layer + now - then, least), most)
+        return max(_by_device(call, strategy, dataclasses.replace(one, layer=layer)))
 
     def _merge(self, call: ModelCall, kind: Kind, strategy: Strategy) -> float:
         """Seconds of adding adapters into a copy of the weights: their product in float32, and the sum."""

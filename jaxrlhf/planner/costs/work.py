@@ -10,7 +10,7 @@ D hidden size, F MLP size, H query heads, K key-value heads, h head size, V voca
 """
 
 import dataclasses
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from jaxrlhf.generation.generate import slots_read
 from jaxrlhf.models.architecture import (
@@ -42,6 +42,11 @@ PHASES: dict[str, tuple[Phase, ...]] = {
     "generate": ("prefill", "decode"),
 }
 """Kind of call -> the phases that it has."""
+
+SlotPhase = Literal["slot_prefill", "slot_step", "slot_column"]
+"""Phases of a rollout in slots that are measured, and never modelled: a group of prompts that enters; a decoding step
+without reading its cache; what each column of the cache adds to that."""
+SLOT_PHASES: tuple[SlotPhase, ...] = get_args(SlotPhase)
 
 
 @dataclasses.dataclass(frozen=True)

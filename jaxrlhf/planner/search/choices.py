@@ -14,6 +14,7 @@ These might be:
 
 - in large clusters, devices that are fewer than a `SMALLEST`-th of all: from 257 on, of nodes of 8, parts of a node;
 - with more than `GRID` nodes, whole nodes that do not lie on a grid of as many parts, or are a power of two within one;
+- numbers of slots that are no power of two, other widths of their groups, and slots where nothing is known of lengths;
 - micro-batches that are no power of two or more than `MAX_MICRO_BATCHES`; weights split over some row shards of a node;
   remat `dots`; chunks and GPipe; trained roles in host memory.
 
@@ -32,6 +33,7 @@ from jaxrlhf.cluster.hardware import Cluster, Kind, Network
 from jaxrlhf.models.params import layer_form
 from jaxrlhf.planner.costs.cost_model import CostModel
 from jaxrlhf.planner.costs.memory import CallMemory, call_memory, evenness, weight_bytes
+from jaxrlhf.planner.costs.rollout_steps import slot_choices
 from jaxrlhf.planner.plans.plan import NoRoomError, Placement, PlanError
 from jaxrlhf.planner.plans.splits import divisors, undivided_sizes
 from jaxrlhf.planner.search.peak_memory import in_gb, remedy, room_in_words
@@ -194,7 +196,7 @@ class _Maker:
                         alike.setdefault(None if lies_alike else layout(choice), []).append(choice)
                     if least is None or taken - kind.capacity < least[0]:
                         least = (taken - kind.capacity, mesh, choice.strategy)
-                by_kind[key] = [choice for group in alike.values() for choice in undominated(group)]
+                by_kind[key] = [choice for group in alike.values() for choice in undominated(_worth_slots(group))]
             for choice in by_kind[key]:
                 found.append(dataclasses.replace(choice, first=mesh.start, end=mesh.stop))
         if not found:
@@ -342,6 +344,18 @@ class _Maker:
 _WEIGHT_PARTS = ("resting", "optimizer", "base", "copy", "shared_with_training")
 
 
+def _worth_slots(choices: Sequence[Choice]) -> Sequence[Choice]:
+    """The choices without slots that are no faster than all rows at once with the same degrees, or their micro-batches,
+    which take less memory too."""
+    at_once = {_degrees(c.strategy): math.inf for c in choices if c.strategy.slots}
+    if not at_once:
+        return choices
+    for choice in choices:
+        if not choice.strategy.slots and (degrees := _degrees(choice.strategy)) in at_once:
+            at_once[degrees] = min(at_once[degrees], choice.busy)
+    return [c for c in choices if not c.strategy.slots or c.busy < at_once[_degrees(c.strategy)]]
+
+
 def _may_be_fused(problem: Problem) -> list[list[int]]:
     """Call -> choices of training over stages on all devices, the bubbles of which another call could fill."""
     everywhere = range(problem.num_devices)
@@ -367,7 +381,7 @@ def strategies(call: ModelCall, num_devices: int, devices_per_node: int) -> Iter
     """Every strategy of a call over some number of devices that a plan may have and that could be fast.
 
     `tensor` stays within a node. Weights are split over `fsdp` in whole, within a node, or not at all, and not where
-    they are decoded with. Remat is none or layer.
+    they are decoded with. Remat is none or layer. Generation has slots only where lengths of responses are known.
     """
     model = call.model
     remats: tuple[Remat, ...] = ("none", "layer") if call.trains else ("none",)
@@ -385,10 +399,12 @@ def strategies(call: ModelCall, num_devices: int, devices_per_node: int) -> Iter
                     continue
                 for micro_batches in _micro_batches(call, rest * (pipeline if call.kind == "generate" else 1)):
                     for remat in remats:
-                        yield Strategy(
+                        strategy = Strategy(
                             data=rest // fsdp, fsdp=fsdp, tensor=tensor, pipeline=pipeline, micro_batches=micro_batches,
                             remat=remat,
                         )  # fmt: skip
+                        yield strategy
+                        yield from slot_choices(call, strategy)
 
 
 def _micro_batches(call: ModelCall, shards: int) -> list[int]:

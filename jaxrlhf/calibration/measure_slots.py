@@ -1,0 +1,110 @@
+"""Seconds of a rollout in slots, measured: of a decoding step by the columns of the cache that it reads, and of a group
+of prompts that enters.
+
+One program decodes some rounds. Its arguments say what every slot holds at first, so that differences between its runs
+are steps that read few columns, steps that read all of them, and the prefill of as many prompts as there is room for.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from jaxrlhf.calibration.timing import Timing
+from jaxrlhf.experience import Prompts, Sampling
+from jaxrlhf.generation.continuous_batching import Slots, advance, begin, make_queue
+from jaxrlhf.generation.generate import prepare
+from jaxrlhf.models.kv_cache import columns_read, num_columns
+from jaxrlhf.models.params import Params
+from jaxrlhf.planner.costs.work import SLOT_PHASES, SlotPhase
+from jaxrlhf.planner.workload import ModelCall
+from jaxrlhf.programs.ahead_of_time import CallProgram, call_program
+from jaxrlhf.programs.call_programs import slots_of
+from jaxrlhf.sharding.axes import BATCH_AXES
+from jaxrlhf.sharding.layout import Layout
+
+MOST_ROUNDS = 7
+"""Of the longer runs: as many as stay within the first part of a cache."""
+
+
+class Run(NamedTuple):
+    """What a run begins with."""
+
+    tokens: int
+    """In the cache of every slot; 0 if all are free and prompts wait for them."""
+    rounds: int
+
+
+def num_rounds(call: ModelCall) -> int:
+    """The rounds of the longer runs, in which no response may reach its limit. Below 2 nothing can be measured."""
+    return min(MOST_ROUNDS, (call.response - 1) // Slots.steps)
+
+
+def runs(call: ModelCall) -> list[Run]:
+    """The runs from whose times `of_phases` tells the phases apart: steps that read few columns, one round and some;
+    the same of steps that read all; and a round before which prompts enter."""
+    long, full = num_rounds(call), num_columns(call.columns - 1)
+    return [Run(1, 1), Run(1, long), Run(full, 1), Run(full, long), Run(0, 1)]
+
+
+def of_phases(timings: list[Timing], call: ModelCall, slots: Slots, *, on_gpu: bool) -> dict[SlotPhase, float]:
+    """Seconds of each phase, from the times of `runs`."""
+    few, few_more, full, full_more, entering = (timing.seconds for timing in timings)
+    apart = (num_rounds(call) - 1) * slots.steps
+    least, prompt, most = columns_read(
+        np.array([1, call.prompt, call.columns]), call.columns - 1, on_gpu=on_gpu
+    ).tolist()
+    of_few, of_full = max(few_more - few, 0.0) / apart, max(full_more - full, 0.0) / apart
+    column = max(of_full - of_few, 0.0) / (most - least) if most > least else 0.0
+    step = max(of_few - least * column, 0.0)
+    before = few + slots.steps * (prompt - least) * column  # the same round, had its prompts been there
+    prompts = slots.slots // call.num_samples
+    prefill = max(entering - before, 0.0) / math.ceil(prompts / min(slots.prefill_rows, prompts))
+    return dict(zip(SLOT_PHASES, (prefill, step, column), strict=True))
+
+
+def slot_program(call: ModelCall, layout: Layout, depth: int) -> CallProgram:
+    """The program of `runs`, which takes an array of the tokens and rounds of a run after its other arguments.
+
+    Args:
+        layout: With slots in its strategy.
+        depth: Layers of the model.
+    """
+    described, slots, shards = call.require_described(), slots_of(layout.strategy), layout.strategy.num_row_shards
+    program = call_program(described, layout, num_layers=depth, rows=slots.slots // call.num_samples * shards)
+    model = dataclasses.replace(described.role.model, num_layers=depth)
+    params, noise, temperature, arrays = program.arguments
+    sampling = next(x for x in described.args if isinstance(x, Sampling))
+    sampling = dataclasses.replace(sampling, min_new_tokens=sampling.max_new_tokens)  # none ends early
+    within = layout.inside_gathered_row_shards() if shards > 1 else layout
+
+    def on_shard(params: Params, prompts: Prompts, noise: jax.Array, temperature: jax.Array, run: jax.Array) -> Any:
+        tokens, rounds = run
+        queue = make_queue(prompts, sampling, slots)
+        state = begin(queue, sampling, slots, model, within)
+        waits, number = tokens == 0, jnp.arange(slots.slots)
+        state = state.replace(
+            head=jnp.where(waits, 0, len(prompts.tokens)),
+            sequence=jnp.where(waits | (number >= len(queue.id)), len(queue.id), number),
+            cache=state.cache.replace(length=jnp.full_like(state.cache.length, tokens)),
+        )
+        state = advance(params, queue, state, noise, rounds, temperature, sampling, slots, model, within)
+        return state.newest, state.words.sum(axis=(1, 2))
+
+    def whole(params: Params, noise: jax.Array, temperature: jax.Array, arrays: Any, run: jax.Array) -> Any:
+        ready, prompts = prepare(params, model, layout), Prompts(*arrays)
+        given: Callable[..., Any] = on_shard
+        if shards > 1:
+            rows, replicated = PartitionSpec(BATCH_AXES), PartitionSpec()
+            given = jax.shard_map(
+                on_shard, mesh=layout.mesh, in_specs=(replicated, rows, replicated, replicated, replicated),
+                out_specs=rows, axis_names=within.manual_axes, check_vma=False,
+            )  # fmt: skip
+        return given(ready, prompts, noise, temperature, run)
+
+    return CallProgram(jax.jit(whole), (params, noise, temperature, arrays))

@@ -1,0 +1,155 @@
+"""The decoding steps that a rollout is expected to take, by the lengths of its responses.
+
+All rows at once decode until the longest response has ended. In slots, a simulation of the admission of prompts
+(`models.continuous_batching`) counts steps and prefills, for responses of drawn lengths: always the same draws, so that
+a forecast is a function of its arguments.
+"""
+
+import dataclasses
+import functools
+import heapq
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxrlhf.config.plan_config import ResponseLengths
+from jaxrlhf.generation.continuous_batching import Slots
+from jaxrlhf.generation.generate import decoding_stages
+from jaxrlhf.models.kv_cache import columns_read
+from jaxrlhf.planner.costs.response_lengths import length_cdf
+from jaxrlhf.planner.workload import ModelCall
+from jaxrlhf.sharding.strategy import Strategy
+
+FEWEST_SLOTS, MOST_CHOICES = 16, 6
+"""The fewest slots that a search looks at, and how many numbers of slots, each half of the next."""
+_SIMULATED = 4096
+"""Sequences of a simulation, at least: of as many equal rollouts as have them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutSteps:
+    """The expected work of a generate call on its slowest row shard."""
+
+    steps: float
+    """Decoding steps: of all rows at once, after the first token, which prefill draws."""
+    groups: float
+    """Groups of prompts that are prefilled."""
+    columns: float
+    """Columns of the cache that a step reads, on average."""
+
+
+@functools.lru_cache(maxsize=4096)
+def steps_at_once(lengths: ResponseLengths | None, prompt: int, response: int, rows: int) -> RolloutSteps:
+    """The steps until the longest of `rows` responses has ended.
+
+    Args:
+        prompt: Columns of a prompt.
+        response: The most new tokens.
+    """
+    goes_on = 1.0 - length_cdf(lengths, response)[:-1] ** rows  # the probability that step 1, 2, ... is made
+    slots = np.concatenate([np.full(steps, size) for size, steps in decoding_stages(response)])
+    steps = float(goes_on.sum())
+    columns = float((goes_on * slots).sum()) / steps if steps else slots[0] if len(slots) else response
+    return RolloutSteps(steps, 1.0, prompt + columns)
+
+
+@functools.lru_cache(maxsize=4096)
+def steps_in_slots(
+    lengths: ResponseLengths | None,
+    prompt: int,
+    response: int,
+    num_prompts: int,
+    num_samples: int,
+    shards: int,
+    slots: Slots,
+    on_gpu: bool,
+) -> RolloutSteps:
+    """The steps of a rollout in slots, until the last of some row shards has ended.
+
+    Args:
+        num_prompts: Of each row shard.
+        on_gpu: A step reads the whole cache, not only the columns that are in use.
+    """
+    of_shard = num_prompts * num_samples
+    looked_at = max(1, min(shards, 4 * _SIMULATED // of_shard))
+    repeats = math.ceil(_SIMULATED / (looked_at * of_shard)) if lengths is not None else 1
+    count = repeats * looked_at * of_shard
+    rng = np.random.default_rng(0)
+    spread = (rng.permutation(count) + rng.random(count)) / count  # as many short ones as are expected
+    drawn = 1 + np.searchsorted(length_cdf(lengths, response), spread)
+    found = []
+    for of_rollout in drawn.reshape(repeats, looked_at, of_shard):
+        each = [simulate_slots(of_rows, num_samples, slots) for of_rows in of_rollout]
+        found.append(max(each, key=lambda shard: shard.rounds))
+    ages = np.concatenate([each.ages(slots.steps) for each in found])
+    tokens = prompt + response - 1
+    read = columns_read(np.minimum(prompt + ages, tokens), tokens, on_gpu=on_gpu)
+    steps = slots.steps * sum(each.rounds for each in found) / repeats
+    return RolloutSteps(steps, sum(each.groups for each in found) / repeats, float(read.mean()))
+
+
+@dataclasses.dataclass(frozen=True)
+class SimulatedSlots:
+    """A simulated rollout of a row shard."""
+
+    rounds: int
+    groups: int
+    entered: np.ndarray
+    """Sequence -> the round before which it enters, in the order of the queue."""
+    left: np.ndarray
+    """Sequence -> the round before which its slot is free again."""
+
+    def ages(self, steps: int) -> np.ndarray:
+        """Tokens of the longest row before each step: those since the sequence entered that is there longest."""
+        rounds = np.arange(self.rounds)
+        oldest = np.searchsorted(np.maximum.accumulate(self.left), rounds, side="right")
+        return ((rounds - self.entered[oldest])[:, None] * steps + np.arange(steps)).reshape(-1)
+
+
+def simulate_slots(lengths: Sequence[int] | np.ndarray, num_samples: int, slots: Slots) -> SimulatedSlots:
+    """The rounds of `models.continuous_batching.advance` for responses of known lengths: groups of prompts enter before
+    a round where there is room for as many as are to enter together, and a slot is free after the round in which its
+    sequence ends.
+
+    Args:
+        lengths: New tokens of each sequence in the order of the queue, the samples of a prompt one after another.
+    """
+    lasts = -(-np.asarray(lengths) // slots.steps)
+    num_prompts, most_at_once = len(lasts) // num_samples, min(slots.prefill_rows, slots.slots // num_samples)
+    entered = np.zeros(len(lasts), int)
+    ends: list[int] = []
+    free, head, now, groups = slots.slots, 0, 0, 0
+    while head < num_prompts:
+        waiting = num_prompts - head
+        if free >= min(waiting, min(slots.admit or slots.prefill_rows, most_at_once)) * num_samples:
+            entering = min(free // num_samples, waiting, slots.prefill_rows) * num_samples
+            first = head * num_samples
+            entered[first : first + entering] = now
+            for last in lasts[first : first + entering].tolist():
+                heapq.heappush(ends, now + last)
+            free, head, groups = free - entering, head + entering // num_samples, groups + 1
+        else:
+            now = ends[0]
+            while ends and ends[0] == now:
+                heapq.heappop(ends)
+                free += 1
+    left = entered + lasts
+    return SimulatedSlots(int(left.max()), groups, entered, left)
+
+
+def slot_choices(call: ModelCall, strategy: Strategy) -> list[Strategy]:
+    """The strategy with every number of slots that is worth a look: powers of two, fewer than a row shard has rows, and
+    at least as many as samples of a prompt enter together. None if nothing is known of lengths.
+
+    Prompts enter when an eighth of the slots is free, or there is room for 8 of them: wider groups are prefilled
+    faster, and leave more slots empty.
+    """
+    if call.kind != "generate" or call.lengths is None or strategy.pipeline > 1 or strategy.micro_batches > 1:
+        return []
+    rows, n = math.ceil(call.part_rows(strategy)) * call.num_samples, call.num_samples
+    sizes = [2**i for i in range(rows.bit_length()) if max(FEWEST_SLOTS, n) <= 2**i < rows]
+    return [
+        dataclasses.replace(strategy, slots=size, prefill_rows=max(1, min(Slots.prefill_rows, size // (8 * n))))
+        for size in sizes[-MOST_CHOICES:]
+    ]

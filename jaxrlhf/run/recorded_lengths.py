@@ -1,0 +1,65 @@
+"""The lengths of responses that a config wants forecasts to assume: as it says, or as a run recorded them."""
+
+import math
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxrlhf.config.plan_config import ResponseLengths
+from jaxrlhf.config.reading import ConfigError
+from jaxrlhf.observe.metrics import read_metrics
+from jaxrlhf.planner.costs.response_lengths import least_mean, length_cdf
+from jaxrlhf.run.run_folder import RunFolder
+from jaxrlhf.run.step_metrics import RESPONSE_LENGTH
+
+LAST_STEPS = 10
+"""The steps of a run that count: the last ones."""
+_WHERE = "plan.lengths"
+
+
+def recorded_lengths(lengths: ResponseLengths, limits: Sequence[int]) -> ResponseLengths:
+    """Lengths with their mean and 99th percentile, read from a run if they name one.
+
+    Args:
+        limits: The most new tokens of every `Sampling` of the step.
+
+    Raises:
+        ConfigError: The run recorded none, or nothing that is drawn can have such lengths.
+    """
+    if lengths.run:
+        lengths = _nearest(*_recorded(lengths.run), limits)
+    for most in limits:
+        try:
+            length_cdf(lengths, most)
+        except ValueError as error:
+            raise ConfigError(f"{_WHERE}.{error}") from error
+    return lengths
+
+
+def _nearest(mean: float, p99: float, limits: Sequence[int]) -> ResponseLengths:
+    """The lengths that forecasts can assume nearest to what was recorded, perhaps under other limits."""
+    tail = max(1, min(math.ceil(p99), *limits))
+    least = max(least_mean(tail, most) for most in limits)
+    return ResponseLengths(mean=min(max(mean, least), tail), p99=tail)
+
+
+def _recorded(folder: str) -> tuple[float, float]:
+    """Mean and 99th percentile of the lengths in a run, each a mean over its last steps.
+
+    Raises:
+        ConfigError: It has no steps, or drew no responses in them.
+    """
+    path = RunFolder(Path(folder)).metrics
+    try:
+        records = read_metrics(path)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{_WHERE}.run: must be the folder of a run. Got {folder!r}; {path}: {reason}.") from error
+    steps = [each for each in records if f"{RESPONSE_LENGTH}mean" in each][-LAST_STEPS:]
+    if not steps:
+        raise ConfigError(
+            f"{_WHERE}.run: must be a run with at least one step that drew responses. Got {folder!r}, whose metrics "
+            f"have no {RESPONSE_LENGTH}mean. Name another, or give mean and p99."
+        )
+    mean, p99 = (statistics.mean(each[f"{RESPONSE_LENGTH}{name}"] for each in steps) for name in ("mean", "p99"))
+    return mean, p99

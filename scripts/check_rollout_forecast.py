@@ -1,0 +1,174 @@
+"""Compares the seconds that the planner predicts for rollouts with those that they take, for three distributions of
+response lengths, in every number of slots that a search looks at and with all rows at once.
+
+    python scripts/check_rollout_forecast.py                   # a CPU, some ten minutes
+    python scripts/check_rollout_forecast.py --rows 128 --json
+
+First it measures this machine for such a call, as `jaxrlhf.calibrate` does. Every token is a stop token with the same
+probability, from some token on, so lengths are geometric beyond that; forecasts know the mean and the 99th percentile
+of the lengths alone. The exit status is 1 where a rollout in slots is out by more than 20 %, or what the planner would
+choose takes more than 10 % longer than the fastest. Where other processes had more than a twentieth of the CPUs, that
+says little.
+"""
+
+import argparse
+import dataclasses
+import datetime
+import functools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrlhf.calibration.measure_calls import jobs, measure
+from jaxrlhf.calibration.measure_machine import measure_machine
+from jaxrlhf.calibration.timing import OthersLoad, time_in_turn
+from jaxrlhf.cluster.cluster_text import local_cluster
+from jaxrlhf.config.plan_config import ResponseLengths
+from jaxrlhf.experience import Prompts, Rollout, Sampling
+from jaxrlhf.generation.continuous_batching import generate_in_slots
+from jaxrlhf.generation.generate import generate
+from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.models.params import Params, init_params
+from jaxrlhf.observe.console import Console
+from jaxrlhf.planner.costs.calibration import Calibration, curves_of, this_machine
+from jaxrlhf.planner.costs.cost_model import CostModel
+from jaxrlhf.planner.costs.rollout_steps import simulate_slots, slot_choices
+from jaxrlhf.planner.workload import ModelCall, Workload
+from jaxrlhf.programs.call_programs import slots_of
+from jaxrlhf.programs.roles import ModelRole
+from jaxrlhf.run.step_draft import step_workload
+from jaxrlhf.sharding.layout import Layout
+from jaxrlhf.sharding.strategy import Strategy
+from jaxrlhf.tracing import trace
+from scripts.bench_primitives import SIZES, generate_step, language_model, random_prompts
+
+WITHIN, NEAR_BEST = 0.2, 0.1
+NOISE, TEMPERATURE = jnp.array([0, 0, 0], jnp.uint32), jnp.float32(1.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Lengths:
+    """How long responses are made."""
+
+    name: str
+    mean_more: float
+    """Tokens on average beyond the fewest, if there were no limit: a fraction of the limit, as below."""
+    fewest: float = 0.0
+
+
+DISTRIBUTIONS = (Lengths("long-tailed", 1 / 8), Lengths("some cut off", 3 / 8), Lengths("nearly equal", 1 / 16, 3 / 8))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options, console = parse(arguments), Console()
+    model, prompts, watched = language_model(options), random_prompts(options), OthersLoad()
+    sampling = Sampling(max_new_tokens=options.new_tokens)
+    call = described(options, sampling, prompts, None)
+    known = dataclasses.replace(call, lengths=ResponseLengths(mean=options.new_tokens, p99=options.new_tokens))
+    calibration = calibrated(known, options.patience, console)
+    console.line(f"Calibrated; {watched.load()}")
+    model_costs = CostModel(calibration.on(local_cluster()), measured=calibration)
+    ways = [Strategy(), *slot_choices(known, Strategy())]
+    params = jax.device_put(init_params(model, jax.random.key(0)))
+    params["lm_head" if not model.tie_embeddings else "embedding"] *= 0.1  # every token is nearly as likely
+    results = []
+    for drawn in DISTRIBUTIONS:
+        stop_ids = tuple(range(max(1, round(model.vocab_size / (drawn.mean_more * options.new_tokens)))))
+        fewest = round(drawn.fewest * options.new_tokens)
+        given = dataclasses.replace(sampling, stop_ids=stop_ids, min_new_tokens=fewest)
+        programs = [functools.partial(program(way, given, model), params, prompts) for way in ways]
+        lengths = np.asarray(programs[0]().lengths)
+        p99 = int(np.quantile(lengths, 0.99, method="inverted_cdf"))
+        forecast_of = dataclasses.replace(call, lengths=ResponseLengths(mean=float(lengths.mean()), p99=p99))
+        before = OthersLoad()
+        seen = time_in_turn(programs, patience_seconds=options.patience)
+        rows = [
+            {
+                "lengths": drawn.name,
+                "slots": way.slots or "all rows",
+                "steps": round(model_costs.rollout_steps(forecast_of, range(1), way).steps),
+                "steps made": steps_made(lengths, way),
+                "predicted s": round(predicted := model_costs.seconds(forecast_of, range(1), way).total, 3),
+                "measured s": round(took.seconds, 3),
+                "off": round(predicted / took.seconds - 1, 3),
+                "spread": round(took.spread, 3),
+            }
+            for way, took in zip(ways, seen, strict=True)
+        ]
+        console.table(f"{drawn.name}: mean {lengths.mean():.1f}, 99 % at most {p99}; {before.load()}", rows)
+        results.append(judged(rows) | {"load": str(before.load()), "mean": float(lengths.mean()), "p99": p99})
+        console.line(results[-1]["summary"])
+    if options.json:
+        print(json.dumps({"options": vars(options), "jax": jax.__version__, "results": results}, indent=2))
+    return 0 if all(result["holds"] for result in results) else 1
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SIZES, default="small")
+    parser.add_argument("--rows", type=int, default=512)
+    parser.add_argument("--prompt", type=int, default=64)
+    parser.add_argument("--new-tokens", type=int, default=256, help="the most")
+    parser.add_argument("--patience", type=float, default=3.0, help="as of jaxrlhf.calibrate")
+    parser.add_argument("--json", action="store_true", help="print JSON after the tables")
+    options = parser.parse_args(arguments)
+    defaults = {"tied": False, "dtype": "float32", "scan_layers": False, **SIZES[options.size], **vars(options)}
+    return argparse.Namespace(**{**defaults, "batch": options.rows})
+
+
+def described(
+    options: argparse.Namespace, sampling: Sampling, prompts: Prompts, lengths: ResponseLengths | None
+) -> ModelCall:
+    """The generate call as the planner sees it."""
+    roles = {"actor": ModelRole(language_model(options))}
+    graph = trace(generate_step, {"actor": roles["actor"].methods("actor")}, (), prompts, sampling)
+    return step_workload(graph, roles, lengths).calls[0]
+
+
+def calibrated(call: ModelCall, patience: float, console: Console) -> Calibration:
+    """What was measured of a call on one device, with every number of slots."""
+    rates, points = measure_machine(patience_seconds=patience), []
+    for job in jobs(Workload((call,)), {call.name: [Strategy()]}):
+        found = measure(job, dispatch_seconds=rates.dispatch_seconds, patience_seconds=patience)
+        whole = ", ".join(f"{c.phase} {1e3 * (p.layer * call.model.num_layers + p.rest):.3g} ms" for c, p in found)
+        console.line(f"{job.strategy.slots or 'no'} slots, {job.rows} rows: {whole}")
+        points += found
+    return Calibration(datetime.date.today().isoformat(), this_machine(), rates, curves_of(points))
+
+
+def program(way: Strategy, sampling: Sampling, model: ModelConfig) -> Callable[..., Rollout]:
+    """A rollout with all rows at once, or in slots."""
+    layout = Layout.over((0,), Strategy())
+
+    def run(params: Params, prompts: Prompts) -> Rollout:
+        given = (params, prompts, NOISE, TEMPERATURE, sampling)
+        return generate_in_slots(*given, slots_of(way), model, layout) if way.slots else generate(*given, model, layout)
+
+    return jax.jit(run)
+
+
+def steps_made(lengths: np.ndarray, way: Strategy) -> int:
+    """The decoding steps of a rollout whose responses have these lengths."""
+    slots = slots_of(way) if way.slots else None
+    return int(lengths.max()) - 1 if slots is None else simulate_slots(lengths, 1, slots).rounds * slots.steps
+
+
+def judged(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Whether rollouts in slots take as long as predicted, and what is predicted to be fastest nearly is."""
+    worst = max((row for row in rows if row["slots"] != "all rows"), key=lambda row: abs(row["off"]))
+    chosen, best = (min(rows, key=lambda row: row[name]) for name in ("predicted s", "measured s"))
+    longer = chosen["measured s"] / best["measured s"] - 1
+    return {
+        "rows": list(rows),
+        "holds": abs(worst["off"]) <= WITHIN and longer <= NEAR_BEST,
+        "summary": f"Out by at most {worst['off']:+.0%} in slots ({worst['slots']}); chosen: {chosen['slots']}, which "
+        f"takes {longer:.0%} longer than the best, {best['slots']}",
+    }
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
