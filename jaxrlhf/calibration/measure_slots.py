@@ -90,11 +90,11 @@ def slot_program(call: ModelCall, layout: Layout, depth: int) -> CallProgram:
         waits, number = tokens == 0, jnp.arange(slots.slots)
         state = state.replace(
             head=jnp.where(waits, 0, len(prompts.tokens)),
-            sequence=jnp.where(waits | (number >= len(queue.id)), len(queue.id), number),
+            rows=state.rows.replace(sequence=jnp.where(waits | (number >= len(queue.id)), len(queue.id), number)),
             cache=state.cache.replace(length=jnp.full_like(state.cache.length, tokens)),
         )
         state = advance(params, queue, state, noise, rounds, temperature, sampling, slots, model, within)
-        return state.newest, state.words.sum(axis=(1, 2))
+        return state.rows.newest, state.outputs.words.sum(axis=(1, 2))
 
     def whole(params: Params, noise: jax.Array, temperature: jax.Array, arrays: Any, run: jax.Array) -> Any:
         ready, prompts = prepare(params, model, layout), Prompts(*arrays)

@@ -224,7 +224,8 @@ class CostModel:
         if strategy.slots:
             on_gpu = self._kind(devices).target is not None
             lengths = call.lengths, call.prompt, call.response
-            return steps_in_slots(*lengths, prompts, call.num_samples, shards, slots_of(strategy), on_gpu)
+            queue = prompts * strategy.pipeline
+            return steps_in_slots(*lengths, queue, call.num_samples, shards, slots_of(strategy), on_gpu)
         rows = prompts * call.num_samples * shards * strategy.pipeline
         return steps_at_once(call.lengths, call.prompt, call.response, rows)
 

@@ -1,8 +1,8 @@
 """The decoding steps that a rollout is expected to take, by the lengths of its responses.
 
 All rows at once decode until the longest response has ended. In slots, a simulation of the admission of prompts
-(`models.continuous_batching`) counts steps and prefills, for responses of drawn lengths: always the same draws, so that
-a forecast is a function of its arguments.
+(`generation.continuous_batching`) counts steps and prefills, for responses of drawn lengths: always the same draws, so
+that a forecast is a function of its arguments.
 """
 
 import dataclasses
@@ -108,9 +108,9 @@ class SimulatedSlots:
 
 
 def simulate_slots(lengths: Sequence[int] | np.ndarray, num_samples: int, slots: Slots) -> SimulatedSlots:
-    """The rounds of `models.continuous_batching.advance` for responses of known lengths: groups of prompts enter before
-    a round where there is room for as many as are to enter together, and a slot is free after the round in which its
-    sequence ends.
+    """The rounds of `generation.continuous_batching.advance` for responses of known lengths: groups of prompts enter
+    before a round where there is room for as many as are to enter together, and a slot is free after the round in which
+    its sequence ends.
 
     Args:
         lengths: New tokens of each sequence in the order of the queue, the samples of a prompt one after another.

@@ -114,7 +114,7 @@ def test_steps_are_those_of_a_rollout(name):
     state = begin(queue, sampling, slots, CONFIG, LAYOUT)
     run: Any = jax.jit(advance, static_argnames=STATIC)
     done = run(ready, queue, state, NOISES, None, jnp.float32(1.0), sampling, slots, CONFIG, LAYOUT)
-    lengths = np.asarray(done.lengths)
+    lengths = np.asarray(done.outputs.lengths)
     simulated = simulate_slots(lengths, n, slots)
     assert (simulated.rounds, simulated.groups) == (int(done.rounds), int(done.groups))
     p99 = int(np.quantile(lengths, 0.99, method="inverted_cdf"))

@@ -95,3 +95,15 @@ def test_without_lengths_nothing_else_is_looked_at():
     known = list(strategies(dataclasses.replace(CALL, lengths=TAILED), 8, 8))
     assert [s for s in known if not s.slots] == list(strategies(CALL, 8, 8)) and any(s.slots for s in known)
     assert not planned(None).rollouts
+
+
+def test_over_stages_the_ring_fills_and_empties_in_every_turn():
+    """512 rows of 256 tokens in 128 slots, 64 of each of two stages; 128 groups of prompts, two of them at a time."""
+    measured: Any = lambda call, phase, *_: PassSeconds(1.0, 0.0) if phase in ("prefill", "decode") else None  # noqa: E731
+    model = CostModel(read_cluster("cpu:2"), measured=measured)
+    strategy = Strategy(pipeline=2, slots=128, prefill_rows=4)
+    steps = model.rollout_steps(CALL, range(2), strategy)
+    assert (steps.steps, steps.groups) == (1024, 128)
+    step, found = model._step(CALL, range(2), strategy, 64, steps.columns), model._generate(CALL, range(2), strategy)
+    assert found.passes == pytest.approx(2 * (1024 * step + 64 * 2.0))
+    assert found.bubbles == pytest.approx(1024 / 8 * step + 64 * 2.0)
