@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from jaxrlhf.brief import brief
-from jaxrlhf.config.algorithms import for_another_algorithm
+from jaxrlhf.config.algorithm_loading import for_another_algorithm
 from jaxrlhf.config.reading import Tree, merge, read_config
 from jaxrlhf.config.schema import EvaluationRunConfig, OutputConfig, RunConfig, build_run
 from jaxrlhf.data.examples import prompt_texts, read_example
@@ -28,7 +28,7 @@ from jaxrlhf.planner.plans.plan import Placement, resolve
 from jaxrlhf.programs.roles import ModelRole
 from jaxrlhf.run.assembly import Assembly
 from jaxrlhf.run.configured_sampling import resolved, samplings_of
-from jaxrlhf.run.scoring import decode_responses
+from jaxrlhf.run.function_roles import decode_responses
 from jaxrlhf.run.step_draft import trace_step
 from jaxrlhf.run.trainer import Outcome
 from jaxrlhf.sharding import mesh

@@ -21,7 +21,7 @@ import numpy as np
 
 from jaxrlhf.experience import Term
 
-Kind = Literal["generate", "infer", "train", "compute", "host"]
+CallKind = Literal["generate", "infer", "train", "compute", "host"]
 """`generate`, `infer` and `train` run a model on devices; `compute` is a pure function of arrays over the whole batch
 on devices; `host` is plain Python beside the devices."""
 
@@ -87,7 +87,7 @@ class Call:
     role: str | None = None
     method: str = ""
     """The method's name, or '' for `compute`."""
-    kind: Kind
+    kind: CallKind
     row_wise: bool = False
     function: Callable[..., Any] | None = None
     """The function of a `compute` call."""

@@ -23,7 +23,7 @@ import numpy as np
 
 from jaxrlhf.brief import did_you_mean
 from jaxrlhf.call_graph import Call, CallGraph
-from jaxrlhf.config.algorithms import load_algorithm
+from jaxrlhf.config.algorithm_loading import load_algorithm
 from jaxrlhf.config.reading import build, merge, to_tree
 from jaxrlhf.config.schema import RunConfig, build_run
 from jaxrlhf.execution.executor import Executor
@@ -176,7 +176,7 @@ class _Trial:
         try:
             load_first_weights(executor, phase, run, dict(first_weights or {}))
             store, changing = executor.weights, changing_sets(phase)
-            whole = [name for name, kind in store.sets.items() if kind.lora is None and kind.average is None]
+            whole = [name for name, own in store.sets.items() if own.lora is None and own.average is None]
             self.first_weights = first_weights or {name.removesuffix(BASE): store.snapshot(name) for name in whole}
             before = {name: store.snapshot(name)[1] for name in changing if first_weights is None}
             state = phase.first_state

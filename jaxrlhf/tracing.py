@@ -27,7 +27,7 @@ import jax
 import numpy as np
 
 from jaxrlhf.brief import brief, cut, did_you_mean
-from jaxrlhf.call_graph import Call, CallGraph, GraphError, Kind, Ref, split_args
+from jaxrlhf.call_graph import Call, CallGraph, CallKind, GraphError, Ref, split_args
 from jaxrlhf.importing import failure
 
 
@@ -35,7 +35,7 @@ from jaxrlhf.importing import failure
 class Method:
     """A method of a role: the kind of its calls and the shapes of their outputs."""
 
-    kind: Kind
+    kind: CallKind
     abstract: Callable[..., Any]
     """Arguments, with `jax.ShapeDtypeStruct` for arrays -> the outputs as a pytree of `jax.ShapeDtypeStruct`."""
     row_wise: bool = True

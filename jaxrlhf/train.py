@@ -28,8 +28,8 @@ from jaxrlhf.cluster.cluster_text import local_cluster
 from jaxrlhf.config.reading import dump_yaml
 from jaxrlhf.config.schema import RunConfig, load_run
 from jaxrlhf.data.tokenizer import JSONTokenizer
-from jaxrlhf.execution.channel import Channel
 from jaxrlhf.execution.function_threads import any_left_behind
+from jaxrlhf.execution.process_channel import Channel
 from jaxrlhf.observe.console import Console
 from jaxrlhf.observe.forecast_errors import Comparison, compare
 from jaxrlhf.observe.metrics import TrainingError, read_metrics
@@ -52,7 +52,7 @@ from jaxrlhf.run.step_draft import StepDraft, draft_step
 from jaxrlhf.run.step_rows import Tables, load_tables
 from jaxrlhf.run.trainer import Outcome, Trainer
 from jaxrlhf.sharding import mesh
-from jaxrlhf.sharding.processes import cluster_of, join
+from jaxrlhf.sharding.processes import join, rendezvous_of
 from jaxrlhf.writing import UnwritableError
 
 MEMORY_FRACTION = "0.9"
@@ -168,8 +168,8 @@ def start(config: RunConfig, *, detect: bool = False) -> Channel:
     try:
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", MEMORY_FRACTION)  # before JAX has devices
         mesh.skip_cuda_check_without_gpu()
-        cluster = cluster_of(os.environ, detect=detect)
-        count = (cluster.count or 1) if cluster is not None else 1
+        rendezvous = rendezvous_of(os.environ, detect=detect)
+        count = (rendezvous.count or 1) if rendezvous is not None else 1
         if config.num_virtual_devices is not None:
             if config.num_virtual_devices % count:
                 raise ValueError(
@@ -181,8 +181,8 @@ def start(config: RunConfig, *, detect: bool = False) -> Channel:
             jax.config.update("jax_compilation_cache_dir", str(Path(config.compilation_cache).expanduser()))
             jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
             jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-        if cluster is not None:
-            join(cluster)
+        if rendezvous is not None:
+            join(rendezvous)
     except ValueError as error:
         raise InputError(str(error)) from error
     return Channel.open()

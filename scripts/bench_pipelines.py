@@ -28,7 +28,7 @@ from jaxrlhf.config.schema import OptimizerConfig
 from jaxrlhf.execution.weight_store import WeightStore
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.params import abstract_params
-from jaxrlhf.models.stages import pick, pick_virtual
+from jaxrlhf.models.stage_weights import pick, pick_virtual
 from jaxrlhf.programs.call_programs import train_program
 from jaxrlhf.programs.pipelined_training import PipelinedTraining, schedule_of
 from jaxrlhf.programs.roles import ModelRole
@@ -189,10 +189,10 @@ def stage_memory(programs: TrainPrograms, schedule: Schedule) -> list[StageMemor
     return memories
 
 
-def _kept(programs: TrainPrograms, schedule: Schedule, node: int) -> int:
-    """The most that a node keeps for backwards, as its instructions come."""
+def _kept(programs: TrainPrograms, schedule: Schedule, worker: int) -> int:
+    """The most that a worker keeps for backwards, as its instructions come."""
     now = most = 0
-    for instruction in schedule.orders[node]:
+    for instruction in schedule.orders[worker]:
         size = _kept_of(programs, instruction.stage)
         now += size if instruction.forward else -size
         most = max(most, now)

@@ -8,7 +8,7 @@
 
 An instance is stages of the large model / stages of the small one / micro-batches of the large one: 33B and 13B
 parameters on 8 stages, 65B and 33B on 16, with the paper's latencies and activations. Latencies are in units of the
-paper; memory is the peak of a node relative to that of the models trained one after another by 1F1B. Columns:
+paper; memory is the peak of a worker relative to that of the models trained one after another by 1F1B. Columns:
 
     serial   one model after another by 1F1B: the sum of (M + S - 1) * (forward + backward)
     1F1B+    the same with half the stages, of twice the latency, and half the micro-batches, in twice the groups

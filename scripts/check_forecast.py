@@ -42,7 +42,7 @@ from jaxrlhf.cluster.cluster_text import local_cluster
 from jaxrlhf.config.schema import RunConfig
 from jaxrlhf.observe.console import Console
 from jaxrlhf.observe.events import Event
-from jaxrlhf.observe.timeline import Timeline
+from jaxrlhf.observe.timeline_recorder import Timeline
 from jaxrlhf.planner.costs.calibration import Calibration, calibration_file, read_calibration, this_machine
 from jaxrlhf.planner.costs.cost_model import CallSeconds, CostModel
 from jaxrlhf.planner.costs.work import PHASES

@@ -34,7 +34,7 @@ from jaxrlhf.data.arithmetic import ArithmeticConfig, arithmetic_rows
 from jaxrlhf.execution.executor import Executor
 from jaxrlhf.observe.json_lines import read_json_lines
 from jaxrlhf.observe.metrics import without_times
-from jaxrlhf.observe.timeline import STEP
+from jaxrlhf.observe.timeline_recorder import STEP
 from jaxrlhf.train import main as train
 
 PARTS = ("start-up", "warm start", "generate", "host", "train", "evaluation", "checkpoint")

@@ -1,4 +1,4 @@
-"""Two models as pipelines in opposite directions over the same nodes, to be trained in one fused schedule: those of
+"""Two models as pipelines in opposite directions over the same workers, to be trained in one fused schedule: those of
 RLHFuse's Table 3, and the baselines that it compares with.
 
 Reference: Zhong et al. 2024 (RLHFuse), arXiv:2409.13221, 5.2 and 7.3.
@@ -45,11 +45,11 @@ class TrainedModel:
 
 
 def fused_pipes(first: TrainedModel, second: TrainedModel) -> tuple[Pipe, ...]:
-    """The pipes of one fused unit: groups of the first model upwards, groups of the second downwards, over N nodes.
+    """The pipes of one fused unit: groups of the first model upwards, groups of the second downwards, over N workers.
 
     If one tensor degree is s times the other, every s consecutive stages of the model with the smaller one become one,
     on s times the devices: with s times the layers and a tensor degree s times as large, it is taken to have the same
-    latency and the same memory for each device. N1 and N2 stages then need K1 and K2 groups, coprime, on N nodes:
+    latency and the same memory for each device. N1 and N2 stages then need K1 and K2 groups, coprime, on N workers:
 
         K1 * N1 = K2 * N2 = N        K1 * M1 = K2 * M2
 
@@ -89,22 +89,22 @@ def fused_pipes(first: TrainedModel, second: TrainedModel) -> tuple[Pipe, ...]:
                 f"Use {model.pipeline // merged * merged or merged} or {-(-model.pipeline // merged) * merged}."
             )
         stages.append(model.pipeline // merged)
-    num_nodes = math.lcm(*stages)
-    groups = [num_nodes // each for each in stages]
+    num_workers = math.lcm(*stages)
+    groups = [num_workers // each for each in stages]
     micro_batches = [count * model.micro_batches for count, model in zip(groups, (first, second), strict=True)]
     if micro_batches[0] != micro_batches[1]:
         raise ScheduleError(
             f"Fused models: must have the same batch. Got {groups[0]} x {first.micro_batches} micro-batches of the "
-            f"first and {groups[1]} x {second.micro_batches} of the second in a unit of {num_nodes} nodes. Choose "
+            f"first and {groups[1]} x {second.micro_batches} of the second in a unit of {num_workers} workers. Choose "
             f"micro_batches in the ratio {groups[1]} to {groups[0]}."
         )
     pipes = []
     for index, (model, count, size) in enumerate(zip((first, second), groups, stages, strict=True)):
         for group in range(count):
-            nodes = tuple(range(group * size, (group + 1) * size))
+            workers = tuple(range(group * size, (group + 1) * size))
             pipes.append(
                 Pipe(
-                    nodes[:: -1 if index else 1],
+                    workers[:: -1 if index else 1],
                     model.micro_batches,
                     model.forward,
                     model.backward,
@@ -130,16 +130,16 @@ def serial_latency(pipes: Sequence[Pipe]) -> float:
 
         sum over models of the largest of its pipes' (M + S - 1) * (forward + backward)
 
-    For pipes with K chunks on N nodes it is (K M + N - 1) * (forward + backward) if N divides M. Where stages differ,
-    micro-batches follow one another as the slowest node lets them, and pass the others once.
+    For pipes with K chunks on N workers it is (K M + N - 1) * (forward + backward) if N divides M. Where stages differ,
+    micro-batches follow one another as the slowest worker lets them, and pass the others once.
     """
     latest: dict[int, float] = {}
     for pipe in pipes:
-        by_node: dict[int, float] = {}
-        for stage, node in enumerate(pipe.nodes):
-            by_node[node] = by_node.get(node, 0) + pipe.work(stage)
-        slowest, chunks = max(by_node.values()), pipe.stages // len(by_node)
-        latency = pipe.micro_batches * slowest + (sum(by_node.values()) - slowest) / chunks
+        by_worker: dict[int, float] = {}
+        for stage, worker in enumerate(pipe.workers):
+            by_worker[worker] = by_worker.get(worker, 0) + pipe.work(stage)
+        slowest, chunks = max(by_worker.values()), pipe.stages // len(by_worker)
+        latency = pipe.micro_batches * slowest + (sum(by_worker.values()) - slowest) / chunks
         latest[pipe.model] = max(latest.get(pipe.model, 0), latency)
     return sum(latest.values())
 
@@ -155,10 +155,10 @@ def shallow_serial_latency(pipes: Sequence[Pipe]) -> float:
     """
     halved = [
         pipe
-        if pipe.stages % 2 or len(set(pipe.nodes)) < pipe.stages
+        if pipe.stages % 2 or len(set(pipe.workers)) < pipe.stages
         else dataclasses.replace(
             pipe,
-            nodes=pipe.nodes[: pipe.stages // 2],
+            workers=pipe.workers[: pipe.stages // 2],
             micro_batches=-(-pipe.micro_batches // 2),
             forward=_in_pairs(pipe.forward),
             backward=None if pipe.backward is None else _in_pairs(pipe.backward),

@@ -51,7 +51,7 @@ class FusedResult:
         schedule: It, valid.
         latency: Its makespan.
         lower_bound: Below which no makespan can be.
-        peak: The most activation memory that a node keeps.
+        peak: The most activation memory that a worker keeps.
         serial_latency: That of the models trained one after another by 1F1B.
         serial_peak: The peak of the same.
     """
@@ -83,7 +83,7 @@ def fuse(
     The result depends on what is given here alone: not on `processes`, `compiled`, or how fast anything is.
 
     Args:
-        memory_cap: The most activation memory that a node may keep.
+        memory_cap: The most activation memory that a worker may keep.
         seeds: Of the annealing. None at all: list schedules only.
         moves: How many exchanges each seed tries in a round for latency; in one for memory, five times as many. By
             default as many as for `WORK`.

@@ -1,4 +1,4 @@
-"""Pictures of schedules: a row per node with what it runs, and below them the activation memory that nodes keep.
+"""Pictures of schedules: a row per worker with what it runs, and below them the activation memory that workers keep.
 
 They need matplotlib, which is an optional dependency: `pip install jaxrlhf[pictures]`.
 """
@@ -18,7 +18,7 @@ _SHADES = (
 )
 """Colors of each model: of forwards and of backwards, each in two shades for its pipeline groups in turn."""
 _MAX_NUMBERED = 320
-"""With more instructions than this on a node there is no room for the numbers of micro-batches."""
+"""With more instructions than this on a worker there is no room for the numbers of micro-batches."""
 
 
 def draw_schedule(
@@ -29,10 +29,10 @@ def draw_schedule(
     serial_peak: float | None = None,
     title: str = "",
 ) -> None:
-    """Draws when which node runs what, into a file whose ending names its format: .png, .svg, .pdf ...
+    """Draws when which worker runs what, into a file whose ending names its format: .png, .svg, .pdf ...
 
     Forwards are light, backwards dark, each model has a color; what is white is a bubble. Below: the activation memory
-    of the node that keeps the most, at any time, and the range over all nodes.
+    of the worker that keeps the most, at any time, and the range over all workers.
 
     Args:
         names: What the models are called, in the order of their numbers.
@@ -55,15 +55,17 @@ def draw_schedule(
 
     found = spans(schedule)
     end = max((finish for _, finish in found.values()), default=1)
-    num_nodes = len(schedule.orders)
-    height = max(1.2, min(0.24 * num_nodes, 5.0))
+    num_workers = len(schedule.orders)
+    height = max(1.2, min(0.24 * num_workers, 5.0))
     figure = Figure(figsize=(11, height + 2.4), dpi=100, layout="constrained")
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(height, 1.3))
-    for node in range(num_nodes):
-        _draw_node(upper, schedule, node, found, end)
-    upper.set_ylim(num_nodes - 0.4, -0.6)
-    every = -(-num_nodes // 32)
-    upper.set_yticks(range(0, num_nodes, every), [f"node {node}" for node in range(0, num_nodes, every)], fontsize=7)
+    for worker in range(num_workers):
+        _draw_worker(upper, schedule, worker, found, end)
+    upper.set_ylim(num_workers - 0.4, -0.6)
+    every = -(-num_workers // 32)
+    upper.set_yticks(
+        range(0, num_workers, every), [f"worker {worker}" for worker in range(0, num_workers, every)], fontsize=7
+    )
     upper.tick_params(axis="y", length=0)
     bubbles = f"{bubble_fraction(schedule):.1%} of the time in bubbles"
     upper.set_title("   ".join([*([title] if title else []), f"latency {end:g}", bubbles]), fontsize=9, loc="left")
@@ -96,13 +98,13 @@ def draw_schedule(
         ) from error
 
 
-def _draw_node(axes: Any, schedule: Schedule, node: int, found: dict[Any, tuple[float, float]], end: float) -> None:
+def _draw_worker(axes: Any, schedule: Schedule, worker: int, found: dict[Any, tuple[float, float]], end: float) -> None:
     """One row: bars, alike ones in one go, with the numbers of their micro-batches where there is room."""
     groups: dict[int, list[int]] = {}
     for index, pipe in enumerate(schedule.pipes):
         groups.setdefault(pipe.model, []).append(index)
     bars: dict[str, list[tuple[float, float]]] = {}
-    order = schedule.orders[node]
+    order = schedule.orders[worker]
     for task in order:
         start, finish = found[task]
         model = schedule.pipes[task.pipe].model
@@ -112,7 +114,7 @@ def _draw_node(axes: Any, schedule: Schedule, node: int, found: dict[Any, tuple[
         if len(order) <= _MAX_NUMBERED and finish - start > 0.007 * end:
             axes.text(
                 (start + finish) / 2,
-                node,
+                worker,
                 str(task.micro_batch),
                 ha="center",
                 va="center",
@@ -120,11 +122,11 @@ def _draw_node(axes: Any, schedule: Schedule, node: int, found: dict[Any, tuple[
                 color="black" if task.forward else "white",
             )
     for color, row in bars.items():
-        axes.broken_barh(row, (node - 0.44, 0.88), facecolor=color, edgecolor="white", linewidth=0.3)
+        axes.broken_barh(row, (worker - 0.44, 0.88), facecolor=color, edgecolor="white", linewidth=0.3)
 
 
 def _draw_memory(axes: Any, schedule: Schedule, end: float) -> float:
-    """The most and the least that nodes keep over time. Returns the peak."""
+    """The most and the least that workers keep over time. Returns the peak."""
     curves = memory_curve(schedule)
     times = sorted({time for curve in curves for time, _ in curve} | {end})
     columns: list[list[float]] = [[] for _ in times]
@@ -135,13 +137,13 @@ def _draw_memory(axes: Any, schedule: Schedule, end: float) -> float:
                 step += 1
             column.append(curve[step][1])
     most, least = [max(column) for column in columns], [min(column) for column in columns]
-    axes.fill_between(times, least, most, step="post", color="#dddddd", linewidth=0, label="all nodes")
-    axes.step(times, most, where="post", color="#444444", linewidth=1, label="the node that keeps the most")
+    axes.fill_between(times, least, most, step="post", color="#dddddd", linewidth=0, label="all workers")
+    axes.step(times, most, where="post", color="#444444", linewidth=1, label="the worker that keeps the most")
     return max(most)
 
 
 def memory_curve(schedule: Schedule) -> tuple[tuple[tuple[float, float], ...], ...]:
-    """Node -> steps (time, activation memory from then on).
+    """Worker -> steps (time, activation memory from then on).
 
     It grows when a forward starts and falls when a backward finishes.
     """

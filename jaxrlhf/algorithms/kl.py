@@ -1,5 +1,7 @@
 """KL(policy || reference): estimators per token, the penalty's settings, the controller of its coefficient.
 
+The penalty is subtracted from rewards in `token_rewards`, or added to the loss in `losses`.
+
 Letters: B sequences, R response columns.
 
 The estimators take log-probabilities of tokens that were drawn from the policy. Write l for log policy - log reference:

@@ -3,7 +3,7 @@
 import time
 
 from jaxrlhf.execution.executor import Executor
-from jaxrlhf.observe.timeline import Timeline
+from jaxrlhf.observe.timeline_recorder import Timeline
 from jaxrlhf.planner.plans.plan import Plan
 from jaxrlhf.run.assembly import Assembly
 from jaxrlhf.run.first_weights import load_first_weights

@@ -27,13 +27,11 @@ from typing import Any
 from flax.core import FrozenDict
 
 from jaxrlhf.brief import brief, cut, did_you_mean
-from jaxrlhf.cluster.hardware import AS_GIVEN, Cluster, Group, Kind, Memory, Network, PeakFlops
+from jaxrlhf.cluster.hardware import AS_GIVEN, Cluster, Kind, Memory, Network, NodeGroup, PeakFlops
 from jaxrlhf.cluster.host_memory import UNLIMITED, for_arrays, host_room
-from jaxrlhf.config.reading import ConfigError, build, read_yaml
+from jaxrlhf.config.reading import ConfigError, Tree, build, read_yaml
 from jaxrlhf.config.schema import MemoryLimits
 from jaxrlhf.sharding import mesh
-
-Tree = dict[str, Any]
 
 VERSION = 1
 """The version of the file of kinds that comes with the package."""
@@ -181,7 +179,7 @@ def _cluster(
             if group.host_bandwidth is not None:
                 coefficients = dataclasses.replace(kind.coefficients, host_bandwidth=group.host_bandwidth)
                 kind = dataclasses.replace(kind, coefficients=coefficients)
-            made.append(Group(group.nodes, group.devices_per_node, kind, group.network or kind.network))
+            made.append(NodeGroup(group.nodes, group.devices_per_node, kind, group.network or kind.network))
         return Cluster(tuple(made))
     except ConfigError:
         raise

@@ -191,7 +191,7 @@ class Kind:
 
 
 @dataclasses.dataclass(frozen=True)
-class Group:
+class NodeGroup:
     """Nodes that are all alike."""
 
     nodes: int
@@ -218,7 +218,7 @@ class Group:
 class Cluster:
     """Groups of nodes, which all have equally many devices."""
 
-    groups: tuple[Group, ...]
+    groups: tuple[NodeGroup, ...]
 
     def __post_init__(self) -> None:
         if not self.groups:
@@ -247,7 +247,7 @@ class Cluster:
     def devices_per_node(self) -> int:
         return self.groups[0].devices_per_node
 
-    def group_of(self, device: int) -> Group:
+    def group_of(self, device: int) -> NodeGroup:
         """The group of the node that a device is in.
 
         Raises:
@@ -283,7 +283,7 @@ class Cluster:
         networks = {group.network for group in self._groups_of(devices)}
         return min(networks, key=lambda network: network.bandwidth)
 
-    def _groups_of(self, devices: range) -> list[Group]:
+    def _groups_of(self, devices: range) -> list[NodeGroup]:
         return [self.group_of(device) for device in (*devices[:: self.devices_per_node], devices[-1])]
 
     @functools.cached_property

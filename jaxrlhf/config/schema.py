@@ -12,7 +12,7 @@ from typing import Any, Literal
 from flax.core import FrozenDict
 
 from jaxrlhf.brief import brief, cut
-from jaxrlhf.config.algorithms import for_another_algorithm, load_algorithm
+from jaxrlhf.config.algorithm_loading import for_another_algorithm, load_algorithm
 from jaxrlhf.config.expand import RANDOM, expand
 from jaxrlhf.config.plan_config import PlanConfig
 from jaxrlhf.config.reading import ConfigError, Stated, apply_overrides, build, read_config

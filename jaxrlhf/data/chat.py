@@ -1,4 +1,8 @@
-"""Conversations in rows, checked, and the chat templates that render them."""
+"""Conversations in rows, checked, and the chat templates that render them.
+
+Templates are rendered in another process (`chat_process`). `examples` turns a row into a prompt and completions,
+`prompts` tokenizes them.
+"""
 
 import dataclasses
 import json

@@ -24,14 +24,14 @@ REPLACEMENT = "\ufffd"
 MIN_BPE_VOCAB_SIZE = 258
 """256 bytes, padding, end of text."""
 
-Kind = Literal["auto", "bytes", "file", "train"]
+TokenizerKind = Literal["auto", "bytes", "file", "train"]
 
 
 @dataclasses.dataclass(frozen=True)
 class TokenizerConfig:
     """Settings of a run's tokenizer."""
 
-    kind: Kind = "auto"
+    kind: TokenizerKind = "auto"
     """`auto`: the tokenizer of the folder that roles start from, or bytes if none does. `bytes`: one token per byte of
     UTF-8. `file`: a tokenizer.json. `train`: learned from the training rows."""
     path: str = ""

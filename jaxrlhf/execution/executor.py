@@ -19,17 +19,17 @@ import jax
 import numpy as np
 
 from jaxrlhf.call_graph import Call, CallGraph, split_args
-from jaxrlhf.execution.channel import Channel
 from jaxrlhf.execution.function_threads import FunctionThreads
 from jaxrlhf.execution.fused_training import FusedTraining
 from jaxrlhf.execution.hand_overs import HandOvers
 from jaxrlhf.execution.host_arrays import gather, hand_to_threads
+from jaxrlhf.execution.process_channel import Channel
 from jaxrlhf.execution.step_result import Leaves, StepResult, Values, lookup
 from jaxrlhf.execution.weight_store import WeightStore
 from jaxrlhf.experience import Sampling
 from jaxrlhf.models.lora import reads_merged
 from jaxrlhf.models.params import Params
-from jaxrlhf.observe.timeline import STEP, Timeline, Watcher
+from jaxrlhf.observe.timeline_recorder import STEP, Timeline, Watcher
 from jaxrlhf.planner.fusion.fusible import fused_order
 from jaxrlhf.planner.plans.plan import Plan
 from jaxrlhf.planner.plans.splits import splits_rows

@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxrlhf.planner.fusion.fusible import FusedOrder
 from jaxrlhf.programs.arrays import Outputs
-from jaxrlhf.programs.pipeline import Pipelined, Worker, carry_out
+from jaxrlhf.programs.pipeline import Pipelined, PipeRunner, carry_out
 from jaxrlhf.programs.pipelined_training import PipelinedTraining, TrainRun
 
 
@@ -36,10 +36,10 @@ class FusedTraining(Pipelined):
         merged: list[MergedStages | None] = []
         for run, count in zip(runs, self._order.merged, strict=True):
             if term < run.num_terms:
-                merged += [MergedStages(worker, count) for worker in run.workers(term)]
+                merged += [MergedStages(runner, count) for runner in run.runners(term)]
             else:
                 merged += [None] * len(run.programs.groups)
-        there = {pipe: worker for pipe, worker in enumerate(merged) if worker is not None}
+        there = {pipe: runner for pipe, runner in enumerate(merged) if runner is not None}
         carry_out((x for x in self._order.instructions if x.pipe in there), there)
         for run in runs:
             if term < run.num_terms:
@@ -47,21 +47,21 @@ class FusedTraining(Pipelined):
 
 
 class MergedStages:
-    """Consecutive stages of a worker that share a stage of the other call's devices, as one stage."""
+    """Consecutive stages of a runner that share a stage of the other call's devices, as one stage."""
 
-    def __init__(self, worker: Worker, count: int) -> None:
-        self._worker, self._count = worker, count
+    def __init__(self, runner: PipeRunner, count: int) -> None:
+        self._runner, self._count = runner, count
 
     def forward(self, micro_batch: int, stage: int) -> Outputs:
         """Runs the stages in order."""
         outputs = None
         for one in range(stage * self._count, (stage + 1) * self._count):
-            outputs = self._worker.forward(micro_batch, one)
+            outputs = self._runner.forward(micro_batch, one)
         return outputs
 
     def backward(self, micro_batch: int, stage: int) -> Outputs:
         """Runs the stages in reverse order."""
         outputs = None
         for one in reversed(range(stage * self._count, (stage + 1) * self._count)):
-            outputs = self._worker.backward(micro_batch, one)
+            outputs = self._runner.backward(micro_batch, one)
         return outputs

@@ -27,7 +27,7 @@ from jaxrlhf.call_graph import Call, CallGraph, Ref
 from jaxrlhf.planner.plans.plan import Plan
 from jaxrlhf.planner.plans.splits import splits_rows
 from jaxrlhf.reshard.protocols import input_shardings
-from jaxrlhf.reshard.reallocate import is_placed, reallocate, signature_of, way_of
+from jaxrlhf.reshard.reallocate import is_placed, reallocate, signature_of, transfer_method
 from jaxrlhf.sharding.layout import Layout
 
 
@@ -52,8 +52,8 @@ class HandOvers:
                 continue
             for ref, sharding in zip(refs, self._shardings(call, refs), strict=True):
                 array = outputs[ref.leaf]
-                way = way_of(signature_of(array, sharding)) if is_placed(array) else None
-                if way == "shards" or (way == "exchange" and self._nothing_between(source, call)):
+                method = transfer_method(signature_of(array, sharding)) if is_placed(array) else None
+                if method == "shards" or (method == "exchange" and self._nothing_between(source, call)):
                     keys.append((call.name, source.name, ref.leaf))
                     arrays.append(array)
                     shardings.append(sharding)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxrlhf.execution.channel import Channel
+from jaxrlhf.execution.process_channel import Channel
 
 
 class Part(NamedTuple):

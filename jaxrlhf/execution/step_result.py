@@ -9,15 +9,15 @@ from typing import Any
 import jax
 
 from jaxrlhf.call_graph import CallGraph, Ref
-from jaxrlhf.execution.channel import Channel
 from jaxrlhf.execution.host_arrays import to_host
+from jaxrlhf.execution.process_channel import Channel
 
 Leaves = list[Any]
 """The outputs of a call in the order of `jax.tree.leaves`: arrays, possibly not computed yet, or the NumPy arrays of a
 Python function."""
 Values = dict[str, "Leaves | concurrent.futures.Future[Leaves]"]
 """Call, 'state' or 'data' -> its outputs."""
-Wait = Callable[[str], contextlib.AbstractContextManager[None]]
+RecordWait = Callable[[str], contextlib.AbstractContextManager[None]]
 """From the name of what is waited for to a context that records the wait in the timeline."""
 
 
@@ -38,7 +38,7 @@ class StepResult:
     """The state for the next step."""
     _values: Values
     _channel: Channel = dataclasses.field(default_factory=Channel)
-    _wait: Wait = _untold
+    _wait: RecordWait = _untold
 
     def fetch(self) -> Any:
         """The results that the step function returned beside its state, as NumPy arrays. Waits for them."""
@@ -57,7 +57,7 @@ class StepResult:
         return jax.tree.map(lambda x: next(arrays) if isinstance(x, Ref) else x, tree)
 
 
-def lookup(values: Values, ref: Ref, wait: Wait = _untold) -> Any:
+def lookup(values: Values, ref: Ref, wait: RecordWait = _untold) -> Any:
     """The output that a reference stands for. Waits for a Python function, in the context from `wait`."""
     leaves = values[ref.call]
     if isinstance(leaves, concurrent.futures.Future):

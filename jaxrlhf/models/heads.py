@@ -30,9 +30,11 @@ Outputs = TypeVar("Outputs", covariant=True)
 
 
 @dataclasses.dataclass(frozen=True)
-class Reading(Generic[Outputs]):
-    """A kind of output, in two parts: the columns of the sequences that it needs, and the function of their hidden
-    states that gives it. Called, it runs all layers first."""
+class InferenceOutput(Generic[Outputs]):
+    """An output of inference: the columns of the sequences that it needs, and the function from their hidden states.
+
+    Calling it runs all layers first.
+    """
 
     columns: Callable[[AnySequences], tuple[int, Wanted]]
     """Sequences -> the number of first columns that go through the layers, and the wanted ones among them."""
@@ -97,25 +99,25 @@ def _policy_and_values(
     return PolicyAndValues(logprobs=policy.logprobs, entropy=policy.entropy, values=values_BR)
 
 
-policy_outputs = Reading(_before_responses, _policy)
+policy_outputs = InferenceOutput(_before_responses, _policy)
 """Log-probabilities and entropies (in nats) of the response tokens, zero elsewhere."""
-values = Reading(_before_responses, _of_responses)
+values = InferenceOutput(_before_responses, _of_responses)
 """The scalar head before each response token, the value of the state in which it was chosen; zero elsewhere."""
-scores = Reading(_at_the_end, _scores)
-"""The scalar head at the last token of each sequence, what a reward model says."""
-token_scores = Reading(_at_responses, _of_responses)
-"""The scalar head at each response token, what a reward model that judges token by token says; zero elsewhere."""
+scores = InferenceOutput(_at_the_end, _scores)
+"""The scalar head at the last token of each sequence, the output of a reward model."""
+token_scores = InferenceOutput(_at_responses, _of_responses)
+"""The scalar head at each response token, the output of a token-level reward model; zero elsewhere."""
 
-READINGS: dict[str, Reading[Any]] = {
+INFERENCE_OUTPUTS: dict[str, InferenceOutput[Any]] = {
     "policy": policy_outputs,
-    "logprobs": Reading(_before_responses, _logprobs),
+    "logprobs": InferenceOutput(_before_responses, _logprobs),
     "values": values,
     "scores": scores,
     "token_scores": token_scores,
-    "policy_and_values": Reading(_before_responses, _policy_and_values),
+    "policy_and_values": InferenceOutput(_before_responses, _policy_and_values),
 }
-"""By the names of the inference methods whose outputs they are. `logprobs` are those of `policy`, without entropies;
-`policy_and_values` is what both heads say, from one pass through the layers."""
+"""Inference method -> its output. `logprobs` are those of `policy`, without entropies; `policy_and_values` are the
+outputs of both heads, from one pass through the layers."""
 
 
 @jax.named_scope("logits")

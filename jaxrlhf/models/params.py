@@ -21,7 +21,7 @@ from jaxtyping import PyTree
 from jaxrlhf.models.architecture import Declared, Weight, declare, declare_layer, is_weight, map_weights
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.layers import Adapted, LayerWeights, is_joined, join
-from jaxrlhf.models.stages import stage_of_weight
+from jaxrlhf.models.stage_weights import stage_of_weight
 from jaxrlhf.sharding.layout import Layout
 
 Params = dict[str, Any]

@@ -40,12 +40,12 @@ from jaxrlhf.models.kv_cache import KVCache, cache_prefill
 from jaxrlhf.models.layers import LayerWeights
 from jaxrlhf.models.params import Params, Shardings, abstract_of
 from jaxrlhf.models.sampling import History
-from jaxrlhf.models.stages import whole_of
+from jaxrlhf.models.stage_weights import whole_of
 from jaxrlhf.models.transformer import KeysValues, decode_layers, embed, normalize, run_layers
 from jaxrlhf.sharding.axes import PIPELINE
 from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.processes import absent, is_here
-from jaxrlhf.sharding.stages import layers_of_stages
+from jaxrlhf.sharding.stage_layers import layers_of_stages
 
 
 def declare_ring(config: ModelConfig, num_stages: int) -> Declared:

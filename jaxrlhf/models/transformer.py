@@ -28,7 +28,7 @@ from jaxrlhf.models.kv_cache import KVCache, SlotCache
 from jaxrlhf.models.layers import LayerWeights
 from jaxrlhf.models.params import Params, use, use_layer
 from jaxrlhf.sharding.layout import Axes, Layout
-from jaxrlhf.sharding.stages import layers_of_stages
+from jaxrlhf.sharding.stage_layers import layers_of_stages
 from jaxrlhf.sharding.strategy import Remat
 
 KeysValues = list[tuple[jax.Array, jax.Array]]
@@ -60,7 +60,7 @@ def hidden_states(
     computes queries, attention output and MLP only for the columns that are wanted.
 
     Args:
-        params: Of a stage, as `models.stages.pick` gives them.
+        params: Of a stage, as `models.stage_weights.pick` gives them.
         given: Tokens, or the outputs of the stage before.
         layout: Of the stage's devices.
     """

@@ -10,7 +10,7 @@ from jaxrlhf.observe.chrome_trace import Rows, trace_rows
 from jaxrlhf.observe.events import MOVING, Event, ProcessEvents
 from jaxrlhf.observe.timeline_picture import DEFAULT_STEPS, PictureError, check_matplotlib, draw_timeline
 from jaxrlhf.planner.make_plan import YARDSTICK, Planned
-from jaxrlhf.planner.search.simulate import Span
+from jaxrlhf.planner.search.simulate import TaskSpan
 
 REALLOCATE, OFFLOAD = MOVING
 _FAR = 2.0
@@ -48,7 +48,7 @@ def plan_rows(planned: Planned) -> Rows:
     return trace_rows([ProcessEvents(tuple(events), 0.0)])
 
 
-def _event(span: Span, planned: Planned, *, step: int, later: int) -> Event:
+def _event(span: TaskSpan, planned: Planned, *, step: int, later: int) -> Event:
     """A task as an event of a timeline, `later` iterations after its own."""
     task, shift = span.task, later * planned.simulation.seconds
     kind = planned.workload.call(task.call).kind if task.kind == "call" else _KINDS[task.kind]

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from jaxrlhf.cluster.cluster_text import kinds
-from jaxrlhf.cluster.hardware import Cluster, Group
+from jaxrlhf.cluster.hardware import Cluster, NodeGroup
 from jaxrlhf.planner.costs.cost_model import CostModel
 from jaxrlhf.planner.plans.plan import Placement, PlanError
 from jaxrlhf.planner.search.choices import make_problem
@@ -68,4 +68,4 @@ def _with_larger_devices(cluster: Cluster) -> Iterator[Cluster]:
     most = max(group.kind.capacity for group in cluster.groups)
     larger = sorted((k for k in kinds().values() if k.target and k.capacity > most), key=lambda kind: kind.capacity)
     for kind in larger if all(group.kind.target for group in cluster.groups) else ():
-        yield Cluster((Group(cluster.num_nodes, cluster.devices_per_node, kind, kind.network),))
+        yield Cluster((NodeGroup(cluster.num_nodes, cluster.devices_per_node, kind, kind.network),))

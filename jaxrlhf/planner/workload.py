@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from jaxrlhf.call_graph import Call, CallGraph, Kind
+from jaxrlhf.call_graph import Call, CallGraph, CallKind
 from jaxrlhf.experience import Sampling
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.lora import LoRAConfig, reads_merged
@@ -28,7 +28,7 @@ class ModelCall:
     name: str
     """`actor.generate`."""
     role: str
-    kind: Kind
+    kind: CallKind
     model: ModelConfig
     weights: str
     """The set of weights that it reads, and trains if it is a train call."""

@@ -1,5 +1,7 @@
 """From a call and a layout to a jitted function.
 
+What inference computes is in `models.heads`, the methods and output shapes of a role in `roles`.
+
 A program takes arrays only. Everything else about a call (its settings, the loss, the structure of its arguments) is
 built in, and is the key under which the executor finds the program again.
 """
@@ -14,7 +16,7 @@ from jaxrlhf.experience import Sampling
 from jaxrlhf.models import pipelined_generation
 from jaxrlhf.models.continuous_batching import Slots, generate_in_slots
 from jaxrlhf.models.generate import generate
-from jaxrlhf.models.heads import READINGS
+from jaxrlhf.models.heads import INFERENCE_OUTPUTS
 from jaxrlhf.models.params import Params
 from jaxrlhf.programs.arrays import Arrays, Metrics, Noise, Program, Rebuild
 from jaxrlhf.programs.gradients import gradient_of_update
@@ -114,7 +116,7 @@ def infer_program(role: ModelRole, method: str, rebuild: Rebuild, layout: Layout
 
     def program(params: Params, arrays: Arrays) -> Arrays:
         def infer(some_sequences: Any) -> Any:
-            return READINGS[method](params, some_sequences, role.model, layout)
+            return INFERENCE_OUTPUTS[method](params, some_sequences, role.model, layout)
 
         sequences, inverse = dealt_sequences(arrays, rebuild, layout, uneven=uneven)
         outputs = _in_micro_batches(infer, sequences, layout)

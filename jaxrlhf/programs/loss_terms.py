@@ -19,8 +19,8 @@ from jaxrlhf.programs.roles import (
     logprob_gap,
     parted_outputs,
     term_metrics,
+    term_output,
     term_outputs,
-    term_reading,
 )
 from jaxrlhf.sharding.layout import Layout
 
@@ -64,9 +64,9 @@ class Losses:
             hidden_states: From the columns that are wanted to their hidden states.
         """
         term = self.term(arrays, i)
-        reading, sequences = term_reading(self._role, term), joined_sequences(term, self.layout)
-        hidden = hidden_states(reading.columns(sequences)[1])
-        outputs = reading.outputs(params, hidden, sequences, self._role.model, self.layout)
+        output, sequences = term_output(self._role, term), joined_sequences(term, self.layout)
+        hidden = hidden_states(output.columns(sequences)[1])
+        outputs = output.outputs(params, hidden, sequences, self._role.model, self.layout)
         return self._value_of(parted_outputs(term, outputs), arrays, i)
 
     def _value_of(self, outputs: Any, arrays: Arrays, i: int) -> Sums:
@@ -111,7 +111,7 @@ class Losses:
             rows = constrain(rows, own, self.layout)
             term = self.term(rows, i)
             sequences = joined_sequences(term, self.layout)
-            length, _ = term_reading(self._role, term).columns(sequences)
+            length, _ = term_output(self._role, term).columns(sequences)
             mine = [x if mine else None for x, mine in zip(rows, own, strict=True)]
             return {"tokens": sequences.tokens[:, :length], "mask": sequences.mask[:, :length], "own": mine}
 

@@ -58,7 +58,7 @@ def settle(arrays: Any) -> None:
                 jax.block_until_ready(x)
 
 
-class Worker(Protocol):
+class PipeRunner(Protocol):
     """Carries out the instructions of one pipe."""
 
     def forward(self, micro_batch: int, stage: int) -> Outputs:
@@ -75,17 +75,17 @@ class Pipelined:
     """After a call: the stages with devices of this process, and of each an output that is ready when it is done."""
 
 
-def carry_out(order: Iterable[Instruction], workers: Mapping[int, Worker]) -> None:
+def carry_out(order: Iterable[Instruction], runners: Mapping[int, PipeRunner]) -> None:
     """Every instruction in its turn.
 
     Args:
         order: As `topological_order` gives it.
-        workers: Number of the pipe -> what carries out its instructions.
+        runners: Number of the pipe -> what carries out its instructions.
     """
     in_flight = InFlight(settle)
     for instruction in order:
-        worker = workers[instruction.pipe]
-        step = worker.forward if instruction.forward else worker.backward
+        runner = runners[instruction.pipe]
+        step = runner.forward if instruction.forward else runner.backward
         in_flight.add(step(instruction.micro_batch, instruction.stage))
     in_flight.wait()
 

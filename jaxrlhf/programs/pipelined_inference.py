@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Int
 
 from jaxrlhf.models.architecture import declare
-from jaxrlhf.models.heads import READINGS
+from jaxrlhf.models.heads import INFERENCE_OUTPUTS
 from jaxrlhf.models.params import Params, Shardings
-from jaxrlhf.models.stages import lend_embedding, pick, seen_from
+from jaxrlhf.models.stage_weights import lend_embedding, pick, seen_from
 from jaxrlhf.models.transformer import hidden_states
 from jaxrlhf.programs.arrays import Arrays, MicroBatch, Outputs, Rebuild, StageInput
 from jaxrlhf.programs.loss_terms import Losses
@@ -31,13 +31,13 @@ class PipelinedInference(Pipelined):
 
     def __init__(self, role: ModelRole, method: str, rebuild: Rebuild, layout: Layout, *, uneven: bool = False) -> None:
         self._rebuild, self._layout, self._uneven = rebuild, layout, uneven
-        self._reading = READINGS[method]
+        self._output = INFERENCE_OUTPUTS[method]
         last = layout.stage(layout.strategy.num_stages - 1)
 
         def outputs(params: Params, stage_input: StageInput, mask_BT: Bool[jax.Array, "B T"], sequences: Any) -> Any:
-            _, wanted = self._reading.columns(sequences)
+            _, wanted = self._output.columns(sequences)
             hidden = _run(role, params, stage_input, mask_BT, layout.strategy.num_stages - 1, layout, wanted)
-            return self._reading.outputs(params, hidden, sequences, role.model, last)
+            return self._output.outputs(params, hidden, sequences, role.model, last)
 
         self._pass = ForwardPass(role, layout, outputs, last.rows)
         self._deal = StageProgram(self._dealt, (layout.rows, layout.replicated), layout.mesh)
@@ -54,7 +54,7 @@ class PipelinedInference(Pipelined):
     def _dealt(self, arrays: Arrays) -> tuple[list[MicroBatch], Int[jax.Array, " B"] | None]:
         """The rows in micro-batches, and the order in which their outputs are as they were."""
         sequences, inverse = dealt_sequences(arrays, self._rebuild, self._layout, uneven=self._uneven)
-        parts, (length, _) = self._layout.strategy.micro_batches, self._reading.columns(sequences)
+        parts, (length, _) = self._layout.strategy.micro_batches, self._output.columns(sequences)
         pieces = jax.tree.map(lambda x: cut(x, parts), sequences)
         each = [jax.tree.map(lambda x, m=m: x[m], pieces) for m in range(parts)]
         return [{"tokens": x.tokens[:, :length], "mask": x.mask[:, :length], "own": x} for x in each], inverse

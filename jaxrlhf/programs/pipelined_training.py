@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrlhf.models.params import Params, param_shardings
-from jaxrlhf.models.stages import fill, join, lend_embedding, part_of, pick, pick_virtual, seen_from, whole_of
+from jaxrlhf.models.stage_weights import fill, join, lend_embedding, part_of, pick, pick_virtual, seen_from, whole_of
 from jaxrlhf.programs.arrays import Arrays, Metrics, Noise, Outputs, Rebuild, Sums
 from jaxrlhf.programs.optimizer import OptimizerState
 from jaxrlhf.programs.pipeline import Pipelined, carry_out, compile_all, hand_over, settle
@@ -63,7 +63,7 @@ class PipelinedTraining(Pipelined):
         for update in range(run.num_updates):
             run.begin_update(update)
             for term in range(run.num_terms):
-                carry_out(self._order, dict(enumerate(run.workers(term))))
+                carry_out(self._order, dict(enumerate(run.runners(term))))
                 run.end_term(term)
             run.end_update()
         self.ends = run.ends
@@ -73,7 +73,7 @@ class PipelinedTraining(Pipelined):
 class TrainRun:
     """One call of `PipelinedTraining` under way. Takes the params and the optimizer state over.
 
-    For every update: `begin_update`; for each of its terms, a schedule carried out by `workers` and `end_term`; then
+    For every update: `begin_update`; for each of its terms, a schedule carried out by `runners` and `end_term`; then
     `end_update`. In the end, `result`.
     """
 
@@ -148,13 +148,13 @@ class TrainRun:
         adapted = pick_virtual(adapted, stage, layers, stages)
         return params, adapted if lent is None else lend_embedding(adapted, lent)
 
-    def workers(self, term: int) -> list["TrainWorker"]:
-        """One worker for each group, which carries out its instructions for a term of the loss."""
-        self._workers = [TrainWorker(self, term, group) for group in range(len(self.programs.groups))]
-        jobs = [job for worker in self._workers for job in worker.compile_jobs()]
+    def runners(self, term: int) -> list["TrainRunner"]:
+        """One runner for each group, which carries out its instructions for a term of the loss."""
+        self._runners = [TrainRunner(self, term, group) for group in range(len(self.programs.groups))]
+        jobs = [job for runner in self._runners for job in runner.compile_jobs()]
         if jobs:
             compile_all(jobs, self.programs.layout.mesh)
-        return self._workers
+        return self._runners
 
     def without_rows(self, stage: int, group: int) -> list[Any]:
         """Arrays of the call that are no rows, as a group has them on a stage."""
@@ -163,8 +163,8 @@ class TrainRun:
 
     def end_term(self, term: int) -> None:
         """Sums what the groups have added up of a term's gradient."""
-        programs, workers = self.programs, self._workers
-        parts = [programs.combine(term, g)(worker.parts) for g, worker in enumerate(workers)]
+        programs, runners = self.programs, self._runners
+        parts = [programs.combine(term, g)(runner.parts) for g, runner in enumerate(runners)]
         over_groups = NamedSharding(programs.last.mesh, PartitionSpec(DATA))
         groups = jax.tree.map(lambda *x: whole_of(x, over_groups), *parts)
         weight, metrics = programs.totals(term)(groups)
@@ -172,7 +172,7 @@ class TrainRun:
         weight = reallocate(weight, programs.layout.replicated)
         for stage in self.stages:
             layout = programs.layout.stage(stage)
-            own = [fill(worker.hand_in(stage)) for worker in workers]
+            own = [fill(runner.hand_in(stage)) for runner in runners]
             spread = jax.tree.map(
                 lambda *x, mesh=layout.mesh: whole_of(x, NamedSharding(mesh, x[0].sharding.spec)), *own
             )
@@ -180,7 +180,7 @@ class TrainRun:
                 spread, seen_from(weight, layout.replicated), self._without_rows[stage], self._sums[stage]
             )
             del own, spread  # before the next stage, as far as it is on the same devices
-        del self._workers
+        del self._runners
 
     def end_update(self) -> None:
         """Updates the weights of every stage."""
@@ -217,7 +217,7 @@ class TrainRun:
         return join(self.params, layers, layout), join(self.state, layers, layout), metrics
 
 
-class TrainWorker:
+class TrainRunner:
     """Carries out the forwards and backwards of one data-parallel group."""
 
     def __init__(self, run: TrainRun, term: int, group: int) -> None:

@@ -17,7 +17,7 @@ from jaxrlhf.call_graph import GraphError, named_sequences
 from jaxrlhf.config.schema import AverageConfig, OptimizerConfig
 from jaxrlhf.experience import Max, PolicyAndValues, PolicyOutputs, Prompts, Rollout, Sampling, Term
 from jaxrlhf.models.config import Head, ModelConfig
-from jaxrlhf.models.heads import READINGS, Reading
+from jaxrlhf.models.heads import INFERENCE_OUTPUTS, InferenceOutput
 from jaxrlhf.models.lora import LoRAConfig
 from jaxrlhf.models.params import Params
 from jaxrlhf.programs.loss_check import check_adds_up
@@ -259,13 +259,13 @@ def default_outputs(model: ModelConfig) -> str:
 def term_outputs(role: ModelRole, term: Term, params: Params, layout: Layout) -> Any:
     """The outputs of the model for the sequences of a term. Where they are several by name, it runs once on all."""
     sequences = joined_sequences(term, layout)
-    outputs = term_reading(role, term)(params, sequences, role.model, layout, remat=layout.strategy.remat)
+    outputs = term_output(role, term)(params, sequences, role.model, layout, remat=layout.strategy.remat)
     return parted_outputs(term, outputs)
 
 
-def term_reading(role: ModelRole, term: Term) -> Reading[Any]:
+def term_output(role: ModelRole, term: Term) -> InferenceOutput[Any]:
     """The outputs of the model that the loss of a term gets."""
-    return READINGS[term.of or default_outputs(role.model)]
+    return INFERENCE_OUTPUTS[term.of or default_outputs(role.model)]
 
 
 def joined_sequences(term: Term, layout: Layout) -> Any:

@@ -19,7 +19,7 @@ from jaxrlhf.models.architecture import Weight, declare
 from jaxrlhf.models.config import at_least_float32
 from jaxrlhf.models.lora import adapt
 from jaxrlhf.models.params import Params, Shardings
-from jaxrlhf.models.stages import lend_embedding, pick, pick_virtual
+from jaxrlhf.models.stage_weights import lend_embedding, pick, pick_virtual
 from jaxrlhf.models.transformer import SavedByLayer, hidden_states
 from jaxrlhf.programs.arrays import Arrays, Metrics, MicroBatch, Noise, Program, Rebuild, StageInput, Sums
 from jaxrlhf.programs.loss_terms import Losses, over_updates

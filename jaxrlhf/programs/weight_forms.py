@@ -20,7 +20,7 @@ from jaxrlhf.models.layers import Adapted
 from jaxrlhf.models.lora import merge
 from jaxrlhf.models.params import LayerForm, Params, Shardings, param_shardings, with_layers
 from jaxrlhf.models.pipelined_generation import ring_params
-from jaxrlhf.models.stages import join, pick, seen_from, stage_of_weight
+from jaxrlhf.models.stage_weights import join, pick, seen_from, stage_of_weight
 from jaxrlhf.programs.arrays import Program
 from jaxrlhf.programs.weight_sets import Form, WeightSet
 from jaxrlhf.reshard.reallocate import reallocate

@@ -25,8 +25,8 @@ BUCKETS_IN_FLIGHT = 2
 """Buckets in flight: one is moved while the next is dispatched. It is also far below the number of un-awaited programs,
 about 16, at which JAX on a CPU can deadlock."""
 
-Way = Literal["memory", "host", "shards", "jit", "exchange"]
-"""Ways to move arrays: `memory` between a device and host memory; `host` piece by piece in host memory that is also the
+TransferMethod = Literal["memory", "host", "shards", "jit", "exchange"]
+"""Methods of transfer: `memory` between a device and host memory; `host` piece by piece in host memory that is also the
 devices'; `shards` as whole shards from device to device; `jit` by an identity program whose collectives XLA chooses;
 `exchange` piece by piece by one program over all devices."""
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -37,12 +37,12 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 class Bucket:
     """Arrays of a tree that are moved at once, by their numbers in the tree."""
 
-    way: Way
+    method: TransferMethod
     members: tuple[int, ...]
     devices: tuple[Device, ...]
     """The devices of both layouts."""
     lots: tuple[Lot, ...] = ()
-    """The moves, in the order of `members`; empty for the ways `memory` and `jit`."""
+    """The moves, in the order of `members`; empty for `memory` and `jit`."""
 
 
 def reallocate(
@@ -148,7 +148,7 @@ def _move(
     arrays: list[jax.Array], signatures: tuple[Signature, ...], *, donate: bool, bucket_bytes: int
 ) -> list[jax.Array]:
     results = list(arrays)
-    buckets = schedule(signatures, bucket_bytes)
+    buckets = in_buckets(signatures, bucket_bytes)
     uses = collections.Counter(id(arrays[i]) for bucket in buckets for i in bucket.members)
     kept = {id(arrays[i]) for i in set(range(len(arrays))).difference(*(bucket.members for bucket in buckets))}
     under_way: collections.deque[Bucket] = collections.deque()
@@ -184,18 +184,18 @@ def _renamed(array: jax.Array, target: Sharding) -> jax.Array:
 
 
 @functools.lru_cache(maxsize=64)
-def schedule(signatures: tuple[Signature, ...], bucket_bytes: int) -> tuple[Bucket, ...]:
+def in_buckets(signatures: tuple[Signature, ...], bucket_bytes: int) -> tuple[Bucket, ...]:
     """The arrays that have to be moved, in buckets that are the same in every process."""
     groups: dict[Any, list[int]] = {}
     for i, signature in enumerate(signatures):
-        way = way_of(signature)
-        if way is not None:
-            groups.setdefault((way, device_order(signature.source), device_order(signature.target)), []).append(i)
+        method = transfer_method(signature)
+        if method is not None:
+            groups.setdefault((method, device_order(signature.source), device_order(signature.target)), []).append(i)
     buckets = []
-    for (way, *_), members in groups.items():
+    for (method, *_), members in groups.items():
         devices = union(signatures[members[0]])
         lots: dict[int, Lot] = {}
-        if way in ("host", "shards", "exchange"):
+        if method in ("host", "shards", "exchange"):
             plan = tree_moves(signatures)
             lots = {i: _lot(signatures[i], plan.devices, plan.moves[i], devices) for i in members}
         # Like arrays are neighbors, so that they move together, and buckets of a large model share their programs.
@@ -205,7 +205,7 @@ def schedule(signatures: tuple[Signature, ...], bucket_bytes: int) -> tuple[Buck
         for some in _fill(members, signatures, bucket_bytes):
             counts = collections.Counter(lots[i] for i in some) if lots else {}
             counted = tuple(dataclasses.replace(lot, count=count) for lot, count in counts.items())
-            buckets.append(Bucket(way, tuple(some), devices, counted))
+            buckets.append(Bucket(method, tuple(some), devices, counted))
     return tuple(buckets)
 
 
@@ -229,8 +229,8 @@ def _fill(members: Sequence[int], signatures: Sequence[Signature], bucket_bytes:
 
 
 @functools.lru_cache(maxsize=4096)
-def way_of(signature: Signature) -> Way | None:
-    """The way in which an array is moved; None if nothing has to be done."""
+def transfer_method(signature: Signature) -> TransferMethod | None:
+    """How an array is moved; None if every shard stays where it is."""
     source, target = signature.source, signature.target
     same_order = device_order(source) == device_order(target)
     held, wanted = _both_boxes(signature)
@@ -328,11 +328,11 @@ def _carry_out(arrays: list[jax.Array], signatures: list[Signature], bucket: Buc
     """Moves one bucket. Only device memory moves between devices: arrays that rest on a host are loaded before."""
     if not any(device.process_index == jax.process_index() for device in bucket.devices):
         return [jax.make_array_from_single_device_arrays(s.shape, s.target, [], dtype=s.dtype) for s in signatures]
-    if bucket.way == "memory":
+    if bucket.method == "memory":
         return jax.device_put(arrays, [signature.target for signature in signatures])
     near = [_in_memory(array, on_device(array.sharding)) for array in arrays]
     targets = [on_device(signature.target) for signature in signatures]
-    match bucket.way:
+    match bucket.method:
         case "host":
             moves = [lot.moves for lot in bucket.lots for _ in range(lot.count)]
             moved = copy_on_host(near, signatures, moves, targets, bucket.devices)

@@ -42,7 +42,7 @@ class Traffic(NamedTuple):
         return self.within_nodes_bytes + self.between_nodes_bytes
 
 
-class Described(NamedTuple):
+class DescribedArray(NamedTuple):
     """An array that goes from one grid of devices to another."""
 
     shape: tuple[int, ...]
@@ -53,16 +53,16 @@ class Described(NamedTuple):
 
 def describe(
     weights: Iterable[tuple[tuple[int, ...], jax.typing.DTypeLike, tuple[str | None, ...]]],
-) -> list[Described]:
+) -> list[DescribedArray]:
     """Weights by shape, dtype and logical axes, that rest on both grids."""
     described = []
     for shape, dtype, axes in weights:
         spec = tuple(partition_spec(axes, WEIGHTS_AT_REST))
-        described.append(Described(shape, np.dtype(dtype), spec, spec))
+        described.append(DescribedArray(shape, np.dtype(dtype), spec, spec))
     return described
 
 
-def traffic(arrays: Sequence[Described], source: Grid, target: Grid, *, node_size: int) -> Traffic:
+def traffic(arrays: Sequence[DescribedArray], source: Grid, target: Grid, *, node_size: int) -> Traffic:
     """The traffic of arrays that go from one grid to another.
 
     Args:

@@ -20,8 +20,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxrlhf.checkpoint.store import CheckpointError, CheckpointStore
-from jaxrlhf.execution.channel import Channel
 from jaxrlhf.execution.executor import Executor
+from jaxrlhf.execution.process_channel import Channel
 from jaxrlhf.execution.weight_store import WeightStore
 from jaxrlhf.models.params import LayerForm
 from jaxrlhf.programs.roles import ModelRole
@@ -34,7 +34,7 @@ from jaxrlhf.run.run_folder import RunFolder
 
 
 class Checkpoints:
-    """Saves a run to its folder, with a subfolder for each part of the run, made on first use."""
+    """Saves a run to its folder, in a subfolder for each phase and one for frozen weights."""
 
     def __init__(self, assembly: Assembly, folder: RunFolder, channel: Channel) -> None:
         self._assembly, self._folder, self._channel = assembly, folder, channel
@@ -98,32 +98,39 @@ class Checkpoints:
                 stores.callback(store.close)
 
     def _save(
-        self, part: str, done: int, phase: Phase, executor: Executor, sets: list[str], state: Any, value: float | None
+        self,
+        subfolder: str,
+        done: int,
+        phase: Phase,
+        executor: Executor,
+        sets: list[str],
+        state: Any,
+        value: float | None,
     ) -> None:
         versions = {name: executor.weights.version(name) for name in sets}
         meta = {"seed": self._assembly.config.seed, "data": self._data, "versions": versions}
-        self._store(part).save(done, _arrays(phase, executor, sets, state), meta, value=value)
+        self._store(subfolder).save(done, _arrays(phase, executor, sets, state), meta, value=value)
         self._saved_at = time.monotonic()
 
     @functools.cached_property
     def _data(self) -> str:
         return self._assembly.tables.digest()
 
-    def _store(self, part: str) -> CheckpointStore:
-        if part not in self._stores:
+    def _store(self, subfolder: str) -> CheckpointStore:
+        if subfolder not in self._stores:
             keep = self._output.keep_checkpoints
-            self._stores[part] = CheckpointStore(checkpoint_folder(self._folder, part), keep=keep)
-        return self._stores[part]
+            self._stores[subfolder] = CheckpointStore(checkpoint_folder(self._folder, subfolder), keep=keep)
+        return self._stores[subfolder]
 
 
 def changing_sets(phase: Phase) -> list[str]:
     """The sets of weights that are trained, or are moving averages of trained ones."""
-    return [name for name, kind in weight_sets(_models(phase)).items() if kind.rests_in_float32]
+    return [name for name, weight_set in weight_sets(_models(phase)).items() if weight_set.rests_in_float32]
 
 
 def frozen_sets(phase: Phase) -> list[str]:
     """The sets of weights that never change."""
-    return [name for name, kind in weight_sets(_models(phase)).items() if not kind.rests_in_float32]
+    return [name for name, weight_set in weight_sets(_models(phase)).items() if not weight_set.rests_in_float32]
 
 
 def _models(phase: Phase) -> dict[str, ModelRole]:

@@ -18,7 +18,7 @@ from jaxrlhf.models.config_json import read_config as read_folder
 from jaxrlhf.models.huggingface import check_params, read_origin
 from jaxrlhf.programs.roles import ModelRole, Role, WeightedSumRole
 from jaxrlhf.programs.weight_sets import BASE
-from jaxrlhf.run.scoring import function_role
+from jaxrlhf.run.function_roles import function_role
 
 MAX_PARAMETERS = 10**14
 """A bound that no model reaches, which catches mistakes."""

@@ -5,9 +5,9 @@ from typing import Any
 
 import jax
 
-from jaxrlhf.execution.channel import Channel
 from jaxrlhf.execution.executor import Executor
 from jaxrlhf.execution.host_arrays import gather
+from jaxrlhf.execution.process_channel import Channel
 from jaxrlhf.models.adapter_files import save_adapters
 from jaxrlhf.models.huggingface import save_params
 from jaxrlhf.programs.roles import ModelRole

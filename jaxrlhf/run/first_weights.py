@@ -30,7 +30,9 @@ def load_first_weights(executor: Executor, phase: Phase, config: RunConfig, know
     store = executor.weights
     ready = {name + BASE if name + BASE in store.sets else name: placed for name, placed in known.items()}
     given = set(ready)
-    waiting = [name for name, kind in store.sets.items() if kind.lora is None and kind.average is None]
+    waiting = [
+        name for name, weight_set in store.sets.items() if weight_set.lora is None and weight_set.average is None
+    ]
     sources = {name: source_of(phase, config, name) for name in waiting}
     while waiting:
         name = next(n for n in waiting if sources[n] not in waiting)  # there are no cycles: assembly checks that
@@ -43,13 +45,13 @@ def load_first_weights(executor: Executor, phase: Phase, config: RunConfig, know
             _make(executor, phase, config, name)
         if name in (sources[n] for n in waiting) and name not in ready:
             ready[name] = store.snapshot(name)
-    for name, kind in store.sets.items():
-        if kind.lora is not None and kind.average is None:
+    for name, weight_set in store.sets.items():
+        if weight_set.lora is not None and weight_set.average is None:
             _make_adapters(executor, phase, config, name)
-    for name, kind in store.sets.items():
-        if kind.average is not None:
+    for name, weight_set in store.sets.items():
+        if weight_set.average is not None:
             home = home_layout(phase, name)
-            store.load(name, home, _to_home(*store.snapshot(kind.average.of), kind, home))
+            store.load(name, home, _to_home(*store.snapshot(weight_set.average.of), weight_set, home))
 
 
 def home_layout(phase: Phase, name: str) -> Layout:
@@ -97,39 +99,39 @@ def _adopt(executor: Executor, phase: Phase, config: RunConfig, name: str, layou
     executor.weights.load(name, home, _to_home(layout, own, executor.weights.sets[name], home))
 
 
-def _to_home(layout: Layout, params: Params, kind: WeightSet, home: Layout) -> Params:
+def _to_home(layout: Layout, params: Params, weight_set: WeightSet, home: Layout) -> Params:
     """Weights moved from a layout to their form at rest in another."""
-    return moved(params, kind, layout, (home, kind.resting_form(home)))
+    return moved(params, weight_set, layout, (home, weight_set.resting_form(home)))
 
 
 def _make_adapters(executor: Executor, phase: Phase, config: RunConfig, name: str) -> None:
     """Loads new adapters, or saved ones. A scalar head starts as that of the base weights."""
-    store, layout, kind = executor.weights, home_layout(phase, name), executor.weights.sets[name]
-    assert kind.lora is not None
-    if kind.lora.init:
-        store.load(name, layout, load_adapters(Path(kind.lora.init), kind.model, kind.lora, layout))
+    store, layout, weight_set = executor.weights, home_layout(phase, name), executor.weights.sets[name]
+    assert weight_set.lora is not None
+    if weight_set.lora.init:
+        store.load(name, layout, load_adapters(Path(weight_set.lora.init), weight_set.model, weight_set.lora, layout))
         return
     store.initialize(name, layout, _key(config, name))
     base = store.read_by(name)[1]
-    if "value_head" in kind.declare() and base == name + BASE and "value_head" in store.sets[base].declare():
-        shardings = kind.shardings(layout)
+    if "value_head" in weight_set.declare() and base == name + BASE and "value_head" in store.sets[base].declare():
+        shardings = weight_set.shardings(layout)
         head = reallocate(store.snapshot(base)[1]["value_head"], shardings["value_head"])
         store.load(name, layout, {**store.snapshot(name)[1], "value_head": head})
 
 
 def _with_own_head(executor: Executor, params: Params, name: str, layout: Layout, key: jax.Array) -> Params:
     """Copies of weights, with a new head if the set's model declares one that they lack."""
-    kind = executor.weights.sets[name]
-    wanted = kind.declare()
+    weight_set = executor.weights.sets[name]
+    wanted = weight_set.declare()
 
     def copy(params: Params) -> Params:
         own = {name: jax.tree.map(lambda x: x.copy(), value) for name, value in params.items() if name in wanted}
         if wanted.keys() - own.keys():
-            new = init_params(kind.model, key, random_value_head=executor.weights.random_head(name))
+            new = init_params(weight_set.model, key, random_value_head=executor.weights.random_head(name))
             own |= {name: new[name] for name in wanted.keys() - own.keys()}
-        return with_layers(own, stacked=kind.resting_form(layout) == "stacked")
+        return with_layers(own, stacked=weight_set.resting_form(layout) == "stacked")
 
-    return run_at(layout, copy, kind.shardings(layout), params)
+    return run_at(layout, copy, weight_set.shardings(layout), params)
 
 
 def _key(config: RunConfig, name: str) -> jax.Array:

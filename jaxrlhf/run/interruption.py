@@ -11,7 +11,7 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import NamedTuple, Self
 
-from jaxrlhf.execution.channel import Channel
+from jaxrlhf.execution.process_channel import Channel
 from jaxrlhf.run.checkpoints import Checkpoints
 
 PATIENCE_SECONDS = 5.0

@@ -10,14 +10,14 @@ import numpy as np
 
 from jaxrlhf.config.schema import RunConfig
 from jaxrlhf.data.prompts import PromptTable
-from jaxrlhf.execution.channel import Channel
+from jaxrlhf.execution.process_channel import Channel
 from jaxrlhf.experience import LENGTH, STOP, Rollout
 from jaxrlhf.observe.json_lines import JsonLinesWriter, truncate
 from jaxrlhf.observe.metrics import metrics_record, read_metrics, sample_record
 from jaxrlhf.observe.trackers import Trackers
+from jaxrlhf.run.function_roles import decode_responses
 from jaxrlhf.run.resume_point import ResumePoint
 from jaxrlhf.run.run_folder import RunFolder, RunFolderError
-from jaxrlhf.run.scoring import decode_responses
 from jaxrlhf.writing import writing
 
 Say = Callable[[str], None]

@@ -26,7 +26,7 @@ from jaxrlhf.run.run_folder import RunFolder
 
 CheckpointPhase = Literal["warm_start", "steps"]
 PHASES: tuple[CheckpointPhase, ...] = ("warm_start", "steps")
-"""The parts of a run that have checkpoints, in order."""
+"""The phases of a run that have checkpoints, in order."""
 FROZEN = "frozen"
 """The folder of weights that never change, which are saved once."""
 
@@ -77,9 +77,9 @@ class ResumePoint:
         return checkpoint_folder(self.folder, self.position.phase) / str(self.position.done)
 
 
-def checkpoint_folder(folder: RunFolder, phase: str) -> Path:
-    """The folder with the checkpoints of a phase."""
-    return folder.checkpoints / phase
+def checkpoint_folder(folder: RunFolder, subfolder: str) -> Path:
+    """The folder with the checkpoints of a phase, or with the frozen weights."""
+    return folder.checkpoints / subfolder
 
 
 def newest_position(folder: RunFolder) -> Position | None:

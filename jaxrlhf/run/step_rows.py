@@ -136,7 +136,7 @@ def check_rows(rows: StepRows, config: RunConfig, *, held_out: bool = False) -> 
     Raises:
         ConfigError or ValueError: A table is not used, or has rows without completions that fit.
     """
-    used = {kind.dataset for kind in rows.named.values() if kind.dataset}
+    used = {wanted.dataset for wanted in rows.named.values() if wanted.dataset}
     for name in config.datasets:
         if name not in used:
             raise ConfigError(
@@ -144,10 +144,10 @@ def check_rows(rows: StepRows, config: RunConfig, *, held_out: bool = False) -> 
                 f"{', '.join(sorted(used)) or 'none but those of data'}.{did_you_mean(name, used)}"
             )
     notes = []
-    for kind in rows.named.values():
-        if kind.kind != "prompts":
-            notes += _left_out(rows, kind, config, held_out=False)
-            notes += _left_out(rows, kind, config, held_out=True) if held_out else []
+    for wanted in rows.named.values():
+        if wanted.kind != "prompts":
+            notes += _left_out(rows, wanted, config, held_out=False)
+            notes += _left_out(rows, wanted, config, held_out=True) if held_out else []
     if rows.tables.main.withheld and any(role.function for role in config.roles.values()):
         notes.append(
             f"Reward functions do not get the columns {', '.join(rows.tables.main.withheld)}: by these names they get "
@@ -157,21 +157,21 @@ def check_rows(rows: StepRows, config: RunConfig, *, held_out: bool = False) -> 
     return notes + [note for name, table in rows.tables.more.items() for note in _dropped(table, f"datasets.{name}")]
 
 
-def _left_out(rows: StepRows, kind: Rows, config: RunConfig, *, held_out: bool) -> list[str]:
+def _left_out(rows: StepRows, wanted: Rows, config: RunConfig, *, held_out: bool) -> list[str]:
     """A note on training rows, or held-out ones, that are left out, if the config allows that."""
-    table, data, where = rows.tables.of(kind), config.data, "data"
-    if kind.dataset in config.datasets:
-        data, where = config.datasets[kind.dataset], f"datasets.{kind.dataset}"
+    table, data, where = rows.tables.of(wanted), config.data, "data"
+    if wanted.dataset in config.datasets:
+        data, where = config.datasets[wanted.dataset], f"datasets.{wanted.dataset}"
     numbers = table.usable("prompts", held_out=held_out)
-    num_left_out = len(numbers) - rows.num_usable(kind, held_out=held_out)
+    num_left_out = len(numbers) - rows.num_usable(wanted, held_out=held_out)
     if not num_left_out:
         return []
     if data.overlong == "error" or num_left_out == len(numbers):
-        table.check(kind.kind, numbers, max_new_tokens=kind.max_new_tokens)
+        table.check(wanted.kind, numbers, max_new_tokens=wanted.max_new_tokens)
     which = "held-out rows" if held_out else "rows"
     return [
-        f"{num_left_out} of {len(numbers)} {which} of {where} have no {kind.kind} that fit into "
-        f"{kind.max_new_tokens} tokens and are left out."
+        f"{num_left_out} of {len(numbers)} {which} of {where} have no {wanted.kind} that fit into "
+        f"{wanted.max_new_tokens} tokens and are left out."
     ]
 
 

@@ -12,9 +12,9 @@ from safetensors import SafetensorError
 
 from jaxrlhf.config.schema import RunConfig
 from jaxrlhf.data.loader import PromptLoader
-from jaxrlhf.execution.channel import Channel
 from jaxrlhf.execution.executor import Executor
 from jaxrlhf.execution.function_threads import FunctionAbandonedError
+from jaxrlhf.execution.process_channel import Channel
 from jaxrlhf.execution.step_result import StepResult
 from jaxrlhf.execution.weight_store import WeightStore
 from jaxrlhf.observe.chrome_trace import write_chrome_trace
@@ -23,7 +23,7 @@ from jaxrlhf.observe.json_lines import split_non_finite
 from jaxrlhf.observe.metrics import TrainingError, check_finite, flatten, without_times
 from jaxrlhf.observe.progress import Progress
 from jaxrlhf.observe.step_timers import timer_seconds
-from jaxrlhf.observe.timeline import Timeline
+from jaxrlhf.observe.timeline_recorder import Timeline
 from jaxrlhf.programs.roles import weighted_sum
 from jaxrlhf.run.assembly import Assembly
 from jaxrlhf.run.checkpoints import Checkpoints, changing_sets, restore

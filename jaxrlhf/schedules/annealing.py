@@ -1,6 +1,6 @@
 """Simulated annealing of schedules, which makes them shorter.
 
-Neighbors in a node's order are exchanged. Whether that lengthens the schedule, and by how much, follows from when each
+Neighbors in a worker's order are exchanged. Whether that lengthens the schedule, and by how much, follows from when a
 task can start at the earliest (heads) and how long it takes from there to the end (tails), as in job shops (Taillard
 1994, "Parallel taboo search techniques for the job shop scheduling problem"). So most moves cost next to nothing.
 Computed by Python, or compiled by numba where it is installed. Both find the same, since all numbers are integers and
@@ -65,12 +65,12 @@ def anneal(
     Returns:
         The orders found, and the latency or the memory that the round makes smaller.
     """
-    num_tasks, num_nodes = len(shop.tasks), len(orders)
+    num_tasks, num_workers = len(shop.tasks), len(orders)
     first = [0, *itertools.accumulate(map(len, orders))]
     order = integers(itertools.chain(*orders), compiled=compiled)
     best = integers([0] * num_tasks, compiled=compiled)
-    sizes = (num_tasks, num_tasks, num_nodes, num_nodes, num_nodes, 2 * num_nodes, *[num_tasks] * 3, 2 * num_tasks)
-    tables = (first, shop.before, shop.after, shop.node, shop.latency, shop.memory, shop.lane)
+    sizes = (*[num_tasks] * 2, *[num_workers] * 3, 2 * num_workers, *[num_tasks] * 3, 2 * num_tasks)
+    tables = (first, shop.before, shop.after, shop.worker, shop.latency, shop.memory, shop.lane)
     result, _ = run(
         order,
         *(integers(each, compiled=compiled) for each in tables),

@@ -1,7 +1,7 @@
 """Seconds of sends between the stages of a pipeline that no computation hides: in closed form, as `spans` times them.
 
 Stages compute while their outputs are under way, one at a time over each link. What a schedule waits for all the same
-follows from its order. Letters, in comments: p nodes, v virtual stages of each, m micro-batches, c seconds of a send.
+follows from its order. Letters, in comments: p workers, v virtual stages of each, m micro-batches, c seconds of a send.
 """
 
 import functools
@@ -13,7 +13,7 @@ def exposed_in_inference(stages: int, chunks: int, micro_batches: int, *, forwar
     """Exposed seconds of micro-batches through all stages, forward only, in the order of `forward_only`.
 
     The first micro-batch waits for every send. With chunks, so does the first of every group, each time that it comes
-    round to a node that has nothing else to do. Where sends are slower than stages, links set the pace.
+    round to a worker that has nothing else to do. Where sends are slower than stages, links set the pace.
 
     Args:
         forward: Seconds of a virtual stage.

@@ -1,4 +1,4 @@
-"""Fused pipelines: two models trained at once on the same nodes in opposite directions, each in the other's bubbles.
+"""Fused pipelines: two models trained at once on the same workers in opposite directions, each in the other's bubbles.
 
 Reference: Zhong et al. 2024 (RLHFuse), arXiv:2409.13221, 5.2.
 """
@@ -66,7 +66,7 @@ def fuse_quickly(pipes: Sequence[Pipe], *, memory_cap: float | None = None, comp
     is installed.
 
     Args:
-        memory_cap: The most activation memory that a node may keep.
+        memory_cap: The most activation memory that a worker may keep.
         compiled: Compile with numba, if it is installed and there are more than a few instructions.
 
     Raises:

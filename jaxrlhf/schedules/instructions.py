@@ -33,7 +33,7 @@ class Pipe:
     """One pipeline group of one model.
 
     Attributes:
-        nodes: Virtual stage -> the node that runs it. A node may run several: interleaved, (0, 1, 2, 3, 0, 1, 2, 3).
+        workers: Virtual stage -> the worker that runs it. One may run several: interleaved, (0, 1, 2, 3, 0, 1, 2, 3).
         micro_batches: How many go through it.
         forward: Latency of one micro-batch's forward on a virtual stage.
         backward: The same of its backward. None means that the pipe computes forwards only.
@@ -45,7 +45,7 @@ class Pipe:
             many of them as stages.
     """
 
-    nodes: tuple[int, ...]
+    workers: tuple[int, ...]
     micro_batches: int
     forward: PerStage = 1
     backward: PerStage | None = 2
@@ -53,10 +53,10 @@ class Pipe:
     model: int = 0
 
     def __post_init__(self) -> None:
-        if not self.nodes or min(self.nodes) < 0:
+        if not self.workers or min(self.workers) < 0:
             raise ScheduleError(
-                f"nodes of a pipe: must be one node or more, counted from 0. Got {brief(self.nodes)}. "
-                "Give the node of every stage, such as (0, 1)."
+                f"workers of a pipe: must be one worker or more, counted from 0. Got {brief(self.workers)}. "
+                "Give the worker of every stage, such as (0, 1)."
             )
         if self.micro_batches < 1:
             raise ScheduleError(
@@ -64,9 +64,9 @@ class Pipe:
             )
         sizes = {"forward": self.forward, "backward": self.backward, "activation": self.activation}
         for name, size in sizes.items():
-            if isinstance(size, tuple) and len(size) != len(self.nodes):
+            if isinstance(size, tuple) and len(size) != len(self.workers):
                 raise ScheduleError(
-                    f"{name} of a pipe: must be one number, or one for each of its {len(self.nodes)} stages. Got "
+                    f"{name} of a pipe: must be one number, or one for each of its {len(self.workers)} stages. Got "
                     f"{len(size)}. Give what each stage takes."
                 )
             for each in size if isinstance(size, tuple) else () if size is None else (size,):
@@ -78,7 +78,7 @@ class Pipe:
     @property
     def stages(self) -> int:
         """The number of its virtual stages."""
-        return len(self.nodes)
+        return len(self.workers)
 
     def latency(self, stage: int, *, forward: bool) -> float:
         """The latency of one instruction on a virtual stage."""
@@ -101,21 +101,21 @@ class Pipe:
         return max(self.work(stage) for stage in range(self.stages))
 
     @functools.cached_property
-    def ways(self) -> dict[tuple[int, bool], tuple[float, float]]:
+    def before_and_after(self) -> dict[tuple[int, bool], tuple[float, float]]:
         """(Virtual stage, forward) -> the latency of a micro-batch before that instruction, and after it."""
         forwards = [self.latency(stage, forward=True) for stage in range(self.stages)]
         backwards = [self.latency(stage, forward=False) for stage in range(self.stages)]
-        ways = {}
+        found = {}
         for stage in range(self.stages):
-            ways[stage, True] = sum(forwards[:stage]), sum(forwards[stage + 1 :]) + sum(backwards)
+            found[stage, True] = sum(forwards[:stage]), sum(forwards[stage + 1 :]) + sum(backwards)
             if self.backward is not None:
-                ways[stage, False] = sum(forwards) + sum(backwards[stage + 1 :]), sum(backwards[:stage])
-        return ways
+                found[stage, False] = sum(forwards) + sum(backwards[stage + 1 :]), sum(backwards[:stage])
+        return found
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The pipes, and node -> its instructions in their order."""
+    """The pipes, and worker -> its instructions in their order."""
 
     pipes: tuple[Pipe, ...]
     orders: tuple[tuple[Instruction, ...], ...]
@@ -157,15 +157,15 @@ def _follower(pipes: Sequence[Pipe], instruction: Instruction) -> Instruction | 
 def spans(schedule: Schedule, *, send: float = 0.0) -> dict[Instruction, tuple[float, float]]:
     """Instruction -> when it starts and when it finishes, if each starts as early as it can.
 
-        start(x) = max(finish of the one before x on its node, arrival of what x needs), or 0
+        start(x) = max(finish of the one before x on its worker, arrival of what x needs), or 0
         finish(x) = start(x) + latency(x)
 
     Args:
-        send: How long what an instruction gives is under way to another node, while nodes compute. From one node to
-            another goes one thing at a time.
+        send: Duration of sending an instruction's output to another worker, which overlaps with computation. Sends
+            from one worker to another follow one another.
 
     Raises:
-        ScheduleError: The orders deadlock: nodes wait for one another in a circle.
+        ScheduleError: The orders deadlock: workers wait for one another in a circle.
     """
     pipes, orders = schedule.pipes, schedule.orders
     found: dict[Instruction, tuple[float, float]] = {}
@@ -176,21 +176,21 @@ def spans(schedule: Schedule, *, send: float = 0.0) -> dict[Instruction, tuple[f
     waiting: dict[Instruction, list[int]] = {}
     ready = list(range(len(orders)))
     while ready:
-        node = ready.pop()
-        while done[node] < len(orders[node]):
-            instruction = orders[node][done[node]]
+        worker = ready.pop()
+        while done[worker] < len(orders[worker]):
+            instruction = orders[worker][done[worker]]
             before = needed(pipes, instruction)
             if before is not None and before not in found:
-                waiting.setdefault(before, []).append(node)
+                waiting.setdefault(before, []).append(worker)
                 break
-            start = clock[node] if before is None else max(clock[node], arrival[instruction])
-            clock[node] = start + pipes[instruction.pipe].latency(instruction.stage, forward=instruction.forward)
-            found[instruction] = (start, clock[node])
+            start = clock[worker] if before is None else max(clock[worker], arrival[instruction])
+            clock[worker] = start + pipes[instruction.pipe].latency(instruction.stage, forward=instruction.forward)
+            found[instruction] = (start, clock[worker])
             if (after := _follower(pipes, instruction)) is not None:
-                link = node, pipes[after.pipe].nodes[after.stage]
-                sent = clock[node] if link[0] == link[1] else max(clock[node], links.get(link, 0.0)) + send
+                link = worker, pipes[after.pipe].workers[after.stage]
+                sent = clock[worker] if link[0] == link[1] else max(clock[worker], links.get(link, 0.0)) + send
                 arrival[after] = links[link] = sent
-            done[node] += 1
+            done[worker] += 1
             ready += waiting.pop(instruction, [])
     if waiting:
         raise ScheduleError(_deadlock(schedule, done))
@@ -198,25 +198,25 @@ def spans(schedule: Schedule, *, send: float = 0.0) -> dict[Instruction, tuple[f
 
 
 def _deadlock(schedule: Schedule, done: Sequence[int]) -> str:
-    """The cycle in which nodes wait, as a message. `done`: the number of instructions that each node could run."""
-    position = {x: (node, index) for node, order in enumerate(schedule.orders) for index, x in enumerate(order)}
-    node = next(node for node, order in enumerate(schedule.orders) if done[node] < len(order))
+    """The cycle in which workers wait, as a message. `done`: the number of instructions that each worker could run."""
+    position = {x: (worker, index) for worker, order in enumerate(schedule.orders) for index, x in enumerate(order)}
+    worker = next(worker for worker, order in enumerate(schedule.orders) if done[worker] < len(order))
     path: list[int] = []
-    while node not in path:
-        path.append(node)
-        wanted = needed(schedule.pipes, schedule.orders[node][done[node]])
+    while worker not in path:
+        path.append(worker)
+        wanted = needed(schedule.pipes, schedule.orders[worker][done[worker]])
         assert wanted is not None
         if wanted not in position:
             return (
-                f"A schedule: what an instruction needs must be in it. Got {schedule.orders[node][done[node]]} on node "
-                f"{node}, and nowhere {wanted}. Add it to the node of its stage."
+                f"A schedule: what an instruction needs must be in it. Got {schedule.orders[worker][done[worker]]} on "
+                f"worker {worker}, and nowhere {wanted}. Add it to the worker of its stage."
             )
-        node = position[wanted][0]
+        worker = position[wanted][0]
     parts = []
-    for waits in path[path.index(node) :]:
+    for waits in path[path.index(worker) :]:
         head = schedule.orders[waits][done[waits]]
-        parts.append(f"node {waits} waits before {head} for {needed(schedule.pipes, head)}")
+        parts.append(f"worker {waits} waits before {head} for {needed(schedule.pipes, head)}")
     return (
-        f"A schedule: nodes must not wait for one another in a circle. Got {'; '.join(parts)}. Let each node run what "
-        "another one waits for before what it waits for itself."
+        f"A schedule: workers must not wait for one another in a circle. Got {'; '.join(parts)}. Let each worker run "
+        "what another one waits for before what it waits for itself."
     )

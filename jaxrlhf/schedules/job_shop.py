@@ -1,6 +1,6 @@
 """The search for a schedule as a job shop: instructions as numbers, and orders found by always running the most urgent.
 
-Nodes are machines and micro-batches are jobs. All amounts are integers here, so that every computer finds the same.
+Workers are machines and micro-batches are jobs. All amounts are integers here, so that every computer finds the same.
 """
 
 import collections
@@ -17,7 +17,7 @@ from jaxrlhf.schedules import search_loops
 from jaxrlhf.schedules.instructions import Instruction, Pipe, Schedule, instructions, needed
 
 Orders = list[list[int]]
-"""Node -> the numbers of its instructions, in order."""
+"""Worker -> the numbers of its instructions, in order."""
 _UNLIMITED = 2**62
 
 
@@ -29,9 +29,9 @@ class JobShop:
         tasks: Number -> instruction.
         before: Number -> the task that it needs, or -1.
         after: Number -> the task that needs it, or -1.
-        node: Number -> the node that runs it.
+        worker: Number -> the worker that runs it.
         latency: Number -> how long it takes, in units of its own, at least 1.
-        memory: Number -> by how much it changes the activation memory of its node, in units of its own.
+        memory: Number -> by how much it changes the activation memory of its worker, in units of its own.
         lane: Number -> its pipe, stage and direction, as a number. Micro-batches go through a lane in their order.
         latency_unit, memory_unit: What one unit of them stands for.
     """
@@ -40,7 +40,7 @@ class JobShop:
     tasks: list[Instruction]
     before: list[int]
     after: list[int]
-    node: list[int]
+    worker: list[int]
     latency: list[int]
     memory: list[int]
     lane: list[int]
@@ -48,9 +48,9 @@ class JobShop:
     memory_unit: float
 
     @functools.cached_property
-    def num_nodes(self) -> int:
-        """The number of nodes."""
-        return max(self.node) + 1
+    def num_workers(self) -> int:
+        """The number of workers."""
+        return max(self.worker) + 1
 
     @functools.cached_property
     def read_backwards(self) -> "JobShop":
@@ -65,7 +65,7 @@ class JobShop:
             tasks=self.tasks[::-1],
             before=turned(self.after),
             after=turned(self.before),
-            node=self.node[::-1],
+            worker=self.worker[::-1],
             latency=self.latency[::-1],
             memory=[-amount for amount in reversed(self.memory)],
             lane=self.lane[::-1],
@@ -75,11 +75,11 @@ class JobShop:
     def tables(self) -> "Tables":
         """The tables of list scheduling, as lists."""
         queues: list[list[int]] = [[] for _ in range(max(self.lane) + 1)]
-        lanes: list[list[int]] = [[] for _ in range(self.num_nodes)]
+        lanes: list[list[int]] = [[] for _ in range(self.num_workers)]
         numbers = {}
         for number, (task, lane) in enumerate(zip(self.tasks, self.lane, strict=True)):
             if not queues[lane]:
-                lanes[self.node[number]].append(lane)
+                lanes[self.worker[number]].append(lane)
                 numbers[task.pipe, task.stage, task.forward] = lane
             queues[lane].append(number)
         partner = [-1] * len(queues)
@@ -87,7 +87,7 @@ class JobShop:
             if forward:
                 partner[lane] = numbers.get((pipe, stage, False), -1)
         return Tables(
-            *_flat(lanes), *_flat(queues), partner, self.before, self.after, self.node, self.lane, self.latency,
+            *_flat(lanes), *_flat(queues), partner, self.before, self.after, self.worker, self.lane, self.latency,
             self.memory,
         )  # fmt: skip
 
@@ -108,7 +108,7 @@ class Tables(NamedTuple):
     """Lane -> the lane of its backwards, or -1."""
     before: Integers
     after: Integers
-    node: Integers
+    worker: Integers
     lane: Integers
     latency: Integers
     memory: Integers
@@ -139,7 +139,7 @@ def job_shop(pipes: Sequence[Pipe]) -> JobShop:
         tasks,
         before,
         after,
-        node=[pipes[task.pipe].nodes[task.stage] for task in tasks],
+        worker=[pipes[task.pipe].workers[task.stage] for task in tasks],
         latency=[max(1, latency) for latency in latencies],
         memory=[size if task.forward else -size for task, size in zip(tasks, memory, strict=True)],
         lane=[lanes.setdefault((task.pipe, task.stage, task.forward), len(lanes)) for task in tasks],
@@ -172,7 +172,7 @@ def as_orders(shop: JobShop, schedule: Schedule) -> Orders:
 
 
 def peak(shop: JobShop, orders: Orders) -> int:
-    """The most activation memory that a node keeps at once."""
+    """The most activation memory that a worker keeps at once."""
     levels = (itertools.accumulate(shop.memory[task] for task in order) for order in orders)
     return max(0, *itertools.chain(*levels))
 
@@ -185,7 +185,7 @@ Limit = Callable[[int], int]
 
 def larger_model_first(pipe: Pipe, instruction: Instruction) -> tuple[float, ...]:
     """The paper's greedy rule: the larger model, of it the backward."""
-    before, after = pipe.ways[0, True]
+    before, after = pipe.before_and_after[0, True]
     return (-(before + pipe.latency(0, forward=True) + after), instruction.forward)
 
 
@@ -212,7 +212,7 @@ def oldest_backward_first(pipe: Pipe, instruction: Instruction) -> tuple[float, 
 
 def _way(pipe: Pipe, instruction: Instruction) -> float:
     """Latency of what is left of a micro-batch."""
-    _, after = pipe.ways[instruction.stage, instruction.forward]
+    _, after = pipe.before_and_after[instruction.stage, instruction.forward]
     return pipe.latency(instruction.stage, forward=instruction.forward) + after
 
 
@@ -241,7 +241,7 @@ def list_schedule(
     """Always runs next the task that can start earliest, among those the one of the least rank.
 
     Args:
-        cap: The most memory that a node may keep.
+        cap: The most memory that a worker may keep.
         limit: By how many micro-batches a stage may be ahead.
         compiled: Run the loop compiled by numba, which must be installed. It finds the same.
 
@@ -254,16 +254,16 @@ def list_schedule(
     if limit is not None:
         for task, lane in zip(shop.tasks, shop.lane, strict=True):
             limits[lane] = limit(shop.pipes[task.pipe].stages - task.stage)
-    num_tasks, num_nodes = len(shop.tasks), shop.num_nodes
-    sizes = (num_tasks, num_tasks, num_nodes, num_nodes, num_nodes, len(limits), 2 * num_nodes)
+    num_tasks, num_workers = len(shop.tasks), shop.num_workers
+    sizes = (num_tasks, num_tasks, num_workers, num_workers, num_workers, len(limits), 2 * num_workers)
     work = tuple(integers([0] * size, compiled=compiled) for size in sizes)
     most = _UNLIMITED if cap is None else cap
     run = loops(search_loops, compiled=compiled)["list_round"]
     if run(tables, integers(limits, compiled=compiled), integers(ranks, compiled=compiled), most, work) < 0:
         return None
     order, finish = ([int(x) for x in result] for result in work[:2])
-    counts = collections.Counter(shop.node)
-    ends = [0, *itertools.accumulate(counts[node] for node in range(num_nodes))]
+    counts = collections.Counter(shop.worker)
+    ends = [0, *itertools.accumulate(counts[worker] for worker in range(num_workers))]
     return ListSchedule([order[begin:end] for begin, end in itertools.pairwise(ends)], finish)
 
 

@@ -1,11 +1,13 @@
-"""Pipeline schedules: which node runs which micro-batch's forward or backward in which order, and what follows from it.
+"""Pipeline schedules: the order in which workers run forwards and backwards of micro-batches; times, memory, checks.
 
-A schedule is a table for one or several pipelines over the same nodes (groups of devices). Times and memory are those
-of a described pipeline: latencies and activation sizes are whatever units the pipes are given in. As plain data, which
-JSON can hold, it is for every node its instructions in a line:
+The data types, and when each instruction can run, are in `instructions`.
 
-    {"version": 1,
-     "pipes": [{"nodes": [0, 1], "micro_batches": 2, "forward": 1, "backward": 2, "activation": 1, "model": 0}],
+A schedule is a table for one or several pipelines over the same workers. A worker is the group of devices that runs a
+stage. Latencies and activation sizes are in whatever units the pipes have. As plain data, which JSON can hold, it has
+one line of instructions per worker:
+
+    {"version": 2,
+     "pipes": [{"workers": [0, 1], "micro_batches": 2, "forward": 1, "backward": 2, "activation": 1, "model": 0}],
      "orders": ["F0.0.0 F0.1.0 B0.0.0 B0.1.0", "F0.0.1 B0.0.1 F0.1.1 B0.1.1"]}
 
 `B0.1.1` is the backward of pipe 0, micro-batch 1, stage 1.
@@ -27,7 +29,7 @@ from jaxrlhf.schedules.instructions import (
     spans,
 )
 
-VERSION = 1
+VERSION = 2
 """The version of the form of plain data."""
 _INSTRUCTION = re.compile(r"([FB])(\d{1,9})\.(\d{1,9})\.(\d{1,9})")
 
@@ -35,7 +37,7 @@ _INSTRUCTION = re.compile(r"([FB])(\d{1,9})\.(\d{1,9})\.(\d{1,9})")
 def gpipe(
     stages: int, micro_batches: int, *, forward: float = 1, backward: float = 2, activation: float = 1
 ) -> Schedule:
-    """All forwards, then all backwards. Every node keeps the activations of all micro-batches.
+    """All forwards, then all backwards. Every worker keeps the activations of all micro-batches.
 
     Reference:
         Huang et al. 2019, arXiv:1811.06965.
@@ -54,14 +56,14 @@ def one_f_one_b(
     Reference:
         Narayanan et al. 2021, arXiv:2006.09503 (PipeDream-Flush).
     """
-    ahead = [stages - node - 1 for node in range(stages)]
+    ahead = [stages - worker - 1 for worker in range(stages)]
     return _single(stages, 1, micro_batches, ahead, forward, backward, activation)
 
 
 def interleaved_1f1b(
     stages: int, chunks: int, micro_batches: int, *, forward: float = 1, backward: float = 2, activation: float = 1
 ) -> Schedule:
-    """1F1B over `chunks` virtual stages of each node: virtual stage v runs on node v % stages.
+    """1F1B over `chunks` virtual stages of each worker: virtual stage v runs on worker v % stages.
 
     Micro-batches go in groups of as many as there are stages: a group's forwards on one chunk, then on the next. The
     last group may be smaller, which leaves bubbles where its missing members would run. One chunk is 1F1B.
@@ -74,7 +76,7 @@ def interleaved_1f1b(
     """
     if chunks == 1:
         return one_f_one_b(stages, micro_batches, forward=forward, backward=backward, activation=activation)
-    ahead = [2 * (stages - node - 1) + (chunks - 1) * stages for node in range(stages)]
+    ahead = [2 * (stages - worker - 1) + (chunks - 1) * stages for worker in range(stages)]
     return _single(stages, chunks, micro_batches, ahead, forward, backward, activation)
 
 
@@ -86,7 +88,7 @@ def forward_only(
 
 
 def bubble_warning(stages: int, chunks: int, micro_batches: int) -> str | None:
-    """A warning of fewer micro-batches than stages: the waiting time of nodes if a backward takes two forwards."""
+    """A warning of fewer micro-batches than stages: the waiting time of workers if a backward takes two forwards."""
     if micro_batches >= stages:
         return None
     fraction = bubble_fraction(interleaved_1f1b(stages, chunks, micro_batches))
@@ -105,7 +107,7 @@ def _single(
     backward: float | None,
     activation: float,
 ) -> Schedule:
-    """One pipe's schedule: a node runs `ahead[node]` forwards, then forward and backward in turn, then backwards.
+    """One pipe's schedule: a worker runs `ahead[worker]` forwards, then forward and backward in turn, then backwards.
 
     If the last group of micro-batches is not whole, it is the schedule of a whole one without what is not there: what
     remains can run as early as before, so nothing deadlocks.
@@ -115,8 +117,8 @@ def _single(
             raise ScheduleError(f"{name} of a schedule: must be at least 1. Got {count}. Use 1 or more.")
     pipe = Pipe(tuple(range(stages)) * chunks, micro_batches, forward, backward, activation)
     orders = []
-    for node in range(stages):
-        own = range(node, stages * chunks, stages)
+    for worker in range(stages):
+        own = range(worker, stages * chunks, stages)
         forwards, backwards = [], []
         for first in range(0, micro_batches, stages):
             group = range(first, first + stages)
@@ -124,7 +126,7 @@ def _single(
             backwards += [Instruction(0, micro_batch, stage, False) for stage in own[::-1] for micro_batch in group]
         order = forwards
         if backward is not None:
-            lead = min(ahead[node], len(forwards))
+            lead = min(ahead[worker], len(forwards))
             turns = zip(forwards[lead:], backwards, strict=False)
             order = [*forwards[:lead], *(x for turn in turns for x in turn), *backwards[len(forwards) - lead :]]
         orders.append(tuple(x for x in order if x.micro_batch < micro_batches))
@@ -137,7 +139,7 @@ def makespan(schedule: Schedule, *, send: float = 0.0) -> float:
 
 
 def bubble_fraction(schedule: Schedule) -> float:
-    """The share of all nodes' time up to the makespan in which they wait.
+    """The share of all workers' time up to the makespan in which they wait.
 
     For N stages, M micro-batches and K chunks it is (N-1) / (N-1 + M) under GPipe and 1F1B, and, if N divides M,
     (N-1) / (N-1 + K M) under interleaved 1F1B.
@@ -152,12 +154,12 @@ def bubble_fraction(schedule: Schedule) -> float:
 
 
 def peak_activations(schedule: Schedule) -> tuple[float, ...]:
-    """Node -> the most activation memory that it keeps at once. It depends on the order alone, not on latencies."""
+    """Worker -> the most activation memory that it keeps at once. It depends on the order alone, not on latencies."""
     return tuple(max(levels, default=0) for levels in activation_levels(schedule))
 
 
 def activation_levels(schedule: Schedule) -> list[list[float]]:
-    """Node -> the activation memory kept after each of its instructions. From counts: rounding does not add up."""
+    """Worker -> the activation memory kept after each of its instructions. From counts: rounding does not add up."""
     found = []
     for order in schedule.orders:
         kept = {(pipe, stage): 0 for pipe, _, stage, _ in order}
@@ -171,10 +173,10 @@ def activation_levels(schedule: Schedule) -> list[list[float]]:
 
 
 def topological_order(schedule: Schedule) -> tuple[Instruction, ...]:
-    """All instructions by their start, each after what it needs and every node's in that node's order.
+    """All instructions by their start, each after what it needs and every worker's in that worker's order.
 
-    Ties are broken by node, so that all processes find the same order. A process that dispatches in this order, without
-    waiting for results, lets every node run as the schedule says.
+    Ties are broken by worker, so that all processes find the same order. A process that dispatches in this order,
+    without waiting for results, lets every worker run as the schedule says.
 
     Raises:
         ScheduleError: The orders deadlock.
@@ -183,42 +185,42 @@ def topological_order(schedule: Schedule) -> tuple[Instruction, ...]:
     needs = {instruction: needed(schedule.pipes, instruction) for instruction in found}
     left = [list(reversed(order)) for order in schedule.orders]
     for _ in found:
-        heads = [(own[-1], node) for node, own in enumerate(left) if own]
-        ready = [(found[x][0], node) for x, node in heads if needs[x] is None or needs[x] in given]
-        _, node = min(ready)
-        given[left[node].pop()] = None
+        heads = [(own[-1], worker) for worker, own in enumerate(left) if own]
+        ready = [(found[x][0], worker) for x, worker in heads if needs[x] is None or needs[x] in given]
+        _, worker = min(ready)
+        given[left[worker].pop()] = None
     return tuple(given)
 
 
 def validate(schedule: Schedule, memory_cap: float | None = None) -> None:
-    """Checks that every instruction occurs exactly once, on the node of its stage, that nothing deadlocks, and that
+    """Checks that every instruction occurs exactly once, on the worker of its stage, that nothing deadlocks, and that
     memory suffices.
 
     Args:
-        memory_cap: The most activation memory that a node may keep.
+        memory_cap: The most activation memory that a worker may keep.
 
     Raises:
         ScheduleError: A check fails.
     """
-    needs_nodes = max(max(pipe.nodes) for pipe in schedule.pipes) + 1 if schedule.pipes else 0
-    if len(schedule.orders) < needs_nodes:
+    needs_workers = max(max(pipe.workers) for pipe in schedule.pipes) + 1 if schedule.pipes else 0
+    if len(schedule.orders) < needs_workers:
         raise ScheduleError(
-            f"A schedule: every node of its pipes must have an order. Got {len(schedule.orders)} orders for nodes "
-            f"0 to {needs_nodes - 1}. Add the others."
+            f"A schedule: every worker of its pipes must have an order. Got {len(schedule.orders)} orders for workers "
+            f"0 to {needs_workers - 1}. Add the others."
         )
     missing = set(instructions(schedule.pipes))
     seen: set[Instruction] = set()
-    for node, order in enumerate(schedule.orders):
+    for worker, order in enumerate(schedule.orders):
         for instruction in order:
             known = instruction in missing or instruction in seen
-            if known and node != (home := schedule.pipes[instruction.pipe].nodes[instruction.stage]):
+            if known and worker != (home := schedule.pipes[instruction.pipe].workers[instruction.stage]):
                 raise ScheduleError(
-                    f"Node {node} of a schedule: must run its own stages. Got {instruction}, of node {home}. "
+                    f"Worker {worker} of a schedule: must run its own stages. Got {instruction}, of worker {home}. "
                     "Move it there."
                 )
             if instruction not in missing:
                 raise ScheduleError(
-                    f"Node {node} of a schedule: every instruction of its pipes must stand once, and no other. Got "
+                    f"Worker {worker} of a schedule: every instruction of its pipes must stand once, and no other. Got "
                     f"{instruction}{' a second time' if known else ', which they do not have'}. Take it out."
                 )
             missing.remove(instruction)
@@ -226,13 +228,13 @@ def validate(schedule: Schedule, memory_cap: float | None = None) -> None:
     if missing:
         raise ScheduleError(
             f"A schedule: every instruction of its pipes must stand once. Got none that is {min(missing)}, and "
-            f"{len(missing)} missing in all. Add them to the nodes of their stages."
+            f"{len(missing)} missing in all. Add them to the workers of their stages."
         )
     spans(schedule)
-    for node, peak in enumerate(peak_activations(schedule)):
+    for worker, peak in enumerate(peak_activations(schedule)):
         if memory_cap is not None and peak > memory_cap:
             raise ScheduleError(
-                f"Node {node} of a schedule: must keep activations of at most memory_cap={memory_cap:g}. Got "
+                f"Worker {worker} of a schedule: must keep activations of at most memory_cap={memory_cap:g}. Got "
                 f"{peak:g}. Let backwards come earlier, use more stages or smaller micro-batches, or raise the cap."
             )
 
@@ -283,7 +285,7 @@ def _pipe(data: Mapping[str, Any]) -> Pipe:
         key: tuple(value) if isinstance(value, list | tuple) else value for key, value in data.items()
     }
     for key, value in given.items():
-        whole = key in ("nodes", "micro_batches", "model")
+        whole = key in ("workers", "micro_batches", "model")
         for each in value if isinstance(value, tuple) else (value,):
             if type(each) is not int and (whole or (type(each) is not float and each is not None)):
                 raise ValueError(f"{key}: must be {'whole ' if whole else ''}numbers. Got {brief(each)}.")

@@ -1,13 +1,13 @@
 """The inner loops of annealing and of list scheduling, over lists or arrays of integers alike, so that they can be
 compiled or not.
 
-Tasks have numbers, as in `job_shop`. In annealing, `order` is the nodes' orders one after another, of which that of
-node i begins at `first[i]`; all other sequences are by task: the task that it needs and the one that needs it
-(`before`, `after`, -1 if none), `node`, `latency`, `memory` (by which it changes that of its node), and `lane` (equal
-ones are never exchanged).
+Tasks have numbers, as in `job_shop`. In annealing, `order` is the workers' orders one after another, of which that of
+worker i begins at `first[i]`; all other sequences are by task: the task that it needs and the one that needs it
+(`before`, `after`, -1 if none), `worker`, `latency`, `memory` (by which it changes that of its worker), and `lane`
+(equal ones are never exchanged).
 
 In list scheduling, the tasks of lane k stand in `queue` from `queue_first[k]` on, in the order in which they must run,
-and the lanes of node i in `lanes` from `lanes_first[i]` on.
+and the lanes of worker i in `lanes` from `lanes_first[i]` on.
 """
 
 BUCKETS = 160
@@ -28,23 +28,23 @@ def accepted(worse, unit, level, x, table) -> bool:
     return bucket < BUCKETS and x < table[level * BUCKETS + bucket]
 
 
-def heads(order, first, before, after, node, latency, finish, sequence, place, clock, waiting, stack):
+def heads(order, first, before, after, worker, latency, finish, sequence, place, clock, waiting, stack):
     """Computes when each task finishes, and a sequence in which each comes after what it needs; -1 if they deadlock.
 
-    Every node runs until it has to wait, and goes on when what it waits for is there.
+    Every worker runs until it has to wait, and goes on when what it waits for is there.
 
     Args:
-        order: The nodes' orders, one after another; `first[i]` is where node i's begins.
+        order: The workers' orders, one after another; `first[i]` is where worker i's begins.
     """
-    num_nodes = len(first) - 1
+    num_workers = len(first) - 1
     for task in range(len(before)):
         finish[task] = -1
-    for i in range(num_nodes):
+    for i in range(num_workers):
         place[i] = first[i]
         clock[i] = 0
         waiting[i] = -1
         stack[i] = i
-    top = num_nodes
+    top = num_workers
     done = 0
     while top > 0:
         top -= 1
@@ -68,21 +68,21 @@ def heads(order, first, before, after, node, latency, finish, sequence, place, c
             done += 1
             p += 1
             follower = after[task]
-            if follower >= 0 and waiting[node[follower]] == task:
-                waiting[node[follower]] = -1
-                stack[top] = node[follower]
+            if follower >= 0 and waiting[worker[follower]] == task:
+                waiting[worker[follower]] = -1
+                stack[top] = worker[follower]
                 top += 1
         place[i] = p
         clock[i] = now
     if done < len(before):
         return -1
     longest = 0
-    for i in range(num_nodes):
+    for i in range(num_workers):
         longest = max(longest, clock[i])
     return longest
 
 
-def tails(order, first, after, node, latency, sequence, position, tail):
+def tails(order, first, after, worker, latency, sequence, position, tail):
     """Computes the time from the start of each task to the end of all tasks that wait for it."""
     for index in range(len(sequence) - 1, -1, -1):
         task = sequence[index]
@@ -90,16 +90,16 @@ def tails(order, first, after, node, latency, sequence, position, tail):
         if after[task] >= 0:
             rest = tail[after[task]]
         p = position[task] + 1
-        if p < first[node[task] + 1]:
+        if p < first[worker[task] + 1]:
             rest = max(rest, tail[order[p]])
         tail[task] = rest + latency[task]
 
 
-def longest_after_exchange(p, order, first, before, after, node, latency, finish, tail):
+def longest_after_exchange(p, order, first, before, after, worker, latency, finish, tail):
     """The longest way through the tasks at p and p + 1 once they are exchanged. The makespan, if that is not less."""
     a = order[p]
     b = order[p + 1]
-    i = node[a]
+    i = worker[a]
     head_b = 0
     if p > first[i]:
         head_b = finish[order[p - 1]]
@@ -121,7 +121,7 @@ def longest_after_exchange(p, order, first, before, after, node, latency, finish
 
 
 def latency_round(
-    order, first, before, after, node, latency, memory, lane, cap, target, unit, table, levels, moves, x, best, work
+    order, first, before, after, worker, latency, memory, lane, cap, target, unit, table, levels, moves, x, best, work
 ):
     """Exchanges neighbors on a critical path, at random, in place. Those cannot deadlock; no others shorten anything.
 
@@ -135,8 +135,8 @@ def latency_round(
             position[order[p]] = p
             kept += memory[order[p]]
             level_at[order[p]] = kept
-    span = heads(order, first, before, after, node, latency, finish, sequence, place, clock, waiting, stack)
-    tails(order, first, after, node, latency, sequence, position, tail)
+    span = heads(order, first, before, after, worker, latency, finish, sequence, place, clock, waiting, stack)
+    tails(order, first, after, worker, latency, sequence, position, tail)
     shortest = span
     best[:] = order
     num_arcs = -1
@@ -166,7 +166,7 @@ def latency_round(
         level_b = level_at[a] - memory[a] + memory[b]
         if level_b > cap and memory[b] > 0:
             continue
-        worse = longest_after_exchange(p, order, first, before, after, node, latency, finish, tail) - span
+        worse = longest_after_exchange(p, order, first, before, after, worker, latency, finish, tail) - span
         if worse > 0:
             x = next_random(x)
             if not accepted(worse, unit, move * levels // moves, x, table):
@@ -177,8 +177,8 @@ def latency_round(
         position[a] = p + 1
         level_at[b] = level_b
         level_at[a] = level_b + memory[a]
-        span = heads(order, first, before, after, node, latency, finish, sequence, place, clock, waiting, stack)
-        tails(order, first, after, node, latency, sequence, position, tail)
+        span = heads(order, first, before, after, worker, latency, finish, sequence, place, clock, waiting, stack)
+        tails(order, first, after, worker, latency, sequence, position, tail)
         num_arcs = -1
         if span < shortest:
             shortest = span
@@ -187,7 +187,7 @@ def latency_round(
 
 
 def _next_of(i, tables, limit, rank, cap, work):
-    """Writes to `found` what node i would run next, -1 for nothing, and when that could start."""
+    """Writes to `found` what worker i would run next, -1 for nothing, and when that could start."""
     lanes, lanes_first, queue, queue_first, partner, before, _, _, _, _, memory = tables
     _, finish, _, clock, kept, head, found = work
     best = -1
@@ -225,31 +225,31 @@ def list_round(tables, limit, rank, cap, work):
     Args:
         tables: `job_shop.Tables`.
         limit: Lane -> by how many tasks it may be ahead of the lane of its backwards.
-        work: The results, `order` (the nodes' tasks one after another) and `finish` (by task), and room to work in.
+        work: The results, `order` (the workers' tasks one after another) and `finish` (by task), and room to work in.
 
     Returns:
         The makespan; -1 if nothing can start within the cap, though something is left.
     """
-    lanes, lanes_first, _, queue_first, partner, before, after, node, lane_of, latency, memory = tables
+    lanes, lanes_first, _, queue_first, partner, before, after, worker, lane_of, latency, memory = tables
     order, finish, place, clock, kept, head, found = work
-    num_nodes = len(lanes_first) - 1
+    num_workers = len(lanes_first) - 1
     for task in range(len(before)):
         finish[task] = -1
     for lane in range(len(partner)):
         head[lane] = 0
     p = 0
-    for i in range(num_nodes):
+    for i in range(num_workers):
         place[i] = p
         clock[i] = 0
         kept[i] = 0
         for index in range(lanes_first[i], lanes_first[i + 1]):
             p += queue_first[lanes[index] + 1] - queue_first[lanes[index]]
-    for i in range(num_nodes):
+    for i in range(num_workers):
         _next_of(i, tables, limit, rank, cap, work)
     for _ in range(len(before)):
         best = -1
         start = 0
-        for i in range(num_nodes):
+        for i in range(num_workers):
             task = found[2 * i]
             if task < 0:
                 continue
@@ -263,7 +263,7 @@ def list_round(tables, limit, rank, cap, work):
                 start = at
         if best < 0:
             return -1
-        i = node[best]
+        i = worker[best]
         finish[best] = clock[i] = start + latency[best]
         head[lane_of[best]] += 1
         kept[i] += memory[best]
@@ -271,9 +271,9 @@ def list_round(tables, limit, rank, cap, work):
         place[i] += 1
         _next_of(i, tables, limit, rank, cap, work)
         follower = after[best]
-        if follower >= 0 and node[follower] != i:
-            _next_of(node[follower], tables, limit, rank, cap, work)
+        if follower >= 0 and worker[follower] != i:
+            _next_of(worker[follower], tables, limit, rank, cap, work)
     longest = 0
-    for i in range(num_nodes):
+    for i in range(num_workers):
         longest = max(longest, clock[i])
     return longest

@@ -25,9 +25,9 @@ _met: set[tuple[tuple[Any, ...], Hashable]] = set()
 
 
 @dataclasses.dataclass(frozen=True)
-class Cluster:
-    """The coordinator, number and index of a run's processes. None in all fields means that JAX detects them from
-    SLURM, Open MPI or Kubernetes."""
+class Rendezvous:
+    """Where the processes of a run meet, how many there are, and which one this is. None in all fields means that JAX
+    detects them from SLURM, Open MPI or Kubernetes."""
 
     coordinator: str | None = None
     """host:port of the first process."""
@@ -35,18 +35,18 @@ class Cluster:
     index: int | None = None
 
 
-def cluster_of(environment: Mapping[str, str], *, detect: bool) -> Cluster | None:
-    """The cluster of JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, or, with `detect`, the one that JAX
-    detects; None for a run in this process alone.
+def rendezvous_of(environment: Mapping[str, str], *, detect: bool) -> Rendezvous | None:
+    """The rendezvous of JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, or, with `detect`, the one that
+    JAX detects; None for a run in this process alone.
 
     Raises:
         ValueError: Only some of the three are set, or their values are invalid.
     """
     there = {name: environment[name] for name in (_COORDINATOR, _COUNT, _INDEX) if environment.get(name)}
     if not there:
-        return Cluster() if detect else None
+        return Rendezvous() if detect else None
     if detect and there.keys() <= {_COORDINATOR}:
-        return Cluster()
+        return Rendezvous()
     if missing := [name for name in (_COORDINATOR, _COUNT, _INDEX) if name not in there]:
         raise ValueError(
             f"{', '.join(there)}: the address, count and index of processes go together. Got no {', '.join(missing)}. "
@@ -61,11 +61,11 @@ def cluster_of(environment: Mapping[str, str], *, detect: bool) -> Cluster | Non
         raise ValueError(
             f"{_INDEX}: must lie between 0 and {_COUNT} - 1. Got {there[_INDEX]!r} of {there[_COUNT]} processes."
         )
-    return Cluster(there[_COORDINATOR], int(there[_COUNT]), int(there[_INDEX]))
+    return Rendezvous(there[_COORDINATOR], int(there[_COUNT]), int(there[_INDEX]))
 
 
-def join(cluster: Cluster) -> None:
-    """Connects the processes of a cluster. Must come before anything else uses JAX.
+def join(rendezvous: Rendezvous) -> None:
+    """Connects the processes of a run. Must come before anything else uses JAX.
 
     Raises:
         ValueError: JAX detects no cluster, or the others cannot be reached.
@@ -74,9 +74,9 @@ def join(cluster: Cluster) -> None:
     jax.config.update("jax_enable_preemption_service", False)
     try:
         jax.distributed.initialize(
-            cluster.coordinator,
-            cluster.count,
-            cluster.index,
+            rendezvous.coordinator,
+            rendezvous.count,
+            rendezvous.index,
             # under SLURM and Open MPI, JAX gives a process one device by default, not all of its node
             local_device_ids=_gpus_of_this_node() or None,
             # this is for a process that hangs; one that ends is noticed at once, by its connection

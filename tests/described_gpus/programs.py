@@ -25,9 +25,9 @@ from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.lora import LoRAConfig
 from jaxrlhf.models.params import abstract_of, abstract_params, param_shardings
 from jaxrlhf.models.pipelined_generation import declare_ring, ring_shardings
-from jaxrlhf.models.stages import pick, pick_virtual
+from jaxrlhf.models.stage_weights import pick, pick_virtual
 from jaxrlhf.planner.compiled.described_devices import described_devices
-from jaxrlhf.planner.compiled.hlo import Computation, Instruction, Module, parse, scopes
+from jaxrlhf.planner.compiled.hlo import Computation, HloInstruction, Module, parse, scopes
 from jaxrlhf.planner.compiled.hlo_counts import _roots, _through_bitcasts, count
 from jaxrlhf.programs.ahead_of_time import DescribedCall, DescribedRows, call_program
 from jaxrlhf.programs.arrays import with_shardings
@@ -37,7 +37,7 @@ from jaxrlhf.programs.pipelined_inference import PipelinedInference
 from jaxrlhf.programs.stage_programs import StageArguments, TrainPrograms
 from jaxrlhf.programs.weight_sets import set_of
 from jaxrlhf.reshard import exchange
-from jaxrlhf.reshard.reallocate import schedule
+from jaxrlhf.reshard.reallocate import in_buckets
 from jaxrlhf.reshard.tree_moves import Signature
 from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.strategy import Strategy
@@ -179,7 +179,7 @@ def reallocation() -> jax.stages.Lowered:
     shapes = [x.shape for x in jax.tree.leaves(abstract_params(MODEL))]
     shardings = [jax.tree.leaves(param_shardings(MODEL, layout)) for layout in layouts]
     signatures = tuple(map(Signature, shapes, [np.dtype(jnp.bfloat16)] * len(shapes), *shardings))
-    (bucket,) = (bucket for bucket in schedule(signatures, 2**30) if bucket.way == "exchange")
+    (bucket,) = (bucket for bucket in in_buckets(signatures, 2**30) if bucket.method == "exchange")
     mesh = Mesh(np.array(bucket.devices), (exchange.AXIS,), axis_types=(AxisType.Auto,))
     held = [signatures[i].source.shard_shape(signatures[i].shape) for i in bucket.members]
     sharding = NamedSharding(mesh, PartitionSpec(exchange.AXIS))
@@ -263,7 +263,7 @@ def written_in_decoding(module: Module, elements: int, *, loops_of: Collection[s
     return found
 
 
-def is_in_place(fused: Computation, root: Instruction) -> bool:
+def is_in_place(fused: Computation, root: HloInstruction) -> bool:
     """True of an input of a fusion with a slice replaced, or with values scattered into it."""
     return (
         root.op in ("dynamic-update-slice", "scatter")
@@ -277,7 +277,7 @@ def wide_gathers(module: Module) -> list[str]:
     return [f"f32{list(s.dims)}" for i in gathers for s in i.shapes if s.dtype == "f32" and s.dims in WEIGHTS]
 
 
-def instructions(module: Module, name: str) -> Iterator[Instruction]:
+def instructions(module: Module, name: str) -> Iterator[HloInstruction]:
     """The instructions of a computation and of all that it calls, except those inside fusions."""
     for instruction in module.computations[name].instructions:
         yield instruction

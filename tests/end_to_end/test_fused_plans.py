@@ -75,7 +75,7 @@ def test_a_schedule_that_was_edited_is_refused_and_one_that_is_missing_found_aga
     path.write_text(json.dumps(tree))
     status, _, error = train(*arguments(path, "--dry-run"))
     message = " ".join(error.split())
-    assert status == 1 and f"fused.json: plan.{SCHEDULES}: A schedule: nodes must not wait for one another" in message
+    assert status == 1 and f"fused.json: plan.{SCHEDULES}: A schedule: workers must not wait for one another" in message
 
     del tree["plan"][SCHEDULES]
     path.write_text(json.dumps(tree))

@@ -10,11 +10,11 @@ import pytest
 from jaxrlhf.execution import hand_overs
 from jaxrlhf.execution.executor import Executor
 from jaxrlhf.execution.hand_overs import HandOvers
-from jaxrlhf.models.heads import READINGS
+from jaxrlhf.models.heads import INFERENCE_OUTPUTS
 from jaxrlhf.programs import call_programs
 from jaxrlhf.reshard import exchange
 from jaxrlhf.reshard import reallocate as module
-from jaxrlhf.reshard.reallocate import schedule, way_of
+from jaxrlhf.reshard.reallocate import in_buckets, transfer_method
 from jaxrlhf.run.assembly import Assembly, assemble
 from jaxrlhf.run.first_weights import load_first_weights
 from jaxrlhf.testing import small_run
@@ -27,7 +27,7 @@ ACROSS_SHARDS = {"data": 2, "tensor": 2}
 def apart(monkeypatch):
     """A run whose critic and reward model have devices apart from the others', which have memory of their own."""
     monkeypatch.setattr(module, "host_memory_is_theirs", lambda devices: False)
-    for cache in (way_of, schedule):
+    for cache in (transfer_method, in_buckets):
         cache.cache_clear()
 
     def apart(split: dict[str, int]) -> Assembly:
@@ -43,7 +43,7 @@ def apart(monkeypatch):
         return assemble(run, 8)
 
     yield apart
-    for cache in (way_of, schedule):
+    for cache in (transfer_method, in_buckets):
         cache.cache_clear()
 
 
@@ -132,12 +132,12 @@ def test_a_run_whose_moves_are_all_exchange_programs_gives_the_same(apart, monke
     plain = run(assembly)
 
     def by_exchange(signature: Any) -> str | None:
-        ways.add(way := way_of(signature))
+        ways.add(way := transfer_method(signature))
         return way if way in (None, "memory") else "exchange"
 
     for each in (module, hand_overs):
-        monkeypatch.setattr(each, "way_of", by_exchange)
-    schedule.cache_clear()
+        monkeypatch.setattr(each, "transfer_method", by_exchange)
+    in_buckets.cache_clear()
     programs = exchange.exchange_program.cache_info().misses
     assert_same_bits(plain, run(assembly))
     assert {"shards", "jit", "exchange"} <= ways
@@ -151,6 +151,6 @@ def test_the_programs_of_a_step_are_traced_once(apart, monkeypatch):
         traced = chex.assert_max_traces(getattr(call_programs, function), programs)
         monkeypatch.setattr(call_programs, function, traced)
     # of all readings together, since they are one function; those of train programs do not count
-    read = {name: chex.assert_max_traces(reading.__call__, 3) for name, reading in READINGS.items()}
-    monkeypatch.setattr(call_programs, "READINGS", read)
+    read = {name: chex.assert_max_traces(reading.__call__, 3) for name, reading in INFERENCE_OUTPUTS.items()}
+    monkeypatch.setattr(call_programs, "INFERENCE_OUTPUTS", read)
     run(apart(WHOLE_SHARDS))

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrlhf.execution.channel import Channel
 from jaxrlhf.execution.host_arrays import gather, hand_to_threads
+from jaxrlhf.execution.process_channel import Channel
 from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.strategy import Strategy
 

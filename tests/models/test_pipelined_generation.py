@@ -11,7 +11,7 @@ from jaxrlhf.models import pipelined_generation
 from jaxrlhf.models.pipelined_generation import ring_shardings
 from jaxrlhf.planner.compiled.hlo_counts import count
 from jaxrlhf.planner.compiled.program_counts import Counts
-from jaxrlhf.sharding.stages import layers_of_stages
+from jaxrlhf.sharding.stage_layers import layers_of_stages
 from jaxrlhf.sharding.strategy import Strategy
 from tests.models.pipelined_cases import (
     B,

@@ -52,7 +52,7 @@ def test_passes_over_sequences(tensor, products):
     )  # fmt: skip
 
     def loss(params, rollout):
-        outputs = heads.READINGS["policy_and_values"](params, rollout, CONFIG, layout)
+        outputs = heads.INFERENCE_OUTPUTS["policy_and_values"](params, rollout, CONFIG, layout)
         return outputs.logprobs.sum() + outputs.values.sum()
 
     assert names(jax.grad(loss), abstract_params(CONFIG), rollout) == products | {"logits", "value_head"}

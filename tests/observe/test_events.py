@@ -7,7 +7,7 @@ import pytest
 
 from jaxrlhf.observe.chrome_trace import TraceError, read_rows, write_chrome_trace
 from jaxrlhf.observe.events import Event, ProcessEvents, merged, on_one_clock
-from jaxrlhf.observe.timeline import Timeline
+from jaxrlhf.observe.timeline_recorder import Timeline
 
 # Process 1 was started half a second later; both work on actor.train, each on its own two devices.
 FIRST = ProcessEvents(

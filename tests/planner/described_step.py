@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxrlhf.algorithms.policy import PolicyUpdate
 from jaxrlhf.algorithms.ppo import PPOConfig, ValueUpdate, ppo_step
 from jaxrlhf.call_graph import CallGraph
-from jaxrlhf.config.algorithms import load_algorithm
+from jaxrlhf.config.algorithm_loading import load_algorithm
 from jaxrlhf.config.schema import OptimizerConfig
 from jaxrlhf.experience import Prompts, Sampling, Sequences
 from jaxrlhf.models.config import ModelConfig

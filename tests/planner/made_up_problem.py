@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from jaxrlhf.call_graph import Kind
+from jaxrlhf.call_graph import CallKind
 from jaxrlhf.planner.search.problem import CallChoices, Choice, PairSeconds, Problem
 from jaxrlhf.sharding.strategy import Strategy
 
 GIB = 2**30
-STEP: tuple[tuple[str, Kind, str, bool, tuple[str, ...], float, int], ...] = (
+STEP: tuple[tuple[str, CallKind, str, bool, tuple[str, ...], float, int], ...] = (
     # name, kind, weights, trains, needs, floating point operations per parameter and token, activations
     ("actor.generate", "generate", "actor", False, (), 6.0, 2),
     ("reference.logprobs", "infer", "reference", False, ("actor.generate",), 2.0, 1),

@@ -8,7 +8,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxrlhf.reshard.moves import Grid
-from jaxrlhf.reshard.traffic import Described
+from jaxrlhf.reshard.traffic import DescribedArray
 
 LAYOUTS: dict[str, tuple[list[int], tuple[int, int, int]]] = {
     "one": ([0], (1, 1, 1)),
@@ -91,10 +91,10 @@ def grid(name: str) -> Grid:
     return Grid(tuple(zip(("data", "fsdp", "tensor"), degrees, strict=True)), tuple(devices))
 
 
-def described() -> list[Described]:
+def described() -> list[DescribedArray]:
     """The tree without its arrays."""
     return [
-        Described(value.shape, value.dtype, tuple(SPECS[key]), tuple(SPECS[key]))
+        DescribedArray(value.shape, value.dtype, tuple(SPECS[key]), tuple(SPECS[key]))
         for key, value in sorted(values().items())
         if value.size
     ]

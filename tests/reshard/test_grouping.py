@@ -8,10 +8,10 @@ import pytest
 
 from jaxrlhf.reshard.grouping import zero_redundancy_order
 from jaxrlhf.reshard.moves import Boxes, Grid
-from jaxrlhf.reshard.traffic import Described, describe, traffic
+from jaxrlhf.reshard.traffic import DescribedArray, describe, traffic
 
 AXES = ("data", "pipeline", "tensor")
-STACKED = Described((64, 64), np.dtype(np.float32), ("pipeline", "tensor"), ("pipeline", "tensor"))
+STACKED = DescribedArray((64, 64), np.dtype(np.float32), ("pipeline", "tensor"), ("pipeline", "tensor"))
 """All weights of a model: layers over pipeline stages, columns over tensor shards."""
 MODEL_BYTES = 64 * 64 * 4
 

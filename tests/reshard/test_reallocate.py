@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrlhf.reshard import exchange
 from jaxrlhf.reshard import reallocate as module
-from jaxrlhf.reshard.reallocate import reallocate, schedule, signature_of, way_of
+from jaxrlhf.reshard.reallocate import in_buckets, reallocate, signature_of, transfer_method
 from tests.reshard.layouts import LAYOUTS, PAIRS, assert_holds, mesh, place, shardings, values
 from tests.reshard.staged import STAGED_PAIRS, check_moves
 from tests.subprocesses import run_processes
@@ -19,7 +19,7 @@ from tests.subprocesses import run_processes
 @pytest.fixture
 def as_on_accelerators(monkeypatch):
     """Moves as if the devices had memory of their own."""
-    caches = (way_of, schedule)
+    caches = (transfer_method, in_buckets)
     monkeypatch.setattr(module, "host_memory_is_theirs", lambda devices: False)
     for cache in caches:
         cache.cache_clear()
@@ -49,7 +49,9 @@ def test_the_ways_of_accelerators(source, target, as_on_accelerators):
 
 def ways(source: str, target: str) -> dict[str, str | None]:
     tree = place(values(), shardings(source))
-    return {key: way_of(signature_of(array, shardings(target)[key])) for key, array in tree.items() if array.size}
+    return {
+        key: transfer_method(signature_of(array, shardings(target)[key])) for key, array in tree.items() if array.size
+    }
 
 
 def test_which_way_is_taken(as_on_accelerators):
@@ -131,7 +133,7 @@ def test_buckets_are_bounded_and_lack_nothing():
     tree = jax.device_put(tree, NamedSharding(mesh("fsdp"), PartitionSpec("fsdp")))
     target = NamedSharding(mesh("lower"), PartitionSpec("fsdp"))
     signatures = tuple(signature_of(array, target) for array in tree)
-    buckets = schedule(signatures, 4096)
+    buckets = in_buckets(signatures, 4096)
     assert sorted(i for bucket in buckets for i in bucket.members) == list(range(len(tree)))
     sizes = [sum(signatures[i].nbytes for i in bucket.members) for bucket in buckets]
     assert all(size <= 4096 or len(bucket.members) == 1 for size, bucket in zip(sizes, buckets, strict=True))

@@ -11,8 +11,8 @@ import pytest
 from jaxrlhf.reshard import reallocate as module
 from jaxrlhf.reshard.exchange import exchange_program
 from jaxrlhf.reshard.moves import Grid
-from jaxrlhf.reshard.reallocate import schedule, signature_of
-from jaxrlhf.reshard.traffic import Described, describe, traffic, traffic_of
+from jaxrlhf.reshard.reallocate import in_buckets, signature_of
+from jaxrlhf.reshard.traffic import DescribedArray, describe, traffic, traffic_of
 from tests.reshard.layouts import LAYOUTS, PAIRS, described, grid, place, shardings, values
 
 
@@ -47,15 +47,15 @@ def permuted(jaxpr) -> collections.Counter:
 @pytest.mark.parametrize(("source", "target"), PAIRS, ids=str)
 def test_programs_move_what_the_plan_says(source, target, monkeypatch):
     """Every array by an exchange; its collectives, as they are traced, are what is counted."""
-    monkeypatch.setattr(module, "way_of", lambda signature: "exchange")
-    schedule.cache_clear()
+    monkeypatch.setattr(module, "transfer_method", lambda signature: "exchange")
+    in_buckets.cache_clear()
     tree = {key: array for key, array in place(values(), shardings(source)).items() if array.size}
     tree["twin"] = tree["weight"] + 0
     targets = shardings(target)
     targets = {key: targets["weight" if key == "twin" else key] for key in tree}
     keys = sorted(tree)
     sent, received = collections.Counter(), collections.Counter()
-    for bucket in schedule(tuple(signature_of(tree[key], targets[key]) for key in keys), 2**30):
+    for bucket in in_buckets(tuple(signature_of(tree[key], targets[key]) for key in keys), 2**30):
         n = len(bucket.devices)
         shards = [tree[keys[i]].sharding.shard_shape(tree[keys[i]].shape) for i in bucket.members]
         avals = [
@@ -66,14 +66,14 @@ def test_programs_move_what_the_plan_says(source, target, monkeypatch):
         for (sender, receiver), size in permuted(jax.make_jaxpr(program)(avals)).items():
             sent[bucket.devices[sender].id] += size
             received[bucket.devices[receiver].id] += size
-    schedule.cache_clear()
+    in_buckets.cache_clear()
     counted = traffic_of(tree, targets)
     assert {d: b for d, b in counted.sent_bytes.items() if b} == sent
     assert {d: b for d, b in counted.received_bytes.items() if b} == received
 
 
 def test_by_hand():
-    array = Described((8, 4), np.dtype(np.float32), ("fsdp",), ("tensor",))
+    array = DescribedArray((8, 4), np.dtype(np.float32), ("fsdp",), ("tensor",))
     source = Grid((("fsdp", 4),), (0, 1, 2, 3))
     target = Grid((("data", 2), ("tensor", 2)), (0, 1, 2, 3))
     counted = traffic([array], source, target, node_size=2)

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from jaxrlhf.checkpoint.store import CheckpointError
-from jaxrlhf.execution.channel import Channel
 from jaxrlhf.execution.executor import Executor
+from jaxrlhf.execution.process_channel import Channel
 from jaxrlhf.models.params import with_layers
 from jaxrlhf.run.assembly import assemble
 from jaxrlhf.run.checkpoints import Checkpoints, check_checkpoint, restore

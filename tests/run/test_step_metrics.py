@@ -5,7 +5,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrlhf.call_graph import Call, Kind, Ref
+from jaxrlhf.call_graph import Call, CallKind, Ref
 from jaxrlhf.config.schema import load_run
 from jaxrlhf.data.loader import PromptLoader
 from jaxrlhf.execution.step_result import StepResult
@@ -21,7 +21,7 @@ MASK = np.arange(10)[None] < LENGTHS[:, None]
 SEQUENCES: Any = Sequences(tokens=MASK, mask=MASK, response=MASK)  # pyright: ignore[reportArgumentType]
 
 
-def call(name: str, kind: Kind, *args: Any) -> Call:
+def call(name: str, kind: CallKind, *args: Any) -> Call:
     role, method = name.split(".")
     return Call(
         name=name, role=role, method=method, kind=kind, row_wise=True, function=None, args=args, outputs=None,

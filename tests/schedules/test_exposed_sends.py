@@ -19,7 +19,7 @@ def test_what_is_sent_arrives_later_one_thing_at_a_time():
     times = {(x.micro_batch, x.stage): span for x, span in spans(forward_only(2, 1, 2), send=3).items()}
     assert times == {(0, 0): (0, 1), (1, 0): (1, 2), (0, 1): (4, 5), (1, 1): (7, 8)}
     alone = gpipe(1, 3)
-    assert spans(alone, send=3) == spans(alone)  # nothing leaves a node
+    assert spans(alone, send=3) == spans(alone)  # nothing leaves a worker
 
 
 @pytest.mark.parametrize("send", SENDS)

@@ -48,13 +48,13 @@ def model(pipeline: int, micro_batches: int, *, data=1, tensor=1, forward=1.0, b
 
 def shortest_of_all(pipes: tuple[Pipe, ...], cap: float = math.inf) -> float:
     """The least makespan of any orders, by trying every one. Written without anything of the search."""
-    num_nodes = max(max(pipe.nodes) for pipe in pipes) + 1
-    queues: list[list[list[Instruction]]] = [[] for _ in range(num_nodes)]
+    num_workers = max(max(pipe.workers) for pipe in pipes) + 1
+    queues: list[list[list[Instruction]]] = [[] for _ in range(num_workers)]
     for index, pipe in enumerate(pipes):
-        for stage, node in enumerate(pipe.nodes):
+        for stage, worker in enumerate(pipe.workers):
             for forward in (True, False):
-                queues[node].append([Instruction(index, m, stage, forward) for m in range(pipe.micro_batches)])
-    follower = {needed(pipes, x): x for node in queues for queue in node for x in queue}
+                queues[worker].append([Instruction(index, m, stage, forward) for m in range(pipe.micro_batches)])
+    follower = {needed(pipes, x): x for worker in queues for queue in worker for x in queue}
     best = math.inf
     seen: dict[tuple[tuple[int, ...], ...], list[tuple[float, ...]]] = {}
 
@@ -63,9 +63,9 @@ def shortest_of_all(pipes: tuple[Pipe, ...], cap: float = math.inf) -> float:
         left = [
             sum(
                 (len(queue) - head) * pipes[queue[0].pipe].latency(queue[0].stage, forward=queue[0].forward)
-                for head, queue in zip(heads[node], queues[node], strict=True)
+                for head, queue in zip(heads[worker], queues[worker], strict=True)
             )
-            for node in range(num_nodes)
+            for worker in range(num_workers)
         ]
         if not any(left):
             best = min(best, max(clock))
@@ -77,29 +77,29 @@ def shortest_of_all(pipes: tuple[Pipe, ...], cap: float = math.inf) -> float:
         if any(all(a <= b for a, b in zip(old, times, strict=True)) for old in seen.get(state, ())):
             return
         seen.setdefault(state, []).append(times)
-        for node in range(num_nodes):
-            for kind, queue in enumerate(queues[node]):
-                if heads[node][kind] == len(queue):
+        for worker in range(num_workers):
+            for kind, queue in enumerate(queues[worker]):
+                if heads[worker][kind] == len(queue):
                     continue
-                x = queue[heads[node][kind]]
+                x = queue[heads[worker][kind]]
                 before = needed(pipes, x)
                 if before is not None and before not in finish:
                     continue
                 pipe = pipes[x.pipe]
                 size = pipe.kept(x.stage) if x.forward else -pipe.kept(x.stage)
-                if kept[node] + size > cap + 1e-9:
+                if kept[worker] + size > cap + 1e-9:
                     continue
-                end = max(clock[node], finish[before] if before is not None else 0) + pipe.latency(
+                end = max(clock[worker], finish[before] if before is not None else 0) + pipe.latency(
                     x.stage, forward=x.forward
                 )
                 extend(
                     {**finish, x: end},
-                    [end if i == node else each for i, each in enumerate(clock)],
-                    [[h + (i == node and k == kind) for k, h in enumerate(row)] for i, row in enumerate(heads)],
-                    [each + size * (i == node) for i, each in enumerate(kept)],
+                    [end if i == worker else each for i, each in enumerate(clock)],
+                    [[h + (i == worker and k == kind) for k, h in enumerate(row)] for i, row in enumerate(heads)],
+                    [each + size * (i == worker) for i, each in enumerate(kept)],
                 )
 
-    extend({}, [0.0] * num_nodes, [[0] * len(each) for each in queues], [0.0] * num_nodes)
+    extend({}, [0.0] * num_workers, [[0] * len(each) for each in queues], [0.0] * num_workers)
     return best
 
 
@@ -144,13 +144,13 @@ def test_what_the_paper_compares_with():
 
 def test_the_lower_bound_is_that_of_its_definition():
     pipes = paper_pipes(8, 4, 16)
-    nodes = []
-    for node in range(8):
-        place = 3 - node % 4  # of the small model's stage on this node
-        arrives = min(node * 5, place * 4)
-        leaves = min(node * 10, place * 8)
-        nodes.append(arrives + 16 * 15 + 8 * 12 + leaves)
-    assert lower_bound(pipes) == max(nodes) == 372
+    workers = []
+    for worker in range(8):
+        place = 3 - worker % 4  # of the small model's stage on this worker
+        arrives = min(worker * 5, place * 4)
+        leaves = min(worker * 10, place * 8)
+        workers.append(arrives + 16 * 15 + 8 * 12 + leaves)
+    assert lower_bound(pipes) == max(workers) == 372
     assert lower_bound(paper_pipes(8, 4, 8)) == (8 + 7) * 15  # the large model alone takes as long
     assert lower_bound(interleaved_1f1b(4, 2, 4).pipes) == makespan(interleaved_1f1b(4, 2, 4))
     assert lower_bound([Pipe((0, 1, 2), 4, 2, None)]) == 12
@@ -166,13 +166,15 @@ def test_serial_is_one_model_after_another():
     single = serial_schedule(interleaved_1f1b(4, 2, 8).pipes)
     assert single == interleaved_1f1b(4, 2, 8) and serial_latency(single.pipes) == makespan(single)
     assert serial_schedule(one_f_one_b(3, 5).pipes) == one_f_one_b(3, 5)
-    with pytest.raises(ScheduleError, match=r"nodes of pipe 0: must go over its nodes in rounds. Got \(0, 1, 1, 0\)"):
+    with pytest.raises(
+        ScheduleError, match=r"workers of pipe 0: must go over its workers in rounds. Got \(0, 1, 1, 0\)"
+    ):
         serial_schedule([Pipe((0, 1, 1, 0), 2)])
 
 
 def test_stages_are_merged_and_groups_are_coprime():
     pipes = fused_pipes(model(4, 6, tensor=4, data=3), model(12, 9, tensor=2, data=2))
-    assert [pipe.nodes for pipe in pipes] == [
+    assert [pipe.workers for pipe in pipes] == [
         *[tuple(range(4 * k, 4 * k + 4)) for k in range(3)],
         *[tuple(range(6 * k + 5, 6 * k - 1, -1)) for k in range(2)],
     ]
@@ -292,7 +294,7 @@ def test_list_schedules_keep_caps_and_limits_and_get_no_longer_back_and_forth():
 def test_latencies_of_any_unit_give_the_same(unit):
     def scaled(pipe: Pipe) -> Pipe:
         assert pipe.backward is not None
-        return Pipe(pipe.nodes, pipe.micro_batches, pipe.forward * unit, pipe.backward * unit, pipe.activation)
+        return Pipe(pipe.workers, pipe.micro_batches, pipe.forward * unit, pipe.backward * unit, pipe.activation)
 
     pipes = tuple(map(scaled, TINY[1]))
     found = fuse(pipes, moves=500, compiled=False)

@@ -34,12 +34,12 @@ SHAPES = [(1, 1), (2, 1), (2, 5), (3, 2), (4, 4), (4, 8), (5, 7)]
 
 
 def random_schedule(seed: int) -> Schedule:
-    """Two or three pipes in any directions over up to four nodes, their instructions in a random possible order."""
+    """Two or three pipes in any directions over up to four workers, their instructions in a random possible order."""
     draw = random.Random(seed)
-    num_nodes = draw.randint(1, 4)
+    num_workers = draw.randint(1, 4)
     pipes = tuple(
         Pipe(
-            tuple(draw.choices(range(num_nodes), k=draw.randint(1, 5))),
+            tuple(draw.choices(range(num_workers), k=draw.randint(1, 5))),
             draw.randint(1, 4),
             draw.randint(0, 3),
             draw.choice([None, 1, 2, 5]),
@@ -47,19 +47,19 @@ def random_schedule(seed: int) -> Schedule:
         )
         for _ in range(draw.randint(1, 3))
     )
-    orders: list[list[Instruction]] = [[] for _ in range(num_nodes)]
+    orders: list[list[Instruction]] = [[] for _ in range(num_workers)]
     left = list(instructions(pipes))
     done: set[Instruction | None] = {None}
     while left:
         x = draw.choice([each for each in left if needed(pipes, each) in done])
         left.remove(x)
         done.add(x)
-        orders[pipes[x.pipe].nodes[x.stage]].append(x)
+        orders[pipes[x.pipe].workers[x.stage]].append(x)
     return Schedule(pipes, tuple(map(tuple, orders)))
 
 
 def simulated(schedule: Schedule) -> dict[Instruction, tuple[int, int]]:
-    """Starts and finishes, by looking at every node in every unit of time. Written from the paper's words alone."""
+    """Starts and finishes, by looking at every worker in every unit of time. Written from the paper's words alone."""
     started: dict[Any, int] = {}
     finished: dict[Any, int] = {}
     queues = [[(*x[:3], "F" if x.forward else "B") for x in order] for order in schedule.orders]
@@ -69,8 +69,8 @@ def simulated(schedule: Schedule) -> dict[Instruction, tuple[int, int]]:
         moved = True
         while moved:  # instructions that take no time let others start at the same time
             moved = False
-            for node, queue in enumerate(queues):
-                if not queue or busy_until[node] > time:
+            for worker, queue in enumerate(queues):
+                if not queue or busy_until[worker] > time:
                     continue
                 pipe_index, micro_batch, stage, kind = queue[0]
                 pipe = schedule.pipes[pipe_index]
@@ -78,13 +78,15 @@ def simulated(schedule: Schedule) -> dict[Instruction, tuple[int, int]]:
                     arrived = stage == 0 or finished.get((pipe_index, micro_batch, stage - 1, "F"), time + 1) <= time
                     takes = pipe.forward
                 else:
-                    upper = (micro_batch, stage + 1, "B") if stage + 1 < len(pipe.nodes) else (micro_batch, stage, "F")
+                    upper = (
+                        (micro_batch, stage + 1, "B") if stage + 1 < len(pipe.workers) else (micro_batch, stage, "F")
+                    )
                     arrived = finished.get((pipe_index, *upper), time + 1) <= time
                     takes = pipe.backward
                 if arrived:
                     assert isinstance(takes, int)
                     started[queue[0]], finished[queue[0]] = time, time + takes
-                    busy_until[node] = time + takes
+                    busy_until[worker] = time + takes
                     queue.pop(0)
                     moved = True
         time += 1
@@ -104,7 +106,7 @@ def test_spans_equal_a_simulation_in_units_of_time(seed):
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_topological_order_keeps_needs_nodes_and_starts(seed):
+def test_topological_order_keeps_needs_workers_and_starts(seed):
     schedule = random_schedule(seed)
     order = topological_order(schedule)
     place = {x: index for index, x in enumerate(order)}
@@ -112,8 +114,8 @@ def test_topological_order_keeps_needs_nodes_and_starts(seed):
     for x in order:
         before = needed(schedule.pipes, x)
         assert before is None or place[before] < place[x]
-    for node_order in schedule.orders:
-        assert sorted(node_order, key=place.__getitem__) == list(node_order)
+    for worker_order in schedule.orders:
+        assert sorted(worker_order, key=place.__getitem__) == list(worker_order)
     starts = [spans(schedule)[x][0] for x in order]
     assert starts == sorted(starts)
 
@@ -123,17 +125,17 @@ def test_memory_is_that_of_forwards_begun_and_backwards_not_ended(seed):
     schedule = random_schedule(seed)
     times = simulated(schedule)
     peaks = [0.0] * len(schedule.orders)
-    for node, curve in enumerate(memory_curve(schedule)):
+    for worker, curve in enumerate(memory_curve(schedule)):
         pipes = schedule.pipes
-        for x in schedule.orders[node]:
+        for x in schedule.orders[worker]:
             kept = 0.0
-            for y in schedule.orders[node][: schedule.orders[node].index(x) + 1]:
+            for y in schedule.orders[worker][: schedule.orders[worker].index(x) + 1]:
                 if y.forward and pipes[y.pipe].backward is not None:
                     backward = y._replace(forward=False)
-                    ended = schedule.orders[node].index(backward) <= schedule.orders[node].index(x)
+                    ended = schedule.orders[worker].index(backward) <= schedule.orders[worker].index(x)
                     kept += 0 if ended else pipes[y.pipe].kept(y.stage)
             assert (times[x][0 if x.forward else 1], pytest.approx(kept)) in curve
-            peaks[node] = max(peaks[node], kept)
+            peaks[worker] = max(peaks[worker], kept)
     assert peak_activations(schedule) == pytest.approx(peaks)
 
 
@@ -144,7 +146,7 @@ def test_gpipe_and_1f1b_have_the_bubbles_of_the_formula(stages, micro_batches):
         assert bubble_fraction(schedule) == pytest.approx((stages - 1) / (stages - 1 + micro_batches))
     assert makespan(one_f_one_b(stages, micro_batches)) == (micro_batches + stages - 1) * 3
     assert peak_activations(gpipe(stages, micro_batches, activation=1.5)) == (1.5 * micro_batches,) * stages
-    expected = tuple(min(stages - node, micro_batches) for node in range(stages))
+    expected = tuple(min(stages - worker, micro_batches) for worker in range(stages))
     assert peak_activations(one_f_one_b(stages, micro_batches)) == expected
 
 
@@ -154,7 +156,7 @@ def test_interleaved_1f1b_has_the_bubbles_of_the_formula(stages, chunks, groups)
     validate(schedule)
     expected = (stages - 1) / (stages - 1 + chunks * groups * stages)
     assert bubble_fraction(schedule) == pytest.approx(expected)
-    most = [2 * (stages - node) + (chunks - 1) * stages - 1 for node in range(stages)]
+    most = [2 * (stages - worker) + (chunks - 1) * stages - 1 for worker in range(stages)]
     assert peak_activations(schedule) == tuple(min(each, chunks * groups * stages) for each in most)
 
 
@@ -162,9 +164,11 @@ def test_interleaved_1f1b_is_the_one_of_the_paper():
     """The rows of the devices in figure 4 of arXiv:2104.04473 (bottom), for the first and the last of 4 devices."""
     schedule = interleaved_1f1b(4, 2, 8)
 
-    def row(node: int, count: int) -> str:
+    def row(worker: int, count: int) -> str:
         letters = {(0, True): "F", (1, True): "G", (0, False): "B", (1, False): "C"}
-        return " ".join(f"{letters[x.stage // 4, x.forward]}{x.micro_batch + 1}" for x in schedule.orders[node][:count])
+        return " ".join(
+            f"{letters[x.stage // 4, x.forward]}{x.micro_batch + 1}" for x in schedule.orders[worker][:count]
+        )
 
     assert row(0, 16) == "F1 F2 F3 F4 G1 G2 G3 G4 F5 F6 F7 C1 F8 C2 G5 C3"
     assert row(3, 12) == "F1 F2 F3 F4 G1 C1 G2 C2 G3 C3 G4 C4"
@@ -222,10 +226,10 @@ def test_stages_may_differ():
         Pipe((0, 1), 1, (1, 2, 3))
 
 
-def swapped(schedule: Schedule, node: int, first: Instruction, second: Instruction) -> Schedule:
+def swapped(schedule: Schedule, worker: int, first: Instruction, second: Instruction) -> Schedule:
     exchange = {first: second, second: first}
     orders = list(schedule.orders)
-    orders[node] = tuple(exchange.get(x, x) for x in orders[node])
+    orders[worker] = tuple(exchange.get(x, x) for x in orders[worker])
     return dataclasses.replace(schedule, orders=tuple(orders))
 
 
@@ -240,36 +244,36 @@ def test_a_deadlock_names_its_circle():
     with pytest.raises(ScheduleError) as caught:
         validate(two_ways)
     message = str(caught.value)
-    assert "nodes must not wait for one another in a circle" in message
-    one = "node 0 waits before the forward of micro-batch 0 on stage 1 of pipe 1 for the forward of micro-batch 0 on "
+    assert "workers must not wait for one another in a circle" in message
+    one = "worker 0 waits before the forward of micro-batch 0 on stage 1 of pipe 1 for the forward of micro-batch 0 on "
     assert one + "stage 0 of pipe 1" in message
-    assert "node 1 waits before the forward of micro-batch 0 on stage 1 of pipe 0" in message
-    assert message.endswith("Let each node run what another one waits for before what it waits for itself.")
+    assert "worker 1 waits before the forward of micro-batch 0 on stage 1 of pipe 0" in message
+    assert message.endswith("Let each worker run what another one waits for before what it waits for itself.")
 
 
-def test_a_backward_before_its_forward_is_a_deadlock_of_one_node():
+def test_a_backward_before_its_forward_is_a_deadlock_of_one_worker():
     schedule = one_f_one_b(2, 2)
     wrong = swapped(schedule, 1, Instruction(0, 0, 1, True), Instruction(0, 0, 1, False))
     for function in (validate, makespan, topological_order):
         with pytest.raises(
-            ScheduleError, match="node 1 waits before the backward of micro-batch 0 on stage 1 of pipe 0"
+            ScheduleError, match="worker 1 waits before the backward of micro-batch 0 on stage 1 of pipe 0"
         ):
             function(wrong)
 
 
-def test_every_instruction_stands_once_on_its_node():
+def test_every_instruction_stands_once_on_its_worker():
     schedule = one_f_one_b(2, 2)
     first, second = schedule.orders
     for orders, message in [
         ((first[:-1], second), r"must stand once. Got none that is the backward of micro-batch 1 on stage 0 of pipe 0"),
         (
             (first, (*second, second[0])),
-            r"Node 1 of a schedule: every instruction .* on stage 1 of pipe 0 a second time",
+            r"Worker 1 of a schedule: every instruction .* on stage 1 of pipe 0 a second time",
         ),
         ((first, (*second, Instruction(0, 2, 1, True))), r"micro-batch 2 on stage 1 of pipe 0, which they do not have"),
         ((first, (*second, Instruction(7, 0, 1, True))), r"pipe 7, which they do not have"),
-        (((*first, second[0]), second[1:]), r"Node 0 of a schedule: must run its own stages. Got .*, of node 1"),
-        ((first,), r"every node of its pipes must have an order. Got 1 orders for nodes 0 to 1"),
+        (((*first, second[0]), second[1:]), r"Worker 0 of a schedule: must run its own stages. Got .*, of worker 1"),
+        ((first,), r"every worker of its pipes must have an order. Got 1 orders for workers 0 to 1"),
     ]:
         with pytest.raises(ScheduleError, match=message):
             validate(Schedule(schedule.pipes, orders))
@@ -277,22 +281,22 @@ def test_every_instruction_stands_once_on_its_node():
         makespan(Schedule(schedule.pipes, ((), second)))
 
 
-def test_the_memory_cap_holds_on_every_node():
+def test_the_memory_cap_holds_on_every_worker():
     schedule = one_f_one_b(4, 8, activation=1.5)
     validate(schedule, memory_cap=6)
-    with pytest.raises(ScheduleError, match=r"Node 0 of a schedule: must keep activations of at most memory_cap=5.9"):
+    with pytest.raises(ScheduleError, match=r"Worker 0 of a schedule: must keep activations of at most memory_cap=5.9"):
         validate(schedule, memory_cap=5.9)
 
 
 @pytest.mark.parametrize(
     ("pipe", "message"),
     [
-        (dict(nodes=()), "nodes of a pipe: must be one node or more"),
-        (dict(nodes=(0, -1)), "nodes of a pipe: must be one node or more"),
-        (dict(nodes=(0,), micro_batches=0), "micro_batches of a pipe: must be at least 1. Got 0"),
-        (dict(nodes=(0,), forward=-1), "forward of a pipe: must be a number that is not negative. Got -1"),
-        (dict(nodes=(0,), backward=float("nan")), "backward of a pipe: must be a number .* Got nan"),
-        (dict(nodes=(0,), activation=float("inf")), "activation of a pipe: must be a number .* Got inf"),
+        (dict(workers=()), "workers of a pipe: must be one worker or more"),
+        (dict(workers=(0, -1)), "workers of a pipe: must be one worker or more"),
+        (dict(workers=(0,), micro_batches=0), "micro_batches of a pipe: must be at least 1. Got 0"),
+        (dict(workers=(0,), forward=-1), "forward of a pipe: must be a number that is not negative. Got -1"),
+        (dict(workers=(0,), backward=float("nan")), "backward of a pipe: must be a number .* Got nan"),
+        (dict(workers=(0,), activation=float("inf")), "activation of a pipe: must be a number .* Got inf"),
     ],
 )
 def test_pipes_that_cannot_be_say_so(pipe, message):
@@ -311,7 +315,7 @@ def test_counts_start_at_one(counts):
                 build(counts[0], counts[2])
 
 
-ONE = {"nodes": [0], "micro_batches": 1}
+ONE = {"workers": [0], "micro_batches": 1}
 
 
 @pytest.mark.parametrize(
@@ -319,17 +323,17 @@ ONE = {"nodes": [0], "micro_batches": 1}
     [
         ({}, "no 'version'"),
         ([], "list indices must be"),
-        ({"version": 2, "pipes": [], "orders": []}, "version must be 1. Got 2."),
-        ({"version": 1, "pipes": [ONE]}, "no 'orders'"),
+        ({"version": 1, "pipes": [], "orders": []}, "version must be 2. Got 1."),
+        ({"version": 2, "pipes": [ONE]}, "no 'orders'"),
         (
-            {"version": 1, "pipes": [ONE], "orders": ["F0.0.0 B0.0"]},
+            {"version": 2, "pipes": [ONE], "orders": ["F0.0.0 B0.0"]},
             "must be such as F0.1.2. Got 'B0.0'",
         ),
-        ({"version": 1, "pipes": [ONE], "orders": [3]}, "no attribute 'split'"),
-        ({"version": 1, "pipes": [{}], "orders": []}, "missing 2 required positional arguments"),
-        ({"version": 1, "pipes": [{**ONE, "nodes": [0.0]}], "orders": []}, "nodes: must be whole numbers. Got 0.0"),
-        ({"version": 1, "pipes": [{**ONE, "forward": ["1"]}], "orders": []}, "forward: must be numbers. Got '1'"),
-        ({"version": 1, "pipes": [ONE], "orders": [], "order": []}, "unknown key 'order'"),
+        ({"version": 2, "pipes": [ONE], "orders": [3]}, "no attribute 'split'"),
+        ({"version": 2, "pipes": [{}], "orders": []}, "missing 2 required positional arguments"),
+        ({"version": 2, "pipes": [{**ONE, "workers": [0.0]}], "orders": []}, "workers: must be whole numbers. Got 0.0"),
+        ({"version": 2, "pipes": [{**ONE, "forward": ["1"]}], "orders": []}, "forward: must be numbers. Got '1'"),
+        ({"version": 2, "pipes": [ONE], "orders": [], "order": []}, "unknown key 'order'"),
     ],
 )
 def test_data_that_are_no_schedule_say_so(data, fault):

@@ -27,7 +27,7 @@ def test_it_reports_what_plans_and_runs_find(capsys):
     assert len(bench_schedules.quick_table([row]).splitlines()) == 3
 
 
-def test_all_instances_fill_whole_nodes():
+def test_all_instances_fill_whole_workers():
     for large, small, micro_batches in bench_schedules.INSTANCES.values():
         pipes = paper_pipes(large, small, micro_batches)
         assert [pipe.stages for pipe in pipes] == [large] + [small] * (large // small)

@@ -2,19 +2,19 @@
 
 import pytest
 
-from jaxrlhf.sharding.processes import Cluster, cluster_of
+from jaxrlhf.sharding.processes import Rendezvous, rendezvous_of
 
 WHOLE = {"JAX_COORDINATOR_ADDRESS": "node0:1234", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "3"}
 
 
 def test_the_environment_describes_a_cluster():
-    assert cluster_of(WHOLE, detect=False) == Cluster("node0:1234", 4, 3)
+    assert rendezvous_of(WHOLE, detect=False) == Rendezvous("node0:1234", 4, 3)
 
 
 def test_without_it_a_run_is_alone_unless_jax_is_to_detect_who_is_there():
-    assert cluster_of({}, detect=False) is None
-    assert cluster_of({}, detect=True) == Cluster()
-    assert cluster_of({"JAX_COORDINATOR_ADDRESS": "node0:1234"}, detect=True) == Cluster()
+    assert rendezvous_of({}, detect=False) is None
+    assert rendezvous_of({}, detect=True) == Rendezvous()
+    assert rendezvous_of({"JAX_COORDINATOR_ADDRESS": "node0:1234"}, detect=True) == Rendezvous()
 
 
 @pytest.mark.parametrize(
@@ -32,5 +32,5 @@ def test_without_it_a_run_is_alone_unless_jax_is_to_detect_who_is_there():
 )
 def test_an_environment_that_makes_no_sense_is_refused(changes, message):
     with pytest.raises(ValueError) as raised:
-        cluster_of({**WHOLE, **changes}, detect=False)
+        rendezvous_of({**WHOLE, **changes}, detect=False)
     assert message in str(raised.value)

@@ -14,8 +14,8 @@ from typing import Any
 
 from jaxrlhf.cluster.hardware import Cluster
 from jaxrlhf.models.generate import decoding_stages
-from jaxrlhf.planner.compiled.compiler import Progress, Question, compile_all
-from jaxrlhf.planner.compiled.described_devices import Described
+from jaxrlhf.planner.compiled.compiler import Question, ReportProgress, compile_all
+from jaxrlhf.planner.compiled.described_devices import DescribedDevices
 from jaxrlhf.planner.compiled.program_counts import Counts, ProgramCounts
 from jaxrlhf.planner.costs.cache import CostCache
 from jaxrlhf.planner.costs.work import LayerWork, Phase, Work, analytic_work
@@ -66,7 +66,7 @@ class CompiledWork:
         return LayerWork(*(_with_weights(a, b, rows) for a, b in zip(made, formula, strict=True)))
 
 
-def lower_program(program: CallAtDepth, described: Described) -> Any:
+def lower_program(program: CallAtDepth, described: DescribedDevices) -> Any:
     """Lowers a program for described devices. Where cuDNN's attention cannot be lowered, it is matrix products."""
     call = program.call
     model = call.role.model
@@ -90,7 +90,7 @@ def compile_work(
     *,
     cache: CostCache | None,
     processes: int = 2,
-    progress: Progress = lambda done, total, name: None,
+    progress: ReportProgress = lambda done, total, name: None,
 ) -> tuple[CompiledWork, tuple[str, ...]]:
     """The work of all calls of a workload that have programs, for every `tensor` degree that a plan may give them.
 

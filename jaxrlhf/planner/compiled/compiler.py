@@ -21,7 +21,12 @@ from jaxrlhf.brief import cut
 from jaxrlhf.cluster.hardware import Kind
 from jaxrlhf.config.schema import MAX_VIRTUAL_DEVICES
 from jaxrlhf.importing import import_files, imported_files
-from jaxrlhf.planner.compiled.described_devices import Described, described_devices, has_gpu_compiler, target_config
+from jaxrlhf.planner.compiled.described_devices import (
+    DescribedDevices,
+    described_devices,
+    has_gpu_compiler,
+    target_config,
+)
 from jaxrlhf.planner.compiled.hlo_counts import count
 from jaxrlhf.planner.compiled.program_counts import Collective, Counts, ProgramCounts
 from jaxrlhf.planner.costs.cache import CostCache, fingerprint, source_digest
@@ -46,7 +51,7 @@ class Question:
 
     name: str
     """Its name in progress and errors: 'actor.train, 2 layers'."""
-    lower: Callable[[Any, Described], jax.stages.Lowered]
+    lower: Callable[[Any, DescribedDevices], jax.stages.Lowered]
     """Lowers `subject`. A function of a module, so that it can be pickled."""
     subject: Any
     """The argument of `lower`: data that can be pickled and that `fingerprint` knows."""
@@ -87,7 +92,7 @@ class Compilation:
         return cls(ProgramCounts.from_tree(tree["counts"]), tuple(tree["notes"]))
 
 
-Progress = Callable[[int, int, str], None]
+ReportProgress = Callable[[int, int, str], None]
 """`(answers so far, all of them, the name of the question answered last)`."""
 
 
@@ -96,7 +101,7 @@ def compile_all(
     *,
     cache: CostCache | None,
     processes: int = 2,
-    progress: Progress = lambda done, total, name: None,
+    progress: ReportProgress = lambda done, total, name: None,
 ) -> list[Compilation]:
     """The answers, in the order of the questions. Those in the cache are not compiled again, equal ones are compiled
     once. A process takes about half a gigabyte.
@@ -150,7 +155,7 @@ def answer(question: Question) -> Compilation:
         raise CompileError(f"{question.name}: must compile. Got {type(error).__name__}: {cut(str(error))}.") from error
 
 
-def compile_counts(lowered: jax.stages.Lowered, described: Described) -> Compilation:
+def compile_counts(lowered: jax.stages.Lowered, described: DescribedDevices) -> Compilation:
     """Compiles and counts a program that was lowered for described devices."""
     program = lowered.as_text()
     options = dict(described.options)

@@ -31,7 +31,7 @@ _CUDNN_CAPABILITY = (8, 0)
 
 
 @dataclasses.dataclass(frozen=True)
-class Described:
+class DescribedDevices:
     """Devices to lower and compile programs for."""
 
     devices: tuple[Any, ...]
@@ -58,7 +58,7 @@ def has_gpu_compiler() -> bool:
 
 
 @functools.cache
-def described_devices(kind: Kind, count: int, *, devices_per_node: int) -> Described:
+def described_devices(kind: Kind, count: int, *, devices_per_node: int) -> DescribedDevices:
     """`count` devices of a kind, in nodes of `devices_per_node`.
 
     Loads the CUDA plugin, if the kind is a GPU. A process that has loaded it should not be one that trains.
@@ -67,7 +67,7 @@ def described_devices(kind: Kind, count: int, *, devices_per_node: int) -> Descr
         ValueError: Virtual devices are needed, and JAX runs already with fewer.
     """
     if kind.target is None:
-        return Described(first_virtual_devices(count), known_flags(_PROCESSOR_OPTIONS))
+        return DescribedDevices(first_virtual_devices(count), known_flags(_PROCESSOR_OPTIONS))
     nodes = max(1, count // devices_per_node)
     text = target_config(kind, kind.target)
     topology = f"1x{nodes}x{count // nodes}"  # partitions x hosts x GPUs of each
@@ -76,10 +76,10 @@ def described_devices(kind: Kind, count: int, *, devices_per_node: int) -> Descr
         described = topologies.get_topology_desc(platform="cuda", target_config=text, topology=topology)
     except NotImplementedError:
         virtual, options = first_virtual_devices(count), known_flags(_PROCESSOR_OPTIONS)
-        return Described(virtual, options, stands_in=True, notes=(NO_COMPILER,))
+        return DescribedDevices(virtual, options, stands_in=True, notes=(NO_COMPILER,))
     major, minor = map(int, kind.target.capability.split("."))
     has_cudnn = (major, minor) >= _CUDNN_CAPABILITY and _assume_cudnn()
-    return Described(
+    return DescribedDevices(
         tuple(described.devices),
         known_flags({"xla_gpu_cuda_data_dir": str(_toolkit()), **_FASTER, **_ONE_CUBLAS_CALL_EACH}),
         has_cudnn=has_cudnn,

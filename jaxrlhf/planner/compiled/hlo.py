@@ -28,7 +28,7 @@ _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _PARTITIONS = re.compile(r"\bnum_partitions=(\d+)")
 _REPLICAS = re.compile(r"\breplica_count=(\d+)")
 
-Groups = tuple[tuple[int, ...], ...]
+DeviceGroups = tuple[tuple[int, ...], ...]
 """Groups of devices that communicate among themselves, by their positions in the mesh."""
 
 
@@ -62,7 +62,7 @@ def bits_of(dtype: str) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class Instruction:
+class HloInstruction:
     name: str
     op: str
     """The operation, without the `-start` of an asynchronous one."""
@@ -114,32 +114,32 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True)
 class Computation:
-    instructions: tuple[Instruction, ...]
+    instructions: tuple[HloInstruction, ...]
 
     @functools.cached_property
-    def by_name(self) -> Mapping[str, Instruction]:
+    def by_name(self) -> Mapping[str, HloInstruction]:
         return {instruction.name: instruction for instruction in self.instructions}
 
     @functools.cached_property
-    def users(self) -> Mapping[str, tuple[Instruction, ...]]:
-        """Instruction -> the instructions that use its result."""
-        found: dict[str, list[Instruction]] = {}
+    def users(self) -> Mapping[str, tuple[HloInstruction, ...]]:
+        """HloInstruction -> the instructions that use its result."""
+        found: dict[str, list[HloInstruction]] = {}
         for instruction in self.instructions:
             for operand in dict.fromkeys(instruction.operands):
                 found.setdefault(operand, []).append(instruction)
         return {name: tuple(users) for name, users in found.items()}
 
     @property
-    def root(self) -> Instruction:
+    def root(self) -> HloInstruction:
         return next((i for i in self.instructions if i.is_root), self.instructions[-1])
 
     @functools.cached_property
-    def parameters(self) -> tuple[Instruction, ...]:
+    def parameters(self) -> tuple[HloInstruction, ...]:
         """The parameters, in order."""
         found = [i for i in self.instructions if i.op == "parameter"]
         return tuple(sorted(found, key=lambda i: int(i.operands[0])))
 
-    def operand(self, instruction: Instruction, index: int) -> Instruction:
+    def operand(self, instruction: HloInstruction, index: int) -> HloInstruction:
         return self.by_name[instruction.operands[index]]
 
 
@@ -160,7 +160,7 @@ def parse(text: str) -> Module:
     header, _, _ = text.partition("\n")
     computations: dict[str, Computation] = {}
     entry, name = None, None
-    lines: list[Instruction] = []
+    lines: list[HloInstruction] = []
     for line in text.splitlines():
         if name is None:
             match = _COMPUTATION.match(line)
@@ -179,7 +179,7 @@ def parse(text: str) -> Module:
     return Module(computations, entry, num_devices)
 
 
-def _instruction(name: str, rest: str, *, is_root: bool) -> Instruction:
+def _instruction(name: str, rest: str, *, is_root: bool) -> HloInstruction:
     """An instruction from what follows its name: type, operation, operands in parentheses, attributes."""
     end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.find(" ")
     type_text, rest = rest[:end], rest[end:].lstrip()
@@ -191,7 +191,7 @@ def _instruction(name: str, rest: str, *, is_root: bool) -> Instruction:
     operands = (inside,) if op == "parameter" else () if op == "constant" else tuple(_NAME.findall(inside))
     if op != "async-start":
         op = op.removesuffix("-start")
-    return Instruction(name, op, type_text, operands, rest[closing + 1 :], is_root)
+    return HloInstruction(name, op, type_text, operands, rest[closing + 1 :], is_root)
 
 
 def _closing(text: str, opening: int) -> int:
@@ -216,7 +216,7 @@ def scopes(op_name: str) -> Iterator[str]:
         yield part
 
 
-def device_groups(attributes: str, num_devices: int) -> Groups:
+def device_groups(attributes: str, num_devices: int) -> DeviceGroups:
     """The groups of a collective, in whatever form they are written.
 
         replica_groups={{0,1},{2,3}}                                        listed; {} is all devices
@@ -238,7 +238,7 @@ def device_groups(attributes: str, num_devices: int) -> Groups:
     raise HloError(f"HLO: a collective must name its groups of devices. Got {attributes[:200]!r}.")
 
 
-def _listed(text: str) -> Groups:
+def _listed(text: str) -> DeviceGroups:
     return tuple(_integers(group) for group in re.findall(r"\{([\d,]+)\}", text))
 
 
@@ -254,11 +254,11 @@ def _grid(text: str) -> np.ndarray:
     return grid.transpose(_integers(order.strip("()"))) if order else grid
 
 
-def _as_groups(rows: np.ndarray) -> Groups:
+def _as_groups(rows: np.ndarray) -> DeviceGroups:
     return tuple(tuple(row) for row in rows.tolist())
 
 
-def _along_axes(mesh: str, device_ids: str | None, chosen: str) -> Groups:
+def _along_axes(mesh: str, device_ids: str | None, chosen: str) -> DeviceGroups:
     """Groups of the devices that differ only along some axes, or parts of axes: 'a':(2)4 are the coordinates of `a`
     divided into 2 parts, of which each is divided into 4, and which of these 4."""
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh)}

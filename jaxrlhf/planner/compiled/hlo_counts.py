@@ -8,7 +8,7 @@ import collections
 import math
 import re
 
-from jaxrlhf.planner.compiled.hlo import Computation, Instruction, Module, device_groups, parse, scopes
+from jaxrlhf.planner.compiled.hlo import Computation, HloInstruction, Module, device_groups, parse, scopes
 from jaxrlhf.planner.compiled.program_counts import Collective, Counts, Loop, ProgramCounts
 
 REST = "rest"
@@ -93,7 +93,7 @@ class _Tally:
             if not self._enters(computation, instruction, label, inside_kernel=inside_kernel):
                 self._add(computation, instruction, label, inside_kernel=inside_kernel)
 
-    def _enters(self, computation: Computation, instruction: Instruction, label: str, *, inside_kernel: bool) -> bool:
+    def _enters(self, outer: Computation, instruction: HloInstruction, label: str, *, inside_kernel: bool) -> bool:
         """Adds the work of the computations that an instruction calls; False if it calls none."""
         op = instruction.op
         if op == "while":
@@ -105,7 +105,7 @@ class _Tally:
             self.walk(called, label, inside_kernel=True)
             if not inside_kernel:
                 fused = self.module.computations[called]
-                self._kernel(label, _fusion_bytes(computation, instruction, fused))
+                self._kernel(label, _fusion_bytes(outer, instruction, fused))
         elif op in ("call", "async-start"):
             attribute = "calls" if op == "async-start" else "to_apply"
             self.walk(_called(instruction, attribute), label, inside_kernel=inside_kernel)
@@ -113,7 +113,7 @@ class _Tally:
             return False
         return True
 
-    def _loop(self, instruction: Instruction, label: str) -> None:
+    def _loop(self, instruction: HloInstruction, label: str) -> None:
         inner = _Tally(self.module)
         inner.walk(_called(instruction, "body"), label)
         inner.walk(_called(instruction, "condition"), label)
@@ -121,7 +121,7 @@ class _Tally:
         self.unknown |= inner.unknown
         self.loops.append(Loop(instruction.name, label, int(trips) if trips else None, inner.result()))
 
-    def _branch(self, instruction: Instruction, label: str) -> None:
+    def _branch(self, instruction: HloInstruction, label: str) -> None:
         """Adds the branch with the most operations; among equals, the one with the most bytes."""
         sides = []
         for name in instruction.branches:
@@ -143,7 +143,7 @@ class _Tally:
         self.loops += dearest.loops
         self.unknown |= dict.fromkeys(dearest.unknown)
 
-    def _add(self, computation: Computation, instruction: Instruction, label: str, *, inside_kernel: bool) -> None:
+    def _add(self, computation: Computation, instruction: HloInstruction, label: str, *, inside_kernel: bool) -> None:
         """Adds the work of an instruction that calls no computation."""
         op = instruction.op
         if op.endswith(("-done", "-update")) or op in _FREE:
@@ -167,7 +167,7 @@ class _Tally:
         self.kernels[label] += 1
         self.bytes[label] += bytes_
 
-    def _flops(self, computation: Computation, instruction: Instruction) -> float:
+    def _flops(self, computation: Computation, instruction: HloInstruction) -> float:
         """Operations of matrix products in an instruction.
 
         XLA may turn the product of a matrix with a single row into an elementwise multiplication and a sum.
@@ -183,7 +183,7 @@ class _Tally:
             self.unknown[instruction.op] = None
         return 0.0
 
-    def _library_flops(self, computation: Computation, instruction: Instruction) -> float:
+    def _library_flops(self, computation: Computation, instruction: HloInstruction) -> float:
         target = instruction.text(r'custom_call_target="([^"]*)"') or ""
         if target.startswith("__cublas$"):
             contracted = instruction.numbers(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]')
@@ -195,18 +195,18 @@ class _Tally:
         return 0.0
 
 
-def _called(instruction: Instruction, attribute: str) -> str:
+def _called(instruction: HloInstruction, attribute: str) -> str:
     name = instruction.called(attribute)
     assert name is not None, (attribute, instruction)
     return name
 
 
-def _dot_flops(computation: Computation, instruction: Instruction, contracted: tuple[int, ...]) -> float:
+def _dot_flops(computation: Computation, instruction: HloInstruction, contracted: tuple[int, ...]) -> float:
     left = computation.operand(instruction, 0).shapes[0].dims
     return 2.0 * instruction.shapes[0].size * math.prod(left[dim] for dim in contracted)
 
 
-def _attention_flops(computation: Computation, instruction: Instruction, target: str) -> float:
+def _attention_flops(computation: Computation, instruction: HloInstruction, target: str) -> float:
     """Operations of cuDNN's attention: two products forward, scores and the sum of values. Five backward, since scores
     are recomputed, and each of the two has two derivatives. A causal mask leaves out what lies above the diagonal; any
     other mask is an input, and leaves out nothing."""
@@ -219,7 +219,7 @@ def _attention_flops(computation: Computation, instruction: Instruction, target:
     return (5 if target.endswith("Backward") else 2) * 2.0 * rows_heads * pairs * head_size
 
 
-def _bytes(computation: Computation, instruction: Instruction) -> float:
+def _bytes(computation: Computation, instruction: HloInstruction) -> float:
     """Bytes that an instruction outside fusions reads and writes."""
     op = instruction.op
     operands = [computation.by_name[name] for name in instruction.operands]
@@ -238,7 +238,7 @@ def _bytes(computation: Computation, instruction: Instruction) -> float:
     return instruction.bytes + sum(operand.bytes for operand in operands)
 
 
-def _results_of_call(instruction: Instruction) -> float:
+def _results_of_call(instruction: HloInstruction) -> float:
     """Bytes of the results of a library call, without its workspace."""
     shapes = instruction.shapes
     if len(shapes) > 1 and shapes[-1].dtype in ("s8", "u8"):
@@ -246,12 +246,12 @@ def _results_of_call(instruction: Instruction) -> float:
     return sum(shape.bytes for shape in shapes)
 
 
-def _scattered_bytes(operands: list[Instruction]) -> float:
+def _scattered_bytes(operands: list[HloInstruction]) -> float:
     """Bytes that a scatter in place reads and writes of its arrays. `operands`: n arrays, the indices, n updates."""
     return 2 * sum(update.bytes for update in operands[len(operands) // 2 + 1 :])
 
 
-def _fusion_bytes(computation: Computation, instruction: Instruction, fused: Computation) -> float:
+def _fusion_bytes(computation: Computation, instruction: HloInstruction, fused: Computation) -> float:
     """Bytes that a fusion reads and writes. Of an input that it slices, only the slices count; of an array that it
     updates in place, only the updates."""
     roots = [_through_bitcasts(fused, root) for root in _roots(fused)]
@@ -263,18 +263,18 @@ def _fusion_bytes(computation: Computation, instruction: Instruction, fused: Com
     return read + sum(_written_bytes(fused, root) for root in roots)
 
 
-def _roots(fused: Computation) -> list[Instruction]:
+def _roots(fused: Computation) -> list[HloInstruction]:
     root = fused.root
     return [fused.by_name[name] for name in root.operands] if root.op == "tuple" else [root]
 
 
-def _through_bitcasts(fused: Computation, instruction: Instruction) -> Instruction:
+def _through_bitcasts(fused: Computation, instruction: HloInstruction) -> HloInstruction:
     while instruction.op == "bitcast":
         instruction = fused.operand(instruction, 0)
     return instruction
 
 
-def _written_bytes(fused: Computation, root: Instruction) -> float:
+def _written_bytes(fused: Computation, root: HloInstruction) -> float:
     if root.op == "dynamic-update-slice":
         return fused.operand(root, 1).bytes
     if root.op == "scatter":
@@ -282,7 +282,7 @@ def _written_bytes(fused: Computation, root: Instruction) -> float:
     return root.bytes
 
 
-def _read_bytes(fused: Computation, parameter: Instruction, whole: float, in_place: set[str]) -> float:
+def _read_bytes(fused: Computation, parameter: HloInstruction, whole: float, in_place: set[str]) -> float:
     """Bytes that a fusion reads of a parameter of `whole` bytes."""
     item = whole / max(1, sum(shape.size for shape in parameter.shapes))
     read = 0.0
@@ -295,7 +295,7 @@ def _read_bytes(fused: Computation, parameter: Instruction, whole: float, in_pla
     return min(read, whole)
 
 
-def _users(fused: Computation, name: str) -> list[tuple[str, Instruction]]:
+def _users(fused: Computation, name: str) -> list[tuple[str, HloInstruction]]:
     """The users of a value, also through instructions that only pass it on: (the operand's name, the user)."""
     found = []
     for user in fused.users.get(name, ()):

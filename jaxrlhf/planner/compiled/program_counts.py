@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxrlhf.planner.compiled.hlo import Groups
+from jaxrlhf.planner.compiled.hlo import DeviceGroups
 
 _PER_DEVICE_OF_GROUP = {
     # bytes that a device sends in a ring of n, per byte of its operand
@@ -34,7 +34,7 @@ class Collective:
     """Element type, as in HLO: 'bf16'."""
     bytes: float
     """Bytes of each device's operand."""
-    groups: Groups
+    groups: DeviceGroups
     """Devices by their positions in the mesh; of `collective-permute`, pairs of a source and a target."""
 
     @property

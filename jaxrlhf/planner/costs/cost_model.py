@@ -26,7 +26,7 @@ from jaxrlhf.planner.costs.memory import MASTER_BYTES, gradient_numbers, has_mer
 from jaxrlhf.planner.costs.work import LayerWork, Phase, Work, analytic_work
 from jaxrlhf.planner.workload import ModelCall
 from jaxrlhf.schedules.exposed_sends import exposed_in_inference, exposed_in_training
-from jaxrlhf.sharding.stages import layers_of_stages
+from jaxrlhf.sharding.stage_layers import layers_of_stages
 from jaxrlhf.sharding.strategy import Remat, Strategy
 
 ADAM_BYTES = 7 * 4

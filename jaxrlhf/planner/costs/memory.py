@@ -41,7 +41,7 @@ from jaxrlhf.models.pipelined_generation import declare_ring
 from jaxrlhf.models.sampling import seen_dtype
 from jaxrlhf.planner.workload import ModelCall
 from jaxrlhf.sharding.axes import FSDP, PIPELINE, WEIGHTS_AT_REST
-from jaxrlhf.sharding.stages import layers_of_stages
+from jaxrlhf.sharding.stage_layers import layers_of_stages
 from jaxrlhf.sharding.strategy import Strategy
 
 MASTER_BYTES, MOMENT_BYTES = 4, 8

@@ -13,7 +13,7 @@ from jaxrlhf.planner.costs.memory import residuals_per_token
 from jaxrlhf.planner.plans.plan import Placement
 from jaxrlhf.planner.workload import ModelCall
 from jaxrlhf.schedules.instructions import PerStage
-from jaxrlhf.sharding.stages import layers_of_stages
+from jaxrlhf.sharding.stage_layers import layers_of_stages
 
 REFERENCE = "h100"
 """The kind of devices by which a run prices stages."""

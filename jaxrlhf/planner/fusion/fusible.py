@@ -1,7 +1,7 @@
 """Fusion of two train calls into one pipeline: the conditions, the devices, and the order in which they run.
 
-Every data-parallel group of either call is a pipe over nodes: the devices of one stage of the call whose stages have
-more of them. Groups that share nodes are scheduled together, the second call's in the opposite direction.
+Every data-parallel group of either call is a pipe over workers: the devices of one stage of the call whose stages have
+more of them. Groups that share workers are scheduled together, the second call's in the opposite direction.
 
 Reference:
     Zhong et al. 2024 (RLHFuse), arXiv:2409.13221, section 5.
@@ -43,10 +43,10 @@ class FusedOrder:
     """The number of consecutive stages of either call that are one stage of its pipes."""
 
 
-def stages_per_node(
+def stages_per_worker(
     first: Strategy, second: Strategy, names: tuple[str, str] = ("the first", "the second")
 ) -> tuple[int, int]:
-    """The number of consecutive stages of either call on one node.
+    """The number of consecutive stages of either call on one worker.
 
     Args:
         names: Of the calls, for error messages.
@@ -73,13 +73,13 @@ def stages_per_node(
 def opposite(first: Placement, second: Placement) -> Placement:
     """The second placement on the devices of the first, its groups going over them in the opposite direction.
 
-    The groups of the first, one after another, pass over N nodes, where N is the least that whole groups of either
-    make up; the groups of the second follow one another over the same N nodes, each from its last node to its first.
+    The groups of the first, one after another, pass over N workers, where N is the least that whole groups of either
+    make up; the groups of the second follow one another over the same N workers, each from its last to its first.
     """
-    merged = stages_per_node(first.strategy, second.strategy)
-    nodes = _nodes(first, merged[0])  # [group, merged stage, devices]
+    merged = stages_per_worker(first.strategy, second.strategy)
+    workers = _workers(first, merged[0])  # [group, merged stage, devices]
     length = second.strategy.pipeline // merged[1]
-    flat = nodes.reshape(-1, length, nodes.shape[2])[:, ::-1]  # [group of second, merged stage, devices]
+    flat = workers.reshape(-1, length, workers.shape[2])[:, ::-1]  # [group of second, merged stage, devices]
     groups = flat.reshape(second.strategy.data, second.strategy.pipeline, -1)
     devices = tuple(groups.swapaxes(0, 1).flatten().tolist())
     return dataclasses.replace(second, devices=devices)
@@ -103,7 +103,7 @@ def with_schedules(plan: Plan, graph: CallGraph, workload: Workload, costs: Cost
 def find_schedules(first: Placement, second: Placement, costs: tuple[StageCost, StageCost]) -> tuple[Schedule, ...]:
     """Schedules of two calls as one pipeline: found in seconds, the same in every process.
 
-    A node saves at most what the two calls would save by themselves, each on its fullest node: a plan has room for
+    A worker saves at most what the two calls would save by themselves, each on its fullest worker: a plan has room for
     that.
 
     Returns:
@@ -129,7 +129,7 @@ def fused_order(first: Placement, second: Placement, schedules: Sequence[Schedul
     Raises:
         PlanError: There is no schedule for some of their groups.
     """
-    merged = stages_per_node(first.strategy, second.strategy)
+    merged = stages_per_worker(first.strategy, second.strategy)
     pipes = pipes_of(first, second, merged, (_ANY, _ANY))
     by_shape = {_shape(schedule.pipes): topological_order(schedule) for schedule in schedules}
     timed: list[tuple[int, Instruction]] = []
@@ -156,29 +156,32 @@ def _in_words(pipes: Sequence[Pipe]) -> str:
         f"{number} group{'s' if number > 1 else ''} of {stages} stages in {micro_batches} micro-batches"
         for (_, stages, micro_batches), number in counts.items()
     ]
-    return f"{' and '.join(parts)} over nodes {', '.join('-'.join(map(str, pipe.nodes)) for pipe in pipes)}"
+    return f"{' and '.join(parts)} over workers {', '.join('-'.join(map(str, pipe.workers)) for pipe in pipes)}"
 
 
 def _shape(pipes: Sequence[Pipe]) -> tuple[tuple[tuple[int, ...], int, int], ...]:
     """The properties of pipes that a schedule must fit."""
-    return tuple((pipe.nodes, pipe.micro_batches, pipe.model) for pipe in pipes)
+    return tuple((pipe.workers, pipe.micro_batches, pipe.model) for pipe in pipes)
 
 
 def units_of(first: Placement, second: Placement, costs: tuple[StageCost, StageCost]) -> list[tuple[Pipe, ...]]:
-    """The groups of both calls in sets that share nodes, which are numbered from 0 in each set.
+    """The groups of both calls in sets that share workers, which are numbered from 0 in each set.
 
     Raises:
         PlanError: The devices of their stages are not the same sets.
     """
-    pipes = pipes_of(first, second, stages_per_node(first.strategy, second.strategy), costs)
+    pipes = pipes_of(first, second, stages_per_worker(first.strategy, second.strategy), costs)
     return [_by_themselves(pipes, unit) for unit in _units(pipes)]
 
 
 def _by_themselves(pipes: Sequence[Pipe], unit: Sequence[int]) -> tuple[Pipe, ...]:
-    """Some pipes, with nodes numbered from 0."""
-    numbers = {node: i for i, node in enumerate(sorted({node for pipe in unit for node in pipes[pipe].nodes}))}
+    """Some pipes, with workers numbered from 0."""
+    numbers = {
+        worker: i for i, worker in enumerate(sorted({worker for pipe in unit for worker in pipes[pipe].workers}))
+    }
     return tuple(
-        dataclasses.replace(pipes[pipe], nodes=tuple(numbers[node] for node in pipes[pipe].nodes)) for pipe in unit
+        dataclasses.replace(pipes[pipe], workers=tuple(numbers[worker] for worker in pipes[pipe].workers))
+        for pipe in unit
     )
 
 
@@ -207,20 +210,20 @@ def in_whole_numbers(pipes: Sequence[Pipe]) -> tuple[Pipe, ...]:
 def pipes_of(
     first: Placement, second: Placement, merged: tuple[int, int], costs: tuple[StageCost, StageCost]
 ) -> list[Pipe]:
-    """The groups of both calls, over nodes that are numbered as the first call's groups pass over them."""
-    nodes = [_nodes(placement, count) for placement, count in zip((first, second), merged, strict=True)]
-    number = {frozenset(node): i for i, node in enumerate(nodes[0].reshape(-1, nodes[0].shape[2]).tolist())}
+    """The groups of both calls, over workers that are numbered as the first call's groups pass over them."""
+    workers = [_workers(placement, count) for placement, count in zip((first, second), merged, strict=True)]
+    number = {frozenset(worker): i for i, worker in enumerate(workers[0].reshape(-1, workers[0].shape[2]).tolist())}
     pipes = []
     for model, (placement, count, cost) in enumerate(zip((first, second), merged, costs, strict=True)):
-        for group in nodes[model].tolist():
-            if not all(frozenset(node) in number for node in group):
+        for group in workers[model].tolist():
+            if not all(frozenset(worker) in number for worker in group):
                 raise PlanError(
                     f"plan.fuse: stages of both calls must lie on the same devices. Got {list(first.devices)} and "
                     f"{list(second.devices)}. Leave `devices` of the second out, or write whole groups the other way."
                 )
             pipes.append(
                 Pipe(
-                    nodes=tuple(number[frozenset(node)] for node in group),
+                    workers=tuple(number[frozenset(worker)] for worker in group),
                     micro_batches=placement.strategy.micro_batches,
                     forward=_merged(cost.forward, count),
                     backward=_merged(cost.backward, count),
@@ -238,19 +241,19 @@ def _merged(costs: PerStage, count: int) -> PerStage:
     return tuple(sum(costs[i : i + count]) for i in range(0, len(costs), count))
 
 
-def _nodes(placement: Placement, merged: int) -> np.ndarray:
-    """The devices of every node that a group passes over, [group, merged stage, devices]."""
+def _workers(placement: Placement, merged: int) -> np.ndarray:
+    """The devices of every worker that a group passes over, [group, merged stage, devices]."""
     strategy = placement.strategy
     grid = np.array(placement.devices).reshape(strategy.pipeline, strategy.data, -1).swapaxes(0, 1)
     return grid.reshape(strategy.data, strategy.pipeline // merged, -1)
 
 
 def _units(pipes: list[Pipe]) -> list[tuple[int, ...]]:
-    """The pipes that share nodes, directly or by others."""
+    """The pipes that share workers, directly or by others."""
     units: list[tuple[set[int], set[int]]] = []
     for number, pipe in enumerate(pipes):
-        touching = [unit for unit in units if unit[1] & set(pipe.nodes)]
-        merged = ({number}.union(*(u[0] for u in touching)), set(pipe.nodes).union(*(u[1] for u in touching)))
+        touching = [unit for unit in units if unit[1] & set(pipe.workers)]
+        merged = ({number}.union(*(u[0] for u in touching)), set(pipe.workers).union(*(u[1] for u in touching)))
         units = [unit for unit in units if unit not in touching] + [merged]
     return [tuple(sorted(members)) for members, _ in units]
 
@@ -286,7 +289,7 @@ def check_fusion(plan: Plan, graph: CallGraph) -> None:
             "fuse them."
         )
     try:
-        merged = stages_per_node(one.strategy, two.strategy, (first.plan_name, second.plan_name))
+        merged = stages_per_worker(one.strategy, two.strategy, (first.plan_name, second.plan_name))
     except ValueError as error:
         raise PlanError(f"{where}: {error}") from error
     turned = oppose(plan, graph)[second]
@@ -302,7 +305,7 @@ def check_fusion(plan: Plan, graph: CallGraph) -> None:
 
 
 def _check_schedules(schedules: Sequence[Schedule], units: Sequence[Sequence[Pipe]]) -> None:
-    """Checks that there is one schedule for all equal sets of groups, and that no node saves more activations by it
+    """Checks that there is one schedule for all equal sets of groups, and that no worker saves more activations by it
     than the plan has room for."""
     shapes, given = {_shape(unit) for unit in units}, [_shape(schedule.pipes) for schedule in schedules]
     for unit in units:
@@ -366,7 +369,7 @@ def oppose(plan: Plan, graph: CallGraph) -> Plan:
 
 
 def fusion_notes(plan: Plan, graph: CallGraph) -> list[str]:
-    """A warning if fused calls go over their nodes in the same direction, because of their `devices`.
+    """A warning if fused calls go over their workers in the same direction, because of their `devices`.
 
     Args:
         plan: Checked, after `oppose`.
@@ -375,11 +378,11 @@ def fusion_notes(plan: Plan, graph: CallGraph) -> list[str]:
         return []
     first, second = _calls(plan, graph)
     one, two = plan[first], plan[second]
-    pipes = pipes_of(one, two, stages_per_node(one.strategy, two.strategy), (_ANY, _ANY))
-    ways = [[pipe.nodes for pipe in pipes if pipe.model == model] for model in range(2)]
+    pipes = pipes_of(one, two, stages_per_worker(one.strategy, two.strategy), (_ANY, _ANY))
+    ways = [[pipe.workers for pipe in pipes if pipe.model == model] for model in range(2)]
     for a, b in itertools.product(*ways):
-        shared = [node for node in a if node in b]
-        if len(shared) > 1 and shared == [node for node in b if node in a]:
+        shared = [worker for worker in a if worker in b]
+        if len(shared) > 1 and shared == [worker for worker in b if worker in a]:
             return [
                 f"plan.fuse: {first.plan_name} and {second.plan_name} go over their devices in the same direction, "
                 f"and fill few of each other's bubbles. Leave plan.calls.{second.plan_name}.devices out."

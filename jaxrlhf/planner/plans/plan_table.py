@@ -7,7 +7,7 @@ from jaxrlhf.call_graph import Call, CallGraph
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.planner.plans.plan import Plan
 from jaxrlhf.planner.plans.splits import copied_rows, micro_batches_of, term_rows
-from jaxrlhf.sharding.stages import layers_of_stages
+from jaxrlhf.sharding.stage_layers import layers_of_stages
 from jaxrlhf.sharding.strategy import Strategy
 
 

@@ -31,7 +31,7 @@ NEVER = 1 << 62
 # These are defined here, not where else they are used, so that compiled loops follow their changes.
 
 
-class Work(NamedTuple):
+class Workspace(NamedTuple):
     """Room for one plan at a time.
 
     The tasks of an iteration have slots: `num_calls + 4` for each call, of which the first is for bringing its weights,
@@ -79,7 +79,7 @@ class Work(NamedTuple):
 
 
 def sizes_of_work(num_calls, num_waits):
-    """The lengths of the sequences of `Work`."""
+    """The lengths of the sequences of `Workspace`."""
     most_ready = num_calls * (num_calls + 4) * (RUN_AHEAD + 2)
     by_iteration = ITERATIONS * num_calls
     slots = num_calls * (num_calls + 4)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxrlhf.numba_loops import Integers, integers
-from jaxrlhf.planner.search.evaluate_loops import Work, sizes_of_work
+from jaxrlhf.planner.search.evaluate_loops import Workspace, sizes_of_work
 from jaxrlhf.planner.search.problem import PairSeconds, Problem
 from jaxrlhf.planner.search.step_order import Wait, layout, step_order
 
@@ -98,7 +98,7 @@ class FlatProblem(NamedTuple):
     """1 if every call has the fastest of its variants that fits beside weights at rest and copies."""
 
 
-class Groups(NamedTuple):
+class ChoiceGroups(NamedTuple):
     """The choices of every call, those on the same devices together; where calls get the variant that fits, the fastest
     ones alone."""
 
@@ -230,7 +230,7 @@ def _all_but_speed(problem: Problem, j: int, k: int) -> tuple[Hashable, ...]:
     return layout(x), x.offloaded, held, nanoseconds(x.load), nanoseconds(x.unload), *rows, *columns
 
 
-def groups_of(problem: Problem, flat: FlatProblem, *, compiled: bool) -> Groups:
+def groups_of(problem: Problem, flat: FlatProblem, *, compiled: bool) -> ChoiceGroups:
     """The groups of a problem's choices. Choices are numbered as in its `FlatProblem`."""
     begin, ranges, member_begin, members, number = [0], [], [0], [], 0
     size_begin, sizes = [0], []
@@ -250,10 +250,10 @@ def groups_of(problem: Problem, flat: FlatProblem, *, compiled: bool) -> Groups:
         number += len(call.choices)
     firsts, ends = [first for first, _ in ranges], [end for _, end in ranges]
     lists = (begin, size_begin, sizes, firsts, ends, member_begin, members)
-    return Groups(*(integers(each, compiled=compiled) for each in lists))
+    return ChoiceGroups(*(integers(each, compiled=compiled) for each in lists))
 
 
-def room_for_work(flat: FlatProblem, *, compiled: bool) -> Work:
+def room_for_work(flat: FlatProblem, *, compiled: bool) -> Workspace:
     """The working arrays of the loops that evaluate the plans of a problem, one at a time."""
     sizes = sizes_of_work(len(flat.begin) - 1, len(flat.before))
-    return Work(*(integers([0] * size, compiled=compiled) for size in sizes))
+    return Workspace(*(integers([0] * size, compiled=compiled) for size in sizes))

@@ -6,7 +6,7 @@ from typing import Protocol
 from jaxrlhf.brief import did_you_mean
 from jaxrlhf.planner.plans.plan import PlanError
 from jaxrlhf.planner.search.choices import Among
-from jaxrlhf.planner.search.hybridflow import hybridflow, split, standalone
+from jaxrlhf.planner.search.mappings import hybridflow, split, standalone
 from jaxrlhf.planner.search.problem import Problem
 from jaxrlhf.planner.search.search import fastest_that_fits, most_devices, options_on, search
 from jaxrlhf.planner.search.search_result import SearchResult, result_of

@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from jaxrlhf.call_graph import Kind
+from jaxrlhf.call_graph import CallKind
 from jaxrlhf.models.params import LayerForm
 from jaxrlhf.planner.plans.plan import PlanError
 from jaxrlhf.sharding.strategy import Strategy
@@ -75,7 +75,7 @@ class CallChoices:
 
     name: str
     """`actor.generate`."""
-    kind: Kind
+    kind: CallKind
     role: str
     weights: str
     """The set of weights that it reads."""

@@ -19,14 +19,14 @@ import numpy as np
 
 from jaxrlhf.cluster.hardware import Cluster
 from jaxrlhf.planner.search.problem import Choice
-from jaxrlhf.sharding.stages import layers_of_stages
+from jaxrlhf.sharding.stage_layers import layers_of_stages
 
 TINY = 1e-6
 """A fraction of a model that counts as nothing."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Shape:
+class LayoutShape:
     """Everything that determines where weights lie, except the first node."""
 
     skipped: int
@@ -38,12 +38,12 @@ class Shape:
     tensor: int
 
 
-def shape_of(choice: Choice, devices_per_node: int) -> Shape:
+def shape_of(choice: Choice, devices_per_node: int) -> LayoutShape:
     s = choice.strategy
-    return Shape(choice.first % devices_per_node, len(choice.devices), s.pipeline, s.data, s.fsdp, s.tensor)
+    return LayoutShape(choice.first % devices_per_node, len(choice.devices), s.pipeline, s.data, s.fsdp, s.tensor)
 
 
-def node_parts(shape: Shape, devices_per_node: int, num_layers: int) -> np.ndarray:
+def node_parts(shape: LayoutShape, devices_per_node: int, num_layers: int) -> np.ndarray:
     """The part of a model's layers that every device has, in every node that has any.
 
     Chunks are ignored: with them a rank of the pipeline holds as many layers, but others.
@@ -124,7 +124,7 @@ def reallocation_seconds(
 
 
 def _nodes_of(
-    layouts: Sequence[tuple[Shape, int]], devices_per_node: int, num_layers: int
+    layouts: Sequence[tuple[LayoutShape, int]], devices_per_node: int, num_layers: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """The nodes of layouts that begin with given nodes.
 

@@ -34,11 +34,11 @@ class Task:
     call: str = ""
     """The call that runs, or that it is for."""
     slot: int = -1
-    """Its place among the tasks of an iteration, as in `evaluate_loops.Work`."""
+    """Its place among the tasks of an iteration, as in `evaluate_loops.Workspace`."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Span:
+class TaskSpan:
     """A task with its start and end, in seconds."""
 
     task: Task
@@ -54,7 +54,7 @@ class Simulation:
     """Seconds of one iteration; the average where several differ."""
     period: int
     """Iterations after which everything repeats. 0 if they had not settled when the simulation ended."""
-    spans: tuple[Span, ...]
+    spans: tuple[TaskSpan, ...]
     """All tasks of one period, from the start of the first. They overlap with tasks of other iterations."""
     busy: tuple[float, ...]
     """Device -> the fraction of time in which it is busy."""
@@ -171,7 +171,7 @@ def steady_state(problem: Problem, plan: Sequence[int]) -> Simulation:
     seconds = timetable.length / NANOSECONDS
     timed = [(task, *time) for task, time in zip(tasks, times, strict=True) if task.iteration in shown]
     origin = min(start for _, start, _ in timed)
-    spans = [Span(task, (start - origin) / NANOSECONDS, (end - origin) / NANOSECONDS) for task, start, end in timed]
+    spans = [TaskSpan(task, (start - origin) / NANOSECONDS, (end - origin) / NANOSECONDS) for task, start, end in timed]
     busy = [0.0] * problem.num_devices
     for span in spans:
         for device in {device for part in span.task.devices for device in part}:

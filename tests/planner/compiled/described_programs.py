@@ -11,7 +11,7 @@ import pytest
 from jaxrlhf.config.schema import OptimizerConfig
 from jaxrlhf.experience import Prompts, Sampling, Sequences, Term
 from jaxrlhf.models.config import ModelConfig
-from jaxrlhf.planner.compiled.described_devices import Described, has_gpu_compiler
+from jaxrlhf.planner.compiled.described_devices import DescribedDevices, has_gpu_compiler
 from jaxrlhf.programs.ahead_of_time import DescribedCall, DescribedRows, call_program
 from jaxrlhf.programs.roles import ModelRole
 from jaxrlhf.sharding.layout import Layout
@@ -74,7 +74,7 @@ class Subject:
     tensor: int = 1
 
 
-def lower(subject: Subject, devices: Described) -> jax.stages.Lowered:
+def lower(subject: Subject, devices: DescribedDevices) -> jax.stages.Lowered:
     """For described devices."""
     call, strategy = subject.call, Strategy(tensor=subject.tensor)
     if not devices.has_cudnn:

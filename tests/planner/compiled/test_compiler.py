@@ -19,7 +19,7 @@ from jaxrlhf.planner.compiled.compiler import Compilation, CompileError, Questio
 from jaxrlhf.planner.compiled.described_devices import (
     NO_COMPILER,
     NO_CUDNN,
-    Described,
+    DescribedDevices,
     described_devices,
     target_config,
 )
@@ -42,7 +42,7 @@ def question(kind: str, device: str, tensor: int) -> Question:
     )
 
 
-def lower_product(subject: str, devices: Described) -> jax.stages.Lowered:
+def lower_product(subject: str, devices: DescribedDevices) -> jax.stages.Lowered:
     """A product whose rows are split over two devices, which all of them get."""
     mesh = jax.sharding.Mesh(devices.devices, ("x",))
     rows, whole = (jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes)) for axes in (["x"], []))
@@ -51,11 +51,11 @@ def lower_product(subject: str, devices: Described) -> jax.stages.Lowered:
     return jax.jit(lambda x, w: x @ w, out_shardings=whole).lower(x, w)
 
 
-def fail(subject: str, devices: Described) -> jax.stages.Lowered:
+def fail(subject: str, devices: DescribedDevices) -> jax.stages.Lowered:
     raise ValueError("no such program")
 
 
-def leave(subject: str, devices: Described) -> jax.stages.Lowered:
+def leave(subject: str, devices: DescribedDevices) -> jax.stages.Lowered:
     os._exit(1)
 
 

@@ -11,7 +11,7 @@ from jaxrlhf.calibration.measure_host import run_steps
 from jaxrlhf.cluster.cluster_text import read_cluster
 from jaxrlhf.config.schema import load_run
 from jaxrlhf.observe.events import Event
-from jaxrlhf.observe.timeline import Timeline
+from jaxrlhf.observe.timeline_recorder import Timeline
 from jaxrlhf.planner.search.choices import memory_problem
 from jaxrlhf.planner.search.peak_memory import DeviceMemory, memory_during_all
 from jaxrlhf.run.assembly import assemble

@@ -19,7 +19,7 @@ from jaxrlhf.planner.fusion.fusible import (
     fusion_notes,
     oppose,
     opposite,
-    stages_per_node,
+    stages_per_worker,
     with_schedules,
 )
 from jaxrlhf.planner.plans.check_plan import stage_warnings
@@ -71,11 +71,11 @@ def plan_of(actor: Placement, critic: Placement, *, step: Any = step, **more: An
 FOUR, TWO = over(8, pipeline=4, tensor=2, micro_batches=4), over(8, pipeline=2, data=2, tensor=2, micro_batches=2)
 
 
-def test_the_second_goes_over_the_nodes_of_the_first_the_other_way():
-    """Four stages beside two groups of two: groups follow one another, each from its last node to its first."""
+def test_the_second_goes_over_the_workers_of_the_first_the_other_way():
+    """Four stages beside two groups of two: groups follow one another, each from its last worker to its first."""
     mesh = [(2, 3), (6, 7), (0, 1), (4, 5)]  # stage 0 of both groups, stage 1 of both
-    assert opposite(FOUR, TWO).devices == tuple(device for node in mesh for device in node)
-    # nodes of the first in an order that a user chose
+    assert opposite(FOUR, TWO).devices == tuple(device for worker in mesh for device in worker)
+    # workers of the first in an order that a user chose
     mixed = dataclasses.replace(FOUR, devices=(6, 7, 0, 1, 2, 3, 4, 5))
     assert opposite(mixed, TWO).devices == (0, 1, 4, 5, 6, 7, 2, 3)
     same = over(8, pipeline=4, tensor=2)
@@ -86,13 +86,13 @@ def test_stages_of_fewer_devices_are_merged():
     """Two stages with one device become one beside stages with two devices."""
     narrow = over(8, pipeline=4, data=2, micro_batches=2)
     wide = over(8, pipeline=2, data=2, tensor=2)
-    assert stages_per_node(narrow.strategy, wide.strategy) == (2, 1)
-    assert stages_per_node(wide.strategy, narrow.strategy) == (1, 2)
+    assert stages_per_worker(narrow.strategy, wide.strategy) == (2, 1)
+    assert stages_per_worker(wide.strategy, narrow.strategy) == (1, 2)
     turned = opposite(wide, narrow)
     assert set(turned.devices) == set(range(8))
     stages = [set(turned.devices[i : i + 2]) for i in range(0, 8, 2)]  # a device of each group
-    nodes = [{0, 1}, {4, 5}], [{2, 3}, {6, 7}]  # of the groups of the wide one
-    for one, (first, last) in enumerate(nodes):
+    workers = [{0, 1}, {4, 5}], [{2, 3}, {6, 7}]  # of the groups of the wide one
+    for one, (first, last) in enumerate(workers):
         assert all(len(stage & (last | first)) == 1 for stage in stages), one
 
 
@@ -231,18 +231,18 @@ def test_the_order_keeps_no_more_than_both_calls_by_themselves():
     order = fused_order(eight, opposite(eight, eight), find_schedules(eight, opposite(eight, eight), costs))
     kept, most = dict.fromkeys(range(8), 0), 0
     for x in order.instructions:
-        node, size = (x.stage, 12) if x.pipe == 0 else (7 - x.stage, 6)
-        kept[node] += size if x.forward else -size
-        most = max(most, kept[node])
+        worker, size = (x.stage, 12) if x.pipe == 0 else (7 - x.stage, 6)
+        kept[worker] += size if x.forward else -size
+        most = max(most, kept[worker])
     assert most <= 8 * 12 + 8 * 6, "1F1B of each keeps 8 micro-batches on its first stage"
 
 
 def test_stages_that_differ_are_scheduled_by_what_each_takes():
-    """A head makes the last stage of one twice as long: the bound is that of its node, and it is reached."""
+    """A head makes the last stage of one twice as long: the bound is that of its worker, and it is reached."""
     four = over(4, pipeline=4, micro_batches=8)
     costs = StageCost((1, 1, 1, 0), (2, 2, 2, 6), 1), StageCost((1, 1, 1, 0), (2, 2, 2, 3), 1)
     (schedule,) = find_schedules(four, opposite(four, four), costs)
-    assert [pipe.nodes for pipe in schedule.pipes] == [(0, 1, 2, 3), (3, 2, 1, 0)]
+    assert [pipe.workers for pipe in schedule.pipes] == [(0, 1, 2, 3), (3, 2, 1, 0)]
     assert schedule.pipes[0].forward == (167, 167, 167, 1) and schedule.pipes[0].backward == (333, 333, 333, 1000)
     ends = max(x.backward[3] for x in schedule.pipes if isinstance(x.backward, tuple))
     assert ends == 1000
@@ -281,24 +281,24 @@ def edited(plan: Plan, change: Callable[[Any], None]) -> Plan:
 
 
 def forwards_first(schedules: Any) -> None:
-    for node, order in enumerate(schedules[0]["orders"]):
+    for worker, order in enumerate(schedules[0]["orders"]):
         words = sorted(order.split(), key=lambda word: (word[0] == "B", not word.startswith(("F0", "B0"))))
-        schedules[0]["orders"][node] = " ".join(words)
+        schedules[0]["orders"][worker] = " ".join(words)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda schedules: schedules[0]["orders"].reverse(), "Node 0 of a schedule: must run its own stages."),
-        (lambda schedules: schedules[0]["orders"].pop(), "A schedule: every node of its pipes must have an order."),
-        (lambda schedules: schedules[0].update(version=7), "version must be 1. Got 7."),
+        (lambda schedules: schedules[0]["orders"].reverse(), "Worker 0 of a schedule: must run its own stages."),
+        (lambda schedules: schedules[0]["orders"].pop(), "A schedule: every worker of its pipes must have an order."),
+        (lambda schedules: schedules[0].update(version=7), "version must be 2. Got 7."),
         (
             lambda schedules: schedules[0]["orders"].__setitem__(0, "F0.0.0"),
             "every instruction of its pipes must stand once.",
         ),
         (
             forwards_first,
-            "must keep no more than both calls by themselves. Node 0 of a schedule: must keep activations",
+            "must keep no more than both calls by themselves. Worker 0 of a schedule: must keep activations",
         ),
     ],
 )
@@ -317,8 +317,8 @@ def test_a_schedule_of_other_groups_is_refused():
     other = with_found(*plan_of(fewer, TWO)).schedules
     message = (
         f"plan.{SCHEDULES}: must have a schedule for all groups of both calls. Got none for 1 group of 4 stages in 4 "
-        "micro-batches and 2 groups of 2 stages in 2 micro-batches over nodes 0-1-2-3, 1-0, 3-2, but 1 group of 4 "
-        "stages in 2 micro-batches and 2 groups of 2 stages in 2 micro-batches over nodes 0-1-2-3, 1-0, 3-2. Remove "
+        "micro-batches and 2 groups of 2 stages in 2 micro-batches over workers 0-1-2-3, 1-0, 3-2, but 1 group of 4 "
+        "stages in 2 micro-batches and 2 groups of 2 stages in 2 micro-batches over workers 0-1-2-3, 1-0, 3-2. Remove "
         f"`{SCHEDULES}`, and the run finds its own; or plan again."
     )
     with pytest.raises(PlanError, match=re.escape(message)):

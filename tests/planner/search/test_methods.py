@@ -12,7 +12,7 @@ from jaxrlhf.planner.make_plan import plan_workload
 from jaxrlhf.planner.plans.plan import Placement, PlanError
 from jaxrlhf.planner.report import summary_lines
 from jaxrlhf.planner.search.choices import make_problem, strategies
-from jaxrlhf.planner.search.hybridflow import split, standalone
+from jaxrlhf.planner.search.mappings import split, standalone
 from jaxrlhf.planner.search.methods import METHODS, colocate, find_method, heuristic
 from jaxrlhf.planner.search.peak_memory import peak_memory
 from jaxrlhf.planner.search.problem import Problem

@@ -12,8 +12,8 @@ from jaxrlhf.cluster.hardware import Cluster
 from jaxrlhf.planner.search.problem import Choice
 from jaxrlhf.planner.search.reallocation_seconds import node_parts, reallocation_seconds, received, shape_of
 from jaxrlhf.reshard.moves import Grid
-from jaxrlhf.reshard.traffic import Described, traffic
-from jaxrlhf.sharding.stages import layers_of_stages
+from jaxrlhf.reshard.traffic import DescribedArray, traffic
+from jaxrlhf.sharding.stage_layers import layers_of_stages
 from jaxrlhf.sharding.strategy import Strategy
 
 CLUSTER = read_cluster("4x4:a100-80g")
@@ -59,7 +59,7 @@ def grid(choice: Choice) -> Grid:
 @pytest.mark.parametrize(("source", "target"), list(itertools.product(SOURCES, TARGETS)))
 def test_what_is_received_is_what_a_reallocation_moves(source, target):
     moved = traffic(
-        [Described((64, 64), np.dtype("int8"), ("fsdp", "tensor"), ("fsdp", "tensor"))],
+        [DescribedArray((64, 64), np.dtype("int8"), ("fsdp", "tensor"), ("fsdp", "tensor"))],
         grid(source), grid(target), node_size=4,
     )  # fmt: skip
     near, far = received_by_devices(source, target)

@@ -12,7 +12,7 @@ from jaxrlhf.config.schema import RunConfig, load_run
 from jaxrlhf.execution.executor import Executor
 from jaxrlhf.observe.console import Console
 from jaxrlhf.observe.events import MOVING
-from jaxrlhf.observe.timeline import Timeline
+from jaxrlhf.observe.timeline_recorder import Timeline
 from jaxrlhf.run.assembly import Assembly, assemble
 from jaxrlhf.run.first_weights import load_first_weights
 from jaxrlhf.run.run_folder import RunFolder

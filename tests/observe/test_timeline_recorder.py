@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxrlhf.observe import timeline as timeline_module
+from jaxrlhf.observe import timeline_recorder as timeline_module
 from jaxrlhf.observe.chrome_trace import write_chrome_trace
-from jaxrlhf.observe.timeline import Event, Timeline, Watcher
+from jaxrlhf.observe.timeline_recorder import Event, Timeline, Watcher
 
 
 class Result:

@@ -2,7 +2,7 @@ import re
 
 import pytest
 
-from jaxrlhf.sharding.stages import device_group, layers_of_stages, stage_of_layer
+from jaxrlhf.sharding.stage_layers import device_group, layers_of_stages, stage_of_layer
 from jaxrlhf.sharding.strategy import Strategy
 
 

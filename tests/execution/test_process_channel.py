@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from jaxrlhf.execution.channel import Channel
+from jaxrlhf.execution.process_channel import Channel
 
 
 @pytest.fixture

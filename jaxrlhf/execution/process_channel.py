@@ -26,7 +26,7 @@ _KEY_BYTES = 32
 _KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 """A machine that disappears is noticed after 35 seconds."""
 
-Outcome = tuple[bool, Any]
+ValueOrError = tuple[bool, Any]
 """(True and the value, or False and the exception)."""
 
 
@@ -94,14 +94,14 @@ class Channel:
         self._shared_errors.append(failure)
         raise failure
 
-    def later(self, start: "Callable[[], Outcome | concurrent.futures.Future[Outcome]]") -> Any:
+    def later(self, start: "Callable[[], ValueOrError | concurrent.futures.Future[ValueOrError]]") -> Any:
         """A future of an outcome in the first process, where `start` returns the outcome or a future of it."""
         number = next(self._numbers)
         if not self.is_first:
             return self._meeting(("value", number))
         future: concurrent.futures.Future[Any] = concurrent.futures.Future()
 
-        def publish(outcome: Outcome) -> None:
+        def publish(outcome: ValueOrError) -> None:
             worked, value = outcome
             if not worked:
                 self._shared_errors.append(value)
@@ -234,14 +234,14 @@ class Channel:
         os._exit(status)
 
 
-def _attempt(make: Callable[[], Any]) -> Outcome:
+def _attempt(make: Callable[[], Any]) -> ValueOrError:
     try:
         return True, make()
     except Exception as error:
         return False, error
 
 
-def _portable(outcome: Outcome) -> Outcome:
+def _portable(outcome: ValueOrError) -> ValueOrError:
     """An outcome that can be sent. An exception that cannot be pickled is replaced by its text."""
     worked, value = outcome
     if worked:

@@ -16,7 +16,7 @@ from jax.tree_util import DictKey, KeyPath, SequenceKey
 
 from jaxrlhf.models.architecture import FIRST_STAGE, LAST_STAGE, LAYERS
 from jaxrlhf.sharding.layout import Layout
-from jaxrlhf.sharding.stages import device_group, stage_of_layer
+from jaxrlhf.sharding.stage_layers import device_group, stage_of_layer
 
 
 def virtual_stage_of_weight(path: KeyPath, num_layers: int, num_stages: int) -> int | None:

@@ -6,7 +6,7 @@ import itertools
 import pytest
 
 from jaxrlhf.planner.plans.plan import PlanError
-from jaxrlhf.planner.search.hybridflow import Colocation, best_mapping, colocations, hybridflow
+from jaxrlhf.planner.search.mappings import Colocation, best_mapping, colocations, hybridflow
 from jaxrlhf.planner.search.peak_memory import peak_memory
 from jaxrlhf.planner.search.problem import CallChoices, Choice, Problem
 from jaxrlhf.planner.search.search_result import SearchResult

@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.params import init_params, param_shardings
-from jaxrlhf.models.stages import fill, join, part_of, pick, pick_virtual, seen_from, whole_of
+from jaxrlhf.models.stage_weights import fill, join, part_of, pick, pick_virtual, seen_from, whole_of
 from jaxrlhf.models.transformer import hidden_states
 from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.strategy import Strategy
