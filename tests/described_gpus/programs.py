@@ -57,7 +57,12 @@ WEIGHTS = {
     for dim in (0, 1) for split in (1, 2)
 }  # fmt: skip
 """The shapes of matrices as they are used: whole, or split over `tensor`."""
-LOOPS = {"generate": ["decode"], "generate, ring": ["decode"], "generate, slots": ["decode", "prefill"]}
+LOOPS = {
+    "generate": ["decode"],
+    "generate, ring": ["decode"],
+    "generate, slots": ["decode", "prefill"],
+    "generate, slots in a ring": ["decode", "prefill"],
+}
 """Programs with caches -> the scopes of their loops in which none is written anew."""
 NO_KERNELS = {"parameter", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "constant"}
 Compile = Callable[..., Any]
@@ -78,7 +83,8 @@ def in_one_piece() -> dict[str, tuple[DescribedCall, Strategy]]:
 
     return {
         "generate": (call("generate"), Strategy(data=2, tensor=2)),
-        "generate, slots": (call("generate"), Strategy(data=2, tensor=2, slots=8, prefill_rows=4)),
+        "generate, slots": (call("generate"), Strategy(data=2, tensor=2, slots=8, prefill_rows=4, prefill_tokens=8)),
+        "generate, slots in a ring": (call("generate"), Strategy(pipeline=2, tensor=2, slots=16, prefill_rows=4)),
         "generate, ring": (call("generate"), Strategy(pipeline=2, tensor=2)),
         "logprobs": (call("infer", method="logprobs"), Strategy(fsdp=2, tensor=2)),
         "values": (call("infer", "scalar", "values"), Strategy(data=2, fsdp=2)),

@@ -12,6 +12,10 @@ PER_UNIT = 8
 """Acceptances are for eighths of a temperature. What is worse by more than 20 is never accepted."""
 
 
+_KINDS = 12
+"""Kinds of changes."""
+
+
 class Rivals(NamedTuple):
     """The lowest plans in rank that differ in shape."""
 
@@ -136,7 +140,7 @@ def _change(flat, groups, plan, x):
     """Gives one call or two others of their choices, in place, by a random number. Returns the next random number."""
     num_calls = len(plan)
     x = _next_random(x)
-    kind = (x >> 4) % 10
+    kind = (x >> 4) % _KINDS
     a = (x >> 8) % num_calls
     b = (a + 1 + (x >> 16) % max(1, num_calls - 1)) % num_calls
     x = _next_random(x)
@@ -148,6 +152,8 @@ def _change(flat, groups, plan, x):
         g = any_group(groups, a, x)
     h = -1
     x = _next_random(x)
+    if kind >= 10:  # and all others of its devices with it, half of the times in exchange for those there
+        return _change_together(flat, groups, plan, flat.first[plan[a]], flat.end[plan[a]], g, kind == 11, x)
     if kind == 2:  # and the other one where it was
         h = _group_on(groups, b, flat.first[plan[a]], flat.end[plan[a]])
     elif kind == 5 or kind == 6:  # and the other one anywhere
@@ -166,6 +172,21 @@ def _change(flat, groups, plan, x):
     if h >= 0:
         x = _next_random(x)
         plan[b] = member(groups, h, x)
+    return x
+
+
+def _change_together(flat, groups, plan, first, end, g, exchanges, x):
+    """Moves all calls on the devices from `first` to `end` to those of a group `g`, and, if it `exchanges`, those there
+    to here. Returns the next random number."""
+    for c in range(len(plan)):
+        h = -1
+        if flat.first[plan[c]] == first and flat.end[plan[c]] == end:
+            h = _group_on(groups, c, groups.first[g], groups.end[g])
+        elif exchanges and flat.first[plan[c]] == groups.first[g] and flat.end[plan[c]] == groups.end[g]:
+            h = _group_on(groups, c, first, end)
+        if h >= 0:
+            x = _next_random(x)
+            plan[c] = member(groups, h, x)
     return x
 
 

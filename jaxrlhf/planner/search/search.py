@@ -16,8 +16,9 @@ from jaxrlhf.planner.search.problem import CallChoices, Choice, PairSeconds, Pro
 from jaxrlhf.planner.search.search_result import SearchResult
 from jaxrlhf.sharding.strategy import Strategy
 
-STEPS, STEPS_IN_PYTHON = 40_000, 150
-"""Plans that chains look at by default for each pair of calls: a step may change two calls."""
+STEPS, STEPS_IN_PYTHON = 10_000, 40
+"""Plans that chains look at by default for each pair of calls, since a step may change two, times the calls beside
+them, of which there are taken to be at least four."""
 _STEPS_ON_GIVEN_DEVICES = 10_000
 
 
@@ -54,8 +55,9 @@ def search(
 
 def default_steps(problem: Problem, *, compiled: bool = True) -> int:
     """The default number of plans that the chains of a search look at."""
-    pairs = math.comb(max(2, len(problem.calls)), 2)
-    return pairs * (STEPS if compiled else STEPS_IN_PYTHON)
+    num_calls = len(problem.calls)
+    pairs, others = math.comb(max(2, num_calls), 2), max(4, num_calls - 2)
+    return pairs * others * (STEPS if compiled else STEPS_IN_PYTHON)
 
 
 @functools.cache
