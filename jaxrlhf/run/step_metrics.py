@@ -1,4 +1,5 @@
-"""Metrics of a step from its sequences: tokens and their rates, padding, and the balance of tokens over devices."""
+"""Metrics of a step from its sequences: tokens and their rates, decoding steps, padding, and the balance of tokens over
+devices."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -10,8 +11,10 @@ import numpy as np
 from jaxrlhf.call_graph import Call, Ref, named_sequences
 from jaxrlhf.execution.step_result import StepResult
 from jaxrlhf.observe.step_timers import timer_seconds
+from jaxrlhf.planner.costs.rollout_steps import simulate_slots
 from jaxrlhf.planner.plans.plan import Plan
 from jaxrlhf.planner.plans.splits import copied_rows
+from jaxrlhf.programs.call_programs import slots_of
 from jaxrlhf.reshard.balance import token_imbalance
 
 RESPONSE_LENGTH = "perf/response_length/"
@@ -83,6 +86,38 @@ def throughput_metrics(
         num_tokens = tokens.response if timer == "gen" else tokens.total
         if num_tokens and timer != "reward" and not timer.startswith(("reallocate_", "offload_")):
             metrics[f"timing_per_token_ms/{timer}"] = 1e3 * timer_time / num_tokens
+    return metrics
+
+
+def decoding_metrics(result: StepResult, plan: Plan) -> dict[str, float]:
+    """The decoding steps of generate calls and how full they were, from the lengths of the responses: what the devices
+    did follows from these, so nothing has to be read from them. Waits for the sequences.
+
+    Returns:
+        For every generate call without stages and micro-batches, `perf/decode_steps/<call>`, of its slowest row shard,
+        and `perf/decode_occupancy/<call>`, the rows of all steps whose token was kept. If it has slots,
+        `perf/prefill_groups/<call>`, of all row shards, and `perf/decode_steps_in_waves/<call>`, those that it would
+        take to decode as many sequences at a time until the longest of them has ended.
+    """
+    calls = [call for call in result.graph.calls if call.kind == "generate" and _is_sequences(call.outputs)]
+    calls = [call for call in calls if plan[call].strategy.pipeline == plan[call].strategy.micro_batches == 1]
+    metrics = {}
+    for call, response in zip(calls, result.read([call.outputs.response for call in calls]), strict=True):
+        strategy, samples = plan[call].strategy, call.args[1].num_samples
+        lengths_N = np.sum(response, axis=1)
+        copied = lengths_N[: copied_rows(call, strategy) * samples]
+        shards = np.concatenate([lengths_N, copied]).reshape(strategy.num_row_shards, -1)
+        made = np.full(len(shards), shards.max())  # all rows at once end together
+        if strategy.slots:
+            slots = slots_of(strategy)
+            each = [simulate_slots(lengths, samples, slots) for lengths in shards]
+            made = np.array([shard.rounds * slots.steps for shard in each])
+            metrics[f"perf/prefill_groups/{call.plan_name}"] = float(sum(shard.groups for shard in each))
+            waves = [np.maximum.reduceat(x, np.arange(0, len(x), slots.slots)).sum() for x in shards]
+            metrics[f"perf/decode_steps_in_waves/{call.plan_name}"] = float(max(waves))
+        metrics[f"perf/decode_steps/{call.plan_name}"] = float(made.max())
+        rows = strategy.slots or shards.shape[1]
+        metrics[f"perf/decode_occupancy/{call.plan_name}"] = float(shards.sum() / (made.sum() * rows))
     return metrics
 
 

@@ -34,7 +34,7 @@ from jaxrlhf.run.interruption import Requests, RunStopped, StopRequest
 from jaxrlhf.run.records import open_records
 from jaxrlhf.run.resume_point import ResumePoint, newest_position, what_is_kept
 from jaxrlhf.run.run_folder import RunFolder
-from jaxrlhf.run.step_metrics import balance_metrics, count_tokens, throughput_metrics
+from jaxrlhf.run.step_metrics import balance_metrics, count_tokens, decoding_metrics, throughput_metrics
 from jaxrlhf.sharding import mesh
 from jaxrlhf.writing import UnwritableError, writing
 
@@ -293,6 +293,7 @@ class Trainer:
         metrics |= timings
         metrics |= throughput_metrics(count_tokens(result), timings, seconds=seconds, num_devices=mesh.num_devices())
         metrics |= balance_metrics(result, self._assembly.train.plan)
+        metrics |= decoding_metrics(result, self._assembly.train.plan)
         if len(scores := _scores(result)) > 1:
             metrics |= {f"reward/{name}/mean": float(values.mean()) for name, values in scores.items()}
         metrics |= {"training/global_step": done, "training/epoch": self._assembly.train_rows.epoch(done)}

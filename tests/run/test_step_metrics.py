@@ -1,3 +1,4 @@
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,10 +10,16 @@ from jaxrlhf.call_graph import Call, CallKind, Ref
 from jaxrlhf.config.schema import load_run
 from jaxrlhf.data.loader import PromptLoader
 from jaxrlhf.execution.step_result import StepResult
-from jaxrlhf.experience import Sequences, Term
+from jaxrlhf.experience import Sampling, Sequences, Term
 from jaxrlhf.planner.plans.plan import Placement, Plan
 from jaxrlhf.run.assembly import assemble
-from jaxrlhf.run.step_metrics import TokenCounts, balance_metrics, count_tokens, throughput_metrics
+from jaxrlhf.run.step_metrics import (
+    TokenCounts,
+    balance_metrics,
+    count_tokens,
+    decoding_metrics,
+    throughput_metrics,
+)
 from jaxrlhf.sharding.strategy import Strategy
 from tests.programs.pipelined_calls import Update
 
@@ -72,6 +79,30 @@ def test_what_dealing_did():
 
 def test_calls_without_sequences_have_no_tokens():
     assert metrics(Strategy(data=2), call("actor.generate", "generate", SEQUENCES)) == {"perf/padded_rows": 0}
+
+
+def decoding(strategy: Strategy) -> dict[str, float]:
+    ref: Any = Ref("prompts", 0, jax.ShapeDtypeStruct(MASK.shape, bool), has_rows=True, recorder=None)
+    made = dataclasses.replace(call("actor.generate", "generate", ref, Sampling()), outputs=SEQUENCES)
+    result: Any = SimpleNamespace(graph=SimpleNamespace(calls=[made]), read=lambda masks: masks)
+    return decoding_metrics(result, Plan({made.name: Placement(tuple(range(strategy.num_devices)), strategy)}))
+
+
+def test_how_full_decoding_steps_are():
+    expected = {"perf/decode_steps/actor.generate": 8, "perf/decode_occupancy/actor.generate": 36 / 64}
+    assert decoding(Strategy(data=2)) == expected
+    assert decoding(Strategy(data=3))["perf/decode_occupancy/actor.generate"] == (36 + 8) / (8 * 9), "a row is copied"
+    assert decoding(Strategy(pipeline=2)) == {}
+
+
+def test_slots_are_beside_waves():
+    """Each of four rounds of eight steps has two responses."""
+    assert decoding(Strategy(slots=2, prefill_rows=1)) == {
+        "perf/decode_steps/actor.generate": 32,
+        "perf/decode_occupancy/actor.generate": 36 / 64,
+        "perf/decode_steps_in_waves/actor.generate": 8 + 6 + 4 + 2,
+        "perf/prefill_groups/actor.generate": 8,
+    }
 
 
 def test_rates_are_over_the_tokens_that_a_timer_covers() -> None:
