@@ -288,6 +288,9 @@ def _random_placement(call: Call, draw: random.Random) -> Placement:
         remat=draw.choice(("none", "dots", "layer")) if trains else "none",
         balance=call.kind in ("train", "infer") and draw.random() < 0.3,
     )
+    if call.kind == "generate" and strategy.micro_batches == 1:
+        slots, together = draw.choice((0, 2, 4, 6)), draw.choice((1, 3))
+        strategy = dataclasses.replace(strategy, slots=slots, prefill_rows=together)
     return Placement(tuple(range(first, first + count)), strategy)
 
 

@@ -34,8 +34,8 @@ STAGES_ACROSS = (
     " 2, tensor: 2, micro_batches: 2}, critic.train: {pipeline: 2, data: 4, micro_batches: 2}}}"
 )
 STAGES_APART = (  # two roles on the same devices, of which one process has none, under other names of the same layout
-    "{default: {data: 4, devices: 4-7}, calls: {actor.generate: {data: 8, slots: 2}, actor.train: {fsdp: 2, devices: "
-    "2-3}, critic.train: {pipeline: 2, tensor: 2, micro_batches: 2, schedule: gpipe, devices: 0-3}}}"
+    "{default: {data: 4, devices: 4-7}, calls: {actor.generate: {pipeline: 2, data: 4, slots: 2}, actor.train: {fsdp: "
+    "2, devices: 2-3}, critic.train: {pipeline: 2, tensor: 2, micro_batches: 2, schedule: gpipe, devices: 0-3}}}"
 )
 
 
