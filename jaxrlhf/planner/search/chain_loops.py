@@ -137,7 +137,8 @@ def member(groups, g, x):
 
 
 def _change(flat, groups, plan, x):
-    """Gives one call or two others of their choices, in place, by a random number. Returns the next random number."""
+    """Gives one call, two, or all that share devices others of their choices, in place, by a random number.
+    Returns the next random number."""
     num_calls = len(plan)
     x = _next_random(x)
     kind = (x >> 4) % _KINDS

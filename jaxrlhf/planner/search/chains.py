@@ -1,4 +1,4 @@
-"""Chains of plans by Metropolis-Hastings, over the choices of single calls and of pairs.
+"""Chains of plans by Metropolis-Hastings, over the choices of single calls, of pairs, and of all that share devices.
 
 Reference:
     Mei et al. 2024 (ReaL), arXiv:2406.14088, 5.2.
@@ -91,8 +91,9 @@ class Chains:
 
         The first round begins at the fastest choice of every call or, where that does not fit, at the first plan that
         does on the way from there to the leanest. In a step, a call or two get other choices: at random, where another
-        call is, or beside it. A plan that does not fit costs more the more it lacks, so that a chain finds its way out.
-        Steps are taken as if a step back were as likely, which it is not quite.
+        call is, or beside it; or all calls on some devices move to others. A plan that does not fit costs more the more
+        it lacks, so that a chain finds its way out. Steps are taken as if a step back were as likely, which it is not
+        quite.
 
         Args:
             steps: Of all chains together.
