@@ -204,7 +204,7 @@ class Sampling:
 
     @property
     def counts_tokens(self) -> bool:
-        """Whether a draw depends on which tokens came before, by one of the penalties."""
+        """True if a penalty makes a draw depend on the tokens before it."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
@@ -242,7 +242,7 @@ class ResolvedSampling(Sampling):
 
 
 def is_utf8(text: str) -> bool:
-    """Whether a text has bytes: one with half of a surrogate pair has none."""
+    """True if a text can be encoded as UTF-8: one with half of a surrogate pair cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:

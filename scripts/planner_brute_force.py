@@ -13,18 +13,21 @@ train calls as one pipeline.
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from jaxrlhf.call_graph import Call
 from jaxrlhf.cluster.hardware import Cluster
+from jaxrlhf.numba_loops import integers, loops, numba_is_there
 from jaxrlhf.planner.costs.cost_model import CostModel
 from jaxrlhf.planner.plans.check_plan import check_call
 from jaxrlhf.planner.plans.plan import Placement, PlanError
-from jaxrlhf.planner.search.choices import make_problem, strategies
-from jaxrlhf.planner.search.peak_memory import peak_memory
-from jaxrlhf.planner.search.problem import Choice, Problem
+from jaxrlhf.planner.search import chain_loops, evaluate_loops
+from jaxrlhf.planner.search.choices import make_problem, problem_of, strategies
+from jaxrlhf.planner.search.flat_problem import NANOSECONDS, flat_problem, room_for_work
+from jaxrlhf.planner.search.problem import Problem
 from jaxrlhf.planner.search.simulate import steady_state
 from jaxrlhf.planner.workload import ModelCall
 from jaxrlhf.run.step_draft import StepDraft
@@ -59,51 +62,51 @@ def brute_force(draft: StepDraft, cluster: Cluster, *, as_searched: bool = False
     """
     workload, costs = draft.workload(), CostModel(cluster)
     calls = {call.plan_name: call for call in draft.graph.calls}
-    read_only = {call.role for call in workload.calls if call.weights == call.role not in workload.trained}
-    ways: list[list[tuple[Placement, bool]]] = []
+    tried: dict[str, list[Placement]] = {}
     for call in workload.calls:
-        offloads = (False, True) if call.role in read_only else (False,)
-        every = list(placements(calls[call.name], draft, cluster))
-        if as_searched:
-            every = [placement for placement in every if _is_looked_at(call, placement, cluster)]
-        ways.append(list(itertools.product(every, offloads)))
-    choices: list[list[Choice]] = []
-    first = {call.name: options[0][0] for call, options in zip(workload.calls, ways, strict=True)}
-    for number, (call, options) in enumerate(zip(workload.calls, ways, strict=True)):
-        of_call: list[Choice] = []
-        for placement, offloaded in options:
-            offload = {call.role} if offloaded else ()
-            alone = make_problem(workload, cluster, costs, fixed={**first, call.name: placement}, offload=offload)
-            of_call.append(alone.calls[number].choices[0])
-        choices.append(of_call)
-    problem = make_problem(workload, cluster, costs, fixed=first)
-    problem = dataclasses.replace(
-        problem,
-        reallocations={},
-        transfers={},
-        calls=tuple(
-            dataclasses.replace(call, choices=tuple(of_call))
-            for call, of_call in zip(problem.calls, choices, strict=True)
-        ),
-    )
+        every = placements(calls[call.name], draft, cluster)
+        tried[call.name] = [x for x in every if not as_searched or _is_looked_at(call, x, cluster)]
+    read_only = {call.role for call in workload.calls if call.weights == call.role not in workload.trained}
+    best = Least(math.inf, 0, {}, frozenset())
+    for offload in itertools.chain.from_iterable(
+        itertools.combinations(sorted(read_only), number) for number in range(len(read_only) + 1)
+    ):
+        problem = problem_of(workload, cluster, costs, tried, offload=offload)
+        plan, seconds = fastest(problem, below=best.seconds)
+        num_plans = best.plans + math.prod(len(call.choices) for call in problem.calls)
+        best = dataclasses.replace(best, plans=num_plans)
+        if plan is not None:
+            placed = {name: options[k] for (name, options), k in zip(tried.items(), plan, strict=True)}
+            best = Least(seconds, num_plans, placed, frozenset(offload))
+    if best.placements:
+        alone = make_problem(workload, cluster, costs, fixed=best.placements, offload=best.offload)
+        assert steady_state(alone, [0] * len(alone.calls)).seconds == best.seconds
+    return best
+
+
+def fastest(problem: Problem, *, below: float = math.inf) -> tuple[tuple[int, ...] | None, float]:
+    """The plan with the shortest iteration of all that fit, and its seconds.
+
+    Args:
+        below: Seconds that it must stay below; else it is None.
+    """
+    compiled = numba_is_there()
+    flat = flat_problem(problem, compiled=compiled)
+    run = loops(evaluate_loops, chain_loops, compiled=compiled)  # together, as the search has them: compiled once
+    work = room_for_work(flat, compiled=compiled)
     bounds = np.where(cannot_fit(problem), np.inf, lower_bounds(problem))
-    best = Least(np.inf, bounds.size, {}, frozenset())
+    found, seconds = None, below
     for position in np.argsort(bounds, axis=None, kind="stable"):
         plan = tuple(int(k) for k in np.unravel_index(position, bounds.shape))
-        if bounds[plan] >= best.seconds:
+        if bounds[plan] >= seconds:
             break
-        if any(taken > room for taken, room in zip(peak_memory(problem, plan), problem.capacity, strict=True)):
+        numbers = integers([flat.begin[c] + k for c, k in enumerate(plan)], compiled=compiled)
+        if run["fit"](flat, numbers, work) > 0:
             continue
-        picked = {call.name: options[k] for call, options, k in zip(workload.calls, ways, plan, strict=True)}
-        offload = frozenset(call.role for call in workload.calls if picked[call.name][1])
-        if any(call.role in offload and not picked[call.name][1] for call in workload.calls):
-            continue  # a role rests in host memory with all of its calls or with none
-        fixed = {name: placement for name, (placement, _) in picked.items()}
-        priced = make_problem(workload, cluster, costs, fixed=fixed, offload=offload)
-        took = steady_state(priced, [0] * len(plan)).seconds
-        if took < best.seconds:
-            best = Least(took, bounds.size, fixed, offload)
-    return best
+        took = run["steady_iteration"](flat, numbers, work)[0] / NANOSECONDS
+        if took < seconds:
+            found, seconds = plan, took
+    return found, seconds
 
 
 def lower_bounds(problem: Problem) -> np.ndarray:

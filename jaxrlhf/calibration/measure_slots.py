@@ -29,14 +29,14 @@ from jaxrlhf.sharding.axes import BATCH_AXES
 from jaxrlhf.sharding.layout import Layout
 
 MOST_ROUNDS = 7
-"""Of the longer runs: as many as stay within the first part of a cache."""
+"""The most rounds of a longer run: all of them read only the first part of a cache."""
 
 
 class Run(NamedTuple):
-    """What a run begins with."""
+    """A run of the program: the state that it starts from, and its length."""
 
     tokens: int
-    """In the cache of every slot; 0 if all are free and prompts wait for them."""
+    """Tokens in the cache of every slot at the start; 0 if all slots are free and prompts wait for them."""
     rounds: int
 
 

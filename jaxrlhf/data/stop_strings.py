@@ -29,7 +29,7 @@ MAX_TABLE_BYTES = 64 * 2**20
 _TOKENS_AT_A_TIME = 4096
 _REMEDY = "Use fewer or shorter ones, or stop_ids."
 _BEYOND = "\ufffd".encode()
-"""What tokens beyond the vocabulary are decoded to."""
+"""The text of a token beyond the vocabulary."""
 
 
 def stop_table(strings: Sequence[str], token_bytes: Sequence[bytes]) -> StopTable:
@@ -95,7 +95,7 @@ def _automaton(sought: Sequence[bytes]) -> tuple[Int[np.ndarray, "N b"], Bool[np
 def _steps(
     tokens: Sequence[bytes], after_Nb: Int[np.ndarray, "N b"], completes_N: Bool[np.ndarray, " N"]
 ) -> Int[np.ndarray, "T N"]:
-    """Of each token and state, the next state, or -1 less it where the token completes a string.
+    """The next state for each token and state; where the token completes a string, -1 minus that state.
 
     Args:
         tokens: The longest ones first.

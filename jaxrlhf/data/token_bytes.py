@@ -35,7 +35,7 @@ def token_bytes(backend: tokenizers.Tokenizer, *, name: str) -> dict[int, bytes]
 
 
 def _steps(backend: tokenizers.Tokenizer, name: str) -> list[Callable[[str], str | bytes]]:
-    """What the decoder does with a token, one after another, up to its bytes."""
+    """The steps in which the decoder turns a token into its bytes."""
     decoder = backend.decoder
     described = _parts(json.loads(decoder.__getstate__())) if decoder is not None else [{"type": "None"}]
     kinds = [part["type"] for part in described]

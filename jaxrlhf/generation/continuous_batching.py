@@ -73,7 +73,7 @@ class Queue(struct.PyTreeNode):
     tokens: Int[Array, "Q+g P"]
     length: Int[Array, "Q+g"]
     id: UInt[Array, " N"]
-    """Of each sequence: n consecutive ones of each prompt."""
+    """The id of each sequence. The n sequences of a prompt are consecutive."""
     sequence: Int[Array, " N"]
     """Its place among the outputs, which are in the order of the prompts that were given."""
 
@@ -105,11 +105,11 @@ class SlotRows(struct.PyTreeNode):
 
 
 class Outputs(struct.PyTreeNode):
-    """What has been drawn of each sequence."""
+    """The responses so far: a row for each sequence."""
 
     words: Int[Array, "N R 3"]
-    """Of each new token: itself, and the bits of its log-probabilities under the policy and as it was drawn. One array,
-    so that a step writes once."""
+    """Each new token, and the bits of its two log-probabilities: under the policy, and under the distribution that it
+    was drawn from. One array, so that a step writes once."""
     lengths: Int[Array, " N"]
     finish: Int[Array, " N"]
 
@@ -153,9 +153,9 @@ class Group(struct.PyTreeNode):
     tokens: Int[Array, "g P"]
     length: Int[Array, " g"]
     slot: Int[Array, " g*n"]
-    """Of each sample; S, which is none, for those that do not enter."""
+    """The slot that each sample enters; S, which is no slot, for those that do not enter."""
     place: Int[Array, " g*n"]
-    """Of each sample in the queue."""
+    """The place of each sample in the queue."""
 
     @property
     def mask(self) -> Bool[Array, "g P"]:

@@ -156,6 +156,25 @@ def on_cpu(cluster: Cluster) -> bool:
     return all(group.kind.target is None for group in cluster.groups)
 
 
+def problem_of(
+    workload: Workload,
+    cluster: Cluster,
+    costs: CostModel,
+    placements: Mapping[str, Sequence[Placement]],
+    *,
+    offload: Iterable[str] = (),
+) -> Problem:
+    """A problem whose choices are given placements, however slow or large.
+
+    Args:
+        placements: Call -> those that it may have.
+        offload: Roles that rest in host memory.
+    """
+    maker = _Maker(workload, cluster, costs, frozenset(offload))
+    every = [[maker.fixed(call, placement) for placement in placements[call.name]] for call in workload.calls]
+    return _connected(_unconnected(workload, cluster, every), workload, costs)
+
+
 def memory_problem(
     workload: Workload, cluster: Cluster, placements: Mapping[str, Placement], offload: Iterable[str] = ()
 ) -> Problem:
