@@ -9,6 +9,8 @@ from jaxrlhf import garbage
 from jaxrlhf.xla_flags import known_flags
 
 os.environ["JAX_PLATFORMS"] = "cpu"
+# Images of containers often set it. Every process that a test starts would compile the source of all that it imports.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Many tiny programs: compiling is what takes the time. The older of two code generators takes half as long, where XLA
 # still has it.
 os.environ["XLA_FLAGS"] = " ".join([

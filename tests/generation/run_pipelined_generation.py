@@ -24,7 +24,7 @@ jax.config.update("jax_num_cpu_devices", 8 // num_processes)
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(coordinator, num_processes, index)
 
-config, drawn = model(5, tie_embeddings=True), sampling(num_samples=2)
+config, drawn = model(3, tie_embeddings=True), sampling(num_samples=2)
 every_stage_in_one = over(Strategy(pipeline=2, data=2, tensor=2))
 every_stage_in_both = Layout.over((0, 4, 1, 5), Strategy(pipeline=2, tensor=2))
 for layout in (every_stage_in_one, every_stage_in_both):

@@ -33,16 +33,16 @@ from tests.random_weights import params_of
 from tests.subprocesses import run_processes
 
 CASES = {
-    "two stages": (Strategy(pipeline=2, data=2, tensor=2), model(6, tie_embeddings=True), sampling(top_p=0.9), 1.0),
+    "two stages": (Strategy(pipeline=2, data=2, tensor=2), model(3, tie_embeddings=True), sampling(top_p=0.9), 1.0),
     "four stages, several samples": (
         Strategy(pipeline=4, tensor=2),
-        model(7),
+        model(5),
         steered(V, num_samples=2, top_k=40, min_new_tokens=2, max_new_tokens=R),
         0.8,
     ),
     "one token, greedy, two heads": (
         Strategy(pipeline=2, fsdp=2),
-        model(8, head="both"),
+        model(2, head="both"),
         sampling(max_new_tokens=1),
         0.0,
     ),
@@ -64,7 +64,7 @@ def test_what_is_compared_is_worth_comparing():
 
 
 LONG = sampling(max_new_tokens=16, min_new_tokens=9, stop_ids=tuple(range(0, V, 3)))
-LONG_MODEL = model(5)
+LONG_MODEL = model(3)
 
 
 @functools.cache

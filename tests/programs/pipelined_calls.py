@@ -25,7 +25,7 @@ from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.processes import is_here
 from jaxrlhf.sharding.strategy import Strategy
 
-MODEL = ModelConfig(vocab_size=32, hidden_size=16, intermediate_size=32, num_layers=5, num_heads=2, num_kv_heads=2)
+MODEL = ModelConfig(vocab_size=32, hidden_size=16, intermediate_size=32, num_layers=3, num_heads=2, num_kv_heads=2)
 # a gradient that is all but zero becomes a whole step where Adam divides it by its own size
 OPTIMIZER = OptimizerConfig(learning_rate=1e-2, eps=1e-3, max_grad_norm=0.5)
 B, P, R = 16, 3, 4

@@ -27,7 +27,7 @@ from tests.programs.pipelined_calls import (  # noqa: E402
 )  # fmt: skip
 
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
-ACTOR = dataclasses.replace(MODEL, dtype="float64", num_layers=6, tie_embeddings=True)
+ACTOR = dataclasses.replace(MODEL, dtype="float64", num_layers=4, tie_embeddings=True)
 CRITIC = dataclasses.replace(MODEL, dtype="float64", num_layers=5, head="scalar")
 
 for model, strategy, devices in (
