@@ -47,7 +47,7 @@ CONFIG = {
     "roles": {
         "actor": {
             "model": {
-                "vocab_size": 264, "hidden_size": 32, "intermediate_size": 64, "num_layers": 2, "num_heads": 4,
+                "vocab_size": 264, "hidden_size": 32, "intermediate_size": 64, "num_layers": 1, "num_heads": 4,
                 "num_kv_heads": 2,
             }
         }

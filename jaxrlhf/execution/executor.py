@@ -12,7 +12,7 @@ import functools
 import itertools
 import time
 import zlib
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,7 +26,7 @@ from jaxrlhf.execution.host_arrays import gather, hand_to_threads
 from jaxrlhf.execution.process_channel import Channel
 from jaxrlhf.execution.step_result import Leaves, StepResult, Values, lookup
 from jaxrlhf.execution.weight_store import WeightStore
-from jaxrlhf.experience import Sampling
+from jaxrlhf.experience import Sampling, Term
 from jaxrlhf.models.lora import reads_merged
 from jaxrlhf.models.params import Params
 from jaxrlhf.observe.timeline_recorder import STEP, Timeline, Watcher
@@ -377,10 +377,16 @@ class Executor:
         split = splits_rows(call, layout.strategy)
         if call.kind == "compute":
             assert call.function is not None
-            rows_out = [ref.has_rows and split for ref in call.output_refs]
-            return compute_program(call.function, ready.rebuild, rows_out, layout)
-        role = self._model_role(call)
-        return model_program(call.kind, call.method, role, ready.rebuild, ready.has_rows, layout, uneven=not split)
+            rows_out = tuple(ref.has_rows and split for ref in call.output_refs)
+            make, key = functools.partial(compute_program, call.function, ready.rebuild, rows_out, layout), rows_out
+        else:
+            role = self._model_role(call)
+            model = (call.kind, call.method, role, ready.rebuild, ready.has_rows, layout)
+            make, key = functools.partial(model_program, *model, uneven=not split), (call.kind, role, split)
+        _, *settings = ready.key
+        if layout.is_pipelined or not _is_of_package(call):
+            return make()
+        return _shared(_Maker((key, *settings), make))
 
     def _wait(self, name: str) -> contextlib.AbstractContextManager[None]:
         phase, number = self._at
@@ -435,10 +441,35 @@ class _Ready:
     has_rows: list[bool]
     """One flag for each array among its arguments."""
     arrays: Leaves
-    key: Hashable
+    key: tuple[Hashable, ...]
     """The key of its program: the role and its method, or the function; the layout, the settings, and the shapes."""
     noise: np.ndarray
     dispatched: float
+
+
+@dataclasses.dataclass(frozen=True)
+class _Maker:
+    """What makes a program; equal where the programs are."""
+
+    key: Hashable
+    make: Callable[[], Program] = dataclasses.field(compare=False)
+
+
+@functools.lru_cache(maxsize=64)
+def _shared(maker: _Maker) -> Program:
+    """A program of all executors of this process: a later run neither traces nor compiles it anew."""
+    return maker.make()
+
+
+def _is_of_package(call: Call) -> bool:
+    """True if all functions of a call are this package's. Another one may read what changes from run to run."""
+    terms = jax.tree.leaves(call.args, is_leaf=lambda x: isinstance(x, Term))
+    functions = [call.function, *(term.loss for term in terms if isinstance(term, Term))]
+    package = __name__.partition(".")[0]
+    return all(
+        x is None or (getattr(x, "__module__", "").partition(".")[0] == package and "<" not in x.__qualname__)
+        for x in functions
+    )
 
 
 def _absent_outputs(call: Call, layout: Layout) -> Leaves:

@@ -127,20 +127,13 @@ class WeightStore:
             copy = in_form(params, weight_set, form, weight_set.model.compute_dtype)
             self._held[name] = _Held(0, layout, None, None, {form: copy})
             return
-        config, optimizer = weight_set.optimizer, None
-        if config is not None:
-            shardings = weight_set.optimizer_shardings(layout)
-            optimizer = run_at(layout, lambda p: init_optimizer(config, p), shardings, params)
+        optimizer = None if weight_set.optimizer is None else _first_optimizer_program(weight_set, layout)(params)
         self._held[name] = _Held(0, layout, params, optimizer, {})
 
     def snapshot(self, name: str) -> tuple[Layout, Params]:
         """A copy of a set in float32 that shares no memory with it."""
         held = self._held[name]
-
-        def copy(params: Params) -> Params:
-            return jax.tree.map(lambda x: jnp.copy(x).astype(jnp.float32), params)
-
-        return held.home, run_at(held.home, copy, self.sets[name].shardings(held.home), held.source)
+        return held.home, _copy_program(self.sets[name], held.home)(held.source)
 
     def state(self, name: str) -> dict[str, Any]:
         """All arrays of a set that a checkpoint must hold, on the devices."""
@@ -371,6 +364,25 @@ class WeightStore:
 def _beside(form: Form) -> Form:
     """The form that adapters and base weights must have to be merged into a form."""
     return (form[0], "list") if form[1] == "ring" else form
+
+
+@functools.lru_cache(maxsize=64)
+def _copy_program(weight_set: WeightSet, layout: Layout) -> Program:
+    def copy(params: Params) -> Params:
+        return jax.tree.map(lambda x: jnp.copy(x).astype(jnp.float32), params)
+
+    return program_at(layout, copy, weight_set.shardings(layout))
+
+
+@functools.lru_cache(maxsize=64)
+def _first_optimizer_program(weight_set: WeightSet, layout: Layout) -> Program:
+    config = weight_set.optimizer
+    assert config is not None
+
+    def first(params: Params) -> OptimizerState:
+        return init_optimizer(config, params)
+
+    return program_at(layout, first, weight_set.optimizer_shardings(layout))
 
 
 @functools.lru_cache(maxsize=64)

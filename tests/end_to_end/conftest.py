@@ -25,6 +25,7 @@ CONFIG = {
     "name": "tiny",
     "steps": 3,
     "batch_size": 16,
+    "data": {"arithmetic": {"digits": 1, "held_out": 4}},
     "roles": {
         "actor": {"model": TINY, "optimizer": OPTIMIZER},
         "critic": {"optimizer": OPTIMIZER},

@@ -31,6 +31,7 @@ CHECK_RECOVERY = Path(__file__).parents[2] / "scripts" / "check_recovery.py"
 
 ONE_DEVICE = "plan={default: {data: 1}}"
 """Quicker to trace and to compile."""
+NO_WARM_START = ("--set", "warm_start=null")
 
 
 @pytest.fixture
@@ -189,6 +190,7 @@ def test_on_another_layout_a_run_goes_on_to_rounding(train, results):
     # updates of AdamW go as far for gradients that are mostly rounding: at small rates, what comes of that stays small
     rates = ("--set", "roles.actor.optimizer.learning_rate=1e-4", "--set", "roles.critic.optimizer.learning_rate=1e-4")
     reward = ("--set", f"roles.reward={{function: '{DIGITS}:share_of_digits'}}", *rates)
+    reward = (*reward, *NO_WARM_START)
     assert train("--set", "steps=4", *reward)[0] == 0
     whole, half = results(), Path("runs/latest/checkpoints/steps/2").resolve()
     calls = "{actor.train: {fsdp: 4}, critic.train: {fsdp: 2, devices: '6-7'}}"
@@ -249,7 +251,8 @@ def test_a_failing_reward_loses_no_step_that_was_done(train, results):
         "        raise ConnectionError('the verifier is down')\n"
         "    return [len(c) / 10 for c in completions]\n"
     )
-    rewards = ("--set", "roles.reward={function: 'fails.py:reward'}", "--set", "output.checkpoint_every=0")
+    rewards = ("--set", "roles.reward={function: 'fails.py:reward'}", "--set", "output.checkpoint_every=0",
+               *NO_WARM_START)  # fmt: skip
     status, out, err = train(*rewards, "--set", "steps=4", "--set", "evaluation=null")
     message = " ".join(err.split())
     assert status == 1 and "Reward 'reward': must not raise. Got ConnectionError: the verifier is down, at " in message
@@ -275,7 +278,7 @@ def test_ctrl_c_abandons_a_reward_that_hangs_and_loses_no_step_that_was_done(tra
         "    return [len(c) / 10 for c in completions]\n"
     )
     settings = ("--set", "roles.reward={function: 'hangs.py:reward'}", "--set", "output.checkpoint_every=0",
-                "--set", "steps=4", "--set", "evaluation=null")  # fmt: skip
+                "--set", "steps=4", "--set", "evaluation=null", *NO_WARM_START)  # fmt: skip
     status, out, err = train(*settings)
     assert (status, err) == (130, "") and "Ctrl-C: the run stops after this step, and saves." in out
     assert "'reward.scores' had not returned after 0 seconds, and was not waited for. Saved after 2 steps." in out
@@ -285,7 +288,7 @@ def test_ctrl_c_abandons_a_reward_that_hangs_and_loses_no_step_that_was_done(tra
 
 
 def test_a_failing_evaluation_loses_no_step_and_is_made_up_for(train):
-    settings = ("--set", "output.checkpoint_every=0", "--set", "output.keep_best=false",
+    settings = ("--set", "output.checkpoint_every=0", "--set", "output.keep_best=false", *NO_WARM_START,
                 "--set", "evaluation.batch_size=8", "--set", "evaluation.scorers=[judge]")  # fmt: skip
     scorer = "def scores(completions):\n{fails}    return [len(c) for c in completions]\n"
     Path("judge.py").write_text(scorer.format(fails=""))
@@ -325,7 +328,7 @@ def test_the_best_checkpoint_is_kept_beside_the_newest(train, monkeypatch):
     monkeypatch.setattr(Evaluator, "run", scored)
     status, out, _ = train(
         "--set", "steps=5", "--set", "evaluation.every=1", "--set", "output.checkpoint_every=1",
-        "--set", "output.keep_checkpoints=1",
+        "--set", "output.keep_checkpoints=1", *NO_WARM_START,
     )  # fmt: skip
     assert status == 0 and saved() == [2, 5]
     assert json.loads(Path("runs/latest/outcome.json").read_text())["best"] == {"step": 2, "value": 0.7}

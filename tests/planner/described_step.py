@@ -1,6 +1,7 @@
 """PPO of described sizes, for tests of the planner: a traced graph, its roles and its work. No arrays are made."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -37,6 +38,7 @@ class DescribedStep:
         return {name: role.model for name, role in self.roles.items()}
 
 
+@functools.cache
 def ppo(
     actor: ModelConfig = TINY,
     critic: ModelConfig | None = None,

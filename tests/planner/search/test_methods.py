@@ -1,6 +1,7 @@
 """Plans as people make them, and HybridFlow's mapping."""
 
 import dataclasses
+import functools
 import itertools
 
 import pytest
@@ -25,17 +26,25 @@ from tests.planner.described_step import TINY, ppo
 MODEL = dataclasses.replace(TINY, hidden_size=512, intermediate_size=1536, num_heads=8, num_kv_heads=4, vocab_size=2048)
 CLUSTER = read_cluster("2x4:a100-80g")
 STEP = ppo(MODEL, rows=64, prompt=32, response=32)
-PROBLEM = make_problem(STEP.workload, CLUSTER, CostModel(CLUSTER))
-USUAL = make_problem(STEP.workload, CLUSTER, CostModel(CLUSTER), among="usual")
 
 
-def placed(result: SearchResult, problem: Problem = PROBLEM):
+@functools.cache
+def everything() -> Problem:
+    return make_problem(STEP.workload, CLUSTER, CostModel(CLUSTER))
+
+
+@functools.cache
+def usual() -> Problem:
+    return make_problem(STEP.workload, CLUSTER, CostModel(CLUSTER), among="usual")
+
+
+def placed(result: SearchResult, problem: Problem):
     return {call.name: call.choices[i] for call, i in zip(problem.calls, result.plan, strict=True)}
 
 
 @pytest.mark.parametrize("name", ["heuristic", "colocate", "standalone", "split", "hybridflow"])
 def test_every_strategy_gives_a_plan_that_fits(name):
-    problem = USUAL if name == "heuristic" else PROBLEM
+    problem = usual() if name == "heuristic" else everything()
     result = find_method(name)(problem)
     assert result.memory == peak_memory(problem, result.plan)
     assert all(taken <= room for taken, room in zip(result.memory, problem.capacity, strict=True))
@@ -43,35 +52,36 @@ def test_every_strategy_gives_a_plan_that_fits(name):
 
 
 def test_the_usual_plan_has_tensor_within_nodes_and_pipeline_across():
-    for choice in placed(heuristic(USUAL), USUAL).values():
+    for choice in placed(heuristic(usual()), usual()).values():
         assert (choice.devices, choice.strategy.tensor, choice.strategy.pipeline) == (range(8), 4, 2)
 
 
 def test_models_share_all_devices_or_have_their_own():
-    assert {c.devices for c in placed(colocate(PROBLEM)).values()} == {range(8)}
-    own = placed(standalone(PROBLEM))
-    sets = {call.weights: own[call.name].devices for call in PROBLEM.calls}
+    assert {c.devices for c in placed(colocate(everything()), everything()).values()} == {range(8)}
+    own = placed(standalone(everything()), everything())
+    sets = {call.weights: own[call.name].devices for call in everything().calls}
     assert sum(len(devices) for devices in sets.values()) == 8
     assert all(not set(a) & set(b) for a, b in itertools.combinations(sets.values(), 2))
 
 
 def test_the_reference_stays_with_the_actor_and_the_reward_model_with_the_critic():
-    devices = {name: c.devices for name, c in placed(split(PROBLEM)).items()}
+    devices = {name: c.devices for name, c in placed(split(everything()), everything()).items()}
     assert devices["actor.generate"] == devices["actor.train"] == devices["reference.logprobs"]
     assert devices["critic.values"] == devices["critic.train"] == devices["reward.scores"]
     assert not set(devices["actor.train"]) & set(devices["critic.train"])
 
 
 def test_leaner_choices_are_taken_where_the_fastest_do_not_fit():
-    everything = [range(len(call.choices)) for call in PROBLEM.calls]
-    fastest = fastest_that_fits(PROBLEM, everything, "test")
-    room = max(peak_memory(PROBLEM, fastest)) - 1
-    tight = dataclasses.replace(PROBLEM, capacity=(room,) * 8)
-    leaner = fastest_that_fits(tight, everything, "test")
+    problem = everything()
+    choices = [range(len(call.choices)) for call in problem.calls]
+    fastest = fastest_that_fits(problem, choices, "test")
+    room = max(peak_memory(problem, fastest)) - 1
+    tight = dataclasses.replace(problem, capacity=(room,) * 8)
+    leaner = fastest_that_fits(tight, choices, "test")
     assert leaner != fastest
     assert max(peak_memory(tight, leaner)) <= room
     with pytest.raises(PlanError, match=r"test: must fit into the 1,000 bytes .* too much"):
-        fastest_that_fits(dataclasses.replace(PROBLEM, capacity=(1000,) * 8), everything, "test")
+        fastest_that_fits(dataclasses.replace(problem, capacity=(1000,) * 8), choices, "test")
 
 
 def test_where_rows_do_not_divide_over_all_nodes_plans_are_on_as_many_as_they_do():
@@ -110,8 +120,8 @@ def test_an_unknown_strategy_is_refused():
 def test_the_usual_plan_is_as_fast_as_its_degrees_allow():
     """The yardstick must not be slowed by micro-batches or remat that nobody would choose."""
     costs = CostModel(CLUSTER)
-    plan = heuristic(USUAL)
-    for call, i in zip(USUAL.calls, plan.plan, strict=True):
+    plan = heuristic(usual())
+    for call, i in zip(usual().calls, plan.plan, strict=True):
         degrees = call.choices[i].strategy
         work = STEP.workload.call(call.name)
         alike = [
