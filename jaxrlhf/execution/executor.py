@@ -382,7 +382,8 @@ class Executor:
         else:
             role = self._model_role(call)
             model = (call.kind, call.method, role, ready.rebuild, ready.has_rows, layout)
-            make, key = functools.partial(model_program, *model, uneven=not split), (call.kind, role, split)
+            read = role if call.kind == "train" or call.method == "loss" else role.model
+            make, key = functools.partial(model_program, *model, uneven=not split), (call.kind, read, split)
         _, *settings = ready.key
         if layout.is_pipelined or not _is_of_package(call):
             return make()

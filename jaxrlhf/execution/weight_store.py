@@ -31,7 +31,6 @@ from jaxrlhf.programs.weight_forms import (
     merge_program,
     moved,
     program_at,
-    run_at,
     to_ring,
     without_stages,
 )
@@ -103,16 +102,7 @@ class WeightStore:
 
     def initialize(self, name: str, layout: Layout, key: jax.Array) -> None:
         """Random weights, made in place: the whole model is never on one device."""
-        weight_set = self.sets[name]
-
-        def make(key: jax.Array) -> Params:
-            if weight_set.lora is not None:
-                made = init_adapters(weight_set.model, weight_set.lora, key)
-            else:
-                made = init_params(weight_set.model, key, random_value_head=self.random_head(name))
-            return with_layers(made, stacked=weight_set.resting_form(layout) == "stacked")
-
-        self.load(name, layout, run_at(layout, make, weight_set.shardings(layout), key))
+        self.load(name, layout, _random_weights_program(self.sets[name], layout, self.random_head(name))(key))
 
     def random_head(self, name: str) -> bool:
         """True if a new scalar head of this set starts from random numbers: only where the set is never trained."""
@@ -364,6 +354,18 @@ class WeightStore:
 def _beside(form: Form) -> Form:
     """The form that adapters and base weights must have to be merged into a form."""
     return (form[0], "list") if form[1] == "ring" else form
+
+
+@functools.lru_cache(maxsize=64)
+def _random_weights_program(weight_set: WeightSet, layout: Layout, random_head: bool) -> Program:
+    def make(key: jax.Array) -> Params:
+        if weight_set.lora is not None:
+            made = init_adapters(weight_set.model, weight_set.lora, key)
+        else:
+            made = init_params(weight_set.model, key, random_value_head=random_head)
+        return with_layers(made, stacked=weight_set.resting_form(layout) == "stacked")
+
+    return program_at(layout, make, weight_set.shardings(layout))
 
 
 @functools.lru_cache(maxsize=64)

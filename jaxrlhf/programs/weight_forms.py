@@ -29,22 +29,17 @@ from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.processes import absent, is_here
 
 
-def run_at(layout: Layout, function: Program, shardings: Shardings, *arguments: Any) -> Any:
-    """Runs a function of weights where they lie: in the processes that own devices of a layout.
+def program_at(layout: Layout, function: Program, shardings: Shardings) -> Program:
+    """A program that runs a function of weights where they lie: in the processes that own devices of a layout.
 
     In a pipelined layout it runs once a stage, on arguments with None in place of the weights of other stages. What it
-    returns for those is dropped, and the compiler leaves out what they alone needed.
+    returns for those is dropped, and the compiler leaves out what they alone needed. To be kept: it compiles once.
 
     Args:
         function: Gives a tree of weights. Each result must follow from arguments of its own stage, and from what
             belongs to no weight: a key, a number.
         shardings: Those of the results.
     """
-    return program_at(layout, function, shardings)(*arguments)
-
-
-def program_at(layout: Layout, function: Program, shardings: Shardings) -> Program:
-    """`run_at` without the arguments, to be kept: it compiles once."""
     if not layout.is_pipelined:
         return _program(layout.mesh, function, shardings)
     num_layers = _num_layers(shardings)

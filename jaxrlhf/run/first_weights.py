@@ -1,5 +1,6 @@
 """The first weights of a run: random numbers, those of a folder, or those of another role."""
 
+import functools
 import zlib
 from pathlib import Path
 
@@ -10,8 +11,9 @@ from jaxrlhf.execution.executor import Executor
 from jaxrlhf.models.adapter_files import load_adapters
 from jaxrlhf.models.huggingface import holds_value_head, load_params
 from jaxrlhf.models.params import Params, init_params, with_layers
+from jaxrlhf.programs.arrays import Program
 from jaxrlhf.programs.roles import ModelRole
-from jaxrlhf.programs.weight_forms import moved, run_at
+from jaxrlhf.programs.weight_forms import moved, program_at
 from jaxrlhf.programs.weight_sets import BASE, WeightSet, sets_read, weight_sets
 from jaxrlhf.reshard.reallocate import reallocate
 from jaxrlhf.run.assembly import Phase
@@ -121,17 +123,22 @@ def _make_adapters(executor: Executor, phase: Phase, config: RunConfig, name: st
 
 def _with_own_head(executor: Executor, params: Params, name: str, layout: Layout, key: jax.Array) -> Params:
     """Copies of weights, with a new head if the set's model declares one that they lack."""
-    weight_set = executor.weights.sets[name]
+    weights = executor.weights
+    return _own_head_program(weights.sets[name], layout, weights.random_head(name))(params, key)
+
+
+@functools.lru_cache(maxsize=64)
+def _own_head_program(weight_set: WeightSet, layout: Layout, random_head: bool) -> Program:
     wanted = weight_set.declare()
 
-    def copy(params: Params) -> Params:
+    def copy(params: Params, key: jax.Array) -> Params:
         own = {name: jax.tree.map(lambda x: x.copy(), value) for name, value in params.items() if name in wanted}
         if wanted.keys() - own.keys():
-            new = init_params(weight_set.model, key, random_value_head=executor.weights.random_head(name))
+            new = init_params(weight_set.model, key, random_value_head=random_head)
             own |= {name: new[name] for name in wanted.keys() - own.keys()}
         return with_layers(own, stacked=weight_set.resting_form(layout) == "stacked")
 
-    return run_at(layout, copy, weight_set.shardings(layout), params)
+    return program_at(layout, copy, weight_set.shardings(layout))
 
 
 def _key(config: RunConfig, name: str) -> jax.Array:

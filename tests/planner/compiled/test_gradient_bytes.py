@@ -22,7 +22,7 @@ from tests.planner.compiled.described_programs import described
 from tests.programs.pipelined_calls import TrainCall, Update, over
 
 MODEL = ModelConfig(
-    vocab_size=256, hidden_size=128, intermediate_size=256, num_layers=3, num_heads=4, num_kv_heads=4
+    vocab_size=256, hidden_size=128, intermediate_size=256, num_layers=2, num_heads=4, num_kv_heads=4
 )  # fmt: skip
 COLUMNS, RESPONSE = 16, 8
 
@@ -127,7 +127,7 @@ def stage_reductions(strategy: Strategy, model: ModelConfig) -> Iterable[Counts]
 
 def test_stages_reduce_gradients_once_in_float32_as_the_cost_model_counts():
     strategy = Strategy(pipeline=2, data=2, tensor=2, micro_batches=4)
-    model = dataclasses.replace(MODEL, dtype="bfloat16", vocab_size=32)
+    model = dataclasses.replace(MODEL, dtype="bfloat16", vocab_size=32, num_layers=3)
     within = dataclasses.replace(strategy, pipeline=1)
     bytes_ = [over_axes(counts, "all-reduce", within) for counts in stage_reductions(strategy, model)]
     split, whole = reduced_bytes(train_call(model, 16), strategy)
