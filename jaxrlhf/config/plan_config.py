@@ -105,9 +105,12 @@ class PlanConfig:
     """A plan written by `python -m jaxrlhf.plan --out`; empty for none."""
     lengths: ResponseLengths | None = None
     """The lengths of responses in forecasts. None means that every response is as long as it may be."""
+    longest_first: bool = False
+    """Where responses are generated in slots, prompts enter in the order of the lengths that their responses are
+    expected to have, the longest first: the means of those to the same prompt in earlier steps."""
 
     def __post_init__(self) -> None:
-        others = [name for name, value in vars(self).items() if name != "file" and value]
+        others = [name for name, value in vars(self).items() if name not in ("file", "longest_first") and value]
         if self.file and others:
             raise ValueError(
                 f"file: a file has the placements of all calls. Got also {', '.join(others)}. Remove one or the other; "

@@ -184,6 +184,9 @@ def assemble(
         made.attention(name, model)
     waits = [warning for phase in made.phases.values() for warning in stage_warnings(phase.plan, phase.graph)]
     waits += fusion_notes(train.plan, train.graph)
+    generated = [train.plan[call].strategy for call in train.graph.calls if call.kind == "generate"]
+    if config.plan.longest_first and not any(strategy.slots for strategy in generated):
+        waits.append("plan.longest_first changes nothing: no call of the step generates in slots.")
     return dataclasses.replace(made, warnings=(*made.warnings, *dict.fromkeys(waits)))
 
 

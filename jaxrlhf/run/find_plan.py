@@ -168,7 +168,7 @@ def left_out(draft: StepDraft) -> list[str]:
     """Notes on settings of the config's plan that a search for another plan ignores."""
     plan, calls = draft.config.plan, {call.plan_name for call in draft.graph.calls}
     if not plan.auto:
-        is_said = plan != PlanConfig(lengths=plan.lengths)
+        is_said = plan != PlanConfig(lengths=plan.lengths, longest_first=plan.longest_first)
         return ["What the config says under `plan` is not kept to: it has no `auto: true`."] if is_said else []
     names = calls | {name.partition("#")[0] for name in calls}
     notes = [f"plan.calls.{name}: no call of the step has that name." for name in plan.calls if name not in names]

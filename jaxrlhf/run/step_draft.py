@@ -24,6 +24,7 @@ from jaxrlhf.programs.weight_sets import weight_sets
 from jaxrlhf.run.configured_roles import check_roles, check_vocabulary, configured_models, make_role, precision_notes
 from jaxrlhf.run.configured_sampling import check_end, resolved, samplings_of
 from jaxrlhf.run.configured_tokenizer import tokenizer_notes
+from jaxrlhf.run.length_means import LengthMeans
 from jaxrlhf.run.recorded_lengths import recorded_lengths
 from jaxrlhf.run.step_rows import StepRows, Tables, check_rows, load_tables
 from jaxrlhf.sharding import mesh
@@ -94,7 +95,8 @@ def draft_step(config: RunConfig, *, tables: Tables | None = None, on_cpu: bool 
     models = configured_models(config, on_cpu=mesh.platform() == "cpu" if on_cpu is None else on_cpu)
     check_roles(config, algorithm.roles, models)
     check_vocabulary(models, table)
-    rows = StepRows(algorithm.data(settings), tables, config.batch_size, config.seed)
+    means = LengthMeans(len(table.prompts)) if config.plan.longest_first else None
+    rows = StepRows(algorithm.data(settings), tables, config.batch_size, config.seed, means)
     measures = config.evaluation is not None and algorithm.evaluation is not None
     warnings = [*config.notes, *precision_notes(config, models), *tokenizer_notes(config)]
     if config.batch_size > table.num_train:

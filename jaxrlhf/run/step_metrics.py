@@ -16,6 +16,7 @@ from jaxrlhf.planner.plans.plan import Plan
 from jaxrlhf.planner.plans.splits import copied_rows
 from jaxrlhf.programs.call_programs import slots_of
 from jaxrlhf.reshard.balance import token_imbalance
+from jaxrlhf.sharding.strategy import Strategy
 
 RESPONSE_LENGTH = "perf/response_length/"
 """Begins the names of metrics that `run.recorded_lengths` reads."""
@@ -102,15 +103,18 @@ def decoding_metrics(result: StepResult, plan: Plan) -> dict[str, float]:
     calls = [call for call in result.graph.calls if call.kind == "generate" and _is_sequences(call.outputs)]
     calls = [call for call in calls if plan[call].strategy.pipeline == plan[call].strategy.micro_batches == 1]
     metrics = {}
-    for call, response in zip(calls, result.read([call.outputs.response for call in calls]), strict=True):
+    read = result.read([(call.outputs.response, call.args[0].expected_tokens) for call in calls])
+    for call, (response, expected_B) in zip(calls, read, strict=True):
         strategy, samples = plan[call].strategy, call.args[1].num_samples
-        lengths_N = np.sum(response, axis=1)
-        copied = lengths_N[: copied_rows(call, strategy) * samples]
-        shards = np.concatenate([lengths_N, copied]).reshape(strategy.num_row_shards, -1)
+        lengths = _of_row_shards(np.sum(response, axis=1).reshape(-1, samples), call, strategy)
+        shards = lengths.reshape(len(lengths), -1)
         made = np.full(len(shards), shards.max())  # all rows at once end together
         if strategy.slots:
             slots = slots_of(strategy)
-            each = [simulate_slots(lengths, samples, slots) for lengths in shards]
+            if expected_B is not None:
+                order = np.argsort(-_of_row_shards(expected_B, call, strategy), axis=1, kind="stable")
+                lengths = np.take_along_axis(lengths, order[:, :, None], axis=1)
+            each = [simulate_slots(of_shard.reshape(-1), samples, slots) for of_shard in lengths]
             made = np.array([shard.rounds * slots.steps for shard in each])
             metrics[f"perf/prefill_groups/{call.plan_name}"] = float(sum(shard.groups for shard in each))
             waves = [np.maximum.reduceat(x, np.arange(0, len(x), slots.slots)).sum() for x in shards]
@@ -119,6 +123,12 @@ def decoding_metrics(result: StepResult, plan: Plan) -> dict[str, float]:
         rows = strategy.slots or shards.shape[1]
         metrics[f"perf/decode_occupancy/{call.plan_name}"] = float(shards.sum() / (made.sum() * rows))
     return metrics
+
+
+def _of_row_shards(x_B: np.ndarray, call: Call, strategy: Strategy) -> np.ndarray:
+    """An array with a row for each prompt of a generate call as [row shard, prompt, ...], copied rows included."""
+    copied = np.concatenate([x_B, x_B[: copied_rows(call, strategy)]])
+    return copied.reshape(strategy.num_row_shards, -1, *x_B.shape[1:])
 
 
 def balance_metrics(result: StepResult, plan: Plan) -> dict[str, float]:

@@ -1,6 +1,7 @@
 """The tables of a run, and the rows of them that a step, or an evaluation, gets.
 
-An algorithm asks for rows by `jaxrlhf.algorithms.algorithm.Rows`. The choice follows from seed and step alone.
+An algorithm asks for rows by `jaxrlhf.algorithms.algorithm.Rows`. The choice follows from seed and step alone; only the
+lengths that responses are expected to have, which decide in what order they are generated, come from earlier steps.
 """
 
 import dataclasses
@@ -16,6 +17,7 @@ from jaxrlhf.data.loader import PromptLoader
 from jaxrlhf.data.prompts import PromptTable, load_prompts
 from jaxrlhf.run.configured_roles import check_origins
 from jaxrlhf.run.configured_tokenizer import configured_tokenizer
+from jaxrlhf.run.length_means import LengthMeans
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,15 +68,22 @@ class StepRows:
     batch_size: int
     """The number of rows in a step, unless the algorithm sets one."""
     seed: int
+    length_means: LengthMeans | None = None
+    """The lengths of the responses so far to prompts of the main table. None means that prompts do not say how long
+    their responses are expected to be."""
 
     def __call__(self, step: int) -> Any:
-        batches = {
-            name: PromptLoader(self.tables.of(rows), self.size(rows), self.seed).batch(
-                step, rows.kind, max_new_tokens=rows.max_new_tokens
-            )
-            for name, rows in self.named.items()
-        }
+        batches = {name: self._batch(rows, step) for name, rows in self.named.items()}
         return batches if self._is_dict else batches[""]
+
+    def _batch(self, rows: Rows, step: int) -> Any:
+        table = self.tables.of(rows)
+        batch = PromptLoader(table, self.size(rows), self.seed).batch(
+            step, rows.kind, max_new_tokens=rows.max_new_tokens
+        )
+        if self.length_means is None or rows.kind != "prompts" or table is not self.tables.main:
+            return batch
+        return batch.replace(expected_tokens=self.length_means.expected(batch.row))
 
     def held_out(self, num: int, batch_size: int) -> tuple[Any, ...]:
         """The first `num` held-out rows of each kind in batches, in the form of a step's.

@@ -294,6 +294,8 @@ class Trainer:
         metrics |= throughput_metrics(count_tokens(result), timings, seconds=seconds, num_devices=mesh.num_devices())
         metrics |= balance_metrics(result, self._assembly.train.plan)
         metrics |= decoding_metrics(result, self._assembly.train.plan)
+        if self._assembly.train_rows.length_means is not None:
+            self._assembly.train_rows.length_means.add_step(result)
         if len(scores := _scores(result)) > 1:
             metrics |= {f"reward/{name}/mean": float(values.mean()) for name, values in scores.items()}
         metrics |= {"training/global_step": done, "training/epoch": self._assembly.train_rows.epoch(done)}

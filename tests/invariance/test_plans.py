@@ -16,9 +16,9 @@ ALL_PLANS = random_plans(10) if os.environ.get("ALL_PLANS") else {}
 """Run with ALL_PLANS=1 in the environment, in one process and in two: tests/invariance/test_algorithms.py has random
 plans that cost less."""
 PLANS = {
-    "devices the other way round, in micro-batches and slots": "{default: {data: 4, tensor: 2, devices: "
-    "'7,6,5,4,3,2,1,0', micro_batches: 2}, calls: {actor.generate: {data: 2, tensor: 2, slots: 5}, actor.train: "
-    "{fsdp: 8, micro_batches: 2}, critic.train: {data: 4, micro_batches: 4}}}",
+    "devices the other way round, in micro-batches and slots": "{longest_first: true, default: {data: 4, "
+    "tensor: 2, devices: '7,6,5,4,3,2,1,0', micro_batches: 2}, calls: {actor.generate: {data: 2, tensor: 2, slots: 5}, "
+    "actor.train: {fsdp: 8, micro_batches: 2}, critic.train: {data: 4, micro_batches: 4}}}",
     **ALL_PLANS,
 }
 APART_AND_ACROSS = (  # a critic that trains over stages in one process

@@ -1,4 +1,4 @@
-"""What is said of a plan with stages before anything compiles."""
+"""What is said of a plan before anything compiles."""
 
 import re
 
@@ -40,3 +40,12 @@ def test_generation_takes_no_chunks_from_the_default():
     run = small_run("ppo", roles=roles, plan={"default": {"pipeline": 2, "chunks": 2}})
     with pytest.raises(PlanError, match=re.escape("give the call an entry of its own, {pipeline: 2, data: 1, fsdp: 1")):
         assemble(run, 8, 4)
+
+
+def test_an_order_of_admission_without_slots_is_noted():
+    def notes(generate):
+        warned = assembled({"longest_first": True, "calls": {"actor.generate": generate}}).warnings
+        return [warning for warning in warned if "longest_first" in warning]
+
+    assert notes({"data": 2, "slots": 2}) == []
+    assert notes({"data": 2}) == ["plan.longest_first changes nothing: no call of the step generates in slots."]

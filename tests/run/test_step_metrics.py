@@ -10,7 +10,7 @@ from jaxrlhf.call_graph import Call, CallKind, Ref
 from jaxrlhf.config.schema import load_run
 from jaxrlhf.data.loader import PromptLoader
 from jaxrlhf.execution.step_result import StepResult
-from jaxrlhf.experience import Sampling, Sequences, Term
+from jaxrlhf.experience import Prompts, Sampling, Sequences, Term
 from jaxrlhf.planner.plans.plan import Placement, Plan
 from jaxrlhf.run.assembly import assemble
 from jaxrlhf.run.step_metrics import (
@@ -81,9 +81,12 @@ def test_calls_without_sequences_have_no_tokens():
     assert metrics(Strategy(data=2), call("actor.generate", "generate", SEQUENCES)) == {"perf/padded_rows": 0}
 
 
-def decoding(strategy: Strategy) -> dict[str, float]:
+def decoding(strategy: Strategy, lengths: np.ndarray = LENGTHS, expected: Any = None) -> dict[str, float]:
+    mask: Any = np.arange(40)[None] < lengths[:, None]
     ref: Any = Ref("prompts", 0, jax.ShapeDtypeStruct(MASK.shape, bool), has_rows=True, recorder=None)
-    made = dataclasses.replace(call("actor.generate", "generate", ref, Sampling()), outputs=SEQUENCES)
+    prompts: Any = Prompts(tokens=ref, mask=ref, row=ref, id=ref, expected_tokens=expected)
+    made = call("actor.generate", "generate", prompts, Sampling())
+    made = dataclasses.replace(made, outputs=Sequences(mask, mask, mask))
     result: Any = SimpleNamespace(graph=SimpleNamespace(calls=[made]), read=lambda masks: masks)
     return decoding_metrics(result, Plan({made.name: Placement(tuple(range(strategy.num_devices)), strategy)}))
 
@@ -103,6 +106,13 @@ def test_slots_are_beside_waves():
         "perf/decode_steps_in_waves/actor.generate": 8 + 6 + 4 + 2,
         "perf/prefill_groups/actor.generate": 8,
     }
+
+
+def test_the_longest_first_take_fewer_steps():
+    """Of eight responses the last two are three rounds long."""
+    slots, lengths = Strategy(slots=4, prefill_rows=1), np.array([1, 1, 1, 1, 1, 1, 20, 20])
+    took = [decoding(slots, lengths, expected)["perf/decode_steps/actor.generate"] for expected in (None, lengths)]
+    assert took == [32, 24]
 
 
 def test_rates_are_over_the_tokens_that_a_timer_covers() -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from jaxrlhf.algorithms.algorithm import Rows
 from jaxrlhf.config.schema import load_run
+from jaxrlhf.run.length_means import LengthMeans
 from jaxrlhf.run.step_rows import StepRows, check_rows, load_tables
 
 RUN = """
@@ -190,3 +191,14 @@ def test_what_is_said_of_files_and_columns(load):
         "one, rename it."
     )
     assert check_rows(rows, config) == [withheld, *said]
+
+
+def test_prompts_of_the_main_table_say_how_long_their_responses_may_get(load):
+    _, rows = load({"both": Rows("prompts"), "texts": Rows("demonstrations", 4, dataset="texts")})
+    means = LengthMeans(len(rows.tables.main.prompts))
+    told = dataclasses.replace(rows, length_means=means)
+    means.add(rows(0)["both"].row, np.array([7, 3]))
+    assert rows(0)["both"].expected_tokens is None
+    np.testing.assert_array_equal(told(0)["both"].expected_tokens, [7, 3])
+    np.testing.assert_array_equal(told(1)["both"].expected_tokens, [5, 5])
+    assert not hasattr(told(0)["texts"], "expected_tokens")
