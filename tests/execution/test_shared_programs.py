@@ -1,5 +1,7 @@
 """Executors of a process share programs, except those with a function of a user, which may read what changes."""
 
+from typing import Any
+
 from jaxrlhf.execution import executor
 from jaxrlhf.execution.executor import Executor
 from jaxrlhf.observe.metrics import flatten
@@ -21,7 +23,7 @@ def run(assembly: Assembly) -> dict[str, float]:
 
 def test_a_second_run_takes_over_the_programs_of_the_first():
     executor._shared.cache_clear()
-    small = {"batch_size": 8, "num_layers": 1, "settings": {"sampling": {"max_new_tokens": 4}}}
+    small: dict[str, Any] = {"batch_size": 8, "num_layers": 1, "settings": {"sampling": {"max_new_tokens": 4}}}
     first = run(assemble(small_run("ppo", **small), 8, 8))
     made = executor._shared.cache_info().misses
     assert made == 6  # all calls but the reward
