@@ -13,9 +13,10 @@ import jax
 from jaxtyping import Float
 
 from jaxrlhf.experience import Sampling
-from jaxrlhf.generation import pipelined_generation, pipelined_slots
-from jaxrlhf.generation.continuous_batching import Slots, generate_in_slots
+from jaxrlhf.generation import pipelined_generation
+from jaxrlhf.generation.continuous_batching import Slots
 from jaxrlhf.generation.generate import generate
+from jaxrlhf.generation.slot_rollouts import generate_in_slots
 from jaxrlhf.models.heads import INFERENCE_OUTPUTS
 from jaxrlhf.models.params import Params
 from jaxrlhf.programs.arrays import Arrays, Metrics, Noise, Program, Rebuild
@@ -85,8 +86,7 @@ def generate_program(role: ModelRole, rebuild: Rebuild, layout: Layout, *, uneve
         def respond(some_prompts: Any) -> Any:
             given, strategy = (params, some_prompts, noise, temperature, sampling), layout.strategy
             if strategy.slots:
-                in_slots = pipelined_slots.generate_in_slots if layout.is_pipelined else generate_in_slots
-                rollout = in_slots(*given, slots_of(strategy), role.model, layout)
+                rollout = generate_in_slots(*given, slots_of(strategy), role.model, layout)
             elif layout.is_pipelined:
                 rollout = pipelined_generation.generate(*given, role.model, layout)[0]
             else:
