@@ -20,8 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrlhf.experience import Rollout, Sampling
-from jaxrlhf.generation.continuous_batching import Slots, generate_in_slots
+from jaxrlhf.generation.continuous_batching import Slots
 from jaxrlhf.generation.generate import generate
+from jaxrlhf.generation.slot_rollouts import generate_in_slots
 from jaxrlhf.models.params import init_params
 from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.strategy import Strategy

@@ -29,8 +29,8 @@ from jaxrlhf.calibration.timing import OthersLoad, time_in_turn
 from jaxrlhf.cluster.cluster_text import local_cluster
 from jaxrlhf.config.plan_config import ResponseLengths
 from jaxrlhf.experience import Prompts, Rollout, Sampling
-from jaxrlhf.generation.continuous_batching import generate_in_slots
 from jaxrlhf.generation.generate import generate
+from jaxrlhf.generation.slot_rollouts import generate_in_slots
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.params import Params, init_params
 from jaxrlhf.observe.console import Console

@@ -7,7 +7,6 @@ are steps that read few columns, steps that read all of them, and the prefill of
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -17,15 +16,15 @@ from jax.sharding import PartitionSpec
 
 from jaxrlhf.calibration.timing import Timing
 from jaxrlhf.experience import Prompts, Sampling
-from jaxrlhf.generation.continuous_batching import Slots, advance, begin, make_queue
+from jaxrlhf.generation.continuous_batching import RolloutSettings, Slots, Until, advance, begin, make_queue
 from jaxrlhf.generation.generate import prepare
+from jaxrlhf.generation.slot_rollouts import of_row_shard
 from jaxrlhf.models.kv_cache import columns_read, num_columns
 from jaxrlhf.models.params import Params
 from jaxrlhf.planner.costs.work import SLOT_PHASES, SlotPhase
 from jaxrlhf.planner.workload import ModelCall
 from jaxrlhf.programs.ahead_of_time import CallProgram, call_program
 from jaxrlhf.programs.call_programs import slots_of
-from jaxrlhf.sharding.axes import BATCH_AXES
 from jaxrlhf.sharding.layout import Layout
 
 MOST_ROUNDS = 7
@@ -81,30 +80,25 @@ def slot_program(call: ModelCall, layout: Layout, depth: int) -> CallProgram:
     params, noise, temperature, arrays = program.arguments
     sampling = next(x for x in described.args if isinstance(x, Sampling))
     sampling = dataclasses.replace(sampling, min_new_tokens=sampling.max_new_tokens)  # none ends early
-    within = layout.inside_gathered_row_shards() if shards > 1 else layout
+    settings = of_row_shard(RolloutSettings(sampling, slots, model, layout))
 
     def on_shard(params: Params, prompts: Prompts, noise: jax.Array, temperature: jax.Array, run: jax.Array) -> Any:
         tokens, rounds = run
-        queue = make_queue(prompts, sampling, slots)
-        state = begin(queue, sampling, slots, model, within)
+        queue = make_queue(prompts, settings)
+        state = begin(queue, settings)
         waits, number = tokens == 0, jnp.arange(slots.slots)
         state = state.replace(
             head=jnp.where(waits, 0, len(prompts.tokens)),
-            rows=state.rows.replace(sequence=jnp.where(waits | (number >= len(queue.id)), len(queue.id), number)),
-            cache=state.cache.replace(length=jnp.full_like(state.cache.length, tokens)),
+            rows=[state.rows[0].replace(sequence=jnp.where(waits | (number >= len(queue.id)), len(queue.id), number))],
+            caches=[state.caches[0].replace(length=jnp.full_like(state.caches[0].length, tokens))],
         )
-        state = advance(params, queue, state, noise, rounds, temperature, sampling, slots, model, within)
-        return state.rows.newest, state.outputs.words.sum(axis=(1, 2))
+        state = advance(params, queue, state, noise, temperature, settings, Until(rounds))
+        return state.rows[0].newest, state.outputs.words.sum(axis=(1, 2))
 
     def whole(params: Params, noise: jax.Array, temperature: jax.Array, arrays: Any, run: jax.Array) -> Any:
         ready, prompts = prepare(params, model, layout), Prompts(*arrays)
-        given: Callable[..., Any] = on_shard
-        if shards > 1:
-            rows, replicated = PartitionSpec(BATCH_AXES), PartitionSpec()
-            given = jax.shard_map(
-                on_shard, mesh=layout.mesh, in_specs=(replicated, rows, replicated, replicated, replicated),
-                out_specs=rows, axis_names=within.manual_axes, check_vma=False,
-            )  # fmt: skip
+        rows, replicated = layout.rows.spec, PartitionSpec()
+        given = layout.over_row_shards(on_shard, (replicated, rows, replicated, replicated, replicated), rows)
         return given(ready, prompts, noise, temperature, run)
 
     return CallProgram(jax.jit(whole), (params, noise, temperature, arrays))

@@ -24,17 +24,20 @@ from jaxrlhf.execution.fused_training import FusedTraining
 from jaxrlhf.execution.hand_overs import HandOvers
 from jaxrlhf.execution.host_arrays import gather, hand_to_threads
 from jaxrlhf.execution.process_channel import Channel
+from jaxrlhf.execution.shared_programs import shared_program
 from jaxrlhf.execution.step_result import Leaves, StepResult, Values, lookup
 from jaxrlhf.execution.weight_store import WeightStore
-from jaxrlhf.experience import Sampling, Term
+from jaxrlhf.experience import Sampling
 from jaxrlhf.models.lora import reads_merged
 from jaxrlhf.models.params import Params
+from jaxrlhf.observe.part_reports import PartReports
 from jaxrlhf.observe.timeline_recorder import STEP, Timeline, Watcher
 from jaxrlhf.planner.fusion.fusible import fused_order
 from jaxrlhf.planner.plans.plan import Plan
 from jaxrlhf.planner.plans.splits import splits_rows
 from jaxrlhf.programs.arrays import Outputs, Program, Rebuild
 from jaxrlhf.programs.call_programs import compute_program, model_program
+from jaxrlhf.programs.generation_in_parts import GenerationInParts, Part
 from jaxrlhf.programs.optimizer import OptimizerState
 from jaxrlhf.programs.pipeline import InFlight, Pipelined
 from jaxrlhf.programs.roles import FunctionRole, ModelRole, Role
@@ -60,13 +63,18 @@ class Executor:
         channel: Channel | None = None,
         one_at_a_time: bool = False,
         weights: WeightStore | None = None,
+        part_tokens: int = 0,
     ) -> None:
         """
         Args:
             one_at_a_time: Each call waits until the calls before it have ended and its inputs have arrived. For
                 measuring calls on virtual devices, which share a CPU and would slow one another.
             weights: The weights to run on. None means a new store, which is empty.
+            part_tokens: Decoding steps after which a longer generation says how far it is, by `say`. 0 means never.
         """
+        self.say: Callable[[str], None] = lambda text: None
+        """Is told how far a generation of several parts is, in a thread of its own."""
+        self._part_tokens = part_tokens
         self._roles = roles
         self._one_at_a_time = one_at_a_time
         self._channel = channel or Channel()
@@ -207,6 +215,9 @@ class Executor:
         elif outputs is None:
             outputs = _absent_outputs(call, ready.layout)
         ends = program.ends if isinstance(program, Pipelined) else {ready.layout: outputs}
+        if isinstance(program, GenerationInParts):
+            self._watch_parts(ready, program.parts)
+            program.parts = []
         for where, array in ends.items():
             self._watch(array, call.plan_name, call.kind, where, ready.dispatched, inputs=ready.arrays)
         if isinstance(program, Pipelined):
@@ -378,16 +389,19 @@ class Executor:
         if call.kind == "compute":
             assert call.function is not None
             rows_out = tuple(ref.has_rows and split for ref in call.output_refs)
-            make, key = functools.partial(compute_program, call.function, ready.rebuild, rows_out, layout), rows_out
-        else:
-            role = self._model_role(call)
-            model = (call.kind, call.method, role, ready.rebuild, ready.has_rows, layout)
-            read = role if call.kind == "train" or call.method == "loss" else role.model
-            make, key = functools.partial(model_program, *model, uneven=not split), (call.kind, read, split)
-        _, *settings = ready.key
-        if layout.is_pipelined or not _is_of_package(call):
+            make = functools.partial(compute_program, call.function, ready.rebuild, rows_out, layout)
+            return shared_program(call, (rows_out, *ready.key[1:]), make)
+        role = self._model_role(call)
+        is_long = call.kind == "generate" and call.args[1].max_new_tokens > self._part_tokens
+        part_tokens = self._part_tokens if is_long else 0
+        make = functools.partial(
+            model_program, call.kind, call.method, role, ready.rebuild, ready.has_rows, layout, uneven=not split,
+            part_tokens=part_tokens,
+        )  # fmt: skip
+        if layout.is_pipelined or part_tokens:  # it keeps what belongs to a run
             return make()
-        return _shared(_Maker((key, *settings), make))
+        read = role if call.kind == "train" or call.method == "loss" else role.model
+        return shared_program(call, (call.kind, read, split, *ready.key[1:]), make)
 
     def _wait(self, name: str) -> contextlib.AbstractContextManager[None]:
         phase, number = self._at
@@ -404,6 +418,7 @@ class Executor:
         inputs: Sequence[Any] = (),
         bytes: int = 0,
         copy: bool = False,
+        describe: Callable[[list[Any]], str] | None = None,
     ) -> None:
         """Records in the timeline when arrays are complete. `copy`: they may be donated before that."""
         if not layout.own_devices:
@@ -415,8 +430,26 @@ class Executor:
         self._watcher.watch(
             [x + 0 for x in first] if copy else first,
             name=name, kind=kind, devices=layout.own_devices, step=number, dispatched=dispatched, phase=phase,
-            bytes=bytes, inputs=inputs,
+            bytes=bytes, inputs=inputs, describe=describe,
         )  # fmt: skip
+
+    def _watch_parts(self, ready: "_Ready", parts: Sequence[Part]) -> None:
+        """Records the parts of a generation, and tells how far it is."""
+        call, inputs = ready.call, ready.arrays
+        num_sequences = call.args[0].tokens.shape[0] * call.args[1].num_samples
+        told = PartReports(call.plan_name, num_sequences, self.say)
+        for part in parts:
+            describe = functools.partial(told.after, part.name)
+            self._watch(
+                part.progress,
+                call.plan_name,
+                call.kind,
+                ready.layout,
+                ready.dispatched,
+                inputs=inputs,
+                describe=describe,
+            )
+            inputs = []
 
     def _watch_reallocation(self, role: str, arrays: Any, layout: Layout, started: float, received: int) -> None:
         self._watch(arrays, f"{role}.reallocate", "reallocate", layout, started, copy=True, bytes=received)
@@ -446,31 +479,6 @@ class _Ready:
     """The key of its program: the role and its method, or the function; the layout, the settings, and the shapes."""
     noise: np.ndarray
     dispatched: float
-
-
-@dataclasses.dataclass(frozen=True)
-class _Maker:
-    """What makes a program; equal where the programs are."""
-
-    key: Hashable
-    make: Callable[[], Program] = dataclasses.field(compare=False)
-
-
-@functools.lru_cache(maxsize=64)
-def _shared(maker: _Maker) -> Program:
-    """A program of all executors of this process: a later run neither traces nor compiles it anew."""
-    return maker.make()
-
-
-def _is_of_package(call: Call) -> bool:
-    """True if all functions of a call are this package's. Another one may read what changes from run to run."""
-    terms = jax.tree.leaves(call.args, is_leaf=lambda x: isinstance(x, Term))
-    functions = [call.function, *(term.loss for term in terms if isinstance(term, Term))]
-    package = __name__.partition(".")[0]
-    return all(
-        x is None or (getattr(x, "__module__", "").partition(".")[0] == package and "<" not in x.__qualname__)
-        for x in functions
-    )
 
 
 def _absent_outputs(call: Call, layout: Layout) -> Leaves:

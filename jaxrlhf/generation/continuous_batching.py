@@ -3,13 +3,14 @@
 Letters: S slots, Q prompts in the queue, n samples of each, N = Q n sequences, P prompt columns, R the most new tokens,
 g prompts that are prefilled together.
 
-    queue = make_queue(prompts, sampling)
-    state = begin(queue, sampling, slots, config, layout)           # all slots are free
-    state = advance(params, queue, state, num_rounds, ...)          # go on for so many rounds, or until all is done
-    rollout = finish(samples_of(prompts, ...), state.outputs.drawn(), layout)
+    queue = make_queue(prompts, settings)
+    state = begin(queue, settings)                                  # all slots are free
+    state = advance(params, queue, state, ..., settings, until)     # some rounds, or until all have finished
+    drawn = state.outputs.drawn()
 
-All shapes are fixed, so this is one program. It holds that the bits of a sequence do not depend on when it is admitted,
-on who is in the other slots, on how many steps there are between two admissions, or on where `advance` was interrupted:
+This is the program of a row shard; `slot_rollouts` has those of a layout. All shapes are fixed. It holds that the bits
+of a sequence do not depend on when it is admitted, on who is in the other slots, on how many steps there are between
+two admissions, on where `advance` was interrupted, or on a move to other slots:
 
 - a row of the cache holds the token at position t in column t (`SlotCache`), so the order of sums does not depend on
   the moment of admission;
@@ -25,15 +26,16 @@ Reference:
 """
 
 import dataclasses
+import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, UInt
 
-from jaxrlhf.experience import RUNNING, Prompts, Rollout, Sampling
-from jaxrlhf.generation.generate import Drawn, finish, prepare, samples_of, uniform
+from jaxrlhf.experience import RUNNING, Prompts, Sampling
+from jaxrlhf.generation.generate import Drawn, uniform
 from jaxrlhf.generation.sampling import History, next_token
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.heads import logits
@@ -41,8 +43,8 @@ from jaxrlhf.models.kv_cache import SlotCache, copies
 from jaxrlhf.models.params import Params
 from jaxrlhf.models.transformer import decode_step, embed, prefill_in_chunks, run_layers
 from jaxrlhf.require import require, require_at_least_one, require_fields, require_not_negative
-from jaxrlhf.sharding.axes import BATCH_AXES
 from jaxrlhf.sharding.layout import Layout
+from jaxrlhf.sharding.stage_layers import layers_of_stages
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +67,44 @@ class Slots:
     def __post_init__(self) -> None:
         require_fields(self, require_at_least_one, "slots", "prefill_rows", "steps")
         require_fields(self, require_not_negative, "prefill_tokens", "admit")
+
+    def require_room(self, num_samples: int, num_stages: int = 1) -> None:
+        """Checks that these slots of a row shard part over stages, with room for all samples of a prompt in each part.
+
+        Raises:
+            ValueError: They do not divide, or a prompt has more samples.
+        """
+        least, each = num_samples * num_stages, f" for each of {num_stages} stages" if num_stages > 1 else ""
+        require(
+            self.slots % num_stages == 0, "slots",
+            f"must be a multiple of the {num_stages} stages, each of which works on as many", self.slots,
+            f"Use {math.ceil(self.slots / num_stages) * num_stages}.",
+        )  # fmt: skip
+        require(
+            self.slots >= least, "slots",
+            f"must be at least num_samples={num_samples}{each}, since the samples of a prompt enter together",
+            self.slots, f"Use {least} or more.",
+        )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutSettings:
+    """Everything about a rollout in slots that is no array."""
+
+    sampling: Sampling
+    slots: Slots
+    config: ModelConfig
+    layout: Layout
+
+
+class Until(NamedTuple):
+    """Where a row shard stops: after the first round for which one of these holds."""
+
+    rounds: Int[Array, ""] | int | None = None
+    """It has gone on for so many rounds. None is no limit."""
+    left: Int[Array, ""] | int = 0
+    """At most so many of its sequences have not finished, of those that wait or are in slots. Of N sequences,
+    `N - count` stops when `count` have finished."""
 
 
 class Queue(struct.PyTreeNode):
@@ -91,16 +131,15 @@ class SlotRows(struct.PyTreeNode):
     history: History
 
     @classmethod
-    def empty(
-        cls, num_slots: int, num_sequences: int, sampling: Sampling, config: ModelConfig, layout: Layout
-    ) -> "SlotRows":
+    def empty(cls, num_sequences: int, settings: RolloutSettings) -> "SlotRows":
         """Free slots."""
+        num_slots, vocab_size = settings.slots.slots, settings.config.vocab_size
         return cls(
             newest=jnp.zeros(num_slots, jnp.int32),
             sequence=jnp.full(num_slots, num_sequences, jnp.int32),
             id=jnp.zeros(num_slots, jnp.uint32),
             num_new=jnp.zeros(num_slots, jnp.int32),
-            history=History.of_rows(num_slots, config.vocab_size, sampling, layout),
+            history=History.of_rows(num_slots, vocab_size, settings.sampling, settings.layout),
         )
 
 
@@ -135,11 +174,14 @@ class Outputs(struct.PyTreeNode):
 
 
 class BatchState(struct.PyTreeNode):
-    """Everything that decoding needs to go on."""
+    """Everything that decoding needs to go on: of a row shard, or of a stage of one."""
 
-    cache: SlotCache
-    rows: SlotRows
+    caches: list[SlotCache]
+    """One, or over stages one for each place of the ring, of the stage's layers."""
+    rows: list[SlotRows]
+    """As many. Over stages, the last one alone has their histories."""
     outputs: Outputs
+    """Over stages, the last one has them."""
     head: Int[Array, ""]
     """The next prompt to enter."""
     rounds: Int[Array, ""]
@@ -162,45 +204,10 @@ class Group(struct.PyTreeNode):
         return jnp.arange(self.tokens.shape[1])[None, :] < self.length[:, None]
 
 
-def generate_in_slots(
-    params: Params,
-    prompts: Prompts,
-    noise: UInt[Array, "3"],
-    temperature: Float[Array, ""],
-    sampling: Sampling,
-    slots: Slots,
-    config: ModelConfig,
-    layout: Layout,
-) -> Rollout:
-    """Responds to every prompt `num_samples` times. Each row shard has its own slots and queue, and ends by itself."""
-    params = prepare(params, config, layout)
-    is_split = layout.strategy.num_row_shards > 1
-    within = layout.inside_gathered_row_shards() if is_split else layout
-
-    def on_shard(params: Params, prompts: Prompts, noise: jax.Array, temperature: jax.Array) -> Drawn:
-        queue = make_queue(prompts, sampling, slots)
-        state = begin(queue, sampling, slots, config, within)
-        state = advance(params, queue, state, noise, None, temperature, sampling, slots, config, within)
-        return state.outputs.drawn()
-
-    if is_split:
-        rows, whole = PartitionSpec(BATCH_AXES), PartitionSpec()
-        on_shard = jax.shard_map(
-            on_shard,
-            mesh=layout.mesh,
-            in_specs=(whole, rows, whole, whole),
-            out_specs=rows,
-            axis_names=within.manual_axes,
-            check_vma=False,
-        )
-    responses = on_shard(params, prompts, noise, temperature)
-    return finish(samples_of(prompts, sampling, layout), responses, layout)
-
-
-def make_queue(prompts: Prompts, sampling: Sampling, slots: Slots) -> Queue:
+def make_queue(prompts: Prompts, settings: RolloutSettings) -> Queue:
     """A queue of prompts, which are padded on the left, in their order; or, if they say how many tokens their responses
     are expected to have, those of the longest responses first."""
-    n, (Q, P) = sampling.num_samples, prompts.tokens.shape
+    n, g, (Q, P) = settings.sampling.num_samples, settings.slots.prefill_rows, prompts.tokens.shape
     order_Q = jnp.arange(Q)
     if prompts.expected_tokens is not None:
         order_Q = jnp.argsort(prompts.expected_tokens, stable=True, descending=True)
@@ -209,30 +216,24 @@ def make_queue(prompts: Prompts, sampling: Sampling, slots: Slots) -> Queue:
     from_left = (jnp.arange(P)[None, :] - length[:, None]) % P
     id_QN = prompts.id[:, None] * jnp.uint32(n) + jnp.arange(n, dtype=jnp.uint32)[None, :]
     return Queue(
-        tokens=jnp.pad(jnp.take_along_axis(prompts.tokens, from_left, axis=1), ((0, slots.prefill_rows), (0, 0))),
-        length=jnp.pad(length, (0, slots.prefill_rows), constant_values=1),
+        tokens=jnp.pad(jnp.take_along_axis(prompts.tokens, from_left, axis=1), ((0, g), (0, 0))),
+        length=jnp.pad(length, (0, g), constant_values=1),
         id=id_QN.reshape(-1),
         sequence=(order_Q[:, None] * n + jnp.arange(n)[None, :]).reshape(-1),
     )
 
 
-def begin(queue: Queue, sampling: Sampling, slots: Slots, config: ModelConfig, layout: Layout) -> BatchState:
-    """A state in which all slots are free.
-
-    Raises:
-        ValueError: There are fewer slots than samples of a prompt, which enter together.
-    """
-    n = sampling.num_samples
-    require(slots.slots >= n, "slots", f"must be at least num_samples={n}", slots.slots)
-    N, R = len(queue.id), sampling.max_new_tokens
+def begin(queue: Queue, settings: RolloutSettings) -> BatchState:
+    """A state in which all slots are free."""
+    G, N, R = settings.layout.strategy.pipeline, len(queue.id), settings.sampling.max_new_tokens
+    layers = len(layers_of_stages(settings.config.num_layers, G)[0])
     tokens = queue.tokens.shape[1] + R - 1  # the last token that is drawn does not enter the cache
+    of_stage = tokens, dataclasses.replace(settings.config, num_layers=layers), settings.layout
     return BatchState(
-        cache=SlotCache.empty(slots.slots, tokens, config, layout),
-        rows=SlotRows.empty(slots.slots, N, sampling, config, layout),
+        caches=[SlotCache.empty(settings.slots.slots, *of_stage) for _ in range(G)],
+        rows=[SlotRows.empty(N, settings) for _ in range(G)],
         outputs=Outputs.empty(N, R),
-        head=jnp.zeros((), jnp.int32),
-        rounds=jnp.zeros((), jnp.int32),
-        groups=jnp.zeros((), jnp.int32),
+        **{name: jnp.zeros((), jnp.int32) for name in ("head", "rounds", "groups")},
     )
 
 
@@ -241,46 +242,48 @@ def advance(
     queue: Queue,
     state: BatchState,
     noise: UInt[Array, "3"],
-    num_rounds: Int[Array, ""] | None,
     temperature: Float[Array, ""],
-    sampling: Sampling,
-    slots: Slots,
-    config: ModelConfig,
-    layout: Layout,
+    settings: RolloutSettings,
+    until: Until,
 ) -> BatchState:
-    """Goes on for some rounds, or until all sequences have finished. A round is as many admissions as there is room
-    for, and `slots.steps` decoding steps. Under `jit`, donate the state: its cache is then updated in place.
+    """Goes on, round by round. A round is as many admissions as there is room for, and `slots.steps` decoding steps.
+    Under `jit`, donate the state: its cache is then updated in place.
 
     Args:
         params: As `prepare` gives them.
-        num_rounds: None means until all have finished.
     """
-    last = None if num_rounds is None else state.rounds + num_rounds
-
-    def goes_on(state: BatchState) -> jax.Array:
-        works = (state.head < num_prompts(queue, slots)) | (state.rows.sequence < len(queue.id)).any()
-        return works if last is None else works & (state.rounds < last)
+    config, layout, N, started = settings.config, settings.layout, len(queue.id), state.rounds
 
     def step(_: jax.Array, state: BatchState) -> BatchState:
-        hidden_SD, cache = decode_step(params, state.rows.newest, state.cache, config, layout)
+        (cache,), (rows,) = state.caches, state.rows
+        hidden_SD, cache = decode_step(params, rows.newest, cache, config, layout)
         logits_SV = layout.activation(logits(params, hidden_SD, config, layout), ("batch", "choices"))
-        rows, outputs = draw_in_slots(state.rows, state.outputs, logits_SV, noise, temperature, sampling)
-        is_free_S = rows.sequence == len(queue.id)
-        cache = cache.replace(length=jnp.where(is_free_S, 0, cache.length))  # so that less is read
-        return state.replace(cache=cache, rows=rows, outputs=outputs)
+        rows, outputs = draw_in_slots(rows, state.outputs, logits_SV, noise, temperature, settings.sampling)
+        cache = cache.replace(length=jnp.where(rows.sequence == N, 0, cache.length))  # so that less is read
+        return state.replace(caches=[cache], rows=[rows], outputs=outputs)
 
     def one_round(state: BatchState) -> BatchState:
         with jax.named_scope("prefill"):  # a branch that left the state as it is would copy the cache
             state = jax.lax.while_loop(
-                lambda state: _has_room(state, queue, sampling, slots),
-                lambda state: _admit(params, queue, state, sampling, slots, config, layout),
+                lambda state: _has_room(state, queue, settings),
+                lambda state: _admit(params, queue, state, settings),
                 state,
             )
         with jax.named_scope("decode"):
-            state = jax.lax.fori_loop(0, slots.steps, step, state)
+            state = jax.lax.fori_loop(0, settings.slots.steps, step, state)
         return state.replace(rounds=state.rounds + 1)
 
-    return jax.lax.while_loop(goes_on, one_round, state)
+    return jax.lax.while_loop(lambda state: goes_on(state, queue, settings, until, started=started), one_round, state)
+
+
+def goes_on(
+    state: BatchState, queue: Queue, settings: RolloutSettings, until: Until, *, started: Int[Array, ""]
+) -> Bool[Array, ""]:
+    """Whether there is another round, after those of which `until` counts from `started` on."""
+    waiting = num_prompts(queue, settings.slots) - state.head
+    in_slots = jnp.stack([rows.sequence < len(queue.id) for rows in state.rows]).sum()
+    more = waiting * settings.sampling.num_samples + in_slots > until.left
+    return more if until.rounds is None else more & (state.rounds - started < until.rounds)
 
 
 def num_prompts(queue: Queue, slots: Slots) -> int:
@@ -288,53 +291,50 @@ def num_prompts(queue: Queue, slots: Slots) -> int:
     return len(queue.length) - slots.prefill_rows
 
 
-def _has_room(state: BatchState, queue: Queue, sampling: Sampling, slots: Slots) -> Bool[Array, ""]:
+def _has_room(state: BatchState, queue: Queue, settings: RolloutSettings) -> Bool[Array, ""]:
     """Whether prompts wait, and slots are free for as many of them as are to enter together."""
-    waiting = num_prompts(queue, slots) - state.head
-    wanted = jnp.minimum(waiting, wanted_together(sampling, slots))
-    return (waiting > 0) & (room_for_prompts(state.rows.sequence, len(queue.id), sampling, slots) >= wanted)
+    waiting = num_prompts(queue, settings.slots) - state.head
+    wanted = jnp.minimum(waiting, wanted_together(settings))
+    return (waiting > 0) & (room_for_prompts(state.rows[0].sequence, queue, settings) >= wanted)
 
 
-def wanted_together(sampling: Sampling, slots: Slots) -> int:
+def wanted_together(settings: RolloutSettings) -> int:
     """Prompts for which slots are to be free before a group enters."""
+    sampling, slots = settings.sampling, settings.slots
     return min(slots.admit or slots.prefill_rows, slots.prefill_rows, slots.slots // sampling.num_samples)
 
 
-def room_for_prompts(
-    sequence_S: Int[Array, " S"], num_sequences: int, sampling: Sampling, slots: Slots
-) -> Int[Array, ""]:
+def room_for_prompts(sequence_S: Int[Array, " S"], queue: Queue, settings: RolloutSettings) -> Int[Array, ""]:
     """Prompts that may enter together, with all of their samples."""
-    return jnp.minimum((sequence_S == num_sequences).sum() // sampling.num_samples, slots.prefill_rows)
+    free = (sequence_S == len(queue.id)).sum()
+    return jnp.minimum(free // settings.sampling.num_samples, settings.slots.prefill_rows)
 
 
 def next_group(
     queue: Queue,
+    settings: RolloutSettings,
     sequence_S: Int[Array, " S"],
     first: Int[Array, ""],
     entering: Int[Array, ""],
-    sampling: Sampling,
-    slots: Slots,
 ) -> Group:
     """A group of prompts of the queue from `first` on, of which so many enter, each with all of its samples."""
-    n, g, N = sampling.num_samples, slots.prefill_rows, len(queue.id)
+    n, S, g, N = settings.sampling.num_samples, len(sequence_S), settings.slots.prefill_rows, len(queue.id)
     tokens_gP, length_g = (jax.lax.dynamic_slice_in_dim(x, first, g) for x in (queue.tokens, queue.length))
     number = jnp.arange(g * n)  # of each sample of the group, in the order of the queue
-    free = jnp.nonzero(sequence_S == N, size=g * n, fill_value=slots.slots)[0]
+    free = jnp.nonzero(sequence_S == N, size=g * n, fill_value=S)[0]
     return Group(
         tokens=tokens_gP,
         length=length_g,
-        slot=jnp.where(number < entering * n, free, slots.slots).astype(jnp.int32),
+        slot=jnp.where(number < entering * n, free, S).astype(jnp.int32),
         place=jnp.minimum(first * n + number, N - 1).astype(jnp.int32),
     )
 
 
-def enter(
-    rows: SlotRows, group: Group, queue: Queue, sampling: Sampling, config: ModelConfig, layout: Layout
-) -> SlotRows:
+def enter(rows: SlotRows, group: Group, queue: Queue, settings: RolloutSettings) -> SlotRows:
     """The rows after the samples of a group have entered."""
-    n = sampling.num_samples
+    sampling, n = settings.sampling, settings.sampling.num_samples
     last_g = jnp.take_along_axis(group.tokens, group.length[:, None] - 1, axis=1)[:, 0]
-    history = History.of_prompts(group.tokens, group.mask, config.vocab_size, sampling, layout)
+    history = History.of_prompts(group.tokens, group.mask, settings.config.vocab_size, sampling, settings.layout)
 
     def put(x_S: jax.Array, new: jax.Array) -> jax.Array:
         return x_S.at[group.slot].set(new.astype(x_S.dtype), mode="drop")
@@ -348,29 +348,21 @@ def enter(
     )
 
 
-def _admit(
-    params: Params,
-    queue: Queue,
-    state: BatchState,
-    sampling: Sampling,
-    slots: Slots,
-    config: ModelConfig,
-    layout: Layout,
-) -> BatchState:
+def _admit(params: Params, queue: Queue, state: BatchState, settings: RolloutSettings) -> BatchState:
     """Prefills the next group of prompts, and lets those enter for which slots are free."""
-    n, columns = sampling.num_samples, queue.tokens.shape[1]
-    room = room_for_prompts(state.rows.sequence, len(queue.id), sampling, slots)
-    entering = jnp.minimum(room, num_prompts(queue, slots) - state.head)
-    group = next_group(queue, state.rows.sequence, state.head, entering, sampling, slots)
-    if 0 < slots.prefill_tokens < columns:
-        keys_values = prefill_in_chunks(params, group.tokens, group.length, slots.prefill_tokens, config, layout)
+    (cache,), (rows,), columns = state.caches, state.rows, queue.tokens.shape[1]
+    config, layout, size = settings.config, settings.layout, settings.slots.prefill_tokens
+    room = room_for_prompts(rows.sequence, queue, settings)
+    entering = jnp.minimum(room, num_prompts(queue, settings.slots) - state.head)
+    group = next_group(queue, settings, rows.sequence, state.head, entering)
+    if 0 < size < columns:
+        keys_values = prefill_in_chunks(params, group.tokens, group.length, size, config, layout)
     else:
         x_gPD = embed(params, group.tokens, config, layout)
         _, keys_values = run_layers(params["layers"], x_gPD, group.mask, config, layout, wanted=columns - 1)
-    samples = [(copies(k, n), copies(v, n)) for k, v in keys_values]
     return state.replace(
-        cache=state.cache.enter(group.slot, samples, copies(group.length, n) - 1, layout),
-        rows=enter(state.rows, group, queue, sampling, config, layout),
+        caches=[cache.enter(group.slot, keys_values, group.length - 1, layout)],
+        rows=[enter(rows, group, queue, settings)],
         head=state.head + entering,
         groups=state.groups + 1,
     )

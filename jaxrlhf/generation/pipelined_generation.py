@@ -262,7 +262,7 @@ def prefill_by_stages(
             stage == 0, lambda x, tokens: embed(params, tokens, config, layout), lambda x, _: x, message_NPD, own.tokens
         )
         new = []
-        for layers, has_them in _layers_of(params, stage, config, layout):
+        for layers, has_them in layers_on_stage(params, stage, config, layout):
             runs = serves if has_them is None else serves & has_them
             x_NPD, keys_values = run_if(runs, layers, x_NPD, own.mask)
             new += keys_values
@@ -293,7 +293,7 @@ def decode_on_stage(
     """
     advanced = cache.advance()
     keys, values = [], []
-    for layers, has_them in _layers_of(params, stage, config, layout):
+    for layers, has_them in layers_on_stage(params, stage, config, layout):
         these = slice(len(keys), len(keys) + len(layers))
         part = advanced.replace(keys=cache.keys[these], values=cache.values[these])
         x_ND, part = decode_layers(layers, x_ND, part, config, layout, only_if=has_them)
@@ -306,7 +306,7 @@ def decode_on_stage(
     return x_ND, kept.replace(keys=tuple(keys), values=tuple(values))
 
 
-def _layers_of(
+def layers_on_stage(
     params: Params, stage: jax.Array, config: ModelConfig, layout: Layout
 ) -> list[tuple[list[LayerWeights], jax.Array | None]]:
     """Pairs of layers and a condition: the layers that all stages have, with None, and, if the numbers differ, the one

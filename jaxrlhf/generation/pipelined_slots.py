@@ -13,153 +13,99 @@ Micro-batch m is at place (m + i) mod G of stage i, as in `pipelined_generation`
 the number of slots of a micro-batch and the width of a group, as without stages.
 """
 
-import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import struct
-from jax.sharding import PartitionSpec
-from jaxtyping import Array, Bool, Float, Int, UInt
+from jaxtyping import Array, Bool, Float, UInt
 
-from jaxrlhf.experience import Prompts, Rollout, Sampling
+from jaxrlhf.experience import Prompts
 from jaxrlhf.generation.continuous_batching import (
+    BatchState,
     Group,
     Outputs,
+    Queue,
+    RolloutSettings,
     SlotRows,
-    Slots,
+    Until,
     draw_in_slots,
     enter,
-    make_queue,
+    goes_on,
     next_group,
     num_prompts,
     room_for_prompts,
     wanted_together,
 )
-from jaxrlhf.generation.generate import Drawn, finish, prepare, samples_of
-from jaxrlhf.generation.pipelined_generation import decode_on_stage, prefill_by_stages, send_on
+from jaxrlhf.generation.generate import prepare
+from jaxrlhf.generation.pipelined_generation import decode_on_stage, layers_on_stage, prefill_by_stages, send_on
 from jaxrlhf.generation.sampling import History
-from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.heads import logits
-from jaxrlhf.models.kv_cache import SlotCache, copies
 from jaxrlhf.models.params import Params
-from jaxrlhf.models.transformer import embed, normalize
-from jaxrlhf.require import require
+from jaxrlhf.models.transformer import KeysValues, chunk_layers, embed, empty_keys_values, normalize
 from jaxrlhf.sharding.axes import BATCH_AXES, PIPELINE
-from jaxrlhf.sharding.layout import Layout
 
 
-class RingState(struct.PyTreeNode):
-    """What a stage needs to go on."""
-
-    caches: list[SlotCache]
-    """[place] Of the stage's layers."""
-    rows: list[SlotRows]
-    """[place] While the ring turns, only those of the last stage follow."""
-    outputs: Outputs
-    """Of the last stage."""
-    head: Int[Array, ""]
-    """The next prompt to enter."""
-
-
-def generate_in_slots(
+def advance(
     params: Params,
-    prompts: Prompts,
+    queue: Queue,
+    state: BatchState,
     noise: UInt[Array, "3"],
     temperature: Float[Array, ""],
-    sampling: Sampling,
-    slots: Slots,
-    config: ModelConfig,
-    layout: Layout,
-) -> Rollout:
-    """The rollout of `continuous_batching.generate_in_slots`, over the stages of a pipelined layout.
+    settings: RolloutSettings,
+    until: Until,
+) -> BatchState:
+    """The program of a stage of a row shard, as `continuous_batching.advance`. Row shards go on together, until the
+    last of them stops.
 
     Args:
-        params: From `ring_params`.
-        slots: Of a row shard. They divide by the number of stages.
-
-    Raises:
-        ValueError: They do not, or a micro-batch has fewer slots than there are samples of a prompt.
+        params: Of the stage, as `ring_params` gives them.
+        settings: With the slots of a micro-batch.
     """
-    G, n = layout.strategy.pipeline, sampling.num_samples
-    assert layout.is_pipelined and layout.strategy.chunks == 1
-    require(slots.slots % G == 0, "slots", f"must be a multiple of the {G} stages", slots.slots)
-    require(slots.slots // G >= n, "slots", f"must be at least num_samples={n} for each of {G} stages", slots.slots)
-    require(not slots.prefill_tokens, "prefill_tokens", "must be 0 over stages", slots.prefill_tokens)
-    within = layout.inside_gathered_row_shards()
-    rows, whole, of_stages = PartitionSpec(BATCH_AXES), PartitionSpec(), PartitionSpec(PIPELINE)
-    ring = jax.shard_map(
-        functools.partial(
-            _ring,
-            sampling=sampling,
-            slots=dataclasses.replace(slots, slots=slots.slots // G),
-            config=config,
-            layout=within,
-        ),
-        mesh=layout.mesh,
-        in_specs=({**dict.fromkeys(params, whole), "layers": of_stages}, rows, whole, whole),
-        out_specs=rows,
-        axis_names=within.manual_axes,
-        check_vma=False,
-    )
-    responses = ring(params, prompts, noise, temperature)
-    return finish(samples_of(prompts, sampling, layout), responses, layout)
-
-
-def _ring(
-    params: Params,
-    prompts: Prompts,
-    noise: jax.Array,
-    temperature: jax.Array,
-    *,
-    sampling: Sampling,
-    slots: Slots,
-    config: ModelConfig,
-    layout: Layout,
-) -> Drawn:
-    """The program of a stage of a row shard. `slots`: of a micro-batch."""
+    sampling, slots, config, layout = settings.sampling, settings.slots, settings.config, settings.layout
     G, stage = layout.strategy.pipeline, jax.lax.axis_index(PIPELINE)
     is_last = stage == G - 1
     layers = jax.tree.map(lambda x: x.reshape(x.shape[1:]), params["layers"])  # without the axis of stages, here of one
     params = prepare({**params, "layers": layers}, config, layout)
-    queue = make_queue(prompts, sampling, slots)
-    N, columns = len(queue.id), queue.tokens.shape[1] + sampling.max_new_tokens - 1
-    of_stage = dataclasses.replace(config, num_layers=len(layers))
+    N, size, started = len(queue.id), slots.prefill_tokens, state.rounds
 
-    def sequences(state: RingState) -> jax.Array:
+    def sequences(state: BatchState) -> jax.Array:
         return _by_micro_batch([rows.sequence for rows in state.rows], stage)
 
-    def goes_on(state: RingState) -> jax.Array:
-        return _any_shard((state.head < num_prompts(queue, slots)) | (sequences(state) < N).any())
+    def another(state: BatchState) -> jax.Array:
+        return _any_shard(goes_on(state, queue, settings, until, started=started))
 
-    def room(state: RingState) -> jax.Array:
-        return jax.vmap(lambda each: room_for_prompts(each, N, sampling, slots))(sequences(state))
+    def room(state: BatchState) -> jax.Array:
+        return jax.vmap(lambda each: room_for_prompts(each, queue, settings))(sequences(state))
 
-    def has_room(state: RingState) -> jax.Array:
+    def has_room(state: BatchState) -> jax.Array:
         waiting = num_prompts(queue, slots) - state.head
-        wanted = jnp.minimum(waiting, G * wanted_together(sampling, slots))
+        wanted = jnp.minimum(waiting, G * wanted_together(settings))
         return _any_shard((waiting > 0) & (room(state).sum() >= wanted))
 
-    def admit(state: RingState) -> RingState:
+    def prefill(groups: Group) -> KeysValues:
+        if 0 < size < queue.tokens.shape[1]:
+            return _prefill_in_chunks(params, groups, size, stage, settings)
+        mask_GgP = jax.vmap(lambda group: group.mask)(groups)
+        none = jnp.zeros(mask_GgP.shape[:2], jnp.int32)
+        given = Prompts(tokens=groups.tokens, mask=mask_GgP, row=none, id=none.astype(jnp.uint32))
+        return prefill_by_stages(params, given, stage, config, layout)[0]
+
+    def admit(state: BatchState) -> BatchState:
         """A group for each micro-batch, one after the other in the queue, as far as there is room."""
         room_G, last = room(state), num_prompts(queue, slots)
         first_G = jnp.minimum(state.head + jnp.cumsum(room_G) - room_G, last)
         entering_G = jnp.minimum(room_G, last - first_G)
-        pick = functools.partial(next_group, queue, sampling=sampling, slots=slots)
-        groups: Group = jax.vmap(pick)(sequences(state), first_G, entering_G)
-        mask_GgP = jax.vmap(lambda group: group.mask)(groups)
-        none = jnp.zeros(mask_GgP.shape[:2], jnp.int32)
-        given = Prompts(tokens=groups.tokens, mask=mask_GgP, row=none, id=none.astype(jnp.uint32))
-        keys_values, _ = prefill_by_stages(params, given, stage, config, layout)
+        groups: Group = jax.vmap(functools.partial(next_group, queue, settings))(sequences(state), first_G, entering_G)
+        keys_values = prefill(groups)
         caches, rows = [], []
         for place, group in enumerate(_by_place(groups, stage, G)):
-            n = sampling.num_samples
-            samples = [(copies(k[place], n), copies(v[place], n)) for k, v in keys_values]
-            length = copies(group.length, n) - 1
-            caches.append(state.caches[place].enter(group.slot, samples, length, layout))
-            rows.append(enter(state.rows[place], group, queue, sampling, config, layout))
-        return state.replace(caches=caches, rows=rows, head=state.head + entering_G.sum())
+            own = [(k[place], v[place]) for k, v in keys_values]
+            caches.append(state.caches[place].enter(group.slot, own, group.length - 1, layout))
+            rows.append(enter(state.rows[place], group, queue, settings))
+        head = state.head + entering_G.sum()
+        return state.replace(caches=caches, rows=rows, head=head, groups=state.groups + G)
 
     def draw(x_SD: jax.Array, rows: SlotRows, outputs: Outputs) -> tuple[jax.Array, SlotRows, Outputs]:
         normed_SD = normalize(params, x_SD, config, layout)
@@ -167,7 +113,7 @@ def _ring(
         rows, outputs = draw_in_slots(rows, outputs, logits_SV, noise, temperature, sampling)
         return embed(params, rows.newest, config, layout), rows, outputs
 
-    def turn(state: RingState) -> RingState:
+    def turn(state: BatchState) -> BatchState:
         """`slots.steps` tokens of every micro-batch, and as many ticks more as it takes for the ring to be empty."""
         newest_GS = _by_micro_batch([rows.newest for rows in state.rows], stage)
         first_GSD = [embed(params, newest_GS[m], config, layout) for m in range(G)]
@@ -195,23 +141,54 @@ def _ring(
             cache.replace(length=jnp.where(each.sequence == N, 0, cache.length))
             for cache, each in zip(caches, rows, strict=True)
         ]
-        return state.replace(caches=caches, rows=rows, outputs=outputs)
+        return state.replace(caches=caches, rows=rows, outputs=outputs, rounds=state.rounds + 1)
 
-    def one_round(state: RingState) -> RingState:
+    def one_round(state: BatchState) -> BatchState:
         with jax.named_scope("prefill"):
             state = jax.lax.while_loop(has_room, admit, state)
         with jax.named_scope("decode"):
             return turn(state)
 
-    state = RingState(
-        caches=[SlotCache.empty(slots.slots, columns, of_stage, layout) for _ in range(G)],
-        rows=[SlotRows.empty(slots.slots, N, sampling, config, layout) for _ in range(G)],
-        outputs=Outputs.empty(N, sampling.max_new_tokens),
-        head=jnp.zeros((), jnp.int32),
+    return jax.lax.while_loop(another, one_round, state)
+
+
+def _prefill_in_chunks(
+    params: Params, groups: Group, size: int, stage: jax.Array, settings: RolloutSettings
+) -> KeysValues:
+    """`transformer.prefill_in_chunks` of a group for each micro-batch, whose chunks follow one another through the
+    stages. Keys and values are those of the stage's layers, [places, g, P', K, h]."""
+    config, layout = settings.config, settings.layout
+    G, g, P = groups.tokens.shape
+    chunks = math.ceil(P / size)
+    tokens_GgP = jnp.pad(groups.tokens, ((0, 0), (0, 0), (0, chunks * size - P)))
+    empty = empty_keys_values((G, g), chunks * size, len(params["layers"]), config, layout)
+
+    def run(layers: Any, x_gCD: jax.Array, before: KeysValues, first: jax.Array) -> tuple[jax.Array, KeysValues]:
+        return chunk_layers(layers, x_gCD, before, first, config, layout)
+
+    def tick(carry: Any, t: jax.Array) -> tuple[Any, None]:
+        message_gCD, stored = carry
+        number = jnp.clip(t - stage, 0, G * chunks - 1)
+        m, first = number // chunks, number % chunks * size
+        serves = (number == t - stage) & (first < groups.length[m].max())
+        tokens_gC = jax.lax.dynamic_slice(tokens_GgP, (m, 0, first), (1, g, size))[0]
+        x_gCD = jax.lax.cond(
+            stage == 0, lambda x, tokens: embed(params, tokens, config, layout), lambda x, _: x, message_gCD, tokens_gC
+        )
+        place, new = (m + stage) % G, []
+        for layers, has_them in layers_on_stage(params, stage, config, layout):
+            runs = serves if has_them is None else serves & has_them
+            before = [(k[place], v[place]) for k, v in stored[len(new) : len(new) + len(layers)]]
+            x_gCD, after = jax.lax.cond(runs, run, lambda _, x, before, __: (x, before), layers, x_gCD, before, first)
+            new += after
+        stored = jax.tree.map(lambda s, x: s.at[place].set(x), stored, new)
+        return (send_on(x_gCD, G), stored), None
+
+    message_gCD = layout.activation(
+        jnp.zeros((g, size, config.hidden_size), config.compute_dtype), ("batch", "length", "embed")
     )
-    outputs = jax.lax.while_loop(goes_on, one_round, state).outputs
-    with jax.named_scope("share_responses"):
-        return _from_last(outputs, is_last).drawn()
+    (_, stored), _ = jax.lax.scan(tick, (message_gCD, empty), jnp.arange(G * chunks + G - 1))
+    return stored
 
 
 def _by_micro_batch(every_place: Any, stage: jax.Array) -> Any:

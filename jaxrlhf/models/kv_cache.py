@@ -162,18 +162,19 @@ class SlotCache(struct.PyTreeNode):
 
     @jax.named_scope("write_cache")
     def enter(
-        self, rows_N: Int[Array, " N"], keys_values: PromptKeysValues, length_N: Int[Array, " N"], layout: Layout
+        self, rows_N: Int[Array, " N"], keys_values: PromptKeysValues, length_B: Int[Array, " B"], layout: Layout
     ) -> "SlotCache":
-        """Lays sequences down in some rows, each over the whole row: a NaN that its last occupant left there would
-        survive a product with zero.
+        """Lays each of B sequences down in N / B rows, over the whole row: a NaN that its last occupant left there
+        would survive a product with zero.
 
         Args:
             rows_N: Different ones. Sequences for rows beyond the last are dropped.
-            keys_values: Of every layer [N, P, K, h], a sequence's first token in column 0.
+            keys_values: Of every layer, a sequence's first token in column 0.
         """
+        times = len(rows_N) // len(length_B)
 
-        def put(parts: tuple[jax.Array, ...], new_NPKh: jax.Array) -> tuple[jax.Array, ...]:
-            new_NKPh, written, first = new_NPKh.transpose(0, 2, 1, 3), [], 0
+        def put(parts: tuple[jax.Array, ...], new_BPKh: jax.Array) -> tuple[jax.Array, ...]:
+            new_NKPh, written, first = copies(new_BPKh, times).transpose(0, 2, 1, 3), [], 0
             for part in parts:
                 columns = new_NKPh[:, :, first : first + part.shape[2]]
                 new = jnp.pad(columns, ((0, 0), (0, 0), (0, part.shape[2] - columns.shape[2]), (0, 0)))
@@ -184,7 +185,7 @@ class SlotCache(struct.PyTreeNode):
         return SlotCache(
             keys=tuple(put(parts, k) for parts, (k, _) in zip(self.keys, keys_values, strict=True)),
             values=tuple(put(parts, v) for parts, (_, v) in zip(self.values, keys_values, strict=True)),
-            length=self.length.at[rows_N].set(length_N, mode="drop"),
+            length=self.length.at[rows_N].set(copies(length_B, times), mode="drop"),
         )
 
 

@@ -33,6 +33,7 @@ from jaxrlhf.sharding.strategy import Remat
 
 KeysValues = list[tuple[jax.Array, jax.Array]]
 Cache = TypeVar("Cache", KVCache, SlotCache)
+_KEYS = ("batch", "length", "kv_heads", "head_dim")
 
 SavedByLayer = Remat | Literal["dots_and_attention"]
 """The residuals of each layer. The last is for a backward pass that comes much later: everything but what is cheap to
@@ -146,31 +147,56 @@ def prefill_in_chunks(
     B, P = tokens_BP.shape
     columns = math.ceil(P / size) * size
     tokens_BP = jnp.pad(tokens_BP, ((0, 0), (0, columns - P)))
-    axes = ("batch", "length", "kv_heads", "head_dim")
-    shape = (B, columns, config.num_kv_heads, config.head_size)
-    zeros = layout.activation(jnp.zeros(shape, config.compute_dtype), axes)
-    attend = _by_implementation(chunk_attention, (), config, layout)
-
-    def put(whole: jax.Array, new: jax.Array, first: jax.Array) -> jax.Array:
-        return layout.activation(jax.lax.dynamic_update_slice(whole, new.astype(whole.dtype), (0, first, 0, 0)), axes)
+    empty = empty_keys_values((B,), columns, len(params["layers"]), config, layout)
 
     def chunk(number: jax.Array, keys_values: KeysValues) -> KeysValues:
         first = number * size
         x_BCD = embed(params, jax.lax.dynamic_slice_in_dim(tokens_BP, first, size, axis=1), config, layout)
-        rotation = layers.rotary(jnp.broadcast_to(first + jnp.arange(size), (B, size)), config)
-        done = []
-        for weights, (k_BPKh, v_BPKh) in zip(params["layers"], keys_values, strict=True):
-            with jax.named_scope("attention"):
-                normed_BCD = layers.normed(weights, "attention_norm", x_BCD, config)
-                q_BCHh, k_BCKh, v_BCKh = layers.queries_keys_values(weights, normed_BCD, rotation, config)
-                q_BCHh = layout.activation(q_BCHh, ("batch", "length", "heads", "head_dim"))
-                done.append((put(k_BPKh, k_BCKh, first), put(v_BPKh, v_BCKh, first)))
-                x_BCD = layers.add_attention(weights, x_BCD, attend(q_BCHh, *done[-1], first))
-            x_BCD = layout.activation(layers.add_mlp(weights, x_BCD, config), ("batch", "length", "embed"))
-        return done
+        return chunk_layers(params["layers"], x_BCD, keys_values, first, config, layout)[1]
 
     num_chunks = (length_B.max() + size - 1) // size
-    return jax.lax.fori_loop(0, num_chunks, chunk, [(zeros, zeros) for _ in params["layers"]])
+    return jax.lax.fori_loop(0, num_chunks, chunk, empty)
+
+
+def empty_keys_values(
+    rows: tuple[int, ...], columns: int, num_layers: int, config: ModelConfig, layout: Layout
+) -> KeysValues:
+    """Zeros for the keys and values of some layers, [*rows, columns, K, h]. Rows are the last of their dims."""
+    axes = (*[None] * (len(rows) - 1), *_KEYS)
+    zeros = jnp.zeros((*rows, columns, config.num_kv_heads, config.head_size), config.compute_dtype)
+    zeros = layout.activation(zeros, axes)
+    return [(zeros, zeros) for _ in range(num_layers)]
+
+
+def chunk_layers(
+    every_layer: list[LayerWeights],
+    x_BCD: Float[Array, "B C D"],
+    keys_values: KeysValues,
+    first: Int[Array, ""],
+    config: ModelConfig,
+    layout: Layout,
+) -> tuple[Float[Array, "B C D"], KeysValues]:
+    """Some consecutive layers over C columns of prompts, from column `first` on; and their keys and values [B, P, K, h]
+    with those of these columns, which see the earlier ones.
+
+    Args:
+        every_layer: As `generate.prepare` gives them.
+    """
+    attend, done = _by_implementation(chunk_attention, (), config, layout), []
+
+    def put(whole: jax.Array, new: jax.Array) -> jax.Array:
+        return layout.activation(jax.lax.dynamic_update_slice(whole, new.astype(whole.dtype), (0, first, 0, 0)), _KEYS)
+
+    rotation = layers.rotary(jnp.broadcast_to(first + jnp.arange(x_BCD.shape[1]), x_BCD.shape[:2]), config)
+    for weights, (k_BPKh, v_BPKh) in zip(every_layer, keys_values, strict=True):
+        with jax.named_scope("attention"):
+            normed_BCD = layers.normed(weights, "attention_norm", x_BCD, config)
+            q_BCHh, k_BCKh, v_BCKh = layers.queries_keys_values(weights, normed_BCD, rotation, config)
+            q_BCHh = layout.activation(q_BCHh, ("batch", "length", "heads", "head_dim"))
+            done.append((put(k_BPKh, k_BCKh), put(v_BPKh, v_BCKh)))
+            x_BCD = layers.add_attention(weights, x_BCD, attend(q_BCHh, *done[-1], first))
+        x_BCD = layout.activation(layers.add_mlp(weights, x_BCD, config), ("batch", "length", "embed"))
+    return x_BCD, done
 
 
 def decode_step(

@@ -66,10 +66,28 @@ class Layout:
         return dataclasses.replace(self, manual_axes=axes)
 
     def inside_gathered_row_shards(self) -> "Layout":
-        """The same, where weights have been gathered over `fsdp` before."""
+        """The same, where weights have been gathered over `fsdp` before; of one row shard without stages, the layout
+        itself."""
         data = self.strategy.num_row_shards
+        if data == 1 and not self.is_pipelined:
+            return self
         gathered = dataclasses.replace(self, strategy=dataclasses.replace(self.strategy, data=data, fsdp=1))
         return gathered.inside_row_shards()
+
+    def over_row_shards(self, function: Callable[..., Any], given: Any, gives: Any) -> Callable[..., Any]:
+        """A function that every row shard, and every stage of it, runs on its own arrays, for the layout
+        `inside_gathered_row_shards`.
+
+        Args:
+            given, gives: The specs of its arguments and of what it gives, as for `jax.shard_map`.
+        """
+        within = self.inside_gathered_row_shards()
+        if not within.manual_axes:
+            return function
+        axes = within.manual_axes
+        return jax.shard_map(
+            function, mesh=self.mesh, in_specs=given, out_specs=gives, axis_names=axes, check_vma=False
+        )
 
     def data_group(self, group: int) -> "Layout":
         """The layout of the devices that have the rows of one data group."""

@@ -19,7 +19,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxrlhf import garbage
 from jaxrlhf.call_graph import split_args
 from jaxrlhf.cluster.cluster_text import kinds
 from jaxrlhf.generation.pipelined_generation import declare_ring, ring_shardings
@@ -48,8 +47,6 @@ MODEL = ModelConfig(
     vocab_size=272, hidden_size=64, intermediate_size=160, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32,
     dtype="bfloat16", logits_chunk_tokens=128,
 )  # fmt: skip
-SHALLOW = dataclasses.replace(MODEL, num_layers=1)
-"""Of programs in one piece, whose layers are all alike. Those of stages have one layer or two each."""
 ROWS, PROMPT, RESPONSE = 16, 31, 24
 """Odd, so that lengths which kernels want even, or a multiple of eight, are made so by the package."""
 CACHE = ROWS // 2 * MODEL.num_kv_heads // 2 * (PROMPT + RESPONSE) * MODEL.head_size
@@ -104,9 +101,9 @@ def in_one_piece() -> dict[str, tuple[DescribedCall, Strategy]]:
 def lowered(call: DescribedCall, strategy: Strategy) -> jax.stages.Lowered:
     layout = Layout.over(tuple(range(strategy.num_devices)), strategy)
     if not layout.is_pipelined:
-        return call_program(call, layout, num_layers=SHALLOW.num_layers, rows=ROWS).lower()
-    # without slots a layer more than the stages divide: one of the stages has none in its place
-    model = MODEL if strategy.slots else dataclasses.replace(MODEL, num_layers=3)
+        return call_program(call, layout, num_layers=MODEL.num_layers, rows=ROWS).lower()
+    # a layer more than the stages divide: one of the stages has none in its place
+    model = dataclasses.replace(MODEL, num_layers=3)
     arrays, _, rebuild = split_args(placed(call.args, layout))
     weights = abstract_of(declare_ring(model, strategy.pipeline), model.compute_dtype)
     params = with_shardings(weights, ring_shardings(model, layout))
@@ -297,7 +294,6 @@ def instructions(module: Module, name: str) -> Iterator[HloInstruction]:
 
 
 def main() -> None:
-    garbage.collect_rarely()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_enable_compilation_cache", False)
     devices = described_devices(kinds()[sys.argv[1]], 8, devices_per_node=8)

@@ -24,10 +24,10 @@ from jaxrlhf.planner.compiled.hlo import parse
 from tests.described_gpus.programs import (
     CONTROL,
     MARK,
+    MODEL,
     PROMPT,
     RESPONSE,
     ROWS,
-    SHALLOW,
     wide_gathers,
     written_in_decoding,
 )
@@ -73,7 +73,7 @@ def test_programs_are_as_they_were(kind):
     assert {name: found for name, each in programs.items() if (found := each["wide gathers"])} == {}
     for name, head, devices in (("logprobs", "lm", 4), ("values", "scalar", 4), ("policy_and_values", "both", 2)):
         expected = program_flops(
-            dataclasses.replace(SHALLOW, head=head),
+            dataclasses.replace(MODEL, head=head),
             rows=ROWS,
             columns=PROMPT + RESPONSE - 1,
             scored=RESPONSE,
@@ -82,7 +82,7 @@ def test_programs_are_as_they_were(kind):
         assert programs[name]["counts"]["flops"] * devices == pytest.approx(expected, rel=0.01), name
 
     for name, devices in (("train", 4), ("train, scalar head", 2)):  # weights and two moments in float32, in place
-        model = dataclasses.replace(SHALLOW, head="scalar" if "scalar" in name else "lm")
+        model = dataclasses.replace(MODEL, head="scalar" if "scalar" in name else "lm")
         donated = programs[name]["counts"]["donated bytes"]
         assert donated == pytest.approx(12 * num_parameters(model) / devices, rel=0.05), name
 

@@ -146,7 +146,7 @@ def test_a_run_whose_moves_are_all_exchange_programs_gives_the_same(apart, monke
 
 def test_the_programs_of_a_step_are_traced_once(apart, monkeypatch):
     """In two steps: one generation; log-probabilities, values and scores; two updates."""
-    monkeypatch.setattr(executor, "_shared", lambda maker: maker.make())  # not those of other tests
+    monkeypatch.setattr(executor, "shared_program", lambda call, key, make: make())  # not those of other tests
     chex.clear_trace_counter()
     for function, programs in (("generate", 1), ("apply_gradient", 2)):
         traced = chex.assert_max_traces(getattr(call_programs, function), programs)

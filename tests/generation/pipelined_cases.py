@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrlhf.experience import Prompts, Rollout, Sampling
-from jaxrlhf.generation import pipelined_generation, pipelined_slots
+from jaxrlhf.generation import pipelined_generation
 from jaxrlhf.generation.continuous_batching import Slots
 from jaxrlhf.generation.generate import generate
 from jaxrlhf.generation.pipelined_generation import declare_ring, ring_params
+from jaxrlhf.generation.slot_rollouts import generate_in_slots
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.params import Params, abstract_of, abstract_params, param_shardings
 from jaxrlhf.reshard.reallocate import reallocate
@@ -98,7 +99,7 @@ def in_slots(
     config: ModelConfig, drawn: Sampling, layout: Layout, slots: Slots, prompts: Prompts | None = None
 ) -> Rollout:
     """The same in slots. `prompts`: others than those of `make_prompts`."""
-    fast = jax.jit(pipelined_slots.generate_in_slots, static_argnums=(4, 5, 6, 7), out_shardings=layout.replicated)
+    fast = jax.jit(generate_in_slots, static_argnums=(4, 5, 6, 7), out_shardings=layout.replicated)
     own, noise, temperature = given(layout, 0.8)
     own = own if prompts is None else reallocate(prompts, layout.rows)
     return fast(pipelined(config, layout), own, noise, temperature, drawn, slots, config, layout)

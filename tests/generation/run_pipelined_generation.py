@@ -25,10 +25,11 @@ jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(coordinator, num_processes, index)
 
 config, drawn = model(3, tie_embeddings=True), sampling(num_samples=2)
+slots = Slots(4, prefill_rows=1, prefill_tokens=3)
 every_stage_in_one = over(Strategy(pipeline=2, data=2, tensor=2))
 every_stage_in_both = Layout.over((0, 4, 1, 5), Strategy(pipeline=2, tensor=2))
 for layout in (every_stage_in_one, every_stage_in_both):
-    for rollout in (on_stages(config, drawn, 0.8, layout), in_slots(config, drawn, layout, Slots(4, prefill_rows=1))):
+    for rollout in (on_stages(config, drawn, 0.8, layout), in_slots(config, drawn, layout, slots)):
         own = jax.tree.map(lambda x: x.addressable_shards[0].data, rollout)
         assert_same(jax.device_get(own), on_one_device(config, drawn, 0.8))
 

@@ -9,7 +9,9 @@ import pytest
 from safetensors import safe_open
 
 from jaxrlhf.experience import Prompts, Rollout, Sampling
+from jaxrlhf.generation.continuous_batching import Slots
 from jaxrlhf.generation.generate import generate
+from jaxrlhf.generation.slot_rollouts import generate_in_slots
 from jaxrlhf.models import heads
 from jaxrlhf.models.adapter_files import CONFIG, WEIGHTS, check_adapters, load_adapters, save_adapters
 from jaxrlhf.models.config import ModelConfig
@@ -86,7 +88,7 @@ def test_applied_beside_the_weights_or_merged_they_give_the_same(strategy, stack
         np.testing.assert_allclose(beside, outputs_of(whole, rollout(), MODEL, ONE).logprobs, atol=2e-5)
 
 
-def test_generation_draws_the_same_tokens_merged_or_not():
+def test_generation_draws_the_same_tokens_merged_or_not_and_in_slots():
     adapted = adapt(init_params(MODEL, jax.random.key(0)), some_adapters(), MODEL, LORA)
     given = rollout()
     prompts = Prompts(tokens=given.tokens[:, :P], mask=given.mask[:, :P], row=given.row, id=given.id)
@@ -94,8 +96,11 @@ def test_generation_draws_the_same_tokens_merged_or_not():
     respond = jax.jit(generate, static_argnums=(4, 5, 6))
     noise, temperature = jnp.array([1, 2, 3], jnp.uint32), jnp.float32(1.0)
     one, two = (respond(p, prompts, noise, temperature, sampling, MODEL, ONE) for p in (adapted, merge(adapted)))
-    np.testing.assert_array_equal(one.tokens, two.tokens)
-    np.testing.assert_allclose(one.logprobs, two.logprobs, atol=2e-5)
+    in_slots = jax.jit(generate_in_slots, static_argnums=(4, 5, 6, 7))
+    given = prompts, noise, temperature, sampling, Slots(2, prefill_rows=1), MODEL, ONE
+    for other in (two, in_slots(adapted, *given), in_slots(merge(adapted), *given)):
+        np.testing.assert_array_equal(one.tokens, other.tokens)
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=2e-5)
     trained = outputs_of(adapted, one, MODEL, ONE).logprobs
     np.testing.assert_allclose(one.logprobs, trained, atol=1e-4)
 

@@ -245,17 +245,21 @@ class CostModel:
 
     def _in_slots_of_stages(self, call: ModelCall, devices: range, strategy: Strategy) -> CallSeconds:
         """Seconds of a rollout in slots over stages, as `generation.pipelined_slots` takes turns. A group for each
-        micro-batch is prefilled in as many ticks as it takes to pass all stages."""
+        micro-batch is prefilled in as many ticks as it takes its chunks to pass all stages."""
         expected, stages = self.rollout_steps(call, devices, strategy), strategy.pipeline
         rows, turns = strategy.slots // stages, expected.steps / Slots.steps
-        fills = math.ceil(expected.groups / stages)
+        fills, chunks = (
+            math.ceil(expected.groups / stages),
+            math.ceil(call.prompt / (strategy.prefill_tokens or call.prompt)),
+        )
         step = self._step(call, devices, strategy, rows, expected.columns)
         prefill = max(self._stages(call, "prefill", devices, strategy, strategy.prefill_rows))
         size = call.model.hidden_size * call.model.itemsize
-        sends = fills * (2 * stages - 1) * self._send(devices, strategy, strategy.prefill_rows * call.prompt * size)
+        chunk = self._send(devices, strategy, strategy.prefill_rows * math.ceil(call.prompt / chunks) * size)
+        sends = fills * (stages * chunks + stages - 1) * chunk
         return CallSeconds(
             passes=stages * (expected.steps * step + fills * prefill),
-            bubbles=(stages - 1) * (turns * step + fills * prefill),
+            bubbles=(stages - 1) * (turns * step + fills * prefill / chunks),
             sends=sends + turns * (Slots.steps + 1) * stages * self._send(devices, strategy, rows * size),
         )
 

@@ -14,6 +14,7 @@ from jaxrlhf.brief import brief, did_you_mean
 from jaxrlhf.call_graph import Call, CallGraph
 from jaxrlhf.config.plan_config import Placement
 from jaxrlhf.experience import Sampling
+from jaxrlhf.generation.continuous_batching import Slots
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.planner.plans.config_keys import BATCH_SIZE, RowCountKeys
 from jaxrlhf.planner.plans.plan import Plan, PlanError
@@ -219,24 +220,11 @@ def _check_slots(where: str, call: Call, strategy: Strategy) -> None:
             f"{where}.micro_batches: must be 1 where a call has slots. Got {strategy.micro_batches} with slots "
             f"{strategy.slots}. Leave micro_batches or slots out."
         )
-    stages = strategy.pipeline
-    if strategy.slots % stages:
-        raise PlanError(
-            f"{where}.slots: must be a multiple of the {stages} stages, each of which works on as many. Got "
-            f"{strategy.slots}. Use {math.ceil(strategy.slots / stages) * stages}."
-        )
-    if stages > 1 and strategy.prefill_tokens:
-        raise PlanError(
-            f"{where}.prefill_tokens: must be 0 where a call has stages. Got {strategy.prefill_tokens}. Leave it or "
-            "pipeline out."
-        )
     samples = max((x.num_samples for x in jax.tree.leaves(call.args) if isinstance(x, Sampling)), default=1)
-    if strategy.slots < samples * stages:
-        each = f" for each of {stages} stages" if stages > 1 else ""
-        raise PlanError(
-            f"{where}.slots: must be at least num_samples={samples}{each}, since the samples of a prompt enter "
-            f"together. Got {strategy.slots}. Use {samples * stages} or more."
-        )
+    try:
+        Slots(strategy.slots).require_room(samples, strategy.pipeline)
+    except ValueError as error:
+        raise PlanError(f"{where}.{error}") from error
 
 
 def _check_rows(keys: RowCountKeys, call: Call, strategy: Strategy) -> None:

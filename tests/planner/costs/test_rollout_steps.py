@@ -10,12 +10,12 @@ import pytest
 
 from jaxrlhf.config.plan_config import ResponseLengths
 from jaxrlhf.experience import Sampling
-from jaxrlhf.generation.continuous_batching import Slots, advance, begin, make_queue
+from jaxrlhf.generation.continuous_batching import RolloutSettings, Slots, Until, advance, begin, make_queue
 from jaxrlhf.generation.generate import prepare, slots_read
 from jaxrlhf.planner.costs.response_lengths import expected_longest, length_cdf, median_length
 from jaxrlhf.planner.costs.rollout_steps import simulate_slots, slot_choices, steps_at_once, steps_in_slots
 from jaxrlhf.sharding.strategy import Strategy
-from tests.generation.test_continuous_batching import NOISES, STATIC, P, prompts_of
+from tests.generation.test_continuous_batching import NOISES, P, prompts_of
 from tests.generation.test_generate import CONFIG, LAYOUT, params
 from tests.planner.described_step import ppo
 
@@ -109,11 +109,11 @@ DRAWN = {
 def test_steps_are_those_of_a_rollout(name):
     sampling, n = DRAWN[name]
     prompts, slots = prompts_of(np.full(96 // n, P), np.arange(96 // n)), Slots(12, prefill_rows=2)
-    queue = make_queue(prompts, sampling, slots)
+    settings = RolloutSettings(sampling, slots, CONFIG, LAYOUT)
+    queue = make_queue(prompts, settings)
     ready = jax.jit(prepare, static_argnums=(1, 2))(params(), CONFIG, LAYOUT)
-    state = begin(queue, sampling, slots, CONFIG, LAYOUT)
-    run: Any = jax.jit(advance, static_argnames=STATIC)
-    done = run(ready, queue, state, NOISES, None, jnp.float32(1.0), sampling, slots, CONFIG, LAYOUT)
+    run: Any = jax.jit(advance, static_argnames="settings")
+    done = run(ready, queue, begin(queue, settings), NOISES, jnp.float32(1.0), settings, Until())
     lengths = np.asarray(done.outputs.lengths)
     simulated = simulate_slots(lengths, n, slots)
     assert (simulated.rounds, simulated.groups) == (int(done.rounds), int(done.groups))

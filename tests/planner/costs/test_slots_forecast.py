@@ -107,3 +107,6 @@ def test_over_stages_the_ring_fills_and_empties_in_every_turn():
     step, found = model._step(CALL, range(2), strategy, 64, steps.columns), model._generate(CALL, range(2), strategy)
     assert found.passes == pytest.approx(2 * (1024 * step + 64 * 2.0))
     assert found.bubbles == pytest.approx(1024 / 8 * step + 64 * 2.0)
+    in_chunks = model._generate(CALL, range(2), dataclasses.replace(strategy, prefill_tokens=16))
+    assert in_chunks.passes == found.passes and in_chunks.sends > found.sends
+    assert in_chunks.bubbles == pytest.approx(1024 / 8 * step + 64 * 2.0 / 4)

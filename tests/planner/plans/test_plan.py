@@ -117,11 +117,6 @@ def test_a_run_on_one_device_has_no_list_of_them():
         ),
         (
             "actor.generate",
-            over(2, pipeline=2, slots=8, prefill_tokens=4),
-            ".prefill_tokens: must be 0 where a call has stages. Got 4. Leave it or pipeline out.",
-        ),
-        (
-            "actor.generate",
             over(2, data=2, slots=8, micro_batches=3),
             ".micro_batches: must be 1 where a call has slots. Got 3 with slots 8.",
         ),
