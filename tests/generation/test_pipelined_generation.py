@@ -64,7 +64,7 @@ def test_what_is_compared_is_worth_comparing():
 
 
 LONG = sampling(max_new_tokens=16, min_new_tokens=9, stop_ids=tuple(range(0, V, 3)))
-LONG_MODEL = model(3)
+LONG_MODEL = model(5)
 
 
 @functools.cache
