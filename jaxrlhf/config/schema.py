@@ -182,6 +182,9 @@ class OutputConfig:
     """Steps between sampled completions written to samples.jsonl. 0 means never."""
     num_samples: int = 8
     timeline: bool = True
+    part_tokens: int = 1024
+    """Decoding steps after which a longer generation shows its progress, and begins another event of the timeline. 0
+    means never: it is one program."""
     tensorboard: bool = True
     """Metrics and samples for TensorBoard, in the folder's tensorboard/."""
     wandb: WandbConfig | None = None
@@ -198,7 +201,9 @@ class OutputConfig:
     """Roles whose last weights are written in Hugging Face's format, to the folder of that name in the run's."""
 
     def __post_init__(self) -> None:
-        _require_at_least(self, 0, "samples_every", "num_samples", "checkpoint_every", "checkpoint_minutes")
+        _require_at_least(
+            self, 0, "samples_every", "num_samples", "part_tokens", "checkpoint_every", "checkpoint_minutes"
+        )
         _require_at_least(self, 1, "keep_checkpoints")
         require(math.isfinite(self.checkpoint_minutes), "checkpoint_minutes", "must be finite", self.checkpoint_minutes)
 

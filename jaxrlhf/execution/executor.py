@@ -12,7 +12,7 @@ import functools
 import itertools
 import time
 import zlib
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -29,12 +29,14 @@ from jaxrlhf.execution.weight_store import WeightStore
 from jaxrlhf.experience import Sampling
 from jaxrlhf.models.lora import reads_merged
 from jaxrlhf.models.params import Params
+from jaxrlhf.observe.part_reports import PartReports
 from jaxrlhf.observe.timeline_recorder import STEP, Timeline, Watcher
 from jaxrlhf.planner.fusion.fusible import fused_order
 from jaxrlhf.planner.plans.plan import Plan
 from jaxrlhf.planner.plans.splits import splits_rows
 from jaxrlhf.programs.arrays import Outputs, Program, Rebuild
 from jaxrlhf.programs.call_programs import compute_program, model_program
+from jaxrlhf.programs.generation_in_parts import GenerationInParts, Part
 from jaxrlhf.programs.optimizer import OptimizerState
 from jaxrlhf.programs.pipeline import InFlight, Pipelined
 from jaxrlhf.programs.roles import FunctionRole, ModelRole, Role
@@ -60,13 +62,18 @@ class Executor:
         channel: Channel | None = None,
         one_at_a_time: bool = False,
         weights: WeightStore | None = None,
+        part_tokens: int = 0,
     ) -> None:
         """
         Args:
             one_at_a_time: Each call waits until the calls before it have ended and its inputs have arrived. For
                 measuring calls on virtual devices, which share a CPU and would slow one another.
             weights: The weights to run on. None means a new store, which is empty.
+            part_tokens: Decoding steps after which a longer generation says how far it is, by `say`. 0 means never.
         """
+        self.say: Callable[[str], None] = lambda text: None
+        """Is told how far a generation of several parts is, in a thread of its own."""
+        self._part_tokens = part_tokens
         self._roles = roles
         self._one_at_a_time = one_at_a_time
         self._channel = channel or Channel()
@@ -207,6 +214,9 @@ class Executor:
         elif outputs is None:
             outputs = _absent_outputs(call, ready.layout)
         ends = program.ends if isinstance(program, Pipelined) else {ready.layout: outputs}
+        if isinstance(program, GenerationInParts):
+            self._watch_parts(ready, program.parts)
+            program.parts = []
         for where, array in ends.items():
             self._watch(array, call.plan_name, call.kind, where, ready.dispatched, inputs=ready.arrays)
         if isinstance(program, Pipelined):
@@ -380,7 +390,11 @@ class Executor:
             rows_out = [ref.has_rows and split for ref in call.output_refs]
             return compute_program(call.function, ready.rebuild, rows_out, layout)
         role = self._model_role(call)
-        return model_program(call.kind, call.method, role, ready.rebuild, ready.has_rows, layout, uneven=not split)
+        is_long = call.kind == "generate" and call.args[1].max_new_tokens > self._part_tokens
+        return model_program(
+            call.kind, call.method, role, ready.rebuild, ready.has_rows, layout, uneven=not split,
+            part_tokens=self._part_tokens if is_long else 0,
+        )  # fmt: skip
 
     def _wait(self, name: str) -> contextlib.AbstractContextManager[None]:
         phase, number = self._at
@@ -397,6 +411,7 @@ class Executor:
         inputs: Sequence[Any] = (),
         bytes: int = 0,
         copy: bool = False,
+        describe: Callable[[list[Any]], str] | None = None,
     ) -> None:
         """Records in the timeline when arrays are complete. `copy`: they may be donated before that."""
         if not layout.own_devices:
@@ -408,8 +423,26 @@ class Executor:
         self._watcher.watch(
             [x + 0 for x in first] if copy else first,
             name=name, kind=kind, devices=layout.own_devices, step=number, dispatched=dispatched, phase=phase,
-            bytes=bytes, inputs=inputs,
+            bytes=bytes, inputs=inputs, describe=describe,
         )  # fmt: skip
+
+    def _watch_parts(self, ready: "_Ready", parts: Sequence[Part]) -> None:
+        """Records the parts of a generation, and tells how far it is."""
+        call, inputs = ready.call, ready.arrays
+        num_sequences = call.args[0].tokens.shape[0] * call.args[1].num_samples
+        told = PartReports(call.plan_name, num_sequences, self.say)
+        for part in parts:
+            describe = functools.partial(told.after, part.name)
+            self._watch(
+                part.progress,
+                call.plan_name,
+                call.kind,
+                ready.layout,
+                ready.dispatched,
+                inputs=inputs,
+                describe=describe,
+            )
+            inputs = []
 
     def _watch_reallocation(self, role: str, arrays: Any, layout: Layout, started: float, received: int) -> None:
         self._watch(arrays, f"{role}.reallocate", "reallocate", layout, started, copy=True, bytes=received)

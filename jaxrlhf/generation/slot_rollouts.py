@@ -108,19 +108,22 @@ def continue_rollout(
     temperature: Float[Array, ""],
     settings: RolloutSettings,
     until: Until,
+    *,
+    prepared: bool = False,
 ) -> BatchState:
     """The state after some more rounds, or when all sequences have finished.
 
     Args:
         params, prompts: As for `generate_in_slots`.
         until: For every row shard.
+        prepared: The params are as `prepare` gives them. Not over stages, each of which prepares its own.
     """
     own, layout = of_row_shard(settings), settings.layout
     spec, of_params = _of_state(layout), _WHOLE
     if layout.is_pipelined:  # each stage prepares its own
         loop, of_params = pipelined_slots, {**dict.fromkeys(params, _WHOLE), "layers": PartitionSpec(PIPELINE)}
     else:
-        loop, params = continuous_batching, prepare(params, settings.config, layout)
+        loop, params = continuous_batching, params if prepared else prepare(params, settings.config, layout)
 
     def on_shard(params: Params, prompts: Prompts, state: BatchState, *given: Any) -> BatchState:
         state = jax.tree.map(lambda x: x.reshape(x.shape[len(spec) :]), state)

@@ -99,8 +99,10 @@ def _entry(event: Event, thread: int) -> dict[str, Any]:
         arguments |= {"devices": _spans(event.devices), "bytes": event.bytes}
     if event.kind == WAIT:
         arguments["waited_for"] = event.name
+    if event.part:
+        arguments["part"] = event.part
     entry = {
-        "name": event.name,
+        "name": f"{event.name}: {event.part}" if event.part else event.name,
         "cat": event.kind,
         "ph": "X",
         "pid": 1,
@@ -118,8 +120,9 @@ def _event(entry: Mapping[str, Any], label: str) -> Event:
     device = re.fullmatch(r"device (\d+)", label)
     devices = (int(device[1]),) if device else ()
     start, end = entry["ts"] / 1e6, (entry["ts"] + entry["dur"]) / 1e6
-    moved = arguments.get("bytes", 0)
-    return Event(entry["name"], arguments["kind"], devices, arguments["step"], start, end, arguments["phase"], moved)
+    moved, part = arguments.get("bytes", 0), arguments.get("part", "")
+    name = entry["name"].removesuffix(f": {part}")
+    return Event(name, arguments["kind"], devices, arguments["step"], start, end, arguments["phase"], moved, part)
 
 
 def _spans(devices: Sequence[int]) -> str:

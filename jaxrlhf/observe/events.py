@@ -29,6 +29,8 @@ class Event:
     """The part of the run that it belongs to."""
     bytes: int = 0
     """Bytes moved to the devices, or the host memory, of the process that recorded the event; 0 if it moved none."""
+    part: str = ""
+    """The part of a call that it is, if the call has several, and how much was done in it."""
 
     @property
     def call(self) -> tuple[str, int, str, str]:

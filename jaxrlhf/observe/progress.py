@@ -29,10 +29,22 @@ class Progress:
         self._compiled = False
         self._saved: int | None = None
         self._line, self._slowest = "the first step compiles", ""
+        self._within = ""
 
     def saved(self, step: int) -> None:
         """Takes note of a checkpoint after `step` steps, from which the run would resume if it were killed."""
         self._saved = step
+
+    def within_step(self, text: str) -> None:
+        """Takes note of how far a long call of the present step is. May be called in any thread.
+
+        It is a line of its own after ten seconds without one.
+        """
+        now = self._clock()
+        self._within = text
+        if now - (self._began if self._printed is None else self._printed) >= 10:
+            self._printed = now
+            self._write(f"step {self._step + 1}  {text}")
 
     def resume(self) -> None:
         """Excludes the time since the last step, of an evaluation or a checkpoint, from that of the next step."""
@@ -79,7 +91,7 @@ class Progress:
             ]
         )
         slowest = _breakdown(calls) if calls else ""
-        self._line, self._slowest = line, slowest
+        self._line, self._slowest, self._within = line, slowest, ""
         if self._printed is None or step % self._every == 0 or step >= self._total or now - self._printed >= 10:
             self._printed = now
             self._write(f"{line}  {slowest}".rstrip())
@@ -89,7 +101,8 @@ class Progress:
         bar = Table.grid(padding=(0, 1))
         elapsed = duration(self._clock() - self._began)
         bar.add_row(ProgressBar(total=self._total, completed=self._step, width=40), elapsed)
-        return Group(bar, Text(printable(self._line)), Text(printable(self._slowest), "dim"))
+        below = (Text(printable(text), "dim") for text in (self._slowest, self._within) if text)
+        return Group(bar, Text(printable(self._line)), *below)
 
 
 def _breakdown(calls: Mapping[str, float]) -> str:

@@ -10,7 +10,7 @@ import dataclasses
 import queue
 import threading
 import time
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -153,6 +153,7 @@ class _Watched:
     bytes: int
     arrays: list[Any]
     inputs: list[Any]
+    describe: Callable[[list[Any]], str] | None
     predecessors: list["_Watched"]
     """The calls dispatched just before this one to each of its devices."""
     end: float = 0.0
@@ -189,6 +190,7 @@ class Watcher:
         phase: str = STEP,
         bytes: int = 0,
         inputs: Sequence[Any] = (),
+        describe: Callable[[list[Any]], str] | None = None,
     ) -> None:
         """Takes note of a call that was just dispatched. Returns at once.
 
@@ -199,6 +201,8 @@ class Watcher:
             dispatched: `time.perf_counter()` from just before the dispatch.
             bytes: Bytes that it moves to the devices of this process, if it moves arrays.
             inputs: Arrays on their way to the call's devices, which it waits for. They must not be donated either.
+            describe: For one of a call's several parts: gets its arrays, in another thread, and returns what the
+                event says of the part.
         """
         assert devices, f"Call {name!r} must name its devices; work on the host goes to Timeline.host."
         with self._changed:
@@ -206,7 +210,7 @@ class Watcher:
             predecessors = {id(call): call for device in devices if (call := self._latest_on.get(device))}
             leaves = jax.tree.leaves(arrays)
             before = list(predecessors.values())
-            call = _Watched(name, kind, devices, step, phase, dispatched, bytes, leaves, list(inputs), before)
+            call = _Watched(name, kind, devices, step, phase, dispatched, bytes, leaves, list(inputs), describe, before)
             self._latest_on.update(dict.fromkeys(devices, call))
             self._num_pending[phase, step] += 1
             if devices not in self._lanes:
@@ -258,7 +262,8 @@ class Watcher:
             with self._timeline.running(event):
                 jax.block_until_ready(call.arrays)
                 call.end = time.perf_counter()
-                self._timeline.record(dataclasses.replace(event, end=call.end))
+                part = call.describe(call.arrays) if call.describe is not None else ""
+                self._timeline.record(dataclasses.replace(event, end=call.end, part=part))
         except Exception as error:
             error.add_note(f"This came up in call {call.name!r} of {call.phase} {call.step}.")
             failure, call.end = error, time.perf_counter()

@@ -20,6 +20,7 @@ from jaxrlhf.generation.slot_rollouts import generate_in_slots
 from jaxrlhf.models.heads import INFERENCE_OUTPUTS
 from jaxrlhf.models.params import Params
 from jaxrlhf.programs.arrays import Arrays, Metrics, Noise, Program, Rebuild
+from jaxrlhf.programs.generation_in_parts import GenerationInParts
 from jaxrlhf.programs.gradients import gradient_of_update
 from jaxrlhf.programs.loss_terms import Losses, over_updates
 from jaxrlhf.programs.micro_batches import cut, dealt_sequences, joined, rows_of_update, update_orders
@@ -46,6 +47,7 @@ def model_program(
     layout: Layout,
     *,
     uneven: bool = False,
+    part_tokens: int = 0,
 ) -> Program:
     """The program of a call of a model, by its kind and method: one of those below.
 
@@ -53,10 +55,14 @@ def model_program(
         has_rows: Which of the arrays have rows.
         uneven: The rows of a call of `generate` or `infer` do not divide: they are filled up with copies within the
             program (`sharding.row_padding`), and lie whole on every device outside.
+        part_tokens: Decoding steps of a part where generation is several programs; 0 means that it is one.
     """
     if kind == "train":
         return train_program(role, rebuild, has_rows, layout)
     if kind == "generate":
+        if part_tokens and layout.strategy.pipeline == layout.strategy.micro_batches == 1 and not uneven:
+            slots = slots_of(layout.strategy) if layout.strategy.slots else None
+            return GenerationInParts(role, rebuild, layout, part_tokens, slots, _decoding_options(layout))
         return generate_program(role, rebuild, layout, uneven=uneven)
     if method == "loss":
         return loss_program(role, rebuild, has_rows, layout)

@@ -96,8 +96,9 @@ class Trainer:
         self._resume = resume
         self._timeline = Timeline(own_devices=mesh.own_positions())
         self._executor = Executor(
-            assembly.train.roles, seed=self._config.seed, timeline=self._timeline, channel=channel
-        )
+            assembly.train.roles, seed=self._config.seed, timeline=self._timeline, channel=channel,
+            part_tokens=assembly.config.output.part_tokens,
+        )  # fmt: skip
         self._records = open_records(channel, folder, assembly.config, assembly.table, resume, console.line)
         self._checkpoints = Checkpoints(assembly, folder, channel)
         stop = stop or StopRequest()
@@ -248,6 +249,7 @@ class Trainer:
         unread: collections.deque[tuple[int, StepResult]] = collections.deque()
         self._reported = time.perf_counter()
         with self._console.progress(config.steps, start=first_step) as progress:
+            self._executor.say = progress.within_step
             if self._saved is not None:
                 progress.saved(self._saved)
             if first_step < config.steps and self._requests.look().stop:  # requested while weights were made

@@ -54,11 +54,14 @@ def test_a_run_leaves_everything_behind(train, results):
                 ("warm start", "step", "evaluation")}  # fmt: skip
     assert steps_of == {"warm start": {2, 4}, "step": {1, 2, 3}, "evaluation": {0, 2, 3}}, "as metrics count"
 
-    # the resolved config is complete: it gives the same run again, bitwise
+    # the resolved config is complete: it gives the same run again, bitwise, also where responses come in parts
     first = results()
-    status, _, _ = train(config=str((folder / "config.yaml").resolve()))
+    status, _, _ = train("--set", "output.part_tokens=2", config=str((folder / "config.yaml").resolve()))
     assert status == 0
     assert results() == first
+    trace = json.loads(Path("runs/latest/timeline.json").read_text())["traceEvents"]
+    parts = [e["name"] for e in trace if e["name"].startswith("actor.generate: ") and e["args"]["phase"] == "step"]
+    assert {name.partition(",")[0] for name in parts} == {"actor.generate: prefill", "actor.generate: decode"}
 
 
 def test_a_dry_run_writes_nothing(train):

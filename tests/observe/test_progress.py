@@ -88,3 +88,12 @@ def test_progress_tells_how_busy_the_devices_were() -> None:
         "step 2/3  2 s/step  9 tokens/s  busy 78%  ETA 2s",
         "step 3/3  2 s/step  9 tokens/s  busy 78%  overlap 25%",
     ]
+
+
+def test_a_long_call_tells_how_far_it_is_after_ten_seconds_without_a_line() -> None:
+    shown = Shown()
+    with shown.console.progress(3, every=1) as progress:
+        for shown.clock.now in (6.0, 12.0, 18.0, 24.0):
+            progress.within_step(f"after {shown.clock.now:g} s")
+        progress.update(1, {})
+    assert shown.lines() == ["step 1  after 12 s", "step 1  after 24 s", "step 1/3  24 s/step"]

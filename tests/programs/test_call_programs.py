@@ -14,7 +14,13 @@ from jaxrlhf.models import heads
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.params import Params, abstract_params, init_params, param_shardings
 from jaxrlhf.programs import micro_batches
-from jaxrlhf.programs.call_programs import generate_program, infer_program, loss_program, train_program
+from jaxrlhf.programs.call_programs import (
+    generate_program,
+    infer_program,
+    loss_program,
+    model_program,
+    train_program,
+)
 from jaxrlhf.programs.optimizer import apply_gradient, init_optimizer, optimizer_shardings
 from jaxrlhf.programs.roles import GAP_METRIC, ModelRole
 from jaxrlhf.reshard.reallocate import reallocate
@@ -258,6 +264,26 @@ def test_generation_in_micro_batches_and_through_stages_keeps_the_order_of_rows(
         for x, expected in zip(jax.device_get(other), jax.device_get(rollouts[0]), strict=True):
             np.testing.assert_allclose(x, expected, atol=1e-5 if x.dtype == np.float32 else 0)
     assert len({tuple(tokens) for tokens in np.asarray(rollouts[0][0]).tolist()}) == 2 * B
+
+
+@pytest.mark.parametrize("strategy", [Strategy(data=2, tensor=2), Strategy(data=2, slots=2, prefill_rows=1)], ids=str)
+def test_generation_in_parts_gives_the_same_bits_and_says_how_far_it_is(strategy):
+    rollout, sampling = make_batch()["sequences"], Sampling(max_new_tokens=20, num_samples=2, stop_ids=(3, 17))
+    prompts = Prompts(rollout.tokens[:, :P], rollout.mask[:, :P], rollout.row, rollout.id)
+    arrays, _, rebuild = split_args((prompts, sampling))
+    layout = Layout.over(tuple(range(strategy.num_devices)), strategy)
+    params = jax.device_put(first_params(MODEL), param_shardings(MODEL, layout))
+    given = (params, NOISE, jnp.float32(1), jax.device_put(arrays, layout.rows))
+    whole = generate_program(ROLE, rebuild, layout)(*given)
+    program = model_program("generate", "", ROLE, rebuild, [True] * len(arrays), layout, part_tokens=8)
+    for x, expected in zip(program(*given), whole, strict=True):
+        np.testing.assert_array_equal(x, expected)
+    parts = [np.sum(part.progress, axis=0).tolist() for part in program.parts]
+    assert parts == sorted(parts) and len(parts) > 3
+    assert parts[-1][:2] == [2 * B, int(np.sum(whole[2]))] and 0 < parts[0][1] < parts[-1][1]
+    assert {part.name for part in program.parts} == (
+        {"prefill and decode"} if strategy.slots else {"prefill", "decode"}
+    )
 
 
 @pytest.mark.parametrize("strategy", [Strategy(data=4), Strategy(data=2, fsdp=2, micro_batches=2)], ids=str)
