@@ -209,15 +209,13 @@ class Executor:
     def _call_device(self, call: Call, plan: Plan, values: Values, step: int) -> Leaves:
         ready = self._ready(call, plan, values, step)
         arguments, program = self._arguments(ready), self._program(ready)
-        outputs = program(*arguments) if program is not None else None
+        told = {"on_part": self._part_watcher(ready)} if isinstance(program, GenerationInParts) else {}
+        outputs = program(*arguments, **told) if program is not None else None
         if call.kind == "train":
             outputs = self._trained(ready, arguments, outputs)
         elif outputs is None:
             outputs = _absent_outputs(call, ready.layout)
         ends = program.ends if isinstance(program, Pipelined) else {ready.layout: outputs}
-        if isinstance(program, GenerationInParts):
-            self._watch_parts(ready, program.parts)
-            program.parts = []
         for where, array in ends.items():
             self._watch(array, call.plan_name, call.kind, where, ready.dispatched, inputs=ready.arrays)
         if isinstance(program, Pipelined):
@@ -433,23 +431,19 @@ class Executor:
             bytes=bytes, inputs=inputs, describe=describe,
         )  # fmt: skip
 
-    def _watch_parts(self, ready: "_Ready", parts: Sequence[Part]) -> None:
+    def _part_watcher(self, ready: "_Ready") -> Callable[[Part], None]:
         """Records the parts of a generation, and tells how far it is."""
-        call, inputs = ready.call, ready.arrays
+        call = ready.call
         num_sequences = call.args[0].tokens.shape[0] * call.args[1].num_samples
-        told = PartReports(call.plan_name, num_sequences, self.say)
-        for part in parts:
-            describe = functools.partial(told.after, part.name)
+        reports = PartReports(call.plan_name, num_sequences, self.say)
+
+        def watch(part: Part) -> None:
             self._watch(
-                part.progress,
-                call.plan_name,
-                call.kind,
-                ready.layout,
-                ready.dispatched,
-                inputs=inputs,
-                describe=describe,
-            )
-            inputs = []
+                part.progress, call.plan_name, call.kind, ready.layout, ready.dispatched, inputs=ready.arrays,
+                describe=functools.partial(reports.after, part.name),
+            )  # fmt: skip
+
+        return watch
 
     def _watch_reallocation(self, role: str, arrays: Any, layout: Layout, started: float, received: int) -> None:
         self._watch(arrays, f"{role}.reallocate", "reallocate", layout, started, copy=True, bytes=received)

@@ -142,7 +142,7 @@ def rollout_so_far(
     told = {"outputs": state.outputs, "rounds": state.rounds, "groups": state.groups, "entered": state.head}
     if settings.layout.is_pipelined:
         with jax.named_scope("share_responses"):
-            told = jax.tree.map(lambda x: x[:, -1], told)  # of the last stage
+            told = jax.tree.map(lambda x: x.at[:, :-1].set(0).sum(axis=1), told)  # of the last stage, by one all-reduce
     outputs: Any = told.pop("outputs")
     drawn = settings.layout.constrain_rows(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), outputs.drawn()))
     return finish(samples_of(prompts, settings.sampling, settings.layout), drawn, settings.layout), told

@@ -7,7 +7,7 @@ as full-length responses take. Those after the last response has ended return at
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -54,8 +54,16 @@ class Part(NamedTuple):
     """A `PartProgress` for each row shard, or for all together."""
 
 
+OnPart = Callable[[Part], None]
+"""Is told of a part when it was dispatched, before it has ended."""
+
+
+def ignore(part: Part) -> None:
+    """Nothing is done when a part was dispatched."""
+
+
 class GenerationInParts:
-    """`(params, noise, temperature, arrays) -> leaves of a Rollout`, as several programs.
+    """`(params, noise, temperature, arrays, on_part) -> leaves of a Rollout`, as several programs.
 
     Args:
         part_tokens: Decoding steps of a part.
@@ -79,32 +87,42 @@ class GenerationInParts:
         self._decode = jit(_decode, static_argnames=("settings", "num_slots"), donate_argnames="state")
         self._go_on = jit(_go_on, donate_argnames="state")
         self._finish, self._finish_slots = (jit(each, out_shardings=layout.rows) for each in (_finish, _finish_slots))
-        self.parts: list[Part] = []
-        """After a call: its parts."""
 
-    def __call__(self, params: Params, noise: Noise, temperature: Float[Array, ""], arrays: Arrays) -> Arrays:
-        self.parts = []
+    def __call__(
+        self, params: Params, noise: Noise, temperature: Float[Array, ""], arrays: Arrays, on_part: OnPart = ignore
+    ) -> Arrays:
         prompts, sampling = self._rebuild(arrays)
         settings = RolloutSettings(sampling, self._slots or Slots(1), self._role.model, self._layout)
-        if self._slots is None:
-            return self._all_at_once(params, prompts, noise, temperature, settings)
-        return self._in_slots(params, prompts, noise, temperature, settings)
+        run = self._all_at_once if self._slots is None else self._in_slots
+        return run(params, prompts, noise, temperature, settings, on_part)
 
     def _all_at_once(
-        self, params: Params, prompts: Prompts, noise: Noise, temperature: Any, settings: RolloutSettings
+        self,
+        params: Params,
+        prompts: Prompts,
+        noise: Noise,
+        temperature: Any,
+        settings: RolloutSettings,
+        on_part: OnPart,
     ) -> Arrays:
         P = prompts.tokens.shape[1]
         ready, state, progress = self._prefill(params, prompts, noise, temperature, settings=settings)
-        self._dispatched("prefill", progress)
+        _dispatched("prefill", progress, on_part)
         for num_new_slots, num_steps in self._decoding(settings.sampling):
             state, progress = self._decode(
                 ready, state, num_steps, temperature, settings=settings, num_slots=P + num_new_slots
             )
-            self._dispatched("decode", progress)
+            _dispatched("decode", progress, on_part)
         return self._finish(prompts, state.responses, settings=settings)
 
     def _in_slots(
-        self, params: Params, prompts: Prompts, noise: Noise, temperature: Any, settings: RolloutSettings
+        self,
+        params: Params,
+        prompts: Prompts,
+        noise: Noise,
+        temperature: Any,
+        settings: RolloutSettings,
+        on_part: OnPart,
     ) -> Arrays:
         slots, sampling = settings.slots, settings.sampling
         ready, state = self._begin(params, prompts, settings=settings)
@@ -115,7 +133,7 @@ class GenerationInParts:
         for part in range(num_parts):
             limit = rounds if part + 1 < num_parts else most * slots.slots  # the last one goes on to the end
             state, progress = self._go_on(ready, prompts, state, noise, temperature, limit, settings=settings)
-            self._dispatched("prefill and decode", progress)
+            _dispatched("prefill and decode", progress, on_part)
         return self._finish_slots(prompts, state, settings=settings)
 
     def _decoding(self, sampling: Sampling) -> Iterator[tuple[int, int]]:
@@ -124,9 +142,10 @@ class GenerationInParts:
             for first in range(0, num_steps, self._part_tokens):
                 yield num_new_slots, min(self._part_tokens, num_steps - first)
 
-    def _dispatched(self, name: str, progress: jax.Array) -> None:
-        self.parts.append(Part(name, progress))
-        settle(progress)
+
+def _dispatched(name: str, progress: jax.Array, on_part: OnPart) -> None:
+    on_part(Part(name, progress))
+    settle(progress)
 
 
 def _prefill(

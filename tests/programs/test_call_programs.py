@@ -21,6 +21,7 @@ from jaxrlhf.programs.call_programs import (
     model_program,
     train_program,
 )
+from jaxrlhf.programs.generation_in_parts import Part
 from jaxrlhf.programs.optimizer import apply_gradient, init_optimizer, optimizer_shardings
 from jaxrlhf.programs.roles import GAP_METRIC, ModelRole
 from jaxrlhf.reshard.reallocate import reallocate
@@ -276,14 +277,13 @@ def test_generation_in_parts_gives_the_same_bits_and_says_how_far_it_is(strategy
     given = (params, NOISE, jnp.float32(1), jax.device_put(arrays, layout.rows))
     whole = generate_program(ROLE, rebuild, layout)(*given)
     program = model_program("generate", "", ROLE, rebuild, [True] * len(arrays), layout, part_tokens=8)
-    for x, expected in zip(program(*given), whole, strict=True):
+    dispatched: list[Part] = []
+    for x, expected in zip(program(*given, dispatched.append), whole, strict=True):
         np.testing.assert_array_equal(x, expected)
-    parts = [np.sum(part.progress, axis=0).tolist() for part in program.parts]
+    parts = [np.sum(part.progress, axis=0).tolist() for part in dispatched]
     assert parts == sorted(parts) and len(parts) > 3
     assert parts[-1][:2] == [2 * B, int(np.sum(whole[2]))] and 0 < parts[0][1] < parts[-1][1]
-    assert {part.name for part in program.parts} == (
-        {"prefill and decode"} if strategy.slots else {"prefill", "decode"}
-    )
+    assert {part.name for part in dispatched} == ({"prefill and decode"} if strategy.slots else {"prefill", "decode"})
 
 
 @pytest.mark.parametrize("strategy", [Strategy(data=4), Strategy(data=2, fsdp=2, micro_batches=2)], ids=str)
