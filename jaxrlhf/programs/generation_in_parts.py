@@ -1,8 +1,9 @@
 """A generate call as several programs, one after another: its prefill, and its decoding steps in parts.
 
-The responses are those of `call_programs.generate_program`. After each part the host learns how far they are, while the
-devices work on the next one: parts are dispatched without waiting for what comes of those before, and there are as many
-as full-length responses take. Those after the last response has ended return at once.
+The responses are those of `call_programs.generate_program`. After each part the host learns how far they are. It
+decides nothing by that: there are as many parts as full-length responses take, and those after the last response has
+ended return at once. So on GPUs all are dispatched without waiting, and devices do not pause between them. On CPUs each
+is waited for before the next, since too many programs in flight can block one another.
 """
 
 import functools
@@ -55,11 +56,11 @@ class Part(NamedTuple):
 
 
 OnPart = Callable[[Part], None]
-"""Is told of a part when it was dispatched, before it has ended."""
+"""Is told of each part when it is dispatched."""
 
 
 def ignore(part: Part) -> None:
-    """Nothing is done when a part was dispatched."""
+    """An `OnPart` that does nothing."""
 
 
 class GenerationInParts:
