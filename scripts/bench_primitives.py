@@ -56,12 +56,16 @@ SIZES: Mapping[str, Mapping[str, Any]] = {
         layers=28, hidden=1536, ffn=8960, heads=12, kv_heads=2, vocab=151936, prompt=512, new_tokens=512,
         tied=True, dtype="bfloat16",
     ),
+    "7b": dict(
+        layers=28, hidden=3584, ffn=18944, heads=28, kv_heads=4, vocab=152064, prompt=512, new_tokens=512,
+        dtype="bfloat16",
+    ),
     "tiny": dict(
         layers=2, hidden=32, ffn=64, heads=4, kv_heads=2, vocab=97, prompt=8, new_tokens=4, tied=True,
         dtype="bfloat16", batch=4, rounds=1,
     ),
 }  # fmt: skip
-"""Options by name; what is given on the command line comes before them. 0.5b and 1.5b are Qwen 2.5's."""
+"""Options by name; what is given on the command line comes before them. 0.5b, 1.5b and 7b are Qwen 2.5's."""
 
 GPU_SUITE = [
     {"size": "0.5b", "batch": 32, "micro_batches": 4},

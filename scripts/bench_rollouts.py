@@ -3,14 +3,15 @@
     python scripts/bench_rollouts.py                                             # a processor, some minutes
     python scripts/bench_rollouts.py --size 1.5b --slots 32 128 256 --rows 1024  # a GPU
 
-Every token is a stop token with the same probability, so lengths are geometric: the 99.9th percentile is ten times the
-median. "Longest first" knows all lengths beforehand, as no run does. Rounds alternate between the ways. Prints one JSON
+Lengths are lognormal, the 99.9th percentile ten times the median: of more prompts than are timed, whose every token is a
+stop token with the same probability, those are taken whose responses come nearest to the lengths that are drawn. "Longest first" knows all lengths beforehand, as no run does. Rounds alternate between the ways. Prints one JSON
 object: seconds on the wall and of processors, the decoding steps that each way needs at least, and ratios; on GPUs,
 also tokens per second against the bound by which a step reads all weights and the keys and values of its tokens.
 """
 
 import argparse
 import json
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -37,6 +38,8 @@ from scripts.bench_primitives import (
     summary,
 )
 
+POOL = 8
+"""Prompts, as a multiple of those that are timed, among which these are found."""
 NOISE, TEMPERATURE = jnp.array([0, 0, 0], jnp.uint32), jnp.float32(1.0)
 
 
@@ -51,7 +54,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=512)
     parser.add_argument("--prompt", type=int, default=64)
     parser.add_argument("--new-tokens", type=int, default=256, help="the most")
-    parser.add_argument("--mean", type=float, default=33.0, help="new tokens, if there were no limit")
+    parser.add_argument("--mean", type=float, default=33.0, help="of the new tokens; from the most on, all have it")
     parser.add_argument("--slots", type=int, nargs="+", default=[128])
     parser.add_argument("--steps", type=int, default=8, help="decoding steps between two admissions")
     parser.add_argument("--prefill-rows", type=int, default=8)
@@ -65,11 +68,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Everything about one setting."""
     config, layout = language_model(options), Layout.over((0,), Strategy())
-    stop_ids = tuple(range(max(1, round(config.vocab_size / options.mean))))
+    targets = drawn_lengths(options)
+    stop_ids = () if targets is None else tuple(range(max(1, round(config.vocab_size / (2 * options.mean)))))
     sampling = Sampling(max_new_tokens=options.new_tokens, stop_ids=stop_ids, min_new_tokens=0)
     params = jax.device_put(init_params(config, jax.random.key(0)))
     params["lm_head" if not config.tie_embeddings else "embedding"] *= 0.1  # every token is nearly as likely
-    prompts = random_prompts(options)
 
     def whole() -> list[Rollout]:
         return [at_once(params, prompts)]
@@ -79,6 +82,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         return [at_once(params, part) for part in parts]
 
     at_once = jax.jit(lambda given, some: generate(given, some, NOISE, TEMPERATURE, sampling, config, layout))
+    prompts = random_prompts(options)
+    if targets is not None:
+        pool = random_prompts(argparse.Namespace(**{**vars(options), "batch": POOL * options.rows}))
+        parts = [jax.tree.map(lambda x, i=i: x[i::POOL], pool) for i in range(POOL)]
+        lengths = np.stack([np.asarray(at_once(params, part).lengths) for part in parts], axis=1).ravel()
+        prompts = jax.tree.map(lambda x: x[nearest(targets, lengths)], pool)
     ways: dict[str, Callable[[], list[Rollout]]] = {} if options.without_whole else {"at once": whole}
     for size in options.slots:
         slots = Slots(size, prefill_rows=options.prefill_rows, steps=options.steps)
@@ -119,6 +128,24 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             if name in clocks
         },
     }
+
+
+def drawn_lengths(options: argparse.Namespace) -> np.ndarray | None:
+    """Lognormal lengths of this mean, before those above the limit are cut to it. None if the limit is not above it."""
+    if options.mean >= options.new_tokens:
+        return None
+    sigma = math.log(10) / statistics.NormalDist().inv_cdf(0.999)
+    lengths = np.random.default_rng(1).lognormal(math.log(options.mean) - sigma**2 / 2, sigma, options.rows)
+    return np.clip(np.round(lengths), 1, options.new_tokens).astype(int)
+
+
+def nearest(targets: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """For each target, from the highest on, the place of the length that is nearest to it and not yet taken."""
+    left, places = lengths.astype(float), np.zeros(len(targets), int)
+    for i in np.argsort(-targets, kind="stable"):
+        places[i] = np.abs(left - targets[i]).argmin()
+        left[places[i]] = np.inf
+    return places
 
 
 def of_way(

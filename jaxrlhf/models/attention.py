@@ -117,24 +117,24 @@ def column_attention(
     """Grouped-query attention of the query in column `at_B` of each sequence, which sees as in `full_attention`."""
     columns_1T, at_B1 = jnp.arange(mask_BT.shape[1])[None, :], at_B[:, None]
     allowed_BT = ((columns_1T <= at_B1) & mask_BT) | (columns_1T == at_B1)
-    return cached_attention(q_BHh, k_BTKh.swapaxes(1, 2), v_BTKh.swapaxes(1, 2), allowed_BT)
+    return cached_attention(q_BHh, k_BTKh.transpose(0, 2, 3, 1), v_BTKh.swapaxes(1, 2), allowed_BT)
 
 
 def cached_attention(
     q_BHh: Float[Array, "B H h"],
-    k_BKTh: Float[Array, "B K T h"],
+    k_BKhT: Float[Array, "B K h T"],
     v_BKTh: Float[Array, "B K T h"],
     allowed_BT: Bool[Array, "B T"],
 ) -> Float[Array, "B H h"]:
     """Grouped-query attention of one token a sequence over a cache."""
     B, H, h = q_BHh.shape
-    q_BKGh = q_BHh.reshape(B, k_BKTh.shape[1], -1, h)
-    return _attend(q_BKGh, k_BKTh, v_BKTh, allowed_BT[:, None, None, None]).reshape(B, H, h)
+    q_BKGh = q_BHh.reshape(B, k_BKhT.shape[1], -1, h)
+    return _attend(q_BKGh, k_BKhT.swapaxes(2, 3), v_BKTh, allowed_BT[:, None, None, None]).reshape(B, H, h)
 
 
 def attention_in_parts(
     q_SHh: Float[Array, "S H h"],
-    keys: Sequence[Float[Array, "S K t h"]],
+    keys: Sequence[Float[Array, "S K h t"]],
     values: Sequence[Float[Array, "S K t h"]],
     occupied_ST: Bool[Array, "S T"],
 ) -> Float[Array, "S H h"]:
@@ -143,15 +143,15 @@ def attention_in_parts(
     same however many are read."""
     if len(keys) == 1:
         return cached_attention(q_SHh, keys[0], values[0], occupied_ST)
-    S, K, size, h = keys[0].shape
+    S, K, h, size = keys[0].shape
     q_SKGh, wide = q_SHh.reshape(S, K, -1, h), at_least_float32(q_SHh.dtype)
 
     def over_first(count: int) -> Callable[[], jax.Array]:
         def attend() -> jax.Array:
             scores = []
             for j, k in enumerate(keys[:count]):
-                score = jnp.einsum("skgh,skth->skgt", q_SKGh, k, preferred_element_type=wide) * h**-0.5
-                allowed = occupied_ST[:, None, None, j * size : j * size + k.shape[2]]
+                score = jnp.einsum("skgh,skht->skgt", q_SKGh, k, preferred_element_type=wide) * h**-0.5
+                allowed = occupied_ST[:, None, None, j * size : j * size + k.shape[3]]
                 scores.append(jnp.where(allowed, score, _LOWEST))
             highest = functools.reduce(jnp.maximum, [score.max(axis=-1, keepdims=True) for score in scores])
             mass = [jnp.exp(score - highest) for score in scores]

@@ -64,7 +64,7 @@ def test_attention_over_groups_of_heads(num_heads, num_kv_heads):
     np.testing.assert_allclose(one_column, expected[rows_B, at_B], atol=1e-5)
 
     seen_BT = np.stack([np.isin(np.arange(T), seen_by(mask_BT[b], T - 1)) for b in range(B)])
-    cached = cached_attention(q[:, -1], k.swapaxes(1, 2), v.swapaxes(1, 2), jnp.asarray(seen_BT))
+    cached = cached_attention(q[:, -1], k.transpose(0, 2, 3, 1), v.swapaxes(1, 2), jnp.asarray(seen_BT))
     np.testing.assert_allclose(cached, expected[:, -1], atol=1e-5)
 
 
