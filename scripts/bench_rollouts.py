@@ -3,10 +3,11 @@
     python scripts/bench_rollouts.py                                             # a processor, some minutes
     python scripts/bench_rollouts.py --size 1.5b --slots 32 128 256 --rows 1024  # a GPU
 
-Lengths are lognormal, the 99.9th percentile ten times the median: of more prompts than are timed, whose every token is a
-stop token with the same probability, those are taken whose responses come nearest to the lengths that are drawn. "Longest first" knows all lengths beforehand, as no run does. Rounds alternate between the ways. Prints one JSON
-object: seconds on the wall and of processors, the decoding steps that each way needs at least, and ratios; on GPUs,
-also tokens per second against the bound by which a step reads all weights and the keys and values of its tokens.
+Lengths are lognormal, the 99.9th percentile ten times the median: every token stops with the same probability, and
+of more prompts than are timed, those are taken whose responses come nearest to the lengths that are drawn. "Longest
+first" knows all lengths beforehand, as no run does. Rounds alternate between the ways. Prints one JSON object: seconds
+on the wall and of processors, the decoding steps that each way needs at least, and ratios; on GPUs, also tokens per
+second against the bound by which a step reads all weights and the keys and values of its tokens.
 """
 
 import argparse

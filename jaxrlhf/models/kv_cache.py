@@ -31,9 +31,9 @@ COLUMNS = 64
 _MAX_PARTS = 8
 """Parts of the columns of a `SlotCache`: attention is compiled for each number of them that is in use."""
 PromptKeysValues = list[tuple[Float[Array, "B P K h"], Float[Array, "B P K h"]]]
-_PROMPT = ("batch", "length", "kv_heads", "head_dim")
-_KEYS = ("batch", "kv_heads", "head_dim", "length")
-_VALUES = ("batch", "kv_heads", "length", "head_dim")
+_PROMPT: Axes = ("batch", "length", "kv_heads", "head_dim")
+_KEYS: Axes = ("batch", "kv_heads", "head_dim", "length")
+_VALUES: Axes = ("batch", "kv_heads", "length", "head_dim")
 
 
 class KVCache(struct.PyTreeNode):
@@ -72,8 +72,8 @@ class KVCache(struct.PyTreeNode):
             return self
 
         def pad(x: jax.Array, axes: Axes) -> jax.Array:
-            more = {"length": num_slots - self.num_slots}
-            return layout.activation(jnp.pad(x, [(0, more.get(axis, 0)) for axis in axes]), axes)
+            more = num_slots - self.num_slots
+            return layout.activation(jnp.pad(x, [(0, more if axis == "length" else 0) for axis in axes]), axes)
 
         keys, values = tuple(pad(k, _KEYS) for k in self.keys), tuple(pad(v, _VALUES) for v in self.values)
         return self.replace(keys=keys, values=values)
@@ -124,10 +124,9 @@ class SlotCache(struct.PyTreeNode):
         sizes = [num_columns(tokens)] if layout.is_on_gpu else _part_sizes(num_columns(tokens))
 
         def zeros(axes: Axes) -> tuple[tuple[jax.Array, ...], ...]:
-            of = {"batch": num_rows, "kv_heads": config.num_kv_heads, "head_dim": config.head_size}
-            shapes = [tuple(of.get(axis, size) for axis in axes) for size in sizes]
+            shapes = [(num_rows, size, config.num_kv_heads, config.head_size) for size in sizes]
             return tuple(
-                tuple(layout.activation(jnp.zeros(shape, config.compute_dtype), axes) for shape in shapes)
+                tuple(layout.activation(_laid_down(jnp.zeros(s, config.compute_dtype), axes), axes) for s in shapes)
                 for _ in range(config.num_layers)
             )
 
