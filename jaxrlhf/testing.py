@@ -27,6 +27,7 @@ from jaxrlhf.config.algorithm_loading import load_algorithm
 from jaxrlhf.config.reading import build, merge, to_tree
 from jaxrlhf.config.schema import RunConfig, build_run
 from jaxrlhf.execution.executor import Executor
+from jaxrlhf.experience import Sampling
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.observe.metrics import flatten
 from jaxrlhf.planner.costs.stage_costs import reference_costs
@@ -291,6 +292,8 @@ def _random_placement(call: Call, draw: random.Random) -> Placement:
     if call.kind == "generate" and strategy.micro_batches == 1:
         slots, together = draw.choice((0, 2, 4, 6)), draw.choice((1, 3))
         strategy = dataclasses.replace(strategy, slots=slots, prefill_rows=together)
+        if slots and max((x.num_samples for x in jax.tree.leaves(call.args) if isinstance(x, Sampling)), default=1) > 1:
+            strategy = dataclasses.replace(strategy, shared_prompts=draw.choice((0, 2, 4)))
     return Placement(tuple(range(first, first + count)), strategy)
 
 

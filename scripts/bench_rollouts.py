@@ -1,7 +1,7 @@
 """Times rollouts whose responses differ in length: all rows at once, in waves of S rows, and in S slots.
 
-    python scripts/bench_rollouts.py                                             # a processor, some minutes
-    python scripts/bench_rollouts.py --size 1.5b --slots 32 128 256 --rows 1024  # a GPU
+    python -m scripts.bench_rollouts                                             # a processor, some minutes
+    python -m scripts.bench_rollouts --size 1.5b --slots 32 128 256 --rows 1024  # a GPU
 
 Lengths are lognormal, the 99.9th percentile ten times the median: every token stops with the same probability, and
 of more prompts than are timed, those are taken whose responses come nearest to the lengths that are drawn. "Longest
@@ -11,6 +11,8 @@ second against the bound by which a step reads all weights and the keys and valu
 """
 
 import argparse
+import dataclasses
+import functools
 import json
 import math
 import statistics
@@ -21,11 +23,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrlhf.experience import Rollout, Sampling
+from jaxrlhf.experience import Prompts, Rollout, Sampling
 from jaxrlhf.generation.continuous_batching import Slots
 from jaxrlhf.generation.generate import generate
 from jaxrlhf.generation.slot_rollouts import generate_in_slots
-from jaxrlhf.models.params import init_params
+from jaxrlhf.models.params import Params, init_params
 from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.strategy import Strategy
 from scripts.bench_primitives import (
@@ -59,19 +61,22 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--slots", type=int, nargs="+", default=[128])
     parser.add_argument("--steps", type=int, default=8, help="decoding steps between two admissions")
     parser.add_argument("--prefill-rows", type=int, default=8)
+    parser.add_argument("--samples", type=int, default=1, help="of each prompt; lengths are geometric if several")
+    parser.add_argument("--shared-prompts", type=int, default=0, help="of slots, as one more way; for several samples")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--without-whole", action="store_true", help="leave out all rows at once")
     options = parser.parse_args(arguments)
     defaults = {"tied": False, "dtype": "float32", "scan_layers": False, **SIZES[options.size], **vars(options)}
-    return argparse.Namespace(**{**defaults, "batch": options.rows})
+    return argparse.Namespace(**{**defaults, "batch": options.rows // options.samples})
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Everything about one setting."""
     config, layout = language_model(options), Layout.over((0,), Strategy())
-    targets = drawn_lengths(options)
-    stop_ids = () if targets is None else tuple(range(max(1, round(config.vocab_size / (2 * options.mean)))))
-    sampling = Sampling(max_new_tokens=options.new_tokens, stop_ids=stop_ids, min_new_tokens=0)
+    targets, n = drawn_lengths(options), options.samples
+    mean = options.mean * (1 if targets is None else 2)
+    stop_ids = () if options.mean >= options.new_tokens else tuple(range(max(1, round(config.vocab_size / mean))))
+    sampling = Sampling(max_new_tokens=options.new_tokens, stop_ids=stop_ids, min_new_tokens=0, num_samples=n)
     params = jax.device_put(init_params(config, jax.random.key(0)))
     params["lm_head" if not config.tie_embeddings else "embedding"] *= 0.1  # every token is nearly as likely
 
@@ -79,8 +84,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         return [at_once(params, prompts)]
 
     def in_waves(size: int) -> list[Rollout]:
-        parts = [jax.tree.map(lambda x, i=i: x[i : i + size], prompts) for i in range(0, options.rows, size)]
+        size //= n
+        parts = [jax.tree.map(lambda x, i=i: x[i : i + size], prompts) for i in range(0, options.batch, size)]
         return [at_once(params, part) for part in parts]
+
+    def in_slots(slots: Slots, given: Params, some: Prompts) -> Rollout:
+        return generate_in_slots(given, some, NOISE, TEMPERATURE, sampling, slots, config, layout)
 
     at_once = jax.jit(lambda given, some: generate(given, some, NOISE, TEMPERATURE, sampling, config, layout))
     prompts = random_prompts(options)
@@ -92,15 +101,14 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     ways: dict[str, Callable[[], list[Rollout]]] = {} if options.without_whole else {"at once": whole}
     for size in options.slots:
         slots = Slots(size, prefill_rows=options.prefill_rows, steps=options.steps)
-        run = jax.jit(
-            lambda given, some, slots=slots: generate_in_slots(
-                given, some, NOISE, TEMPERATURE, sampling, slots, config, layout
-            )
-        )
+        sharing = dataclasses.replace(slots, shared_prompts=options.shared_prompts)
+        run, run_sharing = jax.jit(functools.partial(in_slots, slots)), jax.jit(functools.partial(in_slots, sharing))
         ways[f"waves of {size}"] = lambda size=size: in_waves(size)
         ways[f"{size} slots"] = lambda run=run: [run(params, prompts)]
+        if options.shared_prompts:
+            ways[f"{size} slots, shared prompts"] = lambda run=run_sharing: [run(params, prompts)]
         ways[f"{size} slots, longest first"] = lambda run=run, known=f"waves of {size}": [
-            run(params, prompts.replace(expected_tokens=rollouts[known].astype(np.float32)))
+            run(params, prompts.replace(expected_tokens=rollouts[known].reshape(-1, n).mean(axis=1, dtype=np.float32)))
         ]
     clocks: dict[str, list[Clocks]] = {name: [] for name in ways}
     rollouts: dict[str, np.ndarray] = {}
@@ -124,16 +132,17 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 one.cpu / other.cpu for one, other in zip(clocks[name], clocks[slots], strict=True)
             )
             for size in options.slots
-            for slots in (f"{size} slots", f"{size} slots, longest first")
+            for slots in (f"{size} slots", f"{size} slots, shared prompts", f"{size} slots, longest first")
             for name in ("at once", f"waves of {size}")
-            if name in clocks
+            if name in clocks and slots in clocks
         },
     }
 
 
 def drawn_lengths(options: argparse.Namespace) -> np.ndarray | None:
-    """Lognormal lengths of this mean, before those above the limit are cut to it. None if the limit is not above it."""
-    if options.mean >= options.new_tokens:
+    """Lognormal lengths of this mean, before those above the limit are cut to it. None if the limit is not above it, or
+    prompts have several samples."""
+    if options.mean >= options.new_tokens or options.samples > 1:
         return None
     sigma = math.log(10) / statistics.NormalDist().inv_cdf(0.999)
     lengths = np.random.default_rng(1).lognormal(math.log(options.mean) - sigma**2 / 2, sigma, options.rows)

@@ -1,8 +1,8 @@
 """Compares the seconds that the planner predicts for rollouts with those that they take, for three distributions of
 response lengths, in every number of slots that a search looks at and with all rows at once.
 
-    python scripts/check_rollout_forecast.py                   # a CPU, some ten minutes
-    python scripts/check_rollout_forecast.py --rows 128 --json
+    python -m scripts.check_rollout_forecast                   # a CPU, some ten minutes
+    python -m scripts.check_rollout_forecast --rows 128 --json
 
 First it measures this machine for such a call, as `jaxrlhf.calibrate` does. Every token is a stop token with the same
 probability, from some token on, so lengths are geometric beyond that; forecasts know the mean and the 99th percentile

@@ -131,7 +131,7 @@ def jobs(workload: Workload, strategies: Mapping[str, Iterable[Strategy]]) -> li
             strategy = Strategy(data=given.data, fsdp=given.fsdp, tensor=given.tensor, remat=given.remat)
             entering = {name: getattr(given, name) for name in ("slots", "prefill_rows", "prefill_tokens")}
             own = [dataclasses.replace(strategy, **entering)] if given.slots else []
-            for each in [*own, *slot_choices(call, strategy)]:
+            for each in [*own, *(each for each in slot_choices(call, strategy) if not each.shared_prompts)]:
                 if num_rounds(call) > 1 and not call.sequences % each.num_row_shards:
                     job = Job(call, each, each.slots * each.num_row_shards)
                     found.setdefault((job.cases, job.rows, each.prefill_rows), (ROW_COUNTS, job))

@@ -19,8 +19,8 @@ from jaxrlhf.experience import Prompts, Sampling
 from jaxrlhf.generation.continuous_batching import RolloutSettings, Slots, Until, advance, begin, make_queue
 from jaxrlhf.generation.generate import prepare
 from jaxrlhf.generation.slot_rollouts import of_row_shard
-from jaxrlhf.models.kv_cache import columns_read, num_columns
 from jaxrlhf.models.params import Params
+from jaxrlhf.models.slot_cache import columns_read, num_columns
 from jaxrlhf.planner.costs.work import SLOT_PHASES, SlotPhase
 from jaxrlhf.planner.workload import ModelCall
 from jaxrlhf.programs.ahead_of_time import CallProgram, call_program

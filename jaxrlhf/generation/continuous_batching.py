@@ -39,8 +39,9 @@ from jaxrlhf.generation.generate import Drawn, uniform
 from jaxrlhf.generation.sampling import History, next_token
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.heads import logits
-from jaxrlhf.models.kv_cache import SlotCache, copies
+from jaxrlhf.models.kv_cache import copies
 from jaxrlhf.models.params import Params
+from jaxrlhf.models.slot_cache import SharedPrompts, SlotCache
 from jaxrlhf.models.transformer import decode_step, embed, prefill_in_chunks, run_layers
 from jaxrlhf.require import require, require_at_least_one, require_fields, require_not_negative
 from jaxrlhf.sharding.layout import Layout
@@ -63,23 +64,27 @@ class Slots:
     many as wait."""
     steps: int = 8
     """Decoding steps between two admissions: the inner loop, whose trip count the compiler knows."""
+    shared_prompts: int = 0
+    """Prompts whose keys and values are kept, and read, once for all of their samples. A prompt enters where one of
+    these places is free. 0 means that each sample has a copy. Part of what decides the bits."""
 
     def __post_init__(self) -> None:
         require_fields(self, require_at_least_one, "slots", "prefill_rows", "steps")
-        require_fields(self, require_not_negative, "prefill_tokens", "admit")
+        require_fields(self, require_not_negative, "prefill_tokens", "admit", "shared_prompts")
 
     def require_room(self, num_samples: int, num_stages: int = 1) -> None:
         """Checks that these slots of a row shard part over stages, with room for all samples of a prompt in each part.
 
         Raises:
-            ValueError: They do not divide, or a prompt has more samples.
+            ValueError: They, or shared prompts, do not divide, or a prompt has more samples.
         """
+        for name in ("slots", "shared_prompts"):
+            value, reason = (
+                getattr(self, name),
+                f"must be a multiple of the {num_stages} stages, each of which works on as many",
+            )
+            require(value % num_stages == 0, name, reason, value, f"Use {math.ceil(value / num_stages) * num_stages}.")
         least, each = num_samples * num_stages, f" for each of {num_stages} stages" if num_stages > 1 else ""
-        require(
-            self.slots % num_stages == 0, "slots",
-            f"must be a multiple of the {num_stages} stages, each of which works on as many", self.slots,
-            f"Use {math.ceil(self.slots / num_stages) * num_stages}.",
-        )  # fmt: skip
         require(
             self.slots >= least, "slots",
             f"must be at least num_samples={num_samples}{each}, since the samples of a prompt enter together",
@@ -196,6 +201,8 @@ class Group(struct.PyTreeNode):
     length: Int[Array, " g"]
     slot: Int[Array, " g*n"]
     """The slot that each sample enters; S, which is no slot, for those that do not enter."""
+    entry: Int[Array, " g"]
+    """Where each prompt is laid down, if prompts are shared; as many as are shared for those that do not enter."""
     place: Int[Array, " g*n"]
     """The place of each sample in the queue."""
 
@@ -227,10 +234,17 @@ def begin(queue: Queue, settings: RolloutSettings) -> BatchState:
     """A state in which all slots are free."""
     G, N, R = settings.layout.strategy.pipeline, len(queue.id), settings.sampling.max_new_tokens
     layers = len(layers_of_stages(settings.config.num_layers, G)[0])
-    tokens = queue.tokens.shape[1] + R - 1  # the last token that is drawn does not enter the cache
-    of_stage = tokens, dataclasses.replace(settings.config, num_layers=layers), settings.layout
+    S, E, n, P = (
+        settings.slots.slots,
+        settings.slots.shared_prompts,
+        settings.sampling.num_samples,
+        queue.tokens.shape[1],
+    )
+    of_stage = dataclasses.replace(settings.config, num_layers=layers), settings.layout
+    tokens = R if E else P + R - 1  # the last token that is drawn does not enter the cache
+    prompts = [SharedPrompts.empty(E, n, S, P - 1, *of_stage) if E else None for _ in range(G)]
     return BatchState(
-        caches=[SlotCache.empty(settings.slots.slots, *of_stage) for _ in range(G)],
+        caches=[SlotCache.empty(S, tokens, *of_stage, each) for each in prompts],
         rows=[SlotRows.empty(N, settings) for _ in range(G)],
         outputs=Outputs.empty(N, R),
         **{name: jnp.zeros((), jnp.int32) for name in ("head", "rounds", "groups")},
@@ -259,7 +273,7 @@ def advance(
         hidden_SD, cache = decode_step(params, rows.newest, cache, config, layout)
         logits_SV = layout.activation(logits(params, hidden_SD, config, layout), ("batch", "choices"))
         rows, outputs = draw_in_slots(rows, state.outputs, logits_SV, noise, temperature, settings.sampling)
-        cache = cache.replace(length=jnp.where(rows.sequence == N, 0, cache.length))  # so that less is read
+        cache = cache.free(rows.sequence == N)
         return state.replace(caches=[cache], rows=[rows], outputs=outputs)
 
     def one_round(state: BatchState) -> BatchState:
@@ -295,37 +309,58 @@ def _has_room(state: BatchState, queue: Queue, settings: RolloutSettings) -> Boo
     """Whether prompts wait, and slots are free for as many of them as are to enter together."""
     waiting = num_prompts(queue, settings.slots) - state.head
     wanted = jnp.minimum(waiting, wanted_together(settings))
-    return (waiting > 0) & (room_for_prompts(state.rows[0].sequence, queue, settings) >= wanted)
+    return (waiting > 0) & (room_for_prompts(free_places(state, 0), settings) >= wanted)
 
 
 def wanted_together(settings: RolloutSettings) -> int:
     """Prompts for which slots are to be free before a group enters."""
     sampling, slots = settings.sampling, settings.slots
-    return min(slots.admit or slots.prefill_rows, slots.prefill_rows, slots.slots // sampling.num_samples)
+    most = min(slots.prefill_rows, slots.slots // sampling.num_samples, slots.shared_prompts or slots.prefill_rows)
+    return min(slots.admit or most, most)
 
 
-def room_for_prompts(sequence_S: Int[Array, " S"], queue: Queue, settings: RolloutSettings) -> Int[Array, ""]:
+class FreePlaces(NamedTuple):
+    """Where sequences may enter."""
+
+    slots: Bool[Array, " S"]
+    entries: Bool[Array, " E"] | None
+    """None if prompts are not shared."""
+
+
+def free_places(state: BatchState, place: int) -> FreePlaces:
+    """Of a place of the ring; without stages, there is one."""
+    N, prompts = len(state.outputs.lengths), state.caches[place].prompts
+    return FreePlaces(state.rows[place].sequence == N, None if prompts is None else prompts.is_free())
+
+
+def room_for_prompts(free: FreePlaces, settings: RolloutSettings) -> Int[Array, ""]:
     """Prompts that may enter together, with all of their samples."""
-    free = (sequence_S == len(queue.id)).sum()
-    return jnp.minimum(free // settings.sampling.num_samples, settings.slots.prefill_rows)
+    room = jnp.minimum(free.slots.sum() // settings.sampling.num_samples, settings.slots.prefill_rows)
+    return room if free.entries is None else jnp.minimum(room, free.entries.sum())
 
 
 def next_group(
     queue: Queue,
     settings: RolloutSettings,
-    sequence_S: Int[Array, " S"],
+    free: FreePlaces,
     first: Int[Array, ""],
     entering: Int[Array, ""],
 ) -> Group:
     """A group of prompts of the queue from `first` on, of which so many enter, each with all of its samples."""
-    n, S, g, N = settings.sampling.num_samples, len(sequence_S), settings.slots.prefill_rows, len(queue.id)
+    n, g, N = settings.sampling.num_samples, settings.slots.prefill_rows, len(queue.id)
+
+    def enters(is_free: jax.Array, samples: int) -> jax.Array:
+        beyond = len(is_free)
+        places = jnp.nonzero(is_free, size=g * samples, fill_value=beyond)[0]
+        return jnp.where(jnp.arange(g * samples) < entering * samples, places, beyond).astype(jnp.int32)
+
     tokens_gP, length_g = (jax.lax.dynamic_slice_in_dim(x, first, g) for x in (queue.tokens, queue.length))
     number = jnp.arange(g * n)  # of each sample of the group, in the order of the queue
-    free = jnp.nonzero(sequence_S == N, size=g * n, fill_value=S)[0]
     return Group(
         tokens=tokens_gP,
         length=length_g,
-        slot=jnp.where(number < entering * n, free, S).astype(jnp.int32),
+        slot=enters(free.slots, n),
+        entry=jnp.zeros(g, jnp.int32) if free.entries is None else enters(free.entries, 1),
         place=jnp.minimum(first * n + number, N - 1).astype(jnp.int32),
     )
 
@@ -352,16 +387,16 @@ def _admit(params: Params, queue: Queue, state: BatchState, settings: RolloutSet
     """Prefills the next group of prompts, and lets those enter for which slots are free."""
     (cache,), (rows,), columns = state.caches, state.rows, queue.tokens.shape[1]
     config, layout, size = settings.config, settings.layout, settings.slots.prefill_tokens
-    room = room_for_prompts(rows.sequence, queue, settings)
-    entering = jnp.minimum(room, num_prompts(queue, settings.slots) - state.head)
-    group = next_group(queue, settings, rows.sequence, state.head, entering)
+    free = free_places(state, 0)
+    entering = jnp.minimum(room_for_prompts(free, settings), num_prompts(queue, settings.slots) - state.head)
+    group = next_group(queue, settings, free, state.head, entering)
     if 0 < size < columns:
         keys_values = prefill_in_chunks(params, group.tokens, group.length, size, config, layout)
     else:
         x_gPD = embed(params, group.tokens, config, layout)
         _, keys_values = run_layers(params["layers"], x_gPD, group.mask, config, layout, wanted=columns - 1)
     return state.replace(
-        caches=[cache.enter(group.slot, keys_values, group.length - 1, layout)],
+        caches=[cache.enter(group.slot, group.entry, keys_values, group.length - 1, layout)],
         rows=[enter(rows, group, queue, settings)],
         head=state.head + entering,
         groups=state.groups + 1,

@@ -295,15 +295,11 @@ def decode_on_stage(
     keys, values = [], []
     for layers, has_them in layers_on_stage(params, stage, config, layout):
         these = slice(len(keys), len(keys) + len(layers))
-        part = advanced.replace(keys=cache.keys[these], values=cache.values[these])
+        part = advanced.of_layers(these)
         x_ND, part = decode_layers(layers, x_ND, part, config, layout, only_if=has_them)
         keys, values = [*keys, *part.keys], [*values, *part.values]
-    kept = jax.tree.map(
-        lambda new, old: jnp.where(has_arrived, new, old),
-        advanced.replace(keys=(), values=()),
-        cache.replace(keys=(), values=()),
-    )
-    return x_ND, kept.replace(keys=tuple(keys), values=tuple(values))
+    kept = {name: jnp.where(has_arrived, getattr(advanced, name), getattr(cache, name)) for name in cache.COUNTS}
+    return x_ND, cache.replace(keys=tuple(keys), values=tuple(values), **kept)
 
 
 def layers_on_stage(

@@ -24,6 +24,7 @@ from jaxtyping import Array, Bool, Float, UInt
 from jaxrlhf.experience import Prompts
 from jaxrlhf.generation.continuous_batching import (
     BatchState,
+    FreePlaces,
     Group,
     Outputs,
     Queue,
@@ -32,6 +33,7 @@ from jaxrlhf.generation.continuous_batching import (
     Until,
     draw_in_slots,
     enter,
+    free_places,
     goes_on,
     next_group,
     num_prompts,
@@ -70,14 +72,14 @@ def advance(
     params = prepare({**params, "layers": layers}, config, layout)
     N, size, started = len(queue.id), slots.prefill_tokens, state.rounds
 
-    def sequences(state: BatchState) -> jax.Array:
-        return _by_micro_batch([rows.sequence for rows in state.rows], stage)
+    def free(state: BatchState) -> FreePlaces:
+        return _by_micro_batch([free_places(state, place) for place in range(G)], stage)
 
     def another(state: BatchState) -> jax.Array:
         return _any_shard(goes_on(state, queue, settings, until, started=started))
 
     def room(state: BatchState) -> jax.Array:
-        return jax.vmap(lambda each: room_for_prompts(each, queue, settings))(sequences(state))
+        return jax.vmap(lambda each: room_for_prompts(each, settings))(free(state))
 
     def has_room(state: BatchState) -> jax.Array:
         waiting = num_prompts(queue, slots) - state.head
@@ -97,12 +99,12 @@ def advance(
         room_G, last = room(state), num_prompts(queue, slots)
         first_G = jnp.minimum(state.head + jnp.cumsum(room_G) - room_G, last)
         entering_G = jnp.minimum(room_G, last - first_G)
-        groups: Group = jax.vmap(functools.partial(next_group, queue, settings))(sequences(state), first_G, entering_G)
+        groups: Group = jax.vmap(functools.partial(next_group, queue, settings))(free(state), first_G, entering_G)
         keys_values = prefill(groups)
         caches, rows = [], []
         for place, group in enumerate(_by_place(groups, stage, G)):
             own = [(k[place], v[place]) for k, v in keys_values]
-            caches.append(state.caches[place].enter(group.slot, own, group.length - 1, layout))
+            caches.append(state.caches[place].enter(group.slot, group.entry, own, group.length - 1, layout))
             rows.append(enter(state.rows[place], group, queue, settings))
         head = state.head + entering_G.sum()
         return state.replace(caches=caches, rows=rows, head=head, groups=state.groups + G)
@@ -137,10 +139,7 @@ def advance(
         known = [each.replace(history=History(None, None)) for each in rows]
         told = _by_place(_from_last(_by_micro_batch(known, stage), is_last), stage, G)
         rows = [new.replace(history=each.history) for new, each in zip(told, rows, strict=True)]
-        caches = [
-            cache.replace(length=jnp.where(each.sequence == N, 0, cache.length))
-            for cache, each in zip(caches, rows, strict=True)
-        ]
+        caches = [cache.free(each.sequence == N) for cache, each in zip(caches, rows, strict=True)]
         return state.replace(caches=caches, rows=rows, outputs=outputs, rounds=state.rounds + 1)
 
     def one_round(state: BatchState) -> BatchState:

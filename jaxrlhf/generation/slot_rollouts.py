@@ -41,8 +41,8 @@ from jaxrlhf.generation.continuous_batching import (
 )
 from jaxrlhf.generation.generate import finish, prepare, samples_of
 from jaxrlhf.models.config import ModelConfig
-from jaxrlhf.models.kv_cache import SlotCache
 from jaxrlhf.models.params import Params
+from jaxrlhf.models.slot_cache import SlotCache
 from jaxrlhf.require import require
 from jaxrlhf.sharding.axes import BATCH_AXES, PIPELINE, TENSOR
 from jaxrlhf.sharding.layout import Layout
@@ -153,13 +153,11 @@ def state_shardings(state: BatchState, layout: Layout) -> Any:
     spec = _of_state(layout)
     whole, of_heads = (NamedSharding(layout.mesh, each) for each in (spec, PartitionSpec(*spec, None, TENSOR)))
 
-    def of(part: Any) -> Any:
-        if not isinstance(part, SlotCache):
-            return whole
-        keys, values = jax.tree.map(lambda _: of_heads, (part.keys, part.values))
-        return part.replace(keys=keys, values=values, length=whole)
+    def of_cache(x: Any) -> NamedSharding:
+        return of_heads if len(x.shape) - len(spec) > 1 else whole  # keys and values, or numbers of rows
 
-    return jax.tree.map(of, state, is_leaf=lambda x: isinstance(x, SlotCache))
+    shardings = jax.tree.map(lambda _: whole, state)
+    return shardings.replace(caches=jax.tree.map(of_cache, state.caches))
 
 
 def take_rows(state: BatchState, sequence_DM: Int[Array, "D M"]) -> tuple[BatchState, MovedRows]:
@@ -182,10 +180,10 @@ def take_rows(state: BatchState, sequence_DM: Int[Array, "D M"]) -> tuple[BatchS
         slot_M = jnp.full(N, S).at[rows.sequence].set(jnp.arange(S), mode="drop")[sequence_M]
         left_S = jnp.zeros(S, bool).at[slot_M].set(True, mode="drop")
         kept = state.replace(
-            caches=[cache.replace(length=jnp.where(left_S, 0, cache.length))],
+            caches=[cache.free(left_S)],
             rows=[rows.replace(sequence=jnp.where(left_S, N, rows.sequence))],
         )
-        cache, rows = jax.tree.map(lambda x: x[slot_M], (cache, rows))  # of no slot, those of the last
+        cache, rows = cache.of_rows(slot_M), jax.tree.map(lambda x: x[slot_M], rows)  # of no slot, those of the last
         outputs = jax.tree.map(lambda x: x[sequence_M], state.outputs)
         return kept, MovedRows(cache=cache, rows=rows, outputs=outputs, is_running=slot_M < S)
 
@@ -209,7 +207,7 @@ def resume_rows(moved: MovedRows, settings: RolloutSettings) -> BatchState:
             lambda x: jnp.pad(x, ((0, S - M), *((0, 0),) * (x.ndim - 1))), (moved.cache, moved.rows, moved.is_running)
         )
         return BatchState(
-            caches=[cache.replace(length=jnp.where(is_running_S, cache.length, 0))],
+            caches=[cache.joined().free(~is_running_S)],
             rows=[rows.replace(sequence=jnp.where(is_running_S, jnp.arange(S, dtype=jnp.int32), M))],
             outputs=moved.outputs,
             head=jnp.full((), M, jnp.int32),
@@ -224,7 +222,8 @@ def of_row_shard(settings: RolloutSettings) -> RolloutSettings:
     """The settings of the program of a row shard, or of a stage of it, where slots are those of a micro-batch."""
     stages = settings.layout.strategy.pipeline
     settings.slots.require_room(settings.sampling.num_samples, stages)
-    slots = dataclasses.replace(settings.slots, slots=settings.slots.slots // stages)
+    each = {name: getattr(settings.slots, name) // stages for name in ("slots", "shared_prompts")}
+    slots = dataclasses.replace(settings.slots, **each)
     return dataclasses.replace(settings, slots=slots, layout=settings.layout.inside_gathered_row_shards())
 
 

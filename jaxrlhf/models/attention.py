@@ -10,6 +10,7 @@ softmax is in float32, and its division comes after the value product, where the
 import functools
 import math
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -143,29 +144,93 @@ def attention_in_parts(
     same however many are read."""
     if len(keys) == 1:
         return cached_attention(q_SHh, keys[0], values[0], occupied_ST)
-    S, K, h, size = keys[0].shape
-    q_SKGh, wide = q_SHh.reshape(S, K, -1, h), at_least_float32(q_SHh.dtype)
+    q_SKGh = q_SHh.reshape(len(q_SHh), keys[0].shape[1], -1, q_SHh.shape[-1])
 
     def over_first(count: int) -> Callable[[], jax.Array]:
-        def attend() -> jax.Array:
-            scores = []
-            for j, k in enumerate(keys[:count]):
-                score = jnp.einsum("skgh,skht->skgt", q_SKGh, k, preferred_element_type=wide) * h**-0.5
-                allowed = occupied_ST[:, None, None, j * size : j * size + k.shape[3]]
-                scores.append(jnp.where(allowed, score, _LOWEST))
-            highest = functools.reduce(jnp.maximum, [score.max(axis=-1, keepdims=True) for score in scores])
-            mass = [jnp.exp(score - highest) for score in scores]
-            total = functools.reduce(jnp.add, [x.sum(axis=-1, keepdims=True) for x in mass])
-            weighted = [
-                jnp.einsum("skgt,skth->skgh", x.astype(v.dtype), v, preferred_element_type=wide)
-                for x, v in zip(mass, values, strict=False)
-            ]
-            return (functools.reduce(jnp.add, weighted) / total).astype(q_SHh.dtype).reshape(q_SHh.shape)
+        return lambda: _sums(q_SKGh, keys[:count], values[:count], occupied_ST).attended(q_SHh)
 
-        return attend
+    return jax.lax.switch(_last_part(keys, occupied_ST), [over_first(count + 1) for count in range(len(keys))])
 
-    used = occupied_ST.any(axis=0).sum()
-    return jax.lax.switch((used - 1) // size, [over_first(count + 1) for count in range(len(keys))])
+
+def attention_over_shared(
+    q_SHh: Float[Array, "S H h"],
+    keys: Sequence[Float[Array, "S K h t"]],
+    values: Sequence[Float[Array, "S K t h"]],
+    prompt_keys: Float[Array, "E K h P"],
+    prompt_values: Float[Array, "E K P h"],
+    occupied_ST: Bool[Array, "S T"],
+    length_E: Int[Array, " E"],
+    slots_En: Int[Array, "E n"],
+    place_S: Int[Array, " S"],
+) -> Float[Array, "S H h"]:
+    """`attention_in_parts` of rows that also see one of E prompts each, whose keys and values are read once for all n
+    rows that do.
+
+    Args:
+        length_E: Tokens of each prompt.
+        slots_En: The rows that see each prompt; S where there are fewer.
+        place_S: The place of each row among these; E n for rows that see none.
+    """
+    (E, n), (K, h) = slots_En.shape, prompt_keys.shape[1:3]
+    q_SKGh = q_SHh.reshape(len(q_SHh), K, -1, h)
+    branches = [
+        lambda count=count: _sums(q_SKGh, keys[: count + 1], values[: count + 1], occupied_ST)
+        for count in range(len(keys))
+    ]
+    own = branches[0]() if len(keys) == 1 else jax.lax.switch(_last_part(keys, occupied_ST), branches)
+    q_EnKGh = q_SKGh.at[slots_En].get(mode="fill", fill_value=0)
+    q_EKmh = q_EnKGh.swapaxes(1, 2).reshape(E, K, -1, h)
+    of_prompts = _sums(
+        q_EKmh, [prompt_keys], [prompt_values], jnp.arange(prompt_keys.shape[3])[None, :] < length_E[:, None]
+    )
+
+    def by_row(x_EKm: jax.Array) -> jax.Array:
+        x_EnKG = x_EKm.reshape(E, K, n, -1, x_EKm.shape[-1]).swapaxes(1, 2)
+        return x_EnKG.reshape(E * n, *x_EnKG.shape[2:])[jnp.minimum(place_S, E * n - 1)]
+
+    return own.joined(jax.tree.map(by_row, of_prompts)).attended(q_SHh)
+
+
+class _Sums(NamedTuple):
+    """A softmax over some columns and its weighted values, before the division, in at least float32."""
+
+    highest: Float[Array, "S K G 1"]
+    total: Float[Array, "S K G 1"]
+    weighted: Float[Array, "S K G h"]
+
+    def joined(self, other: "_Sums") -> "_Sums":
+        """Over the columns of both."""
+        highest = jnp.maximum(self.highest, other.highest)
+        mine, others = jnp.exp(self.highest - highest), jnp.exp(other.highest - highest)
+        total = self.total * mine + other.total * others
+        return _Sums(highest, total, self.weighted * mine + other.weighted * others)
+
+    def attended(self, q_SHh: jax.Array) -> jax.Array:
+        return (self.weighted / self.total).astype(q_SHh.dtype).reshape(q_SHh.shape)
+
+
+def _sums(
+    q_SKGh: jax.Array, keys: Sequence[jax.Array], values: Sequence[jax.Array], allowed_ST: Bool[Array, "S T"]
+) -> _Sums:
+    """Over columns that lie in several arrays, part by part."""
+    scores, wide, size = [], at_least_float32(q_SKGh.dtype), keys[0].shape[3]
+    for j, k in enumerate(keys):
+        score = jnp.einsum("skgh,skht->skgt", q_SKGh, k, preferred_element_type=wide) * q_SKGh.shape[-1] ** -0.5
+        allowed = allowed_ST[:, None, None, j * size : j * size + k.shape[3]]
+        scores.append(jnp.where(allowed, score, _LOWEST))
+    highest = functools.reduce(jnp.maximum, [score.max(axis=-1, keepdims=True) for score in scores])
+    mass = [jnp.exp(score - highest) for score in scores]
+    total = functools.reduce(jnp.add, [x.sum(axis=-1, keepdims=True) for x in mass])
+    weighted = [
+        jnp.einsum("skgt,skth->skgh", x.astype(v.dtype), v, preferred_element_type=wide)
+        for x, v in zip(mass, values, strict=True)
+    ]
+    return _Sums(highest, total, functools.reduce(jnp.add, weighted))
+
+
+def _last_part(keys: Sequence[jax.Array], occupied_ST: Bool[Array, "S T"]) -> Int[Array, ""]:
+    """The last of the parts in which a row has a token."""
+    return (occupied_ST.any(axis=0).sum() - 1) // keys[0].shape[3]
 
 
 def _attend(q_BKmh: jax.Array, k_BKth: jax.Array, v_BKth: jax.Array, allowed_B11Ct: jax.Array) -> jax.Array:

@@ -17,16 +17,15 @@ from jaxrlhf.models import layers
 from jaxrlhf.models.architecture import declare
 from jaxrlhf.models.attention import (
     attention_implementation,
-    attention_in_parts,
-    cached_attention,
     chunk_attention,
     column_attention,
     full_attention,
 )
 from jaxrlhf.models.config import ModelConfig
-from jaxrlhf.models.kv_cache import KVCache, SlotCache
+from jaxrlhf.models.kv_cache import KVCache
 from jaxrlhf.models.layers import LayerWeights
 from jaxrlhf.models.params import Params, use, use_layer
+from jaxrlhf.models.slot_cache import SlotCache
 from jaxrlhf.sharding.layout import Axes, Layout
 from jaxrlhf.sharding.stage_layers import layers_of_stages
 from jaxrlhf.sharding.strategy import Remat
@@ -223,18 +222,15 @@ def decode_layers(
         only_if: Where it is False nothing is computed, `x_BD` stays as it is, and zeros enter the cache. None means
             True. No branch of the program gives a cache, of which it would be a copy.
     """
-    occupied_BT = cache.occupied()
-    rotation = layers.rotary(cache.length - 1, config)
+    over, rotation = cache.attention(), layers.rotary(cache.positions(), config)
 
     def project(weights: LayerWeights, x_BD: jax.Array) -> tuple[jax.Array, ...]:
         normed_BD = layers.normed(weights, "attention_norm", x_BD, config)
         return layers.queries_keys_values(weights, normed_BD, rotation, config)
 
-    def attend(weights: LayerWeights, x_BD: jax.Array, q_BHh: jax.Array, k_BKTh: Any, v_BKTh: Any) -> jax.Array:
+    def attend(weights: LayerWeights, x_BD: jax.Array, q_BHh: jax.Array, layer: Any) -> jax.Array:
         with jax.named_scope("attention"):
-            over = attention_in_parts if isinstance(cache, SlotCache) else cached_attention
-            attended_BHh = over(q_BHh, k_BKTh, v_BKTh, occupied_BT)
-            x_BD = layers.add_attention(weights, x_BD, attended_BHh)
+            x_BD = layers.add_attention(weights, x_BD, over(q_BHh, layer))
         return layout.activation(layers.add_mlp(weights, x_BD, config), ("batch", "embed"))
 
     def nothing(_: LayerWeights, x_BD: jax.Array) -> tuple[jax.Array, ...]:
@@ -248,7 +244,7 @@ def decode_layers(
         with jax.named_scope("attention"):
             q_BHh, k_BKh, v_BKh = _if(only_if, project, nothing, weights, x_BD)
             cache = cache.write(i, k_BKh, v_BKh, layout)
-        x_BD = _if(only_if, attend, unchanged, weights, x_BD, q_BHh, cache.keys[i], cache.values[i])
+        x_BD = _if(only_if, attend, unchanged, weights, x_BD, q_BHh, cache.layer(i))
     return x_BD, cache
 
 

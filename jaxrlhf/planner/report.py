@@ -134,6 +134,8 @@ def rollout_lines(planned: Planned) -> list[str]:
                 f"in {strategy.slots} slots a row shard, {rollout.groups:,.0f} groups of {strategy.prefill_rows} "
                 "prompts prefilled as slots get free"
             )
+            if strategy.shared_prompts:
+                how += f", keys and values of {strategy.shared_prompts} prompts read once for all of their samples"
         steps = rollout.steps * strategy.micro_batches
         lines.append(f"{name}: about {steps:,.0f} decoding steps for at most {call.response:,} new tokens, {how}")
     return lines

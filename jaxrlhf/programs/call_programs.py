@@ -109,7 +109,7 @@ def generate_program(role: ModelRole, rebuild: Rebuild, layout: Layout, *, uneve
 
 def slots_of(strategy: Strategy) -> Slots:
     """How prompts enter the slots of a strategy."""
-    return Slots(strategy.slots, strategy.prefill_rows, strategy.prefill_tokens)
+    return Slots(strategy.slots, strategy.prefill_rows, strategy.prefill_tokens, shared_prompts=strategy.shared_prompts)
 
 
 def _decoding_options(layout: Layout) -> dict[str, Any] | None:

@@ -40,6 +40,9 @@ class Strategy:
     prefill_tokens: int = 0
     """Tokens of each of these prompts that go through the layers together, which bounds the memory that long ones take.
     0 means all."""
+    shared_prompts: int = 0
+    """Prompts whose keys and values a generate call with `slots` keeps, and reads, once for all of their samples; of
+    each row shard. 0 means that each sample has a copy."""
     remat: Remat = "none"
     balance: bool = False
     """Distribute the rows of a train or inference call so that shards and micro-batches get equally many tokens."""
@@ -48,7 +51,12 @@ class Strategy:
         require_fields(
             self, require_at_least_one, "data", "fsdp", "tensor", "pipeline", "chunks", "micro_batches", "prefill_rows"
         )
-        require_fields(self, require_not_negative, "slots", "prefill_tokens")
+        require_fields(self, require_not_negative, "slots", "prefill_tokens", "shared_prompts")
+        if self.shared_prompts and not self.slots:
+            raise ValueError(
+                f"shared_prompts: are for generation in slots. Got {self.shared_prompts} without slots. Set slots, or "
+                "leave shared_prompts out."
+            )
         if self.chunks > 1 and self.pipeline == 1:
             raise ValueError(
                 f"chunks: are parts of a stage, and need a pipeline. Got {self.chunks} with pipeline 1. Set "

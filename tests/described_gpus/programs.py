@@ -76,14 +76,20 @@ MARK, CONTROL = "##", "copied onto every device"
 def in_one_piece() -> dict[str, tuple[DescribedCall, Strategy]]:
     """Calls of every kind and with every head, in layouts that between them have all mesh axes."""
 
-    def call(kind: str, head: Any = "lm", method: str = "", lora: LoRAConfig | None = None) -> DescribedCall:
-        model = dataclasses.replace(MODEL, head=head)
-        made = described(kind, model, rows=ROWS, columns=PROMPT + RESPONSE, response=RESPONSE, method=method)
+    def call(
+        kind: str, head: Any = "lm", method: str = "", lora: LoRAConfig | None = None, num_samples: int = 1
+    ) -> DescribedCall:
+        model, sizes = dataclasses.replace(MODEL, head=head), {"columns": PROMPT + RESPONSE, "response": RESPONSE}
+        made = described(kind, model, rows=ROWS, **sizes, method=method, num_samples=num_samples)
         return dataclasses.replace(made, role=dataclasses.replace(made.role, lora=lora))
 
     return {
         "generate": (call("generate"), Strategy(data=2, tensor=2)),
         "generate, slots": (call("generate"), Strategy(data=2, tensor=2, slots=8, prefill_rows=4, prefill_tokens=8)),
+        "generate, shared prompts": (
+            call("generate", num_samples=4),
+            Strategy(data=2, tensor=2, slots=16, prefill_rows=2, shared_prompts=6),
+        ),
         "generate, slots in a ring": (call("generate"), Strategy(pipeline=2, tensor=2, slots=16, prefill_rows=4)),
         "generate, ring": (call("generate"), Strategy(pipeline=2, tensor=2)),
         "logprobs": (call("infer", method="logprobs"), Strategy(fsdp=2, tensor=2)),

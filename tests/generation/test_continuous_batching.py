@@ -16,7 +16,7 @@ from jaxrlhf.experience import LENGTH, STOP, Prompts, Rollout, Sampling
 from jaxrlhf.generation.continuous_batching import RolloutSettings, Slots, Until, advance, begin, make_queue
 from jaxrlhf.generation.generate import generate, prepare
 from jaxrlhf.generation.slot_rollouts import generate_in_slots
-from jaxrlhf.models.kv_cache import COLUMNS
+from jaxrlhf.models.slot_cache import COLUMNS
 from jaxrlhf.planner.compiled.hlo import parse
 from jaxrlhf.planner.costs.response_lengths import length_cdf
 from jaxrlhf.planner.costs.rollout_steps import simulate_slots
@@ -101,10 +101,16 @@ def test_over_tensor_tokens_are_the_same():
 
 
 CHUNKED = dataclasses.replace(SLOTS, prefill_tokens=4)
+PAIRS = dataclasses.replace(SAMPLING, num_samples=2)
+SHARED = dataclasses.replace(SLOTS, shared_prompts=2)
 DRAWN = pytest.mark.parametrize(
-    ("dtype", "sampling", "prefill_tokens"),
-    [("float32", STEERED, 4), ("bfloat16", SAMPLING, 0)],
-    ids=["float32, steered, in chunks", "bfloat16"],
+    ("dtype", "sampling", "given_slots"),
+    [
+        ("float32", STEERED, {"prefill_tokens": 4}),
+        ("bfloat16", SAMPLING, {}),
+        ("float32", PAIRS, {"shared_prompts": 2}),
+    ],
+    ids=["float32, steered, in chunks", "bfloat16", "shared prompts"],
 )
 TIMES = [SLOTS, dataclasses.replace(SLOTS, steps=1, admit=1), dataclasses.replace(SLOTS, steps=32, admit=2)]
 
@@ -112,12 +118,12 @@ TIMES = [SLOTS, dataclasses.replace(SLOTS, steps=1, admit=1), dataclasses.replac
 @DRAWN
 @settings(max_examples=12)
 @given(data=st.data())
-def test_no_order_and_no_time_of_admission_changes_a_bit(dtype, sampling, prefill_tokens, data):
+def test_no_order_and_no_time_of_admission_changes_a_bit(dtype, sampling, given_slots, data):
     """Any prompts, in any order, with any number of steps between two admissions and prompts that enter together."""
     lengths = data.draw(st.lists(st.integers(1, P), min_size=B, max_size=B), "lengths")
     ids = data.draw(st.lists(st.integers(0, 2**20), min_size=B, max_size=B, unique=True), "ids")
     order = data.draw(st.permutations(range(B)), "order")
-    every = [dataclasses.replace(slots, prefill_tokens=prefill_tokens) for slots in TIMES]
+    every = [dataclasses.replace(slots, **given_slots) for slots in TIMES]
     slots = data.draw(st.sampled_from(every), "slots")
     first = rollout(prompts_of(lengths, ids), sampling, every[0], dtype=dtype)
     second = rollout(prompts_of(np.array(lengths)[order], np.array(ids)[order]), sampling, slots, dtype=dtype)
@@ -176,6 +182,10 @@ STRESS = {
     "chunks of one token": (dataclasses.replace(SLOTS, prefill_tokens=1), SAMPLING),
     "a group of all prompts": (Slots(S, prefill_rows=2 * B), SAMPLING),
     "a cache in parts": (Slots(S, prefill_rows=g), dataclasses.replace(SAMPLING, max_new_tokens=150, stop_ids=(1, 2))),
+    "shared prompts": (SHARED, PAIRS),
+    "one shared prompt": (dataclasses.replace(CHUNKED, shared_prompts=1), PAIRS),
+    "more shared prompts than there are": (dataclasses.replace(SLOTS, shared_prompts=2 * B), PAIRS),
+    "shared prompts, a cache in parts": (SHARED, dataclasses.replace(PAIRS, max_new_tokens=150, stop_ids=(1, 2))),
     "one new token": (SLOTS, dataclasses.replace(SAMPLING, max_new_tokens=1)),
 }
 
@@ -210,18 +220,19 @@ def test_one_prompt():
     np.testing.assert_array_equal(rollout(one).tokens, plainly().tokens[:1])
 
 
-def test_a_nan_of_one_row_changes_no_bit_of_the_others():
-    """Neither beside it nor after it in its slot."""
+@pytest.mark.parametrize("slots", [SLOTS, dataclasses.replace(SHARED, shared_prompts=4)], ids=["own", "shared"])
+def test_a_nan_of_one_row_changes_no_bit_of_the_others(slots):
+    """Neither beside it nor after it in its slot, or in the place of its prompt."""
     spoiled = V - 1
     tokens = np.where(np.asarray(PROMPTS.tokens) == spoiled, 1, np.asarray(PROMPTS.tokens))
     clean = PROMPTS.replace(tokens=jnp.asarray(tokens))
     tokens = tokens.copy()
-    tokens[2, -1] = spoiled
+    tokens[2, -2:] = spoiled  # the last token is not among the prompt's keys that are shared
     table = params() | {"embedding": params()["embedding"].at[spoiled].set(jnp.nan)}
     sampling = dataclasses.replace(SAMPLING, stop_ids=(*SAMPLING.stop_ids, spoiled))
 
     def run(prompts: Prompts) -> Rollout:
-        return jax.device_get(in_slots(table, prompts, sampling, SLOTS, CONFIG, LAYOUT))
+        return jax.device_get(in_slots(table, prompts, sampling, slots, CONFIG, LAYOUT))
 
     with_nan, without = by_id(run(clean.replace(tokens=jnp.asarray(tokens)))), by_id(run(clean))
     nan = int(PROMPTS.id[2])
@@ -229,9 +240,11 @@ def test_a_nan_of_one_row_changes_no_bit_of_the_others():
     assert with_nan == without
 
 
-def test_a_step_writes_no_cache_anew_and_nothing_goes_to_the_host():
-    given, slots = jax.device_put((params(), PROMPTS)), Slots(24, prefill_rows=g)
-    sampling = dataclasses.replace(SAMPLING, max_new_tokens=2 * COLUMNS)  # a cache in several parts
+@pytest.mark.parametrize("shared_prompts", [0, 16])
+def test_a_step_writes_no_cache_anew_and_nothing_goes_to_the_host(shared_prompts):
+    given = jax.device_put((params(), PROMPTS))
+    slots = Slots(24, prefill_rows=g, shared_prompts=shared_prompts)
+    sampling = dataclasses.replace(PAIRS, max_new_tokens=2 * COLUMNS)  # a cache in several parts
     program: Any = in_slots.lower(*given, sampling, slots, CONFIG, LAYOUT).compile()
     part = slots.slots * CONFIG.num_kv_heads * COLUMNS * CONFIG.head_size
     assert written_in_decoding(parse(program.as_text()), part, loops_of=("decode", "prefill")) == []

@@ -37,7 +37,7 @@ CASES = {
     ),
     "stages of two and one layer, several samples": (
         Strategy(pipeline=4),
-        Slots(8, prefill_rows=2, steps=3, prefill_tokens=3),
+        Slots(8, prefill_rows=2, steps=3, prefill_tokens=3, shared_prompts=8),
         model(7),
         steered(V, num_samples=2, top_k=40, min_new_tokens=2, max_new_tokens=R),
     ),
@@ -94,6 +94,7 @@ def test_long_prompts_in_chunks_take_less_memory():
     ("slots", "message"),
     [
         (Slots(3), r"slots: must be a multiple of the 2 stages, each of which works on as many. Got 3. Use 4"),
+        (Slots(4, shared_prompts=3), r"shared_prompts: must be a multiple of the 2 stages, .* Got 3. Use 4"),
         (Slots(2), r"slots: must be at least num_samples=2 for each of 2 stages, since .* Got 2. Use 4"),
     ],
 )

@@ -54,9 +54,10 @@ CASES = {
     "one device, steered, in chunks": Case(Strategy(), Slots(3, 2, prefill_tokens=3, steps=2), STEERED),
     "one device, bfloat16": Case(Strategy(), Slots(3, prefill_rows=2, steps=1), PLAIN, "bfloat16"),
     "row shards": Case(Strategy(data=2, tensor=2), Slots(2, prefill_rows=2, steps=1), STEERED),
+    "row shards, shared prompts": Case(Strategy(data=2), Slots(2, 2, steps=1, shared_prompts=2), STEERED),
     "stages, in chunks": Case(
         Strategy(pipeline=2, data=2),
-        Slots(4, 1, prefill_tokens=2, steps=1),
+        Slots(4, 1, prefill_tokens=2, steps=1, shared_prompts=2),
         dataclasses.replace(STEERED, num_samples=2),
     ),
 }
@@ -152,10 +153,12 @@ def test_it_stops_when_enough_have_finished(name):
         assert (earlier.finish != RUNNING).reshape(shards, -1)[shard].sum() < 2
 
 
-def test_rows_go_on_in_other_slots():
+@pytest.mark.parametrize("name", ["row shards", "row shards, shared prompts"])
+def test_rows_go_on_in_other_slots(name):
     """One of each row shard: they join in the slots of one shard, on other devices, while the others go on."""
-    name, settings = "row shards", CASES["row shards"].settings()
-    tail = Case(Strategy(tensor=2), CASES[name].slots, STEERED).settings(first=5)
+    settings = CASES[name].settings()
+    tensor = Strategy(tensor=settings.layout.strategy.tensor)
+    tail = Case(tensor, CASES[name].slots, STEERED).settings(first=5)
     state = go_on(begun(settings), settings, Until(rounds=1))
     before, metrics = so_far(state, settings)
     running_DN = ((before.finish == RUNNING) & (before.lengths > 0)).reshape(2, -1)
@@ -218,7 +221,7 @@ def test_with_other_weights_it_goes_on_as_the_plain_loop_does():
 
 def test_going_on_copies_no_cache():
     """The state is updated where it lies."""
-    for name in ("row shards", "stages, in chunks"):
+    for name in ("row shards", "stages, in chunks"):  # these share prompts
         settings = CASES[name].settings()
         state = begun(settings)
         given = weights(settings), jax.device_put(PROMPTS, settings.layout.rows), state, NOISE, TEMPERATURE, settings

@@ -50,8 +50,12 @@ def test_stages():
             {"pipeline": 2, "chunks": 2, "schedule": "gpipe"},
             "schedule: with chunks it must be 1f1b, interleaved. Got 'gpipe'.",
         ),
+        (
+            {"shared_prompts": 4},
+            "shared_prompts: are for generation in slots. Got 4 without slots. Set slots, or leave",
+        ),
     ],
 )
-def test_schedules_that_are_none(settings, message):
+def test_settings_that_do_not_go_together(settings, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         Strategy(**settings)

@@ -37,8 +37,8 @@ from jaxrlhf.models.architecture import (
     residuals,
 )
 from jaxrlhf.models.config import ModelConfig
-from jaxrlhf.models.kv_cache import num_columns
 from jaxrlhf.models.lora import LoRAConfig, declare_adapters
+from jaxrlhf.models.slot_cache import num_columns
 from jaxrlhf.planner.workload import ModelCall
 from jaxrlhf.sharding.axes import FSDP, PIPELINE, WEIGHTS_AT_REST
 from jaxrlhf.sharding.stage_layers import layers_of_stages
@@ -215,11 +215,12 @@ def cache_bytes(call: ModelCall, strategy: Strategy) -> int:
     Exact for a cache of `prompt + response` slots.
     """
     model = call.model
-    rows = math.ceil(call.part_rows(strategy) * strategy.pipeline * call.num_samples)
-    columns = call.columns
-    if strategy.slots:
-        rows, columns = strategy.slots, num_columns(call.columns - 1)
-    numbers = rows * columns * _layers_of_fullest(model, strategy) * cached_numbers(model) // strategy.tensor
+    tokens = math.ceil(call.part_rows(strategy) * strategy.pipeline * call.num_samples) * call.columns
+    if shared := strategy.shared_prompts:
+        tokens = strategy.slots * num_columns(call.response) + shared * num_columns(call.prompt - 1)
+    elif strategy.slots:
+        tokens = strategy.slots * num_columns(call.columns - 1)
+    numbers = tokens * _layers_of_fullest(model, strategy) * cached_numbers(model) // strategy.tensor
     return numbers * model.itemsize
 
 

@@ -16,13 +16,15 @@ import numpy as np
 from jaxrlhf.config.plan_config import ResponseLengths
 from jaxrlhf.generation.continuous_batching import Slots
 from jaxrlhf.generation.generate import decoding_stages
-from jaxrlhf.models.kv_cache import columns_read
+from jaxrlhf.models.slot_cache import columns_read, num_columns
 from jaxrlhf.planner.costs.response_lengths import length_cdf
 from jaxrlhf.planner.workload import ModelCall
 from jaxrlhf.sharding.strategy import Strategy
 
 FEWEST_SLOTS, MOST_CHOICES = 16, 6
 """The fewest slots that a search looks at, and how many numbers of slots, each half of the next."""
+WORTH_SHARING = 0.8
+"""Shared prompts are looked at where the cache with them has at most so much of the size that it has without."""
 _SIMULATED = 4096
 """Sequences of a simulation, at least: of as many equal rollouts as have them."""
 
@@ -36,7 +38,7 @@ class RolloutSteps:
     groups: float
     """Groups of prompts that are prefilled."""
     columns: float
-    """Columns of the cache that a step reads, on average."""
+    """Columns of the cache that a step reads for each row, on average. Those of shared prompts count in parts."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -83,10 +85,13 @@ def steps_in_slots(
         each = [simulate_slots(of_rows, num_samples, slots) for of_rows in of_rollout]
         found.append(max(each, key=lambda shard: shard.rounds))
     ages = np.concatenate([each.ages(slots.steps) for each in found])
-    tokens = prompt + response - 1
-    read = columns_read(np.minimum(prompt + ages, tokens), tokens, on_gpu=on_gpu)
+    own, tokens, shared = prompt, prompt + response - 1, 0.0
+    if slots.shared_prompts:
+        own, tokens = 1, response
+        shared = slots.shared_prompts / slots.slots * num_columns(prompt - 1)
+    read = columns_read(np.minimum(own + ages, tokens), tokens, on_gpu=on_gpu)
     steps = slots.steps * sum(each.rounds for each in found) / repeats
-    return RolloutSteps(steps, sum(each.groups for each in found) / repeats, float(read.mean()))
+    return RolloutSteps(steps, sum(each.groups for each in found) / repeats, float(read.mean()) + shared)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,23 +121,28 @@ def simulate_slots(lengths: Sequence[int] | np.ndarray, num_samples: int, slots:
         lengths: New tokens of each sequence in the order of the queue, the samples of a prompt one after another.
     """
     lasts = -(-np.asarray(lengths) // slots.steps)
-    num_prompts, most_at_once = len(lasts) // num_samples, min(slots.prefill_rows, slots.slots // num_samples)
+    num_prompts = len(lasts) // num_samples
+    free, entries = slots.slots, slots.shared_prompts or num_prompts
+    most = min(slots.prefill_rows, free // num_samples, entries)
     entered = np.zeros(len(lasts), int)
-    ends: list[int] = []
-    free, head, now, groups = slots.slots, 0, 0, 0
+    ends: list[tuple[int, int]] = []  # a round, and 1 for the last sample of a prompt to end
+    head, now, groups = 0, 0, 0
     while head < num_prompts:
         waiting = num_prompts - head
-        if free >= min(waiting, min(slots.admit or slots.prefill_rows, most_at_once)) * num_samples:
-            entering = min(free // num_samples, waiting, slots.prefill_rows) * num_samples
-            first = head * num_samples
-            entered[first : first + entering] = now
-            for last in lasts[first : first + entering].tolist():
-                heapq.heappush(ends, now + last)
-            free, head, groups = free - entering, head + entering // num_samples, groups + 1
+        room = min(free // num_samples, entries, waiting, slots.prefill_rows)
+        if room >= min(waiting, slots.admit or most, most):
+            for _ in range(room):
+                first = head * num_samples
+                entered[first : first + num_samples] = now
+                of_prompt = sorted(lasts[first : first + num_samples].tolist())
+                for i, last in enumerate(of_prompt):
+                    heapq.heappush(ends, (now + last, int(i == num_samples - 1)))
+                head += 1
+            free, entries, groups = free - room * num_samples, entries - room, groups + 1
         else:
-            now = ends[0]
-            while ends and ends[0] == now:
-                heapq.heappop(ends)
+            now = ends[0][0]
+            while ends and ends[0][0] == now:
+                entries += heapq.heappop(ends)[1]
                 free += 1
     left = entered + lasts
     return SimulatedSlots(int(left.max()), groups, entered, left)
@@ -143,13 +153,26 @@ def slot_choices(call: ModelCall, strategy: Strategy) -> list[Strategy]:
     at least as many as samples of a prompt enter together. None if nothing is known of lengths.
 
     Prompts enter when an eighth of the slots is free, or there is room for 8 of them: wider groups are prefilled
-    faster, and leave more slots empty.
+    faster, and leave more slots empty. Where that makes the cache much smaller, every number of slots is also looked at
+    with as many shared prompts as are expected to be in slots.
     """
     if call.kind != "generate" or call.lengths is None or strategy.pipeline > 1 or strategy.micro_batches > 1:
         return []
     rows, n = math.ceil(call.part_rows(strategy)) * call.num_samples, call.num_samples
     sizes = [2**i for i in range(rows.bit_length()) if max(FEWEST_SLOTS, n) <= 2**i < rows]
-    return [
-        dataclasses.replace(strategy, slots=size, prefill_rows=max(1, min(Slots.prefill_rows, size // (8 * n))))
-        for size in sizes[-MOST_CHOICES:]
-    ]
+    choices = []
+    for size in sizes[-MOST_CHOICES:]:
+        prefill_rows = max(1, min(Slots.prefill_rows, size // (8 * n)))
+        choices.append(dataclasses.replace(strategy, slots=size, prefill_rows=prefill_rows))
+        shared = math.ceil(size / n * _staying(call.lengths, call.response, n))
+        own, prompt = num_columns(call.response), num_columns(call.prompt - 1)
+        if n > 1 and size * own + shared * prompt < WORTH_SHARING * size * num_columns(call.columns - 1):
+            choices.append(dataclasses.replace(choices[-1], shared_prompts=shared))
+    return choices
+
+
+def _staying(lengths: ResponseLengths, response: int, num_samples: int) -> float:
+    """How many times as long as a sample, on average, the last of a prompt's samples takes: so many more prompts are in
+    slots than if their samples ended together."""
+    cdf = length_cdf(lengths, response)[:-1]
+    return float((1.0 - cdf**num_samples).sum() / (1.0 - cdf).sum())

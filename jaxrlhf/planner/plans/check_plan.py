@@ -14,11 +14,11 @@ from jaxrlhf.brief import brief, did_you_mean
 from jaxrlhf.call_graph import Call, CallGraph
 from jaxrlhf.config.plan_config import Placement
 from jaxrlhf.experience import Sampling
-from jaxrlhf.generation.continuous_batching import Slots
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.planner.plans.config_keys import BATCH_SIZE, RowCountKeys
 from jaxrlhf.planner.plans.plan import Plan, PlanError
 from jaxrlhf.planner.plans.splits import copied_rows, term_rows, undivided_sizes
+from jaxrlhf.programs.call_programs import slots_of
 from jaxrlhf.reshard.protocols import AUTO, split_axes
 from jaxrlhf.schedules.schedule import bubble_warning
 from jaxrlhf.sharding.axes import BATCH_AXES
@@ -221,8 +221,13 @@ def _check_slots(where: str, call: Call, strategy: Strategy) -> None:
             f"{strategy.slots}. Leave micro_batches or slots out."
         )
     samples = max((x.num_samples for x in jax.tree.leaves(call.args) if isinstance(x, Sampling)), default=1)
+    if strategy.shared_prompts and samples == 1:
+        raise PlanError(
+            f"{where}.shared_prompts: are for calls that draw several samples of a prompt. Got "
+            f"{strategy.shared_prompts} with num_samples 1. Leave shared_prompts out."
+        )
     try:
-        Slots(strategy.slots).require_room(samples, strategy.pipeline)
+        slots_of(strategy).require_room(samples, strategy.pipeline)
     except ValueError as error:
         raise PlanError(f"{where}.{error}") from error
 

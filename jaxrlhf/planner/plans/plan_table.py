@@ -54,7 +54,9 @@ def _cut(call: Call, strategy: Strategy, model: ModelConfig | None, fused_with: 
     copies = copied_rows(call, strategy) * call.num_drawn
     cut = " in ".join(words) + (", " if words else "") + f"{rows // strategy.num_row_shards} a device"
     cut += f" ({copies} of no weight among them)" if copies else ""
-    cut += f", in {strategy.slots} slots" if call.kind == "generate" and strategy.slots else ""
+    if call.kind == "generate" and strategy.slots:
+        cut += f", in {strategy.slots} slots"
+        cut += f" that share {strategy.shared_prompts} prompts" if strategy.shared_prompts else ""
     stages = _stages_in_words(call, strategy, model, fused_with) if model is not None else ""
     return f"{cut}; {stages}" if stages else cut
 

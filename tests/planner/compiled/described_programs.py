@@ -41,7 +41,14 @@ def weighted(outputs: Any, batch: Any, update: Update) -> Any:
 
 
 def described(
-    kind: str, model: ModelConfig, *, rows: int, columns: int, response: int, method: str = "logprobs"
+    kind: str,
+    model: ModelConfig,
+    *,
+    rows: int,
+    columns: int,
+    response: int,
+    method: str = "logprobs",
+    num_samples: int = 1,
 ) -> DescribedCall:
     """A call that infers what heads say of responses, by a method; trains on it; or generates them."""
     tokens, mask, wanted = (
@@ -62,7 +69,7 @@ def described(
         row=DescribedRows((rows,), jnp.int32),  # pyright: ignore[reportArgumentType]
         id=DescribedRows((rows,), jnp.uint32),  # pyright: ignore[reportArgumentType]
     )
-    args = (prompts, Sampling(max_new_tokens=response))
+    args = (prompts, Sampling(max_new_tokens=response, num_samples=num_samples))
     return DescribedCall("actor.generate", "generate", "generate", args, ModelRole(model), rows * columns)
 
 

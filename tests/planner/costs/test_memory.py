@@ -8,9 +8,9 @@ import jax
 import pytest
 
 from jaxrlhf.models.architecture import declare, num_parameters
-from jaxrlhf.models.kv_cache import SlotCache
 from jaxrlhf.models.lora import LoRAConfig
 from jaxrlhf.models.params import param_shardings
+from jaxrlhf.models.slot_cache import SharedPrompts, SlotCache
 from jaxrlhf.planner.costs.memory import cache_bytes, call_memory, evenness, weight_bytes
 from jaxrlhf.planner.workload import ModelCall
 from jaxrlhf.programs.ahead_of_time import call_program
@@ -57,10 +57,13 @@ def test_a_cache_is_counted_as_it_is():
         rows = 16 * 2 // strategy.num_row_shards // strategy.micro_batches
         numbers = rows * (8 + 40) * (TINY.num_layers // strategy.pipeline) * 2 * (2 // strategy.tensor) * 8
         assert cache_bytes(call, strategy) == numbers * 4
-    for rows in (3, 20):
-        cache = jax.eval_shape(lambda rows=rows: SlotCache.empty(rows, 8 + 40 - 1, TINY, Layout.over((0,), Strategy())))
-        held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((cache.keys, cache.values)))
-        assert cache_bytes(call, Strategy(data=2, slots=rows)) == held
+    one = Layout.over((0,), Strategy())
+    for rows, shared in ((3, 0), (20, 0), (20, 4)):
+        prompts = (lambda rows=rows: SharedPrompts.empty(4, 2, rows, 8 - 1, TINY, one)) if shared else lambda: None
+        tokens = 40 if shared else 8 + 40 - 1
+        cache = jax.eval_shape(lambda: SlotCache.empty(rows, tokens, TINY, one, prompts()))  # noqa: B023
+        held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache) if x.ndim == 4)
+        assert cache_bytes(call, Strategy(data=2, slots=rows, shared_prompts=shared)) == held
 
 
 def test_what_penalties_count_is_counted():

@@ -86,11 +86,20 @@ def test_samples_of_a_prompt_enter_together_and_the_last_ones_do_not_wait_for_a_
     assert waiting.entered.tolist() == [0, 0, 0, 0, 4, 4]  # one slot is free after a round, and two would enter
 
 
+def test_a_shared_prompt_stays_until_its_last_sample_has_ended():
+    lengths, slots = [3, 1, 2, 1, 1, 1], Slots(6, prefill_rows=3, steps=1)
+    assert simulate_slots(lengths, 2, slots).entered.tolist() == [0] * 6
+    found = simulate_slots(lengths, 2, dataclasses.replace(slots, shared_prompts=2))
+    assert (found.rounds, found.groups, found.entered.tolist()) == (3, 2, [0, 0, 0, 0, 2, 2])
+
+
 def test_columns_are_those_of_the_longest_row():
     equal = steps_in_slots(None, 64, 256, 512, 1, 1, Slots(128), on_gpu=False)
     assert (equal.steps, equal.groups, equal.columns) == (4 * 256, 64, (128 + 192 + 256 + 320) / 4 - 1)
     assert steps_in_slots(None, 64, 256, 512, 1, 1, Slots(128), on_gpu=True).columns == 320
     assert steps_in_slots(TAILED, 64, 256, 512, 1, 1, Slots(128), on_gpu=False).columns < 320
+    sharing = Slots(128, shared_prompts=32)  # 64 columns of 32 prompts for 128 rows
+    assert steps_in_slots(None, 65, 256, 64, 8, 1, sharing, on_gpu=True).columns == 256 + 64 * 32 / 128
 
 
 def test_of_several_shards_the_slowest_counts():
@@ -102,6 +111,7 @@ DRAWN = {
     "long-tailed": (Sampling(max_new_tokens=64, stop_ids=tuple(range(9))), 1),
     "nearly equal": (Sampling(max_new_tokens=48, min_new_tokens=24, stop_ids=tuple(range(40))), 1),
     "some cut off, three samples": (Sampling(max_new_tokens=32, stop_ids=tuple(range(5)), num_samples=3), 3),
+    "shared prompts": (Sampling(max_new_tokens=32, stop_ids=tuple(range(9)), num_samples=3), 3),
 }
 
 
@@ -109,6 +119,7 @@ DRAWN = {
 def test_steps_are_those_of_a_rollout(name):
     sampling, n = DRAWN[name]
     prompts, slots = prompts_of(np.full(96 // n, P), np.arange(96 // n)), Slots(12, prefill_rows=2)
+    slots = dataclasses.replace(slots, shared_prompts=5 if name == "shared prompts" else 0)
     settings = RolloutSettings(sampling, slots, CONFIG, LAYOUT)
     queue = make_queue(prompts, settings)
     ready = jax.jit(prepare, static_argnums=(1, 2))(params(), CONFIG, LAYOUT)
@@ -131,6 +142,9 @@ def test_slots_are_looked_at_where_lengths_are_known():
     found = slot_choices(known, Strategy(data=2))
     assert [(s.slots, s.prefill_rows, s.data) for s in found] == [(16, 2, 2), (32, 4, 2), (64, 8, 2), (128, 8, 2)]
     assert slot_choices(known, Strategy(pipeline=2)) == slot_choices(known, Strategy(micro_batches=2)) == []
+    several = dataclasses.replace(known, num_samples=4, prompt=65, lengths=ResponseLengths(mean=31, p99=32))
+    shared = [(s.slots, s.shared_prompts) for s in slot_choices(several, Strategy(data=16))]
+    assert shared == [(16, 0), (16, 5), (32, 0), (32, 9), (64, 0), (64, 17)]
     many = dataclasses.replace(known, rows=65536, num_samples=24)
     sizes = [s.slots for s in slot_choices(many, Strategy())]
     assert sizes[0] >= 24 and sizes[-1] < 65536 * 24 and len(sizes) == 6

@@ -117,6 +117,11 @@ def test_a_run_on_one_device_has_no_list_of_them():
         ),
         (
             "actor.generate",
+            over(2, data=2, slots=8, shared_prompts=4),
+            ".shared_prompts: are for calls that draw several samples of a prompt. Got 4 with num_samples 1. Leave",
+        ),
+        (
+            "actor.generate",
             over(2, data=2, slots=8, micro_batches=3),
             ".micro_batches: must be 1 where a call has slots. Got 3 with slots 8.",
         ),

@@ -1,0 +1,305 @@
+"""The cache of keys and values of rollouts in slots: the token at position t of a sequence in column t of its row.
+
+Letters: S slots, T columns, t columns of a part, K key-value heads, h head size, g prompts of a group, n samples of
+each, E shared prompts.
+
+A sequence enters a row when another has left it, so the newest tokens of the rows lie in different columns, and a step
+writes with one scatter. The column of a token follows from its position alone: neither a row's neighbors nor the moment
+at which it entered change the order of sums over a row.
+
+With `SharedPrompts`, a row has the columns of its response only, and its prompt lies in an entry that it shares with
+the other samples of this prompt. An entry is free when the last of its samples has left. Attention over both is merged
+by the sums of their softmax (Juravsky et al. 2024, Hydragen, arXiv:2402.05099).
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxrlhf.models.attention import attention_in_parts, attention_over_shared
+from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.models.kv_cache import KEY_AXES, SLOTS_ON_GPU, VALUE_AXES, PromptKeysValues, copies, laid_down
+from jaxrlhf.sharding.layout import Axes, Layout
+
+COLUMNS = 64
+"""The number of columns of a longer `SlotCache` is a multiple of this."""
+_MAX_PARTS = 8
+"""Parts of the columns of a `SlotCache`: attention is compiled for each number of them that is in use."""
+
+
+class SharedPrompts(struct.PyTreeNode):
+    """Keys and values of prompts, which are kept once, and read once in a step, for all samples of a prompt."""
+
+    keys: tuple[Float[Array, "E K h P"], ...]
+    """[layer]"""
+    values: tuple[Float[Array, "E K P h"], ...]
+    length: Int[Array, " E"]
+    """Tokens of each prompt but its last one, which is the first to enter the rows of its samples."""
+    place: Int[Array, " S"]
+    """The prompt and the sample in each slot, e n + j; E n in free slots."""
+    num_samples: int = struct.field(pytree_node=False)
+
+    def is_free(self) -> Bool[Array, " E"]:
+        """Where another prompt may enter."""
+        E = len(self.length)
+        return jnp.zeros(E, jnp.int32).at[self.place // self.num_samples].add(1, mode="drop") == 0
+
+    def slots(self) -> Int[Array, "E n"]:
+        """The slot of each sample; S of those that have ended."""
+        E, S, n = len(self.length), len(self.place), self.num_samples
+        return jnp.full(E * n, S).at[self.place].set(jnp.arange(S), mode="drop").reshape(E, n)
+
+    def row_length(self) -> Int[Array, " S"]:
+        """Tokens of the prompt of each row; 0 for free ones."""
+        return self.length.at[self.place // self.num_samples].get(mode="fill", fill_value=0)
+
+    @classmethod
+    def empty(
+        cls, num_prompts: int, num_samples: int, num_rows: int, tokens: int, config: ModelConfig, layout: Layout
+    ) -> "SharedPrompts":
+        """Free entries, each with room for so many tokens, beside a cache of `num_rows` rows."""
+
+        def zeros(axes: Axes) -> tuple[jax.Array, ...]:
+            return tuple(
+                _zeros(num_prompts, num_columns(tokens), axes, config, layout) for _ in range(config.num_layers)
+            )
+
+        length = jnp.zeros(num_prompts, jnp.int32)
+        place = jnp.full(num_rows, num_prompts * num_samples, jnp.int32)
+        return cls(zeros(KEY_AXES), zeros(VALUE_AXES), length, place, num_samples)
+
+    def enter(
+        self,
+        rows_N: Int[Array, " N"],
+        entry_g: Int[Array, " g"],
+        keys_values: PromptKeysValues,
+        length_g: Int[Array, " g"],
+        layout: Layout,
+    ) -> "SharedPrompts":
+        """Lays a group of prompts down in free entries, and notes the rows of their samples. What is for entry E, or
+        row S, is dropped."""
+        n = self.num_samples
+
+        def put(every: tuple[jax.Array, ...], new: list[jax.Array], axes: Axes) -> tuple[jax.Array, ...]:
+            return tuple(_lay_down(old, entry_g, x, 0, axes, layout) for old, x in zip(every, new, strict=True))
+
+        place_N = (entry_g[:, None] * n + jnp.arange(n)[None, :]).reshape(-1).astype(jnp.int32)
+        return self.replace(
+            keys=put(self.keys, [k for k, _ in keys_values], KEY_AXES),
+            values=put(self.values, [v for _, v in keys_values], VALUE_AXES),
+            length=self.length.at[entry_g].set(length_g, mode="drop"),
+            place=self.place.at[rows_N].set(place_N, mode="drop"),
+        )
+
+    def of_rows(self, rows_M: Int[Array, " M"]) -> "SharedPrompts":
+        """For each of some rows a prompt of its own."""
+        entry_M = jnp.minimum(self.place[rows_M] // self.num_samples, len(self.length) - 1)
+        keys, values, length = jax.tree.map(lambda x: x[entry_M], (self.keys, self.values, self.length))
+        return SharedPrompts(keys, values, length, place=jnp.arange(len(rows_M)), num_samples=1)
+
+
+class SlotCache(struct.PyTreeNode):
+    """Keys and values of every layer.
+
+    The columns of a layer lie in parts, each an array of its own, so that a step can leave out those in which no
+    sequence has a token yet: a part of one array would be copied for it.
+    """
+
+    keys: tuple[tuple[Float[Array, "S K h t"], ...], ...]
+    """[layer][part]"""
+    values: tuple[tuple[Float[Array, "S K t h"], ...], ...]
+    length: Int[Array, " S"]
+    """Tokens of each row in the cache; those of a shared prompt not counted."""
+    prompts: SharedPrompts | None
+    """None if each row has its prompt in its own columns."""
+    COUNTS: ClassVar = ("length",)
+    """What `advance` changes."""
+
+    @classmethod
+    def empty(
+        cls, num_rows: int, tokens: int, config: ModelConfig, layout: Layout, prompts: SharedPrompts | None = None
+    ) -> "SlotCache":
+        """A cache of no tokens, with room for so many in each row, beside those of shared prompts."""
+        sizes = [num_columns(tokens)] if layout.is_on_gpu else _part_sizes(num_columns(tokens))
+
+        def zeros(axes: Axes) -> tuple[tuple[jax.Array, ...], ...]:
+            layers = range(config.num_layers)
+            return tuple(tuple(_zeros(num_rows, size, axes, config, layout) for size in sizes) for _ in layers)
+
+        return cls(zeros(KEY_AXES), zeros(VALUE_AXES), jnp.zeros(num_rows, jnp.int32), prompts)
+
+    @property
+    def num_columns(self) -> int:
+        return sum(part.shape[2] for part in self.values[0])
+
+    def occupied(self) -> Bool[Array, "S T"]:
+        """True in the columns that hold a token."""
+        return jnp.arange(self.num_columns)[None, :] < self.length[:, None]
+
+    def advance(self) -> "SlotCache":
+        """Makes room for one more token of every row, which `write` writes. A full row overwrites its last one."""
+        return self.replace(length=jnp.minimum(self.length + 1, self.num_columns))
+
+    def positions(self) -> Int[Array, " S"]:
+        """Of the newest token of each row."""
+        own_S = self.length - 1
+        return own_S if self.prompts is None else own_S + self.prompts.row_length()
+
+    def layer(self, number: int) -> tuple[Any, ...]:
+        """What attention of a layer reads."""
+        own = self.keys[number], self.values[number]
+        return own if self.prompts is None else (*own, self.prompts.keys[number], self.prompts.values[number])
+
+    def attention(self) -> Callable[..., jax.Array]:
+        """Of one query a row [S, H, h] over what `layer` gives."""
+        prompts, of_rows = self.prompts, {"occupied_ST": self.occupied()}
+        if prompts is None:
+            return lambda q_SHh, layer: attention_in_parts(q_SHh, *layer, **of_rows)
+        seen = {"length_E": prompts.length, "slots_En": prompts.slots(), "place_S": prompts.place}
+        return lambda q_SHh, layer: attention_over_shared(q_SHh, *layer, **of_rows, **seen)
+
+    def of_layers(self, these: slice) -> "SlotCache":
+        """The cache of some of the layers."""
+        prompts = self.prompts
+        if prompts is not None:
+            prompts = prompts.replace(keys=prompts.keys[these], values=prompts.values[these])
+        return self.replace(keys=self.keys[these], values=self.values[these], prompts=prompts)
+
+    def free(self, is_free_S: Bool[Array, " S"]) -> "SlotCache":
+        """Without the sequences of some rows, so that less is read, and their prompts may leave."""
+        prompts = self.prompts
+        if prompts is not None:
+            none = len(prompts.length) * prompts.num_samples
+            prompts = prompts.replace(place=jnp.where(is_free_S, none, prompts.place))
+        return self.replace(length=jnp.where(is_free_S, 0, self.length), prompts=prompts)
+
+    def of_rows(self, rows_M: Int[Array, " M"]) -> "SlotCache":
+        """The cache of some rows, each with a prompt of its own."""
+        keys, values, length = jax.tree.map(lambda x: x[rows_M], (self.keys, self.values, self.length))
+        return SlotCache(keys, values, length, None if self.prompts is None else self.prompts.of_rows(rows_M))
+
+    def joined(self) -> "SlotCache":
+        """A cache whose rows come from several `of_rows`."""
+        if self.prompts is None:
+            return self
+        return self.replace(prompts=self.prompts.replace(place=jnp.arange(len(self.length))))
+
+    @jax.named_scope("write_cache")
+    def write(self, layer: int, k_SKh: jax.Array, v_SKh: jax.Array, layout: Layout) -> "SlotCache":
+        """Stores a layer's keys and values of the newest token of each row."""
+        rows, column_S = jnp.arange(len(self.length)), jnp.maximum(self.length - 1, 0)
+
+        def put(parts: tuple[jax.Array, ...], new: jax.Array, axes: Axes) -> tuple[jax.Array, ...]:
+            written, first, columns = [], 0, axes.index("length")
+            for part in parts:
+                size, inside_S = part.shape[columns], column_S - first
+                inside_S = jnp.where(inside_S < 0, size, inside_S)  # columns of other parts are dropped
+                given = dict(unique_indices=True, indices_are_sorted=True, mode="drop")
+                where = (rows, *[slice(None)] * (columns - 1), inside_S)
+                part = _scattered(part, where, new, **given)
+                written.append(layout.activation(part, axes))
+                first += size
+            return tuple(written)
+
+        keys = (*self.keys[:layer], put(self.keys[layer], k_SKh, KEY_AXES), *self.keys[layer + 1 :])
+        values = (*self.values[:layer], put(self.values[layer], v_SKh, VALUE_AXES), *self.values[layer + 1 :])
+        return self.replace(keys=keys, values=values)
+
+    @jax.named_scope("write_cache")
+    def enter(
+        self,
+        rows_N: Int[Array, " N"],
+        entry_g: Int[Array, " g"],
+        keys_values: PromptKeysValues,
+        length_g: Int[Array, " g"],
+        layout: Layout,
+    ) -> "SlotCache":
+        """Lays each of g prompts down in the N / g rows of its samples, or in an entry that they share, over the whole
+        row or entry: a NaN that its last occupant left there would survive a product with zero.
+
+        Args:
+            rows_N: Different ones. Samples for rows beyond the last are dropped.
+            entry_g: Different ones, if prompts are shared, beyond the last for those that do not enter.
+            keys_values: Of every layer, a prompt's first token in column 0.
+        """
+        prompts = self.prompts
+        if prompts is not None:
+            prompts = prompts.enter(rows_N, entry_g, keys_values, length_g, layout)
+            keys_values, length_g = [(k[:, :0], v[:, :0]) for k, v in keys_values], jnp.zeros_like(length_g)
+        times = len(rows_N) // len(length_g)
+
+        def put(parts: tuple[jax.Array, ...], new_gPKh: jax.Array, axes: Axes) -> tuple[jax.Array, ...]:
+            firsts = np.cumsum([0, *(part.shape[axes.index("length")] for part in parts)])
+            new_NPKh = copies(new_gPKh, times)
+            each = zip(parts, firsts, strict=False)
+            return tuple(_lay_down(part, rows_N, new_NPKh, int(first), axes, layout) for part, first in each)
+
+        return SlotCache(
+            keys=tuple(put(parts, k, KEY_AXES) for parts, (k, _) in zip(self.keys, keys_values, strict=True)),
+            values=tuple(put(parts, v, VALUE_AXES) for parts, (_, v) in zip(self.values, keys_values, strict=True)),
+            length=self.length.at[rows_N].set(copies(length_g, times), mode="drop"),
+            prompts=prompts,
+        )
+
+
+def _zeros(num_rows: int, size: int, axes: Axes, config: ModelConfig, layout: Layout) -> jax.Array:
+    zeros = jnp.zeros((num_rows, size, config.num_kv_heads, config.head_size), config.compute_dtype)
+    return layout.activation(laid_down(zeros, axes), axes)
+
+
+def _lay_down(
+    cache: jax.Array, rows_N: jax.Array, new_NPKh: jax.Array, first: int, axes: Axes, layout: Layout
+) -> jax.Array:
+    """The columns of prompts from `first` on in whole rows of an array, with zeros after them."""
+    size = cache.shape[axes.index("length")]
+    columns = new_NPKh[:, first : first + size]
+    new = jnp.pad(columns, ((0, 0), (0, size - columns.shape[1]), (0, 0), (0, 0)))
+    return layout.activation(_scattered(cache, (rows_N,), laid_down(new, axes), mode="drop"), axes)
+
+
+def num_columns(tokens: int) -> int:
+    """Columns of a `SlotCache` for sequences of so many tokens.
+
+    >>> num_columns(20), num_columns(300)
+    (24, 320)
+    """
+    step = COLUMNS if tokens > COLUMNS else SLOTS_ON_GPU
+    return math.ceil(tokens / step) * step
+
+
+def columns_read(used: np.ndarray, tokens: int, *, on_gpu: bool) -> np.ndarray:
+    """Columns of a `SlotCache` for sequences of so many tokens that attention reads, given those that are in use.
+
+    >>> columns_read(np.array([1, 64, 65, 300]), 300, on_gpu=False)
+    array([ 64,  64, 128, 320])
+    """
+    columns = num_columns(tokens)
+    size = columns if on_gpu else _part_sizes(columns)[0]
+    return np.minimum(-(-used // size) * size, columns)
+
+
+def _part_sizes(columns: int) -> list[int]:
+    """The columns of each part: a multiple of `COLUMNS`, of the last one what is left.
+
+    >>> _part_sizes(320), _part_sizes(2048), _part_sizes(24)
+    ([64, 64, 64, 64, 64], [256, 256, 256, 256, 256, 256, 256, 256], [24])
+    """
+    size = COLUMNS * math.ceil(columns / (COLUMNS * _MAX_PARTS))
+    return [min(size, columns - first) for first in range(0, columns, size)]
+
+
+def _scattered(cache: jax.Array, where: tuple[Any, ...], new: jax.Array, **given: Any) -> jax.Array:
+    """A cache with new values in some places. In bfloat16 their bits are scattered: the CPU's compiler would widen the
+    whole cache for it."""
+    new = new.astype(cache.dtype)
+    if cache.dtype != jnp.bfloat16:
+        return cache.at[where].set(new, **given)
+    bits = functools.partial(jax.lax.bitcast_convert_type, new_dtype=jnp.uint16)
+    return jax.lax.bitcast_convert_type(bits(cache).at[where].set(bits(new), **given), jnp.bfloat16)
