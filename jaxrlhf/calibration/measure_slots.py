@@ -2,7 +2,8 @@
 of prompts that enters.
 
 One program decodes some rounds. Its arguments say what every slot holds at first, so that differences between its runs
-are steps that read few columns, steps that read all of them, and the prefill of as many prompts as there is room for.
+are steps that read few columns, steps that read as many as halfway through a full-length response, and the prefill of
+as many prompts as there is room for.
 """
 
 import dataclasses
@@ -20,7 +21,7 @@ from jaxrlhf.generation.continuous_batching import RolloutSettings, Slots, Until
 from jaxrlhf.generation.generate import prepare
 from jaxrlhf.generation.slot_rollouts import of_row_shard
 from jaxrlhf.models.params import Params
-from jaxrlhf.models.slot_cache import columns_read, num_columns
+from jaxrlhf.models.slot_cache import columns_read
 from jaxrlhf.planner.costs.work import SLOT_PHASES, SlotPhase
 from jaxrlhf.planner.workload import ModelCall
 from jaxrlhf.programs.ahead_of_time import CallProgram, call_program
@@ -46,20 +47,31 @@ def num_rounds(call: ModelCall) -> int:
 
 def runs(call: ModelCall) -> list[Run]:
     """The runs from whose times `of_phases` tells the phases apart: steps that read few columns, one round and some;
-    the same of steps that read all; and a round before which prompts enter."""
-    long, full = num_rounds(call), num_columns(call.columns - 1)
-    return [Run(1, 1), Run(1, long), Run(full, 1), Run(full, long), Run(0, 1)]
+    the same of steps that read more; and a round before which prompts enter.
+
+    These more are those of the middle of a full-length response, not all: the time of a column rises where a cache no
+    longer fits a processor's own.
+    """
+    first, _, more = _columns(call, on_gpu=False)
+    long, tokens = num_rounds(call), 1 + max(more - first, 0)
+    return [Run(1, 1), Run(1, long), Run(tokens, 1), Run(tokens, long), Run(0, 1)]
+
+
+def _columns(call: ModelCall, *, on_gpu: bool) -> list[int]:
+    """The columns that steps read with one token in each slot, with a prompt, and halfway through a full-length
+    response; the last are more than the first if the cache has more."""
+    tokens, first = call.columns - 1, columns_read(np.array([1]), call.columns - 1, on_gpu=on_gpu)[0]
+    halfway = min(max(call.prompt + call.response // 2, first + 1), tokens)
+    return columns_read(np.array([1, call.prompt, halfway]), tokens, on_gpu=on_gpu).tolist()
 
 
 def of_phases(timings: list[Timing], call: ModelCall, slots: Slots, *, on_gpu: bool) -> dict[SlotPhase, float]:
     """Seconds of each phase, from the times of `runs`."""
-    few, few_more, full, full_more, entering = (timing.seconds for timing in timings)
+    few, few_more, many, many_more, entering = (timing.seconds for timing in timings)
     apart = (num_rounds(call) - 1) * slots.steps
-    least, prompt, most = columns_read(
-        np.array([1, call.prompt, call.columns]), call.columns - 1, on_gpu=on_gpu
-    ).tolist()
-    of_few, of_full = max(few_more - few, 0.0) / apart, max(full_more - full, 0.0) / apart
-    column = max(of_full - of_few, 0.0) / (most - least) if most > least else 0.0
+    least, prompt, most = _columns(call, on_gpu=on_gpu)
+    of_few, of_many = max(few_more - few, 0.0) / apart, max(many_more - many, 0.0) / apart
+    column = max(of_many - of_few, 0.0) / (most - least) if most > least else 0.0
     step = max(of_few - least * column, 0.0)
     before = few + slots.steps * (prompt - least) * column  # the same round, had its prompts been there
     prompts = slots.slots // call.num_samples

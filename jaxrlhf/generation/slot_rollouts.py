@@ -20,6 +20,7 @@ asking the others; over stages they stop when the last one would. A state goes o
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -54,7 +55,7 @@ class MovedRows(struct.PyTreeNode):
     """Sequences on their way to other slots."""
 
     cache: SlotCache
-    """[D, M, ...]"""
+    """[D, M, ...]; over stages this and all others have a second axis, of the stages."""
     rows: SlotRows
     outputs: Outputs
     is_running: Bool[Array, "D M"]
@@ -166,56 +167,69 @@ def take_rows(state: BatchState, sequence_DM: Int[Array, "D M"]) -> tuple[BatchS
     Args:
         sequence_DM: The places of the sequences among those of their row shard, different ones. One that waits for a
             slot goes on waiting in the state that it is in; what is taken of it has no tokens and stays `RUNNING`.
-
-    Raises:
-        ValueError: The state is one over stages, each of which has the keys and values of its layers alone.
     """
-    require(
-        len(state.caches) == 1, "state", "must not be over stages where rows are taken", f"{len(state.caches)} stages"
-    )
+    take = _take_from_stage if len(state.caches) == 1 else jax.vmap(_take_from_stage, in_axes=(0, None))
+    return jax.vmap(take)(state, sequence_DM)
 
-    def of_shard(state: BatchState, sequence_M: jax.Array) -> tuple[BatchState, MovedRows]:
-        (cache,), (rows,) = state.caches, state.rows
-        S, N = len(rows.sequence), len(state.outputs.lengths)
-        slot_M = jnp.full(N, S).at[rows.sequence].set(jnp.arange(S), mode="drop")[sequence_M]
+
+def _take_from_stage(state: BatchState, sequence_M: Int[Array, " M"]) -> tuple[BatchState, MovedRows]:
+    N, caches, rows, found, is_running_M = len(state.outputs.lengths), [], [], None, jnp.zeros(sequence_M.shape, bool)
+    for cache, of_slots in zip(state.caches, state.rows, strict=True):  # without stages there is one
+        S = len(of_slots.sequence)
+        slot_M = jnp.full(N, S).at[of_slots.sequence].set(jnp.arange(S), mode="drop")[sequence_M]
         left_S = jnp.zeros(S, bool).at[slot_M].set(True, mode="drop")
-        kept = state.replace(
-            caches=[cache.free(left_S)],
-            rows=[rows.replace(sequence=jnp.where(left_S, N, rows.sequence))],
-        )
-        cache, rows = cache.of_rows(slot_M), jax.tree.map(lambda x: x[slot_M], rows)  # of no slot, those of the last
-        outputs = jax.tree.map(lambda x: x[sequence_M], state.outputs)
-        return kept, MovedRows(cache=cache, rows=rows, outputs=outputs, is_running=slot_M < S)
+        caches.append(cache.free(left_S))
+        rows.append(of_slots.replace(sequence=jnp.where(left_S, N, of_slots.sequence)))
+        here = cache.of_rows(slot_M), jax.tree.map(lambda x, slot_M=slot_M: x[slot_M], of_slots)
+        is_here_M = slot_M < S
+        found = here if found is None else jax.tree.map(functools.partial(_choose, is_here_M), here, found)
+        is_running_M |= is_here_M
+    assert found is not None
+    outputs = jax.tree.map(lambda x: x[sequence_M], state.outputs)
+    moved = MovedRows(cache=found[0], rows=found[1], outputs=outputs, is_running=is_running_M)
+    return state.replace(caches=caches, rows=rows), moved
 
-    return jax.vmap(of_shard)(state, sequence_DM)
+
+def _choose(first_M: Bool[Array, " M"], one: jax.Array, other: jax.Array) -> jax.Array:
+    """Some rows of one array, and the rest of another."""
+    return jnp.where(first_M.reshape(-1, *[1] * (one.ndim - 1)), one, other)
 
 
 def resume_rows(moved: MovedRows, settings: RolloutSettings) -> BatchState:
     """A state in which the rows of each row shard are in slots, and no prompt waits. Its prompts are those of the rows,
     as `samples_of` gives them, and it samples once from each.
 
+    Args:
+        moved: Over stages, of as many as the layout has.
+
     Raises:
         ValueError: There are fewer slots than rows, or `num_samples` is not 1.
     """
-    S, M = settings.slots.slots, moved.is_running.shape[1]
+    S, M, G = settings.slots.slots, moved.is_running.shape[-1], settings.layout.strategy.pipeline
     require(S >= M, "slots", "must be at least the rows that move to each row shard", S, f"Use {M} or more.")
     n = settings.sampling.num_samples
     require(n == 1, "num_samples", "must be 1 for rows that move, each of which is a sample", n)
 
-    def of_shard(moved: MovedRows) -> BatchState:
-        cache, rows, is_running_S = jax.tree.map(
+    def on_stage(moved: MovedRows, stage: jax.Array) -> BatchState:
+        """The rows of micro-batch m are at place m + stage, as in `pipelined_slots`."""
+        every = jax.tree.map(
             lambda x: jnp.pad(x, ((0, S - M), *((0, 0),) * (x.ndim - 1))), (moved.cache, moved.rows, moved.is_running)
         )
-        return BatchState(
-            caches=[cache.joined().free(~is_running_S)],
-            rows=[rows.replace(sequence=jnp.where(is_running_S, jnp.arange(S, dtype=jnp.int32), M))],
-            outputs=moved.outputs,
-            head=jnp.full((), M, jnp.int32),
-            rounds=jnp.zeros((), jnp.int32),
-            groups=jnp.zeros((), jnp.int32),
-        )
+        every, caches, rows = (*every, jnp.arange(S, dtype=jnp.int32)), [], []
+        for place in range(G):
+            first = (place - stage) % G * (S // G)
+            cache, of_slots, is_running, number = jax.tree.map(
+                lambda x, first=first: jax.lax.dynamic_slice_in_dim(x, first, S // G), every
+            )
+            caches.append(cache.joined().free(~is_running))
+            rows.append(of_slots.replace(sequence=jnp.where(is_running, number, M)))
+        none = jnp.zeros((), jnp.int32)
+        return BatchState(caches, rows, moved.outputs, head=jnp.full((), M, jnp.int32), rounds=none, groups=none)
 
-    return _placed(jax.vmap(of_shard)(moved), settings.layout)
+    if G == 1:
+        return _placed(jax.vmap(lambda moved: on_stage(moved, jnp.int32(0)))(moved), settings.layout)
+    each = jax.vmap(lambda moved: jax.vmap(on_stage)(moved, jnp.arange(G)))
+    return _placed(each(moved), settings.layout)
 
 
 def of_row_shard(settings: RolloutSettings) -> RolloutSettings:

@@ -60,8 +60,8 @@ def model_program(
     if kind == "train":
         return train_program(role, rebuild, has_rows, layout)
     if kind == "generate":
-        if part_tokens and layout.strategy.pipeline == layout.strategy.micro_batches == 1 and not uneven:
-            slots = slots_of(layout.strategy) if layout.strategy.slots else None
+        slots = slots_of(layout.strategy) if layout.strategy.slots else None
+        if part_tokens and (slots or not layout.is_pipelined) and layout.strategy.micro_batches == 1 and not uneven:
             return GenerationInParts(role, rebuild, layout, part_tokens, slots, _decoding_options(layout))
         return generate_program(role, rebuild, layout, uneven=uneven)
     if method == "loss":

@@ -127,6 +127,7 @@ class GenerationInParts:
     ) -> Arrays:
         slots, sampling = settings.slots, settings.sampling
         ready, state = self._begin(params, prompts, settings=settings)
+        ready = params if ready is None else ready
         sequences = len(prompts.tokens) * sampling.num_samples // self._layout.strategy.num_row_shards
         rounds = math.ceil(self._part_tokens / slots.steps)
         most = math.ceil(sequences / slots.slots) * math.ceil(sampling.max_new_tokens / slots.steps)
@@ -176,8 +177,10 @@ def _finish(prompts: Prompts, responses: Any, settings: RolloutSettings) -> Arra
     return jax.tree.leaves(finish(samples_of(prompts, settings.sampling, settings.layout), responses, settings.layout))
 
 
-def _begin(params: Params, prompts: Prompts, settings: RolloutSettings) -> Any:
-    return prepare(params, settings.config, settings.layout), begin_rollout(prompts, settings)
+def _begin(params: Params, prompts: Prompts, settings: RolloutSettings) -> tuple[Params | None, Any]:
+    """Params that are prepared, or None over stages, each of which prepares its own in every part; and a state."""
+    config, layout = settings.config, settings.layout
+    return None if layout.is_pipelined else prepare(params, config, layout), begin_rollout(prompts, settings)
 
 
 def _go_on(
@@ -189,9 +192,10 @@ def _go_on(
     rounds: Int[Array, ""],
     settings: RolloutSettings,
 ) -> tuple[Any, jax.Array]:
-    state = continue_rollout(params, prompts, state, noise, temperature, settings, Until(rounds=rounds), prepared=True)
-    outputs = state.outputs
-    each = zip(outputs.finish, outputs.lengths, state.rounds, state.groups, strict=True)
+    is_pipelined, until = settings.layout.is_pipelined, Until(rounds=rounds)
+    state = continue_rollout(params, prompts, state, noise, temperature, settings, until, prepared=not is_pipelined)
+    told = state.outputs.finish, state.outputs.lengths, state.rounds, state.groups
+    each = zip(*(x[:, -1] if is_pipelined else x for x in told), strict=True)  # the last stage has the outputs
     return state, jnp.concatenate([_progress(*of_shard) for of_shard in each])
 
 

@@ -126,7 +126,7 @@ def test_every_number_of_slots_is_measured_where_lengths_are_known():
 def test_phases_of_slots_are_told_apart():
     """Ten steps of 2 s without columns and 0.5 s for each; 3 s for a group; 5 s for anything else."""
     slots, rounds = Slots(8, prefill_rows=4), num_rounds(LONGER)
-    assert rounds == 7 and [run.tokens for run in runs(LONGER)] == [1, 1, 128, 128, 0]
+    assert rounds == 7 and [run.tokens for run in runs(LONGER)] == [1, 1, 65, 65, 0]
 
     def timing(num_rounds, columns, groups=0):
         return Timing(5 + 8 * num_rounds * (2 + 0.5 * columns) + 3 * groups, 0.0, 0.0)

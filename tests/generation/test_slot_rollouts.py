@@ -55,6 +55,7 @@ CASES = {
     "one device, bfloat16": Case(Strategy(), Slots(3, prefill_rows=2, steps=1), PLAIN, "bfloat16"),
     "row shards": Case(Strategy(data=2, tensor=2), Slots(2, prefill_rows=2, steps=1), STEERED),
     "row shards, shared prompts": Case(Strategy(data=2), Slots(2, 2, steps=1, shared_prompts=2), STEERED),
+    "stages": Case(Strategy(pipeline=2, data=2), Slots(2, 1, steps=1), STEERED),
     "stages, in chunks": Case(
         Strategy(pipeline=2, data=2),
         Slots(4, 1, prefill_tokens=2, steps=1, shared_prompts=2),
@@ -109,7 +110,7 @@ def by_id(rollout: Rollout) -> dict[int, list[bytes]]:
     return {int(rollout.id[i]): [leaf[i].tobytes() for leaf in leaves] for i in ended}
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name for name in CASES if name != "stages"])
 def test_interrupted_after_any_number_of_rounds_it_goes_on_with_the_same_bits(name):
     settings, expected = CASES[name].settings(), at_once(name)
     for rounds in (1, 2, 3):
@@ -153,12 +154,11 @@ def test_it_stops_when_enough_have_finished(name):
         assert (earlier.finish != RUNNING).reshape(shards, -1)[shard].sum() < 2
 
 
-@pytest.mark.parametrize("name", ["row shards", "row shards, shared prompts"])
+@pytest.mark.parametrize("name", ["row shards", "row shards, shared prompts", "stages"])
 def test_rows_go_on_in_other_slots(name):
     """One of each row shard: they join in the slots of one shard, on other devices, while the others go on."""
     settings = CASES[name].settings()
-    tensor = Strategy(tensor=settings.layout.strategy.tensor)
-    tail = Case(tensor, CASES[name].slots, STEERED).settings(first=5)
+    tail = Case(dataclasses.replace(settings.layout.strategy, data=1), CASES[name].slots, STEERED).settings(first=5)
     state = go_on(begun(settings), settings, Until(rounds=1))
     before, metrics = so_far(state, settings)
     running_DN = ((before.finish == RUNNING) & (before.lengths > 0)).reshape(2, -1)
@@ -170,7 +170,8 @@ def test_rows_go_on_in_other_slots(name):
 
     rows = (place_D1 + B // 2 * np.arange(2)[:, None]).reshape(-1)
     prompts = take(jax.device_get(samples_of(PROMPTS, STEERED, settings.layout)), rows)
-    joined = jax.tree.map(lambda x: np.asarray(x).reshape(1, 2, *x.shape[2:]), moved)
+    by_shard = 2 if settings.layout.is_pipelined else 1  # the axis of rows
+    joined = jax.tree.map(lambda x: np.concatenate(np.asarray(x), axis=by_shard - 1)[None], moved)
     state = RESUME(jax.device_put(joined, tail.layout.replicated), tail)
     np.testing.assert_array_equal(so_far(state, tail, prompts)[0].tokens, before.tokens[rows])
     leave, _ = so_far(go_on(state, tail, Until(), prompts), tail, prompts)

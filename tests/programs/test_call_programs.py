@@ -267,13 +267,22 @@ def test_generation_in_micro_batches_and_through_stages_keeps_the_order_of_rows(
     assert len({tuple(tokens) for tokens in np.asarray(rollouts[0][0]).tolist()}) == 2 * B
 
 
-@pytest.mark.parametrize("strategy", [Strategy(data=2, tensor=2), Strategy(data=2, slots=2, prefill_rows=1)], ids=str)
+IN_PARTS = {
+    "all at once": Strategy(data=2, tensor=2),
+    "slots": Strategy(data=2, slots=2, prefill_rows=1),
+    "slots over stages": Strategy(data=2, pipeline=2, slots=4, prefill_rows=1),
+}
+
+
+@pytest.mark.parametrize("strategy", IN_PARTS.values(), ids=IN_PARTS)
 def test_generation_in_parts_gives_the_same_bits_and_says_how_far_it_is(strategy):
     rollout, sampling = make_batch()["sequences"], Sampling(max_new_tokens=20, num_samples=2, stop_ids=(3, 17))
     prompts = Prompts(rollout.tokens[:, :P], rollout.mask[:, :P], rollout.row, rollout.id)
     arrays, _, rebuild = split_args((prompts, sampling))
     layout = Layout.over(tuple(range(strategy.num_devices)), strategy)
     params = jax.device_put(first_params(MODEL), param_shardings(MODEL, layout))
+    if layout.is_pipelined:
+        params = ring_params(params, MODEL, layout, move=jax.device_put)
     given = (params, NOISE, jnp.float32(1), jax.device_put(arrays, layout.rows))
     whole = generate_program(ROLE, rebuild, layout)(*given)
     program = model_program("generate", "", ROLE, rebuild, [True] * len(arrays), layout, part_tokens=8)

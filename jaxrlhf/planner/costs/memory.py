@@ -21,7 +21,6 @@ import jax
 
 from jaxrlhf.generation.generate import cache_sizes
 from jaxrlhf.generation.pipelined_generation import declare_ring
-from jaxrlhf.generation.sampling import seen_dtype
 from jaxrlhf.models.architecture import (
     FIRST_STAGE,
     JOINED,
@@ -39,6 +38,7 @@ from jaxrlhf.models.architecture import (
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.lora import LoRAConfig, declare_adapters
 from jaxrlhf.models.slot_cache import num_columns
+from jaxrlhf.planner.costs.work import seen_bytes
 from jaxrlhf.planner.workload import ModelCall
 from jaxrlhf.sharding.axes import FSDP, PIPELINE, WEIGHTS_AT_REST
 from jaxrlhf.sharding.stage_layers import layers_of_stages
@@ -236,22 +236,13 @@ def _generate_memory(call: ModelCall, strategy: Strategy) -> CallMemory:
     prefill = int(prompts * columns * size * (_live(model, strategy) + _passing(model, strategy)))
     rows = strategy.slots or prompts * call.num_samples
     gathered = _gathered(call, strategy, all_layers=True)
-    logits = int(rows * model.vocab_size * (4 * 2 + _seen_bytes(call)))
+    logits = int(rows * model.vocab_size * (4 * 2 + seen_bytes(call)))
     if strategy.slots:  # prompts are prefilled beside the whole cache, which never grows
         prefill += int(prompts * call.prompt * model.num_layers * cached_numbers(model) // strategy.tensor * size)
         return CallMemory(0, 0, activations=prefill, logits=logits, cache=cache, gathered=gathered)
     if prefill + at_first > cache + growing:
         return CallMemory(0, 0, activations=prefill, logits=logits, cache=at_first, gathered=gathered)
     return CallMemory(0, 0, logits=logits, cache=cache + growing, gathered=gathered)
-
-
-def _seen_bytes(call: ModelCall) -> int:
-    """Bytes of what penalties keep for each sequence and token of the vocabulary; 0 without penalties."""
-    if call.described is None:
-        return 0
-    _, sampling = call.described.args
-    dtype = seen_dtype(sampling)
-    return 0 if dtype is None else dtype.itemsize
 
 
 def _train_memory(call: ModelCall, strategy: Strategy) -> CallMemory:

@@ -13,6 +13,7 @@ import dataclasses
 from typing import Literal, NamedTuple, get_args
 
 from jaxrlhf.generation.generate import slots_read
+from jaxrlhf.generation.sampling import seen_dtype
 from jaxrlhf.models.architecture import (
     JOINED,
     MATRICES,
@@ -242,6 +243,15 @@ def _flops(model: ModelConfig, num_layers: int, columns: int, scored: int) -> fl
     return whole - (columns - scored) * 2 * head_numbers(model)
 
 
+def seen_bytes(call: ModelCall) -> int:
+    """Bytes of what penalties keep for each sequence and token of the vocabulary; 0 without penalties."""
+    if call.described is None:
+        return 0
+    _, sampling = call.described.args
+    dtype = seen_dtype(sampling)
+    return 0 if dtype is None else dtype.itemsize
+
+
 def decode_work(call: ModelCall, *, tensor: int, slots: float) -> LayerWork:
     """The work of one token of every sequence.
 
@@ -263,7 +273,7 @@ def decode_work(call: ModelCall, *, tensor: int, slots: float) -> LayerWork:
     )
     rest = Work(
         flops=2 * D * V / tensor,
-        row_bytes=4 * V * _LOGITS_PASSES,
+        row_bytes=V * (4 * _LOGITS_PASSES + seen_bytes(call)),
         weight_bytes=size * D * V / tensor,
         kernels=2 * _KERNELS_OF_REST,
         tensor_collectives=2.0 if tensor > 1 else 0.0,
