@@ -144,9 +144,14 @@ def drawn_lengths(options: argparse.Namespace) -> np.ndarray | None:
     prompts have several samples."""
     if options.mean >= options.new_tokens or options.samples > 1:
         return None
-    sigma = math.log(10) / statistics.NormalDist().inv_cdf(0.999)
+    sigma = lognormal_sigma()
     lengths = np.random.default_rng(1).lognormal(math.log(options.mean) - sigma**2 / 2, sigma, options.rows)
     return np.clip(np.round(lengths), 1, options.new_tokens).astype(int)
+
+
+def lognormal_sigma() -> float:
+    """Of the logarithm, where the 99.9th percentile is ten times the median."""
+    return math.log(10) / statistics.NormalDist().inv_cdf(0.999)
 
 
 def nearest(targets: np.ndarray, lengths: np.ndarray) -> np.ndarray:

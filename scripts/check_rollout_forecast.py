@@ -4,9 +4,8 @@ response lengths, in every number of slots that a search looks at and with all r
     python -m scripts.check_rollout_forecast                   # a CPU, some ten minutes
     python -m scripts.check_rollout_forecast --rows 128 --json
 
-First it measures this machine for such a call, as `jaxrlhf.calibrate` does. Every token is a stop token with the same
-probability, from some token on, so lengths are geometric beyond that; of more prompts than are timed, those are taken
-whose responses come nearest to the quantiles of this distribution, since a forecast is of what is expected, and the
+First it measures this machine for such a call, as `jaxrlhf.calibrate` does. Of more prompts than are
+timed, those are taken whose responses come nearest to the quantiles of a distribution, lognormal or geometric, since a forecast is of what is expected, and the
 longest of some responses is a matter of chance. Forecasts know the mean and the 99th percentile alone. The exit status
 is 1 where a rollout in slots is out by more than 20 %, or what the planner would choose takes more than 10 % longer
 than the fastest. Where other processes had more than a twentieth of the CPUs, that says little.
@@ -18,6 +17,7 @@ import datetime
 import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
+from statistics import NormalDist
 from typing import Any
 
 import jax
@@ -46,7 +46,7 @@ from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.strategy import Strategy
 from jaxrlhf.tracing import trace
 from scripts.bench_primitives import SIZES, generate_step, language_model, random_prompts
-from scripts.bench_rollouts import POOL, nearest
+from scripts.bench_rollouts import POOL, lognormal_sigma, nearest
 
 WITHIN, NEAR_BEST = 0.2, 0.1
 NOISE, TEMPERATURE = jnp.array([0, 0, 0], jnp.uint32), jnp.float32(1.0)
@@ -60,15 +60,25 @@ class Lengths:
     mean_more: float
     """Tokens on average beyond the fewest, if there were no limit: a fraction of the limit, as below."""
     fewest: float = 0.0
+    lognormal: bool = False
+    """With the 99.9th percentile at ten times the median. Otherwise the tokens beyond the fewest are geometric."""
 
     def of_rows(self, rows: int, limit: int) -> np.ndarray:
         """As many lengths, each of an equal part of the distribution, in an order by chance."""
-        parts = np.random.default_rng(0).permutation((np.arange(rows) + 0.5) / rows)
-        more = np.log1p(-parts) / np.log1p(-1 / (self.mean_more * limit))
-        return np.minimum(round(self.fewest * limit) + np.ceil(more), limit).astype(int)
+        parts, mean = np.random.default_rng(0).permutation((np.arange(rows) + 0.5) / rows), self.mean_more * limit
+        if self.lognormal:
+            scores, sigma = np.array([NormalDist().inv_cdf(part) for part in parts]), lognormal_sigma()
+            more = np.round(mean * np.exp(sigma * scores - sigma**2 / 2))
+        else:
+            more = np.ceil(np.log1p(-parts) / np.log1p(-1 / mean))
+        return np.clip(round(self.fewest * limit) + more, 1, limit).astype(int)
 
 
-DISTRIBUTIONS = (Lengths("long-tailed", 1 / 8), Lengths("some cut off", 3 / 8), Lengths("nearly equal", 1 / 16, 3 / 8))
+DISTRIBUTIONS = (
+    Lengths("long-tailed", 1 / 8, lognormal=True),
+    Lengths("some cut off", 3 / 8),
+    Lengths("nearly equal", 1 / 16, 3 / 8),
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -86,7 +96,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     params["lm_head" if not model.tie_embeddings else "embedding"] *= 0.1  # every token is nearly as likely
     results = []
     for drawn in DISTRIBUTIONS:
-        stop_ids = tuple(range(max(1, round(model.vocab_size / (drawn.mean_more * options.new_tokens)))))
+        mean = drawn.mean_more * options.new_tokens * (2 if drawn.lognormal else 1)  # enough long ones to choose from
+        stop_ids = tuple(range(max(1, round(model.vocab_size / mean))))
         fewest = round(drawn.fewest * options.new_tokens)
         given = dataclasses.replace(sampling, stop_ids=stop_ids, min_new_tokens=fewest)
         whole = program(Strategy(), given, model)
