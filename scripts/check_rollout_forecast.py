@@ -4,11 +4,12 @@ response lengths, in every number of slots that a search looks at and with all r
     python -m scripts.check_rollout_forecast                   # a CPU, some ten minutes
     python -m scripts.check_rollout_forecast --rows 128 --json
 
-First it measures this machine for such a call, as `jaxrlhf.calibrate` does. Of more prompts than are
-timed, those are taken whose responses come nearest to the quantiles of a distribution, lognormal or geometric, since a forecast is of what is expected, and the
-longest of some responses is a matter of chance. Forecasts know the mean and the 99th percentile alone. The exit status
-is 1 where a rollout in slots is out by more than 20 %, or what the planner would choose takes more than 10 % longer
-than the fastest. Where other processes had more than a twentieth of the CPUs, that says little.
+First it measures this machine for such a call, as `jaxrlhf.calibrate` does. Of more prompts than are timed, those are
+taken whose responses come nearest to the quantiles of a distribution, lognormal or geometric, since a forecast is of
+what is expected, and the longest of some responses is a matter of chance. Forecasts know the mean and the 99th
+percentile alone. The exit status is 1 where a rollout in slots is out by more than 20 %, or what the planner would
+choose takes more than 10 % longer than the fastest. Where other processes had more than a twentieth of the CPUs, that
+says little.
 """
 
 import argparse
