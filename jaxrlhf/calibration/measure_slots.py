@@ -49,8 +49,8 @@ def runs(call: ModelCall) -> list[Run]:
     """The runs from whose times `of_phases` tells the phases apart: steps that read few columns, one round and some;
     the same of steps that read more; and a round before which prompts enter.
 
-    These more are those of the middle of a full-length response, not all: the time of a column rises where a cache no
-    longer fits a processor's own.
+    The latter read the columns in use halfway through a full-length response, not all of them: the time per column
+    rises where the KV cache no longer fits the CPU's last-level cache.
     """
     first, _, more = _columns(call, on_gpu=False)
     long, tokens = num_rounds(call), 1 + max(more - first, 0)

@@ -106,8 +106,8 @@ class PlanConfig:
     lengths: ResponseLengths | None = None
     """The lengths of responses in forecasts. None means that every response is as long as it may be."""
     longest_first: bool = False
-    """Where responses are generated in slots, prompts enter in the order of the lengths that their responses are
-    expected to have, the longest first: the means of those to the same prompt in earlier steps."""
+    """Slots admit prompts by the expected length of their responses, longest first. It is the mean length of earlier
+    responses to the same prompt."""
 
     def __post_init__(self) -> None:
         others = [name for name, value in vars(self).items() if name not in ("file", "longest_first") and value]

@@ -15,7 +15,7 @@ _PACKAGE = __name__.partition(".")[0]
 
 @dataclasses.dataclass(frozen=True)
 class _Maker:
-    """What makes a program; equal where the programs are."""
+    """The key of a program. Programs with equal keys are interchangeable."""
 
     key: Hashable
     make: Callable[[], Program] = dataclasses.field(compare=False)

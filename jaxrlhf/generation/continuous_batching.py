@@ -103,7 +103,7 @@ class RolloutSettings:
 
 
 class Until(NamedTuple):
-    """Where a row shard stops: after the first round for which one of these holds."""
+    """The stopping condition of a row shard, checked after each round: either of these."""
 
     rounds: Int[Array, ""] | int | None = None
     """It has gone on for so many rounds. None is no limit."""
@@ -202,7 +202,8 @@ class Group(struct.PyTreeNode):
     slot: Int[Array, " g*n"]
     """The slot that each sample enters; S, which is no slot, for those that do not enter."""
     entry: Int[Array, " g"]
-    """Where each prompt is laid down, if prompts are shared; as many as are shared for those that do not enter."""
+    """The shared entry of each prompt; E, which is no entry, for those that do not enter. Unused if prompts are not
+    shared."""
     place: Int[Array, " g*n"]
     """The place of each sample in the queue."""
 
@@ -293,7 +294,7 @@ def advance(
 def goes_on(
     state: BatchState, queue: Queue, settings: RolloutSettings, until: Until, *, started: Int[Array, ""]
 ) -> Bool[Array, ""]:
-    """Whether there is another round, after those of which `until` counts from `started` on."""
+    """Whether to run another round. `started` is the round from which `until` counts."""
     waiting = num_prompts(queue, settings.slots) - state.head
     in_slots = jnp.stack([rows.sequence < len(queue.id) for rows in state.rows]).sum()
     more = waiting * settings.sampling.num_samples + in_slots > until.left
@@ -320,7 +321,7 @@ def wanted_together(settings: RolloutSettings) -> int:
 
 
 class FreePlaces(NamedTuple):
-    """Where sequences may enter."""
+    """Masks of the free slots and of the free entries for shared prompts."""
 
     slots: Bool[Array, " S"]
     entries: Bool[Array, " E"] | None
@@ -328,7 +329,7 @@ class FreePlaces(NamedTuple):
 
 
 def free_places(state: BatchState, place: int) -> FreePlaces:
-    """Of a place of the ring; without stages, there is one."""
+    """The free places of one micro-batch, by its place in the ring. Without stages the only place is 0."""
     N, prompts = len(state.outputs.lengths), state.caches[place].prompts
     return FreePlaces(state.rows[place].sequence == N, None if prompts is None else prompts.is_free())
 

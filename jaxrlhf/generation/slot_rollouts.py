@@ -150,7 +150,11 @@ def rollout_so_far(
 
 
 def state_shardings(state: BatchState, layout: Layout) -> Any:
-    """Of a state, or of its shapes, in a layout: by row shards and stages, and heads over `tensor`."""
+    """The shardings of a state in a layout: leading axes over row shards and stages, heads over `tensor`.
+
+    Args:
+        state: A state, or its shapes.
+    """
     spec = _of_state(layout)
     whole, of_heads = (NamedSharding(layout.mesh, each) for each in (spec, PartitionSpec(*spec, None, TENSOR)))
 

@@ -27,7 +27,7 @@ is. On other devices it is as requested."""
 PromptKeysValues = list[tuple[Float[Array, "B P K h"], Float[Array, "B P K h"]]]
 PROMPT_AXES: Axes = ("batch", "length", "kv_heads", "head_dim")
 KEY_AXES: Axes = ("batch", "kv_heads", "head_dim", "length")
-"""Of the keys in a cache. A processor multiplies them by queries in two thirds of the time if tokens come last."""
+"""Of the keys in a cache. With the length last, XLA does not repack them for matrix products on a CPU."""
 VALUE_AXES: Axes = ("batch", "kv_heads", "length", "head_dim")
 
 

@@ -95,6 +95,12 @@ def test_row_shards_with_as_many_slots_give_the_same_bits(strategy, dtype):
     assert by_id(rollout(layout=layout, dtype=dtype)) == by_id(rollout(dtype=dtype))
 
 
+def test_row_shards_with_shared_prompts_give_the_same_bits():
+    over = Layout.over((0, 1), Strategy(data=2))
+    given = {"sampling": PAIRS, "slots": SHARED, "dtype": "bfloat16"}
+    assert by_id(rollout(layout=over, **given)) == by_id(rollout(**given))
+
+
 def test_over_tensor_tokens_are_the_same():
     split = rollout(layout=Layout.over((0, 1, 2, 3), Strategy(data=2, tensor=2)))
     assert_as_in_the_plain_loop(split, SAMPLING)
