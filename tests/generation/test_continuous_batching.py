@@ -115,8 +115,9 @@ DRAWN = pytest.mark.parametrize(
         ("float32", STEERED, {"prefill_tokens": 4}),
         ("bfloat16", SAMPLING, {}),
         ("float32", PAIRS, {"shared_prompts": 2}),
+        ("bfloat16", PAIRS, {"shared_prompts": 2}),
     ],
-    ids=["float32, steered, in chunks", "bfloat16", "shared prompts"],
+    ids=["float32, steered, in chunks", "bfloat16", "shared prompts", "bfloat16, shared prompts"],
 )
 TIMES = [SLOTS, dataclasses.replace(SLOTS, steps=1, admit=1), dataclasses.replace(SLOTS, steps=32, admit=2)]
 
