@@ -59,8 +59,8 @@ class CompiledWork:
         if key not in self._made:
             less, more = depths(call)
             one, two = (_whole(call, phase, remat, tensor, self._counts[call.name, n, tensor]) for n in (less, more))
-            layer = _scaled(two, one, 1 / (more - less))
-            self._made[key] = LayerWork(layer, _scaled(one, layer * less, 1.0))
+            layer = (two - one) * (1 / (more - less))  # can be negative: the last layer computes less
+            self._made[key] = LayerWork(layer, one - layer * less)
         made = self._made[key]
         rows = _rows(call, phase)
         return LayerWork(*(_with_weights(a, b, rows) for a, b in zip(made, formula, strict=True)))
@@ -161,7 +161,7 @@ def _per_row(counts: Counts, rows: int, tensor: int) -> Work:
     if tensor > 1:
         as_all_reduce = 2 * (tensor - 1) / tensor
         times = sum(counts.collectives.values())
-        operands = sum(n * collective.wire_bytes for collective, n in counts.collectives.items()) / as_all_reduce
+        operands = sum(n * each.wire_bytes(tensor) for each, n in counts.collectives.items()) / as_all_reduce
     return Work(
         flops=counts.flops / rows,
         row_bytes=counts.bytes / rows,
@@ -169,12 +169,6 @@ def _per_row(counts: Counts, rows: int, tensor: int) -> Work:
         tensor_collectives=times,
         tensor_bytes=operands / rows,
     )
-
-
-def _scaled(more: Work, less: Work, times: float) -> Work:
-    """The difference of two programs' work, times a factor. It can be negative: the last layer computes less."""
-    pairs = zip(dataclasses.astuple(more), dataclasses.astuple(less), strict=True)
-    return Work(*((a - b) * times for a, b in pairs))
 
 
 def _with_weights(compiled: Work, formula: Work, rows: int) -> Work:

@@ -5,7 +5,6 @@ for compilation in compile_all(questions, cache=CostCache(default_folder())):
     print(compilation.counts.total().flops, compilation.notes)
 """
 
-import collections
 import concurrent.futures
 import dataclasses
 import multiprocessing
@@ -19,6 +18,7 @@ import jax
 
 from jaxrlhf.brief import cut
 from jaxrlhf.cluster.hardware import Kind
+from jaxrlhf.config.reading import build, to_tree
 from jaxrlhf.config.schema import MAX_VIRTUAL_DEVICES
 from jaxrlhf.importing import import_files, imported_files
 from jaxrlhf.planner.compiled.described_devices import (
@@ -28,7 +28,7 @@ from jaxrlhf.planner.compiled.described_devices import (
     target_config,
 )
 from jaxrlhf.planner.compiled.hlo_counts import count
-from jaxrlhf.planner.compiled.program_counts import Collective, Counts, ProgramCounts
+from jaxrlhf.planner.compiled.program_counts import ProgramCounts
 from jaxrlhf.planner.costs.cache import CostCache, fingerprint, source_digest
 from jaxrlhf.sharding.mesh import use_virtual_cpu_devices
 from jaxrlhf.xla_flags import known_flags
@@ -82,15 +82,6 @@ class Compilation:
     notes: tuple[str, ...] = ()
     """Caveats of these counts."""
 
-    def to_tree(self) -> dict[str, Any]:
-        """Converts to plain data."""
-        return {"counts": self.counts.to_tree(), "notes": list(self.notes)}
-
-    @classmethod
-    def from_tree(cls, tree: dict[str, Any]) -> "Compilation":
-        """The inverse of `to_tree`."""
-        return cls(ProgramCounts.from_tree(tree["counts"]), tuple(tree["notes"]))
-
 
 ReportProgress = Callable[[int, int, str], None]
 """`(answers so far, all of them, the name of the question answered last)`."""
@@ -111,7 +102,7 @@ def compile_all(
     """
     keys = [question.key for question in questions]
     kept = {key: cache.get(key) for key in keys} if cache else {}
-    answers = {key: Compilation.from_tree(tree) for key, tree in kept.items() if tree is not None}
+    answers = {key: build(Compilation, tree, where=key) for key, tree in kept.items() if tree is not None}
     open_ = {key: question for key, question in zip(keys, questions, strict=True) if key not in answers}
     if not open_:
         return [answers[key] for key in keys]
@@ -130,7 +121,7 @@ def compile_all(
                 key = tasks[task]
                 answers[key] = task.result()
                 if cache:
-                    cache.put(key, answers[key].to_tree())
+                    cache.put(key, to_tree(answers[key]))
                 progress(len(answers), total, open_[key].name)
         except BrokenProcessPool as error:
             raise CompileError(
@@ -163,19 +154,7 @@ def compile_counts(lowered: jax.stages.Lowered, described: DescribedDevices) -> 
         options |= known_flags(_WITHOUT_SOFTMAX_SEARCH)
     text = lowered.compile(compiler_options=options).as_text()
     assert text is not None
-    counts = count(text)
-    narrows = described.stands_in and "bf16>" in program
-    return Compilation(counts.map(_narrowed) if narrows else counts, described.notes)
-
-
-def _narrowed(counts: Counts) -> Counts:
-    """Counts on a GPU of a bfloat16 program that the CPU's compiler widened to float32: half of all bytes."""
-    collectives = collections.defaultdict[Collective, float](float)
-    for collective, times in counts.collectives.items():
-        if collective.dtype == "f32":
-            collective = dataclasses.replace(collective, dtype="bf16", bytes=collective.bytes / 2)
-        collectives[collective] += times
-    return dataclasses.replace(counts, bytes=counts.bytes / 2, collectives=dict(collectives))
+    return Compilation(count(text, widened=described.stands_in and "bf16>" in program), described.notes)
 
 
 def _settings() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Optimized HLO, XLA's programs as text: instructions, shapes, and which devices talk to one another.
+"""Optimized HLO, XLA's programs as text: instructions and shapes.
 
     %fusion.3 = f32[256,128]{1,0} fusion(%param.1, %dot.2), kind=kLoop, calls=%fused_computation.3, metadata={...}
 
@@ -8,12 +8,9 @@ counting needs is read.
 
 import dataclasses
 import functools
-import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping
-
-import numpy as np
 
 _BITS = {
     "pred": 8, "token": 0, "opaque": 0, "bf16": 16, "c64": 64, "c128": 128,
@@ -25,11 +22,6 @@ _COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) .*\{$")
 _INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = ")
 _NAME = re.compile(r"%([\w.\-]+)")
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
-_PARTITIONS = re.compile(r"\bnum_partitions=(\d+)")
-_REPLICAS = re.compile(r"\breplica_count=(\d+)")
-
-DeviceGroups = tuple[tuple[int, ...], ...]
-"""Groups of devices that communicate among themselves, by their positions in the mesh."""
 
 
 class HloError(ValueError):
@@ -147,8 +139,6 @@ class Computation:
 class Module:
     computations: Mapping[str, Computation]
     entry: str
-    num_devices: int
-    """Devices that run it together."""
 
 
 def parse(text: str) -> Module:
@@ -157,7 +147,6 @@ def parse(text: str) -> Module:
     Raises:
         HloError: It has no entry computation, or a line cannot be read.
     """
-    header, _, _ = text.partition("\n")
     computations: dict[str, Computation] = {}
     entry, name = None, None
     lines: list[HloInstruction] = []
@@ -173,10 +162,10 @@ def parse(text: str) -> Module:
         elif match := _INSTRUCTION.match(line):
             lines.append(_instruction(match[2], line[match.end() :], is_root=bool(match[1])))
     if entry is None:
-        raise HloError(f"HLO: must have an entry computation. Got a text that begins with {header[:80]!r}.")
-    partitions, replicas = _PARTITIONS.search(header), _REPLICAS.search(header)
-    num_devices = (int(partitions[1]) if partitions else 1) * (int(replicas[1]) if replicas else 1)
-    return Module(computations, entry, num_devices)
+        raise HloError(
+            f"HLO: must have an entry computation. Got a text that begins with {text.partition(chr(10))[0][:80]!r}."
+        )
+    return Module(computations, entry)
 
 
 def _instruction(name: str, rest: str, *, is_root: bool) -> HloInstruction:
@@ -214,76 +203,3 @@ def scopes(op_name: str) -> Iterator[str]:
         while match := re.fullmatch(r"(?:jvp|transpose|vmap)\((.*)\)", part):
             part = match[1]
         yield part
-
-
-def device_groups(attributes: str, num_devices: int) -> DeviceGroups:
-    """The groups of a collective, in whatever form they are written.
-
-        replica_groups={{0,1},{2,3}}                                        listed; {} is all devices
-        replica_groups=[2,4]<=[8]T(1,0)                                     as a transposed grid of numbers
-        replica_groups=mesh['a'=2,'b'=4], device_ids=([8]T(0)) {'a'}        along axes of a mesh, or parts of an axis
-        source_target_pairs={{0,1},{1,0}}                                   from one device to another
-
-    Raises:
-        HloError: They are in none of these forms.
-    """
-    if match := re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", attributes):
-        return _listed(match[1])
-    if match := re.search(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}", attributes):
-        return _listed(match[1]) or (tuple(range(num_devices)),)
-    if match := re.search(r"replica_groups=\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)", attributes):
-        return _as_groups(_grid(match[2]).reshape(_integers(match[1])))
-    if match := re.search(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(([^{]*)\))? \{([^}]*)\}", attributes):
-        return _along_axes(match[1], match[2], match[3])
-    raise HloError(f"HLO: a collective must name its groups of devices. Got {attributes[:200]!r}.")
-
-
-def _listed(text: str) -> DeviceGroups:
-    return tuple(_integers(group) for group in re.findall(r"\{([\d,]+)\}", text))
-
-
-def _integers(text: str) -> tuple[int, ...]:
-    return tuple(int(n) for n in text.split(",") if n)
-
-
-def _grid(text: str) -> np.ndarray:
-    """Numbers from 0 on in a grid, maybe with its dims in another order: '[2,4]T(1,0)'."""
-    dims, _, order = text.partition("T")
-    shape = _integers(dims.strip("[]"))
-    grid = np.arange(math.prod(shape)).reshape(shape)
-    return grid.transpose(_integers(order.strip("()"))) if order else grid
-
-
-def _as_groups(rows: np.ndarray) -> DeviceGroups:
-    return tuple(tuple(row) for row in rows.tolist())
-
-
-def _along_axes(mesh: str, device_ids: str | None, chosen: str) -> DeviceGroups:
-    """Groups of the devices that differ only along some axes, or parts of axes: 'a':(2)4 are the coordinates of `a`
-    divided into 2 parts, of which each is divided into 4, and which of these 4."""
-    sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh)}
-    wanted = [
-        (name, int(before or 1), int(size or sizes[name]))
-        for name, before, size in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", chosen)
-    ]
-    dims: list[int] = []
-    position: dict[tuple[str, int], list[int]] = {}  # (axis, parts before) -> dims that the part of the axis is made of
-    for name, size in sizes.items():
-        inner = {cut for axis, before, count in wanted if axis == name for cut in (before, before * count)}
-        cuts = sorted({1, size, *inner})
-        first = len(dims)
-        dims += [after // before for before, after in itertools.pairwise(cuts)]
-        for axis, before, count in wanted:
-            if axis == name:
-                parts = range(cuts.index(before), cuts.index(before * count))
-                position[name, before] = [first + part for part in parts]
-    if device_ids is None:
-        ids = np.arange(math.prod(dims))
-    elif device_ids.startswith("["):
-        ids = _grid(device_ids).reshape(-1)
-    else:
-        ids = np.array(_integers(device_ids))
-    along = [dim for name, before, _ in wanted for dim in position[name, before]]
-    others = [dim for dim in range(len(dims)) if dim not in along]
-    size = math.prod(dims[dim] for dim in along)
-    return _as_groups(ids.reshape(dims).transpose(others + along).reshape(-1, size))

@@ -8,7 +8,7 @@ import collections
 import math
 import re
 
-from jaxrlhf.planner.compiled.hlo import Computation, HloInstruction, Module, device_groups, parse, scopes
+from jaxrlhf.planner.compiled.hlo import Computation, HloError, HloInstruction, Module, parse, scopes
 from jaxrlhf.planner.compiled.program_counts import Collective, Counts, Loop, ProgramCounts
 
 REST = "rest"
@@ -26,22 +26,25 @@ _NAMELESS = {"parameter", "constant"}
 _LAZY = {"bitcast", "convert", "copy"}
 """Instructions of a fusion that pass their input on, and only those elements of it that are used."""
 _SLICES = {"slice", "dynamic-slice", "gather"}
+_GROUPS = r"((?:replica_groups|source_target_pairs)=(?:mesh|device_ids|'[^']*'|[^a-z'])*)"
+"""The attribute of a collective that names groups of devices, in all the forms that XLA gives it."""
 _PRODUCT = "dot_general"
 """JAX's name for a matrix product, also where XLA computes it in another way."""
 _NO_PRODUCTS = {"TopK", "AllocateBuffer", "PadToStatic", "SliceToDynamic", "cu_threefry2x32", "cu_threefry2x32_ffi"}
 """Calls of libraries that compute no matrix products."""
 
 
-def count(text: str) -> ProgramCounts:
+def count(text: str, *, widened: bool = False) -> ProgramCounts:
     """Counts what one device does in a program, by the labels of `by_phase`. `text` is from `compiled.as_text()`.
+
+    Args:
+        widened: It is a bfloat16 program that the CPU's compiler widened to float32: count half of all bytes.
 
     Raises:
         HloError: The text cannot be read.
     """
     module = parse(text)
-    tally = _Tally(module)
-    tally.walk(module.entry, REST)
-    return tally.result()
+    return _Tally(module, widened=widened).inside(REST, module.entry)
 
 
 def by_phase(op_name: str) -> str | None:
@@ -57,22 +60,19 @@ def by_phase(op_name: str) -> str | None:
 class _Tally:
     """Adds up the work of instructions, by label."""
 
-    def __init__(self, module: Module) -> None:
+    def __init__(self, module: Module, *, widened: bool) -> None:
         self.module = module
-        self.flops, self.bytes, self.kernels = (collections.defaultdict[str, float](float) for _ in range(3))
-        self.collectives = collections.defaultdict[str, collections.defaultdict[Collective, float]](
-            lambda: collections.defaultdict(float)
-        )
+        self.widened = widened
+        self.parts = collections.defaultdict[str, Counts](Counts)
         self.loops: list[Loop] = []
         self.unknown: dict[str, None] = {}
 
-    def result(self) -> ProgramCounts:
-        labels = dict.fromkeys([*self.flops, *self.bytes, *self.kernels, *self.collectives])
-        parts = {
-            label: Counts(self.flops[label], self.bytes[label], self.kernels[label], dict(self.collectives[label]))
-            for label in labels
-        }
-        return ProgramCounts(parts, tuple(self.loops), tuple(self.unknown))
+    def inside(self, label: str, *computations: str) -> ProgramCounts:
+        """The work of some computations by themselves; labels are as in `walk`."""
+        inner = _Tally(self.module, widened=self.widened)
+        for computation in computations:
+            inner.walk(computation, label)
+        return ProgramCounts(dict(inner.parts), tuple(inner.loops), tuple(inner.unknown))
 
     def walk(self, name: str, inherited: str, *, inside_kernel: bool = False) -> None:
         """Adds the work of a computation.
@@ -114,32 +114,21 @@ class _Tally:
         return True
 
     def _loop(self, instruction: HloInstruction, label: str) -> None:
-        inner = _Tally(self.module)
-        inner.walk(_called(instruction, "body"), label)
-        inner.walk(_called(instruction, "condition"), label)
+        round_ = self.inside(label, _called(instruction, "body"), _called(instruction, "condition"))
         trips = instruction.text(r'"known_trip_count":\{"n":"(\d+)"')
-        self.unknown |= inner.unknown
-        self.loops.append(Loop(instruction.name, label, int(trips) if trips else None, inner.result()))
+        self.unknown |= dict.fromkeys(round_.unknown)
+        self.loops.append(Loop(instruction.name, label, int(trips) if trips else None, round_))
 
     def _branch(self, instruction: HloInstruction, label: str) -> None:
         """Adds the branch with the most operations; among equals, the one with the most bytes."""
-        sides = []
-        for name in instruction.branches:
-            inner = _Tally(self.module)
-            inner.walk(name, label)
-            sides.append(inner.result())
 
         def dearness(side: ProgramCounts) -> tuple[float, float]:
-            once = side.total(rounds=1)
+            once = side.total()
             return once.flops, once.bytes
 
-        dearest = max(sides, key=dearness)
+        dearest = max((self.inside(label, name) for name in instruction.branches), key=dearness)
         for name, counts in dearest.parts.items():
-            self.flops[name] += counts.flops
-            self.bytes[name] += counts.bytes
-            self.kernels[name] += counts.kernels
-            for collective, times in counts.collectives.items():
-                self.collectives[name][collective] += times
+            self.parts[name] += counts
         self.loops += dearest.loops
         self.unknown |= dict.fromkeys(dearest.unknown)
 
@@ -151,21 +140,24 @@ class _Tally:
         if op in _COLLECTIVES or op == "send":
             operands = [computation.by_name[name] for name in instruction.operands]
             shapes = [shape for operand in operands for shape in operand.shapes]
-            largest = max(shapes, key=lambda shape: shape.bytes)
-            groups = device_groups(instruction.attributes, self.module.num_devices)
-            kind = "collective-permute" if op == "send" else op
-            collective = Collective(kind, largest.dtype, sum(shape.bytes for shape in shapes), groups)
-            self.collectives[label][collective] += 1
-            self._kernel(label, 0.0)
+            dtype, size = max(shapes, key=lambda shape: shape.bytes).dtype, sum(shape.bytes for shape in shapes)
+            if self.widened and dtype == "f32":
+                dtype, size = "bf16", size / 2
+            groups = instruction.text(_GROUPS)
+            if groups is None:
+                raise HloError(
+                    f"HLO: a collective must name its groups of devices. Got {instruction.attributes[:200]!r}."
+                )
+            collective = Collective("collective-permute" if op == "send" else op, dtype, size, groups)
+            self.parts[label] += Counts(kernels=1, collectives={collective: 1})
             return
         if flops := self._flops(computation, instruction):
-            self.flops[label] += flops
+            self.parts[label] += Counts(flops)
         if not inside_kernel:
             self._kernel(label, _bytes(computation, instruction))
 
     def _kernel(self, label: str, bytes_: float) -> None:
-        self.kernels[label] += 1
-        self.bytes[label] += bytes_
+        self.parts[label] += Counts(bytes=bytes_ / 2 if self.widened else bytes_, kernels=1)
 
     def _flops(self, computation: Computation, instruction: HloInstruction) -> float:
         """Operations of matrix products in an instruction.

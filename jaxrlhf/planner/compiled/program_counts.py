@@ -1,17 +1,16 @@
 """Counts of a compiled program's work on one of its devices, by part of the program.
 
     counts = ProgramCounts(parts={"prefill": Counts(...)}, loops=(Loop("while.3", "decode", None, ...),))
-    counts.total(rounds=255).flops
+    counts.total(rounds=255).flops  # of loops that end when a condition says so
 
 Operations are those of matrix products: a multiplication and an addition are two. Bytes are those that kernels read
 from memory and write to it; a fusion is one kernel, whose intermediate results are not in memory.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
-from jaxrlhf.planner.compiled.hlo import DeviceGroups
+from jaxrlhf.config.reading import FORM, to_tree
 
 _PER_DEVICE_OF_GROUP = {
     # bytes that a device sends in a ring of n, per byte of its operand
@@ -20,7 +19,8 @@ _PER_DEVICE_OF_GROUP = {
     "reduce-scatter": lambda n: (n - 1) / n,
     "all-to-all": lambda n: (n - 1) / n,
     "ragged-all-to-all": lambda n: (n - 1) / n,
-    "collective-broadcast": lambda n: 1.0 if n > 1 else 0.0,
+    "collective-broadcast": lambda n: 1.0,
+    "collective-permute": lambda n: 1.0,
 }
 
 
@@ -34,20 +34,16 @@ class Collective:
     """Element type, as in HLO: 'bf16'."""
     bytes: float
     """Bytes of each device's operand."""
-    groups: DeviceGroups
-    """Devices by their positions in the mesh; of `collective-permute`, pairs of a source and a target."""
+    groups: str
+    """The groups of devices that communicate among themselves, as HLO writes them: 'replica_groups={{0,1},{2,3}}'."""
 
-    @property
-    def group_size(self) -> int:
-        """Devices of a group."""
-        return max((len(group) for group in self.groups), default=1)
+    def wire_bytes(self, group_size: int) -> float:
+        """Bytes that each device of a group sends, as one of a ring, or to one other by `collective-permute`."""
+        return self.bytes * _PER_DEVICE_OF_GROUP[self.kind](group_size)
 
-    @property
-    def wire_bytes(self) -> float:
-        """Bytes that each device sends, if groups are rings."""
-        if self.kind == "collective-permute":
-            return self.bytes if any(source != target for source, target in self.groups) else 0.0
-        return self.bytes * _PER_DEVICE_OF_GROUP[self.kind](self.group_size)
+
+_LISTED = (tuple[tuple[Collective, float], ...], dict, lambda counts: [[to_tree(c), n] for c, n in counts.items()])
+"""A mapping of collectives as plain data."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +54,7 @@ class Counts:
     bytes: float = 0.0
     kernels: float = 0.0
     """Kernels that are started, those of collectives included."""
-    collectives: Mapping[Collective, float] = dataclasses.field(default_factory=dict)
+    collectives: Mapping[Collective, float] = dataclasses.field(default_factory=dict, metadata={FORM: _LISTED})
     """Collective -> how many times it runs."""
 
     def __add__(self, other: "Counts") -> "Counts":
@@ -72,10 +68,6 @@ class Counts:
         collectives = {collective: count * times for collective, count in self.collectives.items() if count * times}
         return Counts(self.flops * times, self.bytes * times, self.kernels * times, collectives)
 
-    def wire_bytes(self) -> float:
-        """Bytes that each device sends in collectives."""
-        return sum(count * collective.wire_bytes for collective, count in self.collectives.items())
-
 
 @dataclasses.dataclass(frozen=True)
 class ProgramCounts:
@@ -88,47 +80,18 @@ class ProgramCounts:
     unknown: tuple[str, ...] = ()
     """Calls of libraries whose operations are not known and not counted, each once."""
 
-    def total(self, *, rounds: float | None = None) -> Counts:
-        """Counts of the whole program, loops times their rounds.
-
-        Args:
-            rounds: The number for loops that end when a condition says so.
-
-        Raises:
-            ValueError: There are such loops, and `rounds` is None.
-        """
+    def total(self, *, rounds: float = 1) -> Counts:
+        """Counts of the whole program, loops times their rounds: `rounds` if they end when a condition says so."""
         return sum(self.by_label(rounds=rounds).values(), Counts())
 
-    def by_label(self, *, rounds: float | None = None) -> dict[str, Counts]:
+    def by_label(self, *, rounds: float = 1) -> dict[str, Counts]:
         """Label -> counts, loops times their rounds, as in `total`."""
         sums = dict(self.parts)
         for loop in self.loops:
-            times = loop.times(rounds)
+            times = rounds if loop.trips is None else loop.trips
             for label, counts in loop.round.by_label(rounds=rounds).items():
                 sums[label] = sums.get(label, Counts()) + counts * times
         return sums
-
-    def map(self, change: Callable[[Counts], Counts]) -> "ProgramCounts":
-        """The same with all counts changed."""
-        loops = tuple(dataclasses.replace(loop, round=loop.round.map(change)) for loop in self.loops)
-        return ProgramCounts({label: change(counts) for label, counts in self.parts.items()}, loops, self.unknown)
-
-    def to_tree(self) -> dict[str, Any]:
-        """Converts to plain data."""
-        return {
-            "parts": {label: _counts_tree(counts) for label, counts in self.parts.items()},
-            "loops": [{**vars(loop), "round": loop.round.to_tree()} for loop in self.loops],
-            "unknown": list(self.unknown),
-        }
-
-    @classmethod
-    def from_tree(cls, tree: dict[str, Any]) -> "ProgramCounts":
-        """The inverse of `to_tree`, also of a tree that went through JSON."""
-        return cls(
-            {label: _counts_of(counts) for label, counts in tree["parts"].items()},
-            tuple(Loop(**{**loop, "round": cls.from_tree(loop["round"])}) for loop in tree["loops"]),
-            tuple(tree["unknown"]),
-        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,25 +103,3 @@ class Loop:
     """Number of rounds. None means until a condition no longer holds."""
     round: ProgramCounts
     """One round, its condition included."""
-
-    def times(self, rounds: float | None) -> float:
-        if self.trips is not None:
-            return self.trips
-        if rounds is None:
-            raise ValueError(
-                f"rounds: must be given for loops that end when a condition says so. Got None for {self.name!r} in "
-                f"{self.label!r}. Give the number of its rounds."
-            )
-        return rounds
-
-
-def _counts_tree(counts: Counts) -> dict[str, Any]:
-    return {**vars(counts), "collectives": [[vars(c), count] for c, count in counts.collectives.items()]}
-
-
-def _counts_of(tree: dict[str, Any]) -> Counts:
-    collectives = {
-        Collective(**{**fields, "groups": tuple(map(tuple, fields["groups"]))}): count
-        for fields, count in tree["collectives"]
-    }
-    return Counts(**{**tree, "collectives": collectives})

@@ -75,6 +75,9 @@ class Work:
     def __add__(self, other: "Work") -> "Work":
         return Work(*(getattr(self, name) + getattr(other, name) for name in _PARTS))
 
+    def __sub__(self, other: "Work") -> "Work":
+        return self + other * -1.0
+
     def __mul__(self, times: float) -> "Work":
         return Work(*(getattr(self, name) * times for name in _PARTS))
 
@@ -106,7 +109,7 @@ def analytic_work(call: ModelCall, phase: Phase, *, tensor: int, fsdp: int, rema
     columns = {"decode": 1, "prefill": call.prompt}.get(phase, call.columns)
     if phase == "gradient":
         unneeded = _weight_gradients(call, tensor=tensor, fsdp=fsdp)
-        layer, rest = layer + unneeded.layer * -1.0, rest + unneeded.rest * -1.0
+        layer, rest = layer - unneeded.layer, rest - unneeded.rest
     applied = _adapters(call.model, call.lora, columns, phase == "gradient", tensor=tensor, fsdp=fsdp, remat=remat)
     return LayerWork(layer + applied, rest)
 

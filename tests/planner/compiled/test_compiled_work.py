@@ -16,7 +16,7 @@ from jaxrlhf.planner.workload import Workload
 from tests.planner.described_step import TINY, ppo
 
 STEP = ppo()
-GROUP = ((0, 1, 2, 3),)
+GROUP = "replica_groups={{0,1,2,3}}"
 
 
 def linear(num_layers: int, rows: int, per_layer: float, rest: float) -> Counts:

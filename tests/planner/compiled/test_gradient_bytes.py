@@ -1,6 +1,7 @@
 """What compiled train programs communicate of gradients, beside what the cost model counts."""
 
 import dataclasses
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -19,6 +20,7 @@ from jaxrlhf.sharding.axes import MESH_AXES
 from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.strategy import Strategy
 from tests.planner.compiled.described_programs import described
+from tests.planner.compiled.device_groups import device_groups
 from tests.programs.pipelined_calls import TrainCall, Update, over
 
 MODEL = ModelConfig(
@@ -30,7 +32,7 @@ COLUMNS, RESPONSE = 16, 8
 def axes_of(collective: Collective, strategy: Strategy) -> tuple[str, ...]:
     """The mesh axes along which the devices of a group differ."""
     shape = [getattr(strategy, axis) for axis in MESH_AXES]
-    places = np.array(np.unravel_index(collective.groups[0], shape))
+    places = np.array(np.unravel_index(device_groups(collective.groups, math.prod(shape))[0], shape))
     return tuple(axis for axis, along in zip(MESH_AXES, places, strict=True) if len(set(along)) > 1)
 
 
