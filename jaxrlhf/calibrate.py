@@ -32,15 +32,14 @@ from jaxrlhf.planner.costs.calibration import (
     Point,
     Rates,
     calibration_file,
-    curves_of,
     read_calibration,
     this_machine,
     write_calibration,
 )
 from jaxrlhf.planner.plans.plan import Plan
-from jaxrlhf.planner.workload import Workload
+from jaxrlhf.planner.workload import Workload, step_workload
 from jaxrlhf.run.assembly import assemble
-from jaxrlhf.run.step_draft import response_lengths, step_workload
+from jaxrlhf.run.step_draft import response_lengths
 from jaxrlhf.sharding import mesh
 from jaxrlhf.sharding.strategy import Remat, Strategy
 from jaxrlhf.train import read, start
@@ -92,13 +91,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console.table("One device, while all of them do the same", rate_rows(rates))
     work = step_workload(step.graph, step.roles, lengths)
     to_do = jobs(work, strategies(work, step.plan, degrees, mesh.num_devices()))
-    calibration = known or Calibration("", machine, rates)
-    calibration = dataclasses.replace(calibration, date=datetime.date.today().isoformat(), rates=rates)
+    today, curves = datetime.date.today().isoformat(), known.curves if known else ()
 
     def save(measured: Measured) -> None:
         pairs = [pair for _, of_job in measured for pair in of_job]
-        with_load = dataclasses.replace(calibration, load=watched.load())
-        write_calibration(path, with_load.with_curves(curves_of(pairs)))
+        write_calibration(path, Calibration(today, machine, rates, watched.load(), curves).with_points(pairs))
 
     deadline = began + 60 * options.minutes
     measured = measure_all(to_do, rates, console, deadline=deadline, patience_seconds=options.patience, save=save)
@@ -113,11 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse_degrees(texts: Sequence[str], *, all_devices: int) -> Degrees:
-    """Parses `--degrees`. `data` defaults to 1 and, on virtual devices of a CPU, the number of devices.
-
-    Raises:
-        ConfigError: A name or a value is not allowed.
-    """
+    """Parses `--degrees`, or raises ConfigError. `data` is 1 and, for virtual devices of a CPU, their number by default."""
     found: dict[str, Any] = {"data": (1, all_devices)} if mesh.platform() == "cpu" and all_devices > 1 else {}
     for text in texts:
         name, equals, values = text.partition("=")

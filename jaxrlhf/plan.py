@@ -122,21 +122,15 @@ def _draft(options: argparse.Namespace, config: RunConfig, *, on_cpu: bool) -> S
 
 
 def _check_out(path: Path | None) -> None:
-    """Checks before planning that a plan can be written to a path and named in a config.
-
-    Raises:
-        ConfigError: It cannot.
-    """
+    """Raises ConfigError, before planning, if a plan cannot be written to a path and named in a config."""
     if path is not None and (path.suffix != ".json" or path.is_dir()):
         got = "a folder" if path.is_dir() else repr(str(path))
         raise ConfigError(f"--out: must be a file whose name ends in .json. Got {got}. Write --out plan.json, say.")
 
 
 def _pictures_folder(options: argparse.Namespace) -> Path | None:
-    """The folder of pictures: that of the command line, else that of the plan if they can be drawn, else None.
-
-    Makes the folders, so that errors come before planning.
-    """
+    """The folder of pictures: that of the command line, else that of the plan if they can be drawn, else None. Makes the
+    folders, so that errors come before planning."""
     if options.pictures is not None:
         check_matplotlib()
     for folder in (options.pictures, options.out and options.out.parent):

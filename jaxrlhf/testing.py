@@ -1,6 +1,7 @@
 """Tests for algorithms, built in or a user's own: the results are the same under any plan, and the algorithm learns.
 
-    from jaxrlhf.testing import check_plan_invariance, learning_curve
+    from jaxrlhf.planner.workload import step_workload
+from jaxrlhf.testing import check_plan_invariance, learning_curve
 
     def test_no_plan_matters():
         check_plan_invariance("my_module:my_step", settings={"clip": 0.1})
@@ -40,7 +41,6 @@ from jaxrlhf.programs.weight_sets import BASE
 from jaxrlhf.run.assembly import Phase, assemble
 from jaxrlhf.run.checkpoints import changing_sets
 from jaxrlhf.run.first_weights import Placed, load_first_weights
-from jaxrlhf.run.step_draft import step_workload
 from jaxrlhf.sharding import mesh
 from jaxrlhf.sharding.strategy import Strategy
 

@@ -49,9 +49,8 @@ from jaxrlhf.planner.costs.work import PHASES
 from jaxrlhf.planner.plans.complete_plan import complete_plan
 from jaxrlhf.planner.plans.plan import Placement, Plan
 from jaxrlhf.planner.search.choices import strategies
-from jaxrlhf.planner.workload import ModelCall, Workload
+from jaxrlhf.planner.workload import ModelCall, Workload, step_workload
 from jaxrlhf.run.assembly import Assembly, assemble
-from jaxrlhf.run.step_draft import step_workload
 from jaxrlhf.sharding import mesh
 from jaxrlhf.sharding.strategy import Strategy
 from jaxrlhf.train import read, start
@@ -90,7 +89,7 @@ class WatchedTimeline(Timeline):
 def predicted(work: Workload, plan: Plan, calibration: Calibration) -> dict[str, CallSeconds]:
     """Seconds of every call under a plan."""
     cluster = calibration.on(local_cluster())
-    model = CostModel(cluster, measured=calibration, measured_update=calibration.update)
+    model = CostModel(cluster, measured=calibration)
     found = {}
     for call in work.calls:
         placement = plan.placements[call.name]

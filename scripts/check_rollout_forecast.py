@@ -36,13 +36,12 @@ from jaxrlhf.generation.slot_rollouts import generate_in_slots
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.params import Params, init_params
 from jaxrlhf.observe.console import Console
-from jaxrlhf.planner.costs.calibration import Calibration, curves_of, this_machine
+from jaxrlhf.planner.costs.calibration import Calibration, this_machine
 from jaxrlhf.planner.costs.cost_model import CostModel
 from jaxrlhf.planner.costs.rollout_steps import simulate_slots, slot_choices
-from jaxrlhf.planner.workload import ModelCall, Workload
+from jaxrlhf.planner.workload import ModelCall, Workload, step_workload
 from jaxrlhf.programs.call_programs import slots_of
 from jaxrlhf.programs.roles import ModelRole
-from jaxrlhf.run.step_draft import step_workload
 from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.strategy import Strategy
 from jaxrlhf.tracing import trace
@@ -156,13 +155,14 @@ def described(
 
 def calibrated(call: ModelCall, patience: float, console: Console) -> Calibration:
     """What was measured of a call on one device, with every number of slots."""
-    rates, points = measure_machine(patience_seconds=patience), []
+    watched, points = OthersLoad(), []
+    rates = measure_machine(patience_seconds=patience)
     for job in jobs(Workload((call,)), {call.name: [Strategy()]}):
         found = measure(job, dispatch_seconds=rates.dispatch_seconds, patience_seconds=patience)
         whole = ", ".join(f"{c.phase} {1e3 * (p.layer * call.model.num_layers + p.rest):.3g} ms" for c, p in found)
         console.line(f"{job.strategy.slots or 'no'} slots, {job.rows} rows: {whole}")
         points += found
-    return Calibration(datetime.date.today().isoformat(), this_machine(), rates, curves_of(points))
+    return Calibration(datetime.date.today().isoformat(), this_machine(), rates, watched.load()).with_points(points)
 
 
 def program(way: Strategy, sampling: Sampling, model: ModelConfig) -> Callable[..., Rollout]:

@@ -52,7 +52,7 @@ def compare(preset: str, layers: int, kind_name: str, columns: int) -> list[dict
     workload = draft_step(config, tables=tables).workload()
     kind, results = kinds()[kind_name], []
     for name, rows, strategy in PROGRAMS:
-        devices = described_devices(kind, strategy.num_devices, devices_per_node=min(8, strategy.num_devices))
+        devices = described_devices(kind, strategy.num_devices)
         layout = Layout(mesh_over(devices.devices, strategy), strategy)
         call = workload.call(name)
         call = dataclasses.replace(call, rows=rows * strategy.num_row_shards * strategy.micro_batches)

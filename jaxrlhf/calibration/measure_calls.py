@@ -28,13 +28,7 @@ from jaxrlhf.planner.costs.rollout_steps import slot_choices
 from jaxrlhf.planner.costs.work import PHASES, SLOT_PHASES, Phase, analytic_work
 from jaxrlhf.planner.plans.splits import undivided_sizes
 from jaxrlhf.planner.workload import ModelCall, Workload
-from jaxrlhf.programs.ahead_of_time import (
-    CallProgram,
-    DescribedCall,
-    DescribedRows,
-    call_program,
-    update_program,
-)
+from jaxrlhf.programs.ahead_of_time import CallProgram, DescribedCall, DescribedRows, call_program, update_program
 from jaxrlhf.programs.call_programs import slots_of
 from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.strategy import Remat, Strategy
@@ -102,15 +96,10 @@ class Job:
 
 
 _PHASES: dict[str, tuple[MeasuredPhase, ...]] = {**PHASES, "train": ("gradient", "update")}
-
-
 _ALIKE: dict[MeasuredPhase, Phase] = {
     **{phase: phase for phases in PHASES.values() for phase in phases},
-    "update": "gradient",
-    "slot_prefill": "prefill",
-    "slot_step": "decode",
-    "slot_column": "decode",
-}
+    "update": "gradient", "slot_prefill": "prefill", "slot_step": "decode", "slot_column": "decode",
+}  # fmt: skip
 """Phase -> one with formulas whose operations are split between layers and the rest as its seconds are."""
 
 

@@ -43,7 +43,7 @@ def measure_machine(*, large: int | None = None, patience_seconds: float = 3.0) 
     layout = Layout.over(mesh.own_positions(), Strategy(data=count))
     products = {dtype: _products(layout, large, dtype, time) for dtype in ("float32", "bfloat16")}
     kernel, graph_kernel, step = _kernels(layout, time)
-    several = _collectives(layout, large, time) | _copies(large, time) if count > 1 else {}
+    several = _collectives(layout, large, time) if count > 1 else {}
     return Rates(
         num_devices=count,
         float32_flops=products["float32"][0],
@@ -169,12 +169,3 @@ def _collectives(layout: Layout, large: int, time: Time) -> dict[str, float]:
     seconds = time([functools.partial(summed, _on_each(layout, (size,))) for size in sizes])
     moved = 2 * 4 * (count - 1) / count
     return {"collective_seconds": seconds[0] / np.log2(count), "link_bandwidth": moved * _rate(seconds, sizes)}
-
-
-def _copies(large: int, time: Time) -> dict[str, float]:
-    """Seconds of a small copy from one device to another, and the bandwidth of a large one."""
-    first, second = (Layout.over((device,), Strategy()).replicated for device in mesh.own_positions()[:2])
-    sizes = (256, large)
-    arrays = [jax.device_put(jnp.ones(size), first) for size in sizes]
-    seconds = time([functools.partial(jax.device_put, array, second) for array in arrays])
-    return {"copy_seconds": seconds[0], "copy_bandwidth": 4 * _rate(seconds, sizes)}

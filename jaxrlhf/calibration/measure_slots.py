@@ -82,9 +82,7 @@ def of_phases(timings: list[Timing], call: ModelCall, slots: Slots, *, on_gpu: b
 def slot_program(call: ModelCall, layout: Layout, depth: int) -> CallProgram:
     """The program of `runs`, which takes an array of the tokens and rounds of a run after its other arguments.
 
-    Args:
-        layout: With slots in its strategy.
-        depth: Layers of the model.
+    The layout's strategy has slots. `depth` is the layers of the model.
     """
     described, slots, shards = call.require_described(), slots_of(layout.strategy), layout.strategy.num_row_shards
     program = call_program(described, layout, num_layers=depth, rows=slots.slots // call.num_samples * shards)

@@ -14,7 +14,6 @@ path/to/cluster.yaml          groups of nodes, with kinds and networks of the us
       - {nodes: 2, kind: our-h100, network: {bandwidth: 25e9}}
 """
 
-import copy
 import dataclasses
 import functools
 import importlib.resources
@@ -29,7 +28,7 @@ from flax.core import FrozenDict
 from jaxrlhf.brief import brief, cut, did_you_mean
 from jaxrlhf.cluster.hardware import AS_GIVEN, Cluster, Kind, Memory, Network, NodeGroup, PeakFlops
 from jaxrlhf.cluster.host_memory import UNLIMITED, for_arrays, host_room
-from jaxrlhf.config.reading import ConfigError, Tree, build, read_yaml
+from jaxrlhf.config.reading import ConfigError, Tree, build, merge, read_yaml, to_tree
 from jaxrlhf.config.schema import MemoryLimits
 from jaxrlhf.sharding import mesh
 
@@ -50,8 +49,6 @@ class _Group:
     kind: str
     devices_per_node: int = _USUAL_DEVICES_PER_NODE
     network: Network | None = None
-    """None means that of the kind."""
-    host_bandwidth: float | None = None
     """None means that of the kind."""
 
 
@@ -176,9 +173,6 @@ def _cluster(
             kind = known[group.kind]
             if kind.target is None and group.devices_per_node > 0:
                 kind = _shared_processor(kind, group.devices_per_node, limits.host_bytes if limits else None)
-            if group.host_bandwidth is not None:
-                coefficients = dataclasses.replace(kind.coefficients, host_bandwidth=group.host_bandwidth)
-                kind = dataclasses.replace(kind, coefficients=coefficients)
             made.append(NodeGroup(group.nodes, group.devices_per_node, kind, group.network or kind.network))
         return Cluster(tuple(made))
     except ConfigError:
@@ -189,7 +183,7 @@ def _cluster(
 
 def _kinds_of(trees: Mapping[str, Any], known: Mapping[str, Kind], *, where: str) -> Mapping[str, Kind]:
     """Kinds from plain data, by name. A `base` is a known kind or an earlier one."""
-    whole: dict[str, Tree] = {name: _tree(kind) for name, kind in known.items()}
+    whole: dict[str, Tree] = {name: to_tree(kind) for name, kind in known.items()}
     found = {}
     for name, tree in trees.items():
         place = f"kinds.{name}"
@@ -202,27 +196,16 @@ def _kinds_of(trees: Mapping[str, Any], known: Mapping[str, Kind], *, where: str
                 raise ConfigError(_unknown(f"{where}: {place}.base", base, whole))
             own = _over(whole[base], own)
         found[name] = build(Kind, {"names": [], **own, "name": name}, where=where, path=place)
-        whole[name] = _tree(found[name])
+        whole[name] = to_tree(found[name])
     return found
 
 
 def _over(base: Tree, own: Tree) -> Tree:
     """The tree of a kind with a base. Sections with numbers of both have the source of each."""
-    merged = copy.deepcopy(base)
     for key, value in own.items():
-        if isinstance(value, Mapping) and isinstance(merged.get(key), dict):
-            section = {**merged[key], **value}
-            if "source" not in value:
-                section["source"] = f"{', '.join(value)}: {AS_GIVEN}; the rest: {merged[key]['source']}"
-            merged[key] = section
-        else:
-            merged[key] = value
-    return merged
-
-
-def _tree(kind: Kind) -> Tree:
-    tree = dataclasses.asdict(kind)
-    return {key: value for key, value in tree.items() if key != "name"}
+        if isinstance(value, Mapping) and isinstance(base.get(key), dict):
+            own[key] = {"source": f"{', '.join(value)}: {AS_GIVEN}; the rest: {base[key]['source']}", **value}
+    return merge(base, own)
 
 
 def _unknown(where: str, name: object, known: Mapping[str, object]) -> str:

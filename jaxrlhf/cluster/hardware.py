@@ -7,8 +7,10 @@ Numbers have their provenance in `source`; `cluster_text` reads them.
 
 import dataclasses
 import functools
+import itertools
 import math
 import re
+from collections.abc import Callable
 
 from jaxrlhf.require import require_fields, require_not_negative, require_positive, require_positive_fraction
 
@@ -101,10 +103,8 @@ class Target:
             raise ValueError(
                 f"capability: must be two numbers with a point between. Got {self.capability!r}. Write '8.0' in quotes."
             )
-        require_fields(
-            self, require_positive, "cores", "float_units_per_core", "clock_ghz", "shared_memory_per_core",
-            "shared_memory_per_block", "l2_bytes",
-        )  # fmt: skip
+        numbers = [name for name, value in vars(self).items() if type(value) in (int, float)]
+        require_fields(self, require_positive, *numbers)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,18 +146,9 @@ class Coefficients:
         return self.source.startswith(MEASURED)
 
     def __post_init__(self) -> None:
-        require_fields(
-            self,
-            require_positive_fraction,
-            "matmul_efficiency",
-            "memory_efficiency",
-            "link_efficiency",
-            "network_efficiency",
-        )
-        require_fields(
-            self, require_not_negative, "half_dim", "kernel_seconds", "graph_kernel_seconds", "dispatch_seconds",
-            "step_seconds", "collective_seconds", "network_collective_seconds", "host_seconds",
-        )  # fmt: skip
+        names = [field.name for field in dataclasses.fields(self) if field.name != "source"]
+        require_fields(self, require_not_negative, *names)
+        require_fields(self, require_positive_fraction, *(name for name in names if name.endswith("_efficiency")))
         require_fields(self, require_positive, "host_bandwidth")
 
 
@@ -248,18 +239,11 @@ class Cluster:
         return self.groups[0].devices_per_node
 
     def group_of(self, device: int) -> NodeGroup:
-        """The group of the node that a device is in.
-
-        Raises:
-            ValueError: There is no such device.
-        """
-        if 0 <= device < self.num_devices:
-            first = 0
-            for group in self.groups:
-                first += group.num_devices
-                if device < first:
-                    return group
-        raise ValueError(f"device: must be one of 0 to {self.num_devices - 1}. Got {device}.")
+        """The group of the node that a device is in. Raises ValueError if there is no such device."""
+        if not 0 <= device < self.num_devices:
+            raise ValueError(f"device: must be one of 0 to {self.num_devices - 1}. Got {device}.")
+        ends = itertools.accumulate(group.num_devices for group in self.groups)
+        return next(group for group, end in zip(self.groups, ends, strict=True) if device < end)
 
     def kind_of(self, device: int) -> Kind:
         return self.group_of(device).kind
@@ -285,6 +269,10 @@ class Cluster:
 
     def _groups_of(self, devices: range) -> list[NodeGroup]:
         return [self.group_of(device) for device in (*devices[:: self.devices_per_node], devices[-1])]
+
+    def with_kinds(self, change: Callable[[Kind], Kind]) -> "Cluster":
+        """The same of other kinds of devices."""
+        return Cluster(tuple(dataclasses.replace(group, kind=change(group.kind)) for group in self.groups))
 
     @functools.cached_property
     def meshes(self) -> tuple[range, ...]:

@@ -26,11 +26,7 @@ _VERSIONS = (
 
 def host_memory(root: Path = Path("/")) -> int | None:
     """Bytes that this process could have in all, including those that it has: what is available on the machine, or left
-    of a container's limit, whichever is less. None if the system does not tell.
-
-    Args:
-        root: Of the file system that has `proc` and `sys`.
-    """
+    of a container's limit, whichever is less. None if the system does not tell. `root` has `proc` and `sys`."""
     limits = [left for left in (_meminfo(root).get("MemAvailable"), *_left_in_groups(root)) if left is not None]
     return min(limits) + _resident(root) if limits else _physical(root)
 

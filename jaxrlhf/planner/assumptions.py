@@ -17,11 +17,7 @@ SLOW_KERNEL_SECONDS = 10e-6
 def assumptions(
     problem: Problem, plan: Sequence[int], workload: Workload, costs: CostModel, *, seconds: float
 ) -> tuple[str, ...]:
-    """The unproven assumptions behind the seconds of a plan.
-
-    Args:
-        seconds: The forecast of an iteration.
-    """
+    """The unproven assumptions behind a plan whose iteration is forecast to take some seconds."""
     lines = [_reached(kind) for kind in _not_measured(costs.cluster)]
     lines += _decoding(problem, plan, workload, costs, seconds)
     if drawn := [call for call in workload.calls if call.kind == "generate"]:
@@ -44,8 +40,8 @@ def _lengths(drawn: Sequence[ModelCall]) -> str:
 
 
 def _not_measured(cluster: Cluster) -> list[Kind]:
-    kinds = {group.kind.name: group.kind for group in cluster.groups}
-    return [kind for kind in kinds.values() if not kind.coefficients.is_measured]
+    kinds = dict.fromkeys(group.kind for group in cluster.groups)
+    return [kind for kind in kinds if not kind.coefficients.is_measured]
 
 
 def _reached(kind: Kind) -> str:
@@ -69,7 +65,12 @@ def _decoding(
     fast = max((kind.coefficients.graph_kernel_seconds for kind in kinds), default=SLOW_KERNEL_SECONDS)
     if fast >= SLOW_KERNEL_SECONDS or not any(call.kind == "generate" for call in workload.calls):
         return
-    slow = costs.on(_with_slow_kernels(costs.cluster))
+
+    def slowed(kind: Kind) -> Kind:
+        coefficients = dataclasses.replace(kind.coefficients, graph_kernel_seconds=SLOW_KERNEL_SECONDS)
+        return dataclasses.replace(kind, coefficients=coefficients)
+
+    slow = costs.on(costs.cluster.with_kinds(slowed))
     part = problem.with_choices([[index] for index in plan])
     calls = []
     for call, described in zip(part.calls, workload.calls, strict=True):
@@ -85,11 +86,3 @@ def _decoding(
         f"Decoding steps take {1e6 * fast:.3g} us a kernel and wait for nothing, as in a captured graph, which was not "
         f"measured; at {1e6 * SLOW_KERNEL_SECONDS:.0f} us a kernel {takes}."
     )
-
-
-def _with_slow_kernels(cluster: Cluster) -> Cluster:
-    groups = []
-    for group in cluster.groups:
-        costs = dataclasses.replace(group.kind.coefficients, graph_kernel_seconds=SLOW_KERNEL_SECONDS)
-        groups.append(dataclasses.replace(group, kind=dataclasses.replace(group.kind, coefficients=costs)))
-    return Cluster(tuple(groups))

@@ -15,6 +15,10 @@ from jaxrlhf.planner.workload import Workload
 
 CostSource = Literal["analytic", "compiled", "measured"]
 SOURCES: tuple[CostSource, ...] = get_args(CostSource)
+_MEASURE_FIRST = (
+    " On a CPU these are far too short for small models, and the plan need not be faster than one written by hand. "
+    "Measure it first: python -m jaxrlhf.calibrate --config ..."
+)
 
 
 def costs_from(
@@ -25,14 +29,11 @@ def costs_from(
     calibration: Path | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> tuple[CostModel, tuple[str, ...]]:
-    """The costs of the calls of a workload on a cluster.
+    """The costs of the calls of a workload on a cluster, and notes about them.
 
     Args:
         calibration: The file of measurements. None means that of this machine.
         say: Is told the progress of compiling, in lines.
-
-    Returns:
-        The costs, and notes about them.
 
     Raises:
         ConfigError: This machine was not measured, or is not of the cluster's kind.
@@ -46,7 +47,8 @@ def costs_from(
         return CostModel(cluster, work), ("Costs: counted in compiled programs.", *notes)
     if source == "measured":
         return _measured(workload, cluster, calibration or calibration_file(this_machine()))
-    return CostModel(cluster), ("Costs: counted by formulas." + _measure_first(cluster),)
+    far_off = any(group.kind.target is None for group in cluster.groups)
+    return CostModel(cluster), ("Costs: counted by formulas." + (_MEASURE_FIRST if far_off else ""),)
 
 
 def usual_source(cluster: Cluster) -> CostSource:
@@ -65,22 +67,9 @@ def _measured(workload: Workload, cluster: Cluster, path: Path) -> tuple[CostMod
             "Use compiled, or analytic."
         )
     calibration = read_calibration(path, machine=machine)
-    model = CostModel(calibration.on(cluster), measured=calibration, measured_update=calibration.update)
+    model = CostModel(calibration.on(cluster), measured=calibration)
     note = f"Costs: measured on this machine on {calibration.date} ({path}): {_covered(workload, calibration)}."
-    load = "How busy the machine was while it was measured is not known: its file is of an earlier version."
-    if calibration.load is not None:
-        load = f"While it was measured, {calibration.load}."
-    return model, (note, load)
-
-
-def _measure_first(cluster: Cluster) -> str:
-    """The remedy where formulas are far off; empty elsewhere."""
-    if all(group.kind.target is not None for group in cluster.groups):
-        return ""
-    return (
-        " On a CPU these are far too short for small models, and the plan need not be faster than one written by "
-        "hand. Measure it first: python -m jaxrlhf.calibrate --config ..."
-    )
+    return model, (note, f"While it was measured, {calibration.load}.")
 
 
 def _covered(workload: Workload, calibration: Calibration) -> str:

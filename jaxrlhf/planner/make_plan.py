@@ -153,12 +153,8 @@ class Planned:
         return plan
 
     def saved(self, plan: Plan | None = None, *, asked: object = None) -> SavedPlan:
-        """The plan as it is written to disk.
-
-        Args:
-            plan: For all calls of a graph. None means for the calls of models alone.
-            asked: The config's `plan`, as plain data.
-        """
+        """The plan as it is written to disk, for all calls of a graph or those of models alone. `asked` is the config's
+        `plan`, as plain data."""
         names = [call.name for call in self.workload.calls]
         return SavedPlan(
             plan=plan or Plan(self.placements(), self.offloaded, self.fuse, self.schedules),
@@ -206,8 +202,9 @@ def plan_workload(
         raise PlanError(f"seconds: the time to look for a plan must be positive. Got {seconds}.")
     plan_by, costs = find_method(method), costs or CostModel(cluster)
     fixed, offload = dict(fixed or {}), tuple(offload)
+    problem_of = functools.partial(make_problem, workload, cluster, costs, fixed=fixed, offload=offload)
     try:
-        problem = _problem(method, workload, cluster, costs, fixed, offload, say)
+        problem = problem_of(among=AMONG.get(method, "fast"), say=say)
         say("Compiling the loops of the search, if they are not on disk")
         warm_up()
         say(f"Looking for a plan by {method}, of {problem.size:.2g}")
@@ -217,7 +214,11 @@ def plan_workload(
         raise NoRoomError(f"{error} {fitting}".rstrip()) from error
     heuristic, why_not = result.simulation, ""
     if method != YARDSTICK:
-        heuristic, why_not = _yardstick(workload, cluster, costs, fixed, offload)
+        try:
+            usual = problem_of(among=AMONG.get(YARDSTICK, "fast"))
+            heuristic = without_needless_offload(usual, find_method(YARDSTICK)(usual)).simulation
+        except PlanError as error:
+            heuristic, why_not = None, str(error)
     fuse, notes = tuple(fuse), list(notes)
     may_fuse = method == SEARCH and not fuse and not any(call.trains for call in workload.calls if call.name in fixed)
     if may_fuse:
@@ -294,32 +295,6 @@ def without_needless_offload(problem: Problem, result: SearchResult) -> SearchRe
         if fits and simulation.seconds <= result.seconds:
             result = dataclasses.replace(result, plan=plan, simulation=simulation, memory=memory)
     return result
-
-
-def _problem(
-    method: str,
-    workload: Workload,
-    cluster: Cluster,
-    costs: CostModel,
-    fixed: Mapping[str, Placement],
-    offload: Iterable[str],
-    say: Callable[[str], None] = lambda line: None,
-) -> Problem:
-    """The choices of a method."""
-    among = AMONG.get(method, "fast")
-    return make_problem(workload, cluster, costs, fixed=fixed, offload=offload, among=among, say=say)
-
-
-def _yardstick(
-    workload: Workload, cluster: Cluster, costs: CostModel, fixed: Mapping[str, Placement], offload: Iterable[str]
-) -> tuple[Simulation | None, str]:
-    """The heuristic plan's simulation, or why there is none."""
-    try:
-        problem = _problem(YARDSTICK, workload, cluster, costs, fixed, offload)
-        found = without_needless_offload(problem, find_method(YARDSTICK)(problem))
-    except PlanError as error:
-        return None, str(error)
-    return found.simulation, ""
 
 
 def chosen(problem: Problem, plan: Iterable[int]) -> dict[str, Choice]:

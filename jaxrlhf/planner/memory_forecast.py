@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jaxrlhf.cluster.hardware import Cluster
@@ -109,12 +109,7 @@ def _on_host(peaks: Sequence[DeviceMemory], cluster: Cluster, limit: int | None)
 def _on_devices(peaks: Sequence[DeviceMemory], cluster: Cluster, limit: int | None) -> tuple[list[str], list[str]]:
     """Lines and warnings for devices with memory of their own. Equal neighbors share a line."""
     lines, notes = [], []
-
-    def alike(each: DeviceMemory) -> tuple[Any, ...]:
-        return each.call, each.total, dict(each.resting), dict(each.copies), cluster.capacity(each.devices.start)
-
-    for _, group in itertools.groupby(peaks, key=alike):
-        same = list(group)
+    for same in alike(peaks, cluster):
         first, last = same[0].devices.start, same[-1].devices.start
         capacity = cluster.capacity(first)
         _require_room(same[0], 0, cluster.kind_of(first).memory.bytes)
@@ -125,12 +120,17 @@ def _on_devices(peaks: Sequence[DeviceMemory], cluster: Cluster, limit: int | No
     return lines, notes
 
 
-def _require_room(memory: DeviceMemory, more: int, whole: int | None) -> None:
-    """Checks that the memory between calls fits.
+def alike(peaks: Iterable[DeviceMemory], cluster: Cluster) -> list[list[DeviceMemory]]:
+    """Memories, those of neighbors that are equally large and full together."""
 
-    Raises:
-        PlanError: It does not.
-    """
+    def key(each: DeviceMemory) -> tuple[Any, ...]:
+        return dataclasses.replace(each, devices=range(0)), cluster.capacity(each.devices.start)
+
+    return [list(same) for _, same in itertools.groupby(peaks, key=key)]
+
+
+def _require_room(memory: DeviceMemory, more: int, whole: int | None) -> None:
+    """Raises PlanError if the memory between calls does not fit."""
     resting = sum(memory.resting.values())
     if whole is not None and resting + more > whole:
         parts = ", ".join(f"{name} {in_gb(size)}" for name, size in memory.resting.items())

@@ -1,17 +1,15 @@
 """Reports of a plan: as rows of tables, as lines, as plain data for machines."""
 
 import dataclasses
-import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxrlhf.planner.make_plan import SEARCH, YARDSTICK, Planned, chosen
-from jaxrlhf.planner.memory_forecast import host_line
+from jaxrlhf.planner.memory_forecast import alike, host_line
 from jaxrlhf.planner.plans.plan import Plan
 from jaxrlhf.planner.search.choices import looked_at
-from jaxrlhf.planner.search.peak_memory import DeviceMemory
 from jaxrlhf.planner.search.problem import Choice
 
 GB = 1e9
@@ -53,9 +51,8 @@ def devices_in_words(first: int, end: int, devices_per_node: int) -> str:
 def memory_rows(planned: Planned) -> list[dict[str, Any]]:
     """The memory of devices when it is fullest, beside their capacity. Equal neighbors share a row."""
     rows = []
-    for _, group in itertools.groupby(planned.memory, _parts):
-        first, *others = group
-        last = [first, *others][-1].devices.stop - 1
+    for same in alike(planned.memory, planned.cluster):
+        first, last = same[0], same[-1].devices.stop - 1
         capacity = planned.cluster.capacity(first.devices.start)
         parts = {f"{name} at rest": size for name, size in first.resting.items()}
         parts |= {f"copy for {name}": size for name, size in first.copies.items()}
@@ -77,11 +74,6 @@ def memory_rows(planned: Planned) -> list[dict[str, Any]]:
 
 def _numbers(first: int, last: int) -> str:
     return str(first) if first == last else f"{first}-{last}"
-
-
-def _parts(memory: DeviceMemory) -> tuple[Any, ...]:
-    """The key by which neighbors are equal."""
-    return memory.call, dict(memory.resting), dict(memory.copies), memory.working, dict(memory.beside)
 
 
 def summary_lines(planned: Planned) -> list[str]:
@@ -185,11 +177,7 @@ def placement_in_words(choice: Choice, devices_per_node: int) -> str:
 
 
 def plan_json(planned: Planned, plan: Plan) -> dict[str, Any]:
-    """The whole report as plain data, in seconds and bytes.
-
-    Args:
-        plan: For the calls of a graph, `compute` calls too.
-    """
+    """The whole report as plain data, in seconds and bytes, with the plan of a graph's calls, `compute` calls too."""
     simulation, heuristic = planned.simulation, planned.heuristic
     return {
         "version": JSON_VERSION,

@@ -32,7 +32,6 @@ def what_would_fit(
     Fewer devices than named, but more than half as many, may be enough.
 
     Args:
-        cluster: The one with too little room.
         fixed, offload, say: As in `choices.make_problem`.
     """
 

@@ -17,7 +17,9 @@ from jaxrlhf.config.plan_config import ResponseLengths
 from jaxrlhf.experience import Sampling
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.lora import LoRAConfig, reads_merged
-from jaxrlhf.programs.ahead_of_time import DescribedCall
+from jaxrlhf.programs.ahead_of_time import DescribedCall, describe_call
+from jaxrlhf.programs.roles import ModelRole, Role
+from jaxrlhf.programs.weight_sets import weight_sets
 from jaxrlhf.sharding.row_padding import can_split, num_copies, row_parts
 from jaxrlhf.sharding.strategy import Strategy
 
@@ -66,11 +68,7 @@ class ModelCall:
     """The description of its programs; None if it is known by its sizes alone."""
 
     def require_described(self) -> DescribedCall:
-        """The description of its programs.
-
-        Raises:
-            ValueError: It is known by its sizes alone.
-        """
+        """The description of its programs. Raises ValueError if it is known by its sizes alone."""
         if self.described is None:
             raise ValueError(f"{self.name}: must have programs. Got a call that is known by its sizes alone.")
         return self.described
@@ -168,52 +166,30 @@ class Workload:
         return tuple(call for call in self.calls if call.weights == weights and not call.trains)
 
 
-def workload_of(
-    graph: CallGraph,
-    models: Mapping[str, ModelConfig],
-    *,
-    described: Mapping[str, DescribedCall] | None = None,
-    adapters: Mapping[str, LoRAConfig] | None = None,
-    bases: Mapping[str, tuple[str, ModelConfig]] | None = None,
-    lengths: ResponseLengths | None = None,
-) -> Workload:
-    """The work of a traced step of one iteration.
-
-    Args:
-        models: Role -> model, for roles that have one.
-        described: Call -> what makes its real programs.
-        adapters: Role -> its adapters, for roles that train or read some.
-        bases: Role -> the set of weights that its adapters adapt, and the model that these are of.
-        lengths: Of the responses that it draws. None means that they are as long as they may be.
-    """
+def step_workload(graph: CallGraph, roles: Mapping[str, Role], lengths: ResponseLengths | None = None) -> Workload:
+    """The work of a traced step of one iteration, each call with the description of its programs. Without `lengths`,
+    the responses that it draws are as long as they may be."""
+    of_models = {name: role for name, role in roles.items() if isinstance(role, ModelRole)}
+    sets = weight_sets(of_models)
     behind: dict[str, tuple[str, ...]] = {}  # call -> the calls of models that it waits for
     calls = []
     for call in graph.calls:
-        waits = [name for need in graph.dependencies(call) for name in behind[need]]
-        needs = tuple(dict.fromkeys(waits))
-        if call.role is None or call.role not in models:
-            behind[call.name] = needs
-            continue
-        behind[call.name] = (call.plan_name,)
-        base, base_model = (bases or {}).get(call.role, ("", None))
-        made = _model_call(call, needs, models, described or {}, adapters or {})
-        of_call = lengths if made.kind == "generate" else None
-        calls.append(dataclasses.replace(made, base=base, base_model=base_model, lengths=of_call))
+        needs = tuple(dict.fromkeys(name for need in graph.dependencies(call) for name in behind[need]))
+        role = of_models.get(call.role or "")
+        behind[call.name] = needs if role is None else (call.plan_name,)
+        if role is not None:
+            made = _model_call(call, role, needs)
+            if role.lora is not None:
+                made = dataclasses.replace(made, base=role.base, base_model=sets[role.base].model)
+            calls.append(dataclasses.replace(made, lengths=lengths) if made.kind == "generate" else made)
     return Workload(tuple(calls), tuple(call.name for call in graph.calls if call.kind == "host"))
 
 
-def _model_call(
-    call: Call,
-    needs: tuple[str, ...],
-    models: Mapping[str, ModelConfig],
-    described: Mapping[str, DescribedCall],
-    adapters: Mapping[str, LoRAConfig],
-) -> ModelCall:
+def _model_call(call: Call, role: ModelRole, needs: tuple[str, ...]) -> ModelCall:
     assert call.role is not None
     common: dict[str, Any] = dict(
-        name=call.plan_name, role=call.role, kind=call.kind, model=models[call.role], needs=needs,
-        weights=call.weights or call.role, described=described.get(call.plan_name), lora=adapters.get(call.role),
-        row_wise=call.row_wise,
+        name=call.plan_name, role=call.role, kind=call.kind, model=role.model, needs=needs,
+        weights=call.weights or call.role, described=describe_call(call, role), lora=role.lora, row_wise=call.row_wise,
         output_bytes=sum(ref.dtype.itemsize * math.prod(ref.shape) for ref in call.output_refs if ref.has_rows),
     )  # fmt: skip
     if call.kind == "generate":

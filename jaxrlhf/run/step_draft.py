@@ -17,10 +17,8 @@ from jaxrlhf.importing import failure
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.observe.metrics import check_results
 from jaxrlhf.planner.plans.config_keys import RowCountKeys, count_keys
-from jaxrlhf.planner.workload import Workload, workload_of
-from jaxrlhf.programs.ahead_of_time import describe_call
+from jaxrlhf.planner.workload import Workload, step_workload
 from jaxrlhf.programs.roles import ModelRole, Role
-from jaxrlhf.programs.weight_sets import weight_sets
 from jaxrlhf.run.configured_roles import check_roles, check_vocabulary, configured_models, make_role, precision_notes
 from jaxrlhf.run.configured_sampling import check_end, resolved, samplings_of
 from jaxrlhf.run.configured_tokenizer import tokenizer_notes
@@ -116,23 +114,6 @@ def draft_step(config: RunConfig, *, tables: Tables | None = None, on_cpu: bool 
     return StepDraft(
         config, algorithm, settings, tables, rows, new_tokens, models, roles, state, graph, keys, tuple(warnings)
     )
-
-
-def step_workload(graph: CallGraph, roles: Mapping[str, Role], lengths: ResponseLengths | None = None) -> Workload:
-    """The workload of a step: its calls of models, each with the description of its programs.
-
-    Args:
-        lengths: As of `workload_of`.
-    """
-    of_models = {name: role for name, role in roles.items() if isinstance(role, ModelRole)}
-    described = {
-        call.plan_name: describe_call(call, of_models[call.role]) for call in graph.calls if call.role in of_models
-    }
-    adapters = {name: role.lora for name, role in of_models.items() if role.lora is not None}
-    models = {name: role.model for name, role in of_models.items()}
-    sets = weight_sets(of_models)
-    bases = {name: (role.base, sets[role.base].model) for name, role in of_models.items() if role.lora is not None}
-    return workload_of(graph, models, described=described, adapters=adapters, bases=bases, lengths=lengths)
 
 
 def trace_step(step: Any, roles: Mapping[str, Role], state: Any, data: Any, settings: Any) -> CallGraph:

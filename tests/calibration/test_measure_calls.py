@@ -165,6 +165,6 @@ def test_a_machine_is_measured(impatient, monkeypatch):
     monkeypatch.setattr(machine_module, "NARROW_DIMS", (16, 64))
     rates = machine_module.measure_machine(large=2**14, patience_seconds=0.0)  # refuses what is not positive
     assert rates.num_devices == 8
-    for name in ("dispatch_seconds", "collective_seconds", "link_bandwidth", "copy_seconds", "copy_bandwidth"):
+    for name in ("dispatch_seconds", "collective_seconds", "link_bandwidth"):
         assert getattr(rates, name) > 0
     assert rates.dispatch_seconds < 1

@@ -146,7 +146,7 @@ def test_a_file_with_kinds_and_networks_of_its_own(tmp_path):
             memory: {usable: 0.9}
             coefficients: {matmul_efficiency: 0.5, source: measured}
         groups:
-          - {nodes: 2, kind: ours, network: {bandwidth: 25e9}, host_bandwidth: 12e9}
+          - {nodes: 2, kind: ours, network: {bandwidth: 25e9}}
           - {nodes: 1, kind: a100-80g, devices_per_node: 8}
         """
     )
@@ -154,9 +154,7 @@ def test_a_file_with_kinds_and_networks_of_its_own(tmp_path):
     ours, h100 = cluster.kind_of(0), kinds()["h100"]
     assert cluster.capacity(0) == int(0.9 * h100.memory.bytes)
     assert ours.memory.source == f"usable: as given; the rest: {h100.memory.source}"
-    assert ours.coefficients == dataclasses.replace(
-        h100.coefficients, matmul_efficiency=0.5, source="measured", host_bandwidth=12e9
-    )
+    assert ours.coefficients == dataclasses.replace(h100.coefficients, matmul_efficiency=0.5, source="measured")
     assert cluster.network(range(16)).bandwidth == 25e9
     assert cluster.kind_of(16) == kinds()["a100-80g"]
 

@@ -302,7 +302,7 @@ def instructions(module: Module, name: str) -> Iterator[HloInstruction]:
 def main() -> None:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_enable_compilation_cache", False)
-    devices = described_devices(kinds()[sys.argv[1]], 8, devices_per_node=8)
+    devices = described_devices(kinds()[sys.argv[1]], 8)
     assert devices.is_gpu and devices.has_cudnn, devices
     jax.devices = lambda *_: list(devices.devices)  # layouts name devices by their positions there
     calls = in_one_piece()

@@ -16,9 +16,8 @@ from jaxrlhf.config.schema import OptimizerConfig
 from jaxrlhf.experience import Prompts, Sampling, Sequences
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.lora import LoRAConfig
-from jaxrlhf.planner.workload import Workload
+from jaxrlhf.planner.workload import Workload, step_workload
 from jaxrlhf.programs.roles import ModelRole
-from jaxrlhf.run.step_draft import step_workload
 from jaxrlhf.tracing import trace
 
 TINY = ModelConfig(

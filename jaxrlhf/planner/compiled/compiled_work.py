@@ -19,7 +19,7 @@ from jaxrlhf.planner.compiled.described_devices import DescribedDevices
 from jaxrlhf.planner.compiled.program_counts import Counts, ProgramCounts
 from jaxrlhf.planner.costs.cache import CostCache
 from jaxrlhf.planner.costs.work import LayerWork, Phase, Work, analytic_work
-from jaxrlhf.planner.plans.splits import undivided_sizes
+from jaxrlhf.planner.plans.splits import divisors, undivided_sizes
 from jaxrlhf.planner.workload import ModelCall, Workload
 from jaxrlhf.programs.ahead_of_time import DescribedCall, call_program
 from jaxrlhf.sharding.layout import Layout
@@ -44,11 +44,7 @@ class CompiledWork:
     """A source of work for a cost model, from the counts of compiled programs."""
 
     def __init__(self, counts: Mapping[tuple[str, int, int], ProgramCounts]) -> None:
-        """
-        Args:
-            counts: (call, layers, tensor degree) -> counts of its program.
-        """
-        self._counts = counts
+        self._counts = counts  # (call, layers, tensor degree) -> counts of its program
         self._made: dict[Any, LayerWork] = {}
 
     def __call__(self, call: ModelCall, phase: Phase, *, tensor: int, fsdp: int, remat: Remat) -> LayerWork:
@@ -110,7 +106,6 @@ def compile_work(
             CallAtDepth(call.described, num_layers, ROWS[call.kind], tensor),
             kind,
             tensor,
-            devices_per_node=tensor,
         )
         for call in workload.calls
         if call.described is not None
@@ -127,8 +122,7 @@ def compile_work(
 
 def tensor_degrees(call: ModelCall, devices_per_node: int) -> list[int]:
     """The `tensor` degrees that divide the devices of a node and the sizes that a model splits."""
-    divisors = (n for n in range(1, devices_per_node + 1) if devices_per_node % n == 0)
-    return [n for n in divisors if not undivided_sizes(call.model, tensor=n)]
+    return [n for n in divisors(devices_per_node) if not undivided_sizes(call.model, tensor=n)]
 
 
 def _whole(call: ModelCall, phase: Phase, remat: Remat, tensor: int, counts: ProgramCounts) -> Work:

@@ -57,7 +57,7 @@ class Question:
     """The argument of `lower`: data that can be pickled and that `fingerprint` knows."""
     kind: Kind
     num_devices: int
-    devices_per_node: int = 8
+    """Devices of one node."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_devices <= MAX_VIRTUAL_DEVICES:
@@ -67,9 +67,7 @@ class Question:
     def key(self) -> str:
         """The key of its answer in the cache, made of all that the answer depends on."""
         target = self.kind.target
-        devices = (
-            target and target_config(self.kind, target), has_gpu_compiler(), self.num_devices, self.devices_per_node,
-        )  # fmt: skip
+        devices = target and target_config(self.kind, target), has_gpu_compiler(), self.num_devices
         versions = (jax.__version__, source_digest(), os.environ.get("XLA_FLAGS", ""), _settings())
         return fingerprint((self.lower, self.subject, devices, versions))
 
@@ -134,13 +132,9 @@ def compile_all(
 
 
 def answer(question: Question) -> Compilation:
-    """The answer to one question, compiled in this process.
-
-    Raises:
-        CompileError: Its program cannot be lowered or compiled.
-    """
+    """The answer to one question, compiled in this process. Raises CompileError if its program cannot be."""
     try:
-        described = described_devices(question.kind, question.num_devices, devices_per_node=question.devices_per_node)
+        described = described_devices(question.kind, question.num_devices)
         return compile_counts(question.lower(question.subject, described), described)
     except Exception as error:
         raise CompileError(f"{question.name}: must compile. Got {type(error).__name__}: {cut(str(error))}.") from error

@@ -35,7 +35,7 @@ class DescribedDevices:
     """Devices to lower and compile programs for."""
 
     devices: tuple[Any, ...]
-    """JAX devices, node after node."""
+    """JAX devices."""
     options: Mapping[str, Any]
     """Options for `lowered.compile`."""
     has_cudnn: bool = False
@@ -58,19 +58,15 @@ def has_gpu_compiler() -> bool:
 
 
 @functools.cache
-def described_devices(kind: Kind, count: int, *, devices_per_node: int) -> DescribedDevices:
-    """`count` devices of a kind, in nodes of `devices_per_node`.
+def described_devices(kind: Kind, count: int) -> DescribedDevices:
+    """`count` devices of a kind, in one node. Raises ValueError if JAX runs already with fewer virtual devices.
 
     Loads the CUDA plugin, if the kind is a GPU. A process that has loaded it should not be one that trains.
-
-    Raises:
-        ValueError: Virtual devices are needed, and JAX runs already with fewer.
     """
     if kind.target is None:
         return DescribedDevices(first_virtual_devices(count), known_flags(_PROCESSOR_OPTIONS))
-    nodes = max(1, count // devices_per_node)
     text = target_config(kind, kind.target)
-    topology = f"1x{nodes}x{count // nodes}"  # partitions x hosts x GPUs of each
+    topology = f"1x1x{count}"  # partitions x hosts x GPUs of each
     skip_cuda_check_without_gpu()
     try:
         described = topologies.get_topology_desc(platform="cuda", target_config=text, topology=topology)
@@ -81,7 +77,7 @@ def described_devices(kind: Kind, count: int, *, devices_per_node: int) -> Descr
     has_cudnn = (major, minor) >= _CUDNN_CAPABILITY and _assume_cudnn()
     return DescribedDevices(
         tuple(described.devices),
-        known_flags({"xla_gpu_cuda_data_dir": str(_toolkit()), **_FASTER, **_ONE_CUBLAS_CALL_EACH}),
+        known_flags({"xla_gpu_cuda_data_dir": _toolkit().name, **_FASTER, **_ONE_CUBLAS_CALL_EACH}),
         has_cudnn=has_cudnn,
         notes=() if has_cudnn else (NO_CUDNN,),
     )
@@ -126,13 +122,15 @@ device_description_str: "{(kind.names or (kind.name,))[0]}"
 
 
 @functools.cache
-def _toolkit() -> Path:
-    """A folder in place of the CUDA toolkit, with an assembler that does nothing and a library without functions.
+def _toolkit() -> tempfile.TemporaryDirectory[str]:
+    """A folder in place of the CUDA toolkit, deleted when the process ends, with an assembler that does nothing and a
+    library without functions.
 
     Programs for GPUs that are not there never run, so that only their HLO matters, which is the same with the real
     toolkit.
     """
-    folder = Path(_toolkit_folder().name)
+    made = tempfile.TemporaryDirectory(prefix="jaxrlhf-cuda-")
+    folder = Path(made.name)
     assembler = folder / "bin" / "ptxas"
     assembler.parent.mkdir()
     assembler.write_text(
@@ -143,13 +141,7 @@ def _toolkit() -> Path:
     library = folder / "nvvm" / "libdevice" / "libdevice.10.bc"
     library.parent.mkdir(parents=True)
     library.write_text("; LLVM reads modules as text too\n")
-    return folder
-
-
-@functools.cache
-def _toolkit_folder() -> tempfile.TemporaryDirectory[str]:
-    """A temporary folder, deleted when the process ends."""
-    return tempfile.TemporaryDirectory(prefix="jaxrlhf-cuda-")
+    return made
 
 
 def _assume_cudnn() -> bool:

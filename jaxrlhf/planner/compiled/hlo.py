@@ -142,11 +142,7 @@ class Module:
 
 
 def parse(text: str) -> Module:
-    """The module that a text describes, as `compiled.as_text()` gives it.
-
-    Raises:
-        HloError: It has no entry computation, or a line cannot be read.
-    """
+    """The module that a text describes, as `compiled.as_text()` gives it. Raises HloError if it cannot be read."""
     computations: dict[str, Computation] = {}
     entry, name = None, None
     lines: list[HloInstruction] = []

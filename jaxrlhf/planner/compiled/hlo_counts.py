@@ -35,14 +35,8 @@ _NO_PRODUCTS = {"TopK", "AllocateBuffer", "PadToStatic", "SliceToDynamic", "cu_t
 
 
 def count(text: str, *, widened: bool = False) -> ProgramCounts:
-    """Counts what one device does in a program, by the labels of `by_phase`. `text` is from `compiled.as_text()`.
-
-    Args:
-        widened: It is a bfloat16 program that the CPU's compiler widened to float32: count half of all bytes.
-
-    Raises:
-        HloError: The text cannot be read.
-    """
+    """Counts what one device does in a program, by the labels of `by_phase`. `text` is from `compiled.as_text()`. Of a
+    bfloat16 program that the CPU's compiler widened to float32, half of all bytes count. Raises HloError."""
     module = parse(text)
     return _Tally(module, widened=widened).inside(REST, module.entry)
 

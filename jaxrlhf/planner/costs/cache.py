@@ -49,11 +49,7 @@ def default_folder(name: str = "costs") -> Path:
 
 
 def fingerprint(value: Any) -> str:
-    """A digest of a value, the same in every process.
-
-    Raises:
-        TypeError: The content of a part of it is not known.
-    """
+    """A digest of a value, the same in every process. Raises TypeError if the content of a part of it is not known."""
     digest = hashlib.sha256()
     for text in _texts(value, "value"):
         digest.update(text.encode() + b"\0")

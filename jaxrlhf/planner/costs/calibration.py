@@ -1,7 +1,7 @@
 """Measurements of a machine: seconds of passes, interpolated between row counts, and rates of its devices.
 
     calibration = read_calibration(calibration_file(machine), machine=machine)
-    CostModel(calibration.on(cluster), measured=calibration, measured_update=calibration.update)
+    CostModel(calibration.on(cluster), measured=calibration)
 
 Passes are known at some degrees and row counts, powers of two, and interpolated linearly between. Where nothing similar
 was measured there is no answer, and the cost model counts work instead, with the rates of this machine.
@@ -19,9 +19,9 @@ import math
 import os
 import platform
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from jaxrlhf.brief import brief
 from jaxrlhf.cluster.hardware import MEASURED, Cluster, Kind
@@ -29,22 +29,19 @@ from jaxrlhf.config.reading import ConfigError, build, to_tree
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.lora import LoRAConfig
 from jaxrlhf.planner.costs.cache import default_folder
-from jaxrlhf.planner.costs.cost_model import PassSeconds, UpdateSeconds
-from jaxrlhf.planner.costs.work import SLOT_PHASES, Phase, SlotPhase
+from jaxrlhf.planner.costs.cost_model import MeasuredPhase, PassSeconds
+from jaxrlhf.planner.costs.work import SLOT_PHASES
 from jaxrlhf.planner.workload import ModelCall
 from jaxrlhf.require import require, require_fields, require_not_negative, require_positive
 from jaxrlhf.sharding import mesh
 from jaxrlhf.sharding.strategy import Remat, Strategy
 from jaxrlhf.writing import write_atomically
 
-VERSION = 2
+VERSION = 3
 """The version of the file."""
 QUIET = 0.05
 """The CPU share of other processes up to which a measurement counts as undisturbed; Linux may miscount as much."""
 _COMMAND = "Measure this machine: python -m jaxrlhf.calibrate --config NAME_OR_PATH."
-
-MeasuredPhase = Literal[Phase, SlotPhase, "update"]
-"""Phases of calls, and `update`: the optimizer, once for each mini-batch."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,13 +131,10 @@ class Rates:
     """Seconds of a loop's iteration beside its kernels."""
     host_bandwidth: float
     collective_seconds: float = 0.0
-    """Seconds of the smallest all-reduce, per doubling of the devices that take part. This and the next three are 0 if
-    there is one device."""
+    """Seconds of the smallest all-reduce, per doubling of the devices that take part. This and the next are 0 if there
+    is one device."""
     link_bandwidth: float = 0.0
     """Bytes a second of a large all-reduce over all devices, as a ring."""
-    copy_seconds: float = 0.0
-    """Seconds of the smallest copy from one device to another."""
-    copy_bandwidth: float = 0.0
     host_seconds: float = 0.0
     """Seconds that host-side work adds to a call per device. 0 if the devices are not virtual ones of the CPU."""
 
@@ -258,13 +252,14 @@ class Calibration:
     date: str
     machine: Machine
     rates: Rates
+    load: Load
+    """The load during the newest measurements."""
     curves: tuple[Curve, ...] = ()
     version: int = VERSION
-    load: Load | None = None
-    """The load during the newest measurements. None if the file does not say."""
 
     def __call__(self, call: ModelCall, phase: MeasuredPhase, strategy: Strategy, rows: float) -> PassSeconds | None:
-        """Seconds of a pass, through one layer and the rest; None if nothing similar was measured.
+        """Seconds of a pass, through one layer and the rest; None if nothing similar was measured. Those of an update
+        include adding up gradients over copies of the weights if there were any.
 
         Real devices do not slow one another down, so the nearest measured number of row shards is used. Virtual devices
         of a CPU work on all rows together: seconds are looked up by the rows of all shards, interpolated over the
@@ -275,38 +270,36 @@ class Calibration:
         if found is None:
             return None
         below, above = found
+        has_sum = phase == "update" and (strategy.data == 1 or above.case.data > 1)
         if not self.machine.shares_processor:
-            return below.at(rows)
+            return dataclasses.replace(below.at(rows), includes_reduction=has_sum)
         few, many, shards = below.case.num_row_shards, above.case.num_row_shards, strategy.num_row_shards
         one, other = below.at(rows * shards / few), above.at(rows * shards / many)
         between = math.log(shards / few) / math.log(many / few) if few < many else 0.0
         seconds = _mixed((one, 1 - between), (other, between))
-        return dataclasses.replace(seconds, layer=seconds.layer * strategy.pipeline)
-
-    def update(self, call: ModelCall, strategy: Strategy) -> UpdateSeconds | None:
-        """Seconds of the optimizer, with gradients added up over the copies of the weights if there were any; None if
-        nothing similar was measured. It is a `cost_model.MeasuredUpdate`."""
-        near, optimizer = self._near(call, "update", strategy), self(call, "update", strategy, 0.0)
-        if near is None or optimizer is None:
-            return None
-        return UpdateSeconds(optimizer, includes_reduction=strategy.data == 1 or near[1].case.data > 1)
+        return PassSeconds(seconds.layer * strategy.pipeline, seconds.rest, has_sum)
 
     def on(self, cluster: Cluster) -> Cluster:
         """A cluster with the rates of this machine for its kind of device."""
-        groups = []
-        for group in cluster.groups:
-            kind, scale = group.kind, 1.0
-            if self.machine.device_kind in kind.names:
-                if self.machine.shares_processor:
-                    scale = self.rates.num_devices / group.devices_per_node
-                kind = measured_kind(kind, self.rates, scale=scale, source=f"{MEASURED} {self.date}")
-            groups.append(dataclasses.replace(group, kind=kind))
-        return Cluster(tuple(groups))
+        scale = self.rates.num_devices / cluster.devices_per_node if self.machine.shares_processor else 1.0
 
-    def with_curves(self, curves: Iterable[Curve]) -> "Calibration":
-        """The same with more curves, which replace those of the same cases."""
-        merged = {curve.case: curve for curve in (*self.curves, *curves)}
-        return dataclasses.replace(self, curves=tuple(merged.values()))
+        def measured(kind: Kind) -> Kind:
+            if self.machine.device_kind not in kind.names:
+                return kind
+            return measured_kind(kind, self.rates, scale=scale, source=f"{MEASURED} {self.date}")
+
+        return cluster.with_kinds(measured)
+
+    def with_points(self, points: Iterable[tuple[Case, Point]]) -> "Calibration":
+        """The same with curves through more measurements, which replace those of the same cases. Of two at the same
+        rows, the later counts."""
+        cases: dict[Case, dict[float, Point]] = {}
+        for case, point in points:
+            cases.setdefault(case, {})[point.rows] = point
+        curves = {curve.case: curve for curve in self.curves}
+        for case, by_rows in cases.items():
+            curves[case] = Curve(case, tuple(by_rows[rows] for rows in sorted(by_rows)))
+        return dataclasses.replace(self, curves=tuple(curves.values()))
 
     def _near(self, call: ModelCall, phase: MeasuredPhase, strategy: Strategy) -> tuple[Curve, Curve] | None:
         """The curves measured with the next fewer and the next more row shards, if there are any; for devices that
@@ -336,11 +329,8 @@ class Calibration:
 
 
 def measured_kind(kind: Kind, rates: Rates, *, scale: float, source: str) -> Kind:
-    """A kind with measured rates, which stand for its peaks too.
-
-    Args:
-        scale: Speed of a device relative to one that was measured: above 1 if fewer devices share the CPU.
-    """
+    """A kind with measured rates, which stand for its peaks too. `scale` is the speed of a device relative to one that
+    was measured: above 1 if fewer devices share the CPU."""
     costs, names = kind.coefficients, ("half_dim", "kernel_seconds", "graph_kernel_seconds", "dispatch_seconds")
     bandwidth = rates.link_bandwidth or kind.link.bandwidth * costs.link_efficiency
     return dataclasses.replace(
@@ -363,14 +353,6 @@ def measured_kind(kind: Kind, rates: Rates, *, scale: float, source: str) -> Kin
     )
 
 
-def curves_of(points: Sequence[tuple[Case, Point]]) -> tuple[Curve, ...]:
-    """Curves through measurements. Of two at the same rows, the later counts."""
-    cases: dict[Case, dict[float, Point]] = {}
-    for case, point in points:
-        cases.setdefault(case, {})[point.rows] = point
-    return tuple(Curve(case, tuple(by_rows[rows] for rows in sorted(by_rows))) for case, by_rows in cases.items())
-
-
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
@@ -380,15 +362,9 @@ def calibration_file(machine: Machine, folder: Path | None = None) -> Path:
     return (folder or default_folder("calibration")) / f"{re.sub(r'[^A-Za-z0-9.]+', '-', text).strip('-').lower()}.json"
 
 
-def read_calibration(path: Path, *, machine: Machine | None = None) -> Calibration:
-    """Reads what `write_calibration` wrote.
-
-    Args:
-        machine: Must be the one that was measured. None means any.
-
-    Raises:
-        ConfigError: There is no such file, it is malformed, or another machine was measured.
-    """
+def read_calibration(path: Path, *, machine: Machine) -> Calibration:
+    """Reads what `write_calibration` wrote of a machine. Raises ConfigError if there is no such file, it is malformed,
+    or another machine was measured."""
     try:
         tree: Any = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -399,7 +375,7 @@ def read_calibration(path: Path, *, machine: Machine | None = None) -> Calibrati
     if version != VERSION:
         raise ConfigError(f"{path}: version: must be {VERSION}. Got {brief(version)}. {_COMMAND}")
     calibration = build(Calibration, tree, where=str(path))
-    if machine is not None and calibration.machine != machine:
+    if calibration.machine != machine:
         raise ConfigError(
             f"{path}: must have been measured on this machine, {machine}. Got {calibration.machine}. {_COMMAND}"
         )

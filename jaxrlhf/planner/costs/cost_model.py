@@ -18,7 +18,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 from jaxrlhf.cluster.hardware import Cluster, Kind
 from jaxrlhf.generation.continuous_batching import Slots
@@ -45,34 +45,19 @@ class WorkSource(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class PassSeconds:
-    """A pass of a micro-batch through one layer, and through embedding, head and loss."""
+    """A pass of a micro-batch, or the optimizer, through one layer, and through embedding, head and loss."""
 
     layer: float
     rest: float
+    includes_reduction: bool = False
+    """True if an update's seconds include adding up gradients over copies of the weights."""
 
 
-@dataclasses.dataclass(frozen=True)
-class StageSeconds:
-    """Both passes of a micro-batch through a stage of a train call."""
-
-    forward: float
-    backward: float
-
-
-@dataclasses.dataclass(frozen=True)
-class UpdateSeconds:
-    """The optimizer over one layer, and over embedding, head and norms."""
-
-    optimizer: PassSeconds
-    includes_reduction: bool
-    """True if the seconds include adding up gradients over copies of the weights."""
-
-
-MeasuredPass = Callable[[ModelCall, Phase | SlotPhase, Strategy, float], PassSeconds | None]
+MeasuredPhase = Literal[Phase, SlotPhase, "update"]
+"""Phases of calls, and `update`: the optimizer, once for each mini-batch."""
+MeasuredPass = Callable[[ModelCall, MeasuredPhase, Strategy, float], PassSeconds | None]
 """Measured seconds of a pass, from the call, its phase, its strategy, and the rows of a micro-batch on each row shard.
 All row shards work at the same time. None if nothing similar was measured."""
-MeasuredUpdate = Callable[[ModelCall, Strategy], UpdateSeconds | None]
-"""Measured seconds of an update without its passes. None if nothing similar was measured."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,13 +121,11 @@ class CostModel:
         self,
         cluster: Cluster,
         work: WorkSource = analytic_work,
-        measured: MeasuredPass | None = None,
-        measured_update: MeasuredUpdate | None = None,
+        measured: MeasuredPass = lambda *_: None,
     ) -> None:
         self.cluster = cluster
         self._work = work
         self._measured = measured
-        self._measured_update = measured_update
         self._works: dict[tuple[object, ...], tuple[ModelCall, LayerWork]] = {}
         self._kind = functools.cache(cluster.slowest)
         """The kind of devices that the others wait for."""
@@ -151,7 +134,7 @@ class CostModel:
 
     def on(self, cluster: Cluster) -> "CostModel":
         """The same on another cluster."""
-        return CostModel(cluster, self._work, self._measured, self._measured_update)
+        return CostModel(cluster, self._work, self._measured)
 
     def seconds(self, call: ModelCall, devices: range, strategy: Strategy) -> CallSeconds:
         """The seconds of one call."""
@@ -175,9 +158,8 @@ class CostModel:
         kind = self._kind(devices)
         update = trained * ADAM_BYTES / memory_rate(kind) + 12 * kind.coefficients.kernel_seconds
         reduction = self._reduction(call, devices, strategy)
-        measured = self._measured_update(call, strategy) if self._measured_update is not None else None
-        if measured is not None:
-            update = max(_by_device(call, strategy, measured.optimizer))
+        if (measured := self._measured(call, "update", strategy, 0.0)) is not None:
+            update = max(_by_device(call, strategy, measured))
             reduction = 0.0 if measured.includes_reduction else reduction
         return _times(dataclasses.replace(one, reduction=reduction, update=update), call.updates)
 
@@ -233,10 +215,7 @@ class CostModel:
         """Seconds of a rollout in slots: of its steps, as wide as there are slots, and of the groups that enter."""
         expected, slots = self.rollout_steps(call, devices, strategy), strategy.slots
         rows = {"slot_prefill": strategy.prefill_rows, "slot_step": slots, "slot_column": slots}
-        measured = [
-            self._measured(call, phase, strategy, rows[phase]) if self._measured is not None else None
-            for phase in SLOT_PHASES
-        ]
+        measured = [self._measured(call, phase, strategy, rows[phase]) for phase in SLOT_PHASES]
         if all(each is not None for each in measured):
             prefill, step, column = (_by_device(call, strategy, each)[0] for each in measured if each is not None)
             return expected.groups * prefill + expected.steps * (step + expected.columns * column)
@@ -248,10 +227,8 @@ class CostModel:
         micro-batch is prefilled in as many ticks as it takes its chunks to pass all stages."""
         expected, stages = self.rollout_steps(call, devices, strategy), strategy.pipeline
         rows, turns = strategy.slots // stages, expected.steps / Slots.steps
-        fills, chunks = (
-            math.ceil(expected.groups / stages),
-            math.ceil(call.prompt / (strategy.prefill_tokens or call.prompt)),
-        )
+        fills = math.ceil(expected.groups / stages)
+        chunks = math.ceil(call.prompt / (strategy.prefill_tokens or call.prompt))
         step = self._step(call, devices, strategy, rows, expected.columns)
         prefill = max(self._stages(call, "prefill", devices, strategy, strategy.prefill_rows))
         size = call.model.hidden_size * call.model.itemsize
@@ -326,9 +303,9 @@ class CostModel:
         times = dict(forward=forward, backward=one - forward, send=send)
         return exposed_in_training(strategy.schedule, strategy.pipeline, strategy.chunks, count, **times)
 
-    def stage_seconds(self, call: ModelCall, devices: range, strategy: Strategy) -> tuple[StageSeconds, ...]:
-        """Both passes of a micro-batch through each stage of a train call, as its programs make them: the last stage
-        runs forward and backward in one, in its backward.
+    def stage_seconds(self, call: ModelCall, devices: range, strategy: Strategy) -> list[tuple[float, float]]:
+        """Forward and backward pass of a micro-batch through each stage of a train call, as its programs make them: the
+        last stage runs both in its backward.
 
         What a forward takes of both passes is its part of the work of a layer.
         """
@@ -336,8 +313,8 @@ class CostModel:
         one = self._pass(call, "gradient", devices, strategy, rows)
         share = self._forward_share(call, devices, strategy, rows)
         *others, last = (len(part) for part in layers_of_stages(call.model.num_layers, strategy.num_stages))
-        seconds = [StageSeconds(n * one.layer * share, n * one.layer * (1 - share)) for n in others]
-        return (*seconds, StageSeconds(0.0, last * one.layer + one.rest))
+        seconds = [(n * one.layer * share, n * one.layer * (1 - share)) for n in others]
+        return [*seconds, (0.0, last * one.layer + one.rest)]
 
     def _forward_share(self, call: ModelCall, devices: range, strategy: Strategy, rows: float) -> float:
         """The part of both passes through a layer that is the forward one. By formulas: compiled programs and
@@ -358,10 +335,8 @@ class CostModel:
         return _by_device(call, strategy, self._pass(call, phase, devices, strategy, rows))
 
     def _pass(self, call: ModelCall, phase: Phase, devices: range, strategy: Strategy, rows: float) -> PassSeconds:
-        if self._measured is not None:
-            measured = self._measured(call, phase, strategy, rows)
-            if measured is not None:
-                return measured
+        if (measured := self._measured(call, phase, strategy, rows)) is not None:
+            return measured
         layer, rest = self._work_of(self._work, call, phase, strategy)
         seconds = functools.partial(self._work_seconds, call, phase, devices, strategy, rows)
         kind = self._kind(devices)
@@ -403,11 +378,8 @@ class CostModel:
         return self.all_gather(devices, group, 2 * size, count)
 
     def all_gather(self, devices: range, group: Span, size: float, count: float = 1.0) -> float:
-        """Seconds of `count` all-gathers, or reduce-scatters, in rings within nodes and between them.
-
-        Args:
-            size: Bytes of the whole arrays of all of them.
-        """
+        """Seconds of `count` all-gathers, or reduce-scatters, in rings within nodes and between them. `size` is bytes of
+        the whole arrays of all of them."""
         if group.size == 1:
             return 0.0
         kind = self._kind(devices)

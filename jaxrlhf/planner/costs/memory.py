@@ -21,20 +21,8 @@ import jax
 
 from jaxrlhf.generation.generate import cache_sizes
 from jaxrlhf.generation.pipelined_generation import declare_ring
-from jaxrlhf.models.architecture import (
-    FIRST_STAGE,
-    JOINED,
-    LAST_STAGE,
-    LAYERS,
-    Declared,
-    Weight,
-    cached_numbers,
-    declare,
-    is_weight,
-    live_activations,
-    matrix_numbers,
-    residuals,
-)
+from jaxrlhf.models import architecture
+from jaxrlhf.models.architecture import JOINED, cached_numbers, declare, matrix_numbers
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.lora import LoRAConfig, declare_adapters
 from jaxrlhf.models.slot_cache import num_columns
@@ -106,7 +94,7 @@ def call_memory(call: ModelCall, strategy: Strategy, *, is_trained: bool, on_cpu
     if call.kind == "generate":
         return dataclasses.replace(_generate_memory(call, strategy), **held)
     rows = call.part_rows(strategy)
-    activations = int(rows * call.columns * size * (_live(call.model, strategy) + _passing(call.model, strategy)))
+    activations = int(rows * call.columns * size * _in_pass(call.model, strategy))
     logits, gathered = _logits(call, strategy, rows), _gathered(call, strategy)
     if logits > activations + gathered:
         return CallMemory(logits=logits, **held)
@@ -133,22 +121,13 @@ def _base(call: ModelCall, strategy: Strategy) -> int:
 
 
 def weight_bytes(model: ModelConfig, strategy: Strategy, size: int, *, lora: LoRAConfig | None = None) -> int:
-    """Bytes of weights on the device that has most of them.
-
-    Args:
-        size: Bytes of a number.
-        lora: Count the adapters in place of the weights.
-    """
+    """Bytes of weights, or of adapters in place of them, on the device that has most. `size` is that of a number."""
     return max(_stage_numbers(model, lora, *_splits(strategy))) * size
 
 
 def gradient_numbers(model: ModelConfig, strategy: Strategy, *, lora: LoRAConfig | None = None) -> tuple[int, int]:
-    """Numbers of the gradient on the device that has most of them: of weights that are split over `fsdp`, or could be,
-    and of all others.
-
-    Args:
-        lora: Count the adapters in place of the weights.
-    """
+    """Numbers of the gradient on the device that has most of them: of weights, or adapters in place of them, that are
+    split over `fsdp`, or could be, and of all others."""
     stages = zip(*(_stage_numbers(model, lora, *_splits(strategy), over) for over in (True, False)), strict=True)
     split, whole = max(stages, key=sum)
     return split, whole
@@ -174,20 +153,18 @@ def _stage_numbers(
     tensor: int,
     over_fsdp: bool | None = None,
 ) -> tuple[int, ...]:
-    """Numbers of each stage's weights on one of its devices.
-
-    Args:
-        over_fsdp: Count only the weights that `fsdp` splits, or only those that it does not. None means all.
-    """
-    declared: Declared = declare(model) if lora is None else declare_adapters(model, lora)
+    """Numbers of each stage's weights on one of its devices: only of those that `fsdp` splits, or does not, if
+    `over_fsdp` says so."""
+    declared = declare(model) if lora is None else declare_adapters(model, lora)
     degrees = {"fsdp": fsdp, "tensor": tensor}
 
     local = functools.partial(_all_local, degrees=degrees, over_fsdp=over_fsdp)
-    layer, first = local(declared[LAYERS][0]), sum(local(declared.get(name, ())) for name in FIRST_STAGE)
+    layer = local(declared[architecture.LAYERS][0])
+    first = sum(local(declared.get(name, ())) for name in architecture.FIRST_STAGE)
     virtual = layers_of_stages(model.num_layers, pipeline * chunks)
     numbers = [sum(len(virtual[v]) for v in range(s, len(virtual), pipeline)) * layer for s in range(pipeline)]
     numbers[0] += first
-    numbers[-1] += sum(local(declared.get(name, ())) for name in LAST_STAGE)
+    numbers[-1] += sum(local(declared.get(name, ())) for name in architecture.LAST_STAGE)
     if pipeline > 1 and model.tie_embeddings:
         numbers[-1] += first
     return tuple(numbers)
@@ -195,18 +172,13 @@ def _stage_numbers(
 
 def _all_local(tree: Any, degrees: dict[str, int], over_fsdp: bool | None = None) -> int:
     """Numbers of declared weights on one device; `over_fsdp` is as in `_stage_numbers`."""
-    weights = jax.tree.leaves(tree, is_leaf=is_weight)
-    over = [any(axis is not None and WEIGHTS_AT_REST[axis] == FSDP for axis in w.axes) for w in weights]
-    return sum(_local(w, degrees) for w, is_over in zip(weights, over, strict=True) if over_fsdp in (None, is_over))
-
-
-def _local(weight: Weight, degrees: dict[str, int]) -> int:
-    """Numbers of a weight on one device."""
-    size = 1
-    for dim, axis in zip(weight.shape, weight.axes, strict=True):
-        over = None if axis is None else WEIGHTS_AT_REST[axis]
-        size *= math.ceil(dim / degrees.get(over, 1)) if isinstance(over, str) else dim
-    return size
+    total = 0
+    for weight in jax.tree.leaves(tree, is_leaf=architecture.is_weight):
+        over = [None if axis is None else WEIGHTS_AT_REST[axis] for axis in weight.axes]
+        if over_fsdp in (None, FSDP in over):
+            parts = zip(weight.shape, over, strict=True)
+            total += math.prod(math.ceil(dim / degrees.get(axis, 1)) for dim, axis in parts)
+    return total
 
 
 def cache_bytes(call: ModelCall, strategy: Strategy) -> int:
@@ -233,7 +205,7 @@ def _generate_memory(call: ModelCall, strategy: Strategy) -> CallMemory:
     at_first = int(cache * (call.prompt + sizes[0]) / call.columns)
     prompts = strategy.prefill_rows if strategy.slots else call.part_rows(strategy)
     columns = min(strategy.prefill_tokens or call.prompt, call.prompt) if strategy.slots else call.prompt
-    prefill = int(prompts * columns * size * (_live(model, strategy) + _passing(model, strategy)))
+    prefill = int(prompts * columns * size * _in_pass(model, strategy))
     rows = strategy.slots or prompts * call.num_samples
     gathered = _gathered(call, strategy, all_layers=True)
     logits = int(rows * model.vocab_size * (4 * 2 + seen_bytes(call)))
@@ -305,7 +277,7 @@ def _whole_on_cpu(model: ModelConfig, strategy: Strategy) -> tuple[int, int, int
 
 def _residuals(model: ModelConfig, strategy: Strategy) -> float:
     """Residuals per token of a layer, on one device."""
-    return residuals(model, strategy.remat).on_device(strategy.tensor)
+    return architecture.residuals(model, strategy.remat).on_device(strategy.tensor)
 
 
 def residuals_per_token(model: ModelConfig, strategy: Strategy, num_layers: int) -> float:
@@ -318,12 +290,12 @@ def residuals_per_token(model: ModelConfig, strategy: Strategy, num_layers: int)
 
 def _live(model: ModelConfig, strategy: Strategy) -> float:
     """Live activations per token while one layer is computed, on one device."""
-    return live_activations(model).on_device(strategy.tensor)
+    return architecture.live_activations(model).on_device(strategy.tensor)
 
 
-def _passing(model: ModelConfig, strategy: Strategy) -> int:
-    """Numbers per token of the inputs and outputs of all-reduces, in a pass without gradients."""
-    return 2 * model.hidden_size if strategy.tensor > 1 else 0
+def _in_pass(model: ModelConfig, strategy: Strategy) -> float:
+    """The same in a pass without gradients, with the inputs and outputs of all-reduces."""
+    return _live(model, strategy) + (2 * model.hidden_size if strategy.tensor > 1 else 0)
 
 
 def _logits(call: ModelCall, strategy: Strategy, rows: float) -> int:

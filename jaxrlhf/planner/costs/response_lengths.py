@@ -1,18 +1,19 @@
 """The distribution of response lengths that a forecast assumes: lognormal, cut off at the most new tokens.
 
 cdf = length_cdf(ResponseLengths(mean=33, p99=150), 256)        # P(length <= k) for k = 1, 2, ..., 256
-expected_longest(cdf, 512)                                      # tokens of the longest of 512 responses
+cdf**512                                                        # the same of the longest of 512 responses
 """
 
 import functools
 import math
+import statistics
 
 import numpy as np
 
 from jaxrlhf.config.plan_config import ResponseLengths
 
-_Z99 = 2.3263478740408408
-"""The 99th percentile of the standard normal distribution."""
+_NORMAL = statistics.NormalDist()
+_Z99 = _NORMAL.inv_cdf(0.99)
 
 
 @functools.lru_cache(maxsize=64)
@@ -23,10 +24,7 @@ def length_cdf(lengths: ResponseLengths | None, most: int) -> np.ndarray:
 
     sigma is the one in [0, 2.33] for which the mean of these lengths and their 99th percentile are those given: in this
     range the mean falls as sigma grows, and beyond it the percentile says little of the tail. Where the percentile is
-    `most`, 1 % of all responses are cut off.
-
-    Args:
-        lengths: None means that all responses have `most` tokens.
+    `most`, 1 % of all responses are cut off. Without lengths, all responses have `most` tokens.
 
     Raises:
         ValueError: No such lengths have that mean and that percentile.
@@ -54,11 +52,6 @@ def length_cdf(lengths: ResponseLengths | None, most: int) -> np.ndarray:
     return _lognormal(p99, high, most)
 
 
-def expected_longest(cdf: np.ndarray, count: int) -> float:
-    """The expected maximum of the lengths of `count` responses."""
-    return _mean(cdf**count)
-
-
 def least_mean(p99: int, most: int) -> float:
     """The least mean that goes with a 99th percentile."""
     return _mean(_lognormal(p99, _Z99, most))
@@ -77,11 +70,4 @@ def _mean(cdf: np.ndarray) -> float:
 def _lognormal(p99: int, sigma: float, most: int) -> np.ndarray:
     """The probabilities of `length_cdf`, from the percentile and sigma."""
     scores = (np.log(np.arange(1, most) + 0.5) - math.log(p99)) / sigma + _Z99
-    return np.append(np.interp(scores, *_normal_cdf()), 1.0)
-
-
-@functools.cache
-def _normal_cdf() -> tuple[np.ndarray, np.ndarray]:
-    """Points of the standard normal distribution, between which it is within 3e-8 of a straight line."""
-    points = np.linspace(-9.0, 9.0, 18001)
-    return points, np.array([0.5 * math.erfc(-x / math.sqrt(2)) for x in points])
+    return np.array([*map(_NORMAL.cdf, scores), 1.0])

@@ -43,12 +43,7 @@ class RolloutSteps:
 
 @functools.lru_cache(maxsize=4096)
 def steps_at_once(lengths: ResponseLengths | None, prompt: int, response: int, rows: int) -> RolloutSteps:
-    """The steps until the longest of `rows` responses has ended.
-
-    Args:
-        prompt: Columns of a prompt.
-        response: The most new tokens.
-    """
+    """The steps until the longest of `rows` responses, of at most `response` tokens, has ended."""
     goes_on = 1.0 - length_cdf(lengths, response)[:-1] ** rows  # the probability that step 1, 2, ... is made
     slots = np.concatenate([np.full(steps, size) for size, steps in decoding_stages(response)])
     steps = float(goes_on.sum())

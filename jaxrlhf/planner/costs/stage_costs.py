@@ -46,15 +46,11 @@ def stage_costs(
 def _of_call(call: ModelCall, placement: Placement, costs: CostModel) -> StageCost:
     strategy, model = placement.strategy, call.model
     devices = range(min(placement.devices), max(placement.devices) + 1)
-    passes = costs.stage_seconds(call, devices, strategy)
+    forward, backward = zip(*costs.stage_seconds(call, devices, strategy), strict=True)
     tokens = call.rows / call.mini_batches / (strategy.micro_batches * strategy.num_row_shards) * call.columns
     *layers, _ = (len(part) for part in layers_of_stages(model.num_layers, strategy.num_stages))
     kept = [residuals_per_token(model, strategy, num_layers) for num_layers in layers] + [model.hidden_size]
-    return StageCost(
-        tuple(one.forward for one in passes),
-        tuple(one.backward for one in passes),
-        tuple(tokens * model.itemsize * each for each in kept),
-    )
+    return StageCost(forward, backward, tuple(tokens * model.itemsize * each for each in kept))
 
 
 def reference_costs(num_devices: int, devices_per_node: int) -> CostModel:

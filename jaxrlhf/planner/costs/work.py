@@ -14,20 +14,8 @@ from typing import Literal, NamedTuple, get_args
 
 from jaxrlhf.generation.generate import slots_read
 from jaxrlhf.generation.sampling import seen_dtype
-from jaxrlhf.models.architecture import (
-    JOINED,
-    MATRICES,
-    Matrix,
-    cached_numbers,
-    forward_flops,
-    head_numbers,
-    matrices,
-    matrix_numbers,
-    matrix_widths,
-    pair_flops,
-    product_flops,
-    read_and_written,
-)
+from jaxrlhf.models import architecture
+from jaxrlhf.models.architecture import MATRICES, Matrix, matrix_numbers, matrix_widths, read_and_written
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.lora import LoRAConfig
 from jaxrlhf.planner.workload import ModelCall
@@ -38,10 +26,8 @@ Phase = Literal["forward", "gradient", "prefill", "decode"]
 `decode` of one token of every sequence, over the cache as large as it is on average."""
 
 PHASES: dict[str, tuple[Phase, ...]] = {
-    "infer": ("forward",),
-    "train": ("gradient",),
-    "generate": ("prefill", "decode"),
-}
+    "infer": ("forward",), "train": ("gradient",), "generate": ("prefill", "decode"),
+}  # fmt: skip
 """Kind of call -> the phases that it has."""
 
 SlotPhase = Literal["slot_prefill", "slot_step", "slot_column"]
@@ -107,52 +93,59 @@ def analytic_work(call: ModelCall, phase: Phase, *, tensor: int, fsdp: int, rema
     if call.lora is None or call.merges:
         return LayerWork(layer, rest)
     columns = {"decode": 1, "prefill": call.prompt}.get(phase, call.columns)
-    if phase == "gradient":
-        unneeded = _weight_gradients(call, tensor=tensor, fsdp=fsdp)
-        layer, rest = layer - unneeded.layer, rest - unneeded.rest
     applied = _adapters(call.model, call.lora, columns, phase == "gradient", tensor=tensor, fsdp=fsdp, remat=remat)
     return LayerWork(layer + applied, rest)
 
 
 def _pass_work(call: ModelCall, phase: Phase, *, tensor: int, fsdp: int, remat: Remat) -> LayerWork:
-    """The work of a phase over whole sequences, with gradients of all weights."""
-    model = call.model
+    """The work of a phase over whole sequences. With gradients of all weights; where adapters are trained, of none."""
+    model, gradient = call.model, phase == "gradient"
     T = call.prompt if phase == "prefill" else call.columns
     S = 1 if phase == "prefill" else call.outputs
     head_S = call.num_samples if phase == "prefill" else S
-    times = {"none": 3.0, "dots": 3.0, "layer": 4.0}[remat] if phase == "gradient" else 1.0
+    times = {"none": 3.0, "dots": 3.0, "layer": 4.0}[remat] if gradient else 1.0
     size = model.itemsize
     one, two = (_flops(model, n, T, S) for n in (1, 2))
-    full, rest = two - one, one - (two - one)
-    reads = (3.0 if remat == "layer" else 2.0) if phase == "gradient" else 1.0
+    full, rest = (two - one) * times / tensor, (one - (two - one)) * times / tensor
+    of_layer, row_bytes = times, T * size * read_and_written(model).on_device(tensor) * times
+    # gathered, again if a layer is recomputed, and the gradient scattered
+    moved, moved_rest = ({"none": 2.0, "dots": 3.0, "layer": 3.0}[remat], 2.0) if gradient else (1.0, 1.0)
+    kernels, kernels_rest = _KERNELS_OF_LAYER * times, _KERNELS_OF_REST * times
+    weight_size = size * ((3.0 if remat == "layer" else 2.0) if gradient else 1.0)
+    if gradient and call.lora is None:
+        weight_size += 4 + size
+    elif gradient:
+        of_weights, of_others = _weight_gradients(call)
+        full, rest, of_layer = full - of_weights / tensor, rest - of_others / tensor, times - 1
+        row_bytes -= T * size * _inputs_and_outputs(model, MATRICES, tensor)
+        moved, moved_rest = moved - 1, 1.0
+        kernels, kernels_rest = kernels - len(MATRICES), kernels_rest - 2
     layer_weights = matrix_numbers(model) / tensor
     head = model.vocab_size if model.head != "scalar" else 1
     head_weights = model.hidden_size * head / tensor
     embedding_weights = model.hidden_size * model.vocab_size / tensor
-    # gathered, again if a layer is recomputed, and the gradient scattered
-    moved = {"none": 2.0, "dots": 3.0, "layer": 3.0}[remat] if phase == "gradient" else 1.0
     passes = {"forward": 1.0, "prefill": 1.0, "gradient": 2.0 + (times - 3.0)}[phase]
     layer = Work(
-        flops=full * times / tensor,
-        narrow_flops=2 * T * _narrow(model, tensor) * times,
-        row_bytes=T * size * read_and_written(model).on_device(tensor) * times,
-        weight_bytes=layer_weights * (reads * size + (4 + size if phase == "gradient" else 0)),
-        kernels=_KERNELS_OF_LAYER * times,
+        flops=full,
+        narrow_flops=2 * T * _narrow(model, tensor) * of_layer,
+        row_bytes=row_bytes,
+        weight_bytes=layer_weights * weight_size,
+        kernels=kernels,
         tensor_collectives=2 * passes if tensor > 1 else 0.0,
         tensor_bytes=2 * passes * T * model.hidden_size * size if tensor > 1 else 0.0,
         fsdp_collectives=len(MATRICES) * moved if fsdp > 1 else 0.0,
         fsdp_bytes=layer_weights * size * moved if fsdp > 1 else 0.0,
     )
     others = Work(
-        flops=rest * times / tensor,
+        flops=rest,
         row_bytes=head_S * 4 * _LOGITS_PASSES * (head / tensor if head > 1 else 1) * times
         + T * model.hidden_size * size * 4,
-        weight_bytes=head_weights * (reads * size + (4 + size if phase == "gradient" else 0)),
-        kernels=_KERNELS_OF_REST * times,
+        weight_bytes=head_weights * weight_size,
+        kernels=kernels_rest,
         tensor_collectives=passes if tensor > 1 else 0.0,
         tensor_bytes=passes * T * model.hidden_size * size if tensor > 1 else 0.0,
-        fsdp_collectives=2 * (1.0 + (phase == "gradient")) if fsdp > 1 else 0.0,
-        fsdp_bytes=(embedding_weights + head_weights) * size * (1.0 + (phase == "gradient")) if fsdp > 1 else 0.0,
+        fsdp_collectives=2 * moved_rest if fsdp > 1 else 0.0,
+        fsdp_bytes=(embedding_weights + head_weights) * size * moved_rest if fsdp > 1 else 0.0,
     )
     return LayerWork(layer, others)
 
@@ -165,37 +158,16 @@ _LOGITS_PASSES = 3.0
 """Times that logits are read or written: the product, the exponentials, the sums."""
 
 
-def _weight_gradients(call: ModelCall, *, tensor: int, fsdp: int) -> LayerWork:
-    """The work of `_pass_work` for the gradients of weights, except those of a scalar head: of a weight, one product
-    of what it multiplied with the gradient of what came of it. Below the first layer nothing is trained, so that
-    queries, keys and values of that one hand no gradient on, unless all layers are one loop."""
-    model, T, S, size = call.model, call.columns, call.outputs, call.model.itemsize
-    D = model.hidden_size
+def _weight_gradients(call: ModelCall) -> tuple[float, float]:
+    """Operations for the gradients of a layer's weights, and of all others except a scalar head: of a weight, one
+    product of what it multiplied with the gradient of what came of it. Below the first layer nothing is trained, so
+    that queries, keys and values of that one hand no gradient on, unless all layers are one loop."""
+    model, T, S = call.model, call.columns, call.outputs
+    models = (dataclasses.replace(model, num_layers=n) for n in (1, 2))
     of_last = T if model.scan_layers else S
-    one, two = (
-        product_flops(dataclasses.replace(model, num_layers=n), columns=T, last_layer=of_last, scored=S) for n in (1, 2)
-    )
-    first = 0 if model.scan_layers else 2 * T * matrix_numbers(model, JOINED["query_key_value"])
-    weights = matrix_numbers(model) / tensor
-    head = D * (model.vocab_size if model.head != "scalar" else 1) / tensor
-    return LayerWork(
-        Work(
-            flops=(two - one) / tensor,
-            narrow_flops=2 * T * _narrow(model, tensor),
-            row_bytes=T * size * _inputs_and_outputs(model, MATRICES, tensor),
-            weight_bytes=weights * (4 + size),
-            kernels=float(len(MATRICES)),
-            fsdp_collectives=float(len(MATRICES)) if fsdp > 1 else 0.0,
-            fsdp_bytes=weights * size if fsdp > 1 else 0.0,
-        ),
-        Work(
-            flops=(2 * one - two + first) / tensor,
-            weight_bytes=head * (4 + size),
-            kernels=2.0,
-            fsdp_collectives=2.0 if fsdp > 1 else 0.0,
-            fsdp_bytes=(D * model.vocab_size / tensor + head) * size if fsdp > 1 else 0.0,
-        ),
-    )
+    one, two = (architecture.product_flops(each, columns=T, last_layer=of_last, scored=S) for each in models)
+    first = 0 if model.scan_layers else 2 * T * matrix_numbers(model, architecture.JOINED["query_key_value"])
+    return two - one, 2 * one - two + first
 
 
 def _adapters(
@@ -212,7 +184,7 @@ def _adapters(
     passes = (4.0 if remat == "layer" else 3.0) if gradient else 1.0
     forwards = passes - 2.0 if gradient else 1.0
     numbers = _inputs_and_outputs(model, lora.targets, tensor)
-    by_rows = sum(matrices(model)[target].splits_input for target in lora.targets)
+    by_rows = sum(architecture.matrices(model)[target].splits_input for target in lora.targets)
     sums = by_rows * forwards + (len(lora.targets) - by_rows) * gradient
     gathers = forwards + gradient
     return Work(
@@ -241,9 +213,9 @@ def _flops(model: ModelConfig, num_layers: int, columns: int, scored: int) -> fl
     """Operations of one row through some layers; scanned layers are all computed in full."""
     config = dataclasses.replace(model, num_layers=num_layers)
     if not model.scan_layers:
-        return forward_flops(config, rows=1, columns=columns, scored=scored)
-    whole = forward_flops(config, rows=1, columns=columns, scored=columns)
-    return whole - (columns - scored) * 2 * head_numbers(model)
+        return architecture.forward_flops(config, rows=1, columns=columns, scored=scored)
+    whole = architecture.forward_flops(config, rows=1, columns=columns, scored=columns)
+    return whole - (columns - scored) * 2 * architecture.head_numbers(model)
 
 
 def seen_bytes(call: ModelCall) -> int:
@@ -256,17 +228,13 @@ def seen_bytes(call: ModelCall) -> int:
 
 
 def decode_work(call: ModelCall, *, tensor: int, slots: float) -> LayerWork:
-    """The work of one token of every sequence.
-
-    Args:
-        slots: Of each sequence's cache that attention reads.
-    """
+    """The work of one token of every sequence, of whose cache attention reads some slots."""
     model = call.model
     size, D, V = model.itemsize, model.hidden_size, model.vocab_size
     weights = matrix_numbers(model) / tensor
-    cache = cached_numbers(model) * slots / tensor
+    cache = architecture.cached_numbers(model) * slots / tensor
     layer = Work(
-        flops=2 * weights + pair_flops(model) * slots / tensor,
+        flops=2 * weights + architecture.pair_flops(model) * slots / tensor,
         narrow_flops=2 * _narrow(model, tensor),
         row_bytes=size * (cache + read_and_written(model).on_device(tensor)),
         weight_bytes=size * weights,

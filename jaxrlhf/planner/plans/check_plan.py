@@ -75,11 +75,7 @@ def check_call(
 
 
 def check_offload(offload: Iterable[str], roles: Iterable[str], models: Iterable[str]) -> None:
-    """Checks the roles to offload.
-
-    Raises:
-        PlanError: A role is unknown, is listed twice, or has no weights of its own.
-    """
+    """Raises PlanError if a role to offload is unknown, is listed twice, or has no weights of its own."""
     roles, models, seen = tuple(roles), tuple(models), set[str]()
     for role in offload:
         if role not in roles:
@@ -99,20 +95,15 @@ def check_offload(offload: Iterable[str], roles: Iterable[str], models: Iterable
 def check_entries(
     placements: Mapping[str, Placement], graphs: Iterable[CallGraph], *, more: Iterable[str] = ()
 ) -> None:
-    """Checks that every entry of a config's plan names a call of one of the graphs that takes devices.
-
-    An entry for a `compute` call must not have stages. Under a default that has some, its rows are the same on every
-    stage.
+    """Raises PlanError if an entry of a config's plan does not name a call of one of the graphs that takes devices, or
+    has stages for a `compute` call. Under a default that has some, its rows are the same on every stage.
 
     Args:
         placements: The entries, by call.
         more: Names that calls of other parts of the run may have.
-
-    Raises:
-        PlanError: An entry does not, or has stages and must not.
     """
-    named = {call.plan_name.split("#")[0]: call for graph in graphs for call in graph.calls}
-    named |= {call.plan_name: call for graph in graphs for call in graph.calls}
+    calls = [call for graph in graphs for call in graph.calls]
+    named = {call.plan_name.split("#")[0]: call for call in calls} | {call.plan_name: call for call in calls}
     known = sorted(name for name, call in named.items() if call.kind != "host")
     for name, placement in placements.items():
         where, pipeline = f"plan.calls.{name}", placement.strategy.pipeline
@@ -149,8 +140,7 @@ def _check_devices(where: str, placement: Placement, num_devices: int, devices_p
     devices, strategy = placement.devices, placement.strategy
     if len(set(devices)) != len(devices):
         raise PlanError(f"{where}.devices: each device must be listed at most once. Got {brief(list(devices))}.")
-    missing = [d for d in devices if not 0 <= d < num_devices]
-    if missing:
+    if missing := [d for d in devices if not 0 <= d < num_devices]:
         there = f"the {num_devices} devices of this run, 0 to {num_devices - 1}"
         there = "device 0, the only one of this run" if num_devices == 1 else f"among {there}"
         raise PlanError(

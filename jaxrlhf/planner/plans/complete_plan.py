@@ -41,6 +41,14 @@ def complete_plan(
         models: Role -> model, for roles that have one.
         written: Call, with or without its ordinal -> its placement, which stays whether it fits or not.
     """
+
+    def fits(call: Call, placement: Placement) -> bool:
+        try:
+            check_call(call, placement, models, num_devices, devices_per_node)
+        except PlanError:
+            return False
+        return True
+
     placements: dict[str, Placement] = {}
     everywhere = tuple(range(num_devices))
     for call in graph.calls:
@@ -51,7 +59,7 @@ def complete_plan(
             placements[name] = kept
             continue
         for wanted in _wanted(call, chosen):
-            fitting = [p for p in _like(wanted) if _fits(call, p, models, num_devices, devices_per_node)]
+            fitting = [p for p in _like(wanted) if fits(call, p)]
             if fitting:  # on the most devices, and there with the fewest rows without weight
                 placements[name] = min(fitting, key=lambda p: (-len(p.devices), copied_rows(call, p.strategy)))
                 break
@@ -67,11 +75,7 @@ def complete_plan(
 
 
 def spread(call: Call, devices: tuple[int, ...], devices_per_node: int) -> Placement:
-    """A call with its rows split over the first of some devices, over as many as divide the rows.
-
-    Args:
-        devices: Consecutive ones.
-    """
+    """A call with its rows split over the first of some consecutive devices, over as many as divide the rows."""
     first = devices[0]
     rows = math.gcd(*_row_counts(call)) or 1
     in_node = devices_per_node - first % devices_per_node
@@ -107,16 +111,6 @@ def _like(placement: Placement) -> Iterator[Placement]:
     for data in divisors(strategy.data)[-2::-1]:
         fewer = dataclasses.replace(strategy, data=data, micro_batches=1)
         yield Placement(natural[: fewer.num_devices], fewer)
-
-
-def _fits(
-    call: Call, placement: Placement, models: Mapping[str, ModelConfig], num_devices: int, devices_per_node: int
-) -> bool:
-    try:
-        check_call(call, placement, models, num_devices, devices_per_node)
-    except PlanError:
-        return False
-    return True
 
 
 def _neighbour(call: Call, graph: CallGraph, placements: Mapping[str, Placement]) -> str | None:

@@ -60,11 +60,7 @@ class PlanData:
     fused_schedules: tuple[Any, ...] = ()
 
     def plan(self) -> Plan:
-        """The plan.
-
-        Raises:
-            PlanError: A schedule is not valid.
-        """
+        """The plan. Raises PlanError if a schedule is not valid."""
         try:
             schedules = tuple(from_data(each) for each in self.fused_schedules)
         except ScheduleError as error:

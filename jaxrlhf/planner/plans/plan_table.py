@@ -12,11 +12,7 @@ from jaxrlhf.sharding.strategy import Strategy
 
 
 def plan_rows(plan: Plan, graph: CallGraph, models: Mapping[str, ModelConfig]) -> list[dict[str, Any]]:
-    """The graph and its plan as a table, with every batch size that follows from them.
-
-    Args:
-        models: Role -> model, for roles that have one.
-    """
+    """The graph and its plan as a table, with every batch size that follows. `models` are those of roles."""
     table = []
     for call in graph.calls:
         fused_with = next((name for name in plan.fuse if name != call.plan_name), "")
@@ -61,12 +57,8 @@ def _cut(call: Call, strategy: Strategy, model: ModelConfig | None, fused_with: 
     return f"{cut}; {stages}" if stages else cut
 
 
-def _stages_in_words(call: Call, strategy: Strategy, model: ModelConfig, fused_with: str = "") -> str:
-    """`through 2 stages of 3 + 2 layers, 1F1B`; empty for a call without stages.
-
-    Args:
-        fused_with: The call with which it shares a schedule.
-    """
+def _stages_in_words(call: Call, strategy: Strategy, model: ModelConfig, fused_with: str) -> str:
+    """`through 2 stages of 3 + 2 layers, 1F1B`; empty for a call without stages."""
     if strategy.pipeline == 1:
         return ""
     counts = [len(layers) for layers in layers_of_stages(model.num_layers, strategy.num_stages)]

@@ -83,11 +83,7 @@ class SavedPlan:
         return {"version": VERSION, "strategy": tree.pop("method"), **tree}
 
     def check_work(self, workload: Workload) -> None:
-        """Checks that the plan was made for the calls of this workload.
-
-        Raises:
-            PlanError: It was made for others. Says what differs.
-        """
+        """Raises PlanError, which says what differs, if the plan was made for other calls than this workload's."""
         here, there = described_work(workload), to_tree(self.work)
         if here == there:
             return
@@ -105,13 +101,10 @@ class SavedPlan:
         )
 
     def check_devices(self, *, devices_per_node: int, kinds: Sequence[str]) -> None:
-        """Checks that the plan was made for devices of these kinds.
+        """Raises PlanError, which says what differs, if the plan was made for other devices than these nodes have.
 
         Args:
             kinds: Node -> JAX's name of its devices.
-
-        Raises:
-            PlanError: It was made for others. Says what differs.
         """
         planned = self.devices
         nodes = (planned.num_devices // planned.devices_per_node, planned.devices_per_node)
@@ -155,11 +148,7 @@ def write_plan(path: Path, saved: SavedPlan) -> None:
 
 
 def read_plan(path: str | Path) -> SavedPlan:
-    """The plan that `write_plan` wrote.
-
-    Raises:
-        PlanError: There is no such file, or it is no plan.
-    """
+    """The plan that `write_plan` wrote. Raises PlanError if there is no such file, or it is no plan."""
     where = cut(str(path))
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -176,11 +165,7 @@ def read_plan(path: str | Path) -> SavedPlan:
 
 
 def saved_plan(tree: Any, *, where: str) -> SavedPlan:
-    """The inverse of `SavedPlan.to_json`.
-
-    Raises:
-        PlanError: Something is missing, unknown or invalid.
-    """
+    """The inverse of `SavedPlan.to_json`. Raises PlanError if something is missing, unknown or invalid."""
     version = tree.get("version") if isinstance(tree, Mapping) else None
     if version != VERSION:
         raise PlanError(

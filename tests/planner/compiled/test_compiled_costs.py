@@ -49,7 +49,7 @@ CALLS = calls_of(None) | calls_of(LORA)
 @pytest.fixture(scope="module")
 def compiled() -> CompiledWork:
     """Compiled in this process, whose compilations are kept from run to run."""
-    described, counts = described_devices(CPU, 1, devices_per_node=1), {}
+    described, counts = described_devices(CPU, 1), {}
     for name, call in CALLS.items():
         for depth in depths(call):
             lowered = lower_program(CallAtDepth(call.require_described(), depth, ROWS[call.kind], 1), described)

@@ -257,7 +257,7 @@ ROWS, COLUMNS, RESPONSE = 8, 201, 96
 def test_flops_of_real_programs_are_those_of_the_formulas(kind, tensor):
     """A call whose sequences have 201 columns feeds 200: in blocks of 64 queries, the last of 8."""
     call = described(kind, MODEL, rows=ROWS, columns=COLUMNS, response=RESPONSE)
-    devices = described_devices(kinds()["cpu"], tensor, devices_per_node=8)
+    devices = described_devices(kinds()["cpu"], tensor)
     program = lower(Subject(call, tensor), devices).compile()
     expected = program_flops(
         MODEL, rows=ROWS, columns=COLUMNS - 1, scored=RESPONSE, attention="xla", gradient=kind == "train"

@@ -14,8 +14,8 @@ from jaxrlhf.observe.events import Event
 from jaxrlhf.observe.timeline_recorder import Timeline
 from jaxrlhf.planner.search.choices import memory_problem
 from jaxrlhf.planner.search.peak_memory import DeviceMemory, memory_during_all
+from jaxrlhf.planner.workload import step_workload
 from jaxrlhf.run.assembly import assemble
-from jaxrlhf.run.step_draft import step_workload
 from tests.small_run import ROWS
 
 MODEL = "roles.actor.model={vocab_size: 264, hidden_size: 128, intermediate_size: 256, num_layers: 2, num_heads: 8"

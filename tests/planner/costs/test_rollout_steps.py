@@ -12,7 +12,7 @@ from jaxrlhf.config.plan_config import ResponseLengths
 from jaxrlhf.experience import Sampling
 from jaxrlhf.generation.continuous_batching import RolloutSettings, Slots, Until, advance, begin, make_queue
 from jaxrlhf.generation.generate import prepare, slots_read
-from jaxrlhf.planner.costs.response_lengths import expected_longest, length_cdf, median_length
+from jaxrlhf.planner.costs.response_lengths import length_cdf, median_length
 from jaxrlhf.planner.costs.rollout_steps import simulate_slots, slot_choices, steps_at_once, steps_in_slots
 from jaxrlhf.sharding.strategy import Strategy
 from tests.generation.test_continuous_batching import NOISES, P, prompts_of
@@ -61,12 +61,9 @@ def test_lengths_that_cannot_be_are_refused(mean, p99, message):
     assert str(caught.value).startswith(message)
 
 
-def test_the_longest_of_some_is_the_sum_over_what_is_longer():
-    half = np.array([0.5, 1.0])  # one token or two
-    assert [expected_longest(half, n) for n in (1, 2, 3)] == [1.5, 1.75, 1.875]
+def test_all_rows_at_once_go_on_until_the_longest_has_ended():
     drawn = 1 + np.searchsorted(length_cdf(TAILED, 256), np.random.default_rng(0).random((4000, 64)))
-    assert expected_longest(length_cdf(TAILED, 256), 64) == pytest.approx(drawn.max(axis=1).mean(), rel=0.02)
-    assert steps_at_once(TAILED, 64, 256, 64).steps == pytest.approx(expected_longest(length_cdf(TAILED, 256), 64) - 1)
+    assert steps_at_once(TAILED, 64, 256, 64).steps + 1 == pytest.approx(drawn.max(axis=1).mean(), rel=0.02)
 
 
 def test_slots_are_filled_again_when_a_round_has_ended():

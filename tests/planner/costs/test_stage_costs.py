@@ -27,8 +27,7 @@ def test_stages_cost_what_the_cost_model_says_and_the_last_has_the_head():
     actor, critic = stage_costs(CALLS, [placement, placement], COSTS)
     for call, cost in zip(CALLS, (actor, critic), strict=True):
         passes = COSTS.stage_seconds(call, range(4), placement.strategy)
-        assert cost.forward == tuple(one.forward for one in passes)
-        assert cost.backward == tuple(one.backward for one in passes)
+        assert (cost.forward, cost.backward) == tuple(zip(*passes, strict=True))
     assert isinstance(actor.backward, tuple) and isinstance(critic.backward, tuple)
     assert isinstance(actor.forward, tuple)
     assert actor.forward[:3] == pytest.approx([actor.forward[0]] * 3) and actor.forward[3] == 0.0
