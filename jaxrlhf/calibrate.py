@@ -36,12 +36,11 @@ from jaxrlhf.planner.costs.calibration import (
     this_machine,
     write_calibration,
 )
-from jaxrlhf.planner.plans.plan import Plan
-from jaxrlhf.planner.workload import Workload, step_workload
+from jaxrlhf.planner.workload import step_workload
 from jaxrlhf.run.assembly import assemble
 from jaxrlhf.run.step_draft import response_lengths
 from jaxrlhf.sharding import mesh
-from jaxrlhf.sharding.strategy import Remat, Strategy
+from jaxrlhf.sharding.strategy import Remat
 from jaxrlhf.train import read, start
 
 _DEGREES = tuple(field.name for field in dataclasses.fields(Degrees))
@@ -90,7 +89,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rates = dataclasses.replace(rates, host_seconds=host_seconds(assembly, machine.num_cores))
     console.table("One device, while all of them do the same", rate_rows(rates))
     work = step_workload(step.graph, step.roles, lengths)
-    to_do = jobs(work, strategies(work, step.plan, degrees, mesh.num_devices()))
+    own = {call.name: step.plan.placements[call.name].strategy for call in work.calls}
+    to_do = jobs(work, {c.name: [own[c.name], *degrees.strategies(c, mesh.num_devices())] for c in work.calls})
     today, curves = datetime.date.today().isoformat(), known.curves if known else ()
 
     def save(measured: Measured) -> None:
@@ -102,7 +102,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not measured:
         console.error(f"calibrate: no pass was measured in {options.minutes:g} minutes. Nothing is written.")
         return 1
-    console.table("Passes", pass_rows(work, measured))
     console.line(f"{len(measured)} of {len(to_do)} measured in {time.perf_counter() - began:.0f} s")
     console.line(f"Meanwhile {watched.load()}")
     console.line(f"Written to {path}")
@@ -110,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse_degrees(texts: Sequence[str], *, all_devices: int) -> Degrees:
-    """Parses `--degrees`, or raises ConfigError. `data` is 1 and, for virtual devices of a CPU, their number by default."""
+    """Parses `--degrees`, or raises ConfigError. On a CPU, `data` is 1 and the number of virtual devices by default."""
     found: dict[str, Any] = {"data": (1, all_devices)} if mesh.platform() == "cpu" and all_devices > 1 else {}
     for text in texts:
         name, equals, values = text.partition("=")
@@ -128,13 +127,6 @@ def parse_degrees(texts: Sequence[str], *, all_devices: int) -> Degrees:
             )
         found[name] = tuple(listed if name == "remat" else map(int, listed))
     return Degrees(**found)
-
-
-def strategies(work: Workload, plan: Plan, degrees: Degrees, num_devices: int) -> dict[str, list[Strategy]]:
-    """Call -> the strategies to measure: first its own in the run's plan, then those of the degrees."""
-    return {
-        call.name: [plan.placements[call.name].strategy, *degrees.strategies(call, num_devices)] for call in work.calls
-    }
 
 
 Measured = list[tuple[Job, list[tuple[Case, Point]]]]
@@ -171,7 +163,8 @@ def measure_all(
                     raise
                 console.line(f"{what}: does not fit into memory")
                 continue
-            seconds = ", ".join(f"{case.phase} {1e3 * _whole(case, point):.2f} ms" for case, point in pairs)
+            passes = [(case.phase, case.model.num_layers * x.layer + x.rest, x.spread) for case, x in pairs]
+            seconds = ", ".join(f"{phase} {1e3 * whole:.2f} ms +- {spread:.0%}" for phase, whole, spread in passes)
             others = max((point.others for _, point in pairs), default=0.0)
             console.line(f"{what}: {seconds}" + (f" (others had {100 * others:.0f} %)" if others > QUIET else ""))
             if again:
@@ -200,32 +193,6 @@ def rate_rows(rates: Rates) -> list[dict[str, Any]]:
         unit, scale = units.get(name.rpartition("_")[2], ("", 1.0))
         rows.append({"what": name.replace("_", " "), "measured": round(value * scale, 3), "unit": unit})
     return rows
-
-
-def pass_rows(work: Workload, measured: Measured) -> list[dict[str, Any]]:
-    """Measurements of passes as a table, call by call."""
-    rows = []
-    for call in work.calls:
-        for job, pairs in measured:
-            rows += [
-                {
-                    "call": call.name,
-                    "pass": case.phase,
-                    "strategy": str(job.strategy) + (f", remat {case.remat}" if case.remat != "none" else ""),
-                    "rows a shard": int(point.rows),
-                    "ms": round(1e3 * _whole(case, point), 3),
-                    "+-": f"{100 * point.spread:.0f} %",
-                    "others": f"{100 * point.others:.0f} %",
-                }
-                for case, point in pairs
-                if job.call == call
-            ]
-    return rows
-
-
-def _whole(case: Case, point: Point) -> float:
-    """Seconds of a pass through the whole model."""
-    return case.model.num_layers * point.layer + point.rest
 
 
 if __name__ == "__main__":

@@ -129,8 +129,8 @@ def _check_out(path: Path | None) -> None:
 
 
 def _pictures_folder(options: argparse.Namespace) -> Path | None:
-    """The folder of pictures: that of the command line, else that of the plan if they can be drawn, else None. Makes the
-    folders, so that errors come before planning."""
+    """The folder of pictures: that of the command line, else that of the plan if they can be drawn, else None. It is
+    made, so that errors come before planning."""
     if options.pictures is not None:
         check_matplotlib()
     for folder in (options.pictures, options.out and options.out.parent):

@@ -114,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             {
                 "lengths": drawn.name,
                 "slots": way.slots or "all rows",
-                "steps": round(model_costs.rollout_steps(forecast_of, range(1), way).steps),
+                "steps": round(model_costs.of(forecast_of, range(1), way).rollout_steps().steps),
                 "steps made": steps_made(lengths, way),
                 "predicted s": round(predicted := model_costs.seconds(forecast_of, range(1), way).total, 3),
                 "measured s": round(took.seconds, 3),

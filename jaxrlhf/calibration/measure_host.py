@@ -17,8 +17,10 @@ _STEPS = 8
 def run_steps(
     assembly: Assembly, plan: Plan, steps: int, *, timeline: Timeline | None = None, one_at_a_time: bool = False
 ) -> float:
-    """CPU seconds of the main thread for a step of a run: for arguments, layouts, and starting programs. The mean of some
-    steps, after those that compile. `one_at_a_time` is as of `Executor`."""
+    """CPU seconds of the main thread for a step of a run: for arguments, layouts, and starting programs.
+
+    It is the mean of some steps, after those that compile. `one_at_a_time` is as of `Executor`.
+    """
     phase = assembly.train
     executor = Executor(phase.roles, seed=assembly.config.seed, timeline=timeline, one_at_a_time=one_at_a_time)
     load_first_weights(executor, phase, assembly.config, {})

@@ -4,6 +4,7 @@ Read from /proc and /sys/fs/cgroup (version 2 or 1), as Linux has them.
 """
 
 import contextlib
+import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,8 +28,9 @@ _VERSIONS = (
 def host_memory(root: Path = Path("/")) -> int | None:
     """Bytes that this process could have in all, including those that it has: what is available on the machine, or left
     of a container's limit, whichever is less. None if the system does not tell. `root` has `proc` and `sys`."""
-    limits = [left for left in (_meminfo(root).get("MemAvailable"), *_left_in_groups(root)) if left is not None]
-    return min(limits) + _resident(root) if limits else _physical(root)
+    available = [size for name, size in _meminfo(root).items() if name == "MemAvailable"]
+    available += [left for _, left in _limits(root)]
+    return min(available) + _resident(root) if available else _physical(root)
 
 
 def with_process(arrays: int) -> int:
@@ -60,31 +62,14 @@ def host_room(limit: int | None = None, *, root: Path = Path("/")) -> int | None
 
 def total_memory(root: Path = Path("/")) -> int | None:
     """Bytes that any process could ever have here: of the machine, or a container's limit. None if not known."""
-    limits = [limit for folder in _groups(root) for limit, *_ in [_group(folder)] if limit is not None]
+    limits = [limit for limit, _ in _limits(root)]
     whole = _meminfo(root).get("MemTotal") or _physical(root)
     return min([*limits, *([whole] if whole else [])], default=None)
 
 
-def _left_in_groups(root: Path) -> Iterator[int]:
-    """The memory left in each of the groups that limit this process."""
-    for folder in _groups(root):
-        limit, used, cached = _group(folder)
-        if limit is not None:
-            yield max(0, limit - max(0, used - cached))
-
-
-def _group(folder: Path) -> tuple[int | None, int, int]:
-    """(limit, usage, cached files in it) of a group of processes. None means no limit."""
-    for limit_file, usage_file, cached in _VERSIONS:
-        with contextlib.suppress(OSError, ValueError):  # `max`, or a file of the other version
-            limit, used = (int((folder / name).read_text()) for name in (limit_file, usage_file))
-            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-            return (limit if limit < UNLIMITED else None), used, int(stat.get(cached, 0))
-    return None, 0, 0
-
-
-def _groups(root: Path) -> Iterator[Path]:
-    """Folders of the groups of this process, from its own up, as far as a container shows them."""
+def _limits(root: Path) -> Iterator[tuple[int, int]]:
+    """(limit, what is left of it) of the groups that limit this process, from its own up, as far as a container shows
+    them."""
     with contextlib.suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
@@ -92,7 +77,12 @@ def _groups(root: Path) -> Iterator[Path]:
                 continue
             top = root / "sys/fs/cgroup" / ("memory" if controllers else "")
             own = top / path.lstrip("/")
-            yield from (folder for folder in (own, *own.parents) if folder.is_relative_to(top) and folder.is_dir())
+            for folder, files in itertools.product((own, *own.parents), _VERSIONS):
+                with contextlib.suppress(OSError, ValueError):  # `max`, no such group, or a file of the other version
+                    limit, used = (int((folder / name).read_text()) for name in files[:2])
+                    stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+                    if limit < UNLIMITED and folder.is_relative_to(top):
+                        yield limit, max(0, limit - max(0, used - int(stat.get(files[2], 0))))
 
 
 def _meminfo(root: Path) -> dict[str, int]:
@@ -112,8 +102,7 @@ def _resident(root: Path) -> int:
 
 def _physical(root: Path) -> int | None:
     """Bytes of the machine, on systems without /proc."""
-    names = ("SC_PHYS_PAGES", "SC_PAGE_SIZE")
-    known = getattr(os, "sysconf_names", {})
-    if root != Path("/") or not all(name in known for name in names):
-        return None
-    return os.sysconf(names[0]) * os.sysconf(names[1])
+    with contextlib.suppress(ValueError, OSError, AttributeError):
+        if root == Path("/"):
+            return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return None

@@ -40,10 +40,7 @@ def costs_from(
         CompileError: A program does not compile.
     """
     if source == "compiled":
-        work, notes = compile_work(
-            workload, cluster, cache=CostCache(default_folder()),
-            progress=lambda done, total, name: say(f"Compiled {done} of {total}: {name}"),
-        )  # fmt: skip
+        work, notes = compile_work(workload, cluster, cache=CostCache(default_folder()), say=say)
         return CostModel(cluster, work), ("Costs: counted in compiled programs.", *notes)
     if source == "measured":
         return _measured(workload, cluster, calibration or calibration_file(this_machine()))

@@ -249,7 +249,7 @@ def plan_workload(
         schedules=fused.schedules if fused is not None else (),
         notes=tuple(notes),
         rollouts={
-            call.name: costs.rollout_steps(call, choice.devices, choice.strategy)
+            call.name: costs.of(call, choice.devices, choice.strategy).rollout_steps()
             for call, choice in zip(workload.calls, chosen(problem, result.plan).values(), strict=True)
             if call.kind == "generate" and (call.lengths is not None or choice.strategy.slots)
         },

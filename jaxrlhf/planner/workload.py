@@ -118,8 +118,10 @@ class ModelCall:
         return all(can_split(rows, parts, may_copy=may_copy) for rows in self.divisible)
 
     def part_rows(self, strategy: Strategy) -> float:
-        """Sequences, or prompts of `generate`, that each part of a call without an update has: copies among them."""
+        """Sequences, or prompts of `generate`, that each part of a call or of an update has: copies among them."""
         parts, most = row_parts(self.kind, strategy), max(self.divisible)
+        if self.trains:
+            return self.rows / self.mini_batches / parts
         return (most + num_copies(most, parts)) / parts * self.rows / most
 
     def copied_rows(self, strategy: Strategy) -> int:

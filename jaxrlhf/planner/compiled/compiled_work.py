@@ -9,12 +9,12 @@ not depend on the compiler still comes from formulas: bytes of weights, and comm
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxrlhf.cluster.hardware import Cluster
 from jaxrlhf.generation.generate import decoding_stages
-from jaxrlhf.planner.compiled.compiler import Question, ReportProgress, compile_all
+from jaxrlhf.planner.compiled.compiler import Question, compile_all
 from jaxrlhf.planner.compiled.described_devices import DescribedDevices
 from jaxrlhf.planner.compiled.program_counts import Counts, ProgramCounts
 from jaxrlhf.planner.costs.cache import CostCache
@@ -85,8 +85,7 @@ def compile_work(
     cluster: Cluster,
     *,
     cache: CostCache | None,
-    processes: int = 2,
-    progress: ReportProgress = lambda done, total, name: None,
+    say: Callable[[str], None] = lambda line: None,
 ) -> tuple[CompiledWork, tuple[str, ...]]:
     """The work of all calls of a workload that have programs, for every `tensor` degree that a plan may give them.
 
@@ -112,7 +111,7 @@ def compile_work(
         for tensor in tensor_degrees(call, per_node)
         for num_layers in depths(call)
     }
-    answers = compile_all(list(asked.values()), cache=cache, processes=processes, progress=progress)
+    answers = compile_all(list(asked.values()), cache=cache, say=say)
     counts = {key: answer.counts for key, answer in zip(asked, answers, strict=True)}
     unknown = {name: None for answer in answers for name in answer.counts.unknown}
     notes = dict.fromkeys(note for answer in answers for note in answer.notes)

@@ -81,16 +81,12 @@ class Compilation:
     """Caveats of these counts."""
 
 
-ReportProgress = Callable[[int, int, str], None]
-"""`(answers so far, all of them, the name of the question answered last)`."""
-
-
 def compile_all(
     questions: Sequence[Question],
     *,
     cache: CostCache | None,
     processes: int = 2,
-    progress: ReportProgress = lambda done, total, name: None,
+    say: Callable[[str], None] = lambda line: None,
 ) -> list[Compilation]:
     """The answers, in the order of the questions. Those in the cache are not compiled again, equal ones are compiled
     once. A process takes about half a gigabyte.
@@ -120,7 +116,7 @@ def compile_all(
                 answers[key] = task.result()
                 if cache:
                     cache.put(key, to_tree(answers[key]))
-                progress(len(answers), total, open_[key].name)
+                say(f"Compiled {len(answers)} of {total}: {open_[key].name}")
         except BrokenProcessPool as error:
             raise CompileError(
                 f"A process that compiles programs has ended before its time, one of {processes}. It may have had too "

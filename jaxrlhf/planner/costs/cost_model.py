@@ -24,7 +24,7 @@ from jaxrlhf.cluster.hardware import Cluster, Kind
 from jaxrlhf.generation.continuous_batching import Slots
 from jaxrlhf.generation.generate import slots_read
 from jaxrlhf.models.architecture import matrix_numbers, num_parameters
-from jaxrlhf.planner.costs.memory import MASTER_BYTES, gradient_numbers, has_merged_copy, weight_bytes
+from jaxrlhf.planner.costs.memory import MASTER_BYTES, device_layers, gradient_numbers, has_merged_copy, weight_bytes
 from jaxrlhf.planner.costs.rollout_steps import RolloutSteps, steps_at_once, steps_in_slots
 from jaxrlhf.planner.costs.work import SLOT_PHASES, LayerWork, Phase, SlotPhase, Work, analytic_work, decode_work
 from jaxrlhf.planner.workload import ModelCall
@@ -105,7 +105,6 @@ def span(strategy: Strategy, axis: str, devices_per_node: int) -> Span:
         "fsdp": strategy.tensor,
         "data": strategy.tensor * strategy.fsdp,
         "rows": strategy.tensor,
-        "pipeline": strategy.tensor * strategy.fsdp * strategy.data,
     }[axis]
     size = strategy.num_row_shards if axis == "rows" else getattr(strategy, axis)
     within = max(1, min(size, devices_per_node // inner)) if inner <= devices_per_node else 1
@@ -118,233 +117,28 @@ class CostModel:
     """Costs of calls on a cluster."""
 
     def __init__(
-        self,
-        cluster: Cluster,
-        work: WorkSource = analytic_work,
-        measured: MeasuredPass = lambda *_: None,
+        self, cluster: Cluster, work: WorkSource = analytic_work, measured: MeasuredPass = lambda *_: None
     ) -> None:
-        self.cluster = cluster
-        self._work = work
-        self._measured = measured
+        self.cluster, self.work, self.measured = cluster, work, measured
         self._works: dict[tuple[object, ...], tuple[ModelCall, LayerWork]] = {}
-        self._kind = functools.cache(cluster.slowest)
+        self.kind = functools.cache(cluster.slowest)
         """The kind of devices that the others wait for."""
-        self._network = functools.cache(cluster.network)
+        self.network = functools.cache(cluster.network)
         """The same of the networks of their nodes."""
 
     def on(self, cluster: Cluster) -> "CostModel":
         """The same on another cluster."""
-        return CostModel(cluster, self._work, self._measured)
+        return CostModel(cluster, self.work, self.measured)
+
+    def of(self, call: ModelCall, devices: range, strategy: Strategy) -> "CallCosts":
+        """The costs of a call."""
+        return CallCosts(self, call, devices, strategy)
 
     def seconds(self, call: ModelCall, devices: range, strategy: Strategy) -> CallSeconds:
         """The seconds of one call."""
-        of_kind = {"generate": self._generate, "train": self._train}.get(call.kind, self._infer)
-        seconds, kind = of_kind(call, devices, strategy), self._kind(devices)
-        host = len(devices) * kind.coefficients.host_seconds
-        return dataclasses.replace(seconds, merge=self._merge(call, kind, strategy), host=host)
+        return self.of(call, devices, strategy).seconds()
 
-    # -- calls ---------------------------------------------------------------------------------------------------------
-
-    def _infer(self, call: ModelCall, devices: range, strategy: Strategy) -> CallSeconds:
-        rows = call.part_rows(strategy)
-        passes = self._stages(call, "forward", devices, strategy, rows)
-        return self._through_stages(call, devices, strategy, passes, rows, directions=1)
-
-    def _train(self, call: ModelCall, devices: range, strategy: Strategy) -> CallSeconds:
-        rows = _rows_of_micro_batch(call, strategy)
-        passes = self._stages(call, "gradient", devices, strategy, rows)
-        one = self._through_stages(call, devices, strategy, passes, rows, directions=2)
-        trained = trained_on_device(call, strategy)
-        kind = self._kind(devices)
-        update = trained * ADAM_BYTES / memory_rate(kind) + 12 * kind.coefficients.kernel_seconds
-        reduction = self._reduction(call, devices, strategy)
-        if (measured := self._measured(call, "update", strategy, 0.0)) is not None:
-            update = max(_by_device(call, strategy, measured))
-            reduction = 0.0 if measured.includes_reduction else reduction
-        return _times(dataclasses.replace(one, reduction=reduction, update=update), call.updates)
-
-    def _reduction(self, call: ModelCall, devices: range, strategy: Strategy) -> float:
-        """Seconds of adding up gradients over copies of weights. Those scattered over `fsdp` are in the passes."""
-        split, whole = reduced_bytes(call, strategy)
-        over_data, over_rows = (span(strategy, axis, self.cluster.devices_per_node) for axis in ("data", "rows"))
-        return self.all_reduce(devices, over_data, split) + self.all_reduce(devices, over_rows, whole)
-
-    def _generate(self, call: ModelCall, devices: range, strategy: Strategy) -> CallSeconds:
-        kind, stages = self._kind(devices), strategy.pipeline
-        if strategy.slots:
-            dispatch = kind.coefficients.dispatch_seconds
-            if stages > 1:
-                return dataclasses.replace(self._in_slots_of_stages(call, devices, strategy), dispatch=dispatch)
-            return CallSeconds(passes=self._in_slots(call, devices, strategy), dispatch=dispatch)
-        prompts = call.part_rows(strategy)
-        rows = prompts * call.num_samples
-        prefill = max(self._stages(call, "prefill", devices, strategy, prompts))
-        steps: float = call.response - 1
-        if call.lengths is None:
-            step = max(self._stages(call, "decode", devices, strategy, rows))
-        else:
-            expected = self.rollout_steps(call, devices, strategy)
-            steps, step = expected.steps, self._step(call, devices, strategy, rows, expected.columns)
-        size = call.model.hidden_size * call.model.itemsize
-        send = self._send(devices, strategy, rows * size) if stages > 1 else 0.0
-        first = self._send(devices, strategy, prompts * call.prompt * size) if stages > 1 else 0.0
-        return _times(
-            CallSeconds(
-                passes=stages * (prefill + steps * step),
-                bubbles=(stages - 1) * (prefill + step),
-                # every tick of the ring begins with what the one before sent
-                sends=(2 * stages - 1) * first + (1 + stages * (steps + 1)) * send,
-                dispatch=kind.coefficients.dispatch_seconds,
-            ),
-            strategy.micro_batches,
-        )
-
-    def rollout_steps(self, call: ModelCall, devices: range, strategy: Strategy) -> RolloutSteps:
-        """The decoding steps that a generate call is expected to take; of micro-batches, each. All rows at once go on
-        until the longest response of all row shards has ended; in slots each shard ends by itself."""
-        prompts, shards = math.ceil(call.part_rows(strategy)), strategy.num_row_shards
-        if strategy.slots:
-            on_gpu = self._kind(devices).target is not None
-            lengths = call.lengths, call.prompt, call.response
-            queue = prompts * strategy.pipeline
-            return steps_in_slots(*lengths, queue, call.num_samples, shards, slots_of(strategy), on_gpu)
-        rows = prompts * call.num_samples * shards * strategy.pipeline
-        return steps_at_once(call.lengths, call.prompt, call.response, rows)
-
-    def _in_slots(self, call: ModelCall, devices: range, strategy: Strategy) -> float:
-        """Seconds of a rollout in slots: of its steps, as wide as there are slots, and of the groups that enter."""
-        expected, slots = self.rollout_steps(call, devices, strategy), strategy.slots
-        rows = {"slot_prefill": strategy.prefill_rows, "slot_step": slots, "slot_column": slots}
-        measured = [self._measured(call, phase, strategy, rows[phase]) for phase in SLOT_PHASES]
-        if all(each is not None for each in measured):
-            prefill, step, column = (_by_device(call, strategy, each)[0] for each in measured if each is not None)
-            return expected.groups * prefill + expected.steps * (step + expected.columns * column)
-        prefill = max(self._stages(call, "prefill", devices, strategy, strategy.prefill_rows))
-        return expected.groups * prefill + expected.steps * self._step(call, devices, strategy, slots, expected.columns)
-
-    def _in_slots_of_stages(self, call: ModelCall, devices: range, strategy: Strategy) -> CallSeconds:
-        """Seconds of a rollout in slots over stages, as `generation.pipelined_slots` takes turns. A group for each
-        micro-batch is prefilled in as many ticks as it takes its chunks to pass all stages."""
-        expected, stages = self.rollout_steps(call, devices, strategy), strategy.pipeline
-        rows, turns = strategy.slots // stages, expected.steps / Slots.steps
-        fills = math.ceil(expected.groups / stages)
-        chunks = math.ceil(call.prompt / (strategy.prefill_tokens or call.prompt))
-        step = self._step(call, devices, strategy, rows, expected.columns)
-        prefill = max(self._stages(call, "prefill", devices, strategy, strategy.prefill_rows))
-        size = call.model.hidden_size * call.model.itemsize
-        chunk = self._send(devices, strategy, strategy.prefill_rows * math.ceil(call.prompt / chunks) * size)
-        sends = fills * (stages * chunks + stages - 1) * chunk
-        return CallSeconds(
-            passes=stages * (expected.steps * step + fills * prefill),
-            bubbles=(stages - 1) * (turns * step + fills * prefill / chunks),
-            sends=sends + turns * (Slots.steps + 1) * stages * self._send(devices, strategy, rows * size),
-        )
-
-    def _step(self, call: ModelCall, devices: range, strategy: Strategy, rows: float, columns: float) -> float:
-        """Seconds of a decoding step of the slowest stage that reads so many columns of the cache. What it takes more,
-        or less, than a step of full-length responses is modelled, within what reading the cache alone could make of
-        it."""
-        one, usual = self._pass(call, "decode", devices, strategy, rows), slots_read(call.prompt, call.response)
-        layers = [decode_work(call, tensor=strategy.tensor, slots=slots).layer for slots in (columns, usual)]
-        now, then = (self._work_seconds(call, "decode", devices, strategy, rows, layer) for layer in layers)
-        least, most = sorted((one.layer, one.layer * columns / usual))
-        layer = min(max(one.layer + now - then, least), most)
-        return max(_by_device(call, strategy, dataclasses.replace(one, layer=layer)))
-
-    def _merge(self, call: ModelCall, kind: Kind, strategy: Strategy) -> float:
-        """Seconds of adding adapters into a copy of the weights: their product in float32, and the sum."""
-        if call.lora is None or not has_merged_copy(call, strategy):
-            return 0.0
-        model, rank = call.model, call.lora.rank
-        targets, layers = call.lora.targets, model.num_layers / strategy.pipeline
-        numbers = layers * matrix_numbers(model, targets) / (strategy.tensor * strategy.fsdp)
-        product = 2 * numbers * rank / kind.matmul_flops("float32")
-        moved = numbers * (2 * 4 + 2 * call.model.itemsize) / memory_rate(kind)
-        return max(product + moved, 2 * layers * len(targets) * kind.coefficients.kernel_seconds)
-
-    def _through_stages(
-        self, call: ModelCall, devices: range, strategy: Strategy, passes: Sequence[float], rows: float, directions: int
-    ) -> CallSeconds:
-        """Micro-batches through the stages of a call: forward, or forward and back.
-
-        They follow one another as the slowest stage lets them, and the first or the last of them passes the others.
-
-        Args:
-            passes: Seconds of a micro-batch on the devices of each stage.
-        """
-        kind = self._kind(devices)
-        dispatch = kind.coefficients.dispatch_seconds
-        count, stages = strategy.micro_batches, strategy.pipeline
-        if stages == 1:
-            return CallSeconds(passes=count * passes[0], dispatch=dispatch)
-        activations = rows * call.columns * call.model.hidden_size * call.model.itemsize
-        send = self._send(devices, strategy, activations)
-        busy, waiting = count * max(passes), (sum(passes) - max(passes)) / strategy.chunks
-        programs = count * strategy.num_stages * directions * strategy.data
-        held_up = max(0.0, programs * dispatch - busy - waiting)  # one thread starts them all
-        sends = self._sends(call, devices, strategy, max(passes), rows, send)
-        if kind.target is None:  # sends take time from the processor that all stages share
-            sends = count * (strategy.num_stages - 1) * directions * send
-        return CallSeconds(busy, waiting, sends=sends, dispatch=dispatch + held_up)
-
-    def _sends(
-        self, call: ModelCall, devices: range, strategy: Strategy, stage: float, rows: float, send: float
-    ) -> float:
-        """Seconds of sends that stages wait for.
-
-        Args:
-            stage: Seconds of a micro-batch on a device, through all its chunks, forward and back.
-            send: Seconds of one send.
-        """
-        one, count = stage / strategy.chunks, strategy.micro_batches
-        if not call.trains:
-            return exposed_in_inference(strategy.pipeline, strategy.chunks, count, forward=one, send=send)
-        forward = one * self._forward_share(call, devices, strategy, rows)
-        times = dict(forward=forward, backward=one - forward, send=send)
-        return exposed_in_training(strategy.schedule, strategy.pipeline, strategy.chunks, count, **times)
-
-    def stage_seconds(self, call: ModelCall, devices: range, strategy: Strategy) -> list[tuple[float, float]]:
-        """Forward and backward pass of a micro-batch through each stage of a train call, as its programs make them: the
-        last stage runs both in its backward.
-
-        What a forward takes of both passes is its part of the work of a layer.
-        """
-        rows = _rows_of_micro_batch(call, strategy)
-        one = self._pass(call, "gradient", devices, strategy, rows)
-        share = self._forward_share(call, devices, strategy, rows)
-        *others, last = (len(part) for part in layers_of_stages(call.model.num_layers, strategy.num_stages))
-        seconds = [(n * one.layer * share, n * one.layer * (1 - share)) for n in others]
-        return [*seconds, (0.0, last * one.layer + one.rest)]
-
-    def _forward_share(self, call: ModelCall, devices: range, strategy: Strategy, rows: float) -> float:
-        """The part of both passes through a layer that is the forward one. By formulas: compiled programs and
-        measurements have no forward of a train call by itself."""
-
-        def layer(phase: Phase) -> float:
-            work, _ = self._work_of(analytic_work, call, phase, strategy)
-            return self._work_seconds(call, phase, devices, strategy, rows, work)
-
-        return layer("forward") / layer("gradient")
-
-    # -- passes --------------------------------------------------------------------------------------------------------
-
-    def _stages(
-        self, call: ModelCall, phase: Phase, devices: range, strategy: Strategy, rows: float
-    ) -> Sequence[float]:
-        """A pass of a micro-batch on the devices of each stage, all their chunks together."""
-        return _by_device(call, strategy, self._pass(call, phase, devices, strategy, rows))
-
-    def _pass(self, call: ModelCall, phase: Phase, devices: range, strategy: Strategy, rows: float) -> PassSeconds:
-        if (measured := self._measured(call, phase, strategy, rows)) is not None:
-            return measured
-        layer, rest = self._work_of(self._work, call, phase, strategy)
-        seconds = functools.partial(self._work_seconds, call, phase, devices, strategy, rows)
-        kind = self._kind(devices)
-        waits = kind.coefficients.step_seconds if phase == "decode" else 0.0
-        one = seconds(layer)
-        return PassSeconds(one, seconds(layer + rest) - one + waits)
-
-    def _work_of(self, source: WorkSource, call: ModelCall, phase: Phase, strategy: Strategy) -> LayerWork:
+    def work_of(self, source: WorkSource, call: ModelCall, phase: Phase, strategy: Strategy) -> LayerWork:
         """The work of a row of a pass, counted once for all devices and micro-batches."""
         key = source, id(call), phase, strategy.tensor, strategy.fsdp, strategy.remat
         if key not in self._works:
@@ -352,63 +146,9 @@ class CostModel:
             self._works[key] = call, work  # with the call, so that no other one gets its identity
         return self._works[key][1]
 
-    def _work_seconds(
-        self, call: ModelCall, phase: Phase, devices: range, strategy: Strategy, rows: float, work: Work
-    ) -> float:
-        kind = self._kind(devices)
-        costs, memory = kind.coefficients, memory_rate(kind)
-        launch = costs.graph_kernel_seconds if phase == "decode" else costs.kernel_seconds
-        operations = work.flops + costs.half_dim * work.narrow_flops
-        products = max(operations * rows / kind.matmul_flops(call.model.dtype), work.weight_bytes / memory)
-        others = work.row_bytes * rows / memory
-        seconds = max(products + others, work.kernels * launch)
-        per_node = self.cluster.devices_per_node
-        if work.tensor_collectives:
-            group = span(strategy, "tensor", per_node)
-            seconds += self.all_reduce(devices, group, work.tensor_bytes * rows, work.tensor_collectives)
-        if work.fsdp_collectives:
-            group = span(strategy, "fsdp", per_node)
-            seconds += self.all_gather(devices, group, work.fsdp_bytes, work.fsdp_collectives)
-        return seconds
-
-    # -- communication -------------------------------------------------------------------------------------------------
-
-    def all_reduce(self, devices: range, group: Span, size: float, count: float = 1.0) -> float:
-        """Seconds of `count` all-reduces of `size` bytes in all: each is a reduce-scatter and an all-gather."""
-        return self.all_gather(devices, group, 2 * size, count)
-
-    def all_gather(self, devices: range, group: Span, size: float, count: float = 1.0) -> float:
-        """Seconds of `count` all-gathers, or reduce-scatters, in rings within nodes and between them. `size` is bytes of
-        the whole arrays of all of them."""
-        if group.size == 1:
-            return 0.0
-        kind = self._kind(devices)
-        costs = kind.coefficients
-        local, nodes = group.per_node, group.nodes
-        seconds = (local - 1) / local * size / (kind.link.bandwidth * costs.link_efficiency)
-        latency = costs.collective_seconds * math.log2(local)
-        if nodes > 1:
-            network = self._network(devices)
-            share = network.shared_by(min(len(devices), self.cluster.devices_per_node))
-            seconds += (nodes - 1) / nodes * size / local / (share * costs.network_efficiency)
-            latency += costs.network_collective_seconds * math.log2(nodes)
-        return seconds + count * latency
-
-    def _send(self, devices: range, strategy: Strategy, size: float) -> float:
-        """Seconds of a send from a device of one stage to its neighbor of the next."""
-        kind = self._kind(devices)
-        costs = kind.coefficients
-        per_stage, per_node = len(devices) // strategy.pipeline, self.cluster.devices_per_node
-        size /= strategy.tensor  # each of a tensor group sends its part
-        if per_stage * strategy.pipeline <= per_node:
-            return costs.collective_seconds + size / (kind.link.bandwidth * costs.link_efficiency)
-        network = self._network(devices)
-        rate = network.shared_by(min(per_stage, per_node)) * costs.network_efficiency
-        return costs.network_collective_seconds + size / rate
-
     def host_copy(self, devices: range, size: float) -> float:
         """Seconds of copying `size` bytes of every device from host memory, or to it."""
-        return size / self._kind(devices).coefficients.host_bandwidth
+        return size / self.kind(devices).coefficients.host_bandwidth
 
     def way_between(self, source: range, target: range) -> tuple[float, float]:
         """Seconds until the first byte of a call's outputs arrives from some devices at others, and bytes a second from
@@ -416,12 +156,257 @@ class CostModel:
         if source == target:
             return 0.0, math.inf
         both = range(min(source.start, target.start), max(source.stop, target.stop))
-        kind, per_node = self._kind(both), self.cluster.devices_per_node
+        kind, per_node = self.kind(both), self.cluster.devices_per_node
         costs = kind.coefficients
         if both.start // per_node == (both.stop - 1) // per_node:
             return costs.collective_seconds, kind.link.bandwidth * costs.link_efficiency
-        network = self._network(both)
-        return costs.network_collective_seconds, network.bandwidth * costs.network_efficiency
+        return costs.network_collective_seconds, self.network(both).bandwidth * costs.network_efficiency
+
+
+class CallCosts:
+    """Costs of a call on some devices, under a strategy."""
+
+    def __init__(self, model: CostModel, call: ModelCall, devices: range, strategy: Strategy) -> None:
+        self.model, self.call, self.devices, self.strategy = model, call, devices, strategy
+        self.kind, self.per_node = model.kind(devices), model.cluster.devices_per_node
+        self.rates = self.kind.coefficients
+
+    def seconds(self) -> CallSeconds:
+        """The seconds of the call."""
+        seconds = {"generate": self.generate, "train": self._train}.get(self.call.kind, self._infer)()
+        host = len(self.devices) * self.rates.host_seconds
+        return dataclasses.replace(seconds, merge=self._merge(), host=host)
+
+    # -- calls ---------------------------------------------------------------------------------------------------------
+
+    def _infer(self) -> CallSeconds:
+        rows = self.call.part_rows(self.strategy)
+        return self._through_stages(self._stages("forward", rows), rows, directions=1)
+
+    def _train(self) -> CallSeconds:
+        call, strategy = self.call, self.strategy
+        rows = call.part_rows(strategy)
+        one = self._through_stages(self._stages("gradient", rows), rows, directions=2)
+        update = trained_on_device(call, strategy) * ADAM_BYTES / memory_rate(self.kind)
+        update, reduction = update + 12 * self.rates.kernel_seconds, self._reduction()
+        if (measured := self.model.measured(call, "update", strategy, 0.0)) is not None:
+            update = max(self._by_device(measured))
+            reduction = 0.0 if measured.includes_reduction else reduction
+        return _times(dataclasses.replace(one, reduction=reduction, update=update), call.updates)
+
+    def _reduction(self) -> float:
+        """Seconds of adding up gradients over copies of weights. Those scattered over `fsdp` are in the passes."""
+        split, whole = reduced_bytes(self.call, self.strategy)
+        return self._all_gather("data", 2 * split) + self._all_gather("rows", 2 * whole)
+
+    def generate(self) -> CallSeconds:
+        """The seconds of a generate call."""
+        call, strategy, stages = self.call, self.strategy, self.strategy.pipeline
+        dispatch = self.rates.dispatch_seconds
+        if strategy.slots:
+            if stages > 1:
+                return dataclasses.replace(self._in_slots_of_stages(), dispatch=dispatch)
+            return CallSeconds(passes=self._in_slots(), dispatch=dispatch)
+        prompts = call.part_rows(strategy)
+        rows = prompts * call.num_samples
+        prefill = max(self._stages("prefill", prompts))
+        steps: float = call.response - 1
+        if call.lengths is None:
+            step = max(self._stages("decode", rows))
+        else:
+            expected = self.rollout_steps()
+            steps, step = expected.steps, self.step(rows, expected.columns)
+        size = call.model.hidden_size * call.model.itemsize
+        send = self.send(rows * size) if stages > 1 else 0.0
+        first = self.send(prompts * call.prompt * size) if stages > 1 else 0.0
+        return _times(
+            CallSeconds(
+                passes=stages * (prefill + steps * step),
+                bubbles=(stages - 1) * (prefill + step),
+                # every tick of the ring begins with what the one before sent
+                sends=(2 * stages - 1) * first + (1 + stages * (steps + 1)) * send,
+                dispatch=dispatch,
+            ),
+            strategy.micro_batches,
+        )
+
+    def rollout_steps(self) -> RolloutSteps:
+        """The decoding steps that a generate call is expected to take; of micro-batches, each. All rows at once go on
+        until the longest response of all row shards has ended; in slots each shard ends by itself."""
+        call, strategy = self.call, self.strategy
+        prompts, shards = math.ceil(call.part_rows(strategy)), strategy.num_row_shards
+        if strategy.slots:
+            on_gpu = self.kind.target is not None
+            lengths = call.lengths, call.prompt, call.response
+            queue = prompts * strategy.pipeline
+            return steps_in_slots(*lengths, queue, call.num_samples, shards, slots_of(strategy), on_gpu)
+        rows = prompts * call.num_samples * shards * strategy.pipeline
+        return steps_at_once(call.lengths, call.prompt, call.response, rows)
+
+    def _in_slots(self) -> float:
+        """Seconds of a rollout in slots: of its steps, as wide as there are slots, and of the groups that enter."""
+        expected, strategy = self.rollout_steps(), self.strategy
+        slots, entering = strategy.slots, strategy.prefill_rows
+        rows = {"slot_prefill": entering, "slot_step": slots, "slot_column": slots}
+        measured = [self.model.measured(self.call, phase, strategy, rows[phase]) for phase in SLOT_PHASES]
+        if all(each is not None for each in measured):
+            prefill, step, column = (self._by_device(each)[0] for each in measured if each is not None)
+            return expected.groups * prefill + expected.steps * (step + expected.columns * column)
+        prefill = max(self._stages("prefill", entering))
+        return expected.groups * prefill + expected.steps * self.step(slots, expected.columns)
+
+    def _in_slots_of_stages(self) -> CallSeconds:
+        """Seconds of a rollout in slots over stages, as `generation.pipelined_slots` takes turns. A group for each
+        micro-batch is prefilled in as many ticks as it takes its chunks to pass all stages."""
+        call, strategy, stages, expected = self.call, self.strategy, self.strategy.pipeline, self.rollout_steps()
+        rows, turns = strategy.slots // stages, expected.steps / Slots.steps
+        fills = math.ceil(expected.groups / stages)
+        chunks = math.ceil(call.prompt / (strategy.prefill_tokens or call.prompt))
+        step = self.step(rows, expected.columns)
+        prefill = max(self._stages("prefill", strategy.prefill_rows))
+        size = call.model.hidden_size * call.model.itemsize
+        chunk = self.send(strategy.prefill_rows * math.ceil(call.prompt / chunks) * size)
+        sends = fills * (stages * chunks + stages - 1) * chunk
+        return CallSeconds(
+            passes=stages * (expected.steps * step + fills * prefill),
+            bubbles=(stages - 1) * (turns * step + fills * prefill / chunks),
+            sends=sends + turns * (Slots.steps + 1) * stages * self.send(rows * size),
+        )
+
+    def step(self, rows: float, columns: float) -> float:
+        """Seconds of a decoding step of the slowest stage that reads so many columns of the cache. What it takes more,
+        or less, than a step of full-length responses is modelled, within what reading the cache alone could make of
+        it."""
+        one, usual = self._pass("decode", rows), slots_read(self.call.prompt, self.call.response)
+        works = [decode_work(self.call, tensor=self.strategy.tensor, slots=slots).layer for slots in (columns, usual)]
+        now, then = (self._work_seconds("decode", rows, work) for work in works)
+        least, most = sorted((one.layer, one.layer * columns / usual))
+        layer = min(max(one.layer + now - then, least), most)
+        return max(self._by_device(dataclasses.replace(one, layer=layer)))
+
+    def _merge(self) -> float:
+        """Seconds of adding adapters into a copy of the weights: their product in float32, and the sum."""
+        call, strategy = self.call, self.strategy
+        if call.lora is None or not has_merged_copy(call, strategy):
+            return 0.0
+        targets, layers = call.lora.targets, call.model.num_layers / strategy.pipeline
+        numbers = layers * matrix_numbers(call.model, targets) / (strategy.tensor * strategy.fsdp)
+        product = 2 * numbers * call.lora.rank / self.kind.matmul_flops("float32")
+        moved = numbers * (2 * 4 + 2 * call.model.itemsize) / memory_rate(self.kind)
+        return max(product + moved, 2 * layers * len(targets) * self.rates.kernel_seconds)
+
+    def _through_stages(self, passes: Sequence[float], rows: float, directions: int) -> CallSeconds:
+        """Micro-batches through the stages of a call: forward, or forward and back.
+
+        They follow one another as the slowest stage lets them, and the first or the last of them passes the others.
+
+        Args:
+            passes: Seconds of a micro-batch on the devices of each stage.
+        """
+        call, strategy, dispatch = self.call, self.strategy, self.rates.dispatch_seconds
+        count = strategy.micro_batches
+        if strategy.pipeline == 1:
+            return CallSeconds(passes=count * passes[0], dispatch=dispatch)
+        send = self.send(rows * call.columns * call.model.hidden_size * call.model.itemsize)
+        busy, waiting = count * max(passes), (sum(passes) - max(passes)) / strategy.chunks
+        programs = count * strategy.num_stages * directions * strategy.data
+        held_up = max(0.0, programs * dispatch - busy - waiting)  # one thread starts them all
+        sends = self._sends(max(passes), rows, send)
+        if self.kind.target is None:  # sends take time from the processor that all stages share
+            sends = count * (strategy.num_stages - 1) * directions * send
+        return CallSeconds(busy, waiting, sends=sends, dispatch=dispatch + held_up)
+
+    def _sends(self, stage: float, rows: float, send: float) -> float:
+        """Seconds of sends that stages wait for.
+
+        Args:
+            stage: Seconds of a micro-batch on a device, through all its chunks, forward and back.
+            send: Seconds of one send.
+        """
+        strategy = self.strategy
+        one, count = stage / strategy.chunks, strategy.micro_batches
+        if not self.call.trains:
+            return exposed_in_inference(strategy.pipeline, strategy.chunks, count, forward=one, send=send)
+        forward = one * self._forward_share(rows)
+        times = dict(forward=forward, backward=one - forward, send=send)
+        return exposed_in_training(strategy.schedule, strategy.pipeline, strategy.chunks, count, **times)
+
+    def stage_seconds(self) -> list[tuple[float, float]]:
+        """Forward and backward pass of a micro-batch through each stage of a train call, as its programs make them: the
+        last stage runs both in its backward.
+
+        What a forward takes of both passes is its part of the work of a layer.
+        """
+        rows = self.call.part_rows(self.strategy)
+        one, share = self._pass("gradient", rows), self._forward_share(rows)
+        *others, last = map(len, layers_of_stages(self.call.model.num_layers, self.strategy.num_stages))
+        seconds = [(n * one.layer * share, n * one.layer * (1 - share)) for n in others]
+        return [*seconds, (0.0, last * one.layer + one.rest)]
+
+    def _forward_share(self, rows: float) -> float:
+        """The part of both passes through a layer that is the forward one. By formulas: compiled programs and
+        measurements have no forward of a train call by itself."""
+        phases: tuple[Phase, Phase] = ("forward", "gradient")
+        works = (self.model.work_of(analytic_work, self.call, phase, self.strategy).layer for phase in phases)
+        forward, both = (self._work_seconds(phase, rows, work) for phase, work in zip(phases, works, strict=True))
+        return forward / both
+
+    # -- passes --------------------------------------------------------------------------------------------------------
+
+    def _stages(self, phase: Phase, rows: float) -> Sequence[float]:
+        """A pass of a micro-batch on the devices of each stage, all their chunks together."""
+        return self._by_device(self._pass(phase, rows))
+
+    def _by_device(self, one: PassSeconds) -> list[float]:
+        """Seconds of a pass on the devices of each stage, all their chunks together; the last has the head."""
+        per_device = [layers * one.layer for layers in device_layers(self.call.model, self.strategy)]
+        return [*per_device[:-1], per_device[-1] + one.rest]
+
+    def _pass(self, phase: Phase, rows: float) -> PassSeconds:
+        if (measured := self.model.measured(self.call, phase, self.strategy, rows)) is not None:
+            return measured
+        layer, rest = self.model.work_of(self.model.work, self.call, phase, self.strategy)
+        waits = self.rates.step_seconds if phase == "decode" else 0.0
+        one = self._work_seconds(phase, rows, layer)
+        return PassSeconds(one, self._work_seconds(phase, rows, layer + rest) - one + waits)
+
+    def _work_seconds(self, phase: Phase, rows: float, work: Work) -> float:
+        rates, memory = self.rates, memory_rate(self.kind)
+        launch = rates.graph_kernel_seconds if phase == "decode" else rates.kernel_seconds
+        operations = work.flops + rates.half_dim * work.narrow_flops
+        products = max(operations * rows / self.kind.matmul_flops(self.call.model.dtype), work.weight_bytes / memory)
+        seconds = max(products + work.row_bytes * rows / memory, work.kernels * launch)
+        if work.tensor_collectives:  # each is a reduce-scatter and an all-gather
+            seconds += self._all_gather("tensor", 2 * work.tensor_bytes * rows, work.tensor_collectives)
+        if work.fsdp_collectives:
+            seconds += self._all_gather("fsdp", work.fsdp_bytes, work.fsdp_collectives)
+        return seconds
+
+    # -- communication -------------------------------------------------------------------------------------------------
+
+    def _all_gather(self, axis: str, size: float, count: float = 1.0) -> float:
+        """Seconds of `count` all-gathers, or reduce-scatters, along an axis, in rings within nodes and between them.
+        `size` is bytes of the whole arrays of all of them."""
+        group = span(self.strategy, axis, self.per_node)
+        if group.size == 1:
+            return 0.0
+        rates, local, nodes = self.rates, group.per_node, group.nodes
+        seconds = (local - 1) / local * size / (self.kind.link.bandwidth * rates.link_efficiency)
+        latency = rates.collective_seconds * math.log2(local)
+        if nodes > 1:
+            share = self.model.network(self.devices).shared_by(min(len(self.devices), self.per_node))
+            seconds += (nodes - 1) / nodes * size / local / (share * rates.network_efficiency)
+            latency += rates.network_collective_seconds * math.log2(nodes)
+        return seconds + count * latency
+
+    def send(self, size: float) -> float:
+        """Seconds of a send from a device of one stage to its neighbor of the next."""
+        rates, per_stage = self.rates, len(self.devices) // self.strategy.pipeline
+        size /= self.strategy.tensor  # each of a tensor group sends its part
+        if per_stage * self.strategy.pipeline <= self.per_node:
+            return rates.collective_seconds + size / (self.kind.link.bandwidth * rates.link_efficiency)
+        rate = self.model.network(self.devices).shared_by(min(per_stage, self.per_node)) * rates.network_efficiency
+        return rates.network_collective_seconds + size / rate
 
 
 def memory_rate(kind: Kind) -> float:
@@ -447,18 +432,6 @@ def reduced_bytes(call: ModelCall, strategy: Strategy) -> tuple[float, float]:
     split, whole = gradient_numbers(call.model, strategy, lora=call.lora)
     size = MASTER_BYTES if strategy.pipeline > 1 else call.model.itemsize
     return split * size, whole * size
-
-
-def _rows_of_micro_batch(call: ModelCall, strategy: Strategy) -> float:
-    """Rows of a micro-batch of a train call on each row shard."""
-    return call.rows / call.mini_batches / (strategy.micro_batches * strategy.num_row_shards)
-
-
-def _by_device(call: ModelCall, strategy: Strategy, one: PassSeconds) -> list[float]:
-    """Seconds of a pass on the devices of each stage, all their chunks together; the last has the head."""
-    counts = [len(layers) for layers in layers_of_stages(call.model.num_layers, strategy.num_stages)]
-    per_device = [sum(counts[i :: strategy.pipeline]) * one.layer for i in range(strategy.pipeline)]
-    return [*per_device[:-1], per_device[-1] + one.rest]
 
 
 def _times(seconds: CallSeconds, times: float) -> CallSeconds:

@@ -192,7 +192,7 @@ def cache_bytes(call: ModelCall, strategy: Strategy) -> int:
         tokens = strategy.slots * num_columns(call.response) + shared * num_columns(call.prompt - 1)
     elif strategy.slots:
         tokens = strategy.slots * num_columns(call.columns - 1)
-    numbers = tokens * _layers_of_fullest(model, strategy) * cached_numbers(model) // strategy.tensor
+    numbers = tokens * max(device_layers(model, strategy)) * cached_numbers(model) // strategy.tensor
     return numbers * model.itemsize
 
 
@@ -220,9 +220,9 @@ def _generate_memory(call: ModelCall, strategy: Strategy) -> CallMemory:
 def _train_memory(call: ModelCall, strategy: Strategy) -> CallMemory:
     model, size = call.model, call.model.itemsize
     trained = weight_bytes(model, strategy, 1, lora=call.lora)
-    rows = call.rows / call.mini_batches / (strategy.micro_batches * strategy.num_row_shards)
+    rows = call.part_rows(strategy)
     tokens = rows * call.columns
-    layers = _layers_of_fullest(model, strategy)
+    layers = max(device_layers(model, strategy))
     in_flight = strategy.micro_batches
     if strategy.schedule == "1f1b":
         in_flight = min(in_flight, strategy.pipeline)
@@ -309,7 +309,7 @@ def _logits(call: ModelCall, strategy: Strategy, rows: float) -> int:
 def _gathered(call: ModelCall, strategy: Strategy, *, all_layers: bool = False) -> int:
     """Bytes of weights as they are used, if they rest in another form: of two layers at a time, or all in decoding."""
     model, size = call.model, call.model.itemsize
-    count = _layers_of_fullest(model, strategy) if all_layers else 2
+    count = max(device_layers(model, strategy)) if all_layers else 2
     joined = sum(matrix_numbers(model, names) for names in JOINED.values())
     whole = matrix_numbers(model)
     in_other_precision = call.kind == "train" and call.lora is None and size < MASTER_BYTES
@@ -321,6 +321,7 @@ def _gathered(call: ModelCall, strategy: Strategy, *, all_layers: bool = False) 
     return int(count * joined * size) if is_joined else 0
 
 
-def _layers_of_fullest(model: ModelConfig, strategy: Strategy) -> int:
+def device_layers(model: ModelConfig, strategy: Strategy) -> list[int]:
+    """The layers on the devices of each stage, all their chunks together."""
     counts = [len(layers) for layers in layers_of_stages(model.num_layers, strategy.num_stages)]
-    return max(sum(counts[s :: strategy.pipeline]) for s in range(strategy.pipeline))
+    return [sum(counts[stage :: strategy.pipeline]) for stage in range(strategy.pipeline)]

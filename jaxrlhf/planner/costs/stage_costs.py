@@ -46,8 +46,8 @@ def stage_costs(
 def _of_call(call: ModelCall, placement: Placement, costs: CostModel) -> StageCost:
     strategy, model = placement.strategy, call.model
     devices = range(min(placement.devices), max(placement.devices) + 1)
-    forward, backward = zip(*costs.stage_seconds(call, devices, strategy), strict=True)
-    tokens = call.rows / call.mini_batches / (strategy.micro_batches * strategy.num_row_shards) * call.columns
+    forward, backward = zip(*costs.of(call, devices, strategy).stage_seconds(), strict=True)
+    tokens = call.part_rows(strategy) * call.columns
     *layers, _ = (len(part) for part in layers_of_stages(model.num_layers, strategy.num_stages))
     kept = [residuals_per_token(model, strategy, num_layers) for num_layers in layers] + [model.hidden_size]
     return StageCost(forward, backward, tuple(tokens * model.itemsize * each for each in kept))

@@ -92,9 +92,7 @@ def test_real_programs_are_compiled_counted_and_kept(tmp_path):
     workload, cluster = Workload((call,)), read_cluster("cpu:2")
     answered: list[str] = []
     for _ in range(2):
-        work, notes = compile_work(
-            workload, cluster, cache=CostCache(tmp_path), processes=1, progress=lambda *x: answered.append(x[2])
-        )
+        work, notes = compile_work(workload, cluster, cache=CostCache(tmp_path), say=answered.append)
         assert notes == ()
     assert len(answered) == 4  # two depths for each of two degrees, once
     layer, rest = work(call, "forward", tensor=1, fsdp=1, remat="none")
@@ -107,6 +105,6 @@ def test_decoding_counts_the_slots_that_its_program_multiplies(prompt, response)
     """Layers of the compiled loops, weighted by their steps, and of the formula: operations agree to a percent."""
     step = ppo(dataclasses.replace(TINY, max_position_embeddings=prompt + response), prompt=prompt, response=response)
     call = dataclasses.replace(step.workload.call("actor.generate"), needs=())
-    work, _ = compile_work(Workload((call,)), read_cluster("cpu:1"), cache=None, processes=1)
+    work, _ = compile_work(Workload((call,)), read_cluster("cpu:1"), cache=None)
     compiled, ours = (w(call, "decode", tensor=1, fsdp=1, remat="none").layer.flops for w in (work, analytic_work))
     assert ours == pytest.approx(compiled, rel=0.01)

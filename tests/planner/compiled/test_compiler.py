@@ -75,12 +75,12 @@ def test_programs_for_gpus_that_are_not_there(tmp_path):
     seen = []
 
     def ask() -> list[Compilation]:
-        return compile_all(questions, cache=CostCache(tmp_path), progress=lambda *done: seen.append(done))
+        return compile_all(questions, cache=CostCache(tmp_path), say=seen.append)
 
     answers = ask()
     assert ask() == answers  # from the cache, and nothing is seen of it
-    assert [(done, total) for done, total, _ in seen] == [(1, 3), (2, 3), (3, 3)]
-    assert {name for _, _, name in seen} == {asked.name for asked in questions}
+    assert [line.partition(":")[0] for line in seen] == [f"Compiled {done} of 3" for done in (1, 2, 3)]
+    assert {line.partition(": ")[2] for line in seen} == {asked.name for asked in questions}
     assert described_devices.cache_info() == before
     for asked, got in zip(questions, answers, strict=True):
         gradient, attention = "train" in asked.name, "xla" if "v100" in asked.name else "cudnn"

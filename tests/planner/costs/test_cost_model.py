@@ -91,14 +91,14 @@ def test_sends_that_passes_hide_take_no_time():
         return seconds(name, range(16), model, data=8, pipeline=2, **strategy).sends
 
     one, many = (sends("critic.values", micro_batches=n) for n in (1, 8))
-    send = model._send(range(16), Strategy(pipeline=2, data=8), 8 * call.columns * TINY.hidden_size * 4)
+    send = model.of(call, range(16), Strategy(pipeline=2, data=8)).send(8 * call.columns * TINY.hidden_size * 4)
     assert one == pytest.approx(send)
     assert 0 < many < one  # smaller, and still one
     assert sends("actor.train", micro_batches=8, schedule="gpipe") == pytest.approx(2 * many)
     assert sends("actor.train", micro_batches=8) == pytest.approx(8 * many)  # 1F1B: of two, one waits there and back
     ticks = sends("actor.generate")
     prompts = STEP.workload.call("actor.generate").prompt * TINY.hidden_size * 4 * 4
-    first, later = (model._send(range(16), Strategy(pipeline=2, data=8), x) for x in (prompts, prompts / 8))
+    first, later = (model.of(call, range(16), Strategy(pipeline=2, data=8)).send(x) for x in (prompts, prompts / 8))
     assert ticks == pytest.approx(3 * first + (1 + 2 * 8) * later)
     assert model.seconds(call, range(16), Strategy(pipeline=2, data=8, micro_batches=8)).bubbles > 0
 
@@ -109,13 +109,13 @@ def test_both_passes_of_a_stage_are_what_a_call_takes_of_it():
     model, call = CostModel(CLUSTER, measured=always), STEP.workload.call("actor.train")
     plain = Strategy(data=2, pipeline=4, micro_batches=4)
     for strategy, part in ((plain, 1 / 3), (dataclasses.replace(plain, remat="layer"), 1 / 4)):
-        first, *others, last = model.stage_seconds(call, range(8), strategy)
+        first, *others, last = model.of(call, range(8), strategy).stage_seconds()
         assert {first} == set(others) and sum(first) == pytest.approx(1.0)
         assert first[0] == pytest.approx(part, rel=0.1)
         assert last == (0.0, 1.5)
         taken = model.seconds(call, range(8), strategy)
         assert taken.passes + taken.bubbles == pytest.approx(call.updates * (4 * 1.5 + 3 * 1.0))
-    uneven = model.stage_seconds(call, range(3), Strategy(pipeline=3, micro_batches=4))
+    uneven = model.of(call, range(3), Strategy(pipeline=3, micro_batches=4)).stage_seconds()
     assert [sum(one) for one in uneven] == pytest.approx([2.0, 1.0, 1.5])
 
 

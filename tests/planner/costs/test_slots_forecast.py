@@ -69,8 +69,8 @@ def test_a_step_costs_no_less_than_its_columns_say():
     measured: Any = lambda call, phase, *_: PassSeconds(1.0, 0.0) if phase == "decode" else None  # noqa: E731
     model = CostModel(CPU, measured=measured)
     call = dataclasses.replace(CALL, lengths=TAILED)
-    usual = model._step(call, range(1), Strategy(), 512, 64 + 159.62352941176471)
-    few = model._step(call, range(1), Strategy(), 512, 64.0)
+    usual = model.of(call, range(1), Strategy()).step(512, 64 + 159.62352941176471)
+    few = model.of(call, range(1), Strategy()).step(512, 64.0)
     assert usual == pytest.approx(4.0, rel=1e-6) and 4 * 64 / 223.7 <= few < usual
 
 
@@ -102,11 +102,12 @@ def test_over_stages_the_ring_fills_and_empties_in_every_turn():
     measured: Any = lambda call, phase, *_: PassSeconds(1.0, 0.0) if phase in ("prefill", "decode") else None  # noqa: E731
     model = CostModel(read_cluster("cpu:2"), measured=measured)
     strategy = Strategy(pipeline=2, slots=128, prefill_rows=4)
-    steps = model.rollout_steps(CALL, range(2), strategy)
+    steps = model.of(CALL, range(2), strategy).rollout_steps()
     assert (steps.steps, steps.groups) == (1024, 128)
-    step, found = model._step(CALL, range(2), strategy, 64, steps.columns), model._generate(CALL, range(2), strategy)
+    costs = model.of(CALL, range(2), strategy)
+    step, found = costs.step(64, steps.columns), costs.generate()
     assert found.passes == pytest.approx(2 * (1024 * step + 64 * 2.0))
     assert found.bubbles == pytest.approx(1024 / 8 * step + 64 * 2.0)
-    in_chunks = model._generate(CALL, range(2), dataclasses.replace(strategy, prefill_tokens=16))
+    in_chunks = model.of(CALL, range(2), dataclasses.replace(strategy, prefill_tokens=16)).generate()
     assert in_chunks.passes == found.passes and in_chunks.sends > found.sends
     assert in_chunks.bubbles == pytest.approx(1024 / 8 * step + 64 * 2.0 / 4)

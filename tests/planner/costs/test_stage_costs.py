@@ -26,7 +26,7 @@ def test_stages_cost_what_the_cost_model_says_and_the_last_has_the_head():
     placement = over_stages()
     actor, critic = stage_costs(CALLS, [placement, placement], COSTS)
     for call, cost in zip(CALLS, (actor, critic), strict=True):
-        passes = COSTS.stage_seconds(call, range(4), placement.strategy)
+        passes = COSTS.of(call, range(4), placement.strategy).stage_seconds()
         assert (cost.forward, cost.backward) == tuple(zip(*passes, strict=True))
     assert isinstance(actor.backward, tuple) and isinstance(critic.backward, tuple)
     assert isinstance(actor.forward, tuple)
