@@ -133,21 +133,12 @@ Measured = list[tuple[Job, list[tuple[Case, Point]]]]
 
 
 def measure_all(
-    to_do: Sequence[Job],
-    rates: Rates,
-    console: Console,
-    *,
-    deadline: float,
-    patience_seconds: float,
-    save: Callable[[Measured], None],
-) -> Measured:
+    to_do: Sequence[Job], rates: Rates, console: Console, *,
+    deadline: float, patience_seconds: float, save: Callable[[Measured], None],
+) -> Measured:  # fmt: skip
     """Runs jobs one after another and reports progress, then all of them once more while there is time, since the
-    speed of a machine varies. Jobs that do not fit into memory are left out.
-
-    Args:
-        deadline: The value of `time.perf_counter()` after which no job begins.
-        save: Called with all measurements so far after each job.
-    """
+    speed of a machine varies. Jobs that do not fit into memory are left out. No job begins after the deadline, a value
+    of `time.perf_counter()`. `save` is called with all measurements so far after each job."""
     measured: Measured = []
     for again in (False, True):
         left = [job for job, _ in measured] if again else to_do

@@ -1,7 +1,6 @@
 """Tests for algorithms, built in or a user's own: the results are the same under any plan, and the algorithm learns.
 
-    from jaxrlhf.planner.workload import step_workload
-from jaxrlhf.testing import check_plan_invariance, learning_curve
+    from jaxrlhf.testing import check_plan_invariance, learning_curve
 
     def test_no_plan_matters():
         check_plan_invariance("my_module:my_step", settings={"clip": 0.1})
@@ -36,6 +35,7 @@ from jaxrlhf.planner.fusion.fusible import check_fusion, oppose, with_schedules
 from jaxrlhf.planner.plans.check_plan import check
 from jaxrlhf.planner.plans.device_order import reuse_training_shards, training_placements
 from jaxrlhf.planner.plans.plan import Placement, Plan, PlanError, resolve
+from jaxrlhf.planner.workload import step_workload
 from jaxrlhf.programs.roles import GAP_METRIC, ModelRole
 from jaxrlhf.programs.weight_sets import BASE
 from jaxrlhf.run.assembly import Phase, assemble

@@ -40,7 +40,7 @@ from jaxrlhf.cluster.cluster_text import read_cluster
 from jaxrlhf.cluster.hardware import Cluster, Network
 from jaxrlhf.models.architecture import matrix_numbers
 from jaxrlhf.models.config import PRESETS, ModelConfig
-from jaxrlhf.planner.costs.cost_model import CostModel
+from jaxrlhf.planner.costs.cost_model import CallCosts, CostModel
 from jaxrlhf.planner.costs.work import LayerWork, Phase, analytic_work, decode_work
 from jaxrlhf.planner.make_plan import plan_workload
 from jaxrlhf.planner.plans.plan import Placement
@@ -140,23 +140,25 @@ def real_work(call: ModelCall, phase: Phase, *, tensor: int, fsdp: int, remat: R
     return analytic_work(call, phase, tensor=tensor, fsdp=fsdp, remat=remat)
 
 
-class RealSystem(CostModel):
-    """The cost model with stages as ReaL cuts them, equal parts of the weights, which send when they have computed."""
+class RealCosts(CallCosts):
+    """Costs with stages as ReaL cuts them, equal parts of the weights, which send when they have computed."""
 
-    def _stages(
-        self, call: ModelCall, phase: Phase, devices: range, strategy: Strategy, rows: float
-    ) -> Sequence[float]:
-        one = self._pass(call, phase, devices, strategy, rows)
-        model, stages = call.model, strategy.pipeline
+    def _stages(self, phase: Phase, rows: float) -> Sequence[float]:
+        one, model, stages = self._pass(phase, rows), self.call.model, self.strategy.pipeline
         if model.head == "lm":
             return [(model.num_layers * one.layer + one.rest) / stages] * stages
         embedding = model.vocab_size * model.hidden_size / matrix_numbers(model) if stages > 1 else 0.0
         return [(model.num_layers + embedding) / stages * one.layer + one.rest] * stages
 
-    def _sends(
-        self, call: ModelCall, devices: range, strategy: Strategy, stage: float, rows: float, send: float
-    ) -> float:
-        return (strategy.pipeline - 1 + strategy.micro_batches) * send * (2 if call.trains else 1)
+    def _sends(self, stage: float, rows: float, send: float) -> float:
+        return (self.strategy.pipeline - 1 + self.strategy.micro_batches) * send * (2 if self.call.trains else 1)
+
+
+class RealSystem(CostModel):
+    """The cost model of such a system."""
+
+    def of(self, call: ModelCall, devices: range, strategy: Strategy) -> CallCosts:
+        return RealCosts(self, call, devices, strategy)
 
     def row_seconds(self, call: ModelCall, row: Row) -> float:
         """The seconds of a row of the tables."""

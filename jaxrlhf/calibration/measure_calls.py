@@ -89,13 +89,20 @@ class Job:
         return self.call.require_described()
 
     @property
+    def phases(self) -> tuple[MeasuredPhase, ...]:
+        """The phases that it measures."""
+        if self.strategy.slots:
+            return SLOT_PHASES
+        if self.call.trains:
+            return "gradient", "update"
+        return PHASES[self.call.kind][:1] if self.call.response == 1 else PHASES[self.call.kind]
+
+    @property
     def cases(self) -> tuple[Case, ...]:
         """The cases that it measures."""
-        phases = SLOT_PHASES if self.strategy.slots else _PHASES[self.call.kind]
-        return tuple(case_of(self.call, phase, self.strategy) for phase in phases)
+        return tuple(case_of(self.call, phase, self.strategy) for phase in self.phases)
 
 
-_PHASES: dict[str, tuple[MeasuredPhase, ...]] = {**PHASES, "train": ("gradient", "update")}
 _ALIKE: dict[MeasuredPhase, Phase] = {
     **{phase: phase for phases in PHASES.values() for phase in phases},
     "update": "gradient", "slot_prefill": "prefill", "slot_step": "decode", "slot_column": "decode",
@@ -109,10 +116,7 @@ def jobs(workload: Workload, strategies: Mapping[str, Iterable[Strategy]]) -> li
     The rows of a shard are first all of them, without micro-batches, then a `ROWS_APART`-th of that, as a power of
     two, and so on. These are measured as micro-batches of one program, since a loop over them is faster than as many
     programs. Calls of equal models and shapes are measured once. Rollouts in slots are measured last, with every number
-    of slots that a search looks at, and that of the strategy.
-
-    Args:
-        strategies: Call -> strategies, of which only degrees, remat and slots matter.
+    of slots that a search looks at, and that of the strategy. Of strategies only degrees, remat and slots matter.
     """
     found: dict[tuple[Any, ...], tuple[int, Job]] = {}
     for call in workload.calls:
@@ -142,73 +146,44 @@ def _row_counts(call: ModelCall, strategy: Strategy) -> list[int]:
 
 
 def measure(job: Job, *, dispatch_seconds: float, patience_seconds: float = 3.0) -> list[tuple[Case, Point]]:
-    """Runs a job on the first devices and times its phases.
-
-    Args:
-        dispatch_seconds: Seconds of a program that does nothing, subtracted from each measurement.
-        patience_seconds: As in `time_in_turn`.
-
-    Raises:
-        jax.errors.JaxRuntimeError: A program fails, for example because it does not fit into memory.
+    """Runs a job on the first devices and times its phases. From each measurement, the seconds of a program that does
+    nothing are subtracted. Raises JaxRuntimeError if a program fails, for example because it does not fit into memory.
     """
     layout = Layout.over(tuple(range(job.strategy.num_devices)), job.strategy)
     num_layers = job.call.model.num_layers
     depths = (num_layers,) if num_layers <= WHOLE_LAYERS else DEPTHS
-    if job.strategy.slots:
-        return _measure_slots(job, layout, depths, dispatch_seconds, patience_seconds)
     programs = [program for depth in depths for program in _programs(job, layout, depth)]
-    vocabulary = job.call.model.vocab_size
-    timed = time_in_turn(
-        [_repeatable(program, trains=job.call.trains, vocab_size=vocabulary) for program in programs],
-        patience_seconds=patience_seconds,
-    )
+    timed = time_in_turn(programs, patience_seconds=patience_seconds)
     timed = [dataclasses.replace(t, seconds=max(t.seconds - dispatch_seconds, 0.0)) for t in timed]
     each = len(programs) // len(depths)
     of_depths = [timed[i : i + each] for i in range(0, len(timed), each)]
     measured = []
-    for phase, case in zip(_PHASES[job.call.kind], job.cases, strict=True):
-        seconds = [_of_phase(job, phase, timings) for timings in of_depths]
-        if all(s is not None for s in seconds):
-            measured.append((case, _point(job, phase, depths, [s for s in seconds if s is not None])))
+    for phase, case in zip(job.phases, job.cases, strict=True):
+        timings = [_of_phase(job, phase, of_depth, on_gpu=layout.is_on_gpu) for of_depth in of_depths]
+        measured.append((case, _point(job, phase, depths, timings)))
     return measured
 
 
-def _measure_slots(
-    job: Job, layout: Layout, depths: tuple[int, ...], dispatch_seconds: float, patience_seconds: float
-) -> list[tuple[Case, Point]]:
-    """The phases of a rollout in slots. Arguments are those of `measure`."""
-    call, slots = job.call, slots_of(job.strategy)
-    begins, each = runs(call), []
-    for depth in depths:
+def _programs(job: Job, layout: Layout, depth: int) -> list[Callable[[], Any]]:
+    """The programs for a depth on made-up arguments, in the order in which `_of_phase` reads them."""
+    call, described, rows = job.call, job.described, job.rows * job.strategy.micro_batches
+    program_of = functools.partial(call_program, layout=layout, num_layers=depth, rows=rows)
+    if job.strategy.slots:
         program = slot_program(call, layout, depth)
         arguments = made_up(program.arguments, call.model.vocab_size)
-        each += [functools.partial(program.program, *arguments, np.array(begin, np.int32)) for begin in begins]
-    timed = time_in_turn(each, patience_seconds=patience_seconds)
-    of_depths = [timed[i : i + len(begins)] for i in range(0, len(timed), len(begins))]
-    seconds = [of_phases(timings, call, slots, on_gpu=layout.is_on_gpu) for timings in of_depths]
-    spread, others = max(t.spread for t in timed), max(t.others for t in timed)
-    measured = []
-    for phase, case in zip(SLOT_PHASES, job.cases, strict=True):
-        timings = [Timing(of_depth[phase], spread, others) for of_depth in seconds]
-        point = _point(job, phase, depths, timings)
-        rows = job.strategy.prefill_rows if phase == "slot_prefill" else job.strategy.slots
-        measured.append((case, dataclasses.replace(point, rows=float(rows))))
-    return measured
-
-
-def _programs(job: Job, layout: Layout, depth: int) -> list[CallProgram]:
-    """The programs for a depth, in the order in which `_of_phase` reads them."""
-    call, described, rows = job.call, job.described, job.rows * job.strategy.micro_batches
+        return [functools.partial(program.program, *arguments, np.array(begin, np.int32)) for begin in runs(call)]
     if call.kind == "generate":
         long, prompt = min(call.response, DECODED), _decoding_prompt(call)
         sizes = [(call.prompt, 1)]
         if call.response > 1:
             sizes += [(prompt, long)] + ([(prompt, 1)] if prompt != call.prompt else [])
-        return [call_program(_responding(described, *each), layout, num_layers=depth, rows=rows) for each in sizes]
-    if call.trains:
-        program = call_program(described, layout, num_layers=depth, rows=rows, updates=_updates(call))
-        return [program, update_program(described, layout, num_layers=depth)]
-    return [call_program(described, layout, num_layers=depth, rows=rows)]
+        programs = [program_of(_responding(described, *each)) for each in sizes]
+    elif call.trains:
+        update = update_program(described, layout, num_layers=depth)
+        programs = [program_of(described, updates=_updates(call)), update]
+    else:
+        programs = [program_of(described)]
+    return [_repeatable(program, trains=call.trains, vocab_size=call.model.vocab_size) for program in programs]
 
 
 def _updates(call: ModelCall) -> int:
@@ -216,16 +191,17 @@ def _updates(call: ModelCall) -> int:
     return min(call.updates, MOST_UPDATES)
 
 
-def _of_phase(job: Job, phase: MeasuredPhase, timings: Sequence[Timing]) -> Timing | None:
-    """The time of a phase, from the runs of `_programs`. None if the call does not have it."""
+def _of_phase(job: Job, phase: MeasuredPhase, timings: Sequence[Timing], *, on_gpu: bool) -> Timing:
+    """The time of a phase, from the runs of `_programs`."""
+    if phase in SLOT_PHASES:
+        seconds = of_phases(timings, job.call, slots_of(job.strategy), on_gpu=on_gpu)[phase]
+        return Timing(seconds, max(t.spread for t in timings), max(t.others for t in timings))
     if phase == "update":
         return timings[1]
     passes, whole = job.strategy.micro_batches, timings[0]
     if phase == "gradient":
         whole = _less(dataclasses.replace(whole, seconds=whole.seconds / _updates(job.call)), timings[1])
     elif phase == "decode":
-        if job.call.response == 1:
-            return None
         passes *= min(job.call.response, DECODED) - 1
         whole = _less(timings[1], timings[2] if len(timings) > 2 else timings[0])
     return dataclasses.replace(whole, seconds=whole.seconds / passes)
@@ -241,18 +217,19 @@ def _less(one: Timing, other: Timing) -> Timing:
 def _point(job: Job, phase: MeasuredPhase, depths: tuple[int, ...], timings: Sequence[Timing]) -> Point:
     num_layers, spread = job.call.model.num_layers, max(t.spread for t in timings)
     if len(depths) == 1:  # divided between the layers and the rest by their operations
-        work = analytic_work(
-            job.call, _ALIKE[phase], tensor=job.strategy.tensor, fsdp=job.strategy.fsdp,
-            remat=job.strategy.remat,
-        )  # fmt: skip
+        degrees: dict[str, Any] = {name: getattr(job.strategy, name) for name in ("tensor", "fsdp", "remat")}
+        work = analytic_work(job.call, _ALIKE[phase], **degrees)
         whole = timings[0].seconds
         layer = whole * work.layer.flops / (work.layer.flops * num_layers + work.rest.flops)
         rest = whole - layer * num_layers
     else:
         layer = max(0.0, timings[1].seconds - timings[0].seconds) / (depths[1] - depths[0])
         rest = timings[0].seconds - layer * depths[0]
-    rows = {"update": 0.0, "decode": job.rows_per_shard * job.call.num_samples}.get(phase, job.rows_per_shard)
-    return Point(rows, layer, rest, spread, max(t.others for t in timings))
+    rows = {
+        "update": 0, "decode": job.rows_per_shard * job.call.num_samples, "slot_prefill": job.strategy.prefill_rows,
+        "slot_step": job.strategy.slots, "slot_column": job.strategy.slots,
+    }.get(phase, job.rows_per_shard)  # fmt: skip
+    return Point(float(rows), layer, rest, spread, max(t.others for t in timings))
 
 
 def _decoding_prompt(call: ModelCall) -> int:

@@ -30,13 +30,8 @@ _LOOPS = (32, 288)
 
 
 def measure_machine(*, large: int | None = None, patience_seconds: float = 3.0) -> Rates:
-    """Measures the devices of this process.
-
-    Args:
-        large: Elements of the largest arrays on each device. None means as many as keep a device of this kind busy
-            for some milliseconds.
-        patience_seconds: As in `time_in_turn`, for each of about ten measurements.
-    """
+    """Measures the devices of this process, with as much patience for each of about ten measurements. The largest
+    arrays have `large` elements on each device, or as many as keep a device of this kind busy for some milliseconds."""
     large = large or (2**20 if mesh.platform() == "cpu" else 2**27)
     time = functools.partial(_seconds, patience_seconds=patience_seconds)
     count = mesh.devices_per_process()

@@ -8,6 +8,7 @@ as many prompts as there is room for.
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -65,7 +66,7 @@ def _columns(call: ModelCall, *, on_gpu: bool) -> list[int]:
     return columns_read(np.array([1, call.prompt, halfway]), tokens, on_gpu=on_gpu).tolist()
 
 
-def of_phases(timings: list[Timing], call: ModelCall, slots: Slots, *, on_gpu: bool) -> dict[SlotPhase, float]:
+def of_phases(timings: Sequence[Timing], call: ModelCall, slots: Slots, *, on_gpu: bool) -> dict[SlotPhase, float]:
     """Seconds of each phase, from the times of `runs`."""
     few, few_more, many, many_more, entering = (timing.seconds for timing in timings)
     apart = (num_rounds(call) - 1) * slots.steps

@@ -71,12 +71,8 @@ def _ticks() -> tuple[float, float, float]:
 
 
 def time_in_turn(programs: Sequence[Callable[[], Any]], *, patience_seconds: float = 3.0) -> list[Timing]:
-    """Runs programs in turn, so that changes of the machine affect all of them, and times each as if it were alone.
-
-    Args:
-        programs: The results of each are waited for.
-        patience_seconds: How long, beyond the least number of runs, to wait for runs without others.
-    """
+    """Runs programs in turn, so that changes of the machine affect all of them, and times each, until its results are
+    there, as if it were alone. Beyond the least number of runs, it has patience for runs without other processes."""
     shares_processors, counts = mesh.platform() == "cpu", []
     for program in programs:
         jax.block_until_ready(program())  # warms up

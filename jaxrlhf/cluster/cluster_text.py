@@ -62,14 +62,8 @@ class _Description:
 
 
 def read_cluster(text: str, limits: MemoryLimits | None = None) -> Cluster:
-    """The cluster that a text describes, as at the top of this file.
-
-    Args:
-        limits: Of memory, if the cluster is this machine.
-
-    Raises:
-        ConfigError: The text or the file is not valid, or names an unknown kind.
-    """
+    """The cluster that a text describes, as at the top of this file. If it is this machine, memory has limits. Raises
+    ConfigError if the text or the file is not valid, or names an unknown kind."""
     if Path(text).suffix in (".yaml", ".yml"):
         return _from_file(text)
     if text == LOCAL:
@@ -97,14 +91,8 @@ def kinds() -> Mapping[str, Kind]:
 
 
 def local_cluster(limits: MemoryLimits | None = None, *, any_kind: bool = False) -> Cluster:
-    """The devices that JAX shows, a node for each process, with the memory that is available.
-
-    Args:
-        any_kind: Take devices of an unknown kind as H100s with the memory that JAX reports.
-
-    Raises:
-        ConfigError: The devices are of an unknown kind.
-    """
+    """The devices that JAX shows, a node for each process, with the memory that is available. Those of an unknown kind
+    raise ConfigError or, if any kind will do, are taken as H100s with the memory that JAX reports."""
     name = CPU if mesh.platform() == "cpu" else mesh.device_kind()
     by_name = {known: kind for kind in kinds().values() for known in kind.names}
     if name not in by_name and any_kind:
@@ -137,9 +125,7 @@ def _at_most(memory: Memory, limits: Iterable[int]) -> Memory:
 
 def _shared_processor(core: Kind, num_devices: int, limit: int | None) -> Kind:
     """A virtual device of this machine's processor, whose cores and memory, up to a limit, `num_devices` of them share.
-
-    Plans fill the memory that the process itself leaves.
-    """
+    Plans fill the memory that the process itself leaves."""
     share = (os.cpu_count() or 1) / num_devices
     peaks, memory, room = core.peak_flops, core.memory, host_room(limit)
     if room is None:

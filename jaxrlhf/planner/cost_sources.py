@@ -29,11 +29,8 @@ def costs_from(
     calibration: Path | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> tuple[CostModel, tuple[str, ...]]:
-    """The costs of the calls of a workload on a cluster, and notes about them.
-
-    Args:
-        calibration: The file of measurements. None means that of this machine.
-        say: Is told the progress of compiling, in lines.
+    """The costs of the calls of a workload on a cluster, and notes about them. `calibration` is a file of measurements,
+    by default that of this machine. `say` is told the progress of compiling, in lines.
 
     Raises:
         ConfigError: This machine was not measured, or is not of the cluster's kind.
@@ -70,7 +67,6 @@ def _measured(workload: Workload, cluster: Cluster, path: Path) -> tuple[CostMod
 
 
 def _covered(workload: Workload, calibration: Calibration) -> str:
-    """The calls that were measured, in words."""
     known = {(curve.case.model, curve.case.phase) for curve in calibration.curves}
     measured = [c.name for c in workload.calls if all((c.model, phase) in known for phase in PHASES[c.kind])]
     others = [call.name for call in workload.calls if call.name not in measured]

@@ -131,11 +131,8 @@ class Planned:
         }
 
     def plan_for(self, graph: CallGraph) -> Plan:
-        """The plan with a placement for every call of a graph that takes devices, `compute` calls too.
-
-        Raises:
-            PlanError: The graph has a call of a model that was not planned for.
-        """
+        """The plan with a placement for every call of a graph that takes devices, `compute` calls too. Raises PlanError
+        if the graph has a call of a model that was not planned for."""
         models = {call.role: call.model for call in self.workload.calls}
         known = {call.name for call in self.workload.calls}
         for call in graph.calls:

@@ -35,14 +35,9 @@ class MemoryForecast:
 
 
 def forecast_memory(workload: Workload, cluster: Cluster, plan: Plan, *, limit: int | None = None) -> MemoryForecast:
-    """The memory of a step's plan on this machine's devices.
-
-    Args:
-        limit: Bytes of the host's memory that the run may take. None means all that is available.
-
-    Raises:
-        PlanError: The memory between calls, which is known to the byte, is more than the devices have.
-    """
+    """The memory of a step's plan on this machine's devices, of whose host's memory a run may take all that is
+    available or up to a limit in bytes. Raises PlanError if the memory between calls, which is known to the byte, is
+    more than the devices have."""
     is_on_cpu, trained = on_cpu(cluster), workload.trained
     parts = []
     for call in workload.calls:

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from jaxrlhf.planner.make_plan import SEARCH, YARDSTICK, Planned, chosen
@@ -78,14 +78,19 @@ def _numbers(first: int, last: int) -> str:
 
 def summary_lines(planned: Planned) -> list[str]:
     """The plan in short: seconds of an iteration, tokens per second, the gain over the heuristic plan."""
+    critical = planned.simulation.critical
+    deciding = [name for name in critical if ":" not in name]  # the others move weights and data for one of these
+    moved = " and what is brought to them" if len(deciding) < len(critical) else ""
     lines = [
         f"{planned.seconds:.4g} s an iteration, {planned.tokens_per_second:,.0f} tokens/s "
         f"({planned.workload.tokens:,} tokens an iteration)",
         f"Devices are busy {statistics.mean(planned.simulation.busy):.0%} of the time",
-        _what_decides(planned.simulation.critical),
+        f"What decides: {', '.join(dict.fromkeys(deciding)) or 'no call'}{moved}",
     ]
-    if copied := copies_in_words(planned):
-        lines.append(copied)
+    calls = [(planned.workload.call(name), choice.strategy) for name, choice in planned.choices.items()]
+    copies = [(call.name, call.copied_rows(strategy), max(call.divisible)) for call, strategy in calls]
+    if listed := ", ".join(f"{name} {number} beside {rows}" for name, number, rows in copies if number):
+        lines.append(f"Rows of no weight, where rows do not divide: {listed}")
     lines += rollout_lines(planned)
     if planned.problem.devices_per_memory > 1:
         lines.append(host_line(max(each.total for each in planned.memory)))
@@ -103,14 +108,6 @@ def summary_lines(planned: Planned) -> list[str]:
             "every call on the same devices, tensor within nodes, pipeline across them"
         )
     return lines
-
-
-def copies_in_words(planned: Planned) -> str:
-    """The rows without weight that fill up calls whose rows do not divide; empty if all divide."""
-    calls = [(planned.workload.call(name), choice.strategy) for name, choice in planned.choices.items()]
-    copies = [(call.name, call.copied_rows(strategy), max(call.divisible)) for call, strategy in calls]
-    listed = ", ".join(f"{name} {number} beside {rows}" for name, number, rows in copies if number)
-    return f"Rows of no weight, where rows do not divide: {listed}" if listed else ""
 
 
 def rollout_lines(planned: Planned) -> list[str]:
@@ -131,13 +128,6 @@ def rollout_lines(planned: Planned) -> list[str]:
         steps = rollout.steps * strategy.micro_batches
         lines.append(f"{name}: about {steps:,.0f} decoding steps for at most {call.response:,} new tokens, {how}")
     return lines
-
-
-def _what_decides(critical: Sequence[str]) -> str:
-    """The calls of the critical cycle, in words."""
-    calls = [name for name in critical if ":" not in name]  # the others move weights and data for one of these
-    moved = " and what is brought to them" if len(calls) < len(critical) else ""
-    return f"What decides: {', '.join(dict.fromkeys(calls)) or 'no call'}{moved}"
 
 
 def runner_up_lines(planned: Planned) -> list[str]:

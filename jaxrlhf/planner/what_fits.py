@@ -27,13 +27,8 @@ def what_would_fit(
     say: Callable[[str], None],
 ) -> str:
     """A sentence with the first clusters that have room, of those with twice as many such devices, four times as many
-    and so on, and of those with as many devices of more memory. Empty if none has.
-
-    Fewer devices than named, but more than half as many, may be enough.
-
-    Args:
-        fixed, offload, say: As in `choices.make_problem`.
-    """
+    and so on, and of those with as many devices of more memory. Empty if none has. Fewer devices than named, but more
+    than half as many, may be enough. Arguments are those of `choices.make_problem`."""
 
     def has_room(other: Cluster) -> bool:
         say(f"Looking whether {other} would have room")

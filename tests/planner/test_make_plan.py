@@ -17,7 +17,7 @@ from jaxrlhf.planner.fusion.fusible import check_fusion
 from jaxrlhf.planner.make_plan import Planned, plan_workload, without_needless_offload
 from jaxrlhf.planner.plans.check_plan import check
 from jaxrlhf.planner.plans.plan import NoRoomError, Placement, PlanError
-from jaxrlhf.planner.plans.saved_plan import saved_plan
+from jaxrlhf.planner.plans.saved_plan import read_plan, write_plan
 from jaxrlhf.planner.report import (
     call_rows,
     devices_in_words,
@@ -115,9 +115,10 @@ def test_a_strategy_that_nobody_knows_is_refused_at_once():
         plan_workload(STEP.workload, FOUR, method="serach", say=lambda line: pytest.fail("it began"))
 
 
-def test_what_is_saved_is_what_was_found(found):
+def test_what_is_saved_is_what_was_found(found, tmp_path):
     saved = found.saved(found.plan_for(STEP.graph), asked={"auto": True})
-    again = saved_plan(json.loads(json.dumps(saved.to_json())), where="here")
+    write_plan(tmp_path / "plan.json", saved)
+    again = read_plan(tmp_path / "plan.json")
     assert again.plan == saved.plan and again.step_seconds == found.seconds
     again.check_work(STEP.workload)
     assert sum(forecast.seconds for forecast in again.calls.values()) == pytest.approx(

@@ -9,6 +9,7 @@ not depend on the compiler still comes from formulas: bytes of weights, and comm
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,6 +19,7 @@ from jaxrlhf.planner.compiled.compiler import Question, compile_all
 from jaxrlhf.planner.compiled.described_devices import DescribedDevices
 from jaxrlhf.planner.compiled.program_counts import Counts, ProgramCounts
 from jaxrlhf.planner.costs.cache import CostCache
+from jaxrlhf.planner.costs.cost_model import WorkSource
 from jaxrlhf.planner.costs.work import LayerWork, Phase, Work, analytic_work
 from jaxrlhf.planner.plans.splits import divisors, undivided_sizes
 from jaxrlhf.planner.workload import ModelCall, Workload
@@ -40,26 +42,22 @@ class CallAtDepth:
     tensor: int
 
 
-class CompiledWork:
-    """A source of work for a cost model, from the counts of compiled programs."""
+Counted = Mapping[tuple[str, int, int], ProgramCounts]
+"""(call, layers, tensor degree) -> counts of its program."""
 
-    def __init__(self, counts: Mapping[tuple[str, int, int], ProgramCounts]) -> None:
-        self._counts = counts  # (call, layers, tensor degree) -> counts of its program
-        self._made: dict[Any, LayerWork] = {}
 
-    def __call__(self, call: ModelCall, phase: Phase, *, tensor: int, fsdp: int, remat: Remat) -> LayerWork:
-        formula = analytic_work(call, phase, tensor=tensor, fsdp=fsdp, remat=remat)
-        if call.described is None:
-            return formula
-        key = (call.name, phase, tensor, remat)
-        if key not in self._made:
-            less, more = depths(call)
-            one, two = (_whole(call, phase, remat, tensor, self._counts[call.name, n, tensor]) for n in (less, more))
-            layer = (two - one) * (1 / (more - less))  # can be negative: the last layer computes less
-            self._made[key] = LayerWork(layer, one - layer * less)
-        made = self._made[key]
-        rows = _rows(call, phase)
-        return LayerWork(*(_with_weights(a, b, rows) for a, b in zip(made, formula, strict=True)))
+def work_from_counts(
+    counts: Counted, call: ModelCall, phase: Phase, *, tensor: int, fsdp: int, remat: Remat
+) -> LayerWork:
+    """The work of a phase of a call, from the counts of its programs. A `WorkSource`, once it has the counts."""
+    formula = analytic_work(call, phase, tensor=tensor, fsdp=fsdp, remat=remat)
+    if call.described is None:
+        return formula
+    (less, more), rows = depths(call), _rows(call, phase)
+    one, two = (_whole(call, phase, remat, tensor, counts[call.name, n, tensor]) for n in (less, more))
+    layer = (two - one) * (1 / (more - less))  # can be negative: the last layer computes less
+    compiled = layer, one - layer * less
+    return LayerWork(*(_with_weights(a, b, rows) for a, b in zip(compiled, formula, strict=True)))
 
 
 def lower_program(program: CallAtDepth, described: DescribedDevices) -> Any:
@@ -81,12 +79,8 @@ def depths(call: ModelCall) -> tuple[int, int]:
 
 
 def compile_work(
-    workload: Workload,
-    cluster: Cluster,
-    *,
-    cache: CostCache | None,
-    say: Callable[[str], None] = lambda line: None,
-) -> tuple[CompiledWork, tuple[str, ...]]:
+    workload: Workload, cluster: Cluster, *, cache: CostCache | None, say: Callable[[str], None] = lambda line: None
+) -> tuple[WorkSource, tuple[str, ...]]:
     """The work of all calls of a workload that have programs, for every `tensor` degree that a plan may give them.
 
     In a mixed cluster, programs are compiled for the slowest kind of device: counts hardly differ between kinds.
@@ -116,7 +110,7 @@ def compile_work(
     unknown = {name: None for answer in answers for name in answer.counts.unknown}
     notes = dict.fromkeys(note for answer in answers for note in answer.notes)
     notes |= {f"work of {name} is not counted: nobody here knows what it computes": None for name in unknown}
-    return CompiledWork(counts), tuple(notes)
+    return functools.partial(work_from_counts, counts), tuple(notes)
 
 
 def tensor_degrees(call: ModelCall, devices_per_node: int) -> list[int]:

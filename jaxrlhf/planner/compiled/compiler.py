@@ -33,6 +33,8 @@ from jaxrlhf.planner.costs.cache import CostCache, fingerprint, source_digest
 from jaxrlhf.sharding.mesh import use_virtual_cpu_devices
 from jaxrlhf.xla_flags import known_flags
 
+PROCESSES = 2
+"""Processes that compile side by side."""
 _SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision")
 """JAX settings that change programs."""
 _FUSED_ATTENTION = ("__cudnn$fmha", "CustomSPMDPartitioning")
@@ -82,18 +84,11 @@ class Compilation:
 
 
 def compile_all(
-    questions: Sequence[Question],
-    *,
-    cache: CostCache | None,
-    processes: int = 2,
-    say: Callable[[str], None] = lambda line: None,
+    questions: Sequence[Question], *, cache: CostCache | None, say: Callable[[str], None] = lambda line: None
 ) -> list[Compilation]:
     """The answers, in the order of the questions. Those in the cache are not compiled again, equal ones are compiled
-    once. A process takes about half a gigabyte.
-
-    Raises:
-        CompileError: A program cannot be lowered or compiled. Those that were done before are in the cache.
-    """
+    once. A process takes about half a gigabyte. Raises CompileError if a program cannot be lowered or compiled; those
+    that were done before are in the cache."""
     keys = [question.key for question in questions]
     kept = {key: cache.get(key) for key in keys} if cache else {}
     answers = {key: build(Compilation, tree, where=key) for key, tree in kept.items() if tree is not None}
@@ -103,7 +98,7 @@ def compile_all(
     total = len(set(keys))
     devices = max(question.num_devices for question in open_.values())
     pool = concurrent.futures.ProcessPoolExecutor(
-        min(processes, len(open_)),
+        min(PROCESSES, len(open_)),
         mp_context=multiprocessing.get_context("spawn"),
         initializer=_start_process,
         initargs=(devices, _settings(), imported_files()),
@@ -119,7 +114,7 @@ def compile_all(
                 say(f"Compiled {len(answers)} of {total}: {open_[key].name}")
         except BrokenProcessPool as error:
             raise CompileError(
-                f"A process that compiles programs has ended before its time, one of {processes}. It may have had too "
+                f"A process that compiles programs has ended before its time, one of {PROCESSES}. It may have had too "
                 "little memory: use fewer."
             ) from error
         finally:

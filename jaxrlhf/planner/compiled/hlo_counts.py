@@ -69,12 +69,8 @@ class _Tally:
         return ProgramCounts(dict(inner.parts), tuple(inner.loops), tuple(inner.unknown))
 
     def walk(self, name: str, inherited: str, *, inside_kernel: bool = False) -> None:
-        """Adds the work of a computation.
-
-        Args:
-            inherited: The label of instructions that have none.
-            inside_kernel: It is part of a fusion, which is a kernel already and has its bytes counted.
-        """
+        """Adds the work of a computation, whose instructions without a label inherit one. Inside a kernel, it is part
+        of a fusion, which has its bytes counted."""
         computation = self.module.computations[name]
         labels: dict[str, tuple[int, str]] = {}  # instruction -> its position and label, where it has one of its own
         for i, instruction in enumerate(computation.instructions):
@@ -154,30 +150,20 @@ class _Tally:
         self.parts[label] += Counts(bytes=bytes_ / 2 if self.widened else bytes_, kernels=1)
 
     def _flops(self, computation: Computation, instruction: HloInstruction) -> float:
-        """Operations of matrix products in an instruction.
-
-        XLA may turn the product of a matrix with a single row into an elementwise multiplication and a sum.
-        """
-        if instruction.op == "dot":
-            contracted = instruction.numbers(r"lhs_contracting_dims=\{([\d,]*)\}")
-            return _dot_flops(computation, instruction, contracted)
-        if instruction.op == "multiply" and instruction.op_name.endswith(f"/{_PRODUCT}"):
+        """Operations of matrix products in an instruction. XLA may turn the product of a matrix with a single row into
+        an elementwise multiplication and a sum."""
+        op = instruction.op
+        target = instruction.text(r'custom_call_target="([^"]*)"') or "" if op == "custom-call" else None
+        if op == "dot":
+            return _dot_flops(computation, instruction, r"lhs_contracting_dims=\{([\d,]*)\}")
+        if op == "multiply" and instruction.op_name.endswith(f"/{_PRODUCT}"):
             return 2.0 * instruction.shapes[0].size
-        if instruction.op == "custom-call":
-            return self._library_flops(computation, instruction)
-        if instruction.op in ("convolution", "ragged-dot", "scaled-dot"):
-            self.unknown[instruction.op] = None
-        return 0.0
-
-    def _library_flops(self, computation: Computation, instruction: HloInstruction) -> float:
-        target = instruction.text(r'custom_call_target="([^"]*)"') or ""
-        if target.startswith("__cublas$"):
-            contracted = instruction.numbers(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]')
-            return _dot_flops(computation, instruction, contracted)
-        if target.startswith("__cudnn$fmha"):
+        if target is not None and target.startswith("__cublas$"):
+            return _dot_flops(computation, instruction, r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]')
+        if target is not None and target.startswith("__cudnn$fmha"):
             return _attention_flops(computation, instruction, target)
-        if target not in _NO_PRODUCTS:
-            self.unknown[target] = None
+        if op in ("convolution", "ragged-dot", "scaled-dot") or (target is not None and target not in _NO_PRODUCTS):
+            self.unknown[target or op] = None
         return 0.0
 
 
@@ -187,9 +173,10 @@ def _called(instruction: HloInstruction, attribute: str) -> str:
     return name
 
 
-def _dot_flops(computation: Computation, instruction: HloInstruction, contracted: tuple[int, ...]) -> float:
+def _dot_flops(computation: Computation, instruction: HloInstruction, contracted: str) -> float:
+    """Operations of a product. `contracted` is the pattern of the attribute that names the contracted dims."""
     left = computation.operand(instruction, 0).shapes[0].dims
-    return 2.0 * instruction.shapes[0].size * math.prod(left[dim] for dim in contracted)
+    return 2.0 * instruction.shapes[0].size * math.prod(left[dim] for dim in instruction.numbers(contracted))
 
 
 def _attention_flops(computation: Computation, instruction: HloInstruction, target: str) -> float:
@@ -218,18 +205,12 @@ def _bytes(computation: Computation, instruction: HloInstruction) -> float:
     if op == "scatter":
         return _scattered_bytes(operands) + sum(operand.bytes for operand in operands[len(operands) // 2 :])
     if op == "custom-call":
-        return _results_of_call(instruction) + sum(operand.bytes for operand in operands)
+        has_workspace = len(instruction.shapes) > 1 and instruction.shapes[-1].dtype in ("s8", "u8")
+        results = instruction.shapes[:-1] if has_workspace else instruction.shapes
+        return sum(each.bytes for each in (*results, *operands))
     if op == "copy":  # also of an asynchronous one, whose result is more than the copy
         return 2 * operands[0].bytes
     return instruction.bytes + sum(operand.bytes for operand in operands)
-
-
-def _results_of_call(instruction: HloInstruction) -> float:
-    """Bytes of the results of a library call, without its workspace."""
-    shapes = instruction.shapes
-    if len(shapes) > 1 and shapes[-1].dtype in ("s8", "u8"):
-        shapes = shapes[:-1]
-    return sum(shape.bytes for shape in shapes)
 
 
 def _scattered_bytes(operands: list[HloInstruction]) -> float:

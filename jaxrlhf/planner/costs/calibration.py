@@ -98,13 +98,8 @@ class Load:
     def __post_init__(self) -> None:
         require_fields(self, require_not_negative, "others", "average", "num_cores")
 
-    @property
-    def is_quiet(self) -> bool:
-        """True if other processes hardly disturbed the measurement."""
-        return self.others <= QUIET
-
     def __str__(self) -> str:
-        quiet = "" if self.is_quiet else ", too much to tell how long anything takes alone"
+        quiet = "" if self.others <= QUIET else ", too much to tell how long anything takes alone"
         return (
             f"other processes had {100 * self.others:.0f} % of {self.num_cores} cores{quiet}; load average "
             f"{self.average:.1f}"
@@ -283,12 +278,9 @@ class Calibration:
         """A cluster with the rates of this machine for its kind of device."""
         scale = self.rates.num_devices / cluster.devices_per_node if self.machine.shares_processor else 1.0
 
-        def measured(kind: Kind) -> Kind:
-            if self.machine.device_kind not in kind.names:
-                return kind
-            return measured_kind(kind, self.rates, scale=scale, source=f"{MEASURED} {self.date}")
-
-        return cluster.with_kinds(measured)
+        source = f"{MEASURED} {self.date}"
+        own = self.machine.device_kind
+        return cluster.with_kinds(lambda k: _measured_kind(k, self.rates, scale, source) if own in k.names else k)
 
     def with_points(self, points: Iterable[tuple[Case, Point]]) -> "Calibration":
         """The same with curves through more measurements, which replace those of the same cases. Of two at the same
@@ -328,7 +320,7 @@ class Calibration:
         return found
 
 
-def measured_kind(kind: Kind, rates: Rates, *, scale: float, source: str) -> Kind:
+def _measured_kind(kind: Kind, rates: Rates, scale: float, source: str) -> Kind:
     """A kind with measured rates, which stand for its peaks too. `scale` is the speed of a device relative to one that
     was measured: above 1 if fewer devices share the CPU."""
     costs, names = kind.coefficients, ("half_dim", "kernel_seconds", "graph_kernel_seconds", "dispatch_seconds")

@@ -296,13 +296,9 @@ class CallCosts:
         return max(product + moved, 2 * layers * len(targets) * self.rates.kernel_seconds)
 
     def _through_stages(self, passes: Sequence[float], rows: float, directions: int) -> CallSeconds:
-        """Micro-batches through the stages of a call: forward, or forward and back.
-
-        They follow one another as the slowest stage lets them, and the first or the last of them passes the others.
-
-        Args:
-            passes: Seconds of a micro-batch on the devices of each stage.
-        """
+        """Micro-batches through the stages of a call: forward, or forward and back. They follow one another as the
+        slowest stage lets them, and the first or the last of them passes the others. `passes` are seconds of one on the
+        devices of each stage."""
         call, strategy, dispatch = self.call, self.strategy, self.rates.dispatch_seconds
         count = strategy.micro_batches
         if strategy.pipeline == 1:
@@ -317,12 +313,8 @@ class CallCosts:
         return CallSeconds(busy, waiting, sends=sends, dispatch=dispatch + held_up)
 
     def _sends(self, stage: float, rows: float, send: float) -> float:
-        """Seconds of sends that stages wait for.
-
-        Args:
-            stage: Seconds of a micro-batch on a device, through all its chunks, forward and back.
-            send: Seconds of one send.
-        """
+        """Seconds of sends that stages wait for, from those of one send, and of a micro-batch on a device (`stage`),
+        through all its chunks, forward and back."""
         strategy = self.strategy
         one, count = stage / strategy.chunks, strategy.micro_batches
         if not self.call.trains:
@@ -333,10 +325,7 @@ class CallCosts:
 
     def stage_seconds(self) -> list[tuple[float, float]]:
         """Forward and backward pass of a micro-batch through each stage of a train call, as its programs make them: the
-        last stage runs both in its backward.
-
-        What a forward takes of both passes is its part of the work of a layer.
-        """
+        last stage runs both in its backward. What a forward takes of both is its part of the work of a layer."""
         rows = self.call.part_rows(self.strategy)
         one, share = self._pass("gradient", rows), self._forward_share(rows)
         *others, last = map(len, layers_of_stages(self.call.model.num_layers, self.strategy.num_stages))

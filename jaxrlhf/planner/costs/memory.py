@@ -40,7 +40,7 @@ MASTER_BYTES, MOMENT_BYTES = 4, 8
 class CallMemory:
     """Peak bytes on the fullest device of a call."""
 
-    resting: int
+    resting: int = 0
     """Between calls: master weights and moments if it trains, weights that nothing trains."""
     optimizer: int = 0
     """The part of `resting` that is the optimizer's moments."""
@@ -67,26 +67,17 @@ class CallMemory:
 
 
 def call_memory(call: ModelCall, strategy: Strategy, *, is_trained: bool, on_cpu: bool = False) -> CallMemory:
-    """The memory of a call.
-
-    Args:
-        is_trained: True if any call trains the set of weights that it reads.
-        on_cpu: Its programs are compiled for a CPU, not for a GPU.
-    """
+    """The memory of a call on a GPU or on a CPU. `is_trained` if any call trains the set of weights that it reads."""
     if call.kind == "train":
         memory = _train_memory(call, strategy)
         return _trained_on_cpu(call, strategy, memory) if on_cpu else memory
     size, in_ring = call.model.itemsize, call.kind == "generate" and strategy.pipeline > 1
     weights = ring_bytes(call.model, strategy) if in_ring else weight_bytes(call.model, strategy, size)
-    if call.lora is None:
-        own = weights
-        held = dict(resting=0 if is_trained else own, copy=own if is_trained else 0)
-    else:
-        own = weight_bytes(call.model, strategy, size, lora=call.lora)
+    own, merged, base = weights, 0, 0
+    if call.lora is not None:
+        own, base = weight_bytes(call.model, strategy, size, lora=call.lora), _base(call, strategy)
         merged = weights if has_merged_copy(call, strategy) else 0
-        held = dict(
-            resting=0 if is_trained else own, copy=merged + (own if is_trained else 0), base=_base(call, strategy)
-        )
+    held = dict(resting=0 if is_trained else own, copy=merged + (own if is_trained else 0), base=base)
     if size == MASTER_BYTES and is_trained and not in_ring:
         held |= dict(shared_with_training=own)
     if on_cpu:
@@ -122,55 +113,48 @@ def _base(call: ModelCall, strategy: Strategy) -> int:
 
 def weight_bytes(model: ModelConfig, strategy: Strategy, size: int, *, lora: LoRAConfig | None = None) -> int:
     """Bytes of weights, or of adapters in place of them, on the device that has most. `size` is that of a number."""
-    return max(_stage_numbers(model, lora, *_splits(strategy))) * size
+    return max(_stage_numbers(model, lora, strategy)) * size
 
 
 def gradient_numbers(model: ModelConfig, strategy: Strategy, *, lora: LoRAConfig | None = None) -> tuple[int, int]:
     """Numbers of the gradient on the device that has most of them: of weights, or adapters in place of them, that are
     split over `fsdp`, or could be, and of all others."""
-    stages = zip(*(_stage_numbers(model, lora, *_splits(strategy), over) for over in (True, False)), strict=True)
+    stages = zip(*(_stage_numbers(model, lora, strategy, over) for over in (True, False)), strict=True)
     split, whole = max(stages, key=sum)
     return split, whole
 
 
 def evenness(model: ModelConfig, strategy: Strategy, *, lora: LoRAConfig | None = None) -> float:
     """Mean bytes of weights of a device, as a fraction of those of the device that has most."""
-    numbers = _stage_numbers(model, lora, *_splits(strategy))
+    numbers = _stage_numbers(model, lora, strategy)
     return sum(numbers) / len(numbers) / max(numbers)
 
 
-def _splits(strategy: Strategy) -> tuple[int, int, int, int]:
-    return strategy.pipeline, strategy.chunks, strategy.fsdp, strategy.tensor
+def _stage_numbers(
+    model: ModelConfig, lora: LoRAConfig | None, strategy: Strategy, over_fsdp: bool | None = None
+) -> list[int]:
+    """Numbers of each stage's weights on one of its devices: only of those that `fsdp` splits, or does not, if
+    `over_fsdp` says so."""
+    layer, first, last = _part_numbers(model, lora, strategy.fsdp, strategy.tensor, over_fsdp)
+    numbers = [count * layer for count in device_layers(model, strategy)]
+    numbers[0] += first
+    numbers[-1] += last + (first if strategy.pipeline > 1 and model.tie_embeddings else 0)
+    return numbers
 
 
 @functools.lru_cache(maxsize=4096)
-def _stage_numbers(
-    model: ModelConfig,
-    lora: LoRAConfig | None,
-    pipeline: int,
-    chunks: int,
-    fsdp: int,
-    tensor: int,
-    over_fsdp: bool | None = None,
-) -> tuple[int, ...]:
-    """Numbers of each stage's weights on one of its devices: only of those that `fsdp` splits, or does not, if
-    `over_fsdp` says so."""
+def _part_numbers(
+    model: ModelConfig, lora: LoRAConfig | None, fsdp: int, tensor: int, over_fsdp: bool | None
+) -> tuple[int, int, int]:
+    """The same of a layer, of what is before the first and of what is after the last."""
     declared = declare(model) if lora is None else declare_adapters(model, lora)
-    degrees = {"fsdp": fsdp, "tensor": tensor}
-
-    local = functools.partial(_all_local, degrees=degrees, over_fsdp=over_fsdp)
-    layer = local(declared[architecture.LAYERS][0])
-    first = sum(local(declared.get(name, ())) for name in architecture.FIRST_STAGE)
-    virtual = layers_of_stages(model.num_layers, pipeline * chunks)
-    numbers = [sum(len(virtual[v]) for v in range(s, len(virtual), pipeline)) * layer for s in range(pipeline)]
-    numbers[0] += first
-    numbers[-1] += sum(local(declared.get(name, ())) for name in architecture.LAST_STAGE)
-    if pipeline > 1 and model.tie_embeddings:
-        numbers[-1] += first
-    return tuple(numbers)
+    local = functools.partial(_all_local, degrees={"fsdp": fsdp, "tensor": tensor}, over_fsdp=over_fsdp)
+    ends = architecture.FIRST_STAGE, architecture.LAST_STAGE
+    first, last = (sum(local(declared.get(name, ())) for name in names) for names in ends)
+    return local(declared[architecture.LAYERS][0]), first, last
 
 
-def _all_local(tree: Any, degrees: dict[str, int], over_fsdp: bool | None = None) -> int:
+def _all_local(tree: Any, degrees: dict[Any, int], over_fsdp: bool | None = None) -> int:
     """Numbers of declared weights on one device; `over_fsdp` is as in `_stage_numbers`."""
     total = 0
     for weight in jax.tree.leaves(tree, is_leaf=architecture.is_weight):
@@ -182,10 +166,8 @@ def _all_local(tree: Any, degrees: dict[str, int], over_fsdp: bool | None = None
 
 
 def cache_bytes(call: ModelCall, strategy: Strategy) -> int:
-    """Keys and values of all responses that a device draws at a time, at their longest, on the stage with most layers.
-
-    Exact for a cache of `prompt + response` slots.
-    """
+    """Keys and values of all responses that a device draws at a time, at their longest, on the stage with most layers:
+    exact for a cache of `prompt + response` slots."""
     model = call.model
     tokens = math.ceil(call.part_rows(strategy) * strategy.pipeline * call.num_samples) * call.columns
     if shared := strategy.shared_prompts:
@@ -211,10 +193,10 @@ def _generate_memory(call: ModelCall, strategy: Strategy) -> CallMemory:
     logits = int(rows * model.vocab_size * (4 * 2 + seen_bytes(call)))
     if strategy.slots:  # prompts are prefilled beside the whole cache, which never grows
         prefill += int(prompts * call.prompt * model.num_layers * cached_numbers(model) // strategy.tensor * size)
-        return CallMemory(0, 0, activations=prefill, logits=logits, cache=cache, gathered=gathered)
+        return CallMemory(activations=prefill, logits=logits, cache=cache, gathered=gathered)
     if prefill + at_first > cache + growing:
-        return CallMemory(0, 0, activations=prefill, logits=logits, cache=at_first, gathered=gathered)
-    return CallMemory(0, 0, logits=logits, cache=cache + growing, gathered=gathered)
+        return CallMemory(activations=prefill, logits=logits, cache=at_first, gathered=gathered)
+    return CallMemory(logits=logits, cache=cache + growing, gathered=gathered)
 
 
 def _train_memory(call: ModelCall, strategy: Strategy) -> CallMemory:
@@ -321,6 +303,7 @@ def _gathered(call: ModelCall, strategy: Strategy, *, all_layers: bool = False) 
     return int(count * joined * size) if is_joined else 0
 
 
+@functools.lru_cache(maxsize=4096)
 def device_layers(model: ModelConfig, strategy: Strategy) -> list[int]:
     """The layers on the devices of each stage, all their chunks together."""
     counts = [len(layers) for layers in layers_of_stages(model.num_layers, strategy.num_stages)]

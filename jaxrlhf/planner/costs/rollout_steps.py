@@ -62,12 +62,8 @@ def steps_in_slots(
     slots: Slots,
     on_gpu: bool,
 ) -> RolloutSteps:
-    """The steps of a rollout in slots, until the last of some row shards has ended.
-
-    Args:
-        num_prompts: Of each row shard.
-        on_gpu: A step reads the whole cache, not only the columns that are in use.
-    """
+    """The steps of a rollout in slots, until the last of some row shards, each with so many prompts, has ended. On a
+    GPU a step reads the whole cache, not only the columns that are in use."""
     of_shard = num_prompts * num_samples
     looked_at = max(1, min(shards, 4 * _SIMULATED // of_shard))
     repeats = math.ceil(_SIMULATED / (looked_at * of_shard)) if lengths is not None else 1
@@ -110,11 +106,7 @@ class SimulatedSlots:
 def simulate_slots(lengths: Sequence[int] | np.ndarray, num_samples: int, slots: Slots) -> SimulatedSlots:
     """The rounds of `generation.continuous_batching.advance` for responses of known lengths: groups of prompts enter
     before a round where there is room for as many as are to enter together, and a slot is free after the round in which
-    its sequence ends.
-
-    Args:
-        lengths: New tokens of each sequence in the order of the queue, the samples of a prompt one after another.
-    """
+    its sequence ends. The lengths are in the order of the queue, the samples of a prompt one after another."""
     lasts = -(-np.asarray(lengths) // slots.steps)
     num_prompts = len(lasts) // num_samples
     free, entries = slots.slots, slots.shared_prompts or num_prompts

@@ -39,18 +39,17 @@ def stage_costs(
     A stage has its layers, the last one the head and the loss too. The last runs both passes of a micro-batch in its
     backward, so its forward takes nothing, and what it keeps is its input.
     """
-    first, second = (_of_call(call, placement, costs) for call, placement in zip(calls, placements, strict=True))
+    found = []
+    for call, placement in zip(calls, placements, strict=True):
+        strategy, model = placement.strategy, call.model
+        devices = range(min(placement.devices), max(placement.devices) + 1)
+        forward, backward = zip(*costs.of(call, devices, strategy).stage_seconds(), strict=True)
+        *layers, _ = map(len, layers_of_stages(model.num_layers, strategy.num_stages))
+        kept = [residuals_per_token(model, strategy, num_layers) for num_layers in layers] + [model.hidden_size]
+        bytes_ = call.part_rows(strategy) * call.columns * model.itemsize
+        found.append(StageCost(forward, backward, tuple(bytes_ * each for each in kept)))
+    first, second = found
     return first, second
-
-
-def _of_call(call: ModelCall, placement: Placement, costs: CostModel) -> StageCost:
-    strategy, model = placement.strategy, call.model
-    devices = range(min(placement.devices), max(placement.devices) + 1)
-    forward, backward = zip(*costs.of(call, devices, strategy).stage_seconds(), strict=True)
-    tokens = call.part_rows(strategy) * call.columns
-    *layers, _ = (len(part) for part in layers_of_stages(model.num_layers, strategy.num_stages))
-    kept = [residuals_per_token(model, strategy, num_layers) for num_layers in layers] + [model.hidden_size]
-    return StageCost(forward, backward, tuple(tokens * model.itemsize * each for each in kept))
 
 
 def reference_costs(num_devices: int, devices_per_node: int) -> CostModel:

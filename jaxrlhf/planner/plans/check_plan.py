@@ -247,20 +247,10 @@ def _check_rows(keys: RowCountKeys, call: Call, strategy: Strategy) -> None:
 
 
 def _check_shards(
-    where: str,
-    rows: int,
-    what: str,
-    strategy: Strategy,
-    micro: tuple[int, ...],
-    key: str,
-    *,
-    may_copy: bool = False,
+    where: str, rows: int, what: str, strategy: Strategy, micro: tuple[int, ...], key: str, *, may_copy: bool = False
 ) -> None:
-    """Checks that rows split over micro-batches and shards: evenly, or with copies of some.
-
-    Args:
-        micro: `micro_batches` of the plan, then the number of stages where each is cut once more, a part for each.
-    """
+    """Checks that rows split over micro-batches and shards: evenly, or with copies of some. `micro` is micro-batches of
+    the plan, then the number of stages where each is cut once more, a part for each."""
     factors = (*micro, strategy.data, strategy.fsdp)
     if not can_split(rows, math.prod(factors), may_copy=may_copy):
         rule = f"be at most {what}" if may_copy else f"divide {what}"

@@ -102,10 +102,7 @@ class SavedPlan:
 
     def check_devices(self, *, devices_per_node: int, kinds: Sequence[str]) -> None:
         """Raises PlanError, which says what differs, if the plan was made for other devices than these nodes have.
-
-        Args:
-            kinds: Node -> JAX's name of its devices.
-        """
+        `kinds` is node -> JAX's name of its devices."""
         planned = self.devices
         nodes = (planned.num_devices // planned.devices_per_node, planned.devices_per_node)
         here = (len(kinds), devices_per_node)
@@ -161,11 +158,6 @@ def read_plan(path: str | Path) -> SavedPlan:
         tree = json.loads(text)
     except ValueError as error:
         raise PlanError(f"{where}: must be JSON. Got {error}. {_AGAIN.format(where)}") from error
-    return saved_plan(tree, where=where)
-
-
-def saved_plan(tree: Any, *, where: str) -> SavedPlan:
-    """The inverse of `SavedPlan.to_json`. Raises PlanError if something is missing, unknown or invalid."""
     version = tree.get("version") if isinstance(tree, Mapping) else None
     if version != VERSION:
         raise PlanError(

@@ -12,31 +12,22 @@ DeviceGroups = tuple[tuple[int, ...], ...]
 def device_groups(attributes: str, num_devices: int) -> DeviceGroups:
     """The groups of a collective, in whatever form they are written.
 
-        replica_groups={{0,1},{2,3}}                                        listed; {} is all devices
-        replica_groups=[2,4]<=[8]T(1,0)                                     as a transposed grid of numbers
-        replica_groups=mesh['a'=2,'b'=4], device_ids=([8]T(0)) {'a'}        along axes of a mesh, or parts of an axis
-        source_target_pairs={{0,1},{1,0}}                                   from one device to another
-
-    Raises:
-        ValueError: They are in none of these forms.
+    replica_groups={{0,1},{2,3}}                                        listed; {} is all devices
+    source_target_pairs={{0,1},{1,0}}                                   from one device to another
+    replica_groups=[2,4]<=[8]T(1,0)                                     as a transposed grid of numbers
+    replica_groups=mesh['a'=2,'b'=4], device_ids=([8]T(0)) {'a'}        along axes of a mesh, or parts of an axis
     """
-    if match := re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", attributes):
-        return _listed(match[1])
-    if match := re.search(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}", attributes):
-        return _listed(match[1]) or (tuple(range(num_devices)),)
+    if match := re.search(r"(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]*\},?)*)\}", attributes):
+        return tuple(map(_integers, re.findall(r"\{([\d,]+)\}", match[1]))) or (tuple(range(num_devices)),)
     if match := re.search(r"replica_groups=\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)", attributes):
         return _as_groups(_grid(match[2]).reshape(_integers(match[1])))
-    if match := re.search(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(([^{]*)\))? \{([^}]*)\}", attributes):
-        return _along_axes(match[1], match[2], match[3])
-    raise ValueError(f"HLO: a collective must name its groups of devices. Got {attributes[:200]!r}.")
-
-
-def _listed(text: str) -> DeviceGroups:
-    return tuple(_integers(group) for group in re.findall(r"\{([\d,]+)\}", text))
+    match = re.search(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(([^{]*)\))? \{([^}]*)\}", attributes)
+    assert match is not None, attributes
+    return _along_axes(match[1], match[2], match[3])
 
 
 def _integers(text: str) -> tuple[int, ...]:
-    return tuple(int(n) for n in text.split(",") if n)
+    return tuple(map(int, text.split(",")))
 
 
 def _grid(text: str) -> np.ndarray:
@@ -48,7 +39,7 @@ def _grid(text: str) -> np.ndarray:
 
 
 def _as_groups(rows: np.ndarray) -> DeviceGroups:
-    return tuple(tuple(row) for row in rows.tolist())
+    return tuple(map(tuple, rows.tolist()))
 
 
 def _along_axes(mesh: str, device_ids: str | None, chosen: str) -> DeviceGroups:

@@ -5,15 +5,16 @@ to four times the bytes. Rates are those of an A100.
 """
 
 import dataclasses
+import functools
 
 import pytest
 
 from jaxrlhf.cluster.cluster_text import read_cluster
 from jaxrlhf.models.lora import LoRAConfig
-from jaxrlhf.planner.compiled.compiled_work import ROWS, CallAtDepth, CompiledWork, depths, lower_program
+from jaxrlhf.planner.compiled.compiled_work import ROWS, CallAtDepth, depths, lower_program, work_from_counts
 from jaxrlhf.planner.compiled.compiler import compile_counts
 from jaxrlhf.planner.compiled.described_devices import described_devices
-from jaxrlhf.planner.costs.cost_model import CostModel
+from jaxrlhf.planner.costs.cost_model import CostModel, WorkSource
 from jaxrlhf.planner.costs.work import PHASES, analytic_work
 from jaxrlhf.planner.workload import ModelCall
 from jaxrlhf.sharding.strategy import Strategy
@@ -47,14 +48,14 @@ CALLS = calls_of(None) | calls_of(LORA)
 
 
 @pytest.fixture(scope="module")
-def compiled() -> CompiledWork:
+def compiled() -> WorkSource:
     """Compiled in this process, whose compilations are kept from run to run."""
     described, counts = described_devices(CPU, 1), {}
     for name, call in CALLS.items():
         for depth in depths(call):
             lowered = lower_program(CallAtDepth(call.require_described(), depth, ROWS[call.kind], 1), described)
             counts[name, depth, 1] = compile_counts(lowered, described).counts
-    return CompiledWork(counts)
+    return functools.partial(work_from_counts, counts)
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """The work of calls from counts of programs."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from jaxrlhf.cluster.cluster_text import read_cluster
 from jaxrlhf.generation.generate import cache_sizes, slots_read
 from jaxrlhf.models.architecture import forward_flops
-from jaxrlhf.planner.compiled.compiled_work import ROWS, CompiledWork, compile_work, depths, tensor_degrees
+from jaxrlhf.planner.compiled.compiled_work import ROWS, compile_work, depths, tensor_degrees, work_from_counts
 from jaxrlhf.planner.compiled.program_counts import Collective, Counts, Loop, ProgramCounts
 from jaxrlhf.planner.costs.cache import CostCache
 from jaxrlhf.planner.costs.work import analytic_work
@@ -31,7 +32,7 @@ def test_layers_and_the_rest_are_told_apart():
     call = STEP.workload.call("critic.values")
     rows = ROWS["infer"]
     counts = {(call.name, n, 4): ProgramCounts({"rest": linear(n, rows, 5.0, 2.0)}) for n in depths(call)}
-    layer, rest = CompiledWork(counts)(call, "forward", tensor=4, fsdp=2, remat="none")
+    layer, rest = functools.partial(work_from_counts, counts)(call, "forward", tensor=4, fsdp=2, remat="none")
     formula = analytic_work(call, "forward", tensor=4, fsdp=2, remat="none")
     assert (layer.flops, rest.flops) == (5e3, 2e3)
     assert layer.row_bytes == pytest.approx(5e6 - formula.layer.weight_bytes / rows)
@@ -52,7 +53,7 @@ def test_what_is_computed_anew_is_counted_again():
         )
         for n in depths(call)
     }
-    work = CompiledWork(counts)
+    work = functools.partial(work_from_counts, counts)
     none, layer = (work(call, "gradient", tensor=1, fsdp=1, remat=remat).layer.flops for remat in ("none", "layer"))
     assert (none, layer) == (3.0, 4.0)  # and no update of the weights
 
@@ -69,7 +70,7 @@ def test_a_decoding_step_is_the_mean_over_growing_caches():
         ]
         return ProgramCounts({"prefill": Counts(7.0 * num_layers * ROWS["generate"])}, tuple(loops))
 
-    work = CompiledWork({(call.name, n, 1): program(n) for n in depths(call)})
+    work = functools.partial(work_from_counts, {(call.name, n, 1): program(n) for n in depths(call)})
     mean = slots_read(0, 80)
     assert mean == pytest.approx((32 * 32 + 64 * 32 + 80 * 15) / 79)
     assert work(call, "decode", tensor=1, fsdp=1, remat="none").layer.flops == pytest.approx(mean)
@@ -79,7 +80,7 @@ def test_a_decoding_step_is_the_mean_over_growing_caches():
 def test_calls_without_programs_are_counted_by_formulas():
     call = dataclasses.replace(STEP.workload.call("critic.values"), described=None)
     asked: dict[str, Any] = dict(tensor=1, fsdp=1, remat="none")
-    assert CompiledWork({})(call, "forward", **asked) == analytic_work(call, "forward", **asked)
+    assert functools.partial(work_from_counts, {})(call, "forward", **asked) == analytic_work(call, "forward", **asked)
 
 
 def test_degrees_are_those_that_a_model_splits():

@@ -16,6 +16,7 @@ from jaxrlhf.cluster.cluster_text import kinds
 from jaxrlhf.config.reading import build
 from jaxrlhf.importing import find_function
 from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.planner.compiled import compiler
 from jaxrlhf.planner.compiled import described_devices as described
 from jaxrlhf.planner.compiled.compiler import Compilation, CompileError, Question, answer, compile_all
 from jaxrlhf.planner.compiled.described_devices import (
@@ -146,8 +147,9 @@ def test_keys_are_of_what_decides_the_program():
     assert len({other.key for other in [base, *others]}) == len(others) + 1
 
 
-def test_a_program_that_does_not_compile_is_an_error_and_the_others_are_kept(tmp_path):
+def test_a_program_that_does_not_compile_is_an_error_and_the_others_are_kept(tmp_path, monkeypatch):
     """Also from a file of the user's own, which other processes find by its path."""
+    monkeypatch.setattr(compiler, "PROCESSES", 1)
     own = tmp_path / "own.py"
     own.write_text("from tests.planner.compiled.test_compiler import lower_product\n\n\ndef lower(subject, devices):\n"
                    "    return lower_product(subject, devices)\n")  # fmt: skip
@@ -155,16 +157,16 @@ def test_a_program_that_does_not_compile_is_an_error_and_the_others_are_kept(tmp
     good = dataclasses.replace(small(lower_product), lower=lower)
     bad, cache = small(fail, name="actor.train"), CostCache(tmp_path / "cache")
     with pytest.raises(CompileError, match=re.escape("actor.train: must compile. Got ValueError: no such program.")):
-        compile_all([good, good, bad], cache=cache, processes=1)
+        compile_all([good, good, bad], cache=cache)
     kept = cache.get(good.key)
     assert kept is not None
     assert compile_all([good], cache=cache) == [build(Compilation, kept, where="")]
 
 
 def test_a_process_that_ends_before_its_time_is_an_error():
-    message = "A process that compiles programs has ended before its time, one of 1. It may have had too little memory"
+    message = "A process that compiles programs has ended before its time, one of 2. It may have had too little memory"
     with pytest.raises(CompileError, match=re.escape(message)):
-        compile_all([small(leave)], cache=None, processes=1)
+        compile_all([small(leave)], cache=None)
 
 
 def test_what_cannot_go_to_another_process_is_an_error():
