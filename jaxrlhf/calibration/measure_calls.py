@@ -22,7 +22,7 @@ import numpy as np
 from jaxrlhf.calibration.measure_slots import num_rounds, of_phases, runs, slot_program
 from jaxrlhf.calibration.timing import Timing, time_in_turn
 from jaxrlhf.experience import Sampling
-from jaxrlhf.generation.generate import slots_read
+from jaxrlhf.generation.continuous_batching import mean_columns
 from jaxrlhf.planner.costs.calibration import Case, MeasuredPhase, Point, case_of
 from jaxrlhf.planner.costs.rollout_steps import slot_choices
 from jaxrlhf.planner.costs.work import PHASES, SLOT_PHASES, Phase, analytic_work
@@ -179,8 +179,7 @@ def measure(job: Job, *, dispatch_seconds: float, patience_seconds: float = 3.0)
     measured = []
     for phase, case in zip(_PHASES[job.call.kind], job.cases, strict=True):
         seconds = [_of_phase(job, phase, timings) for timings in of_depths]
-        if all(s is not None for s in seconds):
-            measured.append((case, _point(job, phase, depths, [s for s in seconds if s is not None])))
+        measured.append((case, _point(job, phase, depths, seconds)))
     return measured
 
 
@@ -211,10 +210,8 @@ def _programs(job: Job, layout: Layout, depth: int) -> list[CallProgram]:
     """The programs for a depth, in the order in which `_of_phase` reads them."""
     call, described, rows = job.call, job.described, job.rows * job.strategy.micro_batches
     if call.kind == "generate":
-        long, prompt = min(call.response, DECODED), _decoding_prompt(call)
-        sizes = [(call.prompt, 1)]
-        if call.response > 1:
-            sizes += [(prompt, long)] + ([(prompt, 1)] if prompt != call.prompt else [])
+        prompt = _decoding_prompt(call)
+        sizes = [(call.prompt, 1), (prompt, _decoded(call)), *([(prompt, 1)] if prompt != call.prompt else [])]
         return [call_program(_responding(described, *each), layout, num_layers=depth, rows=rows) for each in sizes]
     if call.trains:
         program = call_program(described, layout, num_layers=depth, rows=rows, updates=_updates(call))
@@ -227,18 +224,17 @@ def _updates(call: ModelCall) -> int:
     return min(call.updates, MOST_UPDATES)
 
 
-def _of_phase(job: Job, phase: MeasuredPhase, timings: Sequence[Timing]) -> Timing | None:
-    """The time of a phase, from the runs of `_programs`. None if the call does not have it."""
+def _of_phase(job: Job, phase: MeasuredPhase, timings: Sequence[Timing]) -> Timing:
+    """The time of a phase, from the runs of `_programs`."""
     if phase == "update":
         return timings[1]
     passes, whole = job.strategy.micro_batches, timings[0]
     if phase == "gradient":
         whole = _less(dataclasses.replace(whole, seconds=whole.seconds / _updates(job.call)), timings[1])
-    elif phase == "decode":
-        if job.call.response == 1:
-            return None
-        passes *= min(job.call.response, DECODED) - 1
-        whole = _less(timings[1], timings[2] if len(timings) > 2 else timings[0])
+    elif phase in ("prefill", "decode"):
+        steps = _less(timings[1], timings[2] if len(timings) > 2 else timings[0])
+        step = dataclasses.replace(steps, seconds=steps.seconds / (_decoded(job.call) - 1))
+        whole = step if phase == "decode" else _less(whole, step)
     return dataclasses.replace(whole, seconds=whole.seconds / passes)
 
 
@@ -267,8 +263,13 @@ def _point(job: Job, phase: MeasuredPhase, depths: tuple[int, ...], timings: Seq
 
 
 def _decoding_prompt(call: ModelCall) -> int:
-    """Columns of a prompt after which a response of `DECODED` tokens has the slots of an average step of the call."""
-    return round(slots_read(call.prompt, call.response)) - min(call.response, DECODED)
+    """Columns of a prompt after which `_decoded` tokens read the columns of an average step of the call."""
+    return round(mean_columns(call.prompt, call.response)) - _decoded(call)
+
+
+def _decoded(call: ModelCall) -> int:
+    """Tokens of the longer response that is measured."""
+    return min(max(call.response, 2), DECODED)
 
 
 def _responding(call: DescribedCall, prompt: int, response: int) -> DescribedCall:

@@ -21,8 +21,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from jaxrlhf.cluster.hardware import Cluster, Kind
-from jaxrlhf.generation.continuous_batching import Slots
-from jaxrlhf.generation.generate import slots_read
+from jaxrlhf.generation.continuous_batching import Slots, decoding_stages, mean_columns
 from jaxrlhf.models.architecture import matrix_numbers, num_parameters
 from jaxrlhf.planner.costs.memory import MASTER_BYTES, gradient_numbers, has_merged_copy, weight_bytes
 from jaxrlhf.planner.costs.rollout_steps import RolloutSteps, steps_at_once, steps_in_slots
@@ -197,7 +196,7 @@ class CostModel:
         prompts = call.part_rows(strategy)
         rows = prompts * call.num_samples
         prefill = max(self._stages(call, "prefill", devices, strategy, prompts))
-        steps: float = call.response - 1
+        steps, turns = float(call.response), len(decoding_stages(call.prompt, call.response))
         if call.lengths is None:
             step = max(self._stages(call, "decode", devices, strategy, rows))
         else:
@@ -209,9 +208,9 @@ class CostModel:
         return _times(
             CallSeconds(
                 passes=stages * (prefill + steps * step),
-                bubbles=(stages - 1) * (prefill + step),
+                bubbles=(stages - 1) * (prefill + turns * step),
                 # every tick of the ring begins with what the one before sent
-                sends=(2 * stages - 1) * first + (1 + stages * (steps + 1)) * send,
+                sends=(2 * stages - 1) * first + stages * (steps + turns) * send,
                 dispatch=kind.coefficients.dispatch_seconds,
             ),
             strategy.micro_batches,
@@ -244,7 +243,7 @@ class CostModel:
         return expected.groups * prefill + expected.steps * self._step(call, devices, strategy, slots, expected.columns)
 
     def _in_slots_of_stages(self, call: ModelCall, devices: range, strategy: Strategy) -> CallSeconds:
-        """Seconds of a rollout in slots over stages, as `generation.pipelined_slots` takes turns. A group for each
+        """Seconds of a rollout in slots over stages, as `generation.pipelined_batching` takes turns. A group for each
         micro-batch is prefilled in as many ticks as it takes its chunks to pass all stages."""
         expected, stages = self.rollout_steps(call, devices, strategy), strategy.pipeline
         rows, turns = strategy.slots // stages, expected.steps / Slots.steps
@@ -267,7 +266,7 @@ class CostModel:
         """Seconds of a decoding step of the slowest stage that reads so many columns of the cache. What it takes more,
         or less, than a step of full-length responses is modelled, within what reading the cache alone could make of
         it."""
-        one, usual = self._pass(call, "decode", devices, strategy, rows), slots_read(call.prompt, call.response)
+        one, usual = self._pass(call, "decode", devices, strategy, rows), mean_columns(call.prompt, call.response)
         layers = [decode_work(call, tensor=strategy.tensor, slots=slots).layer for slots in (columns, usual)]
         now, then = (self._work_seconds(call, "decode", devices, strategy, rows, layer) for layer in layers)
         least, most = sorted((one.layer, one.layer * columns / usual))
