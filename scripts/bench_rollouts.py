@@ -24,8 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrlhf.experience import Prompts, Rollout, Sampling
-from jaxrlhf.generation.continuous_batching import Slots
 from jaxrlhf.generation.generate import generate
+from jaxrlhf.generation.rollout_settings import Slots
 from jaxrlhf.models.params import Params, init_params
 from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.strategy import Strategy

@@ -22,7 +22,7 @@ import numpy as np
 from jaxrlhf.calibration.measure_slots import num_rounds, of_phases, runs, slot_program
 from jaxrlhf.calibration.timing import Timing, time_in_turn
 from jaxrlhf.experience import Sampling
-from jaxrlhf.generation.continuous_batching import mean_columns
+from jaxrlhf.generation.rollout_settings import mean_columns
 from jaxrlhf.planner.costs.calibration import Case, MeasuredPhase, Point, case_of
 from jaxrlhf.planner.costs.rollout_steps import slot_choices
 from jaxrlhf.planner.costs.work import PHASES, SLOT_PHASES, Phase, analytic_work

@@ -17,9 +17,10 @@ from jax.sharding import PartitionSpec
 
 from jaxrlhf.calibration.timing import Timing
 from jaxrlhf.experience import Prompts, Sampling
-from jaxrlhf.generation.continuous_batching import RolloutSettings, Slots, Until, advance, begin, make_queue
+from jaxrlhf.generation.continuous_batching import advance, begin, make_queue
 from jaxrlhf.generation.decoding_weights import prepare
 from jaxrlhf.generation.generate import of_row_shard
+from jaxrlhf.generation.rollout_settings import RolloutSettings, Slots, Until
 from jaxrlhf.models.kv_cache import columns_read
 from jaxrlhf.models.params import Params
 from jaxrlhf.planner.costs.work import SLOT_PHASES, SlotPhase

@@ -35,17 +35,9 @@ from jaxtyping import Array, Float, Int, UInt
 
 from jaxrlhf.experience import Prompts, Rollout, Sampling
 from jaxrlhf.generation import continuous_batching, pipelined_batching
-from jaxrlhf.generation.continuous_batching import (
-    ALL_AT_ONCE,
-    BatchState,
-    RolloutSettings,
-    Slots,
-    Until,
-    make_queue,
-    rollout_stages,
-    with_room,
-)
+from jaxrlhf.generation.continuous_batching import BatchState, make_queue, with_room
 from jaxrlhf.generation.decoding_weights import prepare
+from jaxrlhf.generation.rollout_settings import ALL_AT_ONCE, RolloutSettings, Slots, Until, rollout_stages
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.kv_cache import copies
 from jaxrlhf.models.params import Params

@@ -15,8 +15,9 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Int
 
-from jaxrlhf.generation.continuous_batching import BatchState, Outputs, RolloutSettings, SlotRows
+from jaxrlhf.generation.continuous_batching import BatchState, Outputs, SlotRows
 from jaxrlhf.generation.generate import placed
+from jaxrlhf.generation.rollout_settings import RolloutSettings
 from jaxrlhf.models.kv_cache import KVCache
 from jaxrlhf.require import require
 

@@ -38,9 +38,7 @@ from jaxrlhf.generation.continuous_batching import (
     Group,
     Outputs,
     Queue,
-    RolloutSettings,
     SlotRows,
-    Until,
     draw_in_slots,
     enter,
     free_places,
@@ -53,6 +51,7 @@ from jaxrlhf.generation.continuous_batching import (
     wanted_together,
 )
 from jaxrlhf.generation.decoding_weights import prepare
+from jaxrlhf.generation.rollout_settings import RolloutSettings, Until
 from jaxrlhf.generation.sampling import History
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.heads import logits

@@ -13,8 +13,8 @@ import jax
 from jaxtyping import Float
 
 from jaxrlhf.experience import Sampling
-from jaxrlhf.generation.continuous_batching import ALL_AT_ONCE, Slots
 from jaxrlhf.generation.generate import generate
+from jaxrlhf.generation.rollout_settings import ALL_AT_ONCE, Slots
 from jaxrlhf.models.heads import INFERENCE_OUTPUTS
 from jaxrlhf.models.params import Params
 from jaxrlhf.programs.arrays import Arrays, Metrics, Noise, Program, Rebuild

@@ -16,9 +16,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxrlhf.experience import RUNNING, Prompts
-from jaxrlhf.generation.continuous_batching import BatchState, RolloutSettings, Slots, Until, decoding_stages
+from jaxrlhf.generation.continuous_batching import BatchState
 from jaxrlhf.generation.decoding_weights import prepare
 from jaxrlhf.generation.generate import begin_rollout, continue_rollout, rollout_so_far
+from jaxrlhf.generation.rollout_settings import RolloutSettings, Slots, Until, decoding_stages
 from jaxrlhf.models.params import Params
 from jaxrlhf.programs.arrays import Arrays, Noise, Rebuild
 from jaxrlhf.programs.pipeline import settle

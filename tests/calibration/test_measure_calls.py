@@ -12,7 +12,7 @@ from jaxrlhf.calibration.measure_calls import Degrees, Job, divides, jobs, measu
 from jaxrlhf.calibration.measure_slots import num_rounds, of_phases, runs
 from jaxrlhf.calibration.timing import Timing
 from jaxrlhf.config.plan_config import ResponseLengths
-from jaxrlhf.generation.continuous_batching import Slots
+from jaxrlhf.generation.rollout_settings import Slots
 from jaxrlhf.planner.costs.calibration import case_of
 from jaxrlhf.planner.workload import Workload
 from jaxrlhf.sharding.strategy import Strategy

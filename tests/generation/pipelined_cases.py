@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrlhf.experience import Prompts, Rollout, Sampling
-from jaxrlhf.generation.continuous_batching import Slots
 from jaxrlhf.generation.decoding_weights import declare_ring, ring_params
 from jaxrlhf.generation.generate import generate
+from jaxrlhf.generation.rollout_settings import Slots
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.params import Params, abstract_of, abstract_params, param_shardings
 from jaxrlhf.reshard.reallocate import reallocate

@@ -4,7 +4,7 @@ import sys
 
 import jax
 
-from jaxrlhf.generation.continuous_batching import Slots
+from jaxrlhf.generation.rollout_settings import Slots
 from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.strategy import Strategy
 from tests.generation.pipelined_cases import (

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from jaxrlhf.config.plan_config import ResponseLengths
 from jaxrlhf.experience import LENGTH, STOP, Prompts, Rollout, Sampling
-from jaxrlhf.generation.continuous_batching import RolloutSettings, Slots, Until, advance, begin, make_queue
+from jaxrlhf.generation.continuous_batching import advance, begin, make_queue
 from jaxrlhf.generation.decoding_weights import prepare
 from jaxrlhf.generation.generate import generate
+from jaxrlhf.generation.rollout_settings import RolloutSettings, Slots, Until
 from jaxrlhf.models.kv_cache import COLUMNS
 from jaxrlhf.planner.compiled.hlo import parse
 from jaxrlhf.planner.costs.response_lengths import length_cdf

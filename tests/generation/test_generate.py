@@ -10,19 +10,17 @@ import pytest
 
 from jaxrlhf.experience import LENGTH, RUNNING, STOP, Prompts, Rollout, Sampling
 from jaxrlhf.generation import continuous_batching
-from jaxrlhf.generation.continuous_batching import (
+from jaxrlhf.generation.continuous_batching import BatchState, advance, uniforms
+from jaxrlhf.generation.decoding_weights import prepare
+from jaxrlhf.generation.generate import begin_rollout, continue_rollout, generate, rollout_so_far
+from jaxrlhf.generation.rollout_settings import (
     ALL_AT_ONCE,
-    BatchState,
     RolloutSettings,
     Slots,
     Until,
-    advance,
     decoding_stages,
     mean_columns,
-    uniforms,
 )
-from jaxrlhf.generation.decoding_weights import prepare
-from jaxrlhf.generation.generate import begin_rollout, continue_rollout, generate, rollout_so_far
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.heads import policy_outputs
 from jaxrlhf.models.params import with_layers

@@ -8,16 +8,10 @@ import numpy as np
 import pytest
 
 from jaxrlhf.experience import LENGTH, STOP, Prompts, Rollout
-from jaxrlhf.generation import continuous_batching
-from jaxrlhf.generation.continuous_batching import (
-    ALL_AT_ONCE,
-    RolloutSettings,
-    Until,
-    decoding_stages,
-    rollout_stages,
-)
+from jaxrlhf.generation import rollout_settings
 from jaxrlhf.generation.decoding_weights import ring_shardings
 from jaxrlhf.generation.generate import begin_rollout, continue_rollout, rollout_so_far
+from jaxrlhf.generation.rollout_settings import ALL_AT_ONCE, RolloutSettings, Until, decoding_stages, rollout_stages
 from jaxrlhf.planner.compiled.hlo import parse
 from jaxrlhf.planner.compiled.hlo_counts import count
 from jaxrlhf.planner.compiled.program_counts import Counts
@@ -95,7 +89,7 @@ def long_rollout() -> tuple[Rollout, int, str]:
     """A rollout for which the cache grows, the number of rounds that they took, and the program."""
     layout = over(Strategy(pipeline=2))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(continuous_batching, "_MIN_GROWTH", 8)
+        patch.setattr(rollout_settings, "_MIN_GROWTH", 8)
         assert decoding_stages(P, 32) == [(16, 12), (24, 8), (32, 8), (40, 4)]
         args = pipelined(LONG_MODEL, layout), *given(layout, 0.8)
         program = jax.jit(in_stages, static_argnums=4).lower(*args, layout).compile()

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jaxrlhf.experience import Rollout
-from jaxrlhf.generation.continuous_batching import Slots
 from jaxrlhf.generation.generate import generate
+from jaxrlhf.generation.rollout_settings import Slots
 from jaxrlhf.sharding.strategy import Strategy
 from tests.generation.flips import assert_same_but_for_flips
 from tests.generation.pipelined_cases import (

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from jaxrlhf.experience import RUNNING, Prompts, Rollout, Sampling
-from jaxrlhf.generation.continuous_batching import ALL_AT_ONCE, RolloutSettings, Slots, Until, decoding_stages
 from jaxrlhf.generation.generate import (
     begin_rollout,
     continue_rollout,
@@ -19,6 +18,7 @@ from jaxrlhf.generation.generate import (
     state_shardings,
 )
 from jaxrlhf.generation.moved_rows import resume_rows, take_rows
+from jaxrlhf.generation.rollout_settings import ALL_AT_ONCE, RolloutSettings, Slots, Until, decoding_stages
 from jaxrlhf.models.params import param_shardings
 from jaxrlhf.planner.compiled.hlo import parse
 from jaxrlhf.sharding.layout import Layout

@@ -9,8 +9,8 @@ import pytest
 from safetensors import safe_open
 
 from jaxrlhf.experience import Prompts, Rollout, Sampling
-from jaxrlhf.generation.continuous_batching import Slots
 from jaxrlhf.generation.generate import generate
+from jaxrlhf.generation.rollout_settings import Slots
 from jaxrlhf.models import heads
 from jaxrlhf.models.adapter_files import CONFIG, WEIGHTS, check_adapters, load_adapters, save_adapters
 from jaxrlhf.models.config import ModelConfig

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxrlhf.cluster.hardware import Cluster
-from jaxrlhf.generation.continuous_batching import decoding_stages
+from jaxrlhf.generation.rollout_settings import decoding_stages
 from jaxrlhf.planner.compiled.compiler import Question, ReportProgress, compile_all
 from jaxrlhf.planner.compiled.described_devices import DescribedDevices
 from jaxrlhf.planner.compiled.program_counts import Counts, ProgramCounts

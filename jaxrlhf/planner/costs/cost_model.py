@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from jaxrlhf.cluster.hardware import Cluster, Kind
-from jaxrlhf.generation.continuous_batching import Slots, decoding_stages, mean_columns
+from jaxrlhf.generation.rollout_settings import Slots, decoding_stages, mean_columns
 from jaxrlhf.models.architecture import matrix_numbers, num_parameters
 from jaxrlhf.planner.costs.memory import MASTER_BYTES, gradient_numbers, has_merged_copy, weight_bytes
 from jaxrlhf.planner.costs.rollout_steps import RolloutSteps, steps_at_once, steps_in_slots

@@ -19,8 +19,8 @@ from typing import Any
 
 import jax
 
-from jaxrlhf.generation.continuous_batching import decoding_stages
 from jaxrlhf.generation.decoding_weights import declare_ring
+from jaxrlhf.generation.rollout_settings import decoding_stages
 from jaxrlhf.models.architecture import (
     FIRST_STAGE,
     JOINED,

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxrlhf.config.plan_config import ResponseLengths
-from jaxrlhf.generation.continuous_batching import Slots, columns_of_steps
+from jaxrlhf.generation.rollout_settings import Slots, columns_of_steps
 from jaxrlhf.models.kv_cache import columns_read, num_columns
 from jaxrlhf.planner.costs.response_lengths import length_cdf
 from jaxrlhf.planner.workload import ModelCall

@@ -12,7 +12,7 @@ D hidden size, F MLP size, H query heads, K key-value heads, h head size, V voca
 import dataclasses
 from typing import Literal, NamedTuple, get_args
 
-from jaxrlhf.generation.continuous_batching import mean_columns
+from jaxrlhf.generation.rollout_settings import mean_columns
 from jaxrlhf.generation.sampling import seen_dtype
 from jaxrlhf.models.architecture import (
     JOINED,

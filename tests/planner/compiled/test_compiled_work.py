@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from jaxrlhf.cluster.cluster_text import read_cluster
-from jaxrlhf.generation.continuous_batching import decoding_stages, mean_columns
+from jaxrlhf.generation.rollout_settings import decoding_stages, mean_columns
 from jaxrlhf.models.architecture import forward_flops
 from jaxrlhf.planner.compiled.compiled_work import ROWS, CompiledWork, compile_work, depths, tensor_degrees
 from jaxrlhf.planner.compiled.program_counts import Collective, Counts, Loop, ProgramCounts

@@ -10,17 +10,9 @@ import pytest
 
 from jaxrlhf.config.plan_config import ResponseLengths
 from jaxrlhf.experience import Sampling
-from jaxrlhf.generation.continuous_batching import (
-    RolloutSettings,
-    Slots,
-    Until,
-    advance,
-    begin,
-    decoding_stages,
-    make_queue,
-    mean_columns,
-)
+from jaxrlhf.generation.continuous_batching import advance, begin, make_queue
 from jaxrlhf.generation.decoding_weights import prepare
+from jaxrlhf.generation.rollout_settings import RolloutSettings, Slots, Until, decoding_stages, mean_columns
 from jaxrlhf.planner.costs.response_lengths import expected_longest, length_cdf, median_length
 from jaxrlhf.planner.costs.rollout_steps import simulate_slots, slot_choices, steps_at_once, steps_in_slots
 from jaxrlhf.sharding.strategy import Strategy

@@ -7,7 +7,7 @@ import pytest
 
 from jaxrlhf.cluster.cluster_text import read_cluster
 from jaxrlhf.config.plan_config import ResponseLengths
-from jaxrlhf.generation.continuous_batching import mean_columns
+from jaxrlhf.generation.rollout_settings import mean_columns
 from jaxrlhf.planner.costs.cost_model import CostModel, PassSeconds
 from jaxrlhf.planner.make_plan import Planned, plan_workload
 from jaxrlhf.planner.report import call_rows, plan_json, summary_lines
