@@ -25,7 +25,7 @@ jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(coordinator, num_processes, index)
 
 config, drawn = model(3, tie_embeddings=True), sampling(num_samples=2)
-slots = Slots(4, prefill_rows=1, prefill_tokens=3)
+slots = Slots(4, prefill_rows=1, prefill_tokens=3, shared_prompts=4)
 every_stage_in_one = over(Strategy(pipeline=2, data=2, tensor=2))
 every_stage_in_both = Layout.over((0, 4, 1, 5), Strategy(pipeline=2, tensor=2))
 for layout in (every_stage_in_one, every_stage_in_both):
