@@ -24,9 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrlhf.experience import Prompts, Rollout, Sampling
-from jaxrlhf.generation.continuous_batching import Slots
 from jaxrlhf.generation.generate import generate
-from jaxrlhf.generation.slot_rollouts import generate_in_slots
+from jaxrlhf.generation.rollout_settings import Slots
 from jaxrlhf.models.params import Params, init_params
 from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.strategy import Strategy
@@ -89,7 +88,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         return [at_once(params, part) for part in parts]
 
     def in_slots(slots: Slots, given: Params, some: Prompts) -> Rollout:
-        return generate_in_slots(given, some, NOISE, TEMPERATURE, sampling, slots, config, layout)
+        return generate(given, some, NOISE, TEMPERATURE, sampling, config, layout, slots)
 
     at_once = jax.jit(lambda given, some: generate(given, some, NOISE, TEMPERATURE, sampling, config, layout))
     prompts = random_prompts(options)

@@ -32,7 +32,6 @@ from jaxrlhf.cluster.cluster_text import local_cluster
 from jaxrlhf.config.plan_config import ResponseLengths
 from jaxrlhf.experience import Prompts, Rollout, Sampling
 from jaxrlhf.generation.generate import generate
-from jaxrlhf.generation.slot_rollouts import generate_in_slots
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.params import Params, init_params
 from jaxrlhf.observe.console import Console
@@ -171,7 +170,7 @@ def program(way: Strategy, sampling: Sampling, model: ModelConfig) -> Callable[.
 
     def run(params: Params, prompts: Prompts) -> Rollout:
         given = (params, prompts, NOISE, TEMPERATURE, sampling)
-        return generate_in_slots(*given, slots_of(way), model, layout) if way.slots else generate(*given, model, layout)
+        return generate(*given, model, layout, slots_of(way))
 
     return jax.jit(run)
 

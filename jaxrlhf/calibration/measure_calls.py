@@ -22,7 +22,7 @@ import numpy as np
 from jaxrlhf.calibration.measure_slots import num_rounds, of_phases, runs, slot_program
 from jaxrlhf.calibration.timing import Timing, time_in_turn
 from jaxrlhf.experience import Sampling
-from jaxrlhf.generation.generate import slots_read
+from jaxrlhf.generation.rollout_settings import mean_columns
 from jaxrlhf.planner.costs.calibration import Case, MeasuredPhase, Point, case_of
 from jaxrlhf.planner.costs.rollout_steps import slot_choices
 from jaxrlhf.planner.costs.work import PHASES, SLOT_PHASES, Phase, analytic_work
@@ -95,7 +95,7 @@ class Job:
             return SLOT_PHASES
         if self.call.trains:
             return "gradient", "update"
-        return PHASES[self.call.kind][:1] if self.call.response == 1 else PHASES[self.call.kind]
+        return PHASES[self.call.kind]
 
     @property
     def cases(self) -> tuple[Case, ...]:
@@ -173,10 +173,8 @@ def _programs(job: Job, layout: Layout, depth: int) -> list[Callable[[], Any]]:
         arguments = made_up(program.arguments, call.model.vocab_size)
         return [functools.partial(program.program, *arguments, np.array(begin, np.int32)) for begin in runs(call)]
     if call.kind == "generate":
-        long, prompt = min(call.response, DECODED), _decoding_prompt(call)
-        sizes = [(call.prompt, 1)]
-        if call.response > 1:
-            sizes += [(prompt, long)] + ([(prompt, 1)] if prompt != call.prompt else [])
+        prompt = _decoding_prompt(call)
+        sizes = [(call.prompt, 1), (prompt, _decoded(call)), *([(prompt, 1)] if prompt != call.prompt else [])]
         programs = [program_of(_responding(described, *each)) for each in sizes]
     elif call.trains:
         update = update_program(described, layout, num_layers=depth)
@@ -201,9 +199,10 @@ def _of_phase(job: Job, phase: MeasuredPhase, timings: Sequence[Timing], *, on_g
     passes, whole = job.strategy.micro_batches, timings[0]
     if phase == "gradient":
         whole = _less(dataclasses.replace(whole, seconds=whole.seconds / _updates(job.call)), timings[1])
-    elif phase == "decode":
-        passes *= min(job.call.response, DECODED) - 1
-        whole = _less(timings[1], timings[2] if len(timings) > 2 else timings[0])
+    elif phase in ("prefill", "decode"):
+        steps = _less(timings[1], timings[2] if len(timings) > 2 else timings[0])
+        step = dataclasses.replace(steps, seconds=steps.seconds / (_decoded(job.call) - 1))
+        whole = step if phase == "decode" else _less(whole, step)
     return dataclasses.replace(whole, seconds=whole.seconds / passes)
 
 
@@ -233,8 +232,13 @@ def _point(job: Job, phase: MeasuredPhase, depths: tuple[int, ...], timings: Seq
 
 
 def _decoding_prompt(call: ModelCall) -> int:
-    """Columns of a prompt after which a response of `DECODED` tokens has the slots of an average step of the call."""
-    return round(slots_read(call.prompt, call.response)) - min(call.response, DECODED)
+    """Columns of a prompt after which `_decoded` tokens read the columns of an average step of the call."""
+    return round(mean_columns(call.prompt, call.response)) - _decoded(call)
+
+
+def _decoded(call: ModelCall) -> int:
+    """Tokens of the longer response that is measured."""
+    return min(max(call.response, 2), DECODED)
 
 
 def _responding(call: DescribedCall, prompt: int, response: int) -> DescribedCall:

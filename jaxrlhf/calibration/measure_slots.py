@@ -18,11 +18,12 @@ from jax.sharding import PartitionSpec
 
 from jaxrlhf.calibration.timing import Timing
 from jaxrlhf.experience import Prompts, Sampling
-from jaxrlhf.generation.continuous_batching import RolloutSettings, Slots, Until, advance, begin, make_queue
-from jaxrlhf.generation.generate import prepare
-from jaxrlhf.generation.slot_rollouts import of_row_shard
+from jaxrlhf.generation.continuous_batching import advance, begin, make_queue
+from jaxrlhf.generation.decoding_weights import prepare
+from jaxrlhf.generation.generate import of_row_shard
+from jaxrlhf.generation.rollout_settings import RolloutSettings, Slots, Until
+from jaxrlhf.models.kv_cache import columns_read
 from jaxrlhf.models.params import Params
-from jaxrlhf.models.slot_cache import columns_read
 from jaxrlhf.planner.costs.work import SLOT_PHASES, SlotPhase
 from jaxrlhf.planner.workload import ModelCall
 from jaxrlhf.programs.ahead_of_time import CallProgram, call_program
@@ -91,12 +92,12 @@ def slot_program(call: ModelCall, layout: Layout, depth: int) -> CallProgram:
     params, noise, temperature, arrays = program.arguments
     sampling = next(x for x in described.args if isinstance(x, Sampling))
     sampling = dataclasses.replace(sampling, min_new_tokens=sampling.max_new_tokens)  # none ends early
-    settings = of_row_shard(RolloutSettings(sampling, slots, model, layout))
+    settings = of_row_shard(RolloutSettings(sampling, slots, model, layout), slots.slots // sampling.num_samples)
 
     def on_shard(params: Params, prompts: Prompts, noise: jax.Array, temperature: jax.Array, run: jax.Array) -> Any:
         tokens, rounds = run
         queue = make_queue(prompts, settings)
-        state = begin(queue, settings)
+        state = begin(params, queue, settings)
         waits, number = tokens == 0, jnp.arange(slots.slots)
         state = state.replace(
             head=jnp.where(waits, 0, len(prompts.tokens)),

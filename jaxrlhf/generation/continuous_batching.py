@@ -8,11 +8,11 @@ g prompts that are prefilled together.
     state = advance(params, queue, state, ..., settings, until)     # some rounds, or until all have finished
     drawn = state.outputs.drawn()
 
-This is the program of a row shard; `slot_rollouts` has those of a layout. All shapes are fixed. It holds that the bits
+This is the program of a row shard; `generate` has those of a layout. All shapes are fixed. It holds that the bits
 of a sequence do not depend on when it is admitted, on who is in the other slots, on how many steps there are between
 two admissions, on where `advance` was interrupted, or on a move to other slots:
 
-- a row of the cache holds the token at position t in column t (`SlotCache`), so the order of sums does not depend on
+- a row of the cache holds the token at position t in column t (`KVCache`), so the order of sums does not depend on
   the moment of admission;
 - prompts are prefilled in groups of a fixed width, padded where fewer enter;
 - prefill draws nothing. A sequence enters as if its last prompt token had been drawn last, and the next step of all
@@ -25,8 +25,9 @@ Reference:
     Yu et al. 2022 (Orca), OSDI: iteration-level scheduling, there by a host.
 """
 
+import contextlib
 import dataclasses
-import math
+import functools
 from typing import NamedTuple
 
 import jax
@@ -35,81 +36,13 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int, UInt
 
 from jaxrlhf.experience import RUNNING, Prompts, Sampling
-from jaxrlhf.generation.generate import Drawn, uniform
+from jaxrlhf.generation.rollout_settings import RolloutSettings, Slots, Until, decoding_stages
 from jaxrlhf.generation.sampling import History, next_token
-from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.heads import logits
-from jaxrlhf.models.kv_cache import copies
+from jaxrlhf.models.kv_cache import KVCache, SharedPrompts, copies
 from jaxrlhf.models.params import Params
-from jaxrlhf.models.slot_cache import SharedPrompts, SlotCache
 from jaxrlhf.models.transformer import decode_step, embed, prefill_in_chunks, run_layers
-from jaxrlhf.require import require, require_at_least_one, require_fields, require_not_negative
-from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.stage_layers import layers_of_stages
-
-
-@dataclasses.dataclass(frozen=True)
-class Slots:
-    """The decode batch of a row shard, and how prompts enter it."""
-
-    slots: int
-    """Sequences that are decoded at a time."""
-    prefill_rows: int = 8
-    """Prompts that are prefilled together. Part of what decides the bits."""
-    prefill_tokens: int = 0
-    """Columns of these prompts that go through the layers together, which bounds what that takes; 0 means all. Part of
-    what decides the bits."""
-    admit: int = 0
-    """Prompts for which slots must be free before a group enters; 0 means `prefill_rows`. At the end of the queue, as
-    many as wait."""
-    steps: int = 8
-    """Decoding steps between two admissions: the inner loop, whose trip count the compiler knows."""
-    shared_prompts: int = 0
-    """Prompts whose keys and values are kept, and read, once for all of their samples. A prompt enters where one of
-    these places is free. 0 means that each sample has a copy. Part of what decides the bits."""
-
-    def __post_init__(self) -> None:
-        require_fields(self, require_at_least_one, "slots", "prefill_rows", "steps")
-        require_fields(self, require_not_negative, "prefill_tokens", "admit", "shared_prompts")
-
-    def require_room(self, num_samples: int, num_stages: int = 1) -> None:
-        """Checks that these slots of a row shard part over stages, with room for all samples of a prompt in each part.
-
-        Raises:
-            ValueError: They, or shared prompts, do not divide, or a prompt has more samples.
-        """
-        for name in ("slots", "shared_prompts"):
-            value, reason = (
-                getattr(self, name),
-                f"must be a multiple of the {num_stages} stages, each of which works on as many",
-            )
-            require(value % num_stages == 0, name, reason, value, f"Use {math.ceil(value / num_stages) * num_stages}.")
-        least, each = num_samples * num_stages, f" for each of {num_stages} stages" if num_stages > 1 else ""
-        require(
-            self.slots >= least, "slots",
-            f"must be at least num_samples={num_samples}{each}, since the samples of a prompt enter together",
-            self.slots, f"Use {least} or more.",
-        )  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True)
-class RolloutSettings:
-    """Everything about a rollout in slots that is no array."""
-
-    sampling: Sampling
-    slots: Slots
-    config: ModelConfig
-    layout: Layout
-
-
-class Until(NamedTuple):
-    """The stopping condition of a row shard, checked after each round: either of these."""
-
-    rounds: Int[Array, ""] | int | None = None
-    """It has gone on for so many rounds. None is no limit."""
-    left: Int[Array, ""] | int = 0
-    """At most so many of its sequences have not finished, of those that wait or are in slots. Of N sequences,
-    `N - count` stops when `count` have finished."""
 
 
 class Queue(struct.PyTreeNode):
@@ -130,7 +63,6 @@ class SlotRows(struct.PyTreeNode):
     """The token that was drawn last, or the last of its prompt: not yet in the cache."""
     sequence: Int[Array, " S"]
     """Its place among the outputs; N in free slots."""
-    id: UInt[Array, " S"]
     num_new: Int[Array, " S"]
     """Its new tokens so far."""
     history: History
@@ -142,7 +74,6 @@ class SlotRows(struct.PyTreeNode):
         return cls(
             newest=jnp.zeros(num_slots, jnp.int32),
             sequence=jnp.full(num_slots, num_sequences, jnp.int32),
-            id=jnp.zeros(num_slots, jnp.uint32),
             num_new=jnp.zeros(num_slots, jnp.int32),
             history=History.of_rows(num_slots, vocab_size, settings.sampling, settings.layout),
         )
@@ -166,22 +97,11 @@ class Outputs(struct.PyTreeNode):
             finish=jnp.full(num_sequences, RUNNING, jnp.int32),
         )
 
-    def drawn(self) -> Drawn:
-        """Tokens and log-probabilities, each in an array of its own."""
-        floats = jax.lax.bitcast_convert_type(self.words, jnp.float32)
-        return Drawn(
-            tokens=self.words[..., 0],
-            logprobs=floats[..., 1],
-            sampled_logprobs=floats[..., 2],
-            num_new=self.lengths,
-            finish=self.finish,
-        )
-
 
 class BatchState(struct.PyTreeNode):
     """Everything that decoding needs to go on: of a row shard, or of a stage of one."""
 
-    caches: list[SlotCache]
+    caches: list[KVCache]
     """One, or over stages one for each place of the ring, of the stage's layers."""
     rows: list[SlotRows]
     """As many. Over stages, the last one alone has their histories."""
@@ -231,25 +151,49 @@ def make_queue(prompts: Prompts, settings: RolloutSettings) -> Queue:
     )
 
 
-def begin(queue: Queue, settings: RolloutSettings) -> BatchState:
-    """A state in which all slots are free."""
-    G, N, R = settings.layout.strategy.pipeline, len(queue.id), settings.sampling.max_new_tokens
-    layers = len(layers_of_stages(settings.config.num_layers, G)[0])
-    S, E, n, P = (
-        settings.slots.slots,
-        settings.slots.shared_prompts,
-        settings.sampling.num_samples,
-        queue.tokens.shape[1],
-    )
-    of_stage = dataclasses.replace(settings.config, num_layers=layers), settings.layout
-    tokens = R if E else P + R - 1  # the last token that is drawn does not enter the cache
-    prompts = [SharedPrompts.empty(E, n, S, P - 1, *of_stage) if E else None for _ in range(G)]
+def on_device(params: Params, settings: RolloutSettings) -> Params:
+    """The weights of a row shard: those of the layout."""
+    return params
+
+
+def begin(params: Params, queue: Queue, settings: RolloutSettings) -> BatchState:
+    """A state in which all slots are free, or hold the first tokens of all prompts at once.
+
+    Args:
+        params: As `prepare` gives them.
+    """
+    state = free_state(queue, settings)
+    return _admit(params, queue, state, settings) if settings.slots.at_once else state
+
+
+def free_state(queue: Queue, settings: RolloutSettings) -> BatchState:
+    """A state in which all slots are free, of a row shard, or of a stage of it."""
+    sampling, slots, layout = settings.sampling, settings.slots, settings.layout
+    stages, N, R, P = layout.strategy.pipeline, len(queue.id), sampling.max_new_tokens, queue.tokens.shape[1]
+    num_layers = len(layers_of_stages(settings.config.num_layers, stages)[0])
+    config = dataclasses.replace(settings.config, num_layers=num_layers)
+
+    def cache() -> KVCache:
+        prompts, tokens = None, P + R - 1  # the last token that is drawn does not enter the cache
+        if E := slots.shared_prompts:
+            prompts, tokens = SharedPrompts.empty(E, sampling.num_samples, slots.slots, P - 1, config, layout), R
+        if slots.at_once:
+            tokens = decoding_stages(P, R)[0][0]
+        return KVCache.empty(slots.slots, tokens, config, layout, prompts=prompts, grows=slots.at_once)
+
     return BatchState(
-        caches=[SlotCache.empty(S, tokens, *of_stage, each) for each in prompts],
-        rows=[SlotRows.empty(N, settings) for _ in range(G)],
+        caches=[cache() for _ in range(stages)],
+        rows=[SlotRows.empty(N, settings) for _ in range(stages)],
         outputs=Outputs.empty(N, R),
         **{name: jnp.zeros((), jnp.int32) for name in ("head", "rounds", "groups")},
     )
+
+
+def with_room(state: BatchState, tokens: int, settings: RolloutSettings) -> BatchState:
+    """A state of all rows at once, whose cache has grown to so many tokens. In slots it stays as it is."""
+    if not settings.slots.at_once:
+        return state
+    return state.replace(caches=[cache.grow(tokens, settings.layout) for cache in state.caches])
 
 
 def advance(
@@ -261,34 +205,42 @@ def advance(
     settings: RolloutSettings,
     until: Until,
 ) -> BatchState:
-    """Goes on, round by round. A round is as many admissions as there is room for, and `slots.steps` decoding steps.
-    Under `jit`, donate the state: its cache is then updated in place.
+    """Goes on, round by round. A round is as many admissions as there is room for, and `slots.steps` decoding steps; of
+    all rows at once, a step. Under `jit`, donate the state: its cache is then updated in place.
 
     Args:
         params: As `prepare` gives them.
     """
     config, layout, N, started = settings.config, settings.layout, len(queue.id), state.rounds
+    uniform_NR = noise_of_outputs(noise, queue, settings)
 
     def step(_: jax.Array, state: BatchState) -> BatchState:
         (cache,), (rows,) = state.caches, state.rows
         hidden_SD, cache = decode_step(params, rows.newest, cache, config, layout)
         logits_SV = layout.activation(logits(params, hidden_SD, config, layout), ("batch", "choices"))
-        rows, outputs = draw_in_slots(rows, state.outputs, logits_SV, noise, temperature, settings.sampling)
+        rows, outputs = draw_in_slots(rows, state.outputs, logits_SV, uniform_NR, temperature, settings.sampling)
         cache = cache.free(rows.sequence == N)
         return state.replace(caches=[cache], rows=[rows], outputs=outputs)
 
     def one_round(state: BatchState) -> BatchState:
-        with jax.named_scope("prefill"):  # a branch that left the state as it is would copy the cache
-            state = jax.lax.while_loop(
-                lambda state: _has_room(state, queue, settings),
-                lambda state: _admit(params, queue, state, settings),
-                state,
-            )
-        with jax.named_scope("decode"):
-            state = jax.lax.fori_loop(0, settings.slots.steps, step, state)
+        if settings.slots.at_once:
+            state = step(state.rounds, state)
+        else:
+            with jax.named_scope("prefill"):  # a branch that left the state as it is would copy the cache
+                state = jax.lax.while_loop(
+                    lambda state: _has_room(state, queue, settings),
+                    lambda state: _admit(params, queue, state, settings),
+                    state,
+                )
+            with jax.named_scope("decode"):
+                state = jax.lax.fori_loop(0, settings.slots.steps, step, state)
         return state.replace(rounds=state.rounds + 1)
 
-    return jax.lax.while_loop(lambda state: goes_on(state, queue, settings, until, started=started), one_round, state)
+    def another(state: BatchState) -> jax.Array:
+        return goes_on(state, queue, settings, until, started=started)
+
+    with jax.named_scope("decode") if settings.slots.at_once else contextlib.nullcontext():
+        return jax.lax.while_loop(another, one_round, state)
 
 
 def goes_on(
@@ -378,7 +330,6 @@ def enter(rows: SlotRows, group: Group, queue: Queue, settings: RolloutSettings)
     return SlotRows(
         newest=put(rows.newest, copies(last_g, n)),
         sequence=put(rows.sequence, queue.sequence[group.place]),
-        id=put(rows.id, queue.id[group.place]),
         num_new=put(rows.num_new, jnp.zeros_like(group.slot)),
         history=jax.tree.map(lambda x_S, new_g: put(x_S, copies(new_g, n)), rows.history, history),
     )
@@ -391,11 +342,12 @@ def _admit(params: Params, queue: Queue, state: BatchState, settings: RolloutSet
     free = free_places(state, 0)
     entering = jnp.minimum(room_for_prompts(free, settings), num_prompts(queue, settings.slots) - state.head)
     group = next_group(queue, settings, free, state.head, entering)
-    if 0 < size < columns:
-        keys_values = prefill_in_chunks(params, group.tokens, group.length, size, config, layout)
-    else:
-        x_gPD = embed(params, group.tokens, config, layout)
-        _, keys_values = run_layers(params["layers"], x_gPD, group.mask, config, layout, wanted=columns - 1)
+    with jax.named_scope("prefill"):
+        if 0 < size < columns:
+            keys_values = prefill_in_chunks(params, group.tokens, group.length, size, config, layout)
+        else:
+            x_gPD = embed(params, group.tokens, config, layout)
+            _, keys_values = run_layers(params["layers"], x_gPD, group.mask, config, layout, wanted=columns - 1)
     return state.replace(
         caches=[cache.enter(group.slot, group.entry, keys_values, group.length - 1, layout)],
         rows=[enter(rows, group, queue, settings)],
@@ -409,12 +361,16 @@ def draw_in_slots(
     rows: SlotRows,
     outputs: Outputs,
     logits_SV: Float[Array, "S V"],
-    noise: UInt[Array, "3"],
+    uniform_NR: Float[Array, "N R"],
     temperature: Float[Array, ""],
     sampling: Sampling,
 ) -> tuple[SlotRows, Outputs]:
-    """Draws and records the next token of the sequence in every slot. Those that end leave their slots."""
-    uniform_S = jax.vmap(uniform, in_axes=(None, 0, 0))(noise, rows.id, rows.num_new)
+    """Draws and records the next token of the sequence in every slot. Those that end leave their slots.
+
+    Args:
+        uniform_NR: From `noise_of_outputs`.
+    """
+    uniform_S = uniform_NR.at[rows.sequence, rows.num_new].get(mode="clip")
     drawn = next_token(logits_SV, uniform_S, rows.num_new, rows.history, temperature, sampling)
     both = (drawn.logprob, drawn.sampled_logprob)
     bits = [jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32) for x in both]
@@ -426,3 +382,19 @@ def draw_in_slots(
     )
     sequence_S = jnp.where(drawn.finish == RUNNING, into, len(outputs.lengths))
     return rows.replace(newest=drawn.token, num_new=num_new_S, history=drawn.history, sequence=sequence_S), outputs
+
+
+def noise_of_outputs(noise: UInt[Array, "3"], queue: Queue, settings: RolloutSettings) -> Float[Array, "N R"]:
+    """The noise of every position of the sequences of a queue, in the order of the outputs."""
+    uniform_NR = uniforms(noise, queue.id, settings.sampling.max_new_tokens)
+    return jnp.zeros_like(uniform_NR).at[queue.sequence].set(uniform_NR)
+
+
+def uniforms(noise: UInt[Array, "3"], id_N: UInt[Array, " N"], num_positions: int) -> Float[Array, "N R"]:
+    """The noise of every position of some sequences, by their ids: numbers in [0, 1)."""
+
+    def uniform(number: jax.Array, position: jax.Array) -> jax.Array:
+        given = (noise[1], noise[2], number, position)
+        return jax.random.uniform(functools.reduce(jax.random.fold_in, given, jax.random.key(noise[0])))
+
+    return jax.vmap(lambda number: jax.vmap(lambda t: uniform(number, t))(jnp.arange(num_positions)))(id_N)

@@ -1,75 +1,53 @@
-"""Generation: prefill, then decoding as a step that can be interrupted and resumed.
+"""Generation over the devices of a layout: to the end in one program, or as a state that goes on later.
 
-Letters: B sequences, P prompt columns, R the most new tokens.
+Letters: B prompts, P prompt columns, R the most new tokens, D row shards, N sequences of a row shard, H hidden size.
 
-    state = start(params, prompts, noise, ...)           # prefill, and the first token
-    state = decode(params, state, num_steps, ...)        # decode so many more, or until all have finished
-    rollout = finish(prompts, state.responses)
+    rollout = generate(params, prompts, noise, temperature, sampling, config, layout)
 
-`decode` takes a state and gives one, so the sequences of a state may be parted, joined or moved to other devices
-between two calls of it. A sequence draws the same tokens in any of these cases: its noise depends on the seed, the
-step, the call, its id and the position alone.
+    state = begin_rollout(params, prompts, settings)
+    state = continue_rollout(params, prompts, state, noise, temperature, settings, Until(left=8))
+    rollout, metrics = rollout_so_far(prompts, state, settings)          # `RUNNING` where a sequence has not ended
+
+All of these are to be compiled, with `settings` static and the state donated. A state is the `BatchState` of every row
+shard along a leading axis, and over stages of every stage along a second one. Each row shard stops by itself, without
+asking the others; over stages they stop when the last one would.
+
+Without slots all rows are decoded at once. A step reads the whole cache, also the columns that are still empty, so the
+cache starts small and grows on the way (`decoding_stages`): each size is a loop of its own.
+
+A state goes on where it stopped with the same bits:
+
+- later, given the same prompts;
+- on other devices: `jax.device_put(state, state_shardings(state, layout))`, for a layout with as many row shards,
+  stages and tensor shards;
+- in other slots (`moved_rows`);
+- with other weights: tokens so far, and their keys and values, stay as they are.
 """
 
-import functools
-import math
+import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import struct
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, UInt
 
-from jaxrlhf.experience import RUNNING, Prompts, Rollout, Sampling
-from jaxrlhf.generation.sampling import History, next_token
-from jaxrlhf.models.architecture import declare
+from jaxrlhf.experience import Prompts, Rollout, Sampling
+from jaxrlhf.generation import continuous_batching, pipelined_batching
+from jaxrlhf.generation.continuous_batching import BatchState, make_queue, with_room
+from jaxrlhf.generation.decoding_weights import prepare
+from jaxrlhf.generation.rollout_settings import ALL_AT_ONCE, RolloutSettings, Slots, Until, rollout_stages
 from jaxrlhf.models.config import ModelConfig
-from jaxrlhf.models.heads import logits
-from jaxrlhf.models.kv_cache import KVCache, cache_prefill, copies
-from jaxrlhf.models.params import Params, use, use_layer, with_layers
-from jaxrlhf.models.transformer import decode_step, prefill
+from jaxrlhf.models.kv_cache import copies
+from jaxrlhf.models.params import Params
+from jaxrlhf.sharding.axes import BATCH_AXES, PIPELINE, TENSOR
 from jaxrlhf.sharding.layout import Layout
 
-_MIN_GROWTH, _MAX_STAGES = 32, 4
-"""The fewest slots by which the cache of `generate` grows, and its most sizes: decoding is compiled for each."""
+_ROWS, _WHOLE = PartitionSpec(BATCH_AXES), PartitionSpec()
 
 
-class Drawn(struct.PyTreeNode):
-    """The tokens drawn so far, and zeros after them."""
-
-    tokens: Int[Array, "B R"]
-    logprobs: Float[Array, "B R"]
-    sampled_logprobs: Float[Array, "B R"]
-    num_new: Int[Array, " B"]
-    finish: Int[Array, " B"]
-
-
-class Responses(Drawn):
-    """The tokens drawn so far, and the noise of those to come."""
-
-    newest: Int[Array, " B"]
-    """The token drawn last: part of the response, not yet in the cache."""
-    uniforms: Float[Array, "B R"]
-    """The noise of every position, drawn in advance."""
-    history: History
-
-
-class DecodeState(struct.PyTreeNode):
-    """Everything that decoding needs to go on."""
-
-    responses: Responses
-    cache: KVCache
-
-
-def prepare(params: Params, config: ModelConfig, layout: Layout) -> Params:
-    """Weights as decoding uses them: gathered, in the compute precision, one dict a layer, joined where possible."""
-    declared = declare(config)
-    others = {name: w for name, w in params.items() if name != "layers"}
-    ready = use(others, {name: declared[name] for name in others}, layout, config.compute_dtype)
-    unstacked = with_layers(params, stacked=False)["layers"]
-    return {**ready, "layers": [use_layer(weights, config, layout) for weights in unstacked]}
-
-
-def start(
+def generate(
     params: Params,
     prompts: Prompts,
     noise: UInt[Array, "3"],
@@ -77,81 +55,112 @@ def start(
     sampling: Sampling,
     config: ModelConfig,
     layout: Layout,
-    *,
-    num_slots: int | None = None,
-) -> DecodeState:
-    """Prefill the prompts and draw the first token of each response.
-
-    A prompt is prefilled once, however many samples of it there are; the state has a row for each sample.
+    slots: Slots = ALL_AT_ONCE,
+) -> Rollout:
+    """Responds to every prompt `num_samples` times.
 
     Args:
-        params: As `prepare` gives them.
+        params: In a pipelined layout, from `ring_params`.
+        prompts: Without slots, their number is a multiple of the row shards times the stages.
         noise: Seed, step and call: with a sequence's id, all that its noise depends on.
-        num_slots: Of the cache: P columns, and one for each decoding step to come before it grows. None is all.
+        temperature: It stands for the one in `sampling`.
+        slots: Of a row shard, whose stages work on as many each. Each has a queue of its own.
+
+    Raises:
+        ValueError: Slots do not divide by the stages, or are fewer than there are samples of a prompt.
     """
-    num_slots = prompts.tokens.shape[1] + sampling.max_new_tokens if num_slots is None else num_slots
-    with jax.named_scope("prefill"):
-        hidden_BD, keys_values = prefill(params, prompts.tokens, prompts.mask, config, layout)
-        cache = cache_prefill(keys_values, prompts.mask.sum(axis=1), num_slots, layout)
-    hidden_BD, state = before_first_token(hidden_BD, cache, prompts, noise, sampling, config, layout)
-    logits_BV = logits(params, hidden_BD, config, layout)
-    return state.replace(responses=draw_next(state.responses, logits_BV, temperature, sampling, layout))
+    settings = RolloutSettings(sampling, slots, config, layout)
+
+    def to_the_end(params: Params, prompts: Prompts, noise: Any, temperature: Any) -> BatchState:
+        own = of_row_shard(settings, len(prompts.tokens))
+        loop, queue = _loop_of(layout), make_queue(prompts, own)
+        params = loop.on_device(params, own)
+        state = loop.begin(params, queue, own)
+        for tokens, rounds in rollout_stages(settings, prompts.tokens.shape[1]):
+            state = with_room(state, tokens, own)
+            state = loop.advance(params, queue, state, noise, temperature, own, Until(rounds=rounds))
+        return state
+
+    state = _over_row_shards(to_the_end, settings)(_ready(params, settings), prompts, noise, temperature)
+    return rollout_so_far(prompts, state, settings)[0]
 
 
-def before_first_token(
-    hidden_BD: Float[Array, "B D"],
-    cache: KVCache,
+def begin_rollout(params: Params, prompts: Prompts, settings: RolloutSettings, *, prepared: bool = False) -> BatchState:
+    """The state before the first decoding step: all slots are free, or without slots all prompts prefilled.
+
+    Raises:
+        ValueError: As `generate`.
+    """
+
+    def begin(params: Params, prompts: Prompts) -> BatchState:
+        own, loop = of_row_shard(settings, len(prompts.tokens)), _loop_of(settings.layout)
+        return loop.begin(loop.on_device(params, own), make_queue(prompts, own), own)
+
+    run = _over_row_shards(begin, settings)
+    return placed(run(params if prepared else _ready(params, settings), prompts), settings.layout)
+
+
+def continue_rollout(
+    params: Params,
     prompts: Prompts,
+    state: BatchState,
     noise: UInt[Array, "3"],
-    sampling: Sampling,
-    config: ModelConfig,
-    layout: Layout,
-) -> tuple[Float[Array, "N D"], DecodeState]:
-    """The hidden states from which first tokens are drawn, and the state: a row for each sample of each prompt.
+    temperature: Float[Array, ""],
+    settings: RolloutSettings,
+    until: Until,
+    *,
+    prepared: bool = False,
+    tokens: int = 0,
+) -> BatchState:
+    """The state after some more rounds, or when all sequences have finished.
 
     Args:
-        hidden_BD: Of each prompt's last column.
-        cache: With the prompts laid down.
+        params, prompts: As for `generate`.
+        until: For every row shard. Without slots, of `rollout_stages`: a round is a decoding step.
+        prepared: The params are as `prepare` gives them. Not over stages, each of which prepares its own.
+        tokens: Without slots, those of a row for which the cache is to have room.
     """
-    n, B, R = sampling.num_samples, prompts.tokens.shape[0] * sampling.num_samples, sampling.max_new_tokens
-    rows = samples_of(prompts, sampling, layout)
-    responses = Responses(
-        newest=jnp.zeros(B, jnp.int32),
-        tokens=jnp.zeros((B, R), jnp.int32),
-        logprobs=jnp.zeros((B, R), jnp.float32),
-        sampled_logprobs=jnp.zeros((B, R), jnp.float32),
-        num_new=jnp.zeros(B, jnp.int32),
-        finish=jnp.full(B, RUNNING, jnp.int32),
-        uniforms=_uniforms(noise, rows.id, R),
-        history=History.of_prompts(rows.tokens, rows.mask, config.vocab_size, sampling, layout),
+
+    def on_shard(params: Params, prompts: Prompts, *given: Any) -> BatchState:
+        noise, temperature, until, state = given
+        own, loop = of_row_shard(settings, len(prompts.tokens)), _loop_of(settings.layout)
+        queue, params = make_queue(prompts, own), loop.on_device(params, own)
+        state = with_room(jax.tree.map(lambda x: x.reshape(x.shape[len(spec) :]), state), tokens, own)
+        return loop.advance(params, queue, state, noise, temperature, own, until)
+
+    spec, ready = _of_state(settings.layout), params if prepared else _ready(params, settings)
+    run = _over_row_shards(on_shard, settings, takes_state=True)
+    return placed(run(ready, prompts, noise, temperature, until, state), settings.layout)
+
+
+def rollout_so_far(
+    prompts: Prompts, state: BatchState, settings: RolloutSettings
+) -> tuple[Rollout, dict[str, Int[Array, " D"]]]:
+    """The responses; and, of each row shard, the rounds, the groups of prompts that were prefilled, and the prompts
+    that have entered: the others wait."""
+    sampling, layout = settings.sampling, settings.layout
+    told = {"outputs": state.outputs, "rounds": state.rounds, "groups": state.groups, "entered": state.head}
+    if layout.is_pipelined:
+        with jax.named_scope("share_responses"):
+            told = jax.tree.map(lambda x: x.at[:, :-1].set(0).sum(axis=1), told)  # of the last stage, by one all-reduce
+    outputs: Any = told.pop("outputs")
+    words_BR3, num_new_B, finish_B = (
+        layout.constrain_rows(x.reshape(-1, *x.shape[2:])) for x in (outputs.words, outputs.lengths, outputs.finish)
     )
-    return layout.constrain_rows(copies(hidden_BD, n)), DecodeState(responses, cache.repeat(n, layout))
-
-
-def decode(
-    params: Params,
-    state: DecodeState,
-    num_steps: Int[Array, ""],
-    temperature: Float[Array, ""],
-    sampling: Sampling,
-    config: ModelConfig,
-    layout: Layout,
-) -> DecodeState:
-    """Decodes `num_steps` steps, or until all sequences have finished. Under `jit`, donate the state: its cache is then
-    updated in place."""
-
-    def goes_on(carry: tuple[jax.Array, DecodeState]) -> jax.Array:
-        done, state = carry
-        return ((state.responses.finish == RUNNING).sum() > 0) & (done < num_steps)
-
-    def step(carry: tuple[jax.Array, DecodeState]) -> tuple[jax.Array, DecodeState]:
-        done, state = carry
-        hidden_BD, cache = decode_step(params, state.responses.newest, state.cache, config, layout)
-        logits_BV = logits(params, hidden_BD, config, layout)
-        return done + 1, DecodeState(draw_next(state.responses, logits_BV, temperature, sampling, layout), cache)
-
-    with jax.named_scope("decode"):
-        return jax.lax.while_loop(goes_on, step, (jnp.int32(0), state))[1]
+    logprobs_BR2 = jax.lax.bitcast_convert_type(words_BR3[..., 1:], jnp.float32)
+    response_BR = jnp.arange(sampling.max_new_tokens)[None, :] < num_new_B[:, None]
+    of_samples = samples_of(prompts, sampling, layout)
+    rollout = Rollout(
+        tokens=jnp.concatenate([of_samples.tokens, words_BR3[..., 0]], axis=1),
+        mask=jnp.concatenate([of_samples.mask, response_BR], axis=1),
+        response=response_BR,
+        logprobs=logprobs_BR2[..., 0],
+        sampled_logprobs=logprobs_BR2[..., 1],
+        finish=finish_B,
+        row=of_samples.row,
+        id=of_samples.id,
+    )
+    return layout.constrain_rows(rollout), told
 
 
 def samples_of(prompts: Prompts, sampling: Sampling, layout: Layout) -> Prompts:
@@ -164,116 +173,74 @@ def samples_of(prompts: Prompts, sampling: Sampling, layout: Layout) -> Prompts:
     return layout.constrain_rows(repeated.replace(id=id_B))
 
 
-def finish(prompts: Prompts, responses: Drawn, layout: Layout) -> Rollout:
-    """Prompts and responses side by side.
+def state_shardings(state: BatchState, layout: Layout) -> Any:
+    """The shardings of a state in a layout: leading axes over row shards and stages, heads over `tensor`.
 
     Args:
-        prompts: A row for each response, as `samples_of` gives them.
+        state: A state, or its shapes.
     """
-    R = responses.tokens.shape[1]
-    response_BR = jnp.arange(R)[None, :] < responses.num_new[:, None]
-    rollout = Rollout(
-        tokens=jnp.concatenate([prompts.tokens, responses.tokens], axis=1),
-        mask=jnp.concatenate([prompts.mask, response_BR], axis=1),
-        response=response_BR,
-        logprobs=responses.logprobs,
-        sampled_logprobs=responses.sampled_logprobs,
-        finish=responses.finish,
-        row=prompts.row,
-        id=prompts.id,
-    )
-    return layout.constrain_rows(rollout)
+    spec = _of_state(layout)
+    whole, of_heads = (NamedSharding(layout.mesh, each) for each in (spec, PartitionSpec(*spec, None, TENSOR)))
+
+    def of_cache(x: Any) -> NamedSharding:
+        return of_heads if len(x.shape) - len(spec) > 1 else whole  # keys and values, or numbers of rows
+
+    shardings = jax.tree.map(lambda _: whole, state)
+    return shardings.replace(caches=jax.tree.map(of_cache, state.caches))
 
 
-def generate(
-    params: Params,
-    prompts: Prompts,
-    noise: UInt[Array, "3"],
-    temperature: Float[Array, ""],
-    sampling: Sampling,
-    config: ModelConfig,
-    layout: Layout,
-) -> Rollout:
-    """Respond to every prompt `num_samples` times: start, run until all have finished, finish.
+def of_row_shard(settings: RolloutSettings, num_prompts: int) -> RolloutSettings:
+    """The settings of the program of a row shard, or of a stage of it, where slots are those of a micro-batch.
 
-    A step reads the whole cache, also the slots that are still empty. So the cache starts small and grows on the way.
+    Args:
+        num_prompts: Of the row shard.
     """
-    P, R = prompts.tokens.shape[1], sampling.max_new_tokens
-    params = prepare(params, config, layout)
-    state = start(params, prompts, noise, temperature, sampling, config, layout, num_slots=P + cache_sizes(R)[0])
-    for num_new_slots, num_steps in decoding_stages(R):
-        state = state.replace(cache=state.cache.grow(P + num_new_slots, layout))
-        state = decode(params, state, jnp.int32(num_steps), temperature, sampling, config, layout)
-    return finish(samples_of(prompts, sampling, layout), state.responses, layout)
+    stages, n, slots = settings.layout.strategy.pipeline, settings.sampling.num_samples, settings.slots
+    if slots.at_once:
+        assert num_prompts % stages == 0, (num_prompts, stages)
+        slots = dataclasses.replace(slots, slots=num_prompts * n, prefill_rows=num_prompts // stages, steps=1)
+    slots.require_room(n, stages)
+    each = {name: getattr(slots, name) // stages for name in ("slots", "shared_prompts")}
+    slots = dataclasses.replace(slots, **each)
+    return dataclasses.replace(settings, slots=slots, layout=settings.layout.inside_gathered_row_shards())
 
 
-def cache_sizes(num_new_tokens: int) -> list[int]:
-    """Slots of the cache beside those of the prompts, from stage to stage."""
-    size = max(_MIN_GROWTH, math.ceil(num_new_tokens / _MAX_STAGES))
-    return [*range(size, num_new_tokens, size), num_new_tokens]
+def _loop_of(layout: Layout) -> Any:
+    """The module with the program of a row shard."""
+    return pipelined_batching if layout.is_pipelined else continuous_batching
 
 
-def decoding_stages(num_new_tokens: int) -> list[tuple[int, int]]:
-    """Slots of the cache beside those of the prompts, and the decoding steps until it grows again.
-
-    The last token that is drawn does not enter the cache.
-
-    >>> decoding_stages(256)
-    [(64, 64), (128, 64), (192, 64), (256, 63)]
-    """
-    sizes = cache_sizes(num_new_tokens)
-    done = [0, *sizes[:-1]]
-    return [(size, min(size, num_new_tokens - 1) - before) for before, size in zip(done, sizes, strict=True)]
+def _ready(params: Params, settings: RolloutSettings) -> Params:
+    """Weights that are gathered for all row shards. Each stage does that with its own."""
+    return params if settings.layout.is_pipelined else prepare(params, settings.config, settings.layout)
 
 
-def slots_read(prompt_columns: int, num_new_tokens: int) -> float:
-    """Slots of a sequence that a decoding step reads, on average over the steps of full-length responses.
+def _over_row_shards(
+    function: Callable[..., BatchState], settings: RolloutSettings, *, takes_state: bool = False
+) -> Callable[..., BatchState]:
+    """A function of params, prompts and other arrays, which every row shard and stage runs; its last argument may be a
+    state."""
+    layout, spec = settings.layout, _of_state(settings.layout)
 
-    >>> round(slots_read(1024, 1024))  # with five eighths of the response, where half of it is filled
-    1664
-    """
-    stages = decoding_stages(num_new_tokens)
-    num_steps = sum(steps for _, steps in stages)
-    if not num_steps:
-        return float(prompt_columns + stages[-1][0])
-    return prompt_columns + sum(slots * steps for slots, steps in stages) / num_steps
+    def run(params: Params, prompts: Prompts, *given: Any) -> BatchState:
+        of_params = {**dict.fromkeys(params, _WHOLE), "layers": PartitionSpec(PIPELINE)}
+        others = [_WHOLE] * (len(given) - takes_state) + [spec] * takes_state
+        specs = (of_params if layout.is_pipelined else _WHOLE, _ROWS, *others)
+        return layout.over_row_shards(lambda *each: _lead(function(*each), spec), specs, spec)(params, prompts, *given)
 
-
-@jax.named_scope("draw")
-def draw_next(
-    responses: Responses,
-    logits_BV: Float[Array, "B V"],
-    temperature: Float[Array, ""],
-    sampling: Sampling,
-    layout: Layout,
-) -> Responses:
-    """The responses with the next token of every running sequence drawn and recorded."""
-    R = responses.tokens.shape[1]
-    logits_BV = layout.activation(logits_BV, ("batch", "choices"))
-    at_B1 = jnp.minimum(responses.num_new, R - 1)[:, None]
-    uniform_B = jnp.take_along_axis(responses.uniforms, at_B1, axis=1)[:, 0]
-    drawn = next_token(logits_BV, uniform_B, responses.num_new, responses.history, temperature, sampling)
-
-    running_B = responses.finish == RUNNING
-    writes_BR = running_B[:, None] & (jnp.arange(R)[None, :] == at_B1)
-    return responses.replace(
-        newest=jnp.where(running_B, drawn.token, responses.newest),
-        tokens=jnp.where(writes_BR, drawn.token[:, None], responses.tokens),
-        logprobs=jnp.where(writes_BR, drawn.logprob[:, None], responses.logprobs),
-        sampled_logprobs=jnp.where(writes_BR, drawn.sampled_logprob[:, None], responses.sampled_logprobs),
-        num_new=responses.num_new + running_B,
-        finish=jnp.where(running_B, drawn.finish, responses.finish),
-        history=drawn.history,
-    )
+    return run
 
 
-def _uniforms(noise: jax.Array, id_B: jax.Array, num_positions: int) -> jax.Array:
-    """One number in [0, 1) for each sequence and position."""
-    position = jnp.arange(num_positions)
-    return jax.vmap(lambda sequence: jax.vmap(lambda t: uniform(noise, sequence, t))(position))(id_B)
+def _of_state(layout: Layout) -> PartitionSpec:
+    """How the leading axes of a state are split."""
+    return PartitionSpec(BATCH_AXES, PIPELINE) if layout.is_pipelined else _ROWS
 
 
-def uniform(noise: UInt[Array, "3"], sequence: UInt[Array, ""], position: Int[Array, ""]) -> Float[Array, ""]:
-    """The noise of one position of a sequence, by its id: a number in [0, 1)."""
-    key = functools.reduce(jax.random.fold_in, (noise[1], noise[2], sequence, position), jax.random.key(noise[0]))
-    return jax.random.uniform(key)
+def _lead(tree: Any, spec: PartitionSpec) -> Any:
+    """Arrays with these axes before their own, of one row shard and one stage."""
+    return jax.tree.map(lambda x: x.reshape((1,) * len(spec) + x.shape), tree)
+
+
+def placed(state: Any, layout: Layout) -> Any:
+    """A state that lies as it is to lie whenever it goes on."""
+    return jax.lax.with_sharding_constraint(state, state_shardings(state, layout))

@@ -6,7 +6,7 @@ Letters: B sequences, T columns, S the last columns of T whose outputs are wante
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -25,13 +25,11 @@ from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.kv_cache import KVCache
 from jaxrlhf.models.layers import LayerWeights
 from jaxrlhf.models.params import Params, use, use_layer
-from jaxrlhf.models.slot_cache import SlotCache
 from jaxrlhf.sharding.layout import Axes, Layout
 from jaxrlhf.sharding.stage_layers import layers_of_stages
 from jaxrlhf.sharding.strategy import Remat
 
 KeysValues = list[tuple[jax.Array, jax.Array]]
-Cache = TypeVar("Cache", KVCache, SlotCache)
 _KEYS = ("batch", "length", "kv_heads", "head_dim")
 
 SavedByLayer = Remat | Literal["dots_and_attention"]
@@ -70,16 +68,6 @@ def hidden_states(
     x_BTD: jax.Array = embed(params, given, config, layout) if stage == 0 else given
     x_BSD, _ = run_layers(weights, x_BTD, mask_BT, config, layout, wanted=wanted if last else 0, remat=remat)
     return normalize(params, x_BSD, config, layout) if last else x_BSD
-
-
-def prefill(
-    params: Params, tokens_BP: Int[Array, "B P"], mask_BP: Bool[Array, "B P"], config: ModelConfig, layout: Layout
-) -> tuple[Float[Array, "B D"], KeysValues]:
-    """The hidden state of each prompt's last column, and every layer's keys and values [B, P, K, h]."""
-    x_BPD = embed(params, tokens_BP, config, layout)
-    last = tokens_BP.shape[1] - 1
-    x_B1D, keys_values = run_layers(params["layers"], x_BPD, mask_BP, config, layout, wanted=last)
-    return normalize(params, x_B1D, config, layout)[:, 0], keys_values
 
 
 @jax.named_scope("embed")
@@ -199,8 +187,8 @@ def chunk_layers(
 
 
 def decode_step(
-    params: Params, token_B: Int[Array, " B"], cache: Cache, config: ModelConfig, layout: Layout
-) -> tuple[Float[Array, "B D"], Cache]:
+    params: Params, token_B: Int[Array, " B"], cache: KVCache, config: ModelConfig, layout: Layout
+) -> tuple[Float[Array, "B D"], KVCache]:
     """Feed one more token of each sequence. `params` are ready for use, with layers as a list."""
     x_BD = embed(params, token_B, config, layout)
     x_BD, cache = decode_layers(params["layers"], x_BD, cache.advance(), config, layout)
@@ -210,12 +198,12 @@ def decode_step(
 def decode_layers(
     every_layer: list[LayerWeights],
     x_BD: Float[Array, "B D"],
-    cache: Cache,
+    cache: KVCache,
     config: ModelConfig,
     layout: Layout,
     *,
     only_if: Bool[Array, ""] | None = None,
-) -> tuple[Float[Array, "B D"], Cache]:
+) -> tuple[Float[Array, "B D"], KVCache]:
     """Some consecutive layers over one more token of each sequence. The cache is theirs, and has made room for it.
 
     Args:

@@ -13,10 +13,8 @@ import jax
 from jaxtyping import Float
 
 from jaxrlhf.experience import Sampling
-from jaxrlhf.generation import pipelined_generation
-from jaxrlhf.generation.continuous_batching import Slots
 from jaxrlhf.generation.generate import generate
-from jaxrlhf.generation.slot_rollouts import generate_in_slots
+from jaxrlhf.generation.rollout_settings import ALL_AT_ONCE, Slots
 from jaxrlhf.models.heads import INFERENCE_OUTPUTS
 from jaxrlhf.models.params import Params
 from jaxrlhf.programs.arrays import Arrays, Metrics, Noise, Program, Rebuild
@@ -60,9 +58,10 @@ def model_program(
     if kind == "train":
         return train_program(role, rebuild, has_rows, layout)
     if kind == "generate":
-        slots = slots_of(layout.strategy) if layout.strategy.slots else None
-        if part_tokens and (slots or not layout.is_pipelined) and layout.strategy.micro_batches == 1 and not uneven:
-            return GenerationInParts(role, rebuild, layout, part_tokens, slots, _decoding_options(layout))
+        if part_tokens and layout.strategy.micro_batches == 1 and not uneven:
+            return GenerationInParts(
+                role, rebuild, layout, part_tokens, slots_of(layout.strategy), _decoding_options(layout)
+            )
         return generate_program(role, rebuild, layout, uneven=uneven)
     if method == "loss":
         return loss_program(role, rebuild, has_rows, layout)
@@ -90,13 +89,8 @@ def generate_program(role: ModelRole, rebuild: Rebuild, layout: Layout, *, uneve
             prompts = layout.constrain_rows(with_copies(prompts, row_parts("generate", layout.strategy)))
 
         def respond(some_prompts: Any) -> Any:
-            given, strategy = (params, some_prompts, noise, temperature, sampling), layout.strategy
-            if strategy.slots:
-                rollout = generate_in_slots(*given, slots_of(strategy), role.model, layout)
-            elif layout.is_pipelined:
-                rollout = pipelined_generation.generate(*given, role.model, layout)[0]
-            else:
-                rollout = generate(*given, role.model, layout)
+            given, slots = (params, some_prompts, noise, temperature, sampling), slots_of(layout.strategy)
+            rollout = generate(*given, role.model, layout, slots)
             # a row for each prompt, with its samples in it, until all are back in order
             return jax.tree.map(lambda x: x.reshape(-1, sampling.num_samples, *x.shape[1:]), rollout)
 
@@ -109,6 +103,8 @@ def generate_program(role: ModelRole, rebuild: Rebuild, layout: Layout, *, uneve
 
 def slots_of(strategy: Strategy) -> Slots:
     """How prompts enter the slots of a strategy."""
+    if not strategy.slots:
+        return ALL_AT_ONCE
     return Slots(strategy.slots, strategy.prefill_rows, strategy.prefill_tokens, shared_prompts=strategy.shared_prompts)
 
 

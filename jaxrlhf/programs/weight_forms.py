@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import DictKey, SequenceKey
 
-from jaxrlhf.generation.pipelined_generation import ring_params
+from jaxrlhf.generation.decoding_weights import ring_params
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.layers import Adapted
 from jaxrlhf.models.lora import merge

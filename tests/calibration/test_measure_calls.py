@@ -12,7 +12,7 @@ from jaxrlhf.calibration.measure_calls import Degrees, Job, divides, jobs, measu
 from jaxrlhf.calibration.measure_slots import num_rounds, of_phases, runs
 from jaxrlhf.calibration.timing import Timing
 from jaxrlhf.config.plan_config import ResponseLengths
-from jaxrlhf.generation.continuous_batching import Slots
+from jaxrlhf.generation.rollout_settings import Slots
 from jaxrlhf.planner.costs.calibration import case_of
 from jaxrlhf.planner.workload import Workload
 from jaxrlhf.sharding.strategy import Strategy
@@ -64,8 +64,8 @@ def test_a_long_response_is_measured_by_steps_with_the_slots_of_an_average_one()
     call = STEP.workload.call("actor.generate")
     assert measure_module._decoding_prompt(call) == call.prompt
     longer = dataclasses.replace(call, response=100)
-    # the cache grows by 32 slots: 32 steps see 8 + 32 slots, 32 see 72, 32 see 104, and 3 see 108
-    average = (32 * 40 + 32 * 72 + 32 * 104 + 3 * 108) / 99
+    # the cache grows by 32 columns: 32 steps see 8 + 32 of them, 32 see 72, 32 see 104, and 4 see 112
+    average = (32 * 40 + 32 * 72 + 32 * 104 + 4 * 112) / 100
     assert measure_module._decoding_prompt(longer) == round(average) - measure_module.DECODED
 
 
@@ -89,8 +89,8 @@ def test_phases_are_told_apart():
     assert seconds("critic.values", "forward", 8.0, micro_batches=4) == 2.0
     assert seconds("actor.train", "gradient", 18.0, 1.0, micro_batches=4) == 2.0  # two updates
     assert seconds("actor.train", "update", 18.0, 1.0, micro_batches=4) == 1.0
-    assert seconds("actor.generate", "prefill", 1.0, 15.0) == 1.0
-    assert seconds("actor.generate", "decode", 1.0, 15.0) == 2.0  # seven steps: the first token is the prefill's
+    assert seconds("actor.generate", "prefill", 3.0, 17.0) == 1.0  # and a step of two seconds
+    assert seconds("actor.generate", "decode", 3.0, 17.0) == 2.0  # seven steps more
     assert seconds("actor.generate", "decode", 1.0, 16.0, 2.0, micro_batches=2) == 1.0
 
 

@@ -21,7 +21,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxrlhf.call_graph import split_args
 from jaxrlhf.cluster.cluster_text import kinds
-from jaxrlhf.generation.pipelined_generation import declare_ring, ring_shardings
+from jaxrlhf.generation.decoding_weights import declare_ring, ring_shardings
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.lora import LoRAConfig
 from jaxrlhf.models.params import abstract_of, abstract_params, param_shardings

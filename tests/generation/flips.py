@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrlhf.experience import Rollout, Sampling
-from jaxrlhf.generation.generate import uniform
+from jaxrlhf.generation.continuous_batching import uniforms
 from jaxrlhf.generation.sampling import History, draw_token
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.heads import logits
@@ -28,7 +28,7 @@ def assert_same_but_for_flips(
     temperature: Any,
     sampling: Sampling,
     config: ModelConfig,
-    uniform_of: Any = uniform,
+    uniform_of: Any = lambda noise, number, position: uniforms(noise, number[None], int(position) + 1)[0, -1],
 ) -> int:
     """Checks that two rollouts of the same prompts have the same tokens up to the first that is shown to be a flip, and
     log-probabilities to rtol and atol 1e-5.

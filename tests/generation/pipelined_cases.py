@@ -8,11 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrlhf.experience import Prompts, Rollout, Sampling
-from jaxrlhf.generation import pipelined_generation
-from jaxrlhf.generation.continuous_batching import Slots
+from jaxrlhf.generation.decoding_weights import declare_ring, ring_params
 from jaxrlhf.generation.generate import generate
-from jaxrlhf.generation.pipelined_generation import declare_ring, ring_params
-from jaxrlhf.generation.slot_rollouts import generate_in_slots
+from jaxrlhf.generation.rollout_settings import Slots
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.params import Params, abstract_of, abstract_params, param_shardings
 from jaxrlhf.reshard.reallocate import reallocate
@@ -91,18 +89,18 @@ def given(layout: Layout, temperature: float) -> tuple[Prompts, jax.Array, jax.A
 
 def on_stages(config: ModelConfig, drawn: Sampling, temperature: float, layout: Layout) -> Rollout:
     """Through the ring, whole on every device."""
-    fast = jax.jit(pipelined_generation.generate, static_argnums=(4, 5, 6), out_shardings=layout.replicated)
-    return fast(pipelined(config, layout), *given(layout, temperature), drawn, config, layout)[0]
+    fast = jax.jit(generate, static_argnums=(4, 5, 6), out_shardings=layout.replicated)
+    return fast(pipelined(config, layout), *given(layout, temperature), drawn, config, layout)
 
 
 def in_slots(
     config: ModelConfig, drawn: Sampling, layout: Layout, slots: Slots, prompts: Prompts | None = None
 ) -> Rollout:
     """The same in slots. `prompts`: others than those of `make_prompts`."""
-    fast = jax.jit(generate_in_slots, static_argnums=(4, 5, 6, 7), out_shardings=layout.replicated)
+    fast = jax.jit(generate, static_argnums=(4, 5, 6, 7), out_shardings=layout.replicated)
     own, noise, temperature = given(layout, 0.8)
     own = own if prompts is None else reallocate(prompts, layout.rows)
-    return fast(pipelined(config, layout), own, noise, temperature, drawn, slots, config, layout)
+    return fast(pipelined(config, layout), own, noise, temperature, drawn, config, layout, slots)
 
 
 def assert_same(rollout: Rollout, expected: Rollout) -> None:

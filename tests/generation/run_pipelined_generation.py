@@ -4,7 +4,7 @@ import sys
 
 import jax
 
-from jaxrlhf.generation.continuous_batching import Slots
+from jaxrlhf.generation.rollout_settings import Slots
 from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.strategy import Strategy
 from tests.generation.pipelined_cases import (
@@ -25,7 +25,7 @@ jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(coordinator, num_processes, index)
 
 config, drawn = model(3, tie_embeddings=True), sampling(num_samples=2)
-slots = Slots(4, prefill_rows=1, prefill_tokens=3)
+slots = Slots(4, prefill_rows=1, prefill_tokens=3, shared_prompts=4)
 every_stage_in_one = over(Strategy(pipeline=2, data=2, tensor=2))
 every_stage_in_both = Layout.over((0, 4, 1, 5), Strategy(pipeline=2, tensor=2))
 for layout in (every_stage_in_one, every_stage_in_both):

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 from jaxrlhf.config.plan_config import ResponseLengths
 from jaxrlhf.experience import LENGTH, STOP, Prompts, Rollout, Sampling
-from jaxrlhf.generation.continuous_batching import RolloutSettings, Slots, Until, advance, begin, make_queue
-from jaxrlhf.generation.generate import generate, prepare
-from jaxrlhf.generation.slot_rollouts import generate_in_slots
-from jaxrlhf.models.slot_cache import COLUMNS
+from jaxrlhf.generation.continuous_batching import advance, begin, make_queue
+from jaxrlhf.generation.decoding_weights import prepare
+from jaxrlhf.generation.generate import generate
+from jaxrlhf.generation.rollout_settings import RolloutSettings, Slots, Until
+from jaxrlhf.models.kv_cache import COLUMNS
 from jaxrlhf.planner.compiled.hlo import parse
 from jaxrlhf.planner.costs.response_lengths import length_cdf
 from jaxrlhf.planner.costs.rollout_steps import simulate_slots
@@ -52,7 +53,7 @@ PROMPTS = prompts_of(np.random.default_rng(0).integers(1, P + 1, B), np.arange(B
 
 @functools.partial(jax.jit, static_argnames=("sampling", "slots", "config", "layout"))
 def in_slots(given: Any, prompts: Prompts, sampling: Sampling, slots: Slots, config: Any, layout: Layout) -> Rollout:
-    return generate_in_slots(given, prompts, NOISES, TEMPERATURE, sampling, slots, config, layout)
+    return generate(given, prompts, NOISES, TEMPERATURE, sampling, config, layout, slots)
 
 
 def rollout(
@@ -160,7 +161,7 @@ def test_steps_are_nearly_the_fewest():
     queue = make_queue(prompts, settings)
     ready = jax.jit(prepare, static_argnums=(1, 2))(params(), CONFIG, LAYOUT)
     go_on = jax.jit(advance, static_argnames="settings", donate_argnames="state")
-    done = go_on(ready, queue, begin(queue, settings), NOISES, jnp.float32(4.0), settings, Until())
+    done = go_on(ready, queue, begin(ready, queue, settings), NOISES, jnp.float32(4.0), settings, Until())
     lengths = np.asarray(done.outputs.lengths)
     assert 32 < lengths.mean() < 35 and lengths.max() > 6 * lengths.mean()
     simulated = simulate_slots(lengths, 1, slots)

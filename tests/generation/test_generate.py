@@ -9,19 +9,20 @@ import numpy as np
 import pytest
 
 from jaxrlhf.experience import LENGTH, RUNNING, STOP, Prompts, Rollout, Sampling
-from jaxrlhf.generation.generate import (
-    DecodeState,
-    decode,
+from jaxrlhf.generation import continuous_batching
+from jaxrlhf.generation.continuous_batching import BatchState, advance, uniforms
+from jaxrlhf.generation.decoding_weights import prepare
+from jaxrlhf.generation.generate import begin_rollout, continue_rollout, generate, rollout_so_far
+from jaxrlhf.generation.rollout_settings import (
+    ALL_AT_ONCE,
+    RolloutSettings,
+    Slots,
+    Until,
     decoding_stages,
-    finish,
-    generate,
-    prepare,
-    slots_read,
-    start,
+    mean_columns,
 )
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.heads import policy_outputs
-from jaxrlhf.models.kv_cache import KVCache, cache_prefill
 from jaxrlhf.models.params import with_layers
 from jaxrlhf.models.transformer import hidden_states
 from jaxrlhf.sharding.layout import Layout
@@ -46,9 +47,7 @@ SAMPLING = Sampling(max_new_tokens=R, min_new_tokens=2, stop_ids=STOPS)
 """Some sequences stop and some reach the limit."""
 NOISE = (16, 2, 3)
 GREEDY, RANDOM = 0.0, 0.8
-MANY = 1000
-"""More steps than any sequence runs."""
-START, DECODE = (jax.jit(function, static_argnames=("sampling", "config", "layout")) for function in (start, decode))
+AT_ONCE = RolloutSettings(SAMPLING, ALL_AT_ONCE, CONFIG, LAYOUT)
 
 
 @functools.cache
@@ -57,12 +56,6 @@ def params() -> Any:
     """Random weights, and a head that makes some tokens likely."""
     given = params_of(CONFIG)
     return given | {"lm_head": 2 * given["lm_head"]}
-
-
-@functools.cache
-@jax.ensure_compile_time_eval()
-def prepared() -> Any:
-    return jax.jit(prepare, static_argnums=(1, 2))(params(), CONFIG, LAYOUT)
 
 
 def make_prompts(columns: int = P) -> Prompts:
@@ -88,7 +81,7 @@ def noise_of(numbers: tuple[int, int, int]) -> jax.Array:
     return jnp.array(numbers, jnp.uint32)
 
 
-fast_generate = jax.jit(generate, static_argnames=("sampling", "config", "layout"))
+fast_generate = jax.jit(generate, static_argnames=("sampling", "config", "layout", "slots"))
 
 
 def respond(
@@ -96,9 +89,10 @@ def respond(
     noise: tuple[int, int, int] = NOISE,
     temperature: float = RANDOM,
     sampling: Sampling = SAMPLING,
+    slots: Slots = ALL_AT_ONCE,
 ) -> Rollout:
     """Through `generate`, as numpy arrays."""
-    given = fast_generate(params(), prompts, noise_of(noise), jnp.float32(temperature), sampling, CONFIG, LAYOUT)
+    given = fast_generate(params(), prompts, noise_of(noise), jnp.float32(temperature), sampling, CONFIG, LAYOUT, slots)
     return jax.device_get(given)
 
 
@@ -190,10 +184,15 @@ def naive_loop(uniforms_BR: np.ndarray, temperature: float) -> tuple[np.ndarray,
     return tokens_BT[:, P:], mask_BT[:, P:].sum(axis=1)
 
 
+def uniforms_of(prompts: Prompts) -> np.ndarray:
+    """The noise of every position of each response, [B, R]."""
+    return np.asarray(uniforms(noise_of(NOISE), prompts.id, R))
+
+
 @pytest.mark.parametrize("temperature", [GREEDY, RANDOM])
 def test_tokens_of_a_naive_loop(temperature):
     rollout = respond(temperature=temperature)
-    tokens_BR, length_B = naive_loop(np.asarray(begin(PROMPTS).responses.uniforms), temperature)
+    tokens_BR, length_B = naive_loop(uniforms_of(PROMPTS), temperature)
     np.testing.assert_array_equal(rollout.tokens[:, P:], tokens_BR)
     np.testing.assert_array_equal(rollout.response.sum(axis=1), length_B)
 
@@ -242,56 +241,35 @@ def test_several_samples_of_a_prompt_are_those_of_as_many_prompts():
 
 
 def test_uniforms_lie_in_the_unit_interval_and_are_all_different():
-    uniforms_BR = np.asarray(begin(PROMPTS).responses.uniforms)
+    uniforms_BR = uniforms_of(PROMPTS)
     assert (uniforms_BR >= 0).all() and (uniforms_BR < 1).all()
     assert len(np.unique(uniforms_BR)) == B * R
 
 
-# Interrupted, parted and joined
+# Interrupted
 
 
-def begin(prompts: Prompts) -> DecodeState:
-    return START(prepared(), prompts, noise_of(NOISE), jnp.float32(RANDOM), SAMPLING, CONFIG, LAYOUT)
+def begin(prompts: Prompts) -> BatchState:
+    return jax.jit(begin_rollout, static_argnames="settings")(params(), prompts, settings=AT_ONCE)
 
 
-def go_on(state: DecodeState, *, num_steps: int = MANY) -> DecodeState:
-    return DECODE(prepared(), state, jnp.int32(num_steps), jnp.float32(RANDOM), SAMPLING, CONFIG, LAYOUT)
+GO_ON = jax.jit(continue_rollout, static_argnames=("settings", "tokens"))
 
 
-def end(prompts: Prompts, state: DecodeState) -> Rollout:
-    return jax.device_get(finish(prompts, state.responses, LAYOUT))
-
-
-def take_rows(state: DecodeState, rows: Any) -> DecodeState:
-    """The state of some of the sequences."""
-    return jax.tree.map(lambda x: x[rows] if x.ndim else x, state)
-
-
-def turn_ring(state: DecodeState, newest: int) -> DecodeState:
-    """The same state with its last token at another slot."""
-
-    def turn(x, axis):
-        return jnp.roll(x, newest - state.cache.newest, axis=axis)
-
-    keys, values = tuple(turn(k, 3) for k in state.cache.keys), tuple(turn(v, 2) for v in state.cache.values)
-    return state.replace(cache=state.cache.replace(keys=keys, values=values, newest=jnp.int32(newest)))
-
-
-def join(a: DecodeState, b: DecodeState) -> DecodeState:
-    b = turn_ring(b, int(a.cache.newest))
-    joined = jax.tree.map(lambda x, y: jnp.concatenate([x, y]) if x.ndim else x, a, b)
-    assert joined.cache.newest == a.cache.newest
-    return joined
+def go_on(state: BatchState, num_steps: int) -> BatchState:
+    ((tokens, _),) = decoding_stages(P, R)
+    given = (params(), PROMPTS, state, noise_of(NOISE), jnp.float32(RANDOM))
+    return GO_ON(*given, settings=AT_ONCE, until=Until(rounds=num_steps), tokens=tokens)
 
 
 def test_two_steps_at_a_time():
-    state, rounds = begin(PROMPTS), 0
-    while (np.asarray(state.responses.finish) == RUNNING).any():
-        before = np.asarray(state.responses.num_new)
-        state, rounds = go_on(state, num_steps=2), rounds + 1
-        assert (np.asarray(state.responses.num_new) - before <= 2).all()
-    assert rounds == R // 2  # the first token is drawn by `start`
-    assert_same(end(PROMPTS, state), respond())
+    state, times = begin(PROMPTS), 0
+    while (np.asarray(state.outputs.finish) == RUNNING).any():
+        before = np.asarray(state.outputs.lengths)
+        state, times = go_on(state, num_steps=2), times + 1
+        assert (np.asarray(state.outputs.lengths) - before <= 2).all()
+    assert times == R // 2
+    assert_same(jax.device_get(rollout_so_far(PROMPTS, state, AT_ONCE)[0]), respond())
 
 
 def test_no_steps_at_all():
@@ -299,104 +277,49 @@ def test_no_steps_at_all():
     jax.tree.map(np.testing.assert_array_equal, go_on(state, num_steps=0), state)
 
 
-def test_parts_of_a_state_go_on_alike():
-    state = go_on(begin(PROMPTS), num_steps=3)
-    for rows in (np.array([0, 2, 4]), np.array([1, 3, 5])):
-        part = go_on(take_rows(state, rows))
-        assert_same(end(take(PROMPTS, rows), part), take(respond(), rows))
-
-
-def test_states_at_different_slots_go_on_together():
-    early, late = np.array([0, 2, 4]), np.array([1, 3, 5])
-    ahead = go_on(begin(take(PROMPTS, early)), num_steps=4)
-    behind = go_on(begin(take(PROMPTS, late)), num_steps=1)
-    assert ahead.cache.newest != behind.cache.newest
-    order = np.concatenate([early, late])
-    for state, rows in ((join(ahead, behind), order), (join(behind, ahead), np.concatenate([late, early]))):
-        assert_same(end(take(PROMPTS, rows), go_on(state)), take(respond(), rows))
-
-
-def test_a_ring_may_be_turned_anywhere():
-    state = turn_ring(go_on(begin(PROMPTS), num_steps=2), newest=T - 2)  # wraps around on the way
-    assert_same(end(PROMPTS, go_on(state)), respond())
-
-
 # The cache
 
 
 def test_a_growing_cache_changes_nothing():
-    sampling = dataclasses.replace(SAMPLING, max_new_tokens=70, min_new_tokens=60)  # three stages
-    state = START(prepared(), PROMPTS, noise_of(NOISE), jnp.float32(RANDOM), sampling, CONFIG, LAYOUT)
-    assert state.cache.num_slots == P + 70
-    state = DECODE(prepared(), state, jnp.int32(MANY), jnp.float32(RANDOM), sampling, CONFIG, LAYOUT)
+    sampling = dataclasses.replace(SAMPLING, max_new_tokens=70, min_new_tokens=60)
+    assert len(decoding_stages(P, 70)) == 3
     grown = respond(sampling=sampling)
-    assert_same(grown, end(PROMPTS, state))
+    assert_same(grown, respond(sampling=sampling, slots=Slots(B, prefill_rows=B)))
     assert (grown.response.sum(axis=1) >= 60).all() and set(grown.finish.tolist()) == {STOP, LENGTH}
 
 
 @pytest.mark.parametrize(("columns", "response"), [(7, 1), (7, 2), (5, 33), (9, 70), (6, 140)])
-def test_slots_and_steps_are_those_that_are_told(columns, response, monkeypatch):
-    """`decoding_stages` and `slots_read` against the caches that `generate` decodes over, step by step."""
+def test_columns_and_steps_are_those_that_are_told(columns, response, monkeypatch):
+    """`decoding_stages` and `mean_columns` against the caches that `generate` decodes over, step by step."""
     sampling = Sampling(max_new_tokens=response, min_new_tokens=response)
     seen: list[tuple[int, int]] = []
 
-    def watched(params, state, *arguments):
-        after = decode(params, state, *arguments)
-        seen.append((state.cache.num_slots - columns, int(after.responses.num_new[0] - state.responses.num_new[0])))
+    def watched(params, queue, state, *arguments):
+        after = advance(params, queue, state, *arguments)
+        seen.append((state.caches[0].num_columns, int(after.rounds - state.rounds)))
         return after
 
-    monkeypatch.setattr("jaxrlhf.generation.generate.decode", watched)
+    monkeypatch.setattr(continuous_batching, "advance", watched)
     arguments = (noise_of(NOISE), jnp.float32(RANDOM), sampling, CONFIG, LAYOUT)
     generate(params(), make_prompts(columns), *arguments)
-    assert seen == decoding_stages(response)
-    slots = [columns + slots for slots, steps in seen for _ in range(steps)] or [columns + response]
-    assert slots_read(columns, response) == pytest.approx(np.mean(slots))
-
-
-def test_the_ring_keeps_the_latest_tokens():
-    num_slots, num_columns, num_steps = 4, 3, 7
-    rng = np.random.default_rng(0)
-    k, v = (jnp.asarray(rng.normal(size=(2, num_columns, 1, 2)), jnp.float32) for _ in range(2))
-    length_B = [2, 3]  # padded on the left
-    cache = cache_prefill([(k, v)], jnp.array(length_B, jnp.int32), num_slots, LAYOUT)
-    seen = [[np.asarray(k[b, num_columns - n + i, 0]) for i in range(n)] for b, n in enumerate(length_B)]
-
-    def check(cache: KVCache) -> None:
-        occupied_BT = np.asarray(cache.occupied())
-        for b in range(2):
-            latest = seen[b][-num_slots:]
-            assert int(cache.length[b]) == occupied_BT[b].sum() == len(latest)
-            for age, expected in enumerate(reversed(latest)):
-                slot = (int(cache.newest) - age) % num_slots
-                assert occupied_BT[b, slot]
-                np.testing.assert_array_equal(cache.keys[0][b, 0, :, slot], expected)
-
-    check(cache)
-    for _ in range(num_steps):
-        new = jnp.asarray(rng.normal(size=(2, 1, 2)), jnp.float32)
-        cache = cache.advance().write(0, new, -new, LAYOUT)
-        for b in range(2):
-            seen[b].append(np.asarray(new[b, 0]))
-        check(cache)
-        np.testing.assert_array_equal(cache.values[0][:, 0, cache.newest], -new[:, 0])
-    assert cache.num_slots == num_slots
+    assert seen == decoding_stages(columns, response)
+    assert sum(steps for _, steps in seen) == response
+    assert mean_columns(columns, response) == pytest.approx(np.mean([c for c, steps in seen for _ in range(steps)]))
 
 
 def test_a_donated_state_is_updated_in_place():
     state = jax.eval_shape(lambda: begin(PROMPTS))
-    donating = jax.jit(decode, static_argnames=("sampling", "config", "layout"), donate_argnames="state")
-    compiled = donating.lower(
-        prepared(), state, jnp.int32(MANY), jnp.float32(RANDOM), SAMPLING, CONFIG, LAYOUT
-    ).compile()
+    donating = jax.jit(continue_rollout, static_argnames=("settings", "tokens"), donate_argnames="state")
+    given = (params(), PROMPTS, state, noise_of(NOISE), jnp.float32(RANDOM), AT_ONCE, Until(rounds=R))
+    compiled = donating.lower(*given, tokens=decoding_stages(P, R)[0][0]).compile()
     text, memory = compiled.as_text(), compiled.memory_analysis()
     assert text is not None and memory is not None
-    cache_bytes = sum(x.size * x.dtype.itemsize for x in (*state.cache.keys, *state.cache.values))
-    assert memory.alias_size_in_bytes >= cache_bytes
-    shapes = "|".join(",".join(map(str, x.shape)) for x in (state.cache.keys[0], state.cache.values[0]))
-    layers = CONFIG.num_layers
+    cached = jax.tree.leaves((state.caches[0].keys, state.caches[0].values))
+    assert memory.alias_size_in_bytes >= sum(x.size * x.dtype.itemsize for x in cached)
+    shapes = "|".join(",".join(map(str, x.shape[1:])) for x in cached)
     aliases = re.search(r"input_output_alias=\{(.*?)\}, entry", text)
-    assert aliases and aliases[1].count("may-alias") + aliases[1].count("must-alias") >= 2 * layers
-    assert not re.search(rf"= f32\[({shapes})\]\S* copy\(", text)  # neither inside the loop nor on its way in or out
+    assert aliases and aliases[1].count("may-alias") + aliases[1].count("must-alias") >= len(cached)
+    assert not re.search(rf"= f32\[(1,)?({shapes})\]\S* copy\(", text)  # neither in the loop nor on its way in or out
 
 
 # Settings
@@ -405,8 +328,7 @@ def test_a_donated_state_is_updated_in_place():
 @pytest.mark.parametrize("stop_ids", [(), STOPS])
 def test_one_new_token(stop_ids):
     sampling = Sampling(max_new_tokens=1, stop_ids=stop_ids)
-    state = START(prepared(), PROMPTS, noise_of(NOISE), jnp.float32(RANDOM), sampling, CONFIG, LAYOUT)
-    rollout = end(PROMPTS, state)
+    rollout = respond(sampling=sampling)
     assert rollout.response.all() and rollout.response.shape == (B, 1)
     np.testing.assert_array_equal(rollout.finish, np.where(np.isin(rollout.tokens[:, -1], stop_ids), STOP, LENGTH))
     assert STOP in rollout.finish or not stop_ids

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jaxrlhf.experience import Rollout
-from jaxrlhf.generation.continuous_batching import Slots
-from jaxrlhf.generation.slot_rollouts import generate_in_slots
+from jaxrlhf.generation.generate import generate
+from jaxrlhf.generation.rollout_settings import Slots
 from jaxrlhf.sharding.strategy import Strategy
 from tests.generation.flips import assert_same_but_for_flips
 from tests.generation.pipelined_cases import (
@@ -83,8 +83,8 @@ def test_long_prompts_in_chunks_take_less_memory():
 
     def temporaries(prefill_tokens: int) -> int:
         slots = Slots(4, prefill_rows=8, prefill_tokens=prefill_tokens)
-        run = jax.jit(generate_in_slots, static_argnums=(4, 5, 6, 7))
-        lowered: Any = run.lower(pipelined(config, layout), prompts, *columns[1:], drawn, slots, config, layout)
+        run = jax.jit(generate, static_argnums=(4, 5, 6, 7))
+        lowered: Any = run.lower(pipelined(config, layout), prompts, *columns[1:], drawn, config, layout, slots)
         return lowered.compile().memory_analysis().temp_size_in_bytes
 
     assert temporaries(32) < 0.7 * temporaries(0)

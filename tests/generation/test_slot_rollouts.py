@@ -5,22 +5,20 @@ import functools
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxrlhf.experience import RUNNING, Prompts, Rollout, Sampling
-from jaxrlhf.generation.continuous_batching import RolloutSettings, Slots, Until
-from jaxrlhf.generation.generate import decode, finish, prepare, samples_of, start
-from jaxrlhf.generation.slot_rollouts import (
+from jaxrlhf.generation.generate import (
     begin_rollout,
     continue_rollout,
-    generate_in_slots,
-    resume_rows,
+    generate,
     rollout_so_far,
+    samples_of,
     state_shardings,
-    take_rows,
 )
+from jaxrlhf.generation.moved_rows import resume_rows, take_rows
+from jaxrlhf.generation.rollout_settings import ALL_AT_ONCE, RolloutSettings, Slots, Until, decoding_stages
 from jaxrlhf.models.params import param_shardings
 from jaxrlhf.planner.compiled.hlo import parse
 from jaxrlhf.sharding.layout import Layout
@@ -64,7 +62,7 @@ CASES = {
 }
 PROMPTS = jax.device_get(pipelined_cases.make_prompts())
 BEGIN, SO_FAR = (jax.jit(f, static_argnames="settings") for f in (begin_rollout, rollout_so_far))
-CONTINUE = jax.jit(continue_rollout, static_argnames="settings", donate_argnames="state")
+CONTINUE = jax.jit(continue_rollout, static_argnames=("settings", "tokens"), donate_argnames="state")
 TAKE = jax.jit(take_rows, donate_argnames="state")
 RESUME = jax.jit(resume_rows, static_argnames="settings")
 
@@ -89,18 +87,18 @@ def so_far(state: Any, settings: RolloutSettings, prompts: Prompts = PROMPTS) ->
 
 
 def begun(settings: RolloutSettings) -> Any:
-    return BEGIN(jax.device_put(PROMPTS, settings.layout.rows), settings)
+    return BEGIN(weights(settings), jax.device_put(PROMPTS, settings.layout.rows), settings)
 
 
 @functools.cache
 def at_once(name: str) -> Rollout:
-    """Without an interruption; over stages, by `generate_in_slots`."""
+    """Without an interruption; over stages, by `generate`."""
     settings = CASES[name].settings()
     if not settings.layout.is_pipelined:
         return so_far(go_on(begun(settings), settings, Until()), settings)[0]
-    run = jax.jit(generate_in_slots, static_argnums=(4, 5, 6, 7), out_shardings=settings.layout.replicated)
+    run = jax.jit(generate, static_argnums=(4, 5, 6, 7), out_shardings=settings.layout.replicated)
     given = weights(settings), jax.device_put(PROMPTS, settings.layout.rows), NOISE, TEMPERATURE
-    return jax.device_get(run(*given, settings.sampling, settings.slots, settings.config, settings.layout))
+    return jax.device_get(run(*given, settings.sampling, settings.config, settings.layout, settings.slots))
 
 
 def by_id(rollout: Rollout) -> dict[int, list[bytes]]:
@@ -181,7 +179,7 @@ def test_rows_go_on_in_other_slots(name):
 
 def test_rows_that_find_no_slot_are_refused():
     settings = CASES["one device, steered, in chunks"].settings()
-    state = jax.eval_shape(lambda: begin_rollout(PROMPTS, settings))
+    state = jax.eval_shape(lambda: begin_rollout(weights(settings), PROMPTS, settings))
     _, moved = jax.eval_shape(take_rows, state, np.zeros((1, 4), np.int32))
     with pytest.raises(ValueError, match=r"slots: must be at least the rows that move to each row shard. Got 3. Use 4"):
         jax.eval_shape(lambda moved: resume_rows(moved, settings), moved)
@@ -198,24 +196,25 @@ def test_with_other_weights_it_goes_on_as_the_plain_loop_does():
     """Those that are in slots keep their tokens, and see their keys and values; the others are as if they began now."""
     name, scale = "one device, steered, in chunks", -1.0
     settings = CASES[name].settings()
-    config, layout = settings.config, settings.layout
     state = go_on(begun(settings), settings, Until(rounds=1))
     before, _ = so_far(state, settings)
     rollout, _ = so_far(go_on(state, settings, Until(), scale=scale), settings)
 
-    old, new = (jax.jit(prepare, static_argnums=(1, 2))(weights(settings, by), config, layout) for by in (1.0, scale))
-    given = TEMPERATURE, STEERED, config, layout
-    begin, go = (jax.jit(f, static_argnames=("sampling", "config", "layout")) for f in (start, decode))
-    plain = {}
-    for kind, of_first in (("changed", old), ("new", new)):
-        plain[kind] = go(of_first, begin(of_first, PROMPTS, NOISE, *given), jnp.int32(1), *given)
-        done = go(new, plain[kind], jnp.int32(R), *given)
-        plain[kind] = jax.device_get((plain[kind].responses, finish(PROMPTS, done.responses, layout)))
+    plainly, ((tokens, _),) = dataclasses.replace(settings, slots=ALL_AT_ONCE), decoding_stages(P, R)
+
+    def plain(state: Any, rounds: int, by: float) -> Any:
+        given = weights(settings, by), PROMPTS, state, NOISE, TEMPERATURE, plainly, Until(rounds=rounds)
+        return CONTINUE(*given, tokens=tokens)
+
+    first, done = {}, {}
+    for kind, by in (("changed", 1.0), ("new", scale)):
+        state = plain(BEGIN(weights(settings, by), PROMPTS, plainly), 2, by)
+        first[kind], done[kind] = so_far(state, plainly)[0], so_far(plain(state, R, scale), plainly)[0]
     in_slots, waited = np.flatnonzero(before.lengths > 0), np.flatnonzero(before.lengths == 0)
     assert len(in_slots) >= 2 and len(waited) >= 2
-    np.testing.assert_array_equal(before.tokens[in_slots, P:], plain["changed"][0].tokens[in_slots])
+    np.testing.assert_array_equal(before.tokens[in_slots], first["changed"].tokens[in_slots])
     for rows, kind in ((in_slots, "changed"), (waited, "new")):
-        pipelined_cases.assert_same(take(rollout, rows), take(plain[kind][1], rows))
+        pipelined_cases.assert_same(take(rollout, rows), take(done[kind], rows))
     unchanged = at_once(name)
     assert (rollout.lengths[in_slots] > 2).any() and (rollout.tokens[in_slots] != unchanged.tokens[in_slots]).any()
 

@@ -9,9 +9,8 @@ import pytest
 from safetensors import safe_open
 
 from jaxrlhf.experience import Prompts, Rollout, Sampling
-from jaxrlhf.generation.continuous_batching import Slots
 from jaxrlhf.generation.generate import generate
-from jaxrlhf.generation.slot_rollouts import generate_in_slots
+from jaxrlhf.generation.rollout_settings import Slots
 from jaxrlhf.models import heads
 from jaxrlhf.models.adapter_files import CONFIG, WEIGHTS, check_adapters, load_adapters, save_adapters
 from jaxrlhf.models.config import ModelConfig
@@ -96,8 +95,8 @@ def test_generation_draws_the_same_tokens_merged_or_not_and_in_slots():
     respond = jax.jit(generate, static_argnums=(4, 5, 6))
     noise, temperature = jnp.array([1, 2, 3], jnp.uint32), jnp.float32(1.0)
     one, two = (respond(p, prompts, noise, temperature, sampling, MODEL, ONE) for p in (adapted, merge(adapted)))
-    in_slots = jax.jit(generate_in_slots, static_argnums=(4, 5, 6, 7))
-    given = prompts, noise, temperature, sampling, Slots(2, prefill_rows=1), MODEL, ONE
+    in_slots = jax.jit(generate, static_argnums=(4, 5, 6, 7))
+    given = prompts, noise, temperature, sampling, MODEL, ONE, Slots(2, prefill_rows=1)
     for other in (two, in_slots(adapted, *given), in_slots(merge(adapted), *given)):
         np.testing.assert_array_equal(one.tokens, other.tokens)
         np.testing.assert_allclose(one.logprobs, other.logprobs, atol=2e-5)

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import pytest
 
 from jaxrlhf.experience import Prompts, Sampling
-from jaxrlhf.generation import pipelined_generation
 from jaxrlhf.generation.generate import generate
 from jaxrlhf.models import heads
 from jaxrlhf.models.architecture import JOINED, MATRICES
@@ -62,8 +61,8 @@ def test_passes_over_sequences(tensor, products):
 def test_generation():
     sampling, one, two = Sampling(max_new_tokens=3), Strategy(), Strategy(pipeline=2)
     run = functools.partial(generate, sampling=sampling, config=CONFIG, layout=Layout.over((0,), one))
-    assert names(run, params_of(CONFIG), *arguments(2)) == LAST_APART | {"logits"}
+    assert names(run, params_of(CONFIG), *arguments(2)) == TOGETHER | {"key", "value", "logits"}
     layout = Layout.over((0, 1), two)
-    run = functools.partial(pipelined_generation.generate, sampling=sampling, config=CONFIG, layout=layout)
-    sends = {"send", "is_running", "share_responses"}
+    run = functools.partial(generate, sampling=sampling, config=CONFIG, layout=layout)
+    sends = {"send", "is_running"}
     assert names(run, abstract_ring(CONFIG, layout), *arguments(2)) == TOGETHER | {"logits"} | sends

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxrlhf.cluster.hardware import Cluster
-from jaxrlhf.generation.generate import decoding_stages
+from jaxrlhf.generation.rollout_settings import decoding_stages
 from jaxrlhf.planner.compiled.compiler import Question, compile_all
 from jaxrlhf.planner.compiled.described_devices import DescribedDevices
 from jaxrlhf.planner.compiled.program_counts import Counts, ProgramCounts
@@ -136,7 +136,7 @@ def _whole(call: ModelCall, phase: Phase, remat: Remat, tensor: int, counts: Pro
 def _decoding(call: ModelCall, counts: ProgramCounts) -> Counts:
     """Counts of a decoding step: the mean over the loops, each of which continues with a larger cache."""
     loops = [loop for loop in counts.loops if loop.label == "decode" and loop.trips is None]
-    steps = [num_steps for _, num_steps in decoding_stages(call.response)]
+    steps = [num_steps for _, num_steps in decoding_stages(call.prompt, call.response)]
     assert len(loops) == len(steps), (call.name, len(loops), len(steps))
     total = sum((loop.round.total(rounds=1) * n for loop, n in zip(loops, steps, strict=True)), Counts())
     return total * (1 / max(1, sum(steps)))

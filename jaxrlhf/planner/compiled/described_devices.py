@@ -88,7 +88,11 @@ _FASTER = {"xla_backend_optimization_level": 0}
 _ONE_CUBLAS_CALL_EACH = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_dot_merger_threshold_mb": 0}
 """On a GPU, XLA finds by autotuning which kernels multiply fastest, cuBLAS's or its own, into which it fuses their
 inputs. Here it would have to guess, and may fail. Bytes agree with those of its own kernels to about 2 %."""
-_PROCESSOR_OPTIONS = {**_FASTER, "xla_cpu_parallel_codegen_split_count": 1}
+_PROCESSOR_OPTIONS = {
+    **_FASTER,
+    "xla_cpu_parallel_codegen_split_count": 1,
+    "xla_cpu_use_fusion_emitters": True,  # as by default; without them a scatter is a loop over rows
+}
 
 
 def target_config(kind: Kind, target: Target) -> str:

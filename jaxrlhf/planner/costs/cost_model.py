@@ -21,8 +21,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal, Protocol
 
 from jaxrlhf.cluster.hardware import Cluster, Kind
-from jaxrlhf.generation.continuous_batching import Slots
-from jaxrlhf.generation.generate import slots_read
+from jaxrlhf.generation.rollout_settings import Slots, decoding_stages, mean_columns
 from jaxrlhf.models.architecture import matrix_numbers, num_parameters
 from jaxrlhf.planner.costs.memory import MASTER_BYTES, device_layers, gradient_numbers, has_merged_copy, weight_bytes
 from jaxrlhf.planner.costs.rollout_steps import RolloutSteps, steps_at_once, steps_in_slots
@@ -210,7 +209,7 @@ class CallCosts:
         prompts = call.part_rows(strategy)
         rows = prompts * call.num_samples
         prefill = max(self._stages("prefill", prompts))
-        steps: float = call.response - 1
+        steps, turns = float(call.response), len(decoding_stages(call.prompt, call.response))
         if call.lengths is None:
             step = max(self._stages("decode", rows))
         else:
@@ -222,9 +221,9 @@ class CallCosts:
         return _times(
             CallSeconds(
                 passes=stages * (prefill + steps * step),
-                bubbles=(stages - 1) * (prefill + step),
+                bubbles=(stages - 1) * (prefill + turns * step),
                 # every tick of the ring begins with what the one before sent
-                sends=(2 * stages - 1) * first + (1 + stages * (steps + 1)) * send,
+                sends=(2 * stages - 1) * first + stages * (steps + turns) * send,
                 dispatch=dispatch,
             ),
             strategy.micro_batches,
@@ -256,7 +255,7 @@ class CallCosts:
         return expected.groups * prefill + expected.steps * self.step(slots, expected.columns)
 
     def _in_slots_of_stages(self) -> CallSeconds:
-        """Seconds of a rollout in slots over stages, as `generation.pipelined_slots` takes turns. A group for each
+        """Seconds of a rollout in slots over stages, as `generation.pipelined_batching` takes turns. A group for each
         micro-batch is prefilled in as many ticks as it takes its chunks to pass all stages."""
         call, strategy, stages, expected = self.call, self.strategy, self.strategy.pipeline, self.rollout_steps()
         rows, turns = strategy.slots // stages, expected.steps / Slots.steps
@@ -277,7 +276,7 @@ class CallCosts:
         """Seconds of a decoding step of the slowest stage that reads so many columns of the cache. What it takes more,
         or less, than a step of full-length responses is modelled, within what reading the cache alone could make of
         it."""
-        one, usual = self._pass("decode", rows), slots_read(self.call.prompt, self.call.response)
+        one, usual = self._pass("decode", rows), mean_columns(self.call.prompt, self.call.response)
         works = [decode_work(self.call, tensor=self.strategy.tensor, slots=slots).layer for slots in (columns, usual)]
         now, then = (self._work_seconds("decode", rows, work) for work in works)
         least, most = sorted((one.layer, one.layer * columns / usual))

@@ -19,13 +19,13 @@ from typing import Any
 
 import jax
 
-from jaxrlhf.generation.generate import cache_sizes
-from jaxrlhf.generation.pipelined_generation import declare_ring
+from jaxrlhf.generation.decoding_weights import declare_ring
+from jaxrlhf.generation.rollout_settings import decoding_stages
 from jaxrlhf.models import architecture
 from jaxrlhf.models.architecture import JOINED, cached_numbers, declare, matrix_numbers
 from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.models.kv_cache import grown_columns, num_columns
 from jaxrlhf.models.lora import LoRAConfig, declare_adapters
-from jaxrlhf.models.slot_cache import num_columns
 from jaxrlhf.planner.costs.work import seen_bytes
 from jaxrlhf.planner.workload import ModelCall
 from jaxrlhf.sharding.axes import FSDP, PIPELINE, WEIGHTS_AT_REST
@@ -166,10 +166,10 @@ def _all_local(tree: Any, degrees: dict[Any, int], over_fsdp: bool | None = None
 
 
 def cache_bytes(call: ModelCall, strategy: Strategy) -> int:
-    """Keys and values of all responses that a device draws at a time, at their longest, on the stage with most layers:
-    exact for a cache of `prompt + response` slots."""
+    """Keys and values of all responses that a device draws at a time, at their longest, on the fullest stage."""
     model = call.model
-    tokens = math.ceil(call.part_rows(strategy) * strategy.pipeline * call.num_samples) * call.columns
+    tokens = math.ceil(call.part_rows(strategy) * strategy.pipeline * call.num_samples)
+    tokens *= grown_columns(call.columns - 1)
     if shared := strategy.shared_prompts:
         tokens = strategy.slots * num_columns(call.response) + shared * num_columns(call.prompt - 1)
     elif strategy.slots:
@@ -180,19 +180,19 @@ def cache_bytes(call: ModelCall, strategy: Strategy) -> int:
 
 def _generate_memory(call: ModelCall, strategy: Strategy) -> CallMemory:
     model, size = call.model, call.model.itemsize
-    sizes = cache_sizes(call.response)
-    before_last = call.prompt + (sizes[-2] if len(sizes) > 1 else 0)
+    sizes = [0, *(columns for columns, _ in decoding_stages(call.prompt, call.response))]
     cache = cache_bytes(call, strategy)
-    growing = int(cache * before_last / call.columns)  # the cache before it grew for the last time
-    at_first = int(cache * (call.prompt + sizes[0]) / call.columns)
+    growing, at_first = (int(cache * columns / sizes[-1]) for columns in (sizes[-2], sizes[1]))
     prompts = strategy.prefill_rows if strategy.slots else call.part_rows(strategy)
     columns = min(strategy.prefill_tokens or call.prompt, call.prompt) if strategy.slots else call.prompt
     prefill = int(prompts * columns * size * _in_pass(model, strategy))
     rows = strategy.slots or prompts * call.num_samples
     gathered = _gathered(call, strategy, all_layers=True)
     logits = int(rows * model.vocab_size * (4 * 2 + seen_bytes(call)))
-    if strategy.slots:  # prompts are prefilled beside the whole cache, which never grows
-        prefill += int(prompts * call.prompt * model.num_layers * cached_numbers(model) // strategy.tensor * size)
+    # prompts are prefilled beside the cache, which in slots never grows
+    kept = max(device_layers(model, strategy)) * cached_numbers(model) // strategy.tensor
+    prefill += int(prompts * call.prompt * kept * size)
+    if strategy.slots:
         return CallMemory(activations=prefill, logits=logits, cache=cache, gathered=gathered)
     if prefill + at_first > cache + growing:
         return CallMemory(activations=prefill, logits=logits, cache=at_first, gathered=gathered)

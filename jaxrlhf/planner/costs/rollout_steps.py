@@ -14,15 +14,16 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxrlhf.config.plan_config import ResponseLengths
-from jaxrlhf.generation.continuous_batching import Slots
-from jaxrlhf.generation.generate import decoding_stages
-from jaxrlhf.models.slot_cache import columns_read, num_columns
+from jaxrlhf.generation.rollout_settings import Slots, columns_of_steps
+from jaxrlhf.models.kv_cache import columns_read, num_columns
 from jaxrlhf.planner.costs.response_lengths import length_cdf
 from jaxrlhf.planner.workload import ModelCall
 from jaxrlhf.sharding.strategy import Strategy
 
 FEWEST_SLOTS, MOST_CHOICES = 16, 6
 """The fewest slots that a search looks at, and how many numbers of slots, each half of the next."""
+SAVED = 0.98
+"""Slots are looked at where the mean response has at most so much of the length of the longest one."""
 WORTH_SHARING = 0.8
 """Shared prompts are looked at where the cache with them has at most so much of the size that it has without."""
 _SIMULATED = 4096
@@ -34,7 +35,7 @@ class RolloutSteps:
     """The expected work of a generate call on its slowest row shard."""
 
     steps: float
-    """Decoding steps: of all rows at once, after the first token, which prefill draws."""
+    """Decoding steps."""
     groups: float
     """Groups of prompts that are prefilled."""
     columns: float
@@ -44,11 +45,9 @@ class RolloutSteps:
 @functools.lru_cache(maxsize=4096)
 def steps_at_once(lengths: ResponseLengths | None, prompt: int, response: int, rows: int) -> RolloutSteps:
     """The steps until the longest of `rows` responses, of at most `response` tokens, has ended."""
-    goes_on = 1.0 - length_cdf(lengths, response)[:-1] ** rows  # the probability that step 1, 2, ... is made
-    slots = np.concatenate([np.full(steps, size) for size, steps in decoding_stages(response)])
+    goes_on = 1.0 - np.concatenate([[0.0], length_cdf(lengths, response)[:-1]]) ** rows  # the chance of each step
     steps = float(goes_on.sum())
-    columns = float((goes_on * slots).sum()) / steps if steps else slots[0] if len(slots) else response
-    return RolloutSteps(steps, 1.0, prompt + columns)
+    return RolloutSteps(steps, 1.0, float((goes_on * columns_of_steps(prompt, response)).sum()) / steps)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -137,7 +136,7 @@ def simulate_slots(lengths: Sequence[int] | np.ndarray, num_samples: int, slots:
 
 def slot_choices(call: ModelCall, strategy: Strategy) -> list[Strategy]:
     """The strategy with every number of slots that is worth a look: powers of two, fewer than a row shard has rows, and
-    at least as many as samples of a prompt enter together. None if nothing is known of lengths.
+    at least as many as samples of a prompt enter together. None where lengths are unknown, or hardly differ.
 
     Prompts enter when an eighth of the slots is free, or there is room for 8 of them: wider groups are prefilled
     faster, and leave more slots empty. Where that makes the cache much smaller, every number of slots is also looked at
@@ -146,6 +145,9 @@ def slot_choices(call: ModelCall, strategy: Strategy) -> list[Strategy]:
     if call.kind != "generate" or call.lengths is None or strategy.pipeline > 1 or strategy.micro_batches > 1:
         return []
     rows, n = math.ceil(call.part_rows(strategy)) * call.num_samples, call.num_samples
+    one, longest = (steps_at_once(call.lengths, call.prompt, call.response, each).steps for each in (1, rows))
+    if longest * SAVED < one:
+        return []
     sizes = [2**i for i in range(rows.bit_length()) if max(FEWEST_SLOTS, n) <= 2**i < rows]
     choices = []
     for size in sizes[-MOST_CHOICES:]:

@@ -12,7 +12,7 @@ D hidden size, F MLP size, H query heads, K key-value heads, h head size, V voca
 import dataclasses
 from typing import Literal, NamedTuple, get_args
 
-from jaxrlhf.generation.generate import slots_read
+from jaxrlhf.generation.rollout_settings import mean_columns
 from jaxrlhf.generation.sampling import seen_dtype
 from jaxrlhf.models import architecture
 from jaxrlhf.models.architecture import MATRICES, Matrix, matrix_numbers, matrix_widths, read_and_written
@@ -87,7 +87,7 @@ def analytic_work(call: ModelCall, phase: Phase, *, tensor: int, fsdp: int, rema
     are not merged first, they are applied beside them.
     """
     if phase == "decode":  # attention reads all slots of the cache, those that are still empty too
-        layer, rest = decode_work(call, tensor=tensor, slots=slots_read(call.prompt, call.response))
+        layer, rest = decode_work(call, tensor=tensor, slots=mean_columns(call.prompt, call.response))
     else:
         layer, rest = _pass_work(call, phase, tensor=tensor, fsdp=fsdp, remat=remat)
     if call.lora is None or call.merges:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from jaxrlhf.cluster.cluster_text import read_cluster
-from jaxrlhf.generation.generate import cache_sizes, slots_read
+from jaxrlhf.generation.rollout_settings import decoding_stages, mean_columns
 from jaxrlhf.models.architecture import forward_flops
 from jaxrlhf.planner.compiled.compiled_work import ROWS, compile_work, depths, tensor_degrees, work_from_counts
 from jaxrlhf.planner.compiled.program_counts import Collective, Counts, Loop, ProgramCounts
@@ -60,19 +60,19 @@ def test_what_is_computed_anew_is_counted_again():
 
 def test_a_decoding_step_is_the_mean_over_growing_caches():
     call = ppo(response=80, num_samples=2).workload.call("actor.generate")
-    rows, sizes = ROWS["generate"] * 2, cache_sizes(80)
-    assert len(sizes) > 1
+    rows, stages = ROWS["generate"] * 2, decoding_stages(call.prompt, 80)
+    assert len(stages) > 1
 
     def program(num_layers: int) -> ProgramCounts:
         loops = [
             Loop(f"while.{i}", "decode", None, ProgramCounts({"decode": Counts(1.0 * size * num_layers * rows)}))
-            for i, size in enumerate(sizes)
+            for i, (size, _) in enumerate(stages)
         ]
         return ProgramCounts({"prefill": Counts(7.0 * num_layers * ROWS["generate"])}, tuple(loops))
 
     work = functools.partial(work_from_counts, {(call.name, n, 1): program(n) for n in depths(call)})
-    mean = slots_read(0, 80)
-    assert mean == pytest.approx((32 * 32 + 64 * 32 + 80 * 15) / 79)
+    mean = mean_columns(call.prompt, 80)
+    assert mean == pytest.approx(sum(size * steps for size, steps in stages) / 80)
     assert work(call, "decode", tensor=1, fsdp=1, remat="none").layer.flops == pytest.approx(mean)
     assert work(call, "prefill", tensor=1, fsdp=1, remat="none").layer.flops == 7.0
 

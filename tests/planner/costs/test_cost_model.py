@@ -77,7 +77,7 @@ def test_stages_fill_and_drain():
     chunked = seconds("actor.train", data=4, pipeline=2, chunks=2, micro_batches=4, model=model)
     assert (chunked.passes, chunked.bubbles) == (4 * 2.5, 1.0)
     ring = seconds("actor.generate", data=4, pipeline=2, model=model)
-    assert (ring.passes, ring.bubbles) == (2 * (2.5 + 7 * 2.5), 2.5 + 2.5)
+    assert (ring.passes, ring.bubbles) == (2 * (2.5 + 8 * 2.5), 2.5 + 2.5)
 
 
 def test_sends_that_passes_hide_take_no_time():
@@ -99,7 +99,7 @@ def test_sends_that_passes_hide_take_no_time():
     ticks = sends("actor.generate")
     prompts = STEP.workload.call("actor.generate").prompt * TINY.hidden_size * 4 * 4
     first, later = (model.of(call, range(16), Strategy(pipeline=2, data=8)).send(x) for x in (prompts, prompts / 8))
-    assert ticks == pytest.approx(3 * first + (1 + 2 * 8) * later)
+    assert ticks == pytest.approx(3 * first + 2 * (8 + 1) * later)
     assert model.seconds(call, range(16), Strategy(pipeline=2, data=8, micro_batches=8)).bubbles > 0
 
 

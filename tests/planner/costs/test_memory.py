@@ -8,9 +8,9 @@ import jax
 import pytest
 
 from jaxrlhf.models.architecture import declare, num_parameters
+from jaxrlhf.models.kv_cache import KVCache, SharedPrompts, grown_columns
 from jaxrlhf.models.lora import LoRAConfig
 from jaxrlhf.models.params import param_shardings
-from jaxrlhf.models.slot_cache import SharedPrompts, SlotCache
 from jaxrlhf.planner.costs.memory import cache_bytes, call_memory, evenness, weight_bytes
 from jaxrlhf.planner.workload import ModelCall
 from jaxrlhf.programs.ahead_of_time import call_program
@@ -55,13 +55,15 @@ def test_a_cache_is_counted_as_it_is():
     call = dataclasses.replace(ppo(response=40).workload.call("actor.generate"), num_samples=2)
     for strategy in (Strategy(), Strategy(data=2, tensor=2), Strategy(pipeline=2, micro_batches=2)):
         rows = 16 * 2 // strategy.num_row_shards // strategy.micro_batches
-        numbers = rows * (8 + 40) * (TINY.num_layers // strategy.pipeline) * 2 * (2 // strategy.tensor) * 8
+        numbers = (
+            rows * grown_columns(8 + 40 - 1) * (TINY.num_layers // strategy.pipeline) * 2 * (2 // strategy.tensor) * 8
+        )
         assert cache_bytes(call, strategy) == numbers * 4
     one = Layout.over((0,), Strategy())
     for rows, shared in ((3, 0), (20, 0), (20, 4)):
         prompts = (lambda rows=rows: SharedPrompts.empty(4, 2, rows, 8 - 1, TINY, one)) if shared else lambda: None
         tokens = 40 if shared else 8 + 40 - 1
-        cache = jax.eval_shape(lambda: SlotCache.empty(rows, tokens, TINY, one, prompts()))  # noqa: B023
+        cache = jax.eval_shape(lambda: KVCache.empty(rows, tokens, TINY, one, prompts=prompts()))  # noqa: B023
         held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache) if x.ndim == 4)
         assert cache_bytes(call, Strategy(data=2, slots=rows, shared_prompts=shared)) == held
 

@@ -10,8 +10,9 @@ import pytest
 
 from jaxrlhf.config.plan_config import ResponseLengths
 from jaxrlhf.experience import Sampling
-from jaxrlhf.generation.continuous_batching import RolloutSettings, Slots, Until, advance, begin, make_queue
-from jaxrlhf.generation.generate import prepare, slots_read
+from jaxrlhf.generation.continuous_batching import advance, begin, make_queue
+from jaxrlhf.generation.decoding_weights import prepare
+from jaxrlhf.generation.rollout_settings import RolloutSettings, Slots, Until, decoding_stages, mean_columns
 from jaxrlhf.planner.costs.response_lengths import length_cdf, median_length
 from jaxrlhf.planner.costs.rollout_steps import simulate_slots, slot_choices, steps_at_once, steps_in_slots
 from jaxrlhf.sharding.strategy import Strategy
@@ -41,9 +42,9 @@ def test_lengths_have_the_mean_and_the_percentile_that_were_given(mean, p99, mos
 def test_lengths_without_spread_are_those_of_full_responses():
     for lengths in (None, ResponseLengths(mean=8, p99=8)):
         np.testing.assert_array_equal(length_cdf(lengths, 8), [0] * 7 + [1])
-        assert steps_at_once(lengths, 64, 8, rows=512).steps == 7
+        assert steps_at_once(lengths, 64, 8, rows=512).steps == 8
         assert steps_at_once(lengths, 64, 200, rows=1).columns == pytest.approx(
-            slots_read(64, 200) if lengths is None else 64 + 50
+            mean_columns(64, 200) if lengths is None else decoding_stages(64, 200)[0][0]
         )
 
 
@@ -63,7 +64,7 @@ def test_lengths_that_cannot_be_are_refused(mean, p99, message):
 
 def test_all_rows_at_once_go_on_until_the_longest_has_ended():
     drawn = 1 + np.searchsorted(length_cdf(TAILED, 256), np.random.default_rng(0).random((4000, 64)))
-    assert steps_at_once(TAILED, 64, 256, 64).steps + 1 == pytest.approx(drawn.max(axis=1).mean(), rel=0.02)
+    assert steps_at_once(TAILED, 64, 256, 64).steps == pytest.approx(drawn.max(axis=1).mean(), rel=0.02)
 
 
 def test_slots_are_filled_again_when_a_round_has_ended():
@@ -121,7 +122,7 @@ def test_steps_are_those_of_a_rollout(name):
     queue = make_queue(prompts, settings)
     ready = jax.jit(prepare, static_argnums=(1, 2))(params(), CONFIG, LAYOUT)
     run: Any = jax.jit(advance, static_argnames="settings")
-    done = run(ready, queue, begin(queue, settings), NOISES, jnp.float32(1.0), settings, Until())
+    done = run(ready, queue, begin(ready, queue, settings), NOISES, jnp.float32(1.0), settings, Until())
     lengths = np.asarray(done.outputs.lengths)
     simulated = simulate_slots(lengths, n, slots)
     assert (simulated.rounds, simulated.groups) == (int(done.rounds), int(done.groups))

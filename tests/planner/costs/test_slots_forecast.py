@@ -7,6 +7,7 @@ import pytest
 
 from jaxrlhf.cluster.cluster_text import read_cluster
 from jaxrlhf.config.plan_config import ResponseLengths
+from jaxrlhf.generation.rollout_settings import mean_columns
 from jaxrlhf.planner.costs.cost_model import CostModel, PassSeconds
 from jaxrlhf.planner.make_plan import Planned, plan_workload
 from jaxrlhf.planner.report import call_rows, plan_json, summary_lines
@@ -48,7 +49,7 @@ def test_responses_of_full_length_take_what_they_take_without_lengths(cluster):
 def test_short_responses_take_less_and_those_in_slots_least():
     in_slots = Strategy(slots=128)
     assert seconds(TAILED, in_slots) < seconds(TAILED) / 2 < seconds(None) / 2
-    assert seconds(None) < seconds(None, in_slots)
+    assert seconds(None, in_slots) == pytest.approx(seconds(None), rel=0.01)
 
 
 def test_measured_phases_of_slots_add_up():
@@ -69,9 +70,9 @@ def test_a_step_costs_no_less_than_its_columns_say():
     measured: Any = lambda call, phase, *_: PassSeconds(1.0, 0.0) if phase == "decode" else None  # noqa: E731
     model = CostModel(CPU, measured=measured)
     call = dataclasses.replace(CALL, lengths=TAILED)
-    usual = model.of(call, range(1), Strategy()).step(512, 64 + 159.62352941176471)
+    usual = model.of(call, range(1), Strategy()).step(512, mean_columns(64, 256))
     few = model.of(call, range(1), Strategy()).step(512, 64.0)
-    assert usual == pytest.approx(4.0, rel=1e-6) and 4 * 64 / 223.7 <= few < usual
+    assert usual == pytest.approx(4.0, rel=1e-6) and 4 * 64 / 224 <= few < usual
 
 
 def test_a_long_tail_gets_slots_and_equal_lengths_do_not():
