@@ -35,10 +35,14 @@ def devices_from_text(text: str) -> tuple[int, ...]:
 
 
 def devices_to_text(devices: tuple[int, ...]) -> str:
-    """Positions of devices as `devices_from_text` reads them: '0-3' if they are consecutive."""
-    if len(devices) > 1 and devices == tuple(range(devices[0], devices[-1] + 1)):
-        return f"{devices[0]}-{devices[-1]}"
-    return ",".join(map(str, devices))
+    """Positions of devices as `devices_from_text` reads them, consecutive ones as a range: '0-3,8'."""
+    spans: list[list[int]] = []
+    for device in devices:
+        if spans and device == spans[-1][-1] + 1:
+            spans[-1][1:] = [device]
+        else:
+            spans.append([device])
+    return ",".join("-".join(map(str, span)) for span in spans)
 
 
 @dataclasses.dataclass(frozen=True)

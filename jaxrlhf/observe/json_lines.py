@@ -13,13 +13,12 @@ from jaxrlhf.writing import replacing, writing
 class JsonLinesWriter:
     """Appends records to a file. Readers see each line as soon as it is written, and whole.
 
-    A killed run may leave half a line at the end of its file, which is removed when the file is opened again.
+    A killed run may leave half a line at the end of its file, which `truncate` removes before the file is opened again.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         with writing(path):
-            _mend_last_line(path)
             # unbuffered: a buffer would be flushed, and fail, once more when the file is closed
             self._file = path.open("ab", buffering=0)
 
@@ -92,21 +91,6 @@ def _lines_and_records(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
             raise ValueError(f"{path}, line {number}: every line must be a JSON object. Got {line[:80]!r}.")
         found.append((line, record))
     return found
-
-
-def _mend_last_line(path: Path) -> None:
-    if not path.exists():
-        return
-    content = path.read_bytes()
-    last = content[content.rfind(b"\n") + 1 :]
-    if not last:
-        return
-    with path.open("r+b") as file:
-        if _parses(last):
-            file.seek(0, 2)
-            file.write(b"\n")
-        else:
-            file.truncate(len(content) - len(last))
 
 
 def _parses(line: bytes) -> bool:

@@ -19,6 +19,7 @@ from jaxrlhf.execution.step_result import StepResult
 from jaxrlhf.execution.weight_store import WeightStore
 from jaxrlhf.observe.chrome_trace import write_chrome_trace
 from jaxrlhf.observe.console import Console
+from jaxrlhf.observe.events import WAIT
 from jaxrlhf.observe.json_lines import split_non_finite
 from jaxrlhf.observe.metrics import TrainingError, check_finite, flatten, without_times
 from jaxrlhf.observe.progress import Progress
@@ -355,7 +356,7 @@ class Trainer:
             return
         self._records.sync()
         value = self._evaluator.value(done) if self._config.output.keep_best else None
-        with self._timeline.wait("checkpoint", step=done, phase="checkpoint"):
+        with self._timeline.host("checkpoint", kind=WAIT, step=done, phase="checkpoint"):
             self._checkpoints.save_steps(done, self._executor, state, value=value)
         self._saved = done
         self._requests.has_unsaved(False)

@@ -42,13 +42,10 @@ def test_nan_is_refused(tmp_path: Path) -> None:
         (b"", []),
     ],
 )
-def test_what_a_killed_run_left_is_mended(tmp_path: Path, left: bytes, kept: list[dict[str, int]]) -> None:
+def test_what_a_killed_run_left_is_read(tmp_path: Path, left: bytes, kept: list[dict[str, int]]) -> None:
     path = tmp_path / "x.jsonl"
     path.write_bytes(left)
     assert read_json_lines(path) == kept
-    with contextlib.closing(JsonLinesWriter(path)) as writer:
-        writer.write({"a": 9})
-    assert read_json_lines(path) == [*kept, {"a": 9}]
 
 
 @pytest.mark.parametrize("line", ["{'a': 1}", "[1]", ""])
