@@ -11,7 +11,7 @@ import numpy as np
 from jaxrlhf.execution.executor import Executor
 from jaxrlhf.observe.metrics import best_evaluation, evaluations_in, flatten, less_is_better
 from jaxrlhf.run.assembly import Assembly, Phase
-from jaxrlhf.run.records import Records, SilentRecords
+from jaxrlhf.run.records import Records
 
 EVALUATION_STEP = 2**32 - 1
 """The step number that determines the noise of every evaluation. No training step has it."""
@@ -55,7 +55,7 @@ class Evaluator:
         value = next((metrics.get(self._metric, math.nan) for at, metrics in self.results if at == done), math.nan)
         return self._sign * value if done > self._since and math.isfinite(value) else None
 
-    def run(self, done: int, state: Any, executor: Executor, records: Records | SilentRecords) -> dict[str, float]:
+    def run(self, done: int, state: Any, executor: Executor, records: Records) -> dict[str, float]:
         """Evaluates the current weights. Metrics and samples are written to the records.
 
         Args:
@@ -68,7 +68,7 @@ class Evaluator:
         self.results.append((done, metrics))
         return metrics
 
-    def _sampled(self, done: int, executor: Executor, records: Records | SilentRecords) -> dict[str, float]:
+    def _sampled(self, done: int, executor: Executor, records: Records) -> dict[str, float]:
         """Scores and lengths of responses to held-out prompts."""
         phase = self._assembly.evaluation
         if phase is None:

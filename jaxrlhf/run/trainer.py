@@ -32,7 +32,7 @@ from jaxrlhf.run.evaluation import Evaluator
 from jaxrlhf.run.export import export
 from jaxrlhf.run.first_weights import Placed, load_first_weights
 from jaxrlhf.run.interruption import Requests, RunStopped, StopRequest
-from jaxrlhf.run.records import open_records
+from jaxrlhf.run.records import Records
 from jaxrlhf.run.resume_point import ResumePoint, newest_position, what_is_kept
 from jaxrlhf.run.run_folder import RunFolder
 from jaxrlhf.run.step_metrics import balance_metrics, count_tokens, decoding_metrics, throughput_metrics
@@ -100,7 +100,7 @@ class Trainer:
             assembly.train.roles, seed=self._config.seed, timeline=self._timeline, channel=channel,
             part_tokens=assembly.config.output.part_tokens,
         )  # fmt: skip
-        self._records = open_records(channel, folder, assembly.config, assembly.table, resume, console.line)
+        self._records = Records(channel, folder, assembly.config, assembly.table, resume, console.line)
         self._checkpoints = Checkpoints(assembly, folder, channel)
         stop = stop or StopRequest()
         stop.abandon = self._executor.abandon_functions
@@ -228,13 +228,13 @@ class Trainer:
                     self._records.write_metrics(0, metrics)
                     check_finite(metrics, step=done)
                     progress.update(done, {"loss": metrics["warm_start/actor/loss"]})
-                    asked = self._requests.look()
-                    if asked.stop or asked.save:
+                    stops, saves = self._requests.look()
+                    if stops or saves:
                         self._records.sync()
                         self._checkpoints.save_warm_start(done, executor, state)
                         self._requests.has_unsaved(False)
                         progress.resume()
-                    if asked.stop:
+                    if stops:
                         self._checkpoints.wait()
                         message = f"Saved after {done} of {config.steps} updates of the warm start."
                         raise self._requests.stopped(message)
@@ -253,7 +253,7 @@ class Trainer:
             self._executor.say = progress.within_step
             if self._saved is not None:
                 progress.saved(self._saved)
-            if first_step < config.steps and self._requests.look().stop:  # requested while weights were made
+            if first_step < config.steps and self._requests.look()[0]:  # requested while weights were made
                 self._save(first_step, state)
                 raise self._stopped(first_step)
             for step in range(first_step, config.steps):
@@ -267,9 +267,9 @@ class Trainer:
                 self._requests.has_unsaved(True)
                 state, done = result.state, step + 1
                 unread.append((step, result))
-                asked = self._requests.look()
-                evaluates, stops = self._evaluator.is_due(done), asked.stop and done < config.steps
-                saves = self._checkpoints.is_due(done) or asked.save or stops
+                asked_to_stop, asked_to_save = self._requests.look()
+                evaluates, stops = self._evaluator.is_due(done), asked_to_stop and done < config.steps
+                saves = self._checkpoints.is_due(done) or asked_to_save or stops
                 # metrics are read a step late, so that the devices do not wait for Python
                 while len(unread) > (0 if evaluates or saves else 1):
                     self._report(*unread.popleft(), progress)
