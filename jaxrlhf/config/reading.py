@@ -15,6 +15,7 @@ ConfigError that names file and key:
 import collections.abc
 import copy
 import dataclasses
+import functools
 import importlib.resources
 import os
 import re
@@ -158,14 +159,6 @@ def apply_overrides(tree: Tree, overrides: Sequence[str]) -> Tree:
     return tree
 
 
-def build(cls: type[T], tree: Any, *, where: str, path: str = "") -> T:
-    """An instance of the dataclass `cls` from a tree.
-
-    Errors name the source of the tree, `where`, and keys, which begin with `path` if the tree is a part of the source.
-    """
-    return _build(cls, tree, where, path)
-
-
 def to_tree(value: Any) -> Any:
     """A dataclass as plain data with all defaults, from which `build` makes an equal one."""
     if dataclasses.is_dataclass(value):
@@ -194,11 +187,15 @@ def dump_yaml(value: Any) -> str:
     return strict_yaml.to_text(to_tree(value))
 
 
-def _build(hint: Any, value: Any, where: str, path: str) -> Any:
-    """A value of type `hint`, from the key `path` of a tree."""
+def build(hint: Any, value: Any, where: str, path: str = "") -> Any:
+    """A value of type `hint`, such as an instance of a dataclass, from a tree.
+
+    Errors name the source of the tree, `where`, and keys, which begin with `path` if the tree is a part of the source.
+    """
     origin, options = typing.get_origin(hint), typing.get_args(hint)
     if dataclasses.is_dataclass(hint):
-        return _build_dataclass(hint, value, where, path)
+        arguments = _build_fields(hint, value, where, path, all_of_them=True)
+        return _make(hint, arguments, where, path, [field.name for field in dataclasses.fields(hint) if field.init])
     if hint in _SCALARS:
         return _build_scalar(hint, value, where, path)
     if hint is Any:
@@ -212,16 +209,16 @@ def _build(hint: Any, value: Any, where: str, path: str) -> Any:
         raise _error(where, path, f"expected one of {listed}", value, suggestion.strip())
     if origin in (typing.Union, types.UnionType) and len(options) == 2 and type(None) in options:
         (given,) = (option for option in options if option is not type(None))
-        return None if value is None else _build(given, value, where, path)
+        return None if value is None else build(given, value, where, path)
     if origin in (typing.Union, types.UnionType) and type(None) not in options:
         form = tuple if isinstance(value, list) else type(value)
         alike = (option for option in options if (typing.get_origin(option) or option) is form)
-        return _build(next(alike, options[0]), value, where, path)
+        return build(next(alike, options[0]), value, where, path)
     if origin in (list, tuple):
         return _build_list(origin, options, value, where, path)
     if origin in (dict, collections.abc.Mapping) and options[0] is str:
         items = _mapping(value, where, path).items()
-        return FrozenDict({key: _build(options[1], item, where, _join(path, key)) for key, item in items})
+        return FrozenDict({key: build(options[1], item, where, _join(path, key)) for key, item in items})
     if origin in (dict, collections.abc.Mapping) and options[0] is int:
         return _build_numbered(options[1], value, where, path)
     if origin is Stated:
@@ -232,12 +229,11 @@ def _build(hint: Any, value: Any, where: str, path: str) -> Any:
     )
 
 
-def _build_dataclass(cls: Any, value: Any, where: str, path: str) -> Any:
-    arguments = _build_fields(cls, value, where, path, all_of_them=True)
+def _make(make: Callable[..., Any], arguments: Tree, where: str, path: str, fields: Collection[str]) -> Any:
+    """Calls a function, whose ValueErrors, which may begin with one of some fields, are located in the tree."""
     try:
-        return cls(**arguments)
+        return make(**arguments)
     except ValueError as error:
-        fields = [field.name for field in dataclasses.fields(cls) if field.init]
         raise ConfigError(f"{where}: {_located(str(error), path, fields)}") from error
 
 
@@ -264,27 +260,20 @@ def _build_fields(cls: Any, value: Any, where: str, path: str, *, all_of_them: b
         if INLINE in field.metadata:
             inner = keys_of(hints[name])
             part = {key: item for key, item in tree.items() if key in inner}
-            arguments[name] = _build(hints[name], part, where, path)
+            arguments[name] = build(hints[name], part, where, path)
         elif name in tree:
             item = tree[name]
             if dataclasses.is_dataclass(default) and isinstance(item, Mapping):  # merged over the default
                 item = merge(to_tree(default), dict(item))
-            arguments[name] = _build_field(field, hints[name], item, where, _join(path, name))
+            inner, read, _ = field.metadata.get(FORM, (hints[name], None, None))
+            built = build(inner, item, where, _join(path, name))
+            if read is not None:
+                keys = keys_of(inner) if dataclasses.is_dataclass(inner) else ()
+                built = _make(functools.partial(read, built), {}, where, _join(path, name), keys)
+            arguments[name] = built
         elif all_of_them and default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             raise ConfigError(f"{_place(where, _join(path, name))}: required. Got nothing. Write `{name}: ...`.")
     return arguments
-
-
-def _build_field(field: dataclasses.Field[Any], hint: Any, value: Any, where: str, path: str) -> Any:
-    if FORM not in field.metadata:
-        return _build(hint, value, where, path)
-    form, read, _ = field.metadata[FORM]
-    written = _build(form, value, where, path)
-    try:
-        return read(written)
-    except ValueError as error:
-        keys = keys_of(form) if isinstance(form, type) and dataclasses.is_dataclass(form) else ()
-        raise ConfigError(f"{where}: {_located(str(error), path, keys)}") from error
 
 
 def _located(message: str, path: str, fields: Collection[str]) -> str:
@@ -309,7 +298,7 @@ def _build_list(origin: type, options: tuple[Any, ...], value: Any, where: str, 
         options = options[:1] * len(value)
     if len(value) != len(options):
         raise _error(where, path, f"expected a list of {len(options)}", value, "")
-    return tuple(_build(option, value[i], where, f"{path}[{i}]") for i, option in enumerate(options))
+    return tuple(build(option, value[i], where, f"{path}[{i}]") for i, option in enumerate(options))
 
 
 def _build_scalar(hint: type, value: Any, where: str, path: str) -> Any:
@@ -332,7 +321,7 @@ def _build_numbered(hint: Any, value: Any, where: str, path: str) -> FrozenDict[
     for key, item in _mapping(texts, where, path).items():
         if re.fullmatch("0|[1-9][0-9]{0,17}", key) is None:
             raise _error(where, path, "a key must be an integer from 0 on", key, "Write a whole number in quotes.")
-        numbered[int(key)] = _build(hint, item, where, _join(path, key))
+        numbered[int(key)] = build(hint, item, where, _join(path, key))
     return FrozenDict(numbered)
 
 
