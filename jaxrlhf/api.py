@@ -26,6 +26,7 @@ from jaxrlhf.observe.metrics import read_metrics
 from jaxrlhf.planner.plans.check_plan import check
 from jaxrlhf.planner.plans.plan import Placement, resolve
 from jaxrlhf.programs.roles import ModelRole
+from jaxrlhf.require import errors_as
 from jaxrlhf.run.assembly import Assembly
 from jaxrlhf.run.configured_sampling import resolved, samplings_of
 from jaxrlhf.run.function_roles import decode_responses
@@ -57,10 +58,8 @@ def train(
         tree["roles"] = {**(tree.get("roles") or {}), "reward": {"function": reward}}
     tree = _with_names(tree)
     _write_rows(tree)
-    try:
+    with errors_as(InputError):
         run_config = build_run(tree, where=where, notes=notes)
-    except ValueError as error:
-        raise InputError(str(error)) from error
     console = Console(quiet=quiet)
     run = prepare(run_config, console)
     return TrainedRun(run.assembly, execute(run, console))

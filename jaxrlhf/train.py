@@ -40,6 +40,7 @@ from jaxrlhf.planner.memory_forecast import MemoryForecast, forecast_memory
 from jaxrlhf.planner.plans.plan_table import plan_rows
 from jaxrlhf.planner.plans.saved_plan import plan_text
 from jaxrlhf.programs.roles import ModelRole
+from jaxrlhf.require import errors_as
 from jaxrlhf.rewards.functions import RewardError
 from jaxrlhf.run.assembly import Assembly, assemble
 from jaxrlhf.run.checkpoints import check_checkpoint
@@ -138,10 +139,8 @@ def read(name_or_path: str, overrides: Sequence[str]) -> RunConfig:
     Raises:
         InputError: The config is invalid.
     """
-    try:
+    with errors_as(InputError):
         return load_run(name_or_path, overrides)
-    except ValueError as error:
-        raise InputError(str(error)) from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,7 +164,7 @@ def start(config: RunConfig, *, detect: bool = False) -> Channel:
         InputError: The devices do not exist, or the other processes cannot be reached.
     """
     garbage.collect_rarely()
-    try:
+    with errors_as(InputError):
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", MEMORY_FRACTION)  # before JAX has devices
         mesh.skip_cuda_check_without_gpu()
         rendezvous = rendezvous_of(os.environ, detect=detect)
@@ -183,8 +182,6 @@ def start(config: RunConfig, *, detect: bool = False) -> Channel:
             jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
         if rendezvous is not None:
             join(rendezvous)
-    except ValueError as error:
-        raise InputError(str(error)) from error
     return Channel.open()
 
 
@@ -215,14 +212,12 @@ def prepare(config: RunConfig, console: Console, channel: Channel | None = None)
             check_checkpoint(resume, assembly)
         return assembly
 
-    try:
+    with errors_as(InputError):
         resume, tables = channel.share(find)  # rows are read once, and sent to the other processes
         draft = channel.together(lambda: draft_step(config, tables=tables))
         found = channel.share(plan) if is_planned(draft) else None  # searches with a time limit differ
         assembly = channel.together(check)
         memory = channel.share(lambda: _memory(assembly, draft))  # of the first process's machine
-    except ValueError as error:
-        raise InputError(str(error)) from error
     _print_assembly(assembly, memory, console)
     if found is not None:
         for note in (found.note, *found.notes):

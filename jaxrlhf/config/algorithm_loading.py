@@ -10,6 +10,7 @@ from jaxrlhf.algorithms.algorithm import Algorithm, NoSettings
 from jaxrlhf.brief import brief, did_you_mean
 from jaxrlhf.config.reading import ConfigError, Tree, known_part
 from jaxrlhf.importing import find_function
+from jaxrlhf.require import errors_as
 
 STEP = "(roles, state, data, config) -> (results, state)"
 
@@ -32,10 +33,8 @@ def load_algorithm(name: str) -> Algorithm:
             )
         return ALGORITHMS[name]
     where = f"Algorithm {brief(name)}"
-    try:
+    with errors_as(ConfigError):
         found = find_function(name, what="Algorithm")
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
     if isinstance(found, type) or not (isinstance(found, Algorithm) or callable(found)):
         raise ConfigError(f"{where}: must be a step function, {STEP}, or an Algorithm. Got {brief(found)}.")
     algorithm = found if isinstance(found, Algorithm) else _around(where, found)

@@ -17,6 +17,7 @@ from jaxrlhf.brief import brief
 from jaxrlhf.call_graph import GraphError, Ref
 from jaxrlhf.name_rules import check_metric_name
 from jaxrlhf.observe.json_lines import read_json_lines, split_non_finite
+from jaxrlhf.require import errors_as
 
 _OF_THE_CLOCK = ("time", "timing_s/", "timing_per_token_ms/", "perf/")
 _RECORD_KEYS = ("step", "time", "non_finite")
@@ -70,10 +71,8 @@ def check_results(step: str, results: Any) -> None:
                 f"{step}: its results must be single numbers, which are reported. Got {x.dtype}{list(x.shape)} at "
                 f"results{jax.tree_util.keystr(path)}. Take its mean in a compute function, or leave it out."
             )
-    try:
+    with errors_as(GraphError, f"{step}: "):
         flatten(jax.tree.map(lambda x: 0.0 if isinstance(x, Ref) else x, results))
-    except ValueError as error:
-        raise GraphError(f"{step}: {error}") from error
 
 
 def check_finite(metrics: Mapping[str, float], *, step: int) -> None:

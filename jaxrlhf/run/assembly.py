@@ -34,6 +34,7 @@ from jaxrlhf.planner.plans.device_order import reuse_training_shards, training_p
 from jaxrlhf.planner.plans.plan import Placement, Plan, resolve
 from jaxrlhf.planner.plans.saved_plan import SavedPlan
 from jaxrlhf.programs.roles import FunctionRole, ModelRole, Role, WeightedSumRole
+from jaxrlhf.require import errors_as
 from jaxrlhf.run.configured_roles import describe, origins
 from jaxrlhf.run.configured_sampling import resolved, samplings_of
 from jaxrlhf.run.find_plan import find_plan, is_planned
@@ -125,10 +126,8 @@ class Assembly:
         """The implementations of attention in a role's calls."""
         placements = [p.plan[call] for p in self.phases.values() for call in p.graph.calls if call.role == role]
         layouts = [Layout.over(placement.devices, placement.strategy) for placement in placements]
-        try:
+        with errors_as(ConfigError, f"roles.{role}.model."):
             return {attention_implementation(model, layout) for layout in layouts}
-        except ValueError as error:
-            raise ConfigError(f"roles.{role}.model.{error}") from error
 
 
 def assemble(

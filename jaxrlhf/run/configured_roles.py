@@ -18,6 +18,7 @@ from jaxrlhf.models.config_json import read_config as read_folder
 from jaxrlhf.models.huggingface import check_params, read_origin
 from jaxrlhf.programs.roles import ModelRole, Role, WeightedSumRole
 from jaxrlhf.programs.weight_sets import BASE
+from jaxrlhf.require import errors_as
 from jaxrlhf.run.function_roles import function_role
 
 MAX_PARAMETERS = 10**14
@@ -301,10 +302,8 @@ def _laid_over(stated: Mapping[str, Any], model: ModelConfig, where: str, source
                 f"Got {brief(value)}. Leave it out (where a preset or a base config says it, set {where}.model to null "
                 f"first); free to choose are {free}."
             )
-    try:
+    with errors_as(ConfigError, f"{where}.model."):
         return dataclasses.replace(model, **chosen)
-    except ValueError as error:
-        raise ConfigError(f"{where}.model.{error}") from error
 
 
 def _has_model(role: RoleConfig) -> bool:

@@ -18,6 +18,7 @@ from jaxrlhf.planner.plans.check_plan import check_call, check_entries, check_of
 from jaxrlhf.planner.plans.plan import Placement, PlanError, placement_of
 from jaxrlhf.planner.plans.saved_plan import SavedPlan, read_plan
 from jaxrlhf.planner.report import rollout_lines
+from jaxrlhf.require import errors_as
 from jaxrlhf.run.step_draft import StepDraft
 from jaxrlhf.sharding import mesh
 from jaxrlhf.sharding.strategy import Strategy
@@ -87,13 +88,11 @@ def _check(saved: SavedPlan, draft: StepDraft) -> None:
     saved.check_devices(
         devices_per_node=devices_per_node, kinds=[CPU] * len(kinds) if mesh.platform() == "cpu" else kinds
     )
-    try:
+    with errors_as(PlanError, f"{saved.source}: ", PlanError):
         check_entries(saved.plan.placements, [draft.graph])
         for call in draft.graph.calls:
             if placement := saved.plan.placements.get(call.plan_name):
                 check_call(call, placement, draft.models, mesh.num_devices(), devices_per_node, draft.keys)
-    except PlanError as error:
-        raise PlanError(f"{saved.source}: {error}") from error
 
 
 def plan_draft(

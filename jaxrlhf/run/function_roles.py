@@ -11,6 +11,7 @@ from jaxrlhf.config.schema import RoleConfig
 from jaxrlhf.data.prompts import PromptTable
 from jaxrlhf.experience import STOP, Rollout
 from jaxrlhf.programs.roles import FunctionRole
+from jaxrlhf.require import errors_as
 from jaxrlhf.rewards.functions import (
     ROW_ARGUMENTS,
     RewardError,
@@ -24,19 +25,15 @@ from jaxrlhf.rewards.verifiers import VERIFIERS, RewardFunction
 
 def function_role(name: str, role: RoleConfig, table: PromptTable) -> FunctionRole:
     """A function role of a config, with its function loaded and its arguments checked."""
-    try:
+    with errors_as(ConfigError, f"roles.{name}: "):
         function = load_reward(role.function, role.options)
         check_reward(function, [*table.other, "finished", "num_tokens"], name=name)
-    except ValueError as error:
-        raise ConfigError(f"roles.{name}: {error}") from error
     _check_names(name, role, function, table)
     if role.function in VERIFIERS:  # options name their columns, so only a call shows whether every row has them
         rows = np.arange(len(table.prompts))
         columns = {**table.columns(rows), "finished": [True] * len(rows), "num_tokens": [1] * len(rows)}
-        try:
+        with errors_as(ConfigError, f"roles.{name}: ", RewardError):
             call_reward(function, list(table.prompts), [""] * len(rows), columns, name=name)
-        except RewardError as error:
-            raise ConfigError(f"roles.{name}: {error}") from error
 
     def asked_of(rollout: Rollout) -> tuple[Any, list[str], list[str], dict[str, list[Any]]]:
         rows = np.asarray(rollout.row)

@@ -9,6 +9,7 @@ from jaxrlhf.config.plan_config import ResponseLengths
 from jaxrlhf.config.reading import ConfigError
 from jaxrlhf.observe.metrics import read_metrics
 from jaxrlhf.planner.costs.response_lengths import least_mean, length_cdf
+from jaxrlhf.require import errors_as
 from jaxrlhf.run.run_folder import RunFolder
 from jaxrlhf.run.step_metrics import RESPONSE_LENGTH
 
@@ -29,10 +30,8 @@ def recorded_lengths(lengths: ResponseLengths, limits: Sequence[int]) -> Respons
     if lengths.run:
         lengths = _nearest(*_recorded(lengths.run), limits)
     for most in limits:
-        try:
+        with errors_as(ConfigError, f"{_WHERE}."):
             length_cdf(lengths, most)
-        except ValueError as error:
-            raise ConfigError(f"{_WHERE}.{error}") from error
     return lengths
 
 

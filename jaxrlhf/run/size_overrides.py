@@ -12,6 +12,7 @@ from jaxrlhf.data.prompts import load_prompts
 from jaxrlhf.data.tokenizer import TokenizerConfig
 from jaxrlhf.experience import Sampling
 from jaxrlhf.planner.plans.config_keys import paths_of
+from jaxrlhf.require import errors_as
 from jaxrlhf.run.configured_sampling import map_settings, without_tokens
 from jaxrlhf.run.step_rows import Tables
 
@@ -48,12 +49,10 @@ def with_lengths(config: RunConfig, text: str) -> RunConfig:
         ConfigError: No responses have such lengths.
     """
     mean, comma, p99 = (part.strip() for part in text.partition(","))
-    try:
-        lengths = ResponseLengths(run=text)
-        if comma and mean.replace(".", "", 1).isdecimal() and p99.isdecimal():
+    lengths = ResponseLengths(run=text)
+    if comma and mean.replace(".", "", 1).isdecimal() and p99.isdecimal():
+        with errors_as(ConfigError, "--lengths: "):
             lengths = ResponseLengths(mean=float(mean), p99=int(p99))
-    except ValueError as error:
-        raise ConfigError(f"--lengths: {error}") from error
     return dataclasses.replace(config, plan=dataclasses.replace(config.plan, lengths=lengths))
 
 

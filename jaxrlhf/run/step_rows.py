@@ -15,6 +15,7 @@ from jaxrlhf.config.reading import ConfigError
 from jaxrlhf.config.schema import RunConfig
 from jaxrlhf.data.loader import PromptLoader
 from jaxrlhf.data.prompts import PromptTable, load_prompts
+from jaxrlhf.require import errors_as
 from jaxrlhf.run.configured_roles import check_origins
 from jaxrlhf.run.configured_tokenizer import configured_tokenizer
 from jaxrlhf.run.length_means import LengthMeans
@@ -51,10 +52,8 @@ def load_tables(config: RunConfig) -> Tables:
     main = load_prompts(config.data, configured_tokenizer(config))
     more = {}
     for name, data in config.datasets.items():
-        try:
+        with errors_as(ConfigError, f"datasets.{name}: "):
             more[name] = load_prompts(data, main.tokenizer)
-        except ValueError as error:
-            raise ConfigError(f"datasets.{name}: {error}") from error
     return Tables(main, more)
 
 
