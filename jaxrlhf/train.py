@@ -388,9 +388,8 @@ def _compared(run: Run, folder: RunFolder) -> Comparison | None:
     saved, resume = run.assembly.saved, run.resume
     if saved is None:
         return None
-    position = resume.position if resume is not None else None
-    started_at = position.done if position is not None and position.phase == "steps" else 0
-    return compare(saved, read_metrics(folder.metrics), after=started_at + 1)
+    started_at = resume.steps_done if resume is not None else None
+    return compare(saved, read_metrics(folder.metrics), after=(started_at or 0) + 1)
 
 
 def _print_outcome(

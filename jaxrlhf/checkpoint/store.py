@@ -70,10 +70,6 @@ class CheckpointStore:
         }
         self._manager = ocp.CheckpointManager(self._folder, options=options, item_handlers=handlers)
 
-    def latest(self) -> int | None:
-        """The number of the newest complete checkpoint."""
-        return self._manager.latest_step()
-
     def save(self, number: int, arrays: Any, meta: Mapping[str, Any], *, value: float | None = None) -> None:
         """Saves a pytree of arrays and plain JSON data. The arrays may be donated as soon as this returns.
 

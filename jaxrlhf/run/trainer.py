@@ -105,14 +105,12 @@ class Trainer:
         stop = stop or StopRequest()
         stop.abandon = self._executor.abandon_functions
         self._requests = Requests(stop, self._checkpoints, channel)
-        branches_at = resume.position if resume is not None and resume.is_branch else None
-        since = branches_at.done if branches_at is not None and branches_at.phase == "steps" else 0
-        self._evaluator = Evaluator(assembly, self._records.history, since=since)
+        done, is_branch = (resume.steps_done, resume.is_branch) if resume is not None else (None, False)
+        self._evaluator = Evaluator(assembly, self._records.history, since=(done or 0) if is_branch else 0)
         scored = [record for record in self._records.history if "critic/score/mean" in record]
         self._rewards: list[float] = [record["critic/score/mean"] for record in scored]
         self._reported = 0.0
-        at = resume.position if resume and not resume.is_branch else None
-        self._saved = at.done if at and at.phase == "steps" else None
+        self._saved = None if is_branch else done
         """Steps done at the newest checkpoint of this folder."""
 
     def run(self) -> Outcome:
@@ -387,7 +385,7 @@ class Trainer:
         position = newest_position(self._folder)
         if position is None:
             return "No checkpoint was saved before it: set output.checkpoint_every or output.checkpoint_minutes."
-        newest = ResumePoint(self._folder, position).checkpoint
+        newest = position.checkpoint(self._folder)
         return f"The last good checkpoint is {newest}; if the same comes of it, name one before."
 
     def _versions(self) -> dict[str, int]:
