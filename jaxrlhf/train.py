@@ -49,7 +49,7 @@ from jaxrlhf.run.find_plan import FoundPlan, find_plan, is_planned
 from jaxrlhf.run.interruption import RunStopped, StopRequest
 from jaxrlhf.run.resume_point import ResumePoint, find_resume_point, newest_position, set_aside, what_is_kept
 from jaxrlhf.run.run_folder import RunFolder, RunFolderError, check_run_folder, collect_versions
-from jaxrlhf.run.step_draft import StepDraft, draft_step
+from jaxrlhf.run.step_draft import draft_step
 from jaxrlhf.run.step_rows import Tables, load_tables
 from jaxrlhf.run.trainer import Outcome, Trainer
 from jaxrlhf.sharding import mesh
@@ -96,49 +96,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not options.dry_run:
             execute(run, console, owns_process=True)
         channel.close()
-    except (InputError, RewardError, TrainingError, CheckpointError, UnwritableError) as error:
-        if channel.count == 1 or (channel.is_first and _is_in_all(error, channel)):
-            console.error(str(error))
-        return _end_after(error, channel, 1)
     except RunStopped as stopped:
         console.line(f"{stopped} Start it again with --resume auto to go on.")
         channel.close()
         return stopped.exit_status
-    except KeyboardInterrupt as error:
-        if channel.count == 1:
-            console.error("Interrupted.")
-        return _end_after(error, channel, 130)
     except BaseException as error:
-        _end_after(error, channel, 1)
-        raise
-    return 0
-
-
-def _is_in_all(error: BaseException, channel: Channel) -> bool:
-    """Returns whether every process of the run has this error: it was shared, or is about metrics, which all have."""
-    return channel.is_shared(error) or isinstance(error, TrainingError)
-
-
-def _end_after(error: BaseException, channel: Channel, status: int) -> int:
-    """Closes the channel after an error. An error that the other processes do not have ends them too."""
-    if channel.count == 1 or _is_in_all(error, channel):
-        channel.close()
+        expected = isinstance(error, (*EXPECTED, KeyboardInterrupt))
+        status = 130 if isinstance(error, KeyboardInterrupt) else 1
+        message = (str(error) or "Interrupted.") if expected else None
+        # of several processes, all have this error, or it ends the others too
+        if channel.count == 1 or channel.is_shared(error) or isinstance(error, TrainingError):
+            if message is not None and channel.is_first:
+                console.error(message)
+            channel.close()
+        else:
+            channel.abort(error, status=status, message=message)
+        if not expected:
+            raise
         return status
-    known = isinstance(error, InputError | RewardError | CheckpointError | UnwritableError | KeyboardInterrupt)
-    channel.abort(error, status=status, message=(str(error) or "Interrupted.") if known else None)
-    return status
+    return 0
 
 
 class InputError(ValueError):
     """Config, data and plan do not fit together."""
 
 
-def read(name_or_path: str, overrides: Sequence[str]) -> RunConfig:
-    """The run that a config describes.
+EXPECTED = (InputError, RewardError, TrainingError, CheckpointError, UnwritableError)
+"""Errors that the user can fix."""
 
-    Raises:
-        InputError: The config is invalid.
-    """
+
+def read(name_or_path: str, overrides: Sequence[str]) -> RunConfig:
+    """The run that a config describes. Raises InputError if it is invalid."""
     with errors_as(InputError):
         return load_run(name_or_path, overrides)
 
@@ -212,17 +200,21 @@ def prepare(config: RunConfig, console: Console, channel: Channel | None = None)
             check_checkpoint(resume, assembly)
         return assembly
 
+    def memory_needed() -> MemoryForecast:
+        limits = config.devices_memory
+        cluster = local_cluster(limits, any_kind=True)
+        return forecast_memory(draft.workload(), cluster, assembly.train.plan, limit=limits.host_bytes)
+
     with errors_as(InputError):
         resume, tables = channel.share(find)  # rows are read once, and sent to the other processes
         draft = channel.together(lambda: draft_step(config, tables=tables))
         found = channel.share(plan) if is_planned(draft) else None  # searches with a time limit differ
         assembly = channel.together(check)
-        memory = channel.share(lambda: _memory(assembly, draft))  # of the first process's machine
+        memory = channel.share(memory_needed)  # of the first process's machine
     _print_assembly(assembly, memory, console)
-    if found is not None:
-        for note in (found.note, *found.notes):
-            console.line(f"Note: {note}")
-    for note in resume.notes if resume is not None else ():
+    of_plan = (found.note, *found.notes) if found is not None else ()
+    of_resuming = resume.notes if resume is not None else ()
+    for note in (*assembly.warnings, *memory.notes, *of_plan, *of_resuming):
         console.line(f"Note: {note}")
     return Run(assembly, resume, channel)
 
@@ -239,17 +231,24 @@ def execute(run: Run, console: Console, *, owns_process: bool = False) -> Outcom
     """
     started = time.perf_counter()
     resume, channel = run.resume, run.channel
-    folder = channel.share(lambda: _folder_of(run))
+    config = run.assembly.config
+    if resume is None or resume.is_branch:
+        folder = channel.share(lambda: RunFolder.create(Path(config.output.folder), config.name))
+    else:
+        folder = resume.folder
     try:
         end = functools.partial(_end_at_once, console=console, channel=channel) if owns_process else None
         stop = StopRequest(console.line, end)
         with contextlib.ExitStack() as held, stop, complaints_said_once(console.line):
             channel.share(lambda: _take_over(run, folder, held))
             outcome = Trainer(run.assembly, folder, console, resume=resume, stop=stop, channel=channel).run()
-            compared = _compared(run, folder) if channel.is_first else None
             if channel.is_first:
+                compared, started_at = None, resume.steps_done if resume is not None else None
+                if run.assembly.saved is not None:  # the first step of every start compiles
+                    compared = compare(run.assembly.saved, read_metrics(folder.metrics), after=(started_at or 0) + 1)
                 forecast = {"forecast": compared.to_json()} if compared is not None else {}
                 folder.write_json("outcome.json", outcome.to_json() | forecast)
+                _print_outcome(outcome, console, time.perf_counter() - started, compared)
     except RunFolderError as error:
         raise InputError(str(error)) from error
     except UnwritableError as error:
@@ -259,8 +258,6 @@ def execute(run: Run, console: Console, *, owns_process: bool = False) -> Outcom
         if isinstance(error, RewardError) and error.__cause__ is not None and channel.is_first:
             raise _with_traceback(error, folder) from error
         raise
-    if channel.is_first:
-        _print_outcome(outcome, folder, console, time.perf_counter() - started, compared)
     return outcome
 
 
@@ -300,13 +297,6 @@ def _leave(status: int) -> None:
     sys.exit(status)
 
 
-def _folder_of(run: Run) -> RunFolder:
-    """The folder of a run: a new one, or that of the run that it resumes."""
-    if run.resume is None or run.resume.is_branch:
-        return RunFolder.create(Path(run.assembly.config.output.folder), run.assembly.config.name)
-    return run.resume.folder
-
-
 def _take_over(run: Run, folder: RunFolder, held: contextlib.ExitStack) -> None:
     """Locks a run's folder as long as `held` is open, and writes the description of the run to it."""
     held.enter_context(folder.locked())
@@ -324,11 +314,7 @@ def _take_over(run: Run, folder: RunFolder, held: contextlib.ExitStack) -> None:
 
 
 def _read_options(options: argparse.Namespace) -> RunConfig:
-    """The config that the command line names, with its overrides.
-
-    Raises:
-        InputError: There is none, or it is invalid.
-    """
+    """The config that the command line names, with its overrides."""
     overrides = [*options.set, *([f"resume={json.dumps(options.resume)}"] if options.resume else [])]
     if options.config is not None:
         return read(options.config, overrides)
@@ -342,13 +328,6 @@ def _read_options(options: argparse.Namespace) -> RunConfig:
     )
 
 
-def _memory(assembly: Assembly, draft: StepDraft) -> MemoryForecast:
-    """The forecast of the step's memory on the present devices."""
-    limits = assembly.config.devices_memory
-    cluster = local_cluster(limits, any_kind=True)
-    return forecast_memory(draft.workload(), cluster, assembly.train.plan, limit=limits.host_bytes)
-
-
 def _print_assembly(assembly: Assembly, memory: MemoryForecast, console: Console) -> None:
     count = mesh.num_devices()
     console.line(f"{count} device{'s' if count > 1 else ''} of kind {mesh.device_kind()}")
@@ -360,8 +339,6 @@ def _print_assembly(assembly: Assembly, memory: MemoryForecast, console: Console
         console.table(f"Memory of the step's calls, {memory.unit} on each device", memory.rows)
         for line in memory.lines:
             console.line(line)
-    for warning in (*assembly.warnings, *memory.notes):
-        console.line(f"Note: {warning}")
 
 
 def _write_assembly(run: Run, folder: RunFolder) -> None:
@@ -383,18 +360,8 @@ def _write_assembly(run: Run, folder: RunFolder) -> None:
     folder.write_text("config.yaml", text)  # last, since it makes the folder that of a run
 
 
-def _compared(run: Run, folder: RunFolder) -> Comparison | None:
-    """The forecast of the plan beside the measured steps of this start; None if the plan has no forecast."""
-    saved, resume = run.assembly.saved, run.resume
-    if saved is None:
-        return None
-    started_at = resume.steps_done if resume is not None else None
-    return compare(saved, read_metrics(folder.metrics), after=(started_at or 0) + 1)
-
-
-def _print_outcome(
-    outcome: Outcome, folder: RunFolder, console: Console, seconds: float, compared: Comparison | None
-) -> None:
+def _print_outcome(outcome: Outcome, console: Console, seconds: float, compared: Comparison | None) -> None:
+    folder = outcome.folder
     if outcome.samples:
         console.samples("Samples", outcome.samples)
     console.header(f"Done in {seconds:.0f} s")

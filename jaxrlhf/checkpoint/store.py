@@ -94,11 +94,7 @@ class CheckpointStore:
             return self._manager.restore(number, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
 
     def arrays(self, number: int) -> dict[str, str]:
-        """The dtype and shape of every array by its path, `roles/actor/params/layers/0/query`. Reads no array.
-
-        Raises:
-            CheckpointError: There is no such checkpoint.
-        """
+        """The dtype and shape of every array by its path, `roles/actor/params/layers/0/query`. Reads no array."""
         if number not in self._manager.all_steps():
             raise CheckpointError(
                 f"{self._folder}: has no complete checkpoint {number}. Got "
@@ -127,11 +123,7 @@ class CheckpointStore:
         return restored, self.meta(number)
 
     def check(self, number: int, like: Any) -> None:
-        """Checks that a checkpoint has exactly the arrays of `like`, with their shapes and dtypes. Reads no array.
-
-        Raises:
-            CheckpointError: An array is missing, superfluous or different.
-        """
+        """Raises CheckpointError unless a checkpoint has the arrays of `like`, shapes and dtypes too. Reads no array."""
         there, wanted = self.arrays(number), _shapes(like)
         if there == wanted:
             return
@@ -144,11 +136,7 @@ class CheckpointStore:
         )
 
     def wait(self) -> None:
-        """Waits until everything is on disk.
-
-        Raises:
-            UnwritableError: It cannot be written.
-        """
+        """Waits until everything is on disk, or raises UnwritableError."""
         self._write(self._manager.wait_until_finished)
 
     def close(self) -> None:

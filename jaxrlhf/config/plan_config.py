@@ -20,10 +20,8 @@ MAX_DEVICES = 2**20
 
 
 def devices_from_text(text: str) -> tuple[int, ...]:
-    """Positions of devices: '0-3', '3,2,1,0', '0-1,4-5'. An empty text means no devices.
-
-    Raises:
-        ValueError: The text is malformed, or names more than `MAX_DEVICES`.
+    """Positions of devices: '0-3', '3,2,1,0', '0-1,4-5'. An empty text means no devices. Raises ValueError if it is
+    malformed or names more than `MAX_DEVICES`.
     """
     spans: list[range] = []
     for part in text.split(",") if text else ():
@@ -143,9 +141,6 @@ def expand_plan(tree: dict[str, Any], where: str) -> None:
     `plan: auto` becomes `{auto: true}`, `plan: a/plan.json` becomes `{file: a/plan.json}`, `lengths: runs/a` becomes
     `{run: runs/a}`, and under `calls` `{actor: {train: ...}}`, as `--set plan.calls.actor.train.data=2` makes it,
     becomes `{actor.train: ...}`.
-
-    Raises:
-        ConfigError: It is another text, or has placements outside of `calls`. The message begins with `where`.
     """
     plan = tree.get("plan")
     if isinstance(plan, str):

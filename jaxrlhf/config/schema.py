@@ -303,11 +303,7 @@ class RunConfig:
 
 
 def load_run(name_or_path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """The run that a config file, or a shipped config, describes.
-
-    Raises:
-        ConfigError: A key is unknown or missing, or a value is invalid. Names the file and the key.
-    """
+    """The run that a config file, or a shipped config, describes. Raises ConfigError, which names file and key."""
     notes: list[str] = []
     adapt = functools.partial(for_another_algorithm, notes=notes)
     tree, where = read_config(name_or_path, adapt=adapt)
@@ -318,14 +314,7 @@ def load_run(name_or_path: str | Path, overrides: Sequence[str] = ()) -> RunConf
 
 
 def build_run(tree: Mapping[str, Any], *, where: str, notes: Sequence[str] = ()) -> RunConfig:
-    """The run that the tree of a config describes, which came from `where`.
-
-    Args:
-        notes: Notes on the tree, to be shown to the user.
-
-    Raises:
-        ConfigError: As in `load_run`.
-    """
+    """The run that the tree of a config describes, which came from `where`; `notes` on it are kept for the user."""
     tree = copy.deepcopy(dict(tree))
     settings = tree.pop("settings", None) or {}
     expand(tree, where)

@@ -53,10 +53,8 @@ def trace_rows(processes: Sequence[ProcessEvents]) -> Rows:
 
 
 def read_rows(path: Path) -> Rows:
-    """The rows of a trace that `write_chrome_trace` wrote. An event of several devices is on each of their rows.
-
-    Raises:
-        TraceError: The file cannot be read, or is not such a trace.
+    """The rows of a trace that `write_chrome_trace` wrote; raises TraceError. Events of several devices are on each
+    row.
     """
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]

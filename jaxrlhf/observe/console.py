@@ -122,11 +122,7 @@ class Console:
 
     @contextlib.contextmanager
     def status(self, *, every: float = 5.0) -> Iterator[Callable[[str], None]]:
-        """Shows what is going on: on a terminal in one line that changes, elsewhere in lines that stay.
-
-        Args:
-            every: The least number of seconds between two lines that stay.
-        """
+        """Shows what is going on: on a terminal in a line that changes, elsewhere in one that stays every few seconds."""
         if self._is_live:
             with self._out.status("") as shown:
                 yield lambda line: shown.update(self._text(line))

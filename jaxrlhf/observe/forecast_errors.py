@@ -40,10 +40,8 @@ class Comparison:
 
 
 def compare(saved: SavedPlan, records: Sequence[Mapping[str, Any]], *, after: int) -> Comparison:
-    """Compares the forecast of a step and of its calls with the records of a run's metrics.
-
-    Args:
-        after: Steps up to this one are left out: in the first step of every start, programs are compiled.
+    """Compares the forecast of a step and of its calls with the records of a run's metrics of steps `after` one, since
+    in the first step of every start programs are compiled.
     """
     steps = [record for record in records if f"{TIMING}step" in record and record["step"] > after]
     predicted = {name: forecast.seconds for name, forecast in saved.calls.items()}

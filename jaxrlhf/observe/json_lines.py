@@ -44,11 +44,7 @@ class JsonLinesWriter:
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """All records of a file, in the order of writing. A last line that is still being written is left out.
-
-    Raises:
-        ValueError: A line is not a JSON object.
-    """
+    """All records of a file; raises ValueError if a line, but for half a last one, is not a JSON object."""
     return [record for _, record in _lines_and_records(path)]
 
 

@@ -58,11 +58,7 @@ def flatten(tree: Mapping[str, Any]) -> dict[str, float]:
 
 
 def check_results(step: str, results: Any) -> None:
-    """Checks that the results of a traced step can be metrics: single numbers, each with a name of its own.
-
-    Raises:
-        GraphError: They cannot.
-    """
+    """Raises GraphError unless the results of a traced step can be metrics: single numbers, each with its own name."""
     if not isinstance(results, Mapping):
         raise GraphError(f"{step}: its results must be a dict of numbers, nested or not. Got {brief(results)}.")
     for path, x in jax.tree_util.tree_leaves_with_path(results):
@@ -76,11 +72,7 @@ def check_results(step: str, results: Any) -> None:
 
 
 def check_finite(metrics: Mapping[str, float], *, step: int) -> None:
-    """Checks the losses and gradient norms of a step: metrics whose names end in `loss` or `grad_norm`.
-
-    Raises:
-        TrainingError: One is NaN or infinite.
-    """
+    """Raises TrainingError unless the losses and gradient norms of a step, by the ends of their names, are finite."""
     checked = [name for name in metrics if name.endswith(("loss", "grad_norm"))]
     broken = [name for name in checked if not math.isfinite(metrics[name])]
     if broken:

@@ -17,14 +17,10 @@ Spans = list[tuple[float, float]]
 
 
 def timer_of(name: str, kind: str) -> str:
-    """The timer that covers a call.
+    """The timer that covers a call, by its name in a plan and the kind of its event.
 
     >>> [timer_of(name, kind) for name, kind in (("actor.generate#2", "generate"), ("critic.train", "train"))]
     ['gen', 'update_critic']
-
-    Args:
-        name: The name of the call in a plan: 'actor.generate', or the function's name of a `compute` call.
-        kind: The kind of the event.
     """
     role, _, method = name.partition("#")[0].partition(".")
     if kind == "generate":
@@ -47,10 +43,8 @@ def timer_of(name: str, kind: str) -> str:
 def timing_metrics(spans_of: Mapping[tuple[str, str], Spans]) -> dict[str, float]:
     """Seconds of every timer, as `timing_s/<timer>`: the time during which at least one of its calls ran.
 
-    If a timer covers several calls, each of them has a metric too, `timing_s/<timer>/<call>`.
-
-    Args:
-        spans_of: (name, kind) of a call -> the spans in which it ran.
+    If a timer covers several calls, each of them has a metric too, `timing_s/<timer>/<call>`. `spans_of` has the spans
+    in which each call, by name and kind, ran.
     """
     timers: dict[str, dict[str, Spans]] = {}
     for (name, kind), spans in spans_of.items():

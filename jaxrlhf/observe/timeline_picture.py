@@ -33,11 +33,7 @@ class PictureError(ValueError):
 
 
 def check_matplotlib() -> None:
-    """Checks that matplotlib is installed.
-
-    Raises:
-        PictureError: It is not.
-    """
+    """Raises PictureError unless matplotlib is installed."""
     try:
         import matplotlib.figure  # noqa: F401 (only whether it is there)
     except ImportError as error:
@@ -57,11 +53,7 @@ def has_matplotlib() -> bool:
 
 
 def choose_steps(rows: Rows, text: str | None) -> tuple[int, int]:
-    """The first and the last step to draw, from '7' or '3-5'; by default, the last steps of the timeline.
-
-    Raises:
-        PictureError: The timeline has none of these steps.
-    """
+    """The first and the last step to draw, from '7' or '3-5', or the last ones. Raises PictureError if there are none."""
     there = sorted({event.step for _, row in rows for event in row if event.phase == STEP and event.devices})
     if not there:
         raise PictureError("A picture: needs a step of training. Got a timeline without any. Name that of another run.")

@@ -74,10 +74,8 @@ class Timeline:
                 self.record(Event(name, kind, (), step, start, end, phase))
 
     def events(self, *, running: bool = False) -> list[Event]:
-        """The recorded events that have not been dropped, in the order of recording.
-
-        Args:
-            running: Also those in progress, as if they ended now.
+        """The events that have not been dropped, as recorded; if `running`, also those in progress, as if they ended
+        now.
         """
         with self._lock:
             events = list(self._events)
@@ -101,17 +99,12 @@ class Timeline:
         return ProcessEvents(chosen, self._origin_unix, self._own_devices, self._num_dropped)
 
     def summary(self, step: int, others: Sequence[ProcessEvents] = ()) -> dict[str, float]:
-        """The timers of one step of training, and the utilization of the devices.
+        """The timers of one step of training, and the utilization of the devices. Raises ValueError if events as late
+        as this step's have been dropped.
 
         Args:
             others: The events of other processes: their `seen(steps=range(step - 1, step + 2))`. Without them, the
                 utilization is that of the devices of this process.
-
-        Returns:
-            The metrics of `step_timers.timing_metrics` and `utilization.utilization_metrics`.
-
-        Raises:
-            ValueError: Events as late as this step's have been dropped.
         """
         if self._last_dropped_step is not None and step <= self._last_dropped_step:
             raise ValueError(

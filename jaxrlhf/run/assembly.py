@@ -215,9 +215,6 @@ class _Phases:
 
         Args:
             keys: The keys of the config that set its rows, for error messages.
-
-        Raises:
-            GraphError, PlanError: As in `assemble`.
         """
         state = on_host(state)
         graph = trace_step(step, roles, state, data, settings)

@@ -69,7 +69,7 @@ class Checkpoints:
         self._save("warm_start", done, self._assembly.warm_start, executor, state)
 
     def start_over(self) -> None:
-        """Removes the saved frozen weights, since a run without a saved step makes its weights again."""
+        """Removes the saved frozen weights: a run without a saved step makes its weights again."""
         self._channel.share(lambda: shutil.rmtree(self._folder.checkpoints / FROZEN, ignore_errors=True))
 
     def drop_warm_start(self) -> None:
@@ -132,11 +132,7 @@ def _models(phase: Phase) -> dict[str, ModelRole]:
 
 
 def restore(point: ResumePoint, phase: Phase, executor: Executor) -> Any:
-    """Restores all sets of weights of a phase from a checkpoint. Returns the algorithm's state.
-
-    Raises:
-        CheckpointError: The checkpoint has other arrays.
-    """
+    """Restores all sets of weights of a phase from a checkpoint. Returns the algorithm's state."""
     states = []
     for folder, sets, state in _parts(point, phase):
         with CheckpointStore(folder.parent, read_only=True) as store:
@@ -149,11 +145,7 @@ def restore(point: ResumePoint, phase: Phase, executor: Executor) -> Any:
 
 
 def check_checkpoint(point: ResumePoint, assembly: Assembly) -> None:
-    """Checks that a checkpoint has the data and the arrays of this run. Reads no array.
-
-    Raises:
-        CheckpointError: It has not.
-    """
+    """Raises CheckpointError unless a checkpoint has the data and the arrays of this run. Reads no array."""
     phase = assembly.train if point.steps_done is not None else assembly.warm_start
     if phase is None:
         raise CheckpointError(

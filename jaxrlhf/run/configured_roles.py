@@ -26,13 +26,11 @@ MAX_PARAMETERS = 10**14
 
 
 def configured_models(config: RunConfig, *, on_cpu: bool) -> dict[str, ModelConfig]:
-    """The model of each role: that of the role or folder from which it starts, overridden by the config.
+    """The model of each role: that of the role or folder from which it starts, overridden by the config. Raises
+    ConfigError or ValueError if a role has no model, or one that it cannot have.
 
     Args:
         on_cpu: The devices are CPUs. On others, a folder in bfloat16 computes in bfloat16 by default.
-
-    Raises:
-        ConfigError or ValueError: A role has no model, or one that it cannot have.
     """
     check_origins(config)
     for name in config.roles:
@@ -96,11 +94,7 @@ def configured_models(config: RunConfig, *, on_cpu: bool) -> dict[str, ModelConf
 
 
 def check_origins(config: RunConfig) -> None:
-    """Checks that every role with a model has something to start from, before the data is read.
-
-    Raises:
-        ConfigError: A role has no model, or its `init` is neither a role nor a folder.
-    """
+    """Raises ConfigError if a role has no model, or an `init` that is neither a role nor a folder. Reads no data."""
     for name, role in config.roles.items():
         where = f"roles.{name}"
         if not _has_model(role) or _other(role):
@@ -141,11 +135,7 @@ def precision_notes(config: RunConfig, models: Mapping[str, ModelConfig]) -> lis
 
 
 def origins(config: RunConfig) -> dict[str, Origin]:
-    """The settings of the folders from which the weights of exported roles come, by role.
-
-    Raises:
-        ValueError: A file in a folder is missing or malformed.
-    """
+    """The settings of the folders from which the weights of exported roles come, by role."""
     found = {}
     for name in config.output.export:
         source = _other(config.roles[name]) or name
@@ -285,11 +275,7 @@ def _check_other(config: RunConfig, name: str, role: RoleConfig) -> None:
 
 
 def _laid_over(stated: Mapping[str, Any], model: ModelConfig, where: str, source: str) -> ModelConfig:
-    """The model of existing weights with the settings that a config may choose.
-
-    Raises:
-        ConfigError or ValueError: The config contradicts the weights, or a value is invalid.
-    """
+    """The model of existing weights with the settings that a config may choose."""
     chosen = {field: value for field, value in stated.items() if field in CHOSEN}
     for field, value in stated.items():
         there = model.head_size if field == "head_dim" else getattr(model, field)

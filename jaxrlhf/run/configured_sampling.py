@@ -13,11 +13,7 @@ from jaxrlhf.experience import ResolvedSampling, Sampling, StopTable
 
 def resolved(settings: Any, tokenizer: Tokenizer) -> Any:
     """Settings in which every `Sampling` has stop tokens, by default the end of text, and an automaton of its stop
-    strings.
-
-    Raises:
-        ConfigError or ValueError: A `Sampling` names tokens that there are not or leaves none to be drawn, or its stop
-            strings are too long.
+    strings. Raises ConfigError or ValueError if one names tokens that there are not or leaves none to be drawn.
     """
 
     def of_tokenizer(part: Any) -> Any:
@@ -64,11 +60,7 @@ def without_tokens(settings: Any) -> Any:
 
 
 def check_end(sampling: Sampling, tokenizer: Tokenizer) -> None:
-    """Checks that a response can end before it is as long as may be, if it may.
-
-    Raises:
-        ConfigError: No token that may be drawn ends a response, and there are no stop strings.
-    """
+    """Raises ConfigError if a response may end early, but neither a token that can be drawn nor a stop string ends it."""
     most = sampling.max_new_tokens
     has_fixed_length = max(sampling.min_new_tokens, 1) == most
     if has_fixed_length or sampling.stop_strings or _drawable(sampling, tokenizer).intersection(sampling.stop_ids):

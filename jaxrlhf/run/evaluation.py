@@ -56,11 +56,7 @@ class Evaluator:
         return self._sign * value if done > self._since and math.isfinite(value) else None
 
     def run(self, done: int, state: Any, executor: Executor, records: Records) -> dict[str, float]:
-        """Evaluates the current weights. Metrics and samples are written to the records.
-
-        Args:
-            state: The algorithm's state after `done` steps.
-        """
+        """Evaluates weights and state after `done` steps. Metrics and samples are written to the records."""
         started = time.perf_counter()
         metrics = self._sampled(done, executor, records) | self._measured(done, state, executor)
         metrics["timing_s/testing"] = time.perf_counter() - started

@@ -78,11 +78,7 @@ def find_plan(
 
 
 def _check(saved: SavedPlan, draft: StepDraft) -> None:
-    """Checks that a plan was made for this step and these devices, and still fits them if it was changed by hand.
-
-    Raises:
-        PlanError: It was not, or does not.
-    """
+    """Raises PlanError unless a plan was made for this step and these devices, and fits them if changed by hand."""
     saved.check_work(draft.workload())
     devices_per_node, kinds = mesh.devices_per_process(), mesh.kinds_of_processes()
     saved.check_devices(
@@ -145,11 +141,7 @@ def plan_draft(
 
 
 def fixed_placements(draft: StepDraft, cluster: Cluster) -> dict[str, Placement]:
-    """The placements of the step's calls in the config, by call.
-
-    Raises:
-        PlanError or ConfigError: One does not fit.
-    """
+    """The placements of the step's calls in the config, by call, checked."""
     if not draft.config.plan.auto:
         return {}
     methods = [f"{name}.{method}" for name, role in draft.roles.items() for method in role.methods(name).methods]

@@ -43,11 +43,7 @@ def _nearest(mean: float, p99: float, limits: Sequence[int]) -> ResponseLengths:
 
 
 def _recorded(folder: str) -> tuple[float, float]:
-    """Mean and 99th percentile of the lengths in a run, each a mean over its last steps.
-
-    Raises:
-        ConfigError: It has no steps, or drew no responses in them.
-    """
+    """Mean and 99th percentile of the lengths in a run, each a mean over its last steps."""
     path = RunFolder(Path(folder)).metrics
     try:
         records = read_metrics(path)

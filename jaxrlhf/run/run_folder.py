@@ -57,12 +57,10 @@ class RunFolder:
 
     @classmethod
     def create(cls, root: Path, name: str) -> "RunFolder":
-        """Makes `root/<name>-<YYYYmmdd-HHMMSS>` and points the symlink `root/latest` at it.
+        """Makes `root/<name>-<YYYYmmdd-HHMMSS>` and points the symlink `root/latest` at it. Raises as
+        `check_run_folder`.
 
         If that name is taken, `-2`, `-3` and so on is added. In a run of several processes, one of them calls this.
-
-        Raises:
-            ValueError: `name` is not a plain file name, or `root/latest` is not a symlink.
         """
         check_run_folder(root, name)
         stem = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -85,11 +83,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Keeps all other processes from running this run. The lock ends with the process.
-
-        Raises:
-            RunFolderError: Another process is running it.
-        """
+        """Keeps all other processes from running this run, or raises RunFolderError if one is."""
         with self._lock_file.open("a+") as file:
             self._lock(file, fcntl.LOCK_EX)
             file.truncate(0)
@@ -98,11 +92,7 @@ class RunFolder:
             yield
 
     def check_free(self) -> None:
-        """Checks that no other process is running this run. Changes nothing.
-
-        Raises:
-            RunFolderError: One is.
-        """
+        """Raises RunFolderError if another process is running this run. Changes nothing."""
         if self._lock_file.exists():
             with self._lock_file.open() as file:
                 self._lock(file, fcntl.LOCK_SH)
@@ -131,10 +121,8 @@ class RunFolder:
 
 
 def check_run_folder(root: Path, name: str) -> None:
-    """Checks that a run of this name can have its folder in `root`.
-
-    Raises:
-        ValueError: `name` is not a plain file name, `root` cannot be a folder, or `root/latest` is not a symlink.
+    """Checks that a run of this name can have its folder in `root`: raises ValueError if `name` is no plain file name,
+    `root` cannot be a folder, or `root/latest` is no symlink.
     """
     check_file_name(name, "Name of the run", example="ppo_math")
     latest = root / "latest"

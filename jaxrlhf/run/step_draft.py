@@ -65,24 +65,17 @@ class StepDraft:
         return step_workload(self.graph, self.roles)
 
     def workload_to_plan(self) -> Workload:
-        """The same with the lengths of responses, which may be read from a run's folder.
-
-        Raises:
-            ConfigError: The folder has none.
-        """
+        """The same with the lengths of responses. Raises ConfigError if the run that recorded them has none."""
         return step_workload(self.graph, self.roles, response_lengths(self.config.plan.lengths, self.settings))
 
 
 def draft_step(config: RunConfig, *, tables: Tables | None = None, on_cpu: bool | None = None) -> StepDraft:
-    """The step that a config describes.
+    """The step that a config describes, traced. Raises ConfigError, GraphError or ValueError if it does not fit its
+    data.
 
     Args:
         tables: The rows of its data. None means that they are read here.
         on_cpu: The step is to run on CPUs. None means the kind of JAX's devices.
-
-    Raises:
-        ConfigError, GraphError or ValueError: Something in config or data does not fit. The message says where, the
-            rule, the value and the remedy.
     """
     algorithm = load_algorithm(config.algorithm)
     tables = tables or load_tables(config)
@@ -119,11 +112,7 @@ def draft_step(config: RunConfig, *, tables: Tables | None = None, on_cpu: bool 
 
 
 def step_workload(graph: CallGraph, roles: Mapping[str, Role], lengths: ResponseLengths | None = None) -> Workload:
-    """The workload of a step: its calls of models, each with the description of its programs.
-
-    Args:
-        lengths: As of `workload_of`.
-    """
+    """The workload of a step: its calls of models with descriptions of their programs; `lengths` as in `workload_of`."""
     of_models = {name: role for name, role in roles.items() if isinstance(role, ModelRole)}
     described = {
         call.plan_name: describe_call(call, of_models[call.role]) for call in graph.calls if call.role in of_models
@@ -146,11 +135,7 @@ def on_host(state: Any) -> Any:
 
 
 def first_state(algorithm: Algorithm, settings: Any) -> Any:
-    """The first state of an algorithm.
-
-    Raises:
-        GraphError: The algorithm's `init_state` fails.
-    """
+    """The first state of an algorithm. Raises GraphError if its `init_state` fails."""
     name = getattr(algorithm.step, "__name__", "step")
     try:
         return algorithm.init_state(settings)

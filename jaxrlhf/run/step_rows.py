@@ -43,11 +43,7 @@ class Tables:
 
 
 def load_tables(config: RunConfig) -> Tables:
-    """Reads all rows of a run.
-
-    Raises:
-        ValueError: A file, a row, a template or a length is invalid; the message says where.
-    """
+    """Reads all rows of a run. Raises ValueError, which says where, if a file or a row is invalid."""
     check_origins(config)
     main = load_prompts(config.data, configured_tokenizer(config))
     more = {}
@@ -85,10 +81,8 @@ class StepRows:
         return batch.replace(expected_tokens=self.length_means.expected(batch.row))
 
     def held_out(self, num: int, batch_size: int) -> tuple[Any, ...]:
-        """The first `num` held-out rows of each kind in batches, in the form of a step's.
-
-        Raises:
-            ValueError: There are fewer, or the batch size does not divide `num`.
+        """The first `num` held-out rows of each kind in batches, in the form of a step's. Raises ValueError if there
+        are fewer, or the batch size does not divide `num`.
         """
         columns = {
             name: PromptLoader(self.tables.of(rows), batch_size, self.seed).eval_batches(
@@ -136,13 +130,8 @@ class StepRows:
 
 
 def check_rows(rows: StepRows, config: RunConfig, *, held_out: bool = False) -> list[str]:
-    """Checks that the tables have the rows that the algorithm asks for. Returns notes on rows that are left out.
-
-    Args:
-        held_out: The algorithm gets held-out rows too, which then obey the same rules.
-
-    Raises:
-        ConfigError or ValueError: A table is not used, or has rows without completions that fit.
+    """Checks that the tables have the rows that the algorithm asks for, with completions that fit. `held_out`: held-out
+    ones too. Returns notes on rows that are left out.
     """
     used = {wanted.dataset for wanted in rows.named.values() if wanted.dataset}
     for name in config.datasets:

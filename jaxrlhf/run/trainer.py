@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError
 
-from jaxrlhf.config.schema import RunConfig
 from jaxrlhf.data.loader import PromptLoader
 from jaxrlhf.execution.executor import Executor
 from jaxrlhf.execution.function_threads import FunctionAbandonedError
@@ -82,19 +81,11 @@ class Trainer:
     """
 
     def __init__(
-        self,
-        assembly: Assembly,
-        folder: RunFolder,
-        console: Console,
-        *,
-        resume: ResumePoint | None = None,
-        stop: StopRequest | None = None,
-        channel: Channel | None = None,
-    ) -> None:
-        self._channel = channel = channel or Channel()
+        self, assembly: Assembly, folder: RunFolder, console: Console, *, resume: ResumePoint | None, stop: StopRequest,
+        channel: Channel,
+    ) -> None:  # fmt: skip
         self._assembly, self._folder, self._console = assembly, folder, console
-        self._config: RunConfig = assembly.config
-        self._resume = resume
+        self._config, self._resume, self._channel = assembly.config, resume, channel
         self._timeline = Timeline(own_devices=mesh.own_positions())
         self._executor = Executor(
             assembly.train.roles, seed=self._config.seed, timeline=self._timeline, channel=channel,
@@ -102,7 +93,6 @@ class Trainer:
         )  # fmt: skip
         self._records = Records(channel, folder, assembly.config, assembly.table, resume, console.line)
         self._checkpoints = Checkpoints(assembly, folder, channel)
-        stop = stop or StopRequest()
         stop.abandon = self._executor.abandon_functions
         self._requests = Requests(stop, self._checkpoints, channel)
         done, is_branch = (resume.steps_done, resume.is_branch) if resume is not None else (None, False)
@@ -114,11 +104,7 @@ class Trainer:
         """Steps done at the newest checkpoint of this folder."""
 
     def run(self) -> Outcome:
-        """Executes the run. An error is raised after all files are closed.
-
-        Raises:
-            RunStopped: It was asked to stop, and has saved.
-        """
+        """Executes the run. Raises RunStopped if it was asked to stop, and has saved."""
         try:
             self._requests.has_unsaved(False)
             try:
@@ -188,9 +174,7 @@ class Trainer:
                     self._evaluate(done, state)
                 return done, state
         self._checkpoints.start_over()
-        first = {}
-        if self._assembly.warm_start is not None:
-            first["actor"] = self._warm_start()
+        first = {"actor": self._warm_start()} if self._assembly.warm_start is not None else {}
         load_first_weights(self._executor, phase, self._config, first)
         self._evaluate(0, phase.first_state)
         if first:  # so that a kill does not undo the warm start
@@ -215,11 +199,9 @@ class Trainer:
             with self._console.progress(config.steps, start=first) as progress:
                 for done in range(first + config.updates_per_step, config.steps + 1, config.updates_per_step):
                     call = done // config.updates_per_step - 1
-                    rows = loader.batch(call, "demonstrations", max_new_tokens=new_tokens)
-                    step = WARM_START_STEP + call
-                    result = executor.run(
-                        phase.graph, phase.plan, state, rows, step=step, phase="warm start", number=done
-                    )
+                    rows, step = loader.batch(call, "demonstrations", max_new_tokens=new_tokens), WARM_START_STEP + call
+                    at = {"step": step, "phase": "warm start", "number": done}
+                    result = executor.run(phase.graph, phase.plan, state, rows, **at)
                     state = result.state
                     self._requests.has_unsaved(True)
                     metrics = flatten({"warm_start": result.fetch()}) | {"warm_start/step": float(done)}
@@ -234,8 +216,7 @@ class Trainer:
                         progress.resume()
                     if stops:
                         self._checkpoints.wait()
-                        message = f"Saved after {done} of {config.steps} updates of the warm start."
-                        raise self._requests.stopped(message)
+                        raise self._requests.stopped(f"Saved after {done} of {config.steps} updates of the warm start.")
             return executor.weights.snapshot("actor")
         finally:
             executor.close()
