@@ -123,7 +123,7 @@ class CheckpointStore:
         return restored, self.meta(number)
 
     def check(self, number: int, like: Any) -> None:
-        """Raises CheckpointError unless a checkpoint has the arrays of `like`, shapes and dtypes too. Reads no array."""
+        """Raises CheckpointError unless a checkpoint has the arrays of `like`, with shapes and dtypes."""
         there, wanted = self.arrays(number), _shapes(like)
         if there == wanted:
             return

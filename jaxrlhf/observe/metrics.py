@@ -58,7 +58,7 @@ def flatten(tree: Mapping[str, Any]) -> dict[str, float]:
 
 
 def check_results(step: str, results: Any) -> None:
-    """Raises GraphError unless the results of a traced step can be metrics: single numbers, each with its own name."""
+    """Raises GraphError unless the results of a traced step can be metrics: single numbers with own names."""
     if not isinstance(results, Mapping):
         raise GraphError(f"{step}: its results must be a dict of numbers, nested or not. Got {brief(results)}.")
     for path, x in jax.tree_util.tree_leaves_with_path(results):

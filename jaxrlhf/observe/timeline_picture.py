@@ -53,7 +53,7 @@ def has_matplotlib() -> bool:
 
 
 def choose_steps(rows: Rows, text: str | None) -> tuple[int, int]:
-    """The first and the last step to draw, from '7' or '3-5', or the last ones. Raises PictureError if there are none."""
+    """The first and the last step to draw, from '7' or '3-5', or the last ones; PictureError if there are none."""
     there = sorted({event.step for _, row in rows for event in row if event.phase == STEP and event.devices})
     if not there:
         raise PictureError("A picture: needs a step of training. Got a timeline without any. Name that of another run.")

@@ -60,7 +60,7 @@ def without_tokens(settings: Any) -> Any:
 
 
 def check_end(sampling: Sampling, tokenizer: Tokenizer) -> None:
-    """Raises ConfigError if a response may end early, but neither a token that can be drawn nor a stop string ends it."""
+    """Raises ConfigError if a response may end early, but no drawable token and no stop string ends it."""
     most = sampling.max_new_tokens
     has_fixed_length = max(sampling.min_new_tokens, 1) == most
     if has_fixed_length or sampling.stop_strings or _drawable(sampling, tokenizer).intersection(sampling.stop_ids):

@@ -112,7 +112,7 @@ def draft_step(config: RunConfig, *, tables: Tables | None = None, on_cpu: bool 
 
 
 def step_workload(graph: CallGraph, roles: Mapping[str, Role], lengths: ResponseLengths | None = None) -> Workload:
-    """The workload of a step: its calls of models with descriptions of their programs; `lengths` as in `workload_of`."""
+    """The workload of a step: its calls of models, with their programs; `lengths` as in `workload_of`."""
     of_models = {name: role for name, role in roles.items() if isinstance(role, ModelRole)}
     described = {
         call.plan_name: describe_call(call, of_models[call.role]) for call in graph.calls if call.role in of_models
