@@ -46,11 +46,9 @@ def samplings_of(settings: Any) -> list[Sampling]:
     """All `Sampling`s in nested settings."""
     if isinstance(settings, Sampling):
         return [settings]
-    if isinstance(settings, tuple):
-        return [sampling for each in settings for sampling in samplings_of(each)]
-    if not dataclasses.is_dataclass(settings):
-        return []
-    return [s for f in dataclasses.fields(settings) for s in samplings_of(getattr(settings, f.name))]
+    if dataclasses.is_dataclass(settings):
+        settings = tuple(getattr(settings, field.name) for field in dataclasses.fields(settings))
+    return [found for part in settings for found in samplings_of(part)] if isinstance(settings, tuple) else []
 
 
 def without_tokens(settings: Any) -> Any:
