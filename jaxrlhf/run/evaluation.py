@@ -69,7 +69,7 @@ class Evaluator:
         phase = self._assembly.evaluation
         if phase is None:
             return {}
-        fetched = [self._run(phase, phase.first_state, batch, executor, done) for batch in self._assembly.eval_batches]
+        fetched = self._run(phase, phase.first_state, executor, done)
         for each in fetched:  # only now, so that an evaluation that fails, and is repeated, writes no samples
             records.write_samples(done, "held-out", each["rollout"], each["scores"])
         metrics = {
@@ -84,12 +84,10 @@ class Evaluator:
         phase = self._assembly.held_out
         if phase is None:
             return {}
-        batches = self._assembly.held_out_batches
-        measured = [flatten({"eval": self._run(phase, state, batch, executor, done)}) for batch in batches]
+        measured = [flatten({"eval": results}) for results in self._run(phase, state, executor, done)]
         return {name: float(np.mean([each[name] for each in measured])) for name in measured[0]}
 
-    def _run(self, phase: Phase, state: Any, batch: Any, executor: Executor, done: int) -> Any:
-        """The results of one batch. Waits for them."""
-        return executor.run(
-            phase.graph, phase.plan, state, batch, step=EVALUATION_STEP, phase="evaluation", number=done
-        ).fetch()
+    def _run(self, phase: Phase, state: Any, executor: Executor, done: int) -> list[Any]:
+        """The results of every batch. Waits for them."""
+        at: dict[str, Any] = {"step": EVALUATION_STEP, "phase": "evaluation", "number": done}
+        return [executor.run(phase.graph, phase.plan, state, x, **at).fetch() for x in phase.batches]
