@@ -117,22 +117,19 @@ class TrainedRun:
         models = {name: x for name, x in self.assembly.train.roles.items() if isinstance(x, ModelRole)}
         speakers = [name for name, x in models.items() if (x.view or x.model.head) != "scalar"]
         if role not in speakers:
-            raise ValueError(
-                f"generate: role must have a language model. Got {brief(role)}. Such roles: "
-                f"{', '.join(speakers) or 'none'}."
-            )
+            known = ", ".join(speakers) or "none"
+            raise ValueError(f"generate: role must have a language model. Got {brief(role)}. Such roles: {known}.")
         if isinstance(prompts, str):
             raise ValueError(f"generate: prompts must be a list. Got {brief(prompts)}. Write [{brief(prompts)}].")
         if not prompts:
             return []
         settings, devices = self._sampling(sampling), mesh.num_devices()
         batch = self._batch(prompts, rows=len(prompts) + -len(prompts) % devices)
-        longest, most = batch.tokens.shape[1] + settings.max_new_tokens, models[role].model.max_position_embeddings
-        if longest > most:
+        prompt, new, most = batch.tokens.shape[1], settings.max_new_tokens, models[role].model.max_position_embeddings
+        if prompt + new > most:
             raise ValueError(
-                f"generate: prompt and response must fit into max_position_embeddings={most} of '{role}'. Got "
-                f"{batch.tokens.shape[1]} + {settings.max_new_tokens} tokens. Shorten the prompts, or lower "
-                "max_new_tokens."
+                f"generate: prompt and response must fit into max_position_embeddings={most} of '{role}'. Got {prompt} "
+                f"+ {new} tokens. Shorten the prompts, or lower max_new_tokens."
             )
         graph = trace_step(_generate_step, self.assembly.train.roles, (), batch, (role, settings))
         plan = resolve(graph, Placement(tuple(range(devices)), Strategy(data=devices)))

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from flax.core import FrozenDict
 
+from jaxrlhf import require as checks
 from jaxrlhf.brief import brief, cut
 from jaxrlhf.config.algorithm_loading import for_another_algorithm, load_algorithm
 from jaxrlhf.config.expand import RANDOM, expand
@@ -22,17 +23,6 @@ from jaxrlhf.experience import Sampling
 from jaxrlhf.models.config import Head, ModelConfig
 from jaxrlhf.models.lora import LoRAConfig
 from jaxrlhf.name_rules import check_name
-from jaxrlhf.require import (
-    errors_as,
-    require,
-    require_at_least_one,
-    require_at_least_zero,
-    require_fields,
-    require_fraction,
-    require_fraction_below_one,
-    require_not_negative,
-    require_positive,
-)
 
 MAX_VIRTUAL_DEVICES = 1024
 """The most virtual devices of a CPU that start in reasonable time."""
@@ -55,10 +45,10 @@ class OptimizerConfig:
     """Gradients of a larger global norm are scaled down to it. 0 never clips."""
 
     def __post_init__(self) -> None:
-        require_fields(self, require_positive, "learning_rate", "eps")
-        require_fields(self, require_not_negative, "warmup_updates", "weight_decay", "max_grad_norm")
-        require_fields(self, require_fraction, "final_fraction")
-        require_fields(self, require_fraction_below_one, "beta1", "beta2")
+        checks.require_fields(self, checks.require_positive, "learning_rate", "eps")
+        checks.require_fields(self, checks.require_not_negative, "warmup_updates", "weight_decay", "max_grad_norm")
+        checks.require_fields(self, checks.require_fraction, "final_fraction")
+        checks.require_fields(self, checks.require_fraction_below_one, "beta1", "beta2")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,8 +65,8 @@ class AverageConfig:
     """Train calls of that role between two updates of the average."""
 
     def __post_init__(self) -> None:
-        require_fraction_below_one(self.decay, "decay")
-        require_at_least_one(self.every, "every")
+        checks.require_fraction_below_one(self.decay, "decay")
+        checks.require_at_least_one(self.every, "every")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,14 +101,14 @@ class RoleConfig:
 
     def __post_init__(self) -> None:
         limit = self.timeout_seconds
-        require(0 <= limit <= 1e9, "timeout_seconds", "must lie between 0 and 1e9", limit)
+        checks.require(0 <= limit <= 1e9, "timeout_seconds", "must lie between 0 and 1e9", limit)
         if self.model is not None and self.init == RANDOM:
-            with errors_as(ValueError, "model."):
+            with checks.errors_as(ValueError, "model."):
                 ModelConfig(**dict[str, Any](self.model))
         if self.weighted_sum is not None and not self.weighted_sum:
             raise ValueError("weighted_sum: must have at least one part, as in {correct: 1.0}. Got {}.")
         for part, weight in (self.weighted_sum or {}).items():
-            require(math.isfinite(weight), f"weighted_sum.{cut(part)}", "must be finite", weight)
+            checks.require(math.isfinite(weight), f"weighted_sum.{cut(part)}", "must be finite", weight)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,8 +150,8 @@ class EvaluationRunConfig:
     lower. Empty means the first scorer, or without scorers the algorithm's loss."""
 
     def __post_init__(self) -> None:
-        require_fields(self, require_at_least_zero, "every", "batch_size")
-        require_at_least_one(self.num_prompts, "num_prompts")
+        checks.require_fields(self, checks.require_at_least_zero, "every", "batch_size")
+        checks.require_at_least_one(self.num_prompts, "num_prompts")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,9 +197,11 @@ class OutputConfig:
 
     def __post_init__(self) -> None:
         counts = ("samples_every", "num_samples", "part_tokens", "checkpoint_every", "checkpoint_minutes")
-        require_fields(self, require_at_least_zero, *counts)
-        require_at_least_one(self.keep_checkpoints, "keep_checkpoints")
-        require(math.isfinite(self.checkpoint_minutes), "checkpoint_minutes", "must be finite", self.checkpoint_minutes)
+        checks.require_fields(self, checks.require_at_least_zero, *counts)
+        checks.require_at_least_one(self.keep_checkpoints, "keep_checkpoints")
+        checks.require(
+            math.isfinite(self.checkpoint_minutes), "checkpoint_minutes", "must be finite", self.checkpoint_minutes
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -285,9 +277,9 @@ class RunConfig:
         for field in ("roles", "datasets"):
             for name in getattr(self, field):
                 check_name(name, field)
-        require_at_least_zero(self.steps, "steps")
-        require_at_least_one(self.batch_size, "batch_size")
-        require(0 <= self.seed < 2**32, "seed", "must lie between 0 and 2^32 - 1", self.seed)
+        checks.require_at_least_zero(self.steps, "steps")
+        checks.require_at_least_one(self.batch_size, "batch_size")
+        checks.require(0 <= self.seed < 2**32, "seed", "must lie between 0 and 2^32 - 1", self.seed)
         if self.num_virtual_devices is None and self.devices != "auto":
             raise ValueError(
                 f"devices: must be auto or cpu:<number>, such as cpu:8, with at most {MAX_VIRTUAL_DEVICES}. Got "
@@ -319,9 +311,9 @@ def build_run(tree: Mapping[str, Any], *, where: str, notes: Sequence[str] = ())
     settings = tree.pop("settings", None) or {}
     expand(tree, where)
     run = build(RunConfig, tree, where)
-    with errors_as(ConfigError, f"{where}: "):
+    with checks.errors_as(ConfigError, f"{where}: "):
         algorithm = load_algorithm(run.algorithm)
-    with errors_as(ConfigError, f"{where}: ", TypeError):  # of a user's own dataclass
+    with checks.errors_as(ConfigError, f"{where}: ", TypeError):  # of a user's own dataclass
         built = build(algorithm.config, settings, where, "settings")
     run = dataclasses.replace(run, settings=built)
     object.__setattr__(run, "notes", tuple(notes))

@@ -81,9 +81,8 @@ def _check(saved: SavedPlan, draft: StepDraft) -> None:
     """Raises PlanError unless a plan was made for this step and these devices, and fits them if changed by hand."""
     saved.check_work(draft.workload())
     devices_per_node, kinds = mesh.devices_per_process(), mesh.kinds_of_processes()
-    saved.check_devices(
-        devices_per_node=devices_per_node, kinds=[CPU] * len(kinds) if mesh.platform() == "cpu" else kinds
-    )
+    kinds = [CPU] * len(kinds) if mesh.platform() == "cpu" else kinds
+    saved.check_devices(devices_per_node=devices_per_node, kinds=kinds)
     with errors_as(PlanError, f"{saved.source}: ", PlanError):
         check_entries(saved.plan.placements, [draft.graph])
         for call in draft.graph.calls:

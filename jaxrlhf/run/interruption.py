@@ -111,10 +111,11 @@ class StopRequest:
             return
         self._heard, again = True, self._heard or self._made
         name = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
-        if again:
-            if number == signal.SIGINT:
-                self._say(f"{name} again: the run ends now, without saving. The last checkpoint counts.")
-                self._end(128 + number)
+        if again and number == signal.SIGINT:
+            self._say(f"{name} again: the run ends now, without saving. The last checkpoint counts.")
+            self._end(128 + number)
+        elif again:
+            return
         elif self.can_end_at_once:
             self._say(
                 f"{name}: nothing is to be saved, so the run ends now. Start it again with --resume auto to go on."

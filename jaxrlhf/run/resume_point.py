@@ -32,16 +32,7 @@ PHASES: tuple[CheckpointPhase, ...] = ("warm_start", "steps")
 FROZEN = "frozen"
 """The folder of weights that never change, which are saved once."""
 
-_OF_NO_CONSEQUENCE = (
-    "resume",
-    "output",
-    "compilation_cache",
-    "devices",
-    "devices_memory",
-    "plan",
-    "evaluation",
-    "steps",
-)
+_INESSENTIAL = ("resume", "output", "compilation_cache", "devices", "devices_memory", "plan", "evaluation", "steps")
 """Keys that do not change the results of the steps of a run."""
 _DECISIVE = ("seed", "algorithm", "batch_size")
 """Keys that determine the rows and the noise of a step. They must not change when a run is resumed."""
@@ -184,7 +175,7 @@ def _find_newest(config: RunConfig) -> ResumePoint | None:
             there = _config_of(folder)
         except CheckpointError:  # of another version, so not a run of this config
             continue
-        if not _differences(there, config, leave_out=_OF_NO_CONSEQUENCE):
+        if not _differences(there, config, leave_out=_INESSENTIAL):
             return _newest_point(folder, there, config)
     return None
 

@@ -145,7 +145,7 @@ def collect_versions() -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "jaxrlhf": __version__,
-        **{package: _version(package) for package in _PACKAGES},
+        **{name: next((x.version for x in importlib.metadata.distributions(name=name)), None) for name in _PACKAGES},
         "platform": platform.platform(),
         "git": {"commit": commit, "dirty": dirty},
         "command": list(sys.orig_argv),
@@ -157,28 +157,16 @@ def git_commit(package: Path) -> tuple[str | None, bool | None]:
 
     Both are None without git, and for a package inside of another project's checkout, as in a virtual environment.
     """
-    tracked = _git(package, "ls-files", "--error-unmatch", "__init__.py")
-    commit = _git(package, "rev-parse", "--verify", "HEAD")
-    changes = _git(package, "status", "--porcelain", "--", ".")
-    if tracked is None or commit is None or changes is None:
-        return None, None
-    return commit.strip(), bool(changes.strip())
-
-
-def _git(folder: Path, *arguments: str) -> str | None:
     # Inside a git hook, GIT_DIR and similar variables point at the hook's repository.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-    try:
-        done = subprocess.run(
-            ["git", "-C", str(folder), *arguments], env=environment, capture_output=True, text=True, timeout=30
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout if done.returncode == 0 else None
 
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(package), *arguments]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30, check=True)
+        return done.stdout.strip()
 
-def _version(package: str) -> str | None:
     try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+        git("ls-files", "--error-unmatch", "__init__.py")
+        return git("rev-parse", "--verify", "HEAD"), bool(git("status", "--porcelain", "--", "."))
+    except (OSError, subprocess.SubprocessError):
+        return None, None

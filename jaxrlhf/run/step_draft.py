@@ -92,10 +92,9 @@ def draft_step(config: RunConfig, *, tables: Tables | None = None, on_cpu: bool 
     rows = StepRows(algorithm.data(settings), tables, config.batch_size, config.seed, means)
     measures = config.evaluation is not None and algorithm.evaluation is not None
     warnings = [*config.notes, *precision_notes(config, models), *tokenizer_notes(config)]
-    if config.batch_size > table.num_train:
-        warnings.append(
-            f"batch_size={config.batch_size} exceeds the {table.num_train} training rows: a step repeats rows."
-        )
+    size = config.batch_size
+    if size > table.num_train:
+        warnings.append(f"batch_size={size} exceeds the {table.num_train} training rows: a step repeats rows.")
     warnings += check_rows(rows, config, held_out=measures)
     new_tokens = max([s.max_new_tokens for s in samplings_of(settings)] + [rows.max_new_tokens]) or 128
     _check_batches(config, rows, new_tokens)
@@ -114,13 +113,11 @@ def draft_step(config: RunConfig, *, tables: Tables | None = None, on_cpu: bool 
 def step_workload(graph: CallGraph, roles: Mapping[str, Role], lengths: ResponseLengths | None = None) -> Workload:
     """The workload of a step: its calls of models, with their programs; `lengths` as in `workload_of`."""
     of_models = {name: role for name, role in roles.items() if isinstance(role, ModelRole)}
-    described = {
-        call.plan_name: describe_call(call, of_models[call.role]) for call in graph.calls if call.role in of_models
-    }
+    calls = [call for call in graph.calls if call.role in of_models]
+    described = {call.plan_name: describe_call(call, of_models[str(call.role)]) for call in calls}
     adapters = {name: role.lora for name, role in of_models.items() if role.lora is not None}
-    models = {name: role.model for name, role in of_models.items()}
-    sets = weight_sets(of_models)
-    bases = {name: (role.base, sets[role.base].model) for name, role in of_models.items() if role.lora is not None}
+    models, sets = {name: role.model for name, role in of_models.items()}, weight_sets(of_models)
+    bases = {name: (of_models[name].base, sets[of_models[name].base].model) for name in adapters}
     return workload_of(graph, models, described=described, adapters=adapters, bases=bases, lengths=lengths)
 
 
@@ -181,12 +178,10 @@ def _check_batches(config: RunConfig, train_rows: StepRows, new_tokens: int) -> 
 
 def _count_updates(roles: Mapping[str, Role], graph: CallGraph, steps: int) -> dict[str, Role]:
     """The roles with their number of updates in the whole run."""
-    updates: dict[str, int] = {}
+    counted = dict(roles)
     for call in graph.calls:
-        if call.kind == "train" and call.role is not None:
-            settings = call.update
-            updates[call.role] = updates.get(call.role, 0) + steps * settings.mini_batches * settings.epochs
-    return {
-        name: dataclasses.replace(role, num_updates=updates.get(name, 0)) if isinstance(role, ModelRole) else role
-        for name, role in roles.items()
-    }
+        role = counted.get(call.role or "")
+        if call.kind == "train" and isinstance(role, ModelRole):
+            updates = steps * call.update.mini_batches * call.update.epochs
+            counted[str(call.role)] = dataclasses.replace(role, num_updates=role.num_updates + updates)
+    return counted
