@@ -7,6 +7,7 @@ import argparse
 import contextlib
 import dataclasses
 import functools
+import gc
 import itertools
 import json
 import os
@@ -21,7 +22,6 @@ from pathlib import Path
 import jax
 
 import jaxrlhf
-from jaxrlhf import garbage
 from jaxrlhf.checkpoint.manifest import find_damage
 from jaxrlhf.checkpoint.store import CheckpointError
 from jaxrlhf.cluster.cluster_text import local_cluster
@@ -151,7 +151,8 @@ def start(config: RunConfig, *, detect: bool = False) -> Channel:
     Raises:
         InputError: The devices do not exist, or the other processes cannot be reached.
     """
-    garbage.collect_rarely()
+    if gc.get_threshold() in ((700, 10, 10), (2000, 10, 10)):  # Python's own, up to 3.12 and in 3.13
+        gc.set_threshold(50_000, 20, 50)  # tracing makes objects by the million, few of them garbage
     with errors_as(InputError):
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", MEMORY_FRACTION)  # before JAX has devices
         mesh.skip_cuda_check_without_gpu()

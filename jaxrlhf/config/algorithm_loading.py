@@ -90,15 +90,12 @@ def for_another_algorithm(below: Tree, above: Tree, where: str, *, notes: list[s
 def _without_calls_of(roles: set[str], plan: Tree) -> tuple[Tree, list[str]]:
     """The section `plan` of a config without calls of some roles, and its keys that were removed."""
 
-    def is_of_them(call: Any) -> bool:
-        return str(call).partition(".")[0] in roles
-
     plan, calls, fuse = dict(plan), plan.get("calls"), plan.get("fuse")
     left_out: list[str] = []
     if isinstance(calls, dict):
-        left_out = [call for call in calls if is_of_them(call)]
+        left_out = [call for call in calls if str(call).partition(".")[0] in roles]
         plan["calls"] = {call: entry for call, entry in calls.items() if call not in left_out}
-    if isinstance(fuse, list) and any(map(is_of_them, fuse)):
+    if isinstance(fuse, list) and any(str(call).partition(".")[0] in roles for call in fuse):
         left_out.append("fuse")
         del plan["fuse"]
     return plan, left_out

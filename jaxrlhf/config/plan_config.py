@@ -23,13 +23,14 @@ def devices_from_text(text: str) -> tuple[int, ...]:
     """Positions of devices: '0-3', '3,2,1,0', '0-1,4-5'. An empty text means no devices. Raises ValueError if it is
     malformed or names more than `MAX_DEVICES`.
     """
-    spans: list[range] = []
+    devices: list[int] = []
     for part in text.split(",") if text else ():
         match = re.fullmatch(r"\s*([0-9]{1,7})(?:-([0-9]{1,7}))?\s*", part)
-        spans.append(range(int(match[1]), int(match[2] or match[1]) + 1) if match else range(0))
-        if not spans[-1] or sum(map(len, spans)) > MAX_DEVICES:
+        span = range(int(match[1]), int(match[2] or match[1]) + 1) if match else ()
+        if not span or len(devices) + len(span) > MAX_DEVICES:
             raise ValueError(f"must be positions of devices, such as '0-3' or '3,2,1,0'. Got {brief(text)}.")
-    return tuple(device for span in spans for device in span)
+        devices += span
+    return tuple(devices)
 
 
 def devices_to_text(devices: tuple[int, ...]) -> str:
@@ -83,10 +84,8 @@ class ResponseLengths:
             require(not given, "run", "gives mean and p99 by itself", ", ".join(given), "Remove one or the other.")
             return
         require(math.isfinite(self.mean) and self.mean >= 1, "mean", "must be at least 1 token", self.mean)
-        require(
-            self.p99 >= self.mean, "p99", f"must be at least the mean, {self.mean:g} tokens", self.p99,
-            "Raise p99, or lower mean.",
-        )  # fmt: skip
+        rule = f"must be at least the mean, {self.mean:g} tokens"
+        require(self.p99 >= self.mean, "p99", rule, self.p99, "Raise p99, or lower mean.")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -66,10 +66,11 @@ def truncate(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
         os.fsync(file.fileno())
 
 
-def split_non_finite(values: Mapping[str, float]) -> tuple[dict[str, float | None], list[str]]:
-    """The values with None for NaN and infinity, which JSON does not have, and the names of these."""
-    non_finite = [name for name, value in values.items() if not math.isfinite(value)]
-    return {name: float(value) if math.isfinite(value) else None for name, value in values.items()}, non_finite
+def split_non_finite(values: Mapping[str, float]) -> tuple[dict[str, float | None], dict[str, list[str]]]:
+    """The values with None for NaN and infinity, which JSON does not have, and the names of these as `non_finite`."""
+    names = [name for name, value in values.items() if not math.isfinite(value)]
+    whole = {name: None if name in names else float(value) for name, value in values.items()}
+    return whole, {"non_finite": names} if names else {}
 
 
 def _lines_and_records(path: Path) -> list[tuple[bytes, dict[str, Any]]]:

@@ -73,13 +73,12 @@ def check_results(step: str, results: Any) -> None:
 
 def check_finite(metrics: Mapping[str, float], *, step: int) -> None:
     """Raises TrainingError unless the losses and gradient norms of a step, by the ends of their names, are finite."""
-    checked = [name for name in metrics if name.endswith(("loss", "grad_norm"))]
-    broken = [name for name in checked if not math.isfinite(metrics[name])]
-    if broken:
+    checked = {name: value for name, value in metrics.items() if name.endswith(("loss", "grad_norm"))}
+    if broken := [f"{name}={value}" for name, value in checked.items() if not math.isfinite(value)]:
         raise TrainingError(
-            f"Step {step}: losses and gradient norms must be finite. Got "
-            f"{', '.join(f'{name}={metrics[name]}' for name in broken)}. Resume from the last checkpoint with a lower "
-            "learning rate or tighter gradient clipping; the metrics of the steps before show what grew."
+            f"Step {step}: losses and gradient norms must be finite. Got {', '.join(broken)}. Resume from the last "
+            "checkpoint with a lower learning rate or tighter gradient clipping; the metrics of the steps before show "
+            "what grew."
         )
 
 
@@ -95,8 +94,7 @@ def metrics_record(step: int, metrics: Mapping[str, float]) -> dict[str, Any]:
     if reserved:
         raise ValueError(f"Metric {reserved[0]!r}: this name is the record's own. Rename it, as in 'group/name'.")
     values, non_finite = split_non_finite(metrics)
-    record: dict[str, Any] = {"step": step, "time": time.time(), **values}
-    return {**record, "non_finite": non_finite} if non_finite else record
+    return {"step": step, "time": time.time(), **values, **non_finite}
 
 
 def sample_record(step: int, split: str, sample: Mapping[str, Any]) -> dict[str, Any]:
@@ -109,8 +107,7 @@ def sample_record(step: int, split: str, sample: Mapping[str, Any]) -> dict[str,
         sample: `prompt`, `completion`, `scores` by scorer, and `finish`, the reason why the completion ended.
     """
     scores, non_finite = split_non_finite(sample["scores"])
-    record = {"step": step, "split": split, **sample, "scores": scores}
-    return {**record, "non_finite": non_finite} if non_finite else record
+    return {"step": step, "split": split, **sample, "scores": scores, **non_finite}
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -121,12 +118,11 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 def evaluations_in(records: Sequence[Mapping[str, Any]]) -> list[tuple[int, dict[str, float]]]:
     """The evaluations among a run's records, as (steps done, metrics)."""
-    found = []
-    for record in records:
-        metrics = {name: value for name, value in record.items() if name not in _RECORD_KEYS}
-        if any(name.startswith("eval/") for name in metrics):
-            found.append((record["step"], metrics))
-    return found
+    return [
+        (record["step"], {name: value for name, value in record.items() if name not in _RECORD_KEYS})
+        for record in records
+        if any(name.startswith("eval/") for name in record)
+    ]
 
 
 def best_evaluation(evaluations: Sequence[tuple[int, Mapping[str, float]]], name: str) -> tuple[int, float]:

@@ -27,10 +27,8 @@ class Evaluator:
 
     def __init__(self, assembly: Assembly, history: Sequence[dict[str, Any]], *, since: int = 0) -> None:
         self._since = since
-        self._assembly = assembly
-        self._config, self._steps = assembly.config.evaluation, assembly.config.steps
+        self._assembly, self._config = assembly, assembly.config.evaluation
         self._metric = f"eval/{assembly.best_by}"  # by which the best is chosen
-        self._sign = -1.0 if less_is_better(self._metric) else 1.0
         self.results = evaluations_in(history)
         """(steps done, metrics), in order."""
 
@@ -38,7 +36,7 @@ class Evaluator:
         """Returns whether to evaluate after `done` steps."""
         if self._config is None or done == 0:
             return False
-        return done == self._steps or bool(self._config.every and done % self._config.every == 0)
+        return done == self._assembly.config.steps or bool(self._config.every and done % self._config.every == 0)
 
     def is_missing(self, done: int) -> bool:
         """Returns whether the evaluation after `done` steps was due and is missing, since it failed."""
@@ -53,7 +51,8 @@ class Evaluator:
     def value(self, done: int) -> float | None:
         """The value of the evaluation after `done` steps, higher is better; None if unknown, or excluded by `since`."""
         value = next((metrics.get(self._metric, math.nan) for at, metrics in self.results if at == done), math.nan)
-        return self._sign * value if done > self._since and math.isfinite(value) else None
+        known = done > self._since and math.isfinite(value)
+        return (-value if less_is_better(self._metric) else value) if known else None
 
     def run(self, done: int, state: Any, executor: Executor, records: Records) -> dict[str, float]:
         """Evaluates weights and state after `done` steps. Metrics and samples are written to the records."""
@@ -72,12 +71,9 @@ class Evaluator:
         fetched = self._run(phase, phase.first_state, executor, done)
         for each in fetched:  # only now, so that an evaluation that fails, and is repeated, writes no samples
             records.write_samples(done, "held-out", each["rollout"], each["scores"])
-        metrics = {
-            f"eval/{name}": float(np.concatenate([each["scores"][name] for each in fetched]).mean())
-            for name in fetched[0]["scores"]
-        }
-        metrics["eval/response_length"] = float(np.concatenate([each["rollout"].lengths for each in fetched]).mean())
-        return metrics
+        values = {name: [each["scores"][name] for each in fetched] for name in fetched[0]["scores"]}
+        values["response_length"] = [each["rollout"].lengths for each in fetched]
+        return {f"eval/{name}": float(np.concatenate(each).mean()) for name, each in values.items()}
 
     def _measured(self, done: int, state: Any, executor: Executor) -> dict[str, float]:
         """The algorithm's own metrics on held-out rows, averaged over the batches."""

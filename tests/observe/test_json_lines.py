@@ -59,7 +59,7 @@ def test_a_broken_line_is_named(tmp_path: Path, line: str) -> None:
 def test_split_non_finite() -> None:
     values, names = split_non_finite({"a": 1, "b": float("nan"), "c": -0.5, "d": float("-inf")})
     assert values == {"a": 1.0, "b": None, "c": -0.5, "d": None}
-    assert names == ["b", "d"]
+    assert names == {"non_finite": ["b", "d"]}
 
 
 LONG = "ü" * 70_000
