@@ -61,11 +61,8 @@ MEMORY_FRACTION = "0.9"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line.
-
-    Returns:
-        The exit status: 0; 1 after an error that the user can fix; 143 or 130 if the run was asked to stop by SIGTERM
-        or Ctrl-C, and has saved. It can then be resumed with `--resume auto`.
+    """The command line. Returns the exit status: 0; 1 after an error that the user can fix; 143 or 130 if the run was
+    asked to stop by SIGTERM or Ctrl-C, and has saved. It can then be resumed with `--resume auto`.
     """
     parser = argparse.ArgumentParser(
         prog="python -m jaxrlhf.train", description="Train a language model from feedback."
@@ -143,13 +140,8 @@ class Run:
 
 
 def start(config: RunConfig, *, detect: bool = False) -> Channel:
-    """Starts JAX with the devices of a config, and joins the other processes of the run, if there are any.
-
-    Args:
-        detect: Join the processes of a launcher, as JAX detects them.
-
-    Raises:
-        InputError: The devices do not exist, or the other processes cannot be reached.
+    """Starts JAX with the devices of a config, and joins the other processes of the run, if there are any. `detect`:
+    those of a launcher, as JAX detects them. Raises InputError if that is not possible.
     """
     if gc.get_threshold() in ((700, 10, 10), (2000, 10, 10)):  # Python's own, up to 3.12 and in 3.13
         gc.set_threshold(50_000, 20, 50)  # tracing makes objects by the million, few of them garbage
@@ -175,13 +167,10 @@ def start(config: RunConfig, *, detect: bool = False) -> Channel:
 
 
 def prepare(config: RunConfig, console: Console, channel: Channel | None = None) -> Run:
-    """Checks a run and prints its roles and plans. Compiles and writes nothing.
+    """Checks a run and prints its roles and plans. Compiles and writes nothing. Raises InputError if something does not
+    fit.
 
-    Args:
-        channel: The result of `start`. None means that JAX is started here, in this process alone.
-
-    Raises:
-        InputError: Something in config, data, plan or the checkpoint to resume does not fit.
+    `channel` is the result of `start`. None means that JAX is started here, in this process alone.
     """
     channel = channel or start(config)
 
@@ -224,12 +213,8 @@ def prepare(config: RunConfig, console: Console, channel: Channel | None = None)
 def execute(run: Run, console: Console, *, owns_process: bool = False) -> Outcome:
     """Executes a prepared run, in a folder of its own or in that of the run that it resumes.
 
-    Args:
-        owns_process: Ctrl-C may end the process to stop the run at once. Otherwise it raises KeyboardInterrupt.
-
-    Raises:
-        RewardError, TrainingError, CheckpointError, UnwritableError: The run could not continue.
-        RunStopped: It was asked to stop, and has saved.
+    If it `owns_process`, Ctrl-C may end the process to stop the run at once. Otherwise it raises KeyboardInterrupt.
+    Raises one of `EXPECTED` if the run could not continue, and RunStopped if it was asked to stop, and has saved.
     """
     started = time.perf_counter()
     resume, channel = run.resume, run.channel

@@ -71,13 +71,9 @@ class CheckpointStore:
         self._manager = ocp.CheckpointManager(self._folder, options=options, item_handlers=handlers)
 
     def save(self, number: int, arrays: Any, meta: Mapping[str, Any], *, value: float | None = None) -> None:
-        """Saves a pytree of arrays and plain JSON data. The arrays may be donated as soon as this returns.
-
-        Args:
-            value: The quality of the checkpoint: the one with the highest value is kept; of equals, the first.
-
-        Raises:
-            UnwritableError: The checkpoint cannot be written, or the one before, if it was written in the background.
+        """Saves a pytree of arrays and plain JSON data, or raises UnwritableError, also for the save before. The arrays
+        may be donated as soon as this returns. The one with the highest value, its quality, is kept; of equals, the
+        first.
         """
         self.wait()
         self._saving = number
@@ -105,10 +101,8 @@ class CheckpointStore:
         return _shapes(saved.tree if hasattr(saved, "tree") else saved)
 
     def restore(self, number: int, like: Any) -> tuple[Any, dict[str, Any]]:
-        """The arrays, sharded as in `like` (`jax.ShapeDtypeStruct` with shardings), and the plain data.
-
-        Raises:
-            CheckpointError: There is no such checkpoint, or its arrays have another structure, shape or dtype.
+        """The arrays, sharded as in `like` (`jax.ShapeDtypeStruct` with shardings), and the plain data. Raises
+        CheckpointError if there are none, or others.
         """
         self.check(number, like)
         several = jax.process_count() > 1

@@ -52,12 +52,8 @@ def load_algorithm(name: str) -> Algorithm:
 
 
 def for_another_algorithm(below: Tree, above: Tree, where: str, *, notes: list[str]) -> Tree:
-    """A config without the settings, and the placements of roles, that the algorithm chosen over it does not have.
-
-    Args:
-        below: The config, as a tree from `where`.
-        above: The tree that is laid over it.
-        notes: Notes about the removed keys are appended here.
+    """A config, the tree `below` from `where`, without the settings, and the placements of roles, that the algorithm
+    chosen in the tree `above` it does not have. Notes about these are appended to `notes`.
     """
     before, name = below.get("algorithm", "ppo"), above.get("algorithm")
     if name in (None, before):

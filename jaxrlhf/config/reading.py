@@ -96,11 +96,8 @@ def read_yaml(path: str | Path) -> Tree:
 def read_config(
     name_or_path: str | Path, *, adapt: Callable[[Tree, Tree, str], Tree] = lambda below, above, where: below
 ) -> tuple[Tree, str]:
-    """The tree of a configuration merged over its `base`, and the name of its source for error messages.
-
-    Args:
-        adapt: A function of the tree of a base, the tree over it and the source of the base that returns the tree to
-            use for the base.
+    """The tree of a configuration merged over its `base`, and the name of its source for error messages. `adapt`, a
+    function of the tree of a base, the tree over it and the source of the base, returns the tree to use for the base.
     """
     trees, paths = [], []
     path = find_config(name_or_path)

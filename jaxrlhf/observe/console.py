@@ -105,12 +105,8 @@ class Console:
 
     @contextlib.contextmanager
     def progress(self, total: int, *, start: int = 0, every: int = 10) -> Iterator[Progress]:
-        """Shows the progress of a run: a live bar on a terminal, and lines that stay.
-
-        Args:
-            total: Steps of the whole run.
-            start: Steps done before, in a run that was resumed.
-            every: Steps between two lines that stay. One is also written after ten seconds without a line.
+        """Shows the progress from step `start` to `total`: a live bar on a terminal, and lines that stay, one `every`
+        so many steps and after ten seconds without a line.
         """
         progress = Progress(self.line, total, start=start, every=every, clock=self._clock)
         bar = Live(get_renderable=progress.picture, console=self._out, refresh_per_second=4, transient=True)

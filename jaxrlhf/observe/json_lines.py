@@ -23,10 +23,8 @@ class JsonLinesWriter:
             self._file = path.open("ab", buffering=0)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Writes one line. NaN and infinity are not JSON and raise a ValueError: see `split_non_finite`.
-
-        Raises:
-            UnwritableError: The line cannot be written. Half of it may be in the file.
+        """Writes one line, or a part of it before an UnwritableError. NaN and infinity raise ValueError: see
+        `split_non_finite`.
         """
         # A lone surrogate, as a tokenizer may give for half a character, is written as its JSON escape.
         line = f"{json.dumps(record, ensure_ascii=False, allow_nan=False)}\n".encode("utf-8", "backslashreplace")
@@ -49,13 +47,11 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def truncate(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
-    """Drops the records for which `keep` is False, and a half-written last line. Other lines stay byte for byte.
+    """Drops the records for which `keep` is False, and a half-written last line. Other lines stay byte for byte. Raises
+    ValueError if a line other than the last is not a JSON object.
 
     The file is replaced in one move, so that readers, also after a kill, find the old file or the new one. No writer
     may have it open. A file that does not exist is left so.
-
-    Raises:
-        ValueError: A line other than the last is not a JSON object.
     """
     if not path.exists():
         return

@@ -83,12 +83,10 @@ def check_finite(metrics: Mapping[str, float], *, step: int) -> None:
 
 
 def metrics_record(step: int, metrics: Mapping[str, float]) -> dict[str, Any]:
-    """A line of the metrics file: `{"step": 3, "time": 1700000000.0, "actor/loss": 0.1, ...}`.
+    """A line of the metrics file: `{"step": 3, "time": 1700000000.0, "actor/loss": 0.1, ...}`. Raises ValueError if a
+    metric has the name of one of the record's own keys.
 
     A value that is not finite becomes null, and its name is listed under "non_finite".
-
-    Raises:
-        ValueError: A metric has the name of one of the record's own keys.
     """
     reserved = [name for name in _RECORD_KEYS if name in metrics]
     if reserved:
@@ -98,13 +96,8 @@ def metrics_record(step: int, metrics: Mapping[str, float]) -> dict[str, Any]:
 
 
 def sample_record(step: int, split: str, sample: Mapping[str, Any]) -> dict[str, Any]:
-    """A line of the samples file, with whole texts.
-
-    A score that is not finite becomes null, and its name is listed under "non_finite".
-
-    Args:
-        split: The prompts that it comes from: 'train' or 'held-out'.
-        sample: `prompt`, `completion`, `scores` by scorer, and `finish`, the reason why the completion ended.
+    """A line of the samples file, of a prompt of the split 'train' or 'held-out', with whole texts. Scores that are not
+    finite are as in `metrics_record`.
     """
     scores, non_finite = split_non_finite(sample["scores"])
     return {"step": step, "split": split, **sample, "scores": scores, **non_finite}

@@ -10,12 +10,7 @@ from jaxrlhf.observe.plain_text import number
 
 
 class PartReports:
-    """Reports on one call, whose parts end one after another.
-
-    Args:
-        call: Its name.
-        num_sequences: Responses of the call, in all processes.
-        say: Gets a line after each part.
+    """Reports on one call with `num_sequences` responses in all processes, whose parts end one after another, by lines.
     """
 
     def __init__(

@@ -33,9 +33,8 @@ class Progress:
         self._saved = step
 
     def within_step(self, text: str) -> None:
-        """Takes note of how far a long call of the present step is. May be called in any thread.
-
-        It is a line of its own after ten seconds without one.
+        """Takes note, in any thread, of how far a long call of the present step is: a line, after ten seconds without
+        one.
         """
         now = self._clock()
         self._within = text
@@ -57,14 +56,11 @@ class Progress:
         busy: float | None = None,
         overlap: float = 0.0,
     ) -> None:
-        """Takes note that `step` steps are done.
+        """Takes note that `step` steps are done, which worked on `tokens` tokens.
 
-        Args:
-            shown: Metrics of the last step to show, as in `{"reward": 0.3, "KL": 0.01, "length": 40}`.
-            calls: Seconds of each of its calls, or timers.
-            tokens: The number of tokens that these steps worked on.
-            busy: The fraction of the step in which a device worked, on average.
-            overlap: The fraction of the working time in which two or more calls ran. Not shown if it rounds to 0 %.
+        `shown` are metrics of the last step to show, `calls` the seconds of its calls or timers. `busy` is the fraction
+        of the step in which a device worked, on average; `overlap` the fraction of that time in which two or more calls
+        ran.
         """
         now = self._clock()
         self._recent.append((max(1, step - self._step), now - self._updated, tokens or 0.0))

@@ -70,17 +70,11 @@ def choose_steps(rows: Rows, text: str | None) -> tuple[int, int]:
 
 
 def draw_timeline(rows: Rows, path: Path, *, steps: tuple[int, int], title: str = "") -> None:
-    """Draws some steps into a file, whose suffix names its format: .png, .svg, .pdf ...
+    """Draws some steps, the first and the last one of `steps`, into a file, whose suffix names its format: .png, .svg,
+    .pdf ... Raises PictureError if matplotlib does not know it.
 
     There is a row for each device, or, with many devices, for each group of neighbors with the same events. Events of
     other steps and of evaluations are drawn where they reach into the span.
-
-    Args:
-        rows: Rows from `chrome_trace.read_rows`.
-        steps: The first and the last step.
-
-    Raises:
-        PictureError: matplotlib is not installed, or does not know the format.
     """
     check_matplotlib()
     from matplotlib.figure import Figure  # needs no display and no global state, unlike pyplot

@@ -24,11 +24,8 @@ MIN_WAIT_SECONDS = 1e-4
 
 
 class Timeline:
-    """The latest events of a run, recorded from any thread.
-
-    Args:
-        max_events: The number of events that it keeps.
-        own_devices: The devices of this process, idle ones too.
+    """The latest events of a run, up to `max_events`, recorded from any thread. `own_devices` are those of this
+    process, idle ones too.
     """
 
     def __init__(self, max_events: int = 20_000, *, own_devices: tuple[int, ...] = ()) -> None:
@@ -85,10 +82,8 @@ class Timeline:
             return events
 
     def seen(self, *, steps: Container[int] | None = None) -> ProcessEvents:
-        """The events of this process, to be merged with those of others. Times are seconds since it was made.
-
-        Args:
-            steps: Only the events of these steps, with those in progress. None means all that have ended.
+        """The events of this process, to be merged with those of others, in seconds since it was made: those of some
+        steps, with those in progress, or all that have ended.
         """
         events = self.events(running=steps is not None)
         chosen = tuple(

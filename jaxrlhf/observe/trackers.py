@@ -29,17 +29,10 @@ GLOBAL_STEP, WARM_START_STEP = "training/global_step", "warm_start/step"
 
 
 class Trackers:
-    """The trackers that a config asks for. Once they are open, their errors are reported and not raised.
+    """The trackers that a config asks for. Once they are open, their errors are reported to `warn` and not raised.
 
-    Args:
-        folder: The folder of the run.
-        resumed_at: Steps done, in a run that is resumed in its folder: later records there are hidden.
-        warm_start_resumed_at: Updates of the warm start done, if the run is resumed in the middle of it.
-        warn: Shows a line to the user.
-
-    Raises:
-        ValueError: wandb is not installed.
-        TrainingError: Weights & Biases refuses the run.
+    In a run that is resumed in its folder, records after the steps `resumed_at`, or updates of the warm start
+    `warm_start_resumed_at`, are hidden. Raises TrainingError if Weights & Biases refuses the run.
     """
 
     def __init__(

@@ -53,11 +53,7 @@ def step_span(events: Sequence[Event], step: int) -> tuple[float, float] | None:
 
 
 def utilization(events: Sequence[Event], span: tuple[float, float], devices: Sequence[int]) -> Utilization:
-    """The use of `devices` in a span of time. Work on the host does not count.
-
-    Args:
-        events: On one clock; those of several processes each on the devices of its own process.
-    """
+    """The use of `devices` in a span of time. Work on the host does not count. Events are on one clock."""
     start, end = span
     on_device: dict[int, Spans] = {device: [] for device in devices}
     moving: dict[int, Spans] = {device: [] for device in devices}
@@ -82,16 +78,11 @@ def utilization(events: Sequence[Event], span: tuple[float, float], devices: Seq
 
 
 def utilization_metrics(events: Sequence[Event], step: int, devices: Sequence[int]) -> dict[str, float]:
-    """Utilization metrics of a step's span.
+    """`perf/busy_fraction`, `perf/busy_fraction/device_<i>` of up to 16 devices, `perf/overlap`,
+    `perf/reallocation_share` and `perf/reallocated_bytes`, which counts the step's own calls, of a step's span. Empty
+    if it has none, or no devices.
 
-    Args:
-        events: The events of this step and its neighbors, including those in progress.
-        devices: All devices of the run, idle ones too.
-
-    Returns:
-        `perf/busy_fraction`, `perf/busy_fraction/device_<i>` of up to 16 devices, `perf/overlap`,
-        `perf/reallocation_share` and `perf/reallocated_bytes`, which counts the step's own calls. Empty if the step has
-        no span or there are no devices.
+    Events are those of this step and its neighbors, including those in progress; devices all of the run, idle ones too.
     """
     span = step_span(events, step)
     if span is None or not devices:

@@ -134,17 +134,13 @@ def assemble(
     draft: StepDraft | None = None,
     saved: SavedPlan | None = None,
 ) -> Assembly:
-    """The parts of a run, checked.
+    """The parts of a run, checked. Raises ConfigError, PlanError, GraphError or ValueError if they do not fit.
 
     Args:
         num_devices: The number of devices that the plan may use.
-        devices_per_node: The number of devices of each node. None means that all are on one node.
+        devices_per_node: None means that all are on one node.
         draft: Its traced step. None means that it is traced here.
         saved: The plan of its step, if the config leaves it to the planner or names a file.
-
-    Raises:
-        ConfigError, PlanError, GraphError or ValueError: Something in config, data or plan does not fit. The message
-            says where, the rule, the value and the remedy.
     """
     draft = draft or draft_step(config)
     if saved is None and is_planned(draft):
@@ -204,10 +200,8 @@ class _Phases:
         self, step: Callable[..., Any], roles: Mapping[str, Role], state: Any, batches: tuple[Any, ...], settings: Any,
         keys: RowCountKeys,
     ) -> Phase:  # fmt: skip
-        """Another phase of the run. An evaluation generates on the devices of the step's generation.
-
-        Args:
-            keys: The keys of the config that set its rows, for error messages.
+        """Another phase of the run. An evaluation generates on the devices of the step's generation. `keys` of the
+        config set its rows.
         """
         state = on_host(state)
         graph = trace_step(step, roles, state, batches[0], settings)

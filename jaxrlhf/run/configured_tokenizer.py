@@ -12,11 +12,8 @@ from jaxrlhf.data.tokenizer_files import TOKENIZER, read_vocabulary
 
 
 def configured_tokenizer(config: RunConfig) -> TokenizerConfig:
-    """The tokenizer of a run, of a kind other than `auto`.
-
-    Raises:
-        ConfigError or ValueError: Neither the config nor a folder that a role starts from has a tokenizer; or two
-            folders, or a folder and the config's tokenizer, have vocabularies that contradict each other.
+    """The tokenizer of a run, of a kind other than `auto`. Raises ConfigError or ValueError if neither the config nor a
+    folder that a role starts from has one, or if vocabularies contradict each other.
     """
     folders = model_folders(config)
     _check_vocabularies(folders, config.tokenizer)

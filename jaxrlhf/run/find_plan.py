@@ -48,14 +48,8 @@ def find_plan(
 ) -> FoundPlan:
     """The plan of a step that its config leaves open, for the devices of JAX.
 
-    A resumed run keeps its plan while config and devices are the same. A plan in a file is read again.
-
-    Args:
-        resumed: The file of the plan of the run that is resumed, if there is one. It need not exist.
-        say: Called with lines about the progress.
-
-    Raises:
-        PlanError or ConfigError: The file does not fit the run, or no plan fits the devices.
+    A resumed run keeps its plan, in the file `resumed` if that exists, while config and devices are the same. A plan in
+    a file is read again. `say` gets lines about the progress. Raises PlanError or ConfigError if no plan fits.
     """
     config, asked = draft.config, to_tree(draft.config.plan)
     if resumed is not None and resumed.is_file() and not os.path.isfile(config.plan.file):
@@ -101,19 +95,11 @@ def plan_draft(
     calibration: Path | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> Planned:
-    """Plans a step on a cluster. If the config plans only some calls (`auto`), its placements of the others are kept.
+    """Plans a step on a cluster by a method of `methods.METHODS`, for up to `seconds`. If the config plans only some
+    calls (`auto`), its placements of the others are kept.
 
-    Args:
-        method: One of `methods.METHODS`.
-        seconds: The time limit of the search. None means no limit.
-        seed: The seed of the search. None means that of the config.
-        costs: The source of the costs of calls. None means one that takes no time.
-        calibration: As in `costs_from`.
-        say: Called with lines about the progress.
-
-    Raises:
-        PlanError or ConfigError: The config's entries do not fit, or no plan does.
-        CompileError: A program cannot be compiled, if costs come from compiled programs.
+    The seed is by default that of the config, and `costs` are those that take no time; `calibration` is as in
+    `costs_from`. Raises PlanError or ConfigError if the config's entries do not fit, or no plan does, and CompileError.
     """
     config, workload = draft.config, draft.workload_to_plan()
     offload = config.plan.offload if config.plan.auto else ()

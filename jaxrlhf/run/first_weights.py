@@ -24,10 +24,8 @@ Placed = tuple[Layout, Params]
 
 
 def load_first_weights(executor: Executor, phase: Phase, config: RunConfig, known: dict[str, Placed]) -> None:
-    """Loads the first weights of all sets of a phase, in the order in which they depend on one another.
-
-    Args:
-        known: Whole weights of roles that exist already, such as a warm-started actor's. They are not changed.
+    """Loads the first weights of all sets of a phase, in the order in which they depend on one another. `known` whole
+    weights of roles, such as a warm-started actor's, are copied.
     """
     store = executor.weights
     ready = {name + BASE if name + BASE in store.sets else name: placed for name, placed in known.items()}

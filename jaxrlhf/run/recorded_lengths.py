@@ -19,14 +19,7 @@ _WHERE = "plan.lengths"
 
 
 def recorded_lengths(lengths: ResponseLengths, limits: Sequence[int]) -> ResponseLengths:
-    """Lengths with their mean and 99th percentile, read from a run if they name one.
-
-    Args:
-        limits: The most new tokens of every `Sampling` of the step.
-
-    Raises:
-        ConfigError: The run recorded none, or nothing that is drawn can have such lengths.
-    """
+    """The same for the most new tokens of every `Sampling` of the step."""
     if lengths.run:
         lengths = _nearest(*_recorded(lengths.run), limits)
     for most in limits:

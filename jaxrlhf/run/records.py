@@ -25,10 +25,8 @@ FINISH_NAMES = {STOP: "stop", LENGTH: "length"}
 class Records:
     """The files of metrics and samples of a run, and its trackers. Of several processes, the first one writes them.
 
-    Args:
-        resume: The position from which the run is resumed: later records are dropped. A branch copies the records of
-            its origin first.
-        warn: Shows a line to the user.
+    Records after the position from which the run is resumed are dropped. A branch copies the records of its origin
+    first.
     """
 
     def __init__(

@@ -147,12 +147,7 @@ def first_state(algorithm: Algorithm, settings: Any) -> Any:
 
 def response_lengths(lengths: ResponseLengths | None, settings: Any) -> ResponseLengths | None:
     """The lengths of responses in forecasts with their mean and 99th percentile, read from a run if they name one.
-
-    Args:
-        settings: Of the algorithm, whose `Sampling`s limit what is drawn.
-
-    Raises:
-        ConfigError: The run recorded none, or nothing that is drawn can have such lengths.
+    Raises ConfigError if it recorded none, or nothing that settings let draw can have such lengths.
     """
     limits = [sampling.max_new_tokens for sampling in samplings_of(settings)]
     return recorded_lengths(lengths, limits) if lengths is not None and limits else None

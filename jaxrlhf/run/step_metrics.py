@@ -63,16 +63,9 @@ def _is_sequences(x: Any) -> bool:
 def throughput_metrics(
     tokens: TokenCounts, timings: Mapping[str, float], *, seconds: float, num_devices: int
 ) -> dict[str, float]:
-    """The rates of a step.
-
-    Args:
-        timings: The step's metrics `timing_s/<timer>`.
-        seconds: Wall time of the whole step.
-        num_devices: Devices of the run, idle ones too.
-
-    Returns:
-        `perf/...`, `timing_s/step` and `timing_per_token_ms/<timer>`: over response tokens for generation, over all
-        tokens for other calls on whole sequences; `perf/response_length/...`, which a later forecast may assume.
+    """`perf/...`, `timing_s/step` and `timing_per_token_ms/<timer>` of a step of some seconds: over response tokens for
+    generation, over all tokens for other calls on whole sequences; `perf/response_length/...`, which a later forecast
+    may assume. `timings` are its metrics `timing_s/<timer>`, `num_devices` counts idle devices too.
     """
     metrics = {
         "timing_s/step": seconds,

@@ -71,13 +71,8 @@ class Outcome:
 
 
 class Trainer:
-    """Executes an assembled run.
-
-    Args:
-        folder: The folder to which the run writes.
-        resume: The run and checkpoint to resume from. None means from the start.
-        stop: Asked between two steps whether to stop.
-        channel: The channel to the other processes of the run, each of which has a trainer.
+    """Executes an assembled run in its folder, from the start or from where it is resumed. Between two steps it asks
+    whether to stop. Every process of a run has a trainer.
     """
 
     def __init__(
