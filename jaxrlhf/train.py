@@ -203,7 +203,7 @@ def prepare(config: RunConfig, console: Console, channel: Channel | None = None)
         assembly = channel.together(check)
         memory = channel.share(memory_needed)  # of the first process's machine
     _print_assembly(assembly, memory, console)
-    of_plan = (found.note, *found.notes) if found is not None else ()
+    of_plan = found.notes if found is not None else ()
     of_resuming = resume.notes if resume is not None else ()
     for note in (*assembly.warnings, *memory.notes, *of_plan, *of_resuming):
         console.line(f"Note: {note}")

@@ -16,7 +16,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import orbax.checkpoint as ocp
@@ -37,7 +37,7 @@ class CheckpointError(ValueError):
     """A checkpoint that does not exist, is damaged, or is not of this run."""
 
 
-class CheckpointStore:
+class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
     """The checkpoints in a folder, by the number of steps or updates done.
 
     Args:
@@ -91,11 +91,9 @@ class CheckpointStore:
 
     def arrays(self, number: int) -> dict[str, str]:
         """The dtype and shape of every array by its path, `roles/actor/params/layers/0/query`. Reads no array."""
-        if number not in self._manager.all_steps():
-            raise CheckpointError(
-                f"{self._folder}: has no complete checkpoint {number}. Got "
-                f"{', '.join(map(str, sorted(self._manager.all_steps()))) or 'none'}."
-            )
+        if number not in (there := sorted(self._manager.all_steps())):
+            got = ", ".join(map(str, there)) or "none"
+            raise CheckpointError(f"{self._folder}: has no complete checkpoint {number}. Got {got}.")
         with self._reading(number):
             saved = self._manager.item_metadata(number)["arrays"]
         return _shapes(saved.tree if hasattr(saved, "tree") else saved)
@@ -105,16 +103,13 @@ class CheckpointStore:
         CheckpointError if there are none, or others.
         """
         self.check(number, like)
-        several = jax.process_count() > 1
-        wanted = like
-        if several:
-            wanted = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), like, _spread(like))
+        final = jax.tree.map(lambda x: x.sharding, like)
+        read_as = _spread(like) if jax.process_count() > 1 else final
+        wanted = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), like, read_as)
         how = ocp.args.PyTreeRestore(wanted, restore_args=ocp.checkpoint_utils.construct_restore_args(wanted))
         with self._reading(number):
             restored = self._manager.restore(number, args=ocp.args.Composite(arrays=how))["arrays"]
-        if several:
-            restored = reallocate(restored, jax.tree.map(lambda x: x.sharding, like))
-        return restored, self.meta(number)
+        return reallocate(restored, final) if jax.process_count() > 1 else restored, self.meta(number)
 
     def check(self, number: int, like: Any) -> None:
         """Raises CheckpointError unless a checkpoint has the arrays of `like`, with shapes and dtypes."""
@@ -140,9 +135,6 @@ class CheckpointStore:
         finally:
             self._manager.close()
             self._writer.shutdown()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -213,9 +205,8 @@ def _lower_priority() -> None:
 def _rank(metrics: Any) -> Any:
     """A sort key of checkpoints: the best has the highest value, and of equals the lowest number. Without values it is
     the newest, which is kept anyway."""
-    if metrics["value"] is None:
-        return -math.inf, metrics["number"]
-    return metrics["value"], -metrics["number"]
+    value, number = metrics["value"], metrics["number"]
+    return (-math.inf, number) if value is None else (value, -number)
 
 
 def _shapes(tree: Any) -> dict[str, str]:

@@ -32,10 +32,8 @@ class FoundPlan:
     """A plan and its origin."""
 
     saved: SavedPlan
-    note: str
-    """The origin in words."""
-    notes: tuple[str, ...] = ()
-    """Notes on its forecast."""
+    notes: tuple[str, ...]
+    """The origin in words, and notes on its forecast."""
 
 
 def is_planned(draft: StepDraft) -> bool:
@@ -61,14 +59,14 @@ def find_plan(
         except PlanError as error:
             say(f"Not the plan that the run had: {error}")
         else:
-            return FoundPlan(saved, f"Kept the plan that the run had, {resumed}")
+            return FoundPlan(saved, (f"Kept the plan that the run had, {resumed}",))
     if config.plan.file:
         saved = dataclasses.replace(read_plan(config.plan.file), asked=asked)
         _check(saved, draft)
-        return FoundPlan(saved, f"The plan of {config.plan.file}")
+        return FoundPlan(saved, (f"The plan of {config.plan.file}",))
     planned = plan_draft(draft, local_cluster(config.devices_memory), seconds=SEARCH_SECONDS, say=say)
-    notes = (*planned.notes, *rollout_lines(planned))
-    return FoundPlan(planned.saved(planned.plan_for(draft.graph), asked=asked), planned.summary(), notes)
+    notes = (planned.summary(), *planned.notes, *rollout_lines(planned))
+    return FoundPlan(planned.saved(planned.plan_for(draft.graph), asked=asked), notes)
 
 
 def _check(saved: SavedPlan, draft: StepDraft) -> None:

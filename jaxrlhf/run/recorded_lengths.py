@@ -4,12 +4,14 @@ import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from jaxrlhf.config.plan_config import ResponseLengths
 from jaxrlhf.config.reading import ConfigError
 from jaxrlhf.observe.metrics import read_metrics
 from jaxrlhf.planner.costs.response_lengths import least_mean, length_cdf
 from jaxrlhf.require import errors_as
+from jaxrlhf.run.configured_sampling import samplings_of
 from jaxrlhf.run.run_folder import RunFolder
 from jaxrlhf.run.step_metrics import RESPONSE_LENGTH
 
@@ -18,8 +20,13 @@ LAST_STEPS = 10
 _WHERE = "plan.lengths"
 
 
-def recorded_lengths(lengths: ResponseLengths, limits: Sequence[int]) -> ResponseLengths:
-    """The same for the most new tokens of every `Sampling` of the step."""
+def response_lengths(lengths: ResponseLengths | None, settings: Any) -> ResponseLengths | None:
+    """The lengths of responses in forecasts with their mean and 99th percentile, read from a run if they name one.
+    Raises ConfigError if it recorded none, or nothing that settings let draw can have such lengths.
+    """
+    limits = [sampling.max_new_tokens for sampling in samplings_of(settings)]
+    if lengths is None or not limits:
+        return None
     if lengths.run:
         lengths = _nearest(*_recorded(lengths.run), limits)
     for most in limits:

@@ -25,7 +25,7 @@ from jaxrlhf.run.configured_roles import check_roles, check_vocabulary, configur
 from jaxrlhf.run.configured_sampling import check_end, resolved, samplings_of
 from jaxrlhf.run.configured_tokenizer import tokenizer_notes
 from jaxrlhf.run.length_means import LengthMeans
-from jaxrlhf.run.recorded_lengths import recorded_lengths
+from jaxrlhf.run.recorded_lengths import response_lengths
 from jaxrlhf.run.step_rows import StepRows, Tables, check_rows, load_tables
 from jaxrlhf.sharding import mesh
 from jaxrlhf.tracing import trace
@@ -143,14 +143,6 @@ def first_state(algorithm: Algorithm, settings: Any) -> Any:
             f"{name}: its init_state must give the first state. Got {failure(error, algorithm.init_state)}. Its only "
             f"argument is the settings, here {type(settings).__name__}: write `def init_state(config): ...`."
         ) from error
-
-
-def response_lengths(lengths: ResponseLengths | None, settings: Any) -> ResponseLengths | None:
-    """The lengths of responses in forecasts with their mean and 99th percentile, read from a run if they name one.
-    Raises ConfigError if it recorded none, or nothing that settings let draw can have such lengths.
-    """
-    limits = [sampling.max_new_tokens for sampling in samplings_of(settings)]
-    return recorded_lengths(lengths, limits) if lengths is not None and limits else None
 
 
 def _check_batches(config: RunConfig, train_rows: StepRows, new_tokens: int) -> None:
