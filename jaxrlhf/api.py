@@ -175,9 +175,9 @@ def _tree(
     config: str | os.PathLike[str] | Mapping[str, Any], more: Mapping[str, Any], notes: list[str]
 ) -> tuple[Tree, str]:
     """The tree of a config with more keys, merged over its base, and its name for error messages."""
-    above = {} if not isinstance(config, Mapping) else {key: x for key, x in config.items() if key != "base"}
+    above = dict(config) if isinstance(config, Mapping) else {"base": os.fspath(config)}
+    base = above.pop("base", None)
     above = _with_names(merge(above, dict(more)))
-    base = config.get("base") if isinstance(config, Mapping) else os.fspath(config)
     if base is None:
         return above, "config"
     adapt = functools.partial(for_another_algorithm, notes=notes)

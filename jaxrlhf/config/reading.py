@@ -99,25 +99,22 @@ def read_config(
     """The tree of a configuration merged over its `base`, and the name of its source for error messages. `adapt`, a
     function of the tree of a base, the tree over it and the source of the base, returns the tree to use for the base.
     """
-    trees, paths = [], []
-    path = find_config(name_or_path)
-    while True:
-        paths.append(path)
+    trees, paths = [], [find_config(name_or_path)]
+    while len(trees) < len(paths):
+        path = paths[-1]
         if path.resolve() in (earlier.resolve() for earlier in paths[:-1]):
-            chain = " -> ".join(_shown(path) for path in paths)
+            chain = " -> ".join(map(_shown, paths))
             raise ConfigError(f"{_shown(paths[-2])}: base: must not lead back to itself. Got {chain}.")
-        tree = read_yaml(path)
-        base = tree.pop("base", None)
-        trees.append(tree)
-        if base is None:
-            break
-        if not isinstance(base, str):
+        trees.append(read_yaml(path))
+        base = trees[-1].pop("base", None)
+        if isinstance(base, str):
+            paths.append(find_config(base, beside=path.parent))
+        elif base is not None:
             raise _error(_shown(path), "base", "expected the name of a config or a path", base, "")
-        path = find_config(base, beside=path.parent)
-    merged = trees[-1]
-    for index in reversed(range(len(trees) - 1)):
-        merged = merge(adapt(merged, trees[index], _shown(paths[index + 1])), trees[index])
-    return merged, " over ".join(_shown(path) for path in paths)
+    merged = trees.pop()
+    for tree, base in zip(trees[::-1], paths[:0:-1], strict=True):
+        merged = merge(adapt(merged, tree, _shown(base)), tree)
+    return merged, " over ".join(map(_shown, paths))
 
 
 def known_part(cls: type[Any], tree: Tree) -> tuple[Tree, list[str]]:
@@ -190,7 +187,7 @@ def build(hint: Any, value: Any, where: str, path: str = "") -> Any:
     Errors name the source of the tree, `where`, and keys, which begin with `path` if the tree is a part of the source.
     """
     origin, options = typing.get_origin(hint), typing.get_args(hint)
-    if dataclasses.is_dataclass(hint):
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         arguments = _build_fields(hint, value, where, path, all_of_them=True)
         return _make(hint, arguments, where, path, [field.name for field in dataclasses.fields(hint) if field.init])
     if hint in _SCALARS:
@@ -213,11 +210,8 @@ def build(hint: Any, value: Any, where: str, path: str = "") -> Any:
         return build(next(alike, options[0]), value, where, path)
     if origin in (list, tuple):
         return _build_list(origin, options, value, where, path)
-    if origin in (dict, collections.abc.Mapping) and options[0] is str:
-        items = _mapping(value, where, path).items()
-        return FrozenDict({key: build(options[1], item, where, _join(path, key)) for key, item in items})
-    if origin in (dict, collections.abc.Mapping) and options[0] is int:
-        return _build_numbered(options[1], value, where, path)
+    if origin in (dict, collections.abc.Mapping) and options[0] in (str, int):
+        return _build_mapping(*options, value, where, path)
     if origin is Stated:
         return Stated(_build_fields(options[0], value, where, path, all_of_them=False))
     raise TypeError(
@@ -265,7 +259,7 @@ def _build_fields(cls: Any, value: Any, where: str, path: str, *, all_of_them: b
             inner, read, _ = field.metadata.get(FORM, (hints[name], None, None))
             built = build(inner, item, where, _join(path, name))
             if read is not None:
-                keys = keys_of(inner) if dataclasses.is_dataclass(inner) else ()
+                keys = keys_of(inner) if isinstance(inner, type) and dataclasses.is_dataclass(inner) else ()
                 built = _make(functools.partial(read, built), {}, where, _join(path, name), keys)
             arguments[name] = built
         elif all_of_them and default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
@@ -311,15 +305,15 @@ def _build_scalar(hint: type, value: Any, where: str, path: str) -> Any:
     raise _error(where, path, rule, value, remedy)
 
 
-def _build_numbered(hint: Any, value: Any, where: str, path: str) -> FrozenDict[int, Any]:
-    """A mapping from integers, which are text in a config."""
-    texts = {str(key): item for key, item in value.items()} if isinstance(value, Mapping) else value
-    numbered = {}
+def _build_mapping(kind: type, hint: Any, value: Any, where: str, path: str) -> FrozenDict[Any, Any]:
+    """A mapping from text, or from integers, which are text in a config."""
+    texts = {str(key): item for key, item in value.items()} if kind is int and isinstance(value, Mapping) else value
+    built = {}
     for key, item in _mapping(texts, where, path).items():
-        if re.fullmatch("0|[1-9][0-9]{0,17}", key) is None:
+        if kind is int and re.fullmatch("0|[1-9][0-9]{0,17}", key) is None:
             raise _error(where, path, "a key must be an integer from 0 on", key, "Write a whole number in quotes.")
-        numbered[int(key)] = build(hint, item, where, _join(path, key))
-    return FrozenDict(numbered)
+        built[kind(key)] = build(hint, item, where, _join(path, key))
+    return FrozenDict(built)
 
 
 def _mapping(value: Any, where: str, path: str) -> Mapping[str, Any]:

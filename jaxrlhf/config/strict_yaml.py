@@ -77,7 +77,7 @@ for _kind, _construct in (
     ("seq", functools.partial(_Loader.construct_sequence, deep=True)),
     ("map", _mapping),
 ):
-    _Loader.add_constructor(f"tag:yaml.org,2002:{_kind}", _construct)
+    _Loader.add_constructor(f"tag:yaml.org,2002:{_kind}", _construct)  # pyright: ignore[reportArgumentType]
 
 
 def parse(text: str, *, where: str) -> Any:

@@ -10,7 +10,7 @@ from jaxrlhf.observe.plain_text import number
 
 
 class PartReports:
-    """Reports on one call with `num_sequences` responses in all processes, whose parts end one after another, by lines."""
+    """Reports on one call with `num_sequences` responses in all processes, whose parts end one after another."""
 
     def __init__(
         self,

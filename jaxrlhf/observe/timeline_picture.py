@@ -43,15 +43,6 @@ def check_matplotlib() -> None:
         ) from error
 
 
-def has_matplotlib() -> bool:
-    """Returns whether matplotlib is installed."""
-    try:
-        check_matplotlib()
-    except PictureError:
-        return False
-    return True
-
-
 def choose_steps(rows: Rows, text: str | None) -> tuple[int, int]:
     """The first and the last step to draw, from '7' or '3-5', or the last ones; PictureError if there are none."""
     there = sorted({event.step for _, row in rows for event in row if event.phase == STEP and event.devices})
@@ -143,7 +134,7 @@ def call_colors(events: Sequence[Event]) -> dict[str, Any]:
     hues = {"": _COMPUTE, **_HUES} | {
         role: next(more) for role in dict.fromkeys(role_of.values()) if role and role not in _HUES
     }
-    shades = {role: itertools.cycle(colormaps[name].colors[at : at + 4]) for role, (name, at) in hues.items()}
+    shades = {role: itertools.cycle([colormaps[name](at + i) for i in range(4)]) for role, (name, at) in hues.items()}
     return {name: next(shades[role]) for name, role in role_of.items()}
 
 

@@ -361,5 +361,4 @@ def _best_by(config: EvaluationRunConfig, held_out: Phase | None) -> str:
             f"evaluation.best_by: must be what is measured, {', '.join(known)}. Got {brief(config.best_by)}."
             f"{did_you_mean(config.best_by, known)}"
         )
-    by_loss = "loss" if "loss" in measured else ""
-    return config.best_by or (config.scorers[0] if config.scorers else by_loss)
+    return config.best_by or next(iter(config.scorers), "loss" if "loss" in measured else "")
