@@ -229,13 +229,12 @@ def execute(run: Run, console: Console, *, owns_process: bool = False) -> Outcom
         with contextlib.ExitStack() as held, stop, complaints_said_once(console.line):
             channel.share(lambda: _take_over(run, folder, held))
             outcome = Trainer(run.assembly, folder, console, resume=resume, stop=stop, channel=channel).run()
+            compared, started_at = None, resume.steps_done if resume is not None else None
+            if channel.is_first and run.assembly.saved is not None:  # the first step of every start compiles
+                compared = compare(run.assembly.saved, read_metrics(folder.metrics), after=(started_at or 0) + 1)
             if channel.is_first:
-                compared, started_at = None, resume.steps_done if resume is not None else None
-                if run.assembly.saved is not None:  # the first step of every start compiles
-                    compared = compare(run.assembly.saved, read_metrics(folder.metrics), after=(started_at or 0) + 1)
                 forecast = {"forecast": compared.to_json()} if compared is not None else {}
                 folder.write_json("outcome.json", outcome.to_json() | forecast)
-                _print_outcome(outcome, console, time.perf_counter() - started, compared)
     except RunFolderError as error:
         raise InputError(str(error)) from error
     except UnwritableError as error:
@@ -245,6 +244,8 @@ def execute(run: Run, console: Console, *, owns_process: bool = False) -> Outcom
         if isinstance(error, RewardError) and error.__cause__ is not None and channel.is_first:
             raise _with_traceback(error, folder) from error
         raise
+    if channel.is_first:
+        _print_outcome(outcome, console, time.perf_counter() - started, compared)
     return outcome
 
 

@@ -211,7 +211,7 @@ def build(hint: Any, value: Any, where: str, path: str = "") -> Any:
     if origin in (list, tuple):
         return _build_list(origin, options, value, where, path)
     if origin in (dict, collections.abc.Mapping) and options[0] in (str, int):
-        return _build_mapping(*options, value, where, path)
+        return _build_mapping(options[0], options[1], value, where, path)
     if origin is Stated:
         return Stated(_build_fields(options[0], value, where, path, all_of_them=False))
     raise TypeError(

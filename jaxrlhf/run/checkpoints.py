@@ -55,7 +55,7 @@ class Checkpoints:
     def save_steps(self, done: int, executor: Executor, state: Any, *, value: float | None = None) -> None:
         """Saves the run after `done` steps. `value` is the quality of the policy: the best checkpoint is kept."""
         phase = self._assembly.train
-        frozen = frozen_sets(phase)
+        frozen = weight_sets_of(phase, changing=False)
         if frozen and FROZEN not in self._stores:
             store = self._store(FROZEN)
             if not checkpoint_numbers(self._folder.checkpoints / FROZEN):
@@ -100,7 +100,7 @@ class Checkpoints:
     def _save(
         self, subfolder: str, done: int, phase: Phase, executor: Executor, state: Any, value: float | None = None
     ) -> None:
-        sets = changing_sets(phase)
+        sets = weight_sets_of(phase, changing=True)
         versions = {name: executor.weights.version(name) for name in sets}
         meta = {"seed": self._assembly.config.seed, "data": self._data, "versions": versions}
         self._store(subfolder).save(done, _arrays(phase, executor, sets, state), meta, value=value)
@@ -117,14 +117,9 @@ class Checkpoints:
         return self._stores[subfolder]
 
 
-def changing_sets(phase: Phase) -> list[str]:
-    """The sets of weights that are trained, or are moving averages of trained ones."""
-    return [name for name, weight_set in weight_sets(_models(phase)).items() if weight_set.rests_in_float32]
-
-
-def frozen_sets(phase: Phase) -> list[str]:
-    """The sets of weights that never change."""
-    return [name for name, weight_set in weight_sets(_models(phase)).items() if not weight_set.rests_in_float32]
+def weight_sets_of(phase: Phase, *, changing: bool) -> list[str]:
+    """The sets of weights that are trained, or are moving averages of trained ones; or else those that never change."""
+    return [name for name, each in weight_sets(_models(phase)).items() if each.rests_in_float32 == changing]
 
 
 def _models(phase: Phase) -> dict[str, ModelRole]:
@@ -165,8 +160,8 @@ def check_checkpoint(point: ResumePoint, assembly: Assembly) -> None:
 
 def _parts(point: ResumePoint, phase: Phase) -> list[tuple[Path, list[str], Any]]:
     """The folders that a phase is restored from, with the sets of weights and the state in each."""
-    parts = [(point.checkpoint, changing_sets(phase), phase.first_state)]
-    if frozen := frozen_sets(phase):
+    parts = [(point.checkpoint, weight_sets_of(phase, changing=True), phase.first_state)]
+    if frozen := weight_sets_of(phase, changing=False):
         parts.append((point.folder.checkpoints / FROZEN / "0", frozen, ()))
     return parts
 

@@ -63,9 +63,10 @@ def check_end(sampling: Sampling, tokenizer: Tokenizer) -> None:
     has_fixed_length = max(sampling.min_new_tokens, 1) == most
     if has_fixed_length or sampling.stop_strings or _drawable(sampling, tokenizer).intersection(sampling.stop_ids):
         return
+    stop_ids = ", ".join(map(str, sampling.stop_ids[:8])) + (", ..." if len(sampling.stop_ids) > 8 else "")
     raise ConfigError(
         f"sampling.{_masked_by(sampling)}: must leave a token that ends a response, one of stop_ids "
-        f"({_listed(sampling.stop_ids)}). Got none. Allow one or set stop_strings; for responses of {most} tokens each "
+        f"({stop_ids}). Got none. Allow one or set stop_strings; for responses of {most} tokens each "
         f"set min_new_tokens to {most}."
     )
 
@@ -101,9 +102,3 @@ def _masked_by(sampling: Sampling) -> str:
     """The key that leaves tokens out, or `stop_ids` if none does."""
     masks = (name for name in ("allowed_tokens", "banned_tokens") if getattr(sampling, name))
     return next(masks, "stop_ids")
-
-
-def _listed(tokens: Iterable[int]) -> str:
-    """Some tokens as text; of many, the first ones."""
-    tokens = list(tokens)
-    return ", ".join(map(str, tokens[:8])) + (", ..." if len(tokens) > 8 else "")

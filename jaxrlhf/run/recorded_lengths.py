@@ -2,7 +2,6 @@
 
 import math
 import statistics
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,18 +27,15 @@ def response_lengths(lengths: ResponseLengths | None, settings: Any) -> Response
     if lengths is None or not limits:
         return None
     if lengths.run:
-        lengths = _nearest(*_recorded(lengths.run), limits)
+        mean, p99 = _recorded(lengths.run)
+        # the nearest that forecasts can assume, where it was recorded under other limits
+        tail = max(1, min(math.ceil(p99), *limits))
+        least = max(least_mean(tail, most) for most in limits)
+        lengths = ResponseLengths(mean=min(max(mean, least), tail), p99=tail)
     for most in limits:
         with errors_as(ConfigError, f"{_WHERE}."):
             length_cdf(lengths, most)
     return lengths
-
-
-def _nearest(mean: float, p99: float, limits: Sequence[int]) -> ResponseLengths:
-    """The lengths that forecasts can assume nearest to what was recorded, perhaps under other limits."""
-    tail = max(1, min(math.ceil(p99), *limits))
-    least = max(least_mean(tail, most) for most in limits)
-    return ResponseLengths(mean=min(max(mean, least), tail), p99=tail)
 
 
 def _recorded(folder: str) -> tuple[float, float]:

@@ -26,7 +26,7 @@ from jaxrlhf.observe.step_timers import timer_seconds
 from jaxrlhf.observe.timeline_recorder import Timeline
 from jaxrlhf.programs.roles import weighted_sum
 from jaxrlhf.run.assembly import Assembly
-from jaxrlhf.run.checkpoints import Checkpoints, changing_sets, restore
+from jaxrlhf.run.checkpoints import Checkpoints, restore, weight_sets_of
 from jaxrlhf.run.evaluation import Evaluator
 from jaxrlhf.run.export import export
 from jaxrlhf.run.first_weights import Placed, load_first_weights
@@ -366,7 +366,9 @@ class Trainer:
 
     def _versions(self) -> dict[str, int]:
         """The version of each set of weights that changes."""
-        return {name: self._executor.weights.version(name) for name in changing_sets(self._assembly.train)}
+        return {
+            name: self._executor.weights.version(name) for name in weight_sets_of(self._assembly.train, changing=True)
+        }
 
 
 def _scores(result: StepResult, *, of: str | None = None) -> dict[str, np.ndarray]:
