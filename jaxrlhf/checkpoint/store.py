@@ -99,8 +99,8 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
         return _shapes(saved.tree if hasattr(saved, "tree") else saved)
 
     def restore(self, number: int, like: Any) -> tuple[Any, dict[str, Any]]:
-        """The arrays, sharded as in `like` (`jax.ShapeDtypeStruct` with shardings), and the plain data. Raises
-        CheckpointError if there are none, or others.
+        """The arrays, sharded as in `like`, a tree of `jax.ShapeDtypeStruct`, and the plain data, checked as by
+        `check`.
         """
         self.check(number, like)
         final = jax.tree.map(lambda x: x.sharding, like)
@@ -163,16 +163,14 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
             write_manifest(folder)
 
 
-class _Untold(logging.Filter):
-    """Drops Orbax's log of a failed save, with a traceback for each thread, since `save` or `wait` raises the error;
-    and its log of waiting for a save."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        said = record.exc_info or str(record.msg).startswith("Waiting for previous save")
-        return not (said and "orbax" in record.pathname)
+def _is_untold(record: logging.LogRecord) -> bool:
+    """False for Orbax's log of a failed save, with a traceback for each thread, since `save` or `wait` raises the
+    error; and for its log of waiting for a save."""
+    said = record.exc_info or str(record.msg).startswith("Waiting for previous save")
+    return not (said and "orbax" in record.pathname)
 
 
-logging.getLogger("absl").addFilter(_Untold())
+logging.getLogger("absl").addFilter(_is_untold)
 
 
 def checkpoint_numbers(folder: Path) -> list[int]:

@@ -20,9 +20,7 @@ MAX_DEVICES = 2**20
 
 
 def devices_from_text(text: str) -> tuple[int, ...]:
-    """Positions of devices: '0-3', '3,2,1,0', '0-1,4-5'. An empty text means no devices. Raises ValueError if it is
-    malformed or names more than `MAX_DEVICES`.
-    """
+    """Positions of devices: '0-3', '3,2,1,0', '0-1,4-5', up to `MAX_DEVICES`. An empty text means no devices."""
     devices: list[int] = []
     for part in text.split(",") if text else ():
         match = re.fullmatch(r"\s*([0-9]{1,7})(?:-([0-9]{1,7}))?\s*", part)

@@ -53,9 +53,7 @@ def trace_rows(processes: Sequence[ProcessEvents]) -> Rows:
 
 
 def read_rows(path: Path) -> Rows:
-    """The rows of a trace that `write_chrome_trace` wrote; raises TraceError. Events of several devices are on each
-    row.
-    """
+    """The rows of a trace that `write_chrome_trace` wrote. Events of several devices are on each of their rows."""
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
         label_of = {entry["tid"]: entry["args"]["name"] for entry in entries if entry["name"] == "thread_name"}

@@ -23,9 +23,7 @@ class JsonLinesWriter:
             self._file = path.open("ab", buffering=0)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Writes one line, or a part of it before an UnwritableError. NaN and infinity raise ValueError: see
-        `split_non_finite`.
-        """
+        """Writes one line, at worst a part of it. NaN and infinity raise ValueError: see `split_non_finite`."""
         # A lone surrogate, as a tokenizer may give for half a character, is written as its JSON escape.
         line = f"{json.dumps(record, ensure_ascii=False, allow_nan=False)}\n".encode("utf-8", "backslashreplace")
         with writing(self._path):

@@ -96,9 +96,7 @@ def metrics_record(step: int, metrics: Mapping[str, float]) -> dict[str, Any]:
 
 
 def sample_record(step: int, split: str, sample: Mapping[str, Any]) -> dict[str, Any]:
-    """A line of the samples file, of a prompt of the split 'train' or 'held-out', with whole texts. Scores that are not
-    finite are as in `metrics_record`.
-    """
+    """A line of the samples file, of the split 'train' or 'held-out'. Scores are as metrics in `metrics_record`."""
     scores, non_finite = split_non_finite(sample["scores"])
     return {"step": step, "split": split, **sample, "scores": scores, **non_finite}
 

@@ -56,9 +56,7 @@ def _event(span: TaskSpan, planned: Planned, *, step: int, later: int) -> Event:
 
 
 def draw_search(planned: Planned, path: Path) -> None:
-    """Draws the seconds of the best plan over the number of plans evaluated. Raises PictureError if there was no
-    search.
-    """
+    """Draws the seconds of the best plan over the plans evaluated. Raises PictureError if there was no search."""
     check_matplotlib()
     from matplotlib.figure import Figure
 

@@ -33,9 +33,7 @@ class Progress:
         self._saved = step
 
     def within_step(self, text: str) -> None:
-        """Takes note, in any thread, of how far a long call of the present step is: a line, after ten seconds without
-        one.
-        """
+        """Takes note, in any thread, of how far a long call of the step is; a line after ten seconds without one."""
         now = self._clock()
         self._within = text
         if now - (self._began if self._printed is None else self._printed) >= 10:

@@ -24,9 +24,7 @@ MIN_WAIT_SECONDS = 1e-4
 
 
 class Timeline:
-    """The latest events of a run, up to `max_events`, recorded from any thread. `own_devices` are those of this
-    process, idle ones too.
-    """
+    """The latest events, recorded in any thread. `own_devices` are those of this process, idle ones too."""
 
     def __init__(self, max_events: int = 20_000, *, own_devices: tuple[int, ...] = ()) -> None:
         self._events: collections.deque[Event] = collections.deque(maxlen=max_events)
@@ -71,9 +69,7 @@ class Timeline:
                 self.record(Event(name, kind, (), step, start, end, phase))
 
     def events(self, *, running: bool = False) -> list[Event]:
-        """The events that have not been dropped, as recorded; if `running`, also those in progress, as if they ended
-        now.
-        """
+        """The latest events, in the order of recording; if `running`, also those in progress, as if they ended now."""
         with self._lock:
             events = list(self._events)
             if running:

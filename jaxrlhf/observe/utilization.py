@@ -47,7 +47,9 @@ def step_span(events: Sequence[Event], step: int) -> tuple[float, float] | None:
     if not own:
         return None
     end = max(event.end for event in own)
-    before = [event.end for event in events if _is_before(event, step, end)]
+    # work of earlier steps, and of what else came before
+    earlier = [e for e in events if (e.step < step and e.kind != WAIT if e.phase == STEP else e.end <= end)]
+    before = [event.end for event in earlier]
     start = max(before) if before else min(event.start for event in own)
     return (start, end) if start < end else None
 
@@ -114,13 +116,6 @@ def utilization_line(records: Sequence[Mapping[str, Any]]) -> str:
         f"Devices: busy {mean(BUSY):.0%} of the time; of that, two or more calls at once {mean(OVERLAP):.0%}, moving "
         f"weights and data {mean(REALLOCATION):.0%}{f' ({decimal(round(moved))} a step)' if moved else ''}."
     )
-
-
-def _is_before(event: Event, step: int, end: float) -> bool:
-    """True for an event of work that came before a step that ended at `end`."""
-    if event.phase != STEP:
-        return event.end <= end
-    return event.step < step and event.kind != WAIT
 
 
 def _overlapped_seconds(calls: Sequence[Spans]) -> float:

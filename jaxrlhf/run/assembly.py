@@ -200,9 +200,7 @@ class _Phases:
         self, step: Callable[..., Any], roles: Mapping[str, Role], state: Any, batches: tuple[Any, ...], settings: Any,
         keys: RowCountKeys,
     ) -> Phase:  # fmt: skip
-        """Another phase of the run. An evaluation generates on the devices of the step's generation. `keys` of the
-        config set its rows.
-        """
+        """Another phase of the run. An evaluation generates on the devices of the step's generation."""
         state = on_host(state)
         graph = trace_step(step, roles, state, batches[0], settings)
         plan = self._plan(graph, keys)

@@ -96,7 +96,8 @@ def draft_step(config: RunConfig, *, tables: Tables | None = None, on_cpu: bool 
     if size > table.num_train:
         warnings.append(f"batch_size={size} exceeds the {table.num_train} training rows: a step repeats rows.")
     warnings += check_rows(rows, config, held_out=measures)
-    new_tokens = max([s.max_new_tokens for s in samplings_of(settings)] + [rows.max_new_tokens]) or 128
+    drawn_or_given = (*samplings_of(settings), *rows.named.values())
+    new_tokens = max(each.max_new_tokens for each in drawn_or_given) or 128
     _check_batches(config, rows, new_tokens)
     roles: dict[str, Role] = {name: make_role(name, config.roles, models, table) for name in config.roles}
     state = on_host(first_state(algorithm, settings))

@@ -113,11 +113,6 @@ class StepRows:
         """All kinds of rows by their names in the step; the name is empty if there is only one."""
         return {"": self.asked} if isinstance(self.asked, Rows) else self.asked
 
-    @property
-    def max_new_tokens(self) -> int:
-        """The largest requested number of columns of completions."""
-        return max(rows.max_new_tokens for rows in self.named.values())
-
 
 def check_rows(rows: StepRows, config: RunConfig, *, held_out: bool = False) -> list[str]:
     """Checks that the tables have the rows that the algorithm asks for, with completions that fit. `held_out`: held-out

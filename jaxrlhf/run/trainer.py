@@ -366,9 +366,8 @@ class Trainer:
 
     def _versions(self) -> dict[str, int]:
         """The version of each set of weights that changes."""
-        return {
-            name: self._executor.weights.version(name) for name in weight_sets_of(self._assembly.train, changing=True)
-        }
+        names = weight_sets_of(self._assembly.train, changing=True)
+        return {name: self._executor.weights.version(name) for name in names}
 
 
 def _scores(result: StepResult, *, of: str | None = None) -> dict[str, np.ndarray]:
