@@ -41,12 +41,11 @@ def flatten(tree: Mapping[str, Any]) -> dict[str, float]:
         ValueError: Two leaves get one name, a leaf is not a single number, or its name is not allowed.
     """
     leaves: dict[str, Any] = {}
-    path_of: dict[str, tuple[str, ...]] = {}
+    path_of: dict[str, str] = {}
     for path, name, leaf in _walk(tree, (), ""):
         if name in leaves:
             raise ValueError(
-                f"Two metrics get the name {name!r}. Got it from {' > '.join(path_of[name])} and from "
-                f"{' > '.join(path)}. Rename one."
+                f"Two metrics get the name {name!r}. Got it from {path_of[name]} and from {path}. Rename one."
             )
         shape = getattr(leaf, "shape", ())
         if not (isinstance(leaf, bool | int | float) or _is_real(leaf)) or shape != ():
@@ -133,8 +132,8 @@ def without_times(record: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in record.items() if not name.startswith(_OF_THE_CLOCK)}
 
 
-def _walk(tree: Mapping[str, Any], above: tuple[str, ...], prefix: str) -> Iterator[tuple[tuple[str, ...], str, Any]]:
-    """Yields each leaf with the keys that lead to it and its name."""
+def _walk(tree: Mapping[str, Any], above: tuple[str, ...], prefix: str) -> Iterator[tuple[str, str, Any]]:
+    """Yields each leaf with the keys that lead to it, in words, and its name."""
     for key, value in tree.items():
         if not isinstance(key, str) or not key:
             raise ValueError(f"Metrics: keys must be names. Got {key!r} under {' > '.join(above) or 'the top'}.")
@@ -143,7 +142,7 @@ def _walk(tree: Mapping[str, Any], above: tuple[str, ...], prefix: str) -> Itera
             yield from _walk(value, (*above, key), name)
         else:
             check_metric_name(name)
-            yield (*above, key), name, value
+            yield " > ".join((*above, key)), name, value
 
 
 def _is_real(leaf: Any) -> bool:

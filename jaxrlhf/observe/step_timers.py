@@ -23,16 +23,10 @@ def timer_of(name: str, kind: str) -> str:
     ['gen', 'update_critic']
     """
     role, _, method = name.partition("#")[0].partition(".")
-    if kind == "generate":
-        return "gen"
-    if kind == "compute":
-        return "adv"
-    if kind == "train":
-        return f"update_{role}"
-    if kind in MOVING:
-        return f"{kind}_{role}"
-    if kind == WAIT:
-        return WAIT
+    of_kind = {"generate": "gen", "compute": "adv", "train": f"update_{role}", WAIT: WAIT}
+    of_kind |= {moving: f"{moving}_{role}" for moving in MOVING}
+    if kind in of_kind:
+        return of_kind[kind]
     if method in ("scores", "token_scores"):
         return "reward"
     if method in ("logprobs", "policy"):

@@ -100,12 +100,17 @@ def plan_draft(
     `costs_from`. Raises PlanError or ConfigError if the config's entries do not fit, or no plan does, and CompileError.
     """
     config, workload = draft.config, draft.workload_to_plan()
-    offload = config.plan.offload if config.plan.auto else ()
-    check_offload(offload, config.roles, draft.owners)
-    for call in draft.graph.calls:
-        if call.kind != "host":  # mini-batches must divide the rows under any plan
-            check_call(call, Placement((0,), Strategy()), draft.models, 1, 1, draft.keys)
-    fixed = fixed_placements(draft, cluster)
+    asked = config.plan if config.plan.auto else PlanConfig()
+    check_offload(asked.offload, config.roles, draft.owners)
+    methods = [f"{name}.{method}" for name, role in draft.roles.items() for method in role.methods(name).methods]
+    check_entries(asked.calls, [draft.graph], more=methods)
+    placements, fixed = asked.placements, {}
+    for call in (call for call in draft.graph.calls if call.kind != "host"):
+        # mini-batches must divide the rows under any plan
+        check_call(call, Placement((0,), Strategy()), draft.models, 1, 1, draft.keys)
+        if placement := placement_of(call.plan_name, placements):
+            check_call(call, placement, draft.models, cluster.num_devices, cluster.devices_per_node, draft.keys)
+            fixed[call.plan_name] = placement
     source = costs or usual_source(cluster)
     cost_model, notes = costs_from(source, workload, cluster, calibration=calibration, say=say)
     return plan_workload(
@@ -114,28 +119,13 @@ def plan_draft(
         method=method,
         costs=cost_model,
         fixed=fixed,
-        offload=offload,
-        fuse=config.plan.fuse if config.plan.auto else (),
+        offload=asked.offload,
+        fuse=asked.fuse,
         seed=config.seed if seed is None else seed,
         seconds=seconds,
         notes=notes,
         say=say,
     )
-
-
-def fixed_placements(draft: StepDraft, cluster: Cluster) -> dict[str, Placement]:
-    """The placements of the step's calls in the config, by call, checked."""
-    if not draft.config.plan.auto:
-        return {}
-    methods = [f"{name}.{method}" for name, role in draft.roles.items() for method in role.methods(name).methods]
-    check_entries(draft.config.plan.calls, [draft.graph], more=methods)
-    found = {}
-    for call in draft.graph.calls:
-        placement = placement_of(call.plan_name, draft.config.plan.placements)
-        if placement is not None and call.kind != "host":
-            check_call(call, placement, draft.models, cluster.num_devices, cluster.devices_per_node, draft.keys)
-            found[call.plan_name] = placement
-    return found
 
 
 def left_out(draft: StepDraft) -> list[str]:
