@@ -188,8 +188,8 @@ def build(hint: Any, value: Any, where: str, path: str = "") -> Any:
     """
     origin, options = typing.get_origin(hint), typing.get_args(hint)
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-        arguments = _build_fields(hint, value, where, path, all_of_them=True)
-        return _make(hint, arguments, where, path, [field.name for field in dataclasses.fields(hint) if field.init])
+        make = functools.partial(hint, **_build_fields(hint, value, where, path, all_of_them=True))
+        return _make(make, where, path, [field.name for field in dataclasses.fields(hint) if field.init])
     if hint in _SCALARS:
         return _build_scalar(hint, value, where, path)
     if hint is Any:
@@ -220,10 +220,10 @@ def build(hint: Any, value: Any, where: str, path: str = "") -> Any:
     )
 
 
-def _make(make: Callable[..., Any], arguments: Tree, where: str, path: str, fields: Collection[str]) -> Any:
-    """Calls a function, whose ValueErrors, which may begin with one of some fields, are located in the tree."""
+def _make(make: Callable[[], Any], where: str, path: str, fields: Collection[str]) -> Any:
+    """The result of a call. A ValueError of it, which may begin with one of some fields, gets its place in the tree."""
     try:
-        return make(**arguments)
+        return make()
     except ValueError as error:
         raise ConfigError(f"{where}: {_located(str(error), path, fields)}") from error
 
@@ -260,7 +260,7 @@ def _build_fields(cls: Any, value: Any, where: str, path: str, *, all_of_them: b
             built = build(inner, item, where, _join(path, name))
             if read is not None:
                 keys = keys_of(inner) if isinstance(inner, type) and dataclasses.is_dataclass(inner) else ()
-                built = _make(functools.partial(read, built), {}, where, _join(path, name), keys)
+                built = _make(functools.partial(read, built), where, _join(path, name), keys)
             arguments[name] = built
         elif all_of_them and default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             raise ConfigError(f"{_place(where, _join(path, name))}: required. Got nothing. Write `{name}: ...`.")

@@ -8,7 +8,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Self
 
 from jaxrlhf.execution.process_channel import Channel
@@ -59,7 +59,7 @@ class StopRequest:
         self._made, self._making = False, threading.Lock()
         self._heard = False
 
-    def make(self, signal_number: int = signal.SIGTERM) -> None:
+    def make(self, signal_number: int) -> None:
         """Asks the run to stop. Later calls have no effect."""
         with self._making:
             if self._made:
@@ -79,9 +79,7 @@ class StopRequest:
             self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._over.set()
         if self._before:
             for number, handler in self._before.items():
