@@ -71,9 +71,9 @@ class Evaluator:
         fetched = self._run(phase, phase.first_state, executor, done)
         for each in fetched:  # only now, so that an evaluation that fails, and is repeated, writes no samples
             records.write_samples(done, "held-out", each["rollout"], each["scores"])
-        values = {name: [each["scores"][name] for each in fetched] for name in fetched[0]["scores"]}
-        values["response_length"] = [each["rollout"].lengths for each in fetched]
-        return {f"eval/{name}": float(np.concatenate(each).mean()) for name, each in values.items()}
+        values = {f"eval/{name}": [each["scores"][name] for each in fetched] for name in fetched[0]["scores"]}
+        values["eval/response_length"] = [each["rollout"].lengths for each in fetched]
+        return {name: float(np.concatenate(each).mean()) for name, each in values.items()}
 
     def _measured(self, done: int, state: Any, executor: Executor) -> dict[str, float]:
         """The algorithm's own metrics on held-out rows, averaged over the batches."""
