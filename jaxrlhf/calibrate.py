@@ -40,7 +40,8 @@ from jaxrlhf.planner.costs.calibration import (
 from jaxrlhf.planner.plans.plan import Plan
 from jaxrlhf.planner.workload import Workload
 from jaxrlhf.run.assembly import assemble
-from jaxrlhf.run.step_draft import response_lengths, step_workload
+from jaxrlhf.run.recorded_lengths import response_lengths
+from jaxrlhf.run.step_draft import step_workload
 from jaxrlhf.sharding import mesh
 from jaxrlhf.sharding.strategy import Remat, Strategy
 from jaxrlhf.train import read, start
