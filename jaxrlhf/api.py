@@ -26,6 +26,7 @@ from jaxrlhf.observe.metrics import read_metrics
 from jaxrlhf.planner.plans.check_plan import check
 from jaxrlhf.planner.plans.plan import Placement, resolve
 from jaxrlhf.programs.roles import ModelRole
+from jaxrlhf.require import errors_as
 from jaxrlhf.run.assembly import Assembly
 from jaxrlhf.run.configured_sampling import resolved, samplings_of
 from jaxrlhf.run.function_roles import decode_responses
@@ -57,10 +58,8 @@ def train(
         tree["roles"] = {**(tree.get("roles") or {}), "reward": {"function": reward}}
     tree = _with_names(tree)
     _write_rows(tree)
-    try:
+    with errors_as(InputError):
         run_config = build_run(tree, where=where, notes=notes)
-    except ValueError as error:
-        raise InputError(str(error)) from error
     console = Console(quiet=quiet)
     run = prepare(run_config, console)
     return TrainedRun(run.assembly, execute(run, console))
@@ -118,22 +117,19 @@ class TrainedRun:
         models = {name: x for name, x in self.assembly.train.roles.items() if isinstance(x, ModelRole)}
         speakers = [name for name, x in models.items() if (x.view or x.model.head) != "scalar"]
         if role not in speakers:
-            raise ValueError(
-                f"generate: role must have a language model. Got {brief(role)}. Such roles: "
-                f"{', '.join(speakers) or 'none'}."
-            )
+            known = ", ".join(speakers) or "none"
+            raise ValueError(f"generate: role must have a language model. Got {brief(role)}. Such roles: {known}.")
         if isinstance(prompts, str):
             raise ValueError(f"generate: prompts must be a list. Got {brief(prompts)}. Write [{brief(prompts)}].")
         if not prompts:
             return []
         settings, devices = self._sampling(sampling), mesh.num_devices()
         batch = self._batch(prompts, rows=len(prompts) + -len(prompts) % devices)
-        longest, most = batch.tokens.shape[1] + settings.max_new_tokens, models[role].model.max_position_embeddings
-        if longest > most:
+        prompt, new, most = batch.tokens.shape[1], settings.max_new_tokens, models[role].model.max_position_embeddings
+        if prompt + new > most:
             raise ValueError(
-                f"generate: prompt and response must fit into max_position_embeddings={most} of '{role}'. Got "
-                f"{batch.tokens.shape[1]} + {settings.max_new_tokens} tokens. Shorten the prompts, or lower "
-                "max_new_tokens."
+                f"generate: prompt and response must fit into max_position_embeddings={most} of '{role}'. Got {prompt} "
+                f"+ {new} tokens. Shorten the prompts, or lower max_new_tokens."
             )
         graph = trace_step(_generate_step, self.assembly.train.roles, (), batch, (role, settings))
         plan = resolve(graph, Placement(tuple(range(devices)), Strategy(data=devices)))
@@ -179,9 +175,9 @@ def _tree(
     config: str | os.PathLike[str] | Mapping[str, Any], more: Mapping[str, Any], notes: list[str]
 ) -> tuple[Tree, str]:
     """The tree of a config with more keys, merged over its base, and its name for error messages."""
-    above = {} if not isinstance(config, Mapping) else {key: x for key, x in config.items() if key != "base"}
+    above = dict(config) if isinstance(config, Mapping) else {"base": os.fspath(config)}
+    base = above.pop("base", None)
     above = _with_names(merge(above, dict(more)))
-    base = config.get("base") if isinstance(config, Mapping) else os.fspath(config)
     if base is None:
         return above, "config"
     adapt = functools.partial(for_another_algorithm, notes=notes)

@@ -38,7 +38,7 @@ from jaxrlhf.planner.costs.calibration import (
 )
 from jaxrlhf.planner.workload import step_workload
 from jaxrlhf.run.assembly import assemble
-from jaxrlhf.run.step_draft import response_lengths
+from jaxrlhf.run.recorded_lengths import response_lengths
 from jaxrlhf.sharding import mesh
 from jaxrlhf.sharding.strategy import Remat
 from jaxrlhf.train import read, start

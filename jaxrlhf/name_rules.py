@@ -14,11 +14,7 @@ _WORD = re.compile(r"\w[\w-]*")
 
 
 def check_name(name: str, where: str) -> None:
-    """Checks the name of a role or a dataset, which is a part of keys, calls and metrics, and a folder.
-
-    Raises:
-        ValueError: The name is not allowed.
-    """
+    """Raises ValueError unless a role or dataset may have this name, a part of keys, calls, metrics and paths."""
     if not _WORD.fullmatch(name) or len(name.encode()) > MAX_BYTES:
         usable = re.sub(r"[^\w-]+", "_", name).strip("_-")[:40] or "actor"
         raise ValueError(
@@ -28,11 +24,7 @@ def check_name(name: str, where: str) -> None:
 
 
 def check_file_name(name: str, where: str, *, example: str) -> None:
-    """Checks that a file or folder of this name is inside of its folder, on every system.
-
-    Raises:
-        ValueError: The name is not allowed.
-    """
+    """Raises ValueError unless a file or folder of this name is inside of its folder, on every system."""
     plain = _is_part(name) and not name.startswith((".", "-")) and not set(name) & set(':*?"<>|')
     if not plain or len(name.encode()) > MAX_BYTES:
         raise ValueError(
@@ -42,11 +34,7 @@ def check_file_name(name: str, where: str, *, example: str) -> None:
 
 
 def check_metric_name(name: str) -> None:
-    """Checks the name of a metric, with parts between slashes.
-
-    Raises:
-        ValueError: The name is not allowed.
-    """
+    """Raises ValueError unless a metric may have this name, with parts between slashes."""
     if not all(_is_part(part) for part in name.split("/")) or len(name.encode()) > MAX_BYTES:
         raise ValueError(
             f"Metric {brief(name)}: a name must be group/name, of characters that can be printed, without empty parts, "

@@ -6,6 +6,7 @@ Nothing is run and no accelerator is needed. `plan: plan.json` in a config takes
 """
 
 import argparse
+import contextlib
 import json
 import sys
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from jaxrlhf.config.reading import ConfigError
 from jaxrlhf.config.schema import RunConfig, load_run
 from jaxrlhf.observe.console import Console
 from jaxrlhf.observe.plan_pictures import draw_plan, draw_search
-from jaxrlhf.observe.timeline_picture import check_matplotlib, has_matplotlib
+from jaxrlhf.observe.timeline_picture import PictureError, check_matplotlib
 from jaxrlhf.planner.compiled.compiler import CompileError
 from jaxrlhf.planner.cost_sources import SOURCES
 from jaxrlhf.planner.make_plan import SEARCH, Planned
@@ -138,7 +139,10 @@ def _pictures_folder(options: argparse.Namespace) -> Path | None:
             folder.mkdir(parents=True, exist_ok=True)
     if options.pictures is not None or options.out is None:
         return options.pictures
-    return options.out.parent if has_matplotlib() else None
+    with contextlib.suppress(PictureError):
+        check_matplotlib()
+        return options.out.parent
+    return None
 
 
 def _write(planned: Planned, plan: Plan, *, out: Path | None, pictures: Path | None) -> dict[str, Path]:

@@ -1,7 +1,8 @@
 """Checks of a config's values, with one form of error message for all."""
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 
@@ -11,24 +12,27 @@ def require(holds: bool, where: str, rule: str, got: object, remedy: str = "") -
         raise ValueError(f"{where}: {rule}. Got {got!r}.{' ' + remedy if remedy else ''}")
 
 
-def require_positive(value: float, where: str) -> None:
-    require(math.isfinite(value) and value > 0, where, "must be finite and positive", value)
+@contextlib.contextmanager
+def errors_as(kind: type[Exception], before: str = "", caught: type[Exception] = ValueError) -> Iterator[None]:
+    """Raises errors inside of the block as errors of another kind, with a text before the message."""
+    try:
+        yield
+    except caught as error:
+        raise kind(f"{before}{error}") from error
 
 
-def require_not_negative(value: float, where: str) -> None:
-    require(math.isfinite(value) and value >= 0, where, "must be finite and not negative", value)
+def _rule(rule: str, holds: Callable[[float], bool]) -> Callable[[float, str], None]:
+    """A check of a value, given with its place for the error message."""
+    return lambda value, where: require(holds(value), where, rule, value)
 
 
-def require_fraction(value: float, where: str) -> None:
-    require(0 <= value <= 1, where, "must lie in [0, 1]", value)
-
-
-def require_positive_fraction(value: float, where: str) -> None:
-    require(0 < value <= 1, where, "must lie in (0, 1]", value)
-
-
-def require_at_least_one(value: float, where: str) -> None:
-    require(value >= 1, where, "must be at least 1", value)
+require_positive = _rule("must be finite and positive", lambda x: math.isfinite(x) and x > 0)
+require_not_negative = _rule("must be finite and not negative", lambda x: math.isfinite(x) and x >= 0)
+require_fraction = _rule("must lie in [0, 1]", lambda x: 0 <= x <= 1)
+require_positive_fraction = _rule("must lie in (0, 1]", lambda x: 0 < x <= 1)
+require_fraction_below_one = _rule("must lie in [0, 1)", lambda x: 0 <= x < 1)
+require_at_least_zero = _rule("must be at least 0", lambda x: x >= 0)
+require_at_least_one = _rule("must be at least 1", lambda x: x >= 1)
 
 
 def require_fields(config: Any, check: Callable[[float, str], None], *names: str) -> None:

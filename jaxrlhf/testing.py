@@ -39,7 +39,7 @@ from jaxrlhf.planner.workload import step_workload
 from jaxrlhf.programs.roles import GAP_METRIC, ModelRole
 from jaxrlhf.programs.weight_sets import BASE
 from jaxrlhf.run.assembly import Phase, assemble
-from jaxrlhf.run.checkpoints import changing_sets
+from jaxrlhf.run.checkpoints import weight_sets_of
 from jaxrlhf.run.first_weights import Placed, load_first_weights
 from jaxrlhf.sharding import mesh
 from jaxrlhf.sharding.strategy import Strategy
@@ -176,7 +176,7 @@ class _Trial:
         self.sampled: list[dict[str, np.ndarray]] = []
         try:
             load_first_weights(executor, phase, run, dict(first_weights or {}))
-            store, changing = executor.weights, changing_sets(phase)
+            store, changing = executor.weights, weight_sets_of(phase, changing=True)
             whole = [name for name, own in store.sets.items() if own.lora is None and own.average is None]
             self.first_weights = first_weights or {name.removesuffix(BASE): store.snapshot(name) for name in whole}
             before = {name: store.snapshot(name)[1] for name in changing if first_weights is None}

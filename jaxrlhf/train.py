@@ -7,6 +7,7 @@ import argparse
 import contextlib
 import dataclasses
 import functools
+import gc
 import itertools
 import json
 import os
@@ -21,7 +22,6 @@ from pathlib import Path
 import jax
 
 import jaxrlhf
-from jaxrlhf import garbage
 from jaxrlhf.checkpoint.manifest import find_damage
 from jaxrlhf.checkpoint.store import CheckpointError
 from jaxrlhf.cluster.cluster_text import local_cluster
@@ -34,12 +34,13 @@ from jaxrlhf.observe.console import Console
 from jaxrlhf.observe.forecast_errors import Comparison, compare
 from jaxrlhf.observe.metrics import TrainingError, read_metrics
 from jaxrlhf.observe.step_timers import time_rows
-from jaxrlhf.observe.trackers import check_trackers
+from jaxrlhf.observe.trackers import import_wandb
 from jaxrlhf.observe.utilization import utilization_line
 from jaxrlhf.planner.memory_forecast import MemoryForecast, forecast_memory
 from jaxrlhf.planner.plans.plan_table import plan_rows
 from jaxrlhf.planner.plans.saved_plan import plan_text
 from jaxrlhf.programs.roles import ModelRole
+from jaxrlhf.require import errors_as
 from jaxrlhf.rewards.functions import RewardError
 from jaxrlhf.run.assembly import Assembly, assemble
 from jaxrlhf.run.checkpoints import check_checkpoint
@@ -48,7 +49,7 @@ from jaxrlhf.run.find_plan import FoundPlan, find_plan, is_planned
 from jaxrlhf.run.interruption import RunStopped, StopRequest
 from jaxrlhf.run.resume_point import ResumePoint, find_resume_point, newest_position, set_aside, what_is_kept
 from jaxrlhf.run.run_folder import RunFolder, RunFolderError, check_run_folder, collect_versions
-from jaxrlhf.run.step_draft import StepDraft, draft_step
+from jaxrlhf.run.step_draft import draft_step
 from jaxrlhf.run.step_rows import Tables, load_tables
 from jaxrlhf.run.trainer import Outcome, Trainer
 from jaxrlhf.sharding import mesh
@@ -60,11 +61,8 @@ MEMORY_FRACTION = "0.9"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line.
-
-    Returns:
-        The exit status: 0; 1 after an error that the user can fix; 143 or 130 if the run was asked to stop by SIGTERM
-        or Ctrl-C, and has saved. It can then be resumed with `--resume auto`.
+    """The command line. Returns the exit status: 0; 1 after an error that the user can fix; 143 or 130 if the run was
+    asked to stop by SIGTERM or Ctrl-C, and has saved. It can then be resumed with `--resume auto`.
     """
     parser = argparse.ArgumentParser(
         prog="python -m jaxrlhf.train", description="Train a language model from feedback."
@@ -95,53 +93,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not options.dry_run:
             execute(run, console, owns_process=True)
         channel.close()
-    except (InputError, RewardError, TrainingError, CheckpointError, UnwritableError) as error:
-        if channel.count == 1 or (channel.is_first and _is_in_all(error, channel)):
-            console.error(str(error))
-        return _end_after(error, channel, 1)
     except RunStopped as stopped:
         console.line(f"{stopped} Start it again with --resume auto to go on.")
         channel.close()
         return stopped.exit_status
-    except KeyboardInterrupt as error:
-        if channel.count == 1:
-            console.error("Interrupted.")
-        return _end_after(error, channel, 130)
     except BaseException as error:
-        _end_after(error, channel, 1)
-        raise
-    return 0
-
-
-def _is_in_all(error: BaseException, channel: Channel) -> bool:
-    """Returns whether every process of the run has this error: it was shared, or is about metrics, which all have."""
-    return channel.is_shared(error) or isinstance(error, TrainingError)
-
-
-def _end_after(error: BaseException, channel: Channel, status: int) -> int:
-    """Closes the channel after an error. An error that the other processes do not have ends them too."""
-    if channel.count == 1 or _is_in_all(error, channel):
-        channel.close()
+        expected = isinstance(error, (*EXPECTED, KeyboardInterrupt))
+        status = 130 if isinstance(error, KeyboardInterrupt) else 1
+        message = (str(error) or "Interrupted.") if expected else None
+        # of several processes, all have this error, or it ends the others too
+        if channel.count == 1 or channel.is_shared(error) or isinstance(error, TrainingError):
+            if message is not None and channel.is_first:
+                console.error(message)
+            channel.close()
+        else:
+            channel.abort(error, status=status, message=message)
+        if not expected:
+            raise
         return status
-    known = isinstance(error, InputError | RewardError | CheckpointError | UnwritableError | KeyboardInterrupt)
-    channel.abort(error, status=status, message=(str(error) or "Interrupted.") if known else None)
-    return status
+    return 0
 
 
 class InputError(ValueError):
     """Config, data and plan do not fit together."""
 
 
-def read(name_or_path: str, overrides: Sequence[str]) -> RunConfig:
-    """The run that a config describes.
+EXPECTED = (InputError, RewardError, TrainingError, CheckpointError, UnwritableError)
+"""Errors that the user can fix."""
 
-    Raises:
-        InputError: The config is invalid.
-    """
-    try:
+
+def read(name_or_path: str, overrides: Sequence[str]) -> RunConfig:
+    """The run that a config describes. Raises InputError if it is invalid."""
+    with errors_as(InputError):
         return load_run(name_or_path, overrides)
-    except ValueError as error:
-        raise InputError(str(error)) from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,16 +140,12 @@ class Run:
 
 
 def start(config: RunConfig, *, detect: bool = False) -> Channel:
-    """Starts JAX with the devices of a config, and joins the other processes of the run, if there are any.
-
-    Args:
-        detect: Join the processes of a launcher, as JAX detects them.
-
-    Raises:
-        InputError: The devices do not exist, or the other processes cannot be reached.
+    """Starts JAX with the devices of a config, and joins the other processes of the run, if there are any. `detect`:
+    those of a launcher, as JAX detects them. Raises InputError if that is not possible.
     """
-    garbage.collect_rarely()
-    try:
+    if gc.get_threshold() in ((700, 10, 10), (2000, 10, 10)):  # Python's own, up to 3.12 and in 3.13
+        gc.set_threshold(50_000, 20, 50)  # tracing makes objects by the million, few of them garbage
+    with errors_as(InputError):
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", MEMORY_FRACTION)  # before JAX has devices
         mesh.skip_cuda_check_without_gpu()
         rendezvous = rendezvous_of(os.environ, detect=detect)
@@ -183,25 +163,21 @@ def start(config: RunConfig, *, detect: bool = False) -> Channel:
             jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
         if rendezvous is not None:
             join(rendezvous)
-    except ValueError as error:
-        raise InputError(str(error)) from error
     return Channel.open()
 
 
 def prepare(config: RunConfig, console: Console, channel: Channel | None = None) -> Run:
-    """Checks a run and prints its roles and plans. Compiles and writes nothing.
+    """Checks a run and prints its roles and plans. Compiles and writes nothing. Raises InputError if something does not
+    fit.
 
-    Args:
-        channel: The result of `start`. None means that JAX is started here, in this process alone.
-
-    Raises:
-        InputError: Something in config, data, plan or the checkpoint to resume does not fit.
+    `channel` is the result of `start`. None means that JAX is started here, in this process alone.
     """
     channel = channel or start(config)
 
     def find() -> tuple[ResumePoint | None, Tables]:
         check_run_folder(Path(config.output.folder), config.name)
-        check_trackers(config.output)
+        if config.output.wandb is not None:
+            import_wandb()
         return find_resume_point(config), load_tables(config)
 
     def plan() -> FoundPlan:
@@ -215,19 +191,21 @@ def prepare(config: RunConfig, console: Console, channel: Channel | None = None)
             check_checkpoint(resume, assembly)
         return assembly
 
-    try:
+    def memory_needed() -> MemoryForecast:
+        limits = config.devices_memory
+        cluster = local_cluster(limits, any_kind=True)
+        return forecast_memory(draft.workload(), cluster, assembly.train.plan, limit=limits.host_bytes)
+
+    with errors_as(InputError):
         resume, tables = channel.share(find)  # rows are read once, and sent to the other processes
         draft = channel.together(lambda: draft_step(config, tables=tables))
         found = channel.share(plan) if is_planned(draft) else None  # searches with a time limit differ
         assembly = channel.together(check)
-        memory = channel.share(lambda: _memory(assembly, draft))  # of the first process's machine
-    except ValueError as error:
-        raise InputError(str(error)) from error
+        memory = channel.share(memory_needed)  # of the first process's machine
     _print_assembly(assembly, memory, console)
-    if found is not None:
-        for note in (found.note, *found.notes):
-            console.line(f"Note: {note}")
-    for note in resume.notes if resume is not None else ():
+    of_plan = found.notes if found is not None else ()
+    of_resuming = resume.notes if resume is not None else ()
+    for note in (*assembly.warnings, *memory.notes, *of_plan, *of_resuming):
         console.line(f"Note: {note}")
     return Run(assembly, resume, channel)
 
@@ -235,23 +213,25 @@ def prepare(config: RunConfig, console: Console, channel: Channel | None = None)
 def execute(run: Run, console: Console, *, owns_process: bool = False) -> Outcome:
     """Executes a prepared run, in a folder of its own or in that of the run that it resumes.
 
-    Args:
-        owns_process: Ctrl-C may end the process to stop the run at once. Otherwise it raises KeyboardInterrupt.
-
-    Raises:
-        RewardError, TrainingError, CheckpointError, UnwritableError: The run could not continue.
-        RunStopped: It was asked to stop, and has saved.
+    If it `owns_process`, Ctrl-C may end the process to stop the run at once. Otherwise it raises KeyboardInterrupt.
+    Raises one of `EXPECTED` if the run could not continue, and RunStopped if it was asked to stop, and has saved.
     """
     started = time.perf_counter()
     resume, channel = run.resume, run.channel
-    folder = channel.share(lambda: _folder_of(run))
+    config = run.assembly.config
+    if resume is None or resume.is_branch:
+        folder = channel.share(lambda: RunFolder.create(Path(config.output.folder), config.name))
+    else:
+        folder = resume.folder
     try:
         end = functools.partial(_end_at_once, console=console, channel=channel) if owns_process else None
         stop = StopRequest(console.line, end)
         with contextlib.ExitStack() as held, stop, complaints_said_once(console.line):
             channel.share(lambda: _take_over(run, folder, held))
             outcome = Trainer(run.assembly, folder, console, resume=resume, stop=stop, channel=channel).run()
-            compared = _compared(run, folder) if channel.is_first else None
+            compared, started_at = None, resume.steps_done if resume is not None else None
+            if channel.is_first and run.assembly.saved is not None:  # the first step of every start compiles
+                compared = compare(run.assembly.saved, read_metrics(folder.metrics), after=(started_at or 0) + 1)
             if channel.is_first:
                 forecast = {"forecast": compared.to_json()} if compared is not None else {}
                 folder.write_json("outcome.json", outcome.to_json() | forecast)
@@ -265,7 +245,7 @@ def execute(run: Run, console: Console, *, owns_process: bool = False) -> Outcom
             raise _with_traceback(error, folder) from error
         raise
     if channel.is_first:
-        _print_outcome(outcome, folder, console, time.perf_counter() - started, compared)
+        _print_outcome(outcome, console, time.perf_counter() - started, compared)
     return outcome
 
 
@@ -305,13 +285,6 @@ def _leave(status: int) -> None:
     sys.exit(status)
 
 
-def _folder_of(run: Run) -> RunFolder:
-    """The folder of a run: a new one, or that of the run that it resumes."""
-    if run.resume is None or run.resume.is_branch:
-        return RunFolder.create(Path(run.assembly.config.output.folder), run.assembly.config.name)
-    return run.resume.folder
-
-
 def _take_over(run: Run, folder: RunFolder, held: contextlib.ExitStack) -> None:
     """Locks a run's folder as long as `held` is open, and writes the description of the run to it."""
     held.enter_context(folder.locked())
@@ -329,11 +302,7 @@ def _take_over(run: Run, folder: RunFolder, held: contextlib.ExitStack) -> None:
 
 
 def _read_options(options: argparse.Namespace) -> RunConfig:
-    """The config that the command line names, with its overrides.
-
-    Raises:
-        InputError: There is none, or it is invalid.
-    """
+    """The config that the command line names, with its overrides."""
     overrides = [*options.set, *([f"resume={json.dumps(options.resume)}"] if options.resume else [])]
     if options.config is not None:
         return read(options.config, overrides)
@@ -347,13 +316,6 @@ def _read_options(options: argparse.Namespace) -> RunConfig:
     )
 
 
-def _memory(assembly: Assembly, draft: StepDraft) -> MemoryForecast:
-    """The forecast of the step's memory on the present devices."""
-    limits = assembly.config.devices_memory
-    cluster = local_cluster(limits, any_kind=True)
-    return forecast_memory(draft.workload(), cluster, assembly.train.plan, limit=limits.host_bytes)
-
-
 def _print_assembly(assembly: Assembly, memory: MemoryForecast, console: Console) -> None:
     count = mesh.num_devices()
     console.line(f"{count} device{'s' if count > 1 else ''} of kind {mesh.device_kind()}")
@@ -365,8 +327,6 @@ def _print_assembly(assembly: Assembly, memory: MemoryForecast, console: Console
         console.table(f"Memory of the step's calls, {memory.unit} on each device", memory.rows)
         for line in memory.lines:
             console.line(line)
-    for warning in (*assembly.warnings, *memory.notes):
-        console.line(f"Note: {warning}")
 
 
 def _write_assembly(run: Run, folder: RunFolder) -> None:
@@ -388,19 +348,8 @@ def _write_assembly(run: Run, folder: RunFolder) -> None:
     folder.write_text("config.yaml", text)  # last, since it makes the folder that of a run
 
 
-def _compared(run: Run, folder: RunFolder) -> Comparison | None:
-    """The forecast of the plan beside the measured steps of this start; None if the plan has no forecast."""
-    saved, resume = run.assembly.saved, run.resume
-    if saved is None:
-        return None
-    position = resume.position if resume is not None else None
-    started_at = position.done if position is not None and position.phase == "steps" else 0
-    return compare(saved, read_metrics(folder.metrics), after=started_at + 1)
-
-
-def _print_outcome(
-    outcome: Outcome, folder: RunFolder, console: Console, seconds: float, compared: Comparison | None
-) -> None:
+def _print_outcome(outcome: Outcome, console: Console, seconds: float, compared: Comparison | None) -> None:
+    folder = outcome.folder
     if outcome.samples:
         console.samples("Samples", outcome.samples)
     console.header(f"Done in {seconds:.0f} s")

@@ -14,11 +14,7 @@ class UnwritableError(RuntimeError):
 
 @contextlib.contextmanager
 def writing(path: Path, *also: type[Exception]) -> Iterator[None]:
-    """Raises errors inside of the block as an `UnwritableError` that names a path.
-
-    Args:
-        also: Errors, besides `OSError`, that a library raises if it cannot write.
-    """
+    """Raises an `OSError` inside of the block, or one of `also`, as an `UnwritableError` that names a path."""
     try:
         yield
     except (OSError, *also) as error:
@@ -30,10 +26,7 @@ def writing(path: Path, *also: type[Exception]) -> Iterator[None]:
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Yields a temporary path beside `path`, which replaces it in one move at the end of the block. Readers find the
-    old file or the new one, also after a kill.
-
-    Raises:
-        UnwritableError: The file cannot be written. The old one is unchanged.
+    old file or the new one, also after a kill. After an UnwritableError the old one is unchanged.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
     try:

@@ -10,12 +10,10 @@ import importlib.util
 import mmap
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TypeVar
-
-Value = TypeVar("Value")
+from typing import Any
 
 
-def known_flags(flags: Mapping[str, Value]) -> dict[str, Value]:
+def known_flags(flags: Mapping[str, Any]) -> dict[str, Any]:
     """The flags, by name without dashes, that the installed XLA knows. The others only tune, and are left out.
 
     A plugin for GPUs has its own XLA, of the same version as jaxlib's.
@@ -26,12 +24,11 @@ def known_flags(flags: Mapping[str, Value]) -> dict[str, Value]:
 @functools.cache
 def _is_known(name: str) -> bool:
     # With the zero at the end of a C string, which names of protobuf fields, kept longer than flags, do not have.
-    return any(_holds(library, name.encode() + b"\0") for library in _libraries())
-
-
-def _holds(library: Path, wanted: bytes) -> bool:
-    with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        return content.find(wanted) >= 0
+    for library in _libraries():
+        with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            if content.find(name.encode() + b"\0") >= 0:
+                return True
+    return False
 
 
 @functools.cache

@@ -5,7 +5,6 @@ import os
 import pathlib
 from collections.abc import Callable
 
-from jaxrlhf import garbage
 from jaxrlhf.xla_flags import known_flags
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -61,7 +60,7 @@ def check_function(function: Callable) -> Callable:
 jaxtyping.install_import_hook(CHECKED_ROOMS, f"{__name__}.check_function")
 
 
-garbage.collect_rarely()
+gc.set_threshold(50_000, 20, 50)  # tracing makes objects by the million, few of them garbage
 
 LONGEST = ("invariance", "end_to_end")
 """Folders whose tests come first: a long one at the end of the suite would run beside an idle worker."""

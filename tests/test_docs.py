@@ -213,7 +213,7 @@ def test_every_metric_is_documented_and_no_other():
         others = [("actor.logprobs", "infer"), ("results", "wait")]
         timings = timing_metrics({call: [(0.0, 1.0)] for call in [*calls, *others]})
         names |= set(utilization_metrics([Event("actor.train", "train", (0,), 1, 0.0, 1.0)], 1, [0]))
-        names |= {*timings, *throughput_metrics(TokenCounts(1, 1, 1.0, 1), timings, seconds=1.0, num_devices=1)}
+        names |= {*timings, *throughput_metrics(TokenCounts(2, 1, 1.0, 1), timings, seconds=1.0, num_devices=1)}
     for name in ("dapo_arithmetic", "ppo_shared_arithmetic", "remax_arithmetic", "safe_rlhf_arithmetic"):
         results = assemble(load_run(name), num_devices=2).train.graph.results[0]
         names |= set(flatten(jax.tree.map(lambda _: 0.0, results)))

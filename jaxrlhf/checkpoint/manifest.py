@@ -20,11 +20,7 @@ _MAX_READERS = 8
 
 
 def write_manifest(folder: Path) -> None:
-    """Writes the manifest of all files in a folder, and returns when it is on the disk.
-
-    Raises:
-        OSError: A file cannot be read, or the manifest cannot be written.
-    """
+    """Writes the manifest of all files in a folder, and returns when it is on the disk."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name not in (MANIFEST, _STAMPED))
     checksums = _checksums(paths)
     files = {str(path.relative_to(folder)): entry for path, entry in zip(paths, checksums, strict=True)}

@@ -16,7 +16,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import orbax.checkpoint as ocp
@@ -37,7 +37,7 @@ class CheckpointError(ValueError):
     """A checkpoint that does not exist, is damaged, or is not of this run."""
 
 
-class CheckpointStore:
+class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
     """The checkpoints in a folder, by the number of steps or updates done.
 
     Args:
@@ -70,18 +70,10 @@ class CheckpointStore:
         }
         self._manager = ocp.CheckpointManager(self._folder, options=options, item_handlers=handlers)
 
-    def latest(self) -> int | None:
-        """The number of the newest complete checkpoint."""
-        return self._manager.latest_step()
-
     def save(self, number: int, arrays: Any, meta: Mapping[str, Any], *, value: float | None = None) -> None:
-        """Saves a pytree of arrays and plain JSON data. The arrays may be donated as soon as this returns.
-
-        Args:
-            value: The quality of the checkpoint: the one with the highest value is kept; of equals, the first.
-
-        Raises:
-            UnwritableError: The checkpoint cannot be written, or the one before, if it was written in the background.
+        """Saves a pytree of arrays and plain JSON data, or raises UnwritableError, also for the save before. The arrays
+        may be donated as soon as this returns. The one with the highest value, its quality, is kept; of equals, the
+        first.
         """
         self.wait()
         self._saving = number
@@ -98,44 +90,29 @@ class CheckpointStore:
             return self._manager.restore(number, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
 
     def arrays(self, number: int) -> dict[str, str]:
-        """The dtype and shape of every array by its path, `roles/actor/params/layers/0/query`. Reads no array.
-
-        Raises:
-            CheckpointError: There is no such checkpoint.
-        """
-        if number not in self._manager.all_steps():
-            raise CheckpointError(
-                f"{self._folder}: has no complete checkpoint {number}. Got "
-                f"{', '.join(map(str, sorted(self._manager.all_steps()))) or 'none'}."
-            )
+        """The dtype and shape of every array by its path, `roles/actor/params/layers/0/query`. Reads no array."""
+        if number not in (there := sorted(self._manager.all_steps())):
+            got = ", ".join(map(str, there)) or "none"
+            raise CheckpointError(f"{self._folder}: has no complete checkpoint {number}. Got {got}.")
         with self._reading(number):
             saved = self._manager.item_metadata(number)["arrays"]
         return _shapes(saved.tree if hasattr(saved, "tree") else saved)
 
     def restore(self, number: int, like: Any) -> tuple[Any, dict[str, Any]]:
-        """The arrays, sharded as in `like` (`jax.ShapeDtypeStruct` with shardings), and the plain data.
-
-        Raises:
-            CheckpointError: There is no such checkpoint, or its arrays have another structure, shape or dtype.
+        """The arrays, sharded as in `like`, a tree of `jax.ShapeDtypeStruct`, and the plain data, checked as by
+        `check`.
         """
         self.check(number, like)
-        several = jax.process_count() > 1
-        wanted = like
-        if several:
-            wanted = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), like, _spread(like))
+        final = jax.tree.map(lambda x: x.sharding, like)
+        read_as = _spread(like) if jax.process_count() > 1 else final
+        wanted = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), like, read_as)
         how = ocp.args.PyTreeRestore(wanted, restore_args=ocp.checkpoint_utils.construct_restore_args(wanted))
         with self._reading(number):
             restored = self._manager.restore(number, args=ocp.args.Composite(arrays=how))["arrays"]
-        if several:
-            restored = reallocate(restored, jax.tree.map(lambda x: x.sharding, like))
-        return restored, self.meta(number)
+        return reallocate(restored, final) if jax.process_count() > 1 else restored, self.meta(number)
 
     def check(self, number: int, like: Any) -> None:
-        """Checks that a checkpoint has exactly the arrays of `like`, with their shapes and dtypes. Reads no array.
-
-        Raises:
-            CheckpointError: An array is missing, superfluous or different.
-        """
+        """Raises CheckpointError unless a checkpoint has the arrays of `like`, with shapes and dtypes."""
         there, wanted = self.arrays(number), _shapes(like)
         if there == wanted:
             return
@@ -148,11 +125,7 @@ class CheckpointStore:
         )
 
     def wait(self) -> None:
-        """Waits until everything is on disk.
-
-        Raises:
-            UnwritableError: It cannot be written.
-        """
+        """Waits until everything is on disk, or raises UnwritableError."""
         self._write(self._manager.wait_until_finished)
 
     def close(self) -> None:
@@ -162,9 +135,6 @@ class CheckpointStore:
         finally:
             self._manager.close()
             self._writer.shutdown()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -193,16 +163,14 @@ class CheckpointStore:
             write_manifest(folder)
 
 
-class _Untold(logging.Filter):
-    """Drops Orbax's log of a failed save, with a traceback for each thread, since `save` or `wait` raises the error;
-    and its log of waiting for a save."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        said = record.exc_info or str(record.msg).startswith("Waiting for previous save")
-        return not (said and "orbax" in record.pathname)
+def _is_untold(record: logging.LogRecord) -> bool:
+    """False for Orbax's log of a failed save, with a traceback for each thread, since `save` or `wait` raises the
+    error; and for its log of waiting for a save."""
+    said = record.exc_info or str(record.msg).startswith("Waiting for previous save")
+    return not (said and "orbax" in record.pathname)
 
 
-logging.getLogger("absl").addFilter(_Untold())
+logging.getLogger("absl").addFilter(_is_untold)
 
 
 def checkpoint_numbers(folder: Path) -> list[int]:
@@ -235,9 +203,8 @@ def _lower_priority() -> None:
 def _rank(metrics: Any) -> Any:
     """A sort key of checkpoints: the best has the highest value, and of equals the lowest number. Without values it is
     the newest, which is kept anyway."""
-    if metrics["value"] is None:
-        return -math.inf, metrics["number"]
-    return metrics["value"], -metrics["number"]
+    value, number = metrics["value"], metrics["number"]
+    return (-math.inf, number) if value is None else (value, -number)
 
 
 def _shapes(tree: Any) -> dict[str, str]:

@@ -10,6 +10,7 @@ from jaxrlhf.algorithms.algorithm import Algorithm, NoSettings
 from jaxrlhf.brief import brief, did_you_mean
 from jaxrlhf.config.reading import ConfigError, Tree, known_part
 from jaxrlhf.importing import find_function
+from jaxrlhf.require import errors_as
 
 STEP = "(roles, state, data, config) -> (results, state)"
 
@@ -32,10 +33,8 @@ def load_algorithm(name: str) -> Algorithm:
             )
         return ALGORITHMS[name]
     where = f"Algorithm {brief(name)}"
-    try:
+    with errors_as(ConfigError):
         found = find_function(name, what="Algorithm")
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
     if isinstance(found, type) or not (isinstance(found, Algorithm) or callable(found)):
         raise ConfigError(f"{where}: must be a step function, {STEP}, or an Algorithm. Got {brief(found)}.")
     algorithm = found if isinstance(found, Algorithm) else _around(where, found)
@@ -53,12 +52,8 @@ def load_algorithm(name: str) -> Algorithm:
 
 
 def for_another_algorithm(below: Tree, above: Tree, where: str, *, notes: list[str]) -> Tree:
-    """A config without the settings, and the placements of roles, that the algorithm chosen over it does not have.
-
-    Args:
-        below: The config, as a tree from `where`.
-        above: The tree that is laid over it.
-        notes: Notes about the removed keys are appended here.
+    """A config, the tree `below` from `where`, without the settings, and the placements of roles, that the algorithm
+    chosen in the tree `above` it does not have. Notes about these are appended to `notes`.
     """
     before, name = below.get("algorithm", "ppo"), above.get("algorithm")
     if name in (None, before):
@@ -91,15 +86,12 @@ def for_another_algorithm(below: Tree, above: Tree, where: str, *, notes: list[s
 def _without_calls_of(roles: set[str], plan: Tree) -> tuple[Tree, list[str]]:
     """The section `plan` of a config without calls of some roles, and its keys that were removed."""
 
-    def is_of_them(call: Any) -> bool:
-        return str(call).partition(".")[0] in roles
-
     plan, calls, fuse = dict(plan), plan.get("calls"), plan.get("fuse")
     left_out: list[str] = []
     if isinstance(calls, dict):
-        left_out = [call for call in calls if is_of_them(call)]
+        left_out = [call for call in calls if str(call).partition(".")[0] in roles]
         plan["calls"] = {call: entry for call, entry in calls.items() if call not in left_out}
-    if isinstance(fuse, list) and any(map(is_of_them, fuse)):
+    if isinstance(fuse, list) and any(str(call).partition(".")[0] in roles for call in fuse):
         left_out.append("fuse")
         del plan["fuse"]
     return plan, left_out

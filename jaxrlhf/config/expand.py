@@ -16,11 +16,7 @@ _ORIGINS = ("init", "function", "weighted_sum", "shares", "average")
 
 
 def expand(tree: dict[str, Any], where: str) -> None:
-    """Expands all short forms in the tree of a run, in place.
-
-    Raises:
-        ConfigError: A short form is invalid. The message begins with `where` and names the key.
-    """
+    """Expands all short forms in the tree of a run, in place. A ConfigError begins with `where` and names the key."""
     _expand_model(tree, where)
     _expand_presets(tree, where)
     expand_plan(tree, where)

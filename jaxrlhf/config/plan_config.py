@@ -20,25 +20,26 @@ MAX_DEVICES = 2**20
 
 
 def devices_from_text(text: str) -> tuple[int, ...]:
-    """Positions of devices: '0-3', '3,2,1,0', '0-1,4-5'. An empty text means no devices.
-
-    Raises:
-        ValueError: The text is malformed, or names more than `MAX_DEVICES`.
-    """
-    spans: list[range] = []
+    """Positions of devices: '0-3', '3,2,1,0', '0-1,4-5', up to `MAX_DEVICES`. An empty text means no devices."""
+    devices: list[int] = []
     for part in text.split(",") if text else ():
         match = re.fullmatch(r"\s*([0-9]{1,7})(?:-([0-9]{1,7}))?\s*", part)
-        spans.append(range(int(match[1]), int(match[2] or match[1]) + 1) if match else range(0))
-        if not spans[-1] or sum(map(len, spans)) > MAX_DEVICES:
+        span = range(int(match[1]), int(match[2] or match[1]) + 1) if match else ()
+        if not span or len(devices) + len(span) > MAX_DEVICES:
             raise ValueError(f"must be positions of devices, such as '0-3' or '3,2,1,0'. Got {brief(text)}.")
-    return tuple(device for span in spans for device in span)
+        devices += span
+    return tuple(devices)
 
 
 def devices_to_text(devices: tuple[int, ...]) -> str:
-    """Positions of devices as `devices_from_text` reads them: '0-3' if they are consecutive."""
-    if len(devices) > 1 and devices == tuple(range(devices[0], devices[-1] + 1)):
-        return f"{devices[0]}-{devices[-1]}"
-    return ",".join(map(str, devices))
+    """Positions of devices as `devices_from_text` reads them, consecutive ones as a range: '0-3,8'."""
+    spans: list[list[int]] = []
+    for device in devices:
+        if spans and device == spans[-1][-1] + 1:
+            spans[-1][1:] = [device]
+        else:
+            spans.append([device])
+    return ",".join("-".join(map(str, span)) for span in spans)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,10 +82,8 @@ class ResponseLengths:
             require(not given, "run", "gives mean and p99 by itself", ", ".join(given), "Remove one or the other.")
             return
         require(math.isfinite(self.mean) and self.mean >= 1, "mean", "must be at least 1 token", self.mean)
-        require(
-            self.p99 >= self.mean, "p99", f"must be at least the mean, {self.mean:g} tokens", self.p99,
-            "Raise p99, or lower mean.",
-        )  # fmt: skip
+        rule = f"must be at least the mean, {self.mean:g} tokens"
+        require(self.p99 >= self.mean, "p99", rule, self.p99, "Raise p99, or lower mean.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,9 +138,6 @@ def expand_plan(tree: dict[str, Any], where: str) -> None:
     `plan: auto` becomes `{auto: true}`, `plan: a/plan.json` becomes `{file: a/plan.json}`, `lengths: runs/a` becomes
     `{run: runs/a}`, and under `calls` `{actor: {train: ...}}`, as `--set plan.calls.actor.train.data=2` makes it,
     becomes `{actor.train: ...}`.
-
-    Raises:
-        ConfigError: It is another text, or has placements outside of `calls`. The message begins with `where`.
     """
     plan = tree.get("plan")
     if isinstance(plan, str):

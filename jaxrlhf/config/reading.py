@@ -15,6 +15,7 @@ ConfigError that names file and key:
 import collections.abc
 import copy
 import dataclasses
+import functools
 import importlib.resources
 import os
 import re
@@ -95,31 +96,25 @@ def read_yaml(path: str | Path) -> Tree:
 def read_config(
     name_or_path: str | Path, *, adapt: Callable[[Tree, Tree, str], Tree] = lambda below, above, where: below
 ) -> tuple[Tree, str]:
-    """The tree of a configuration merged over its `base`, and the name of its source for error messages.
-
-    Args:
-        adapt: A function of the tree of a base, the tree over it and the source of the base that returns the tree to
-            use for the base.
+    """The tree of a configuration merged over its `base`, and the name of its source for error messages. `adapt`, a
+    function of the tree of a base, the tree over it and the source of the base, returns the tree to use for the base.
     """
-    trees, paths = [], []
-    path = find_config(name_or_path)
-    while True:
-        paths.append(path)
+    trees, paths = [], [find_config(name_or_path)]
+    while len(trees) < len(paths):
+        path = paths[-1]
         if path.resolve() in (earlier.resolve() for earlier in paths[:-1]):
-            chain = " -> ".join(_shown(path) for path in paths)
+            chain = " -> ".join(map(_shown, paths))
             raise ConfigError(f"{_shown(paths[-2])}: base: must not lead back to itself. Got {chain}.")
-        tree = read_yaml(path)
-        base = tree.pop("base", None)
-        trees.append(tree)
-        if base is None:
-            break
-        if not isinstance(base, str):
+        trees.append(read_yaml(path))
+        base = trees[-1].pop("base", None)
+        if isinstance(base, str):
+            paths.append(find_config(base, beside=path.parent))
+        elif base is not None:
             raise _error(_shown(path), "base", "expected the name of a config or a path", base, "")
-        path = find_config(base, beside=path.parent)
-    merged = trees[-1]
-    for index in reversed(range(len(trees) - 1)):
-        merged = merge(adapt(merged, trees[index], _shown(paths[index + 1])), trees[index])
-    return merged, " over ".join(_shown(path) for path in paths)
+    merged = trees.pop()
+    for tree, base in zip(trees[::-1], paths[:0:-1], strict=True):
+        merged = merge(adapt(merged, tree, _shown(base)), tree)
+    return merged, " over ".join(map(_shown, paths))
 
 
 def known_part(cls: type[Any], tree: Tree) -> tuple[Tree, list[str]]:
@@ -158,14 +153,6 @@ def apply_overrides(tree: Tree, overrides: Sequence[str]) -> Tree:
     return tree
 
 
-def build(cls: type[T], tree: Any, *, where: str, path: str = "") -> T:
-    """An instance of the dataclass `cls` from a tree.
-
-    Errors name the source of the tree, `where`, and keys, which begin with `path` if the tree is a part of the source.
-    """
-    return _build(cls, tree, where, path)
-
-
 def to_tree(value: Any) -> Any:
     """A dataclass as plain data with all defaults, from which `build` makes an equal one."""
     if dataclasses.is_dataclass(value):
@@ -194,11 +181,15 @@ def dump_yaml(value: Any) -> str:
     return strict_yaml.to_text(to_tree(value))
 
 
-def _build(hint: Any, value: Any, where: str, path: str) -> Any:
-    """A value of type `hint`, from the key `path` of a tree."""
+def build(hint: Any, value: Any, where: str, path: str = "") -> Any:
+    """A value of type `hint`, such as an instance of a dataclass, from a tree.
+
+    Errors name the source of the tree, `where`, and keys, which begin with `path` if the tree is a part of the source.
+    """
     origin, options = typing.get_origin(hint), typing.get_args(hint)
-    if dataclasses.is_dataclass(hint):
-        return _build_dataclass(hint, value, where, path)
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        make = functools.partial(hint, **_build_fields(hint, value, where, path, all_of_them=True))
+        return _make(make, where, path, [field.name for field in dataclasses.fields(hint) if field.init])
     if hint in _SCALARS:
         return _build_scalar(hint, value, where, path)
     if hint is Any:
@@ -212,18 +203,15 @@ def _build(hint: Any, value: Any, where: str, path: str) -> Any:
         raise _error(where, path, f"expected one of {listed}", value, suggestion.strip())
     if origin in (typing.Union, types.UnionType) and len(options) == 2 and type(None) in options:
         (given,) = (option for option in options if option is not type(None))
-        return None if value is None else _build(given, value, where, path)
+        return None if value is None else build(given, value, where, path)
     if origin in (typing.Union, types.UnionType) and type(None) not in options:
         form = tuple if isinstance(value, list) else type(value)
         alike = (option for option in options if (typing.get_origin(option) or option) is form)
-        return _build(next(alike, options[0]), value, where, path)
+        return build(next(alike, options[0]), value, where, path)
     if origin in (list, tuple):
         return _build_list(origin, options, value, where, path)
-    if origin in (dict, collections.abc.Mapping) and options[0] is str:
-        items = _mapping(value, where, path).items()
-        return FrozenDict({key: _build(options[1], item, where, _join(path, key)) for key, item in items})
-    if origin in (dict, collections.abc.Mapping) and options[0] is int:
-        return _build_numbered(options[1], value, where, path)
+    if origin in (dict, collections.abc.Mapping) and options[0] in (str, int):
+        return _build_mapping(options[0], options[1], value, where, path)
     if origin is Stated:
         return Stated(_build_fields(options[0], value, where, path, all_of_them=False))
     raise TypeError(
@@ -232,12 +220,11 @@ def _build(hint: Any, value: Any, where: str, path: str) -> Any:
     )
 
 
-def _build_dataclass(cls: Any, value: Any, where: str, path: str) -> Any:
-    arguments = _build_fields(cls, value, where, path, all_of_them=True)
+def _make(make: Callable[[], Any], where: str, path: str, fields: Collection[str]) -> Any:
+    """The result of a call. A ValueError of it, which may begin with one of some fields, gets its place in the tree."""
     try:
-        return cls(**arguments)
+        return make()
     except ValueError as error:
-        fields = [field.name for field in dataclasses.fields(cls) if field.init]
         raise ConfigError(f"{where}: {_located(str(error), path, fields)}") from error
 
 
@@ -264,27 +251,20 @@ def _build_fields(cls: Any, value: Any, where: str, path: str, *, all_of_them: b
         if INLINE in field.metadata:
             inner = keys_of(hints[name])
             part = {key: item for key, item in tree.items() if key in inner}
-            arguments[name] = _build(hints[name], part, where, path)
+            arguments[name] = build(hints[name], part, where, path)
         elif name in tree:
             item = tree[name]
             if dataclasses.is_dataclass(default) and isinstance(item, Mapping):  # merged over the default
                 item = merge(to_tree(default), dict(item))
-            arguments[name] = _build_field(field, hints[name], item, where, _join(path, name))
+            inner, read, _ = field.metadata.get(FORM, (hints[name], None, None))
+            built = build(inner, item, where, _join(path, name))
+            if read is not None:
+                keys = keys_of(inner) if isinstance(inner, type) and dataclasses.is_dataclass(inner) else ()
+                built = _make(functools.partial(read, built), where, _join(path, name), keys)
+            arguments[name] = built
         elif all_of_them and default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             raise ConfigError(f"{_place(where, _join(path, name))}: required. Got nothing. Write `{name}: ...`.")
     return arguments
-
-
-def _build_field(field: dataclasses.Field[Any], hint: Any, value: Any, where: str, path: str) -> Any:
-    if FORM not in field.metadata:
-        return _build(hint, value, where, path)
-    form, read, _ = field.metadata[FORM]
-    written = _build(form, value, where, path)
-    try:
-        return read(written)
-    except ValueError as error:
-        keys = keys_of(form) if isinstance(form, type) and dataclasses.is_dataclass(form) else ()
-        raise ConfigError(f"{where}: {_located(str(error), path, keys)}") from error
 
 
 def _located(message: str, path: str, fields: Collection[str]) -> str:
@@ -309,7 +289,7 @@ def _build_list(origin: type, options: tuple[Any, ...], value: Any, where: str, 
         options = options[:1] * len(value)
     if len(value) != len(options):
         raise _error(where, path, f"expected a list of {len(options)}", value, "")
-    return tuple(_build(option, value[i], where, f"{path}[{i}]") for i, option in enumerate(options))
+    return tuple(build(option, value[i], where, f"{path}[{i}]") for i, option in enumerate(options))
 
 
 def _build_scalar(hint: type, value: Any, where: str, path: str) -> Any:
@@ -325,15 +305,15 @@ def _build_scalar(hint: type, value: Any, where: str, path: str) -> Any:
     raise _error(where, path, rule, value, remedy)
 
 
-def _build_numbered(hint: Any, value: Any, where: str, path: str) -> FrozenDict[int, Any]:
-    """A mapping from integers, which are text in a config."""
-    texts = {str(key): item for key, item in value.items()} if isinstance(value, Mapping) else value
-    numbered = {}
+def _build_mapping(kind: type, hint: Any, value: Any, where: str, path: str) -> FrozenDict[Any, Any]:
+    """A mapping from text, or from integers, which are text in a config."""
+    texts = {str(key): item for key, item in value.items()} if kind is int and isinstance(value, Mapping) else value
+    built = {}
     for key, item in _mapping(texts, where, path).items():
-        if re.fullmatch("0|[1-9][0-9]{0,17}", key) is None:
+        if kind is int and re.fullmatch("0|[1-9][0-9]{0,17}", key) is None:
             raise _error(where, path, "a key must be an integer from 0 on", key, "Write a whole number in quotes.")
-        numbered[int(key)] = _build(hint, item, where, _join(path, key))
-    return FrozenDict(numbered)
+        built[kind(key)] = build(hint, item, where, _join(path, key))
+    return FrozenDict(built)
 
 
 def _mapping(value: Any, where: str, path: str) -> Mapping[str, Any]:

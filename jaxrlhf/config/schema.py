@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from flax.core import FrozenDict
 
+from jaxrlhf import require as checks
 from jaxrlhf.brief import brief, cut
 from jaxrlhf.config.algorithm_loading import for_another_algorithm, load_algorithm
 from jaxrlhf.config.expand import RANDOM, expand
@@ -22,7 +23,6 @@ from jaxrlhf.experience import Sampling
 from jaxrlhf.models.config import Head, ModelConfig
 from jaxrlhf.models.lora import LoRAConfig
 from jaxrlhf.name_rules import check_name
-from jaxrlhf.require import require, require_fraction, require_not_negative, require_positive
 
 MAX_VIRTUAL_DEVICES = 1024
 """The most virtual devices of a CPU that start in reasonable time."""
@@ -45,13 +45,10 @@ class OptimizerConfig:
     """Gradients of a larger global norm are scaled down to it. 0 never clips."""
 
     def __post_init__(self) -> None:
-        for name in ("learning_rate", "eps"):
-            require_positive(getattr(self, name), name)
-        for name in ("warmup_updates", "weight_decay", "max_grad_norm"):
-            require_not_negative(getattr(self, name), name)
-        require_fraction(self.final_fraction, "final_fraction")
-        for name in ("beta1", "beta2"):
-            require(0 <= getattr(self, name) < 1, name, "must lie in [0, 1)", getattr(self, name))
+        checks.require_fields(self, checks.require_positive, "learning_rate", "eps")
+        checks.require_fields(self, checks.require_not_negative, "warmup_updates", "weight_decay", "max_grad_norm")
+        checks.require_fields(self, checks.require_fraction, "final_fraction")
+        checks.require_fields(self, checks.require_fraction_below_one, "beta1", "beta2")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,8 +65,8 @@ class AverageConfig:
     """Train calls of that role between two updates of the average."""
 
     def __post_init__(self) -> None:
-        require(0 <= self.decay < 1, "decay", "must lie in [0, 1)", self.decay)
-        _require_at_least(self, 1, "every")
+        checks.require_fraction_below_one(self.decay, "decay")
+        checks.require_at_least_one(self.every, "every")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,17 +100,15 @@ class RoleConfig:
     """Role -> weight: its scores are the weighted sum of the scores of these roles; instead of a model."""
 
     def __post_init__(self) -> None:
-        holds = 0 <= self.timeout_seconds <= 1e9
-        require(holds, "timeout_seconds", "must lie between 0 and 1e9", self.timeout_seconds)
+        limit = self.timeout_seconds
+        checks.require(0 <= limit <= 1e9, "timeout_seconds", "must lie between 0 and 1e9", limit)
         if self.model is not None and self.init == RANDOM:
-            try:
+            with checks.errors_as(ValueError, "model."):
                 ModelConfig(**dict[str, Any](self.model))
-            except ValueError as error:
-                raise ValueError(f"model.{error}") from error
         if self.weighted_sum is not None and not self.weighted_sum:
             raise ValueError("weighted_sum: must have at least one part, as in {correct: 1.0}. Got {}.")
         for part, weight in (self.weighted_sum or {}).items():
-            require(math.isfinite(weight), f"weighted_sum.{cut(part)}", "must be finite", weight)
+            checks.require(math.isfinite(weight), f"weighted_sum.{cut(part)}", "must be finite", weight)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,8 +150,8 @@ class EvaluationRunConfig:
     lower. Empty means the first scorer, or without scorers the algorithm's loss."""
 
     def __post_init__(self) -> None:
-        _require_at_least(self, 0, "every", "batch_size")
-        _require_at_least(self, 1, "num_prompts")
+        checks.require_fields(self, checks.require_at_least_zero, "every", "batch_size")
+        checks.require_at_least_one(self.num_prompts, "num_prompts")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,11 +196,12 @@ class OutputConfig:
     """Roles whose last weights are written in Hugging Face's format, to the folder of that name in the run's."""
 
     def __post_init__(self) -> None:
-        _require_at_least(
-            self, 0, "samples_every", "num_samples", "part_tokens", "checkpoint_every", "checkpoint_minutes"
+        counts = ("samples_every", "num_samples", "part_tokens", "checkpoint_every", "checkpoint_minutes")
+        checks.require_fields(self, checks.require_at_least_zero, *counts)
+        checks.require_at_least_one(self.keep_checkpoints, "keep_checkpoints")
+        checks.require(
+            math.isfinite(self.checkpoint_minutes), "checkpoint_minutes", "must be finite", self.checkpoint_minutes
         )
-        _require_at_least(self, 1, "keep_checkpoints")
-        require(math.isfinite(self.checkpoint_minutes), "checkpoint_minutes", "must be finite", self.checkpoint_minutes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -281,9 +277,9 @@ class RunConfig:
         for field in ("roles", "datasets"):
             for name in getattr(self, field):
                 check_name(name, field)
-        _require_at_least(self, 0, "steps")
-        _require_at_least(self, 1, "batch_size")
-        require(0 <= self.seed < 2**32, "seed", "must lie between 0 and 2^32 - 1", self.seed)
+        checks.require_at_least_zero(self.steps, "steps")
+        checks.require_at_least_one(self.batch_size, "batch_size")
+        checks.require(0 <= self.seed < 2**32, "seed", "must lie between 0 and 2^32 - 1", self.seed)
         if self.num_virtual_devices is None and self.devices != "auto":
             raise ValueError(
                 f"devices: must be auto or cpu:<number>, such as cpu:8, with at most {MAX_VIRTUAL_DEVICES}. Got "
@@ -298,17 +294,8 @@ class RunConfig:
         return number if 0 < number <= MAX_VIRTUAL_DEVICES else None
 
 
-def _require_at_least(config: Any, least: int, *names: str) -> None:
-    for name in names:
-        require(getattr(config, name) >= least, name, f"must be at least {least}", getattr(config, name))
-
-
 def load_run(name_or_path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """The run that a config file, or a shipped config, describes.
-
-    Raises:
-        ConfigError: A key is unknown or missing, or a value is invalid. Names the file and the key.
-    """
+    """The run that a config file, or a shipped config, describes. Raises ConfigError, which names file and key."""
     notes: list[str] = []
     adapt = functools.partial(for_another_algorithm, notes=notes)
     tree, where = read_config(name_or_path, adapt=adapt)
@@ -319,26 +306,15 @@ def load_run(name_or_path: str | Path, overrides: Sequence[str] = ()) -> RunConf
 
 
 def build_run(tree: Mapping[str, Any], *, where: str, notes: Sequence[str] = ()) -> RunConfig:
-    """The run that the tree of a config describes, which came from `where`.
-
-    Args:
-        notes: Notes on the tree, to be shown to the user.
-
-    Raises:
-        ConfigError: As in `load_run`.
-    """
+    """The run that the tree of a config describes, which came from `where`; `notes` on it are kept for the user."""
     tree = copy.deepcopy(dict(tree))
     settings = tree.pop("settings", None) or {}
     expand(tree, where)
-    run = build(RunConfig, tree, where=where)
-    try:
+    run = build(RunConfig, tree, where)
+    with checks.errors_as(ConfigError, f"{where}: "):
         algorithm = load_algorithm(run.algorithm)
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from error
-    try:
-        built = build(algorithm.config, settings, where=where, path="settings")
-    except TypeError as error:  # of a user's own dataclass
-        raise ConfigError(f"{where}: {error}") from error
+    with checks.errors_as(ConfigError, f"{where}: ", TypeError):  # of a user's own dataclass
+        built = build(algorithm.config, settings, where, "settings")
     run = dataclasses.replace(run, settings=built)
     object.__setattr__(run, "notes", tuple(notes))
     return run

@@ -6,6 +6,7 @@ or `off`, which YAML 1.1 takes for true and false; and aliases of aliases that s
 reads back the output of `to_text`.
 """
 
+import functools
 import re
 from typing import Any, NoReturn
 
@@ -21,30 +22,25 @@ class ConfigError(ValueError):
     """An error in a configuration, described to its author."""
 
 
-BOOL = re.compile("true|True|TRUE|false|False|FALSE|yes|Yes|YES|no|No|NO|on|On|ON|off|Off|OFF")
-INT = re.compile(r"[-+]?(?:0|[1-9][0-9_]*)")
-FLOAT = re.compile(r"[-+]?(?:(?:0|[1-9][0-9_]*)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[-+]?\.inf|\.nan")
-NULL = re.compile("~|null|Null|NULL|")
-
-
 class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers = {}  # noqa: RUF012
-    yaml_constructors = {}  # noqa: RUF012
+    yaml_constructors = {None: yaml.SafeLoader.construct_undefined}  # noqa: RUF012
 
 
 class _Dumper(yaml.SafeDumper):
     """Quotes what either the loader above or one of YAML 1.1 would not read as text."""
 
 
-# The order decides: FLOAT matches integers too.
+_FLOAT = r"[-+]?(?:(?:0|[1-9][0-9_]*)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[-+]?\.inf|\.nan"
+# The order decides: _FLOAT matches integers too.
 for _kind, _pattern, _first in (
-    ("bool", BOOL, "tTfFyYnNoO"),
-    ("int", INT, "-+0123456789"),
-    ("float", FLOAT, "-+.0123456789"),
-    ("null", NULL, ["~", "n", "N", ""]),
+    ("bool", "true|True|TRUE|false|False|FALSE|yes|Yes|YES|no|No|NO|on|On|ON|off|Off|OFF", "tTfFyYnNoO"),
+    ("int", "[-+]?(?:0|[1-9][0-9_]*)", "-+0123456789"),
+    ("float", _FLOAT, "-+.0123456789"),
+    ("null", "~|null|Null|NULL|", ["~", "n", "N", ""]),
 ):
     for _class in (_Loader, _Dumper):
-        _class.add_implicit_resolver(f"tag:yaml.org,2002:{_kind}", re.compile(f"(?:{_pattern.pattern})$"), list(_first))
+        _class.add_implicit_resolver(f"tag:yaml.org,2002:{_kind}", re.compile(f"(?:{_pattern})$"), list(_first))
 
 
 def _refuse(node: yaml.Node, problem: str) -> NoReturn:
@@ -56,14 +52,6 @@ def _bool(loader: _Loader, node: yaml.ScalarNode) -> bool:
     if text.lower() not in ("true", "false"):
         _refuse(node, f"{cut(text)} is ambiguous in YAML. Write true or false, or '{cut(text)}' in quotes for text")
     return text.lower() == "true"
-
-
-def _int(loader: _Loader, node: yaml.ScalarNode) -> int:
-    return int(loader.construct_scalar(node).replace("_", ""))
-
-
-def _float(loader: _Loader, node: yaml.ScalarNode) -> float:
-    return float(loader.construct_scalar(node).replace("_", "").replace(".inf", "inf").replace(".nan", "nan"))
 
 
 def _mapping(loader: _Loader, node: yaml.Node) -> dict[str, Any]:
@@ -82,15 +70,14 @@ def _mapping(loader: _Loader, node: yaml.Node) -> dict[str, Any]:
 
 for _kind, _construct in (
     ("bool", _bool),
-    ("int", _int),
-    ("float", _float),
-    ("null", lambda loader, node: None),
+    ("int", _Loader.construct_yaml_int),
+    ("float", _Loader.construct_yaml_float),
+    ("null", _Loader.construct_yaml_null),
     ("str", _Loader.construct_scalar),
-    ("seq", lambda loader, node: loader.construct_sequence(node, deep=True)),
+    ("seq", functools.partial(_Loader.construct_sequence, deep=True)),
     ("map", _mapping),
 ):
-    _Loader.add_constructor(f"tag:yaml.org,2002:{_kind}", _construct)
-_Loader.add_constructor(None, _Loader.construct_undefined)  # pyright: ignore[reportArgumentType]
+    _Loader.add_constructor(f"tag:yaml.org,2002:{_kind}", _construct)  # pyright: ignore[reportArgumentType]
 
 
 def parse(text: str, *, where: str) -> Any:

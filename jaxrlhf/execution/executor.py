@@ -30,8 +30,9 @@ from jaxrlhf.execution.weight_store import WeightStore
 from jaxrlhf.experience import Sampling
 from jaxrlhf.models.lora import reads_merged
 from jaxrlhf.models.params import Params
+from jaxrlhf.observe.events import STEP, WAIT, Event
 from jaxrlhf.observe.part_reports import PartReports
-from jaxrlhf.observe.timeline_recorder import STEP, Timeline, Watcher
+from jaxrlhf.observe.timeline_recorder import Timeline, Watcher
 from jaxrlhf.planner.fusion.fusible import fused_order
 from jaxrlhf.planner.plans.plan import Plan
 from jaxrlhf.planner.plans.splits import splits_rows
@@ -155,13 +156,13 @@ class Executor:
         self.weights.unpin()
         new_state = jax.tree.map(lambda ref: lookup(values, ref, self._wait), graph.state)
         phase, number = self._at
-        wait = functools.partial(self._timeline.wait, step=number, phase=phase)
+        wait = functools.partial(self._timeline.host, kind=WAIT, step=number, phase=phase)
         return StepResult(graph, new_state, values, self._channel, wait)
 
     def wait(self, step: int | None = None) -> None:
         """Waits until all dispatched calls (of one step, by its number) are done. Raises the error of a failed call."""
         phase, number = self._at if step is None else (STEP, step)
-        with self._timeline.wait("calls to end", step=number, phase=phase):
+        with self._timeline.host("calls to end", kind=WAIT, step=number, phase=phase):
             self._watcher.drain(step)
 
     def abandon_functions(self, seconds: float) -> None:
@@ -403,7 +404,7 @@ class Executor:
 
     def _wait(self, name: str) -> contextlib.AbstractContextManager[None]:
         phase, number = self._at
-        return self._timeline.wait(name, step=number, phase=phase)
+        return self._timeline.host(name, kind=WAIT, step=number, phase=phase)
 
     def _watch(
         self,
@@ -425,11 +426,8 @@ class Executor:
         here = (x for x in jax.tree.leaves(arrays) if not isinstance(x, jax.Array) or x.sharding.addressable_devices)
         first = list(itertools.islice(here, 1))
         phase, number = self._at
-        self._watcher.watch(
-            [x + 0 for x in first] if copy else first,
-            name=name, kind=kind, devices=layout.own_devices, step=number, dispatched=dispatched, phase=phase,
-            bytes=bytes, inputs=inputs, describe=describe,
-        )  # fmt: skip
+        event = Event(name, kind, layout.own_devices, number, dispatched, dispatched, phase, bytes)
+        self._watcher.watch(event, [x + 0 for x in first] if copy else first, inputs=inputs, describe=describe)
 
     def _part_watcher(self, ready: "_Ready") -> Callable[[Part], None]:
         """Records the parts of a generation, and tells how far it is."""

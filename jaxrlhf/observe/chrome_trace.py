@@ -5,11 +5,11 @@ others with the work of other threads.
 """
 
 import json
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxrlhf.config.plan_config import devices_to_text
 from jaxrlhf.observe.events import MOVING, WAIT, Event, ProcessEvents, on_one_clock
 from jaxrlhf.writing import write_atomically
 
@@ -41,12 +41,9 @@ def write_chrome_trace(path: Path, processes: Sequence[ProcessEvents]) -> None:
 
 def trace_rows(processes: Sequence[ProcessEvents]) -> Rows:
     """The rows of the trace of processes that are on one clock: each device, then the host of each process."""
-    on_device: dict[int, list[Event]] = {}
-    for process in processes:
-        for event in process.events:
-            for device in process.told_of(event):
-                on_device.setdefault(device, []).append(event)
-    rows: Rows = [(f"device {device}", on_device[device]) for device in sorted(on_device)]
+    events = [event for process in processes for event in process.events]
+    devices = sorted({device for event in events for device in event.devices})
+    rows: Rows = [(f"device {device}", [event for event in events if device in event.devices]) for device in devices]
     for number, process in enumerate(processes):
         host = f"host {number}" if len(processes) > 1 else "host"
         on_host = [event for event in process.events if not event.devices]
@@ -56,11 +53,7 @@ def trace_rows(processes: Sequence[ProcessEvents]) -> Rows:
 
 
 def read_rows(path: Path) -> Rows:
-    """The rows of a trace that `write_chrome_trace` wrote. An event of several devices is on each of their rows.
-
-    Raises:
-        TraceError: The file cannot be read, or is not such a trace.
-    """
+    """The rows of a trace that `write_chrome_trace` wrote. Events of several devices are on each of their rows."""
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
         label_of = {entry["tid"]: entry["args"]["name"] for entry in entries if entry["name"] == "thread_name"}
@@ -85,18 +78,17 @@ def _apart(events: Iterable[Event]) -> list[list[Event]]:
     """Events in as few rows as possible without overlaps in a row, which viewers would misdraw."""
     rows: list[list[Event]] = []
     for event in sorted(events, key=lambda event: event.start):
-        row = next((row for row in rows if row[-1].end <= event.start), None)
-        if row is None:
-            rows.append([event])
-        else:
-            row.append(event)
+        row = next((row for row in rows if row[-1].end <= event.start), [])
+        if not row:
+            rows.append(row)
+        row.append(event)
     return rows
 
 
 def _entry(event: Event, thread: int) -> dict[str, Any]:
     arguments: dict[str, Any] = {"phase": event.phase, "step": event.step, "kind": event.kind}
     if event.devices:
-        arguments |= {"devices": _spans(event.devices), "bytes": event.bytes}
+        arguments |= {"devices": devices_to_text(tuple(sorted(event.devices))), "bytes": event.bytes}
     if event.kind == WAIT:
         arguments["waited_for"] = event.name
     if event.part:
@@ -117,23 +109,11 @@ def _entry(event: Event, thread: int) -> dict[str, Any]:
 
 def _event(entry: Mapping[str, Any], label: str) -> Event:
     arguments = entry["args"]
-    device = re.fullmatch(r"device (\d+)", label)
-    devices = (int(device[1]),) if device else ()
+    devices = (int(label.removeprefix("device ")),) if label.startswith("device ") else ()
     start, end = entry["ts"] / 1e6, (entry["ts"] + entry["dur"]) / 1e6
     moved, part = arguments.get("bytes", 0), arguments.get("part", "")
     name = entry["name"].removesuffix(f": {part}")
     return Event(name, arguments["kind"], devices, arguments["step"], start, end, arguments["phase"], moved, part)
-
-
-def _spans(devices: Sequence[int]) -> str:
-    """Device numbers as text, consecutive ones as a range: '0-3,8'."""
-    spans: list[list[int]] = []
-    for device in sorted(devices):
-        if spans and device == spans[-1][-1] + 1:
-            spans[-1] = [spans[-1][0], device]
-        else:
-            spans.append([device])
-    return ",".join("-".join(map(str, span)) for span in spans)
 
 
 def _label(name: str, thread: int, /, **arguments: str | int) -> dict[str, Any]:

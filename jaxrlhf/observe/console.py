@@ -41,12 +41,9 @@ class Console:
         width: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._out = RichConsole(
-            file=output, quiet=quiet, width=width, highlight=False, markup=False, emoji=False, soft_wrap=False
-        )
-        self._errors = RichConsole(
-            file=errors, stderr=errors is None, width=width, highlight=False, markup=False, emoji=False
-        )
+        plain: dict[str, Any] = {"width": width, "highlight": False, "markup": False, "emoji": False}
+        self._out = RichConsole(file=output, quiet=quiet, **plain)
+        self._errors = RichConsole(file=errors, stderr=errors is None, **plain)
         self._clock = clock
 
     def header(self, text: str) -> None:
@@ -67,10 +64,10 @@ class Console:
         if not rows:
             self.line("(none)")
             return
-        keys = list(dict.fromkeys(key for row in rows for key in row))
-        cells = {key: [self._text(cell(row.get(key))) for row in rows] for key in keys}
+        headings = {key: key.replace("_", " ") for row in rows for key in row}
+        cells = {key: [self._text(cell(row.get(key))) for row in rows] for key in headings}
         limit = max(8, min(_MAX_CELL, (self._out.width - _GAP) // 2))
-        widths = {key: _column_widths(_heading(key), cells[key], limit) for key in keys}
+        widths = {key: _column_widths(heading, cells[key], limit) for key, heading in headings.items()}
         for number, width_of in enumerate(_column_blocks(widths, self._out.width)):
             if number:
                 self._out.print()
@@ -78,7 +75,7 @@ class Console:
             for key, width in width_of.items():
                 numeric = all(isinstance(row.get(key), int | float | None) for row in rows)
                 justify = "right" if numeric else "left"
-                table.add_column(self._text(_heading(key)), justify=justify, width=width, overflow="fold")
+                table.add_column(self._text(headings[key]), justify=justify, width=width, overflow="fold")
             for row_cells in zip(*(cells[key] for key in width_of), strict=True):
                 table.add_row(*row_cells)
             self._out.print(table)
@@ -108,12 +105,8 @@ class Console:
 
     @contextlib.contextmanager
     def progress(self, total: int, *, start: int = 0, every: int = 10) -> Iterator[Progress]:
-        """Shows the progress of a run: a live bar on a terminal, and lines that stay.
-
-        Args:
-            total: Steps of the whole run.
-            start: Steps done before, in a run that was resumed.
-            every: Steps between two lines that stay. One is also written after ten seconds without a line.
+        """Shows the progress from step `start` to `total`: a live bar on a terminal, and lines that stay, one `every`
+        so many steps and after ten seconds without a line.
         """
         progress = Progress(self.line, total, start=start, every=every, clock=self._clock)
         bar = Live(get_renderable=progress.picture, console=self._out, refresh_per_second=4, transient=True)
@@ -122,11 +115,7 @@ class Console:
 
     @contextlib.contextmanager
     def status(self, *, every: float = 5.0) -> Iterator[Callable[[str], None]]:
-        """Shows what is going on: on a terminal in one line that changes, elsewhere in lines that stay.
-
-        Args:
-            every: The least number of seconds between two lines that stay.
-        """
+        """Shows what is going on: on a terminal in a line that changes, elsewhere in lines that stay."""
         if self._is_live:
             with self._out.status("") as shown:
                 yield lambda line: shown.update(self._text(line))
@@ -145,14 +134,11 @@ class Console:
         """One line about the last of a run's evaluations, (steps done, metrics), compared with the best so far."""
         done, metrics = evaluations[-1]
         shown = []
-        for name, value in metrics.items():
-            if not name.startswith("eval/"):
-                continue
-            standing = ""
-            if len(evaluations) > 1 and name != "eval/response_length":
-                step, best = best_evaluation(evaluations, name)
-                standing = " (best so far)" if step == done else f" (best {best:.3f} after {step})"
-            shown.append(f"{name} {value:.3f}{standing}")
+        for name, value in ((name, value) for name, value in metrics.items() if name.startswith("eval/")):
+            step, best = best_evaluation(evaluations, name)
+            standing = " (best so far)" if step == done else f" (best {best:.3f} after {step})"
+            compared = len(evaluations) > 1 and name != "eval/response_length"
+            shown.append(f"{name} {value:.3f}{standing if compared else ''}")
         self.line(f"evaluation after {done} steps on {num_prompts} held-out prompts: {', '.join(shown)}")
 
     def curve(self, name: str, values: Sequence[float]) -> None:
@@ -232,17 +218,11 @@ def _column_blocks(widths: Mapping[str, tuple[int, int]], available: int) -> lis
         if len(block) > 1 and sum(widths[other][0] + _GAP for other in block) + widths[key][0] > available:
             blocks.append([first])
         blocks[-1].append(key)
-    fitted = []
-    for block in blocks:
-        width_of = {key: widths[key][1] for key in block}
-        while sum(width_of.values()) + _GAP * (len(block) - 1) > available:
-            slack = [key for key in block if width_of[key] > widths[key][0]]
+    fitted = [{key: widths[key][1] for key in block} for block in blocks]
+    for width_of in fitted:
+        while sum(width_of.values()) + _GAP * (len(width_of) - 1) > available:
+            slack = [key for key in width_of if width_of[key] > widths[key][0]]
             if not slack:
                 break
-            width_of[max(slack, key=lambda key: width_of[key])] -= 1
-        fitted.append(width_of)
+            width_of[max(slack, key=width_of.__getitem__)] -= 1
     return fitted
-
-
-def _heading(key: str) -> str:
-    return key.replace("_", " ")

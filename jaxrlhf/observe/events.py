@@ -1,7 +1,6 @@
 """Events: what ran when, on which devices, and the events of several processes on one clock."""
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 
 STEP = "step"
@@ -20,7 +19,7 @@ class Event:
     kind: str
     """The kind of a call, one of `MOVING`, or `WAIT`."""
     devices: tuple[int, ...]
-    """Positions in `jax.devices()` of the devices that it occupied; empty for work on the host."""
+    """Positions in `jax.devices()` of the devices of this process that it occupied; empty for work on the host."""
     step: int
     """The number of the step as in the metrics: the first step is 1."""
     start: float
@@ -45,25 +44,17 @@ class ProcessEvents:
     events: tuple[Event, ...]
     origin_unix_seconds: float
     """The Unix time of the zero of its clock."""
-    own_devices: tuple[int, ...] | None = None
-    """The devices whose events it can time. None means all devices."""
+    own_devices: tuple[int, ...] = ()
+    """Its devices, idle ones too, as far as they are known."""
     num_dropped: int = 0
     """The number of events that were dropped."""
-
-    def told_of(self, event: Event) -> tuple[int, ...]:
-        """The devices of an event that this process owns. It does not know when the others were done."""
-        own = self._own
-        return event.devices if own is None else tuple(device for device in event.devices if device in own)
-
-    @functools.cached_property
-    def _own(self) -> frozenset[int] | None:
-        return None if self.own_devices is None else frozenset(self.own_devices)
 
 
 def on_one_clock(processes: Sequence[ProcessEvents]) -> list[ProcessEvents]:
     """The same events, all in seconds since the earliest of the clocks' zeros.
 
-    The clocks are aligned by Unix time, so the error is that of the hosts' clocks: milliseconds with NTP.
+    The clocks are aligned by Unix time, so the error is that of the hosts' clocks: milliseconds with NTP. A call of
+    several processes remains one event for each, since each knows when its own part was done.
     """
     zero = min((process.origin_unix_seconds for process in processes), default=0.0)
     lined_up = []
@@ -74,17 +65,3 @@ def on_one_clock(processes: Sequence[ProcessEvents]) -> list[ProcessEvents]:
         )
         lined_up.append(dataclasses.replace(process, events=events, origin_unix_seconds=zero))
     return lined_up
-
-
-def merged(processes: Sequence[ProcessEvents]) -> list[Event]:
-    """The events of all processes on one clock, each on the devices that its process owns.
-
-    A call of several processes remains one event for each, since each knows when its own part was done.
-    """
-    found = []
-    for process in on_one_clock(processes):
-        for event in process.events:
-            devices = process.told_of(event)
-            if devices or not event.devices:
-                found.append(dataclasses.replace(event, devices=devices))
-    return found

@@ -40,34 +40,19 @@ class Comparison:
 
 
 def compare(saved: SavedPlan, records: Sequence[Mapping[str, Any]], *, after: int) -> Comparison:
-    """Compares the forecast of a step and of its calls with the records of a run's metrics.
-
-    Args:
-        after: Steps up to this one are left out: in the first step of every start, programs are compiled.
+    """Compares the forecast of a step and of its calls with the records of a run's metrics of steps `after` one, since
+    in the first step of every start programs are compiled.
     """
     steps = [record for record in records if f"{TIMING}step" in record and record["step"] > after]
-    seconds = {name: (predicted, _median(steps, _names(name, saved))) for name, predicted in _predicted(saved).items()}
+    predicted = {name: forecast.seconds for name, forecast in saved.calls.items()}
+    if fused := [name for name in saved.plan.fuse if name in predicted]:  # each of them has the seconds of both
+        predicted[" + ".join(fused)] = max(predicted.pop(name) for name in fused)
+    seconds: dict[str, tuple[float, float | None]] = {}
+    for name, expected in {**predicted, STEP: saved.step_seconds}.items():
+        timer = STEP if name == STEP else timer_of(name, saved.work[name.partition(" + ")[0]]["kind"])
+        alone, together = (
+            [record[metric] for record in steps if metric in record]
+            for metric in (f"{TIMING}{timer}/{name}", f"{TIMING}{timer}")
+        )
+        seconds[name] = expected, statistics.median(alone or together) if alone or together else None
     return Comparison(seconds, len(steps))
-
-
-def _predicted(saved: SavedPlan) -> dict[str, float]:
-    """Predicted seconds of each call, of fused calls together, and of a step. In a plan, each fused call has both's."""
-    seconds = {name: forecast.seconds for name, forecast in saved.calls.items()}
-    if fused := [name for name in saved.plan.fuse if name in seconds]:
-        seconds[" + ".join(fused)] = max(seconds.pop(name) for name in fused)
-    return {**seconds, STEP: saved.step_seconds}
-
-
-def _names(call: str, saved: SavedPlan) -> list[str]:
-    """The metrics that may hold a call's seconds, the most precise first."""
-    if call == STEP:
-        return [f"{TIMING}step"]
-    timer = timer_of(call, saved.work[call.partition(" + ")[0]]["kind"])
-    return [f"{TIMING}{timer}/{call}", f"{TIMING}{timer}"]
-
-
-def _median(steps: Sequence[Mapping[str, Any]], names: Sequence[str]) -> float | None:
-    for name in names:
-        if values := [record[name] for record in steps if name in record]:
-            return statistics.median(values)
-    return None

@@ -13,22 +13,17 @@ from jaxrlhf.writing import replacing, writing
 class JsonLinesWriter:
     """Appends records to a file. Readers see each line as soon as it is written, and whole.
 
-    A killed run may leave half a line at the end of its file, which is removed when the file is opened again.
+    A killed run may leave half a line at the end of its file, which `truncate` removes before the file is opened again.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         with writing(path):
-            _mend_last_line(path)
             # unbuffered: a buffer would be flushed, and fail, once more when the file is closed
             self._file = path.open("ab", buffering=0)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Writes one line. NaN and infinity are not JSON and raise a ValueError: see `split_non_finite`.
-
-        Raises:
-            UnwritableError: The line cannot be written. Half of it may be in the file.
-        """
+        """Writes one line, at worst a part of it. NaN and infinity raise ValueError: see `split_non_finite`."""
         # A lone surrogate, as a tokenizer may give for half a character, is written as its JSON escape.
         line = f"{json.dumps(record, ensure_ascii=False, allow_nan=False)}\n".encode("utf-8", "backslashreplace")
         with writing(self._path):
@@ -45,22 +40,16 @@ class JsonLinesWriter:
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """All records of a file, in the order of writing. A last line that is still being written is left out.
-
-    Raises:
-        ValueError: A line is not a JSON object.
-    """
+    """All records of a file; raises ValueError if a line, but for half a last one, is not a JSON object."""
     return [record for _, record in _lines_and_records(path)]
 
 
 def truncate(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
-    """Drops the records for which `keep` is False, and a half-written last line. Other lines stay byte for byte.
+    """Drops the records for which `keep` is False, and a half-written last line. Other lines stay byte for byte. Raises
+    ValueError if a line other than the last is not a JSON object.
 
     The file is replaced in one move, so that readers, also after a kill, find the old file or the new one. No writer
     may have it open. A file that does not exist is left so.
-
-    Raises:
-        ValueError: A line other than the last is not a JSON object.
     """
     if not path.exists():
         return
@@ -71,10 +60,11 @@ def truncate(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
         os.fsync(file.fileno())
 
 
-def split_non_finite(values: Mapping[str, float]) -> tuple[dict[str, float | None], list[str]]:
-    """The values with None for NaN and infinity, which JSON does not have, and the names of these."""
-    non_finite = [name for name, value in values.items() if not math.isfinite(value)]
-    return {name: float(value) if math.isfinite(value) else None for name, value in values.items()}, non_finite
+def split_non_finite(values: Mapping[str, float]) -> tuple[dict[str, float | None], dict[str, list[str]]]:
+    """The values with None for NaN and infinity, which JSON does not have, and the names of these as `non_finite`."""
+    names = [name for name, value in values.items() if not math.isfinite(value)]
+    whole = {name: None if name in names else float(value) for name, value in values.items()}
+    return whole, {"non_finite": names} if names else {}
 
 
 def _lines_and_records(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
@@ -92,21 +82,6 @@ def _lines_and_records(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
             raise ValueError(f"{path}, line {number}: every line must be a JSON object. Got {line[:80]!r}.")
         found.append((line, record))
     return found
-
-
-def _mend_last_line(path: Path) -> None:
-    if not path.exists():
-        return
-    content = path.read_bytes()
-    last = content[content.rfind(b"\n") + 1 :]
-    if not last:
-        return
-    with path.open("r+b") as file:
-        if _parses(last):
-            file.seek(0, 2)
-            file.write(b"\n")
-        else:
-            file.truncate(len(content) - len(last))
 
 
 def _parses(line: bytes) -> bool:

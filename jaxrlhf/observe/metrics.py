@@ -17,6 +17,7 @@ from jaxrlhf.brief import brief
 from jaxrlhf.call_graph import GraphError, Ref
 from jaxrlhf.name_rules import check_metric_name
 from jaxrlhf.observe.json_lines import read_json_lines, split_non_finite
+from jaxrlhf.require import errors_as
 
 _OF_THE_CLOCK = ("time", "timing_s/", "timing_per_token_ms/", "perf/")
 _RECORD_KEYS = ("step", "time", "non_finite")
@@ -40,12 +41,11 @@ def flatten(tree: Mapping[str, Any]) -> dict[str, float]:
         ValueError: Two leaves get one name, a leaf is not a single number, or its name is not allowed.
     """
     leaves: dict[str, Any] = {}
-    path_of: dict[str, tuple[str, ...]] = {}
+    path_of: dict[str, str] = {}
     for path, name, leaf in _walk(tree, (), ""):
         if name in leaves:
             raise ValueError(
-                f"Two metrics get the name {name!r}. Got it from {' > '.join(path_of[name])} and from "
-                f"{' > '.join(path)}. Rename one."
+                f"Two metrics get the name {name!r}. Got it from {path_of[name]} and from {path}. Rename one."
             )
         shape = getattr(leaf, "shape", ())
         if not (isinstance(leaf, bool | int | float) or _is_real(leaf)) or shape != ():
@@ -57,11 +57,7 @@ def flatten(tree: Mapping[str, Any]) -> dict[str, float]:
 
 
 def check_results(step: str, results: Any) -> None:
-    """Checks that the results of a traced step can be metrics: single numbers, each with a name of its own.
-
-    Raises:
-        GraphError: They cannot.
-    """
+    """Raises GraphError unless the results of a traced step can be metrics: single numbers with own names."""
     if not isinstance(results, Mapping):
         raise GraphError(f"{step}: its results must be a dict of numbers, nested or not. Got {brief(results)}.")
     for path, x in jax.tree_util.tree_leaves_with_path(results):
@@ -70,56 +66,38 @@ def check_results(step: str, results: Any) -> None:
                 f"{step}: its results must be single numbers, which are reported. Got {x.dtype}{list(x.shape)} at "
                 f"results{jax.tree_util.keystr(path)}. Take its mean in a compute function, or leave it out."
             )
-    try:
+    with errors_as(GraphError, f"{step}: "):
         flatten(jax.tree.map(lambda x: 0.0 if isinstance(x, Ref) else x, results))
-    except ValueError as error:
-        raise GraphError(f"{step}: {error}") from error
 
 
 def check_finite(metrics: Mapping[str, float], *, step: int) -> None:
-    """Checks the losses and gradient norms of a step: metrics whose names end in `loss` or `grad_norm`.
-
-    Raises:
-        TrainingError: One is NaN or infinite.
-    """
-    checked = [name for name in metrics if name.endswith(("loss", "grad_norm"))]
-    broken = [name for name in checked if not math.isfinite(metrics[name])]
-    if broken:
+    """Raises TrainingError unless the losses and gradient norms of a step, by the ends of their names, are finite."""
+    checked = {name: value for name, value in metrics.items() if name.endswith(("loss", "grad_norm"))}
+    if broken := [f"{name}={value}" for name, value in checked.items() if not math.isfinite(value)]:
         raise TrainingError(
-            f"Step {step}: losses and gradient norms must be finite. Got "
-            f"{', '.join(f'{name}={metrics[name]}' for name in broken)}. Resume from the last checkpoint with a lower "
-            "learning rate or tighter gradient clipping; the metrics of the steps before show what grew."
+            f"Step {step}: losses and gradient norms must be finite. Got {', '.join(broken)}. Resume from the last "
+            "checkpoint with a lower learning rate or tighter gradient clipping; the metrics of the steps before show "
+            "what grew."
         )
 
 
 def metrics_record(step: int, metrics: Mapping[str, float]) -> dict[str, Any]:
-    """A line of the metrics file: `{"step": 3, "time": 1700000000.0, "actor/loss": 0.1, ...}`.
+    """A line of the metrics file: `{"step": 3, "time": 1700000000.0, "actor/loss": 0.1, ...}`. Raises ValueError if a
+    metric has the name of one of the record's own keys.
 
     A value that is not finite becomes null, and its name is listed under "non_finite".
-
-    Raises:
-        ValueError: A metric has the name of one of the record's own keys.
     """
     reserved = [name for name in _RECORD_KEYS if name in metrics]
     if reserved:
         raise ValueError(f"Metric {reserved[0]!r}: this name is the record's own. Rename it, as in 'group/name'.")
     values, non_finite = split_non_finite(metrics)
-    record: dict[str, Any] = {"step": step, "time": time.time(), **values}
-    return {**record, "non_finite": non_finite} if non_finite else record
+    return {"step": step, "time": time.time(), **values, **non_finite}
 
 
 def sample_record(step: int, split: str, sample: Mapping[str, Any]) -> dict[str, Any]:
-    """A line of the samples file, with whole texts.
-
-    A score that is not finite becomes null, and its name is listed under "non_finite".
-
-    Args:
-        split: The prompts that it comes from: 'train' or 'held-out'.
-        sample: `prompt`, `completion`, `scores` by scorer, and `finish`, the reason why the completion ended.
-    """
+    """A line of the samples file, of the split 'train' or 'held-out'. Scores are as metrics in `metrics_record`."""
     scores, non_finite = split_non_finite(sample["scores"])
-    record = {"step": step, "split": split, **sample, "scores": scores}
-    return {**record, "non_finite": non_finite} if non_finite else record
+    return {"step": step, "split": split, **sample, "scores": scores, **non_finite}
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -130,12 +108,11 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 def evaluations_in(records: Sequence[Mapping[str, Any]]) -> list[tuple[int, dict[str, float]]]:
     """The evaluations among a run's records, as (steps done, metrics)."""
-    found = []
-    for record in records:
-        metrics = {name: value for name, value in record.items() if name not in _RECORD_KEYS}
-        if any(name.startswith("eval/") for name in metrics):
-            found.append((record["step"], metrics))
-    return found
+    return [
+        (record["step"], {name: value for name, value in record.items() if name not in _RECORD_KEYS})
+        for record in records
+        if any(name.startswith("eval/") for name in record)
+    ]
 
 
 def best_evaluation(evaluations: Sequence[tuple[int, Mapping[str, float]]], name: str) -> tuple[int, float]:
@@ -155,8 +132,8 @@ def without_times(record: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in record.items() if not name.startswith(_OF_THE_CLOCK)}
 
 
-def _walk(tree: Mapping[str, Any], above: tuple[str, ...], prefix: str) -> Iterator[tuple[tuple[str, ...], str, Any]]:
-    """Yields each leaf with the keys that lead to it and its name."""
+def _walk(tree: Mapping[str, Any], above: tuple[str, ...], prefix: str) -> Iterator[tuple[str, str, Any]]:
+    """Yields each leaf with the keys that lead to it, in words, and its name."""
     for key, value in tree.items():
         if not isinstance(key, str) or not key:
             raise ValueError(f"Metrics: keys must be names. Got {key!r} under {' > '.join(above) or 'the top'}.")
@@ -165,7 +142,7 @@ def _walk(tree: Mapping[str, Any], above: tuple[str, ...], prefix: str) -> Itera
             yield from _walk(value, (*above, key), name)
         else:
             check_metric_name(name)
-            yield (*above, key), name, value
+            yield " > ".join((*above, key)), name, value
 
 
 def _is_real(leaf: Any) -> bool:

@@ -10,24 +10,11 @@ from jaxrlhf.observe.plain_text import number
 
 
 class PartReports:
-    """Reports on one call, whose parts end one after another.
+    """Reports on one call with `num_sequences` responses in all processes, whose parts end one after another."""
 
-    Args:
-        call: Its name.
-        num_sequences: Responses of the call, in all processes.
-        say: Gets a line after each part.
-    """
-
-    def __init__(
-        self,
-        call: str,
-        num_sequences: int,
-        say: Callable[[str], None],
-        *,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self._call, self._num_sequences, self._say, self._clock = call, num_sequences, say, clock
-        self._before, self._at = np.zeros(4, np.int64), clock()
+    def __init__(self, call: str, num_sequences: int, say: Callable[[str], None]) -> None:
+        self._call, self._num_sequences, self._say = call, num_sequences, say
+        self._before, self._at = np.zeros(4, np.int64), time.perf_counter()
 
     def after(self, part: str, arrays: list[Any]) -> str:
         """Takes note that a part has ended. Returns what was done in it.
@@ -39,7 +26,7 @@ class PartReports:
         (progress,) = arrays
         own = {str(shard.index): np.asarray(shard.data) for shard in progress.addressable_shards}
         each = np.concatenate(list(own.values())).astype(np.int64)
-        now, total, sequences = self._clock(), each.sum(axis=0), self._num_sequences * len(each) // len(progress)
+        now, total, sequences = time.perf_counter(), each.sum(axis=0), self._num_sequences * len(each) // len(progress)
         (finished, tokens, _, _), (_, new_tokens, rounds, groups) = total, total - self._before
         seconds, self._before, self._at = now - self._at, total, now
         if not new_tokens:

@@ -59,11 +59,7 @@ def sparkline(values: Sequence[float], width: int = 60) -> str:
     ends = [len(values) * i // columns for i in range(columns + 1)] if columns else []
     groups = [[x for x in values[a:b] if math.isfinite(x)] for a, b in itertools.pairwise(ends)]
     means = [sum(group) / len(group) if group else None for group in groups]
-    finite = [mean for mean in means if mean is not None]
-    if not finite:
-        return " " * columns
-    least, greatest = min(finite), max(finite)
-    if least == greatest:
-        return "".join(" " if mean is None else BLOCKS[3] for mean in means)
-    top = len(BLOCKS) - 1
-    return "".join(" " if m is None else BLOCKS[round(top * (m - least) / (greatest - least))] for m in means)
+    least, greatest = (end((mean for mean in means if mean is not None), default=0.0) for end in (min, max))
+    scale = (len(BLOCKS) - 1) / (greatest - least) if greatest > least else 0.0
+    middle = 0 if scale else 3
+    return "".join(" " if mean is None else BLOCKS[middle + round(scale * (mean - least))] for mean in means)

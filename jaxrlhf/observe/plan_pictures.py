@@ -20,11 +20,7 @@ _KINDS = {"weights": REALLOCATE, "data": REALLOCATE, "load": OFFLOAD, "unload": 
 
 
 def draw_plan(planned: Planned, path: Path) -> None:
-    """Draws the calls of every device in some iterations, once they are periodic.
-
-    Raises:
-        PictureError: matplotlib is not installed, or does not know the format.
-    """
+    """Draws the calls of every device in some iterations, once they are periodic. Raises as `draw_timeline`."""
     title = f"{planned.cluster}, {planned.method}: {planned.seconds:.3g} s an iteration"
     draw_timeline(plan_rows(planned), path, steps=(1, DEFAULT_STEPS), title=title)
 
@@ -60,11 +56,7 @@ def _event(span: TaskSpan, planned: Planned, *, step: int, later: int) -> Event:
 
 
 def draw_search(planned: Planned, path: Path) -> None:
-    """Draws the seconds of an iteration under the best plan, over the number of plans evaluated.
-
-    Raises:
-        PictureError: matplotlib is not installed, does not know the format, or there was no search.
-    """
+    """Draws the seconds of the best plan over the plans evaluated. Raises PictureError if there was no search."""
     check_matplotlib()
     from matplotlib.figure import Figure
 

@@ -17,11 +17,8 @@ class Progress:
     def __init__(
         self, write: Callable[[str], None], total: int, *, start: int, every: int, clock: Callable[[], float]
     ) -> None:
-        self._write = write
-        self._total = total
-        self._every = every
-        self._clock = clock
-        self._step = start
+        self._write, self._clock = write, clock
+        self._total, self._every, self._step = total, every, start
         self._updated = self._began = clock()
         self._printed: float | None = None
         self._recent: collections.deque[tuple[int, float, float]] = collections.deque(maxlen=20)
@@ -36,10 +33,7 @@ class Progress:
         self._saved = step
 
     def within_step(self, text: str) -> None:
-        """Takes note of how far a long call of the present step is. May be called in any thread.
-
-        It is a line of its own after ten seconds without one.
-        """
+        """Takes note, in any thread, of how far a long call of the step is; a line after ten seconds without one."""
         now = self._clock()
         self._within = text
         if now - (self._began if self._printed is None else self._printed) >= 10:
@@ -60,14 +54,11 @@ class Progress:
         busy: float | None = None,
         overlap: float = 0.0,
     ) -> None:
-        """Takes note that `step` steps are done.
+        """Takes note that `step` steps are done, which worked on `tokens` tokens.
 
-        Args:
-            shown: Metrics of the last step to show, as in `{"reward": 0.3, "KL": 0.01, "length": 40}`.
-            calls: Seconds of each of its calls, or timers.
-            tokens: The number of tokens that these steps worked on.
-            busy: The fraction of the step in which a device worked, on average.
-            overlap: The fraction of the working time in which two or more calls ran. Not shown if it rounds to 0 %.
+        `shown` are metrics of the last step to show, `calls` the seconds of its calls or timers. `busy` is the fraction
+        of the step in which a device worked, on average; `overlap` the fraction of that time in which two or more calls
+        ran.
         """
         now = self._clock()
         self._recent.append((max(1, step - self._step), now - self._updated, tokens or 0.0))
@@ -77,20 +68,18 @@ class Progress:
         self._updated, self._step = now, step
         num_steps, all_seconds, all_tokens = (sum(column) for column in zip(*self._recent, strict=True))
         seconds = all_seconds / num_steps
-        line = "  ".join(
-            [
-                f"step {step:>{len(str(self._total))}}/{self._total}",
-                *(f"{name} {number(value, digits=3)}" for name, value in shown.items()),
-                f"{number(seconds, digits=3)} s/step",
-                *([f"{number(all_tokens / all_seconds, digits=3)} tokens/s"] if all_tokens and all_seconds else []),
-                *([] if busy is None else [f"busy {busy:.0%}"]),
-                *([f"overlap {overlap:.0%}"] if round(100 * overlap) else []),
-                # the first step compiles, so later ones are faster
-                *([f"ETA {duration((self._total - step) * seconds)}"] if self._compiled and step < self._total else []),
-                *([] if self._saved is None else [f"saved {self._saved}"]),
-            ]
-        )
-        slowest = _breakdown(calls) if calls else ""
+        facts = [
+            f"step {step:>{len(str(self._total))}}/{self._total}",
+            *(f"{name} {number(value, digits=3)}" for name, value in shown.items()),
+            f"{number(seconds, digits=3)} s/step",
+            all_tokens and all_seconds and f"{number(all_tokens / all_seconds, digits=3)} tokens/s",
+            busy is not None and f"busy {busy:.0%}",
+            round(100 * overlap) and f"overlap {overlap:.0%}",
+            # the first step compiles, so later ones are faster
+            self._compiled and step < self._total and f"ETA {duration((self._total - step) * seconds)}",
+            self._saved is not None and f"saved {self._saved}",
+        ]
+        line, slowest = "  ".join(fact for fact in facts if isinstance(fact, str)), _breakdown(calls) if calls else ""
         self._line, self._slowest, self._within = line, slowest, ""
         if self._printed is None or step % self._every == 0 or step >= self._total or now - self._printed >= 10:
             self._printed = now

@@ -17,26 +17,16 @@ Spans = list[tuple[float, float]]
 
 
 def timer_of(name: str, kind: str) -> str:
-    """The timer that covers a call.
+    """The timer that covers a call, by its name in a plan and the kind of its event.
 
     >>> [timer_of(name, kind) for name, kind in (("actor.generate#2", "generate"), ("critic.train", "train"))]
     ['gen', 'update_critic']
-
-    Args:
-        name: The name of the call in a plan: 'actor.generate', or the function's name of a `compute` call.
-        kind: The kind of the event.
     """
     role, _, method = name.partition("#")[0].partition(".")
-    if kind == "generate":
-        return "gen"
-    if kind == "compute":
-        return "adv"
-    if kind == "train":
-        return f"update_{role}"
-    if kind in MOVING:
-        return f"{kind}_{role}"
-    if kind == WAIT:
-        return WAIT
+    of_kind = {"generate": "gen", "compute": "adv", "train": f"update_{role}", WAIT: WAIT}
+    of_kind |= {moving: f"{moving}_{role}" for moving in MOVING}
+    if kind in of_kind:
+        return of_kind[kind]
     if method in ("scores", "token_scores"):
         return "reward"
     if method in ("logprobs", "policy"):
@@ -47,10 +37,8 @@ def timer_of(name: str, kind: str) -> str:
 def timing_metrics(spans_of: Mapping[tuple[str, str], Spans]) -> dict[str, float]:
     """Seconds of every timer, as `timing_s/<timer>`: the time during which at least one of its calls ran.
 
-    If a timer covers several calls, each of them has a metric too, `timing_s/<timer>/<call>`.
-
-    Args:
-        spans_of: (name, kind) of a call -> the spans in which it ran.
+    If a timer covers several calls, each of them has a metric too, `timing_s/<timer>/<call>`. `spans_of` has the spans
+    in which each call, by name and kind, ran.
     """
     timers: dict[str, dict[str, Spans]] = {}
     for (name, kind), spans in spans_of.items():

@@ -3,6 +3,7 @@
 They need matplotlib, an optional dependency: `pip install jaxrlhf[pictures]`.
 """
 
+import itertools
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,21 +15,12 @@ from jaxrlhf.observe.utilization import step_span, utilization
 
 DEFAULT_STEPS = 3
 """The number of steps, the last ones, that are drawn by default."""
-_HUES = {
-    "actor": ("#0b5394", "#3d85c6", "#6fa8dc", "#b4d3ee"),
-    "critic": ("#b45f06", "#e69138", "#f6b26b", "#fbdcb9"),
-    "reference": ("#38761d", "#6aa84f", "#a3cf91"),
-    "reward": ("#674ea7", "#8e7cc3", "#b4a7d6"),
-}
-"""The roles of PPO have colors of their own, dark to light, so that pictures of different runs can be compared."""
-_MORE_HUES = (
-    ("#a61c5d", "#d5649c", "#eab3cf"),
-    ("#0f7b7b", "#45b3b0", "#a5dcd9"),
-    ("#7f6000", "#c9a227", "#e8d48a"),
-    ("#990000", "#cc5b5b", "#e6a8a8"),
-)
-_COMPUTE = ("#d6b656", "#e8d594", "#bfa145")
-"""Colors of calls that belong to no role."""
+_HUES = {"actor": ("tab20c", 0), "critic": ("tab20c", 4), "reference": ("tab20c", 8), "reward": ("tab20c", 12)}
+"""The roles of PPO have colors of their own, so that pictures of different runs can be compared: a colormap of
+matplotlib and the first of its four shades, dark to light."""
+_MORE_HUES = (("tab20b", 12), ("tab20b", 0), ("tab20b", 4), ("tab20b", 16))
+_COMPUTE = ("tab20b", 8)
+"""The hue of calls that belong to no role."""
 _GREY, _PALE, _FAINT = "#9a9a9a", "#dddddd", "#f5f5f5"
 MAX_DEVICE_ROWS = 32
 """With more devices than this, neighbors with the same events share a row."""
@@ -41,11 +33,7 @@ class PictureError(ValueError):
 
 
 def check_matplotlib() -> None:
-    """Checks that matplotlib is installed.
-
-    Raises:
-        PictureError: It is not.
-    """
+    """Raises PictureError unless matplotlib is installed."""
     try:
         import matplotlib.figure  # noqa: F401 (only whether it is there)
     except ImportError as error:
@@ -55,21 +43,8 @@ def check_matplotlib() -> None:
         ) from error
 
 
-def has_matplotlib() -> bool:
-    """Returns whether matplotlib is installed."""
-    try:
-        check_matplotlib()
-    except PictureError:
-        return False
-    return True
-
-
 def choose_steps(rows: Rows, text: str | None) -> tuple[int, int]:
-    """The first and the last step to draw, from '7' or '3-5'; by default, the last steps of the timeline.
-
-    Raises:
-        PictureError: The timeline has none of these steps.
-    """
+    """The first and the last step to draw, from '7' or '3-5', or the last ones; PictureError if there are none."""
     there = sorted({event.step for _, row in rows for event in row if event.phase == STEP and event.devices})
     if not there:
         raise PictureError("A picture: needs a step of training. Got a timeline without any. Name that of another run.")
@@ -86,17 +61,11 @@ def choose_steps(rows: Rows, text: str | None) -> tuple[int, int]:
 
 
 def draw_timeline(rows: Rows, path: Path, *, steps: tuple[int, int], title: str = "") -> None:
-    """Draws some steps into a file, whose suffix names its format: .png, .svg, .pdf ...
+    """Draws some steps, the first and the last one of `steps`, into a file, whose suffix names its format: .png, .svg,
+    .pdf ... Raises PictureError if matplotlib does not know it.
 
     There is a row for each device, or, with many devices, for each group of neighbors with the same events. Events of
     other steps and of evaluations are drawn where they reach into the span.
-
-    Args:
-        rows: Rows from `chrome_trace.read_rows`.
-        steps: The first and the last step.
-
-    Raises:
-        PictureError: matplotlib is not installed, or does not know the format.
     """
     check_matplotlib()
     from matplotlib.figure import Figure  # needs no display and no global state, unlike pyplot
@@ -109,11 +78,8 @@ def draw_timeline(rows: Rows, path: Path, *, steps: tuple[int, int], title: str 
             f"--steps: must have a span of time. Got {steps[0]}-{steps[1]}, of which nothing ran by itself."
         )
     start, end = min(span[0] for span in spans.values()), max(span[1] for span in spans.values())
-    shown = [
-        (label, [event for event in row if event.start < end and event.end > start])
-        for label, row in _joined(rows)
-        if any(event.devices for event in row) or any(event.start < end and event.end > start for event in row)
-    ]
+    shown = [(label, [each for each in row if each.start < end and each.end > start]) for label, row in _joined(rows)]
+    shown = [(label, row) for label, row in shown if row or label.startswith("device")]
     color_of = call_colors(events)
     height = min(0.34, 14 / len(shown))
     figure = Figure(figsize=(11, 1.9 + height * len(shown)), dpi=100, layout="constrained")
@@ -136,7 +102,13 @@ def draw_timeline(rows: Rows, path: Path, *, steps: tuple[int, int], title: str 
     axes.set_xlabel("seconds", fontsize=8)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
-    axes.set_title(_title(title, events, (start, end)), fontsize=9, loc="left", pad=20)
+    used = utilization(events, (start, end), sorted({device for event in events for device in event.devices}))
+    facts = [
+        f"devices busy {used.busy_fraction:.0%}",
+        f"two or more calls at once {used.overlap:.0%}",
+        f"moving weights and data {used.reallocation_share:.0%}",
+    ]
+    axes.set_title("   ".join([title] * bool(title) + facts), fontsize=9, loc="left", pad=20)
 
     kinds = {event.kind for _, row in shown for event in row}
     drawn = {_call(event) for _, row in shown for event in row}
@@ -152,43 +124,35 @@ def draw_timeline(rows: Rows, path: Path, *, steps: tuple[int, int], title: str 
         raise PictureError(f"--out: must end in the name of a picture's format. Got {path.name!r}. {error}") from error
 
 
-def call_colors(events: Sequence[Event]) -> dict[str, str]:
+def call_colors(events: Sequence[Event]) -> dict[str, Any]:
     """Call -> color: a hue for each role, a shade for each of its calls, the same in every picture of a run."""
-    calls = sorted({name for event in events if (name := _call(event)) is not None})
-    kinds = {_call(event): event.kind for event in events}
-    hues, more = dict(_HUES), list(_MORE_HUES)
-    taken: dict[str, int] = {}
-    colors = {}
-    for name in calls:
-        role = name.partition(".")[0]
-        if kinds[name] == "compute":
-            shades = _COMPUTE
-            role = ""
-        else:
-            if role not in hues:
-                more.append(more.pop(0))
-                hues[role] = more[-1]
-            shades = hues[role]
-        colors[name] = shades[taken.get(role, 0) % len(shades)]
-        taken[role] = taken.get(role, 0) + 1
-    return colors
+    from matplotlib import colormaps
+
+    kinds = {name: event.kind for event in events if (name := _call(event)) is not None}
+    role_of = {name: "" if kinds[name] == "compute" else name.partition(".")[0] for name in sorted(kinds)}
+    more = itertools.cycle(_MORE_HUES)
+    hues = {"": _COMPUTE, **_HUES} | {
+        role: next(more) for role in dict.fromkeys(role_of.values()) if role and role not in _HUES
+    }
+    shades = {role: itertools.cycle([colormaps[name](at + i) for i in range(4)]) for role, (name, at) in hues.items()}
+    return {name: next(shades[role]) for name, role in role_of.items()}
 
 
 def _joined(rows: Rows) -> Rows:
     """The rows of many devices, with neighbors that have the same events joined into one."""
     if sum(label.startswith("device ") for label, _ in rows) <= MAX_DEVICE_ROWS:
         return rows
-    joined: list[tuple[str, str, list[Event], Any]] = []
-    for label, row in rows:
-        does = [(event.call, event.start, event.end) for event in row] if label.startswith("device ") else label
-        if joined and joined[-1][3] == does:
-            joined[-1] = (joined[-1][0], label, row, does)
-        else:
-            joined.append((label, label, row, does))
-    return [
-        (first if first == last else f"{first.replace('device', 'devices')}-{last.split()[-1]}", row)
-        for first, last, row, _ in joined
-    ]
+
+    def does(labelled: tuple[str, list[Event]]) -> Any:
+        label, row = labelled
+        return [(event.call, event.start, event.end) for event in row] if label.startswith("device ") else id(row)
+
+    joined = []
+    for _, group in itertools.groupby(rows, does):
+        (first, row), *others = group
+        label = f"{first.replace('device', 'devices')}-{others[-1][0].split()[-1]}" if others else first
+        joined.append((label, row))
+    return joined
 
 
 def _call(event: Event) -> str | None:
@@ -197,42 +161,27 @@ def _call(event: Event) -> str | None:
 
 
 def _draw_row(
-    axes: Any, position: int, row: Sequence[Event], color_of: dict[str, str], *, start: float, end: float
+    axes: Any, position: int, row: Sequence[Event], color_of: dict[str, Any], *, start: float, end: float
 ) -> None:
     """Draws events as bars, those that look the same in one call."""
-    bars: dict[tuple[Any, ...], tuple[dict[str, Any], list[tuple[float, float]]]] = {}
+    bars: dict[tuple[tuple[str, Any], ...], list[tuple[float, float]]] = {}
     for event in row:
         left, right = max(event.start, start) - start, min(event.end, end) - start
-        look = _look(event, color_of)
-        bars.setdefault(tuple(look.values()), (look, []))[1].append((left, right - left))
+        bars.setdefault(tuple(_look(event, color_of).items()), []).append((left, right - left))
         # the name of what was waited for, if it fits
         if event.kind == WAIT and right - left > 0.009 * len(event.name) * (end - start):
             middle = (left + right) / 2
             axes.text(middle, position, event.name, ha="center", va="center", fontsize=7, color="#555555")
-    for look, spans in bars.values():
-        axes.broken_barh(spans, (position - 0.4, 0.8), **look)
+    for look, spans in bars.items():
+        axes.broken_barh(spans, (position - 0.4, 0.8), **dict(look))
     axes.axhline(position + 0.5, color=_PALE, linewidth=0.5, zorder=0)
 
 
-def _look(event: Event, color_of: dict[str, str]) -> dict[str, Any]:
+def _look(event: Event, color_of: dict[str, Any]) -> dict[str, Any]:
     if event.kind in MOVING:
         return {"facecolor": _PALE, "edgecolor": _GREY, "hatch": "////", "linewidth": 0.4}
     if event.kind == WAIT:
         return {"facecolor": _FAINT, "edgecolor": _GREY, "linewidth": 0.6}
-    name = _call(event)
-    assert name is not None
     # evaluations and the warm start are no part of a step
     alpha = 1 if event.phase == STEP else 0.4
-    return {"facecolor": color_of[name], "edgecolor": "white", "linewidth": 0.3, "alpha": alpha}
-
-
-def _title(title: str, events: Sequence[Event], span: tuple[float, float]) -> str:
-    devices = sorted({device for event in events for device in event.devices})
-    used = utilization(events, span, devices)
-    parts = [
-        *([title] if title else []),
-        f"devices busy {used.busy_fraction:.0%}",
-        f"two or more calls at once {used.overlap:.0%}",
-        f"moving weights and data {used.reallocation_share:.0%}",
-    ]
-    return "   ".join(parts)
+    return {"facecolor": color_of[str(_call(event))], "edgecolor": "white", "linewidth": 0.3, "alpha": alpha}

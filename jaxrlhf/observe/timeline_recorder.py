@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from jaxrlhf.observe.events import STEP, WAIT, Event, ProcessEvents, merged
+from jaxrlhf.observe.events import STEP, WAIT, Event, ProcessEvents, on_one_clock
 from jaxrlhf.observe.step_timers import Spans, timing_metrics
 from jaxrlhf.observe.utilization import utilization_metrics
 
@@ -24,17 +24,12 @@ MIN_WAIT_SECONDS = 1e-4
 
 
 class Timeline:
-    """The latest events of a run, recorded from any thread.
+    """The latest events, recorded in any thread. `own_devices` are those of this process, idle ones too."""
 
-    Args:
-        max_events: The number of events that it keeps.
-        own_devices: The devices of this process, idle ones too. None means every device that an event names.
-    """
-
-    def __init__(self, max_events: int = 20_000, *, own_devices: Sequence[int] | None = None) -> None:
+    def __init__(self, max_events: int = 20_000, *, own_devices: tuple[int, ...] = ()) -> None:
         self._events: collections.deque[Event] = collections.deque(maxlen=max_events)
         self._running: dict[int, Event] = {}
-        self._own_devices = None if own_devices is None else tuple(own_devices)
+        self._own_devices = own_devices
         self._num_dropped = 0
         self._last_dropped_step: int | None = None
         self._lock = threading.Lock()
@@ -64,30 +59,17 @@ class Timeline:
 
     @contextlib.contextmanager
     def host(self, name: str, *, kind: str, step: int, phase: str = STEP) -> Iterator[None]:
-        """Records the block as work on the host, also if it raises."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.record(Event(name, kind, (), step, start, time.perf_counter(), phase))
-
-    @contextlib.contextmanager
-    def wait(self, name: str, *, step: int, phase: str = STEP) -> Iterator[None]:
-        """Records the block as a wait of the main thread for `name`, unless it was shorter than `MIN_WAIT_SECONDS`."""
+        """Records the block as work on the host, also if it raises; a wait only from `MIN_WAIT_SECONDS` on."""
         start = time.perf_counter()
         try:
             yield
         finally:
             end = time.perf_counter()
-            if end - start >= MIN_WAIT_SECONDS:
-                self.record(Event(name, WAIT, (), step, start, end, phase))
+            if kind != WAIT or end - start >= MIN_WAIT_SECONDS:
+                self.record(Event(name, kind, (), step, start, end, phase))
 
     def events(self, *, running: bool = False) -> list[Event]:
-        """The recorded events that have not been dropped, in the order of recording.
-
-        Args:
-            running: Also those in progress, as if they ended now.
-        """
+        """The latest events, in the order of recording; if `running`, also those in progress, as if they ended now."""
         with self._lock:
             events = list(self._events)
             if running:
@@ -96,10 +78,8 @@ class Timeline:
             return events
 
     def seen(self, *, steps: Container[int] | None = None) -> ProcessEvents:
-        """The events of this process, to be merged with those of others. Times are seconds since it was made.
-
-        Args:
-            steps: Only the events of these steps, with those in progress. None means all that have ended.
+        """The events of this process, to be merged with those of others, in seconds since it was made: those of some
+        steps, with those in progress, or all that have ended.
         """
         events = self.events(running=steps is not None)
         chosen = tuple(
@@ -110,17 +90,12 @@ class Timeline:
         return ProcessEvents(chosen, self._origin_unix, self._own_devices, self._num_dropped)
 
     def summary(self, step: int, others: Sequence[ProcessEvents] = ()) -> dict[str, float]:
-        """The timers of one step of training, and the utilization of the devices.
+        """The timers of one step of training, and the utilization of the devices. Raises ValueError if events as late
+        as this step's have been dropped.
 
         Args:
             others: The events of other processes: their `seen(steps=range(step - 1, step + 2))`. Without them, the
                 utilization is that of the devices of this process.
-
-        Returns:
-            The metrics of `step_timers.timing_metrics` and `utilization.utilization_metrics`.
-
-        Raises:
-            ValueError: Events as late as this step's have been dropped.
         """
         if self._last_dropped_step is not None and step <= self._last_dropped_step:
             raise ValueError(
@@ -130,8 +105,8 @@ class Timeline:
         # older events do not matter to this step, and there may be many
         recent = tuple(event for event in self.events(running=True) if event.step >= step - 1)
         own = ProcessEvents(recent, self._origin_unix - self._origin, self._own_devices)
-        events = merged([own, *others])
-        devices = {device for process in (own, *others) for device in process.own_devices or ()}
+        events = [event for process in on_one_clock([own, *others]) for event in process.events]
+        devices = {device for process in (own, *others) for device in process.own_devices}
         devices |= {device for event in events for device in event.devices}
         spans: dict[tuple[str, str], Spans] = {}
         for event in events:
@@ -144,16 +119,11 @@ class Timeline:
 class _Watched:
     """A dispatched call whose completion is awaited."""
 
-    name: str
-    kind: str
-    devices: tuple[int, ...]
-    step: int
-    phase: str
-    dispatched: float
-    bytes: int
-    arrays: list[Any]
-    inputs: list[Any]
-    describe: Callable[[list[Any]], str] | None
+    event: Event
+    """The call, as if it had ended when it was dispatched."""
+    arrays: Any
+    inputs: Any
+    describe: Callable[[Any], str] | None
     predecessors: list["_Watched"]
     """The calls dispatched just before this one to each of its devices."""
     end: float = 0.0
@@ -179,40 +149,27 @@ class Watcher:
         self._changed = threading.Condition()
 
     def watch(
-        self,
-        arrays: Any,
-        *,
-        name: str,
-        kind: str,
-        devices: tuple[int, ...],
-        step: int,
-        dispatched: float,
-        phase: str = STEP,
-        bytes: int = 0,
-        inputs: Sequence[Any] = (),
-        describe: Callable[[list[Any]], str] | None = None,
+        self, event: Event, arrays: Any, *, inputs: Any = (), describe: Callable[[Any], str] | None = None
     ) -> None:
         """Takes note of a call that was just dispatched. Returns at once.
 
         Args:
+            event: The call, with the `time.perf_counter()` from just before the dispatch as its start and its end.
             arrays: Outputs of the call, which are kept alive until it completes. One small output is enough: all
                 outputs of a program complete together. It must not be donated or deleted, which counts as a failure of
                 the call, since nothing is left to wait for.
-            dispatched: `time.perf_counter()` from just before the dispatch.
-            bytes: Bytes that it moves to the devices of this process, if it moves arrays.
             inputs: Arrays on their way to the call's devices, which it waits for. They must not be donated either.
             describe: For one of a call's several parts: gets its arrays, in another thread, and returns what the
                 event says of the part.
         """
-        assert devices, f"Call {name!r} must name its devices; work on the host goes to Timeline.host."
+        devices = event.devices
+        assert devices, f"Call {event.name!r} must name its devices; work on the host goes to Timeline.host."
         with self._changed:
             assert not self._closed, "The watcher is closed."
             predecessors = {id(call): call for device in devices if (call := self._latest_on.get(device))}
-            leaves = jax.tree.leaves(arrays)
-            before = list(predecessors.values())
-            call = _Watched(name, kind, devices, step, phase, dispatched, bytes, leaves, list(inputs), describe, before)
+            call = _Watched(event, arrays, inputs, describe, list(predecessors.values()))
             self._latest_on.update(dict.fromkeys(devices, call))
-            self._num_pending[phase, step] += 1
+            self._num_pending[event.phase, event.step] += 1
             if devices not in self._lanes:
                 self._lanes[devices] = queue.SimpleQueue()
                 lane = (self._lanes[devices],)
@@ -251,21 +208,21 @@ class Watcher:
         # Predecessors were all dispatched earlier, so these waits cannot form a circle.
         for predecessor in call.predecessors:
             predecessor.stamped.wait()
-        start = max(call.dispatched, *(predecessor.end for predecessor in call.predecessors), 0.0)
-        failure: Exception | None = None
+        event, failure = call.event, None
+        start = max([event.start, *(predecessor.end for predecessor in call.predecessors)])
         try:
             looked = time.perf_counter()
             jax.block_until_ready(call.inputs)
             if time.perf_counter() - looked >= MIN_WAIT_SECONDS:
                 start = max(start, time.perf_counter())
-            event = Event(call.name, call.kind, call.devices, call.step, start, start, call.phase, call.bytes)
+            event = dataclasses.replace(event, start=start, end=start)
             with self._timeline.running(event):
                 jax.block_until_ready(call.arrays)
                 call.end = time.perf_counter()
                 part = call.describe(call.arrays) if call.describe is not None else ""
                 self._timeline.record(dataclasses.replace(event, end=call.end, part=part))
         except Exception as error:
-            error.add_note(f"This came up in call {call.name!r} of {call.phase} {call.step}.")
+            error.add_note(f"This came up in call {event.name!r} of {event.phase} {event.step}.")
             failure, call.end = error, time.perf_counter()
         # From here on nothing may keep the arrays alive, nor chain every call to all calls before it.
         call.arrays = call.inputs = []
@@ -273,7 +230,7 @@ class Watcher:
         call.stamped.set()
         with self._changed:
             self._error = self._error or failure
-            self._num_pending[call.phase, call.step] -= 1
-            if not self._num_pending[call.phase, call.step]:
-                del self._num_pending[call.phase, call.step]
+            self._num_pending[event.phase, event.step] -= 1
+            if not self._num_pending[event.phase, event.step]:
+                del self._num_pending[event.phase, event.step]
             self._changed.notify_all()

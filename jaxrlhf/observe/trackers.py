@@ -20,7 +20,7 @@ from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttr
 from tensorboardX.summary import text as text_summary
 
 from jaxrlhf.config.reading import to_tree
-from jaxrlhf.config.schema import OutputConfig, RunConfig, WandbConfig
+from jaxrlhf.config.schema import RunConfig, WandbConfig
 from jaxrlhf.observe.metrics import TrainingError
 from jaxrlhf.writing import write_atomically
 
@@ -28,28 +28,11 @@ GLOBAL_STEP, WARM_START_STEP = "training/global_step", "warm_start/step"
 """Metrics that are the axes of the others."""
 
 
-def check_trackers(output: OutputConfig) -> None:
-    """Checks that the packages of a config's trackers are installed.
-
-    Raises:
-        ValueError: One is not.
-    """
-    if output.wandb is not None:
-        _import_wandb()
-
-
 class Trackers:
-    """The trackers that a config asks for. Once they are open, their errors are reported and not raised.
+    """The trackers that a config asks for. Once they are open, their errors are reported to `warn` and not raised.
 
-    Args:
-        folder: The folder of the run.
-        resumed_at: Steps done, in a run that is resumed in its folder: later records there are hidden.
-        warm_start_resumed_at: Updates of the warm start done, if the run is resumed in the middle of it.
-        warn: Shows a line to the user.
-
-    Raises:
-        ValueError: wandb is not installed.
-        TrainingError: Weights & Biases refuses the run.
+    In a run that is resumed in its folder, records after the steps `resumed_at`, or updates of the warm start
+    `warm_start_resumed_at`, are hidden. Raises TrainingError if Weights & Biases refuses the run.
     """
 
     def __init__(
@@ -105,16 +88,13 @@ class TensorBoard:
     """
 
     def __init__(self, folder: Path, resumed_at: int | None, warm_start_resumed_at: int | None) -> None:
-        self._folders = {"run": folder, "warm start": folder / "warm_start"}
-        self._resumed_at = {"run": resumed_at, "warm start": warm_start_resumed_at}
+        self._axes = {"run": (folder, resumed_at), "warm start": (folder / "warm_start", warm_start_resumed_at)}
         self._writers: dict[str, EventsWriter] = {}
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        if WARM_START_STEP in values:
-            self._write("warm start", Event(step=int(values[WARM_START_STEP]), summary=Summary(value=scalars)))
-        else:
-            self._write("run", Event(step=step, summary=Summary(value=scalars)))
+        axis, at = ("warm start", int(values[WARM_START_STEP])) if WARM_START_STEP in values else ("run", step)
+        self._write(axis, Event(step=at, summary=Summary(value=scalars)))
 
     def samples(self, step: int, split: str, rows: Sequence[Mapping[str, Any]]) -> None:
         text = _encodable("\n\n---\n\n".join(map(_sample_text, rows)))
@@ -126,17 +106,18 @@ class TensorBoard:
             writer.close()
 
     def _write(self, axis: str, event: Event) -> None:
-        if axis not in self._writers:
-            self._writers[axis] = self._open(axis)
+        writer = self._writers[axis] if axis in self._writers else self._open(axis)
         event.wall_time = time.time()
-        self._writers[axis].write_event(event)
-        self._writers[axis].flush()
+        writer.write_event(event)
+        writer.flush()
 
     def _open(self, axis: str) -> EventsWriter:
-        folder, resumed_at = self._folders[axis], self._resumed_at[axis]
+        folder, resumed_at = self._axes[axis]
         folder.mkdir(parents=True, exist_ok=True)
         # The name has a resolution of one second: a run that is resumed within it must not overwrite its own file.
-        writer = EventsWriter(str(folder / "events"), f".{time.time_ns() % 10**9:09}.{os.getpid()}")
+        self._writers[axis] = writer = EventsWriter(
+            str(folder / "events"), f".{time.time_ns() % 10**9:09}.{os.getpid()}"
+        )
         if resumed_at is not None:
             start = SessionLog(status=SessionLog.START)
             writer.write_event(Event(step=resumed_at + 1, wall_time=time.time(), session_log=start))
@@ -147,14 +128,11 @@ class WeightsAndBiases:
     """A run on Weights & Biases. The folder's wandb.json holds its id, under which a resumed run continues."""
 
     def __init__(self, folder: Path, config: RunConfig, wandb_config: WandbConfig) -> None:
-        self._wandb = _import_wandb()
+        self._wandb = import_wandb()
         try:
+            chosen = {name: value or None for name, value in to_tree(wandb_config).items()}
             self._run = self._wandb.init(
-                project=wandb_config.project,
-                entity=wandb_config.entity or None,
-                group=wandb_config.group or None,
-                tags=list(wandb_config.tags),
-                mode=wandb_config.mode,
+                **chosen,
                 name=folder.name,
                 id=_run_id(folder / "wandb.json"),
                 resume="allow" if wandb_config.mode == "online" else None,
@@ -184,15 +162,16 @@ class WeightsAndBiases:
         scorers = list(rows[0]["scores"])
         table = self._wandb.Table(columns=["step", "prompt", "completion", "finish", *scorers])
         for row in rows:
-            scores = [row["scores"][name] for name in scorers]
-            table.add_data(step, _encodable(row["prompt"]), _encodable(row["completion"]), row["finish"], *scores)
+            texts = (_encodable(row["prompt"]), _encodable(row["completion"]), row["finish"])
+            table.add_data(step, *texts, *(row["scores"][name] for name in scorers))
         self._run.log({f"samples/{split}": table, GLOBAL_STEP: step})
 
     def close(self, *, failed: bool) -> None:
         self._run.finish(exit_code=int(failed))
 
 
-def _import_wandb() -> Any:
+def import_wandb() -> Any:
+    """The package wandb. Raises ValueError if it is not installed."""
     try:
         wandb = importlib.import_module("wandb")
     except ImportError:

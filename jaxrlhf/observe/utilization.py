@@ -9,6 +9,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rich.filesize import decimal
+
 from jaxrlhf.observe.events import MOVING, STEP, WAIT, Event
 from jaxrlhf.observe.step_timers import Spans, covered_seconds
 
@@ -20,32 +22,16 @@ MAX_DEVICE_METRICS = 16
 
 @dataclasses.dataclass(frozen=True)
 class Utilization:
-    """Seconds of devices in a span of time, by activity."""
+    """The use of devices in a span of time."""
 
-    seconds: float
-    """Length of the span."""
-    busy_seconds: Mapping[int, float]
-    """Device -> seconds in which something ran on it."""
-    moving_seconds: float
-    """Seconds in which weights or data were moved, summed over all devices; a part of `busy_seconds`."""
-    running_seconds: float
-    """Seconds in which anything ran on any device."""
-    overlapped_seconds: float
-    """Seconds in which two or more calls ran at once; a part of `running_seconds`."""
-
-    @property
-    def busy_fraction(self) -> float:
-        """The fraction of time in which devices were busy: the mean over all of them, idle ones too."""
-        return sum(self.busy_seconds.values()) / (len(self.busy_seconds) * self.seconds)
-
-    @property
-    def overlap(self) -> float:
-        return self.overlapped_seconds / self.running_seconds if self.running_seconds else 0.0
-
-    @property
-    def reallocation_share(self) -> float:
-        busy = sum(self.busy_seconds.values())
-        return self.moving_seconds / busy if busy else 0.0
+    busy: Mapping[int, float]
+    """Device -> the fraction of the span in which something ran on it."""
+    busy_fraction: float
+    """The mean of these over all devices, idle ones too."""
+    overlap: float
+    """Of the time in which anything ran on any device, the fraction in which two or more calls did."""
+    reallocation_share: float
+    """Of the busy time of all devices, the fraction in which weights or data were moved."""
 
 
 def step_span(events: Sequence[Event], step: int) -> tuple[float, float] | None:
@@ -61,17 +47,15 @@ def step_span(events: Sequence[Event], step: int) -> tuple[float, float] | None:
     if not own:
         return None
     end = max(event.end for event in own)
-    before = [event.end for event in events if _is_before(event, step, end)]
+    # work of earlier steps, and of what else came before
+    earlier = [e for e in events if (e.step < step and e.kind != WAIT if e.phase == STEP else e.end <= end)]
+    before = [event.end for event in earlier]
     start = max(before) if before else min(event.start for event in own)
     return (start, end) if start < end else None
 
 
 def utilization(events: Sequence[Event], span: tuple[float, float], devices: Sequence[int]) -> Utilization:
-    """The use of `devices` in a span of time. Work on the host does not count.
-
-    Args:
-        events: On one clock; those of several processes each on the devices of its own process.
-    """
+    """The use of `devices` in a span of time. Work on the host does not count. Events are on one clock."""
     start, end = span
     on_device: dict[int, Spans] = {device: [] for device in devices}
     moving: dict[int, Spans] = {device: [] for device in devices}
@@ -85,27 +69,22 @@ def utilization(events: Sequence[Event], span: tuple[float, float], devices: Seq
             on_device[device].append(clipped)
             if event.kind in MOVING:
                 moving[device].append(clipped)
-    running, overlapped = _running_seconds(list(of_call.values()))
+    busy = {device: covered_seconds(spans) for device, spans in on_device.items()}
+    running = covered_seconds([each for spans in of_call.values() for each in spans])
     return Utilization(
-        seconds=end - start,
-        busy_seconds={device: covered_seconds(spans) for device, spans in on_device.items()},
-        moving_seconds=sum(map(covered_seconds, moving.values())),
-        running_seconds=running,
-        overlapped_seconds=overlapped,
+        busy={device: seconds / (end - start) for device, seconds in busy.items()},
+        busy_fraction=sum(busy.values()) / (len(devices) * (end - start)),
+        overlap=_overlapped_seconds(list(of_call.values())) / (running or 1.0),
+        reallocation_share=sum(map(covered_seconds, moving.values())) / (sum(busy.values()) or 1.0),
     )
 
 
 def utilization_metrics(events: Sequence[Event], step: int, devices: Sequence[int]) -> dict[str, float]:
-    """Utilization metrics of a step's span.
+    """`perf/busy_fraction`, `perf/busy_fraction/device_<i>` of up to 16 devices, `perf/overlap`,
+    `perf/reallocation_share` and `perf/reallocated_bytes`, which counts the step's own calls, of a step's span. Empty
+    if it has none, or no devices.
 
-    Args:
-        events: The events of this step and its neighbors, including those in progress.
-        devices: All devices of the run, idle ones too.
-
-    Returns:
-        `perf/busy_fraction`, `perf/busy_fraction/device_<i>` of up to 16 devices, `perf/overlap`,
-        `perf/reallocation_share` and `perf/reallocated_bytes`, which counts the step's own calls. Empty if the step has
-        no span or there are no devices.
+    Events are those of this step and its neighbors, including those in progress; devices all of the run, idle ones too.
     """
     span = step_span(events, step)
     if span is None or not devices:
@@ -113,7 +92,7 @@ def utilization_metrics(events: Sequence[Event], step: int, devices: Sequence[in
     used = utilization(events, span, devices)
     metrics = {BUSY: used.busy_fraction}
     if 1 < len(devices) <= MAX_DEVICE_METRICS:
-        metrics |= {f"{BUSY}/device_{device}": busy / used.seconds for device, busy in used.busy_seconds.items()}
+        metrics |= {f"{BUSY}/device_{device}": busy for device, busy in used.busy.items()}
     moved = sum(event.bytes for event in events if event.phase == STEP and event.step == step and event.kind in MOVING)
     return metrics | {OVERLAP: used.overlap, REALLOCATION: used.reallocation_share, BYTES: float(moved)}
 
@@ -135,41 +114,18 @@ def utilization_line(records: Sequence[Mapping[str, Any]]) -> str:
     moved = sum(record[BYTES] for record in steps) / len(steps)
     return (
         f"Devices: busy {mean(BUSY):.0%} of the time; of that, two or more calls at once {mean(OVERLAP):.0%}, moving "
-        f"weights and data {mean(REALLOCATION):.0%}{f' ({_bytes(moved)} a step)' if moved else ''}."
+        f"weights and data {mean(REALLOCATION):.0%}{f' ({decimal(round(moved))} a step)' if moved else ''}."
     )
 
 
-def _is_before(event: Event, step: int, end: float) -> bool:
-    """True for an event of work that came before a step that ended at `end`."""
-    if event.phase != STEP:
-        return event.end <= end
-    return event.step < step and event.kind != WAIT
-
-
-def _running_seconds(calls: Sequence[Spans]) -> tuple[float, float]:
-    """Seconds in which any call ran, and in which two or more did. A call runs while any of its pieces does."""
-    changes: list[tuple[float, int, int]] = []
-    for number, spans in enumerate(calls):
-        for start, end in spans:
-            changes += [(start, 1, number), (end, -1, number)]
+def _overlapped_seconds(calls: Sequence[Spans]) -> float:
+    """Seconds in which two or more calls ran. A call runs while any of its pieces does."""
+    changes = [change for i, spans in enumerate(calls) for a, b in spans for change in ((a, 1, i), (b, -1, i))]
     pieces: collections.Counter[int] = collections.Counter()
-    running = overlapped = 0.0
-    reached = 0.0
+    overlapped = reached = 0.0
     for time, change, number in sorted(changes):
-        if pieces:
-            running += time - reached
-        if len(pieces) > 1:
+        if len(+pieces) > 1:
             overlapped += time - reached
         reached = time
         pieces[number] += change
-        if not pieces[number]:
-            del pieces[number]
-    return running, overlapped
-
-
-def _bytes(count: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"
+    return overlapped

@@ -19,7 +19,7 @@ from jaxrlhf.config.reading import ConfigError
 from jaxrlhf.config.schema import EvaluationRunConfig, RunConfig
 from jaxrlhf.data.loader import PromptLoader
 from jaxrlhf.data.prompts import PromptTable
-from jaxrlhf.experience import Prompts, Sampling
+from jaxrlhf.experience import Sampling
 from jaxrlhf.models.architecture import Weight, num_parameters
 from jaxrlhf.models.attention import attention_implementation
 from jaxrlhf.models.config import ModelConfig
@@ -33,7 +33,8 @@ from jaxrlhf.planner.plans.config_keys import RowCountKeys
 from jaxrlhf.planner.plans.device_order import reuse_training_shards, training_placements
 from jaxrlhf.planner.plans.plan import Placement, Plan, resolve
 from jaxrlhf.planner.plans.saved_plan import SavedPlan
-from jaxrlhf.programs.roles import FunctionRole, ModelRole, Role, WeightedSumRole
+from jaxrlhf.programs.roles import ModelRole, Role, WeightedSumRole
+from jaxrlhf.require import errors_as
 from jaxrlhf.run.configured_roles import describe, origins
 from jaxrlhf.run.configured_sampling import resolved, samplings_of
 from jaxrlhf.run.find_plan import find_plan, is_planned
@@ -52,6 +53,8 @@ class Phase:
     graph: CallGraph
     plan: Plan
     first_state: Any
+    batches: tuple[Any, ...] = ()
+    """The data of an evaluation."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,10 +69,8 @@ class Assembly:
     warm_start: Phase | None
     evaluation: Phase | None
     """The evaluation by scored samples of the actor."""
-    eval_batches: tuple[Prompts, ...]
     held_out: Phase | None
     """The algorithm's own evaluation on held-out rows."""
-    held_out_batches: tuple[Any, ...]
     best_by: str
     """The metric by which the best checkpoint is chosen, without `eval/`; empty for none."""
     warnings: tuple[str, ...]
@@ -98,37 +99,31 @@ class Assembly:
         """A table of the roles."""
         rows = []
         for name, role in self.train.roles.items():
-            config = self.config.roles[name]
-            if isinstance(role, WeightedSumRole):
-                sum_of = " + ".join(f"{weight:g} x {part}" for part, weight in role.weights.items())
-                rows.append({"role": name, "what": sum_of})
-                continue
-            if isinstance(role, FunctionRole):
-                options = "".join(f", {key}={value}" for key, value in config.options.items())
-                rows.append({"role": name, "what": f"function {config.function}{options}"})
-                continue
-            model = role.model
-            rows.append(
-                {
-                    "role": name,
-                    "what": f"model, {_head(role)}",
+            if isinstance(role, ModelRole):
+                head = role.view or role.model.head
+                row = {
+                    "what": "model, lm and scalar heads" if head == "both" else f"model, {head} head",
                     "parameters": _num_parameters(role),
-                    "precision": model.dtype,
-                    "attention": ", ".join(sorted(self.attention(name, model))),
+                    "precision": role.model.dtype,
+                    "attention": ", ".join(sorted(self.attention(name, role.model))),
                     "starts from": describe(name, role, self.config.roles),
                     "updates": role.num_updates,
                 }
-            )
+            elif isinstance(role, WeightedSumRole):
+                row = {"what": " + ".join(f"{weight:g} x {part}" for part, weight in role.weights.items())}
+            else:
+                config = self.config.roles[name]
+                options = "".join(f", {key}={value}" for key, value in config.options.items())
+                row = {"what": f"function {config.function}{options}"}
+            rows.append({"role": name, **row})
         return rows
 
     def attention(self, role: str, model: ModelConfig) -> set[str]:
         """The implementations of attention in a role's calls."""
         placements = [p.plan[call] for p in self.phases.values() for call in p.graph.calls if call.role == role]
         layouts = [Layout.over(placement.devices, placement.strategy) for placement in placements]
-        try:
+        with errors_as(ConfigError, f"roles.{role}.model."):
             return {attention_implementation(model, layout) for layout in layouts}
-        except ValueError as error:
-            raise ConfigError(f"roles.{role}.model.{error}") from error
 
 
 def assemble(
@@ -139,17 +134,13 @@ def assemble(
     draft: StepDraft | None = None,
     saved: SavedPlan | None = None,
 ) -> Assembly:
-    """The parts of a run, checked.
+    """The parts of a run, checked. Raises ConfigError, PlanError, GraphError or ValueError if they do not fit.
 
     Args:
         num_devices: The number of devices that the plan may use.
-        devices_per_node: The number of devices of each node. None means that all are on one node.
+        devices_per_node: None means that all are on one node.
         draft: Its traced step. None means that it is traced here.
         saved: The plan of its step, if the config leaves it to the planner or names a file.
-
-    Raises:
-        ConfigError, PlanError, GraphError or ValueError: Something in config, data or plan does not fit. The message
-            says where, the rule, the value and the remedy.
     """
     draft = draft or draft_step(config)
     if saved is None and is_planned(draft):
@@ -160,18 +151,15 @@ def assemble(
     phases = _Phases(draft, saved, num_devices, devices_per_node or num_devices)
     train = phases.step
     warm_start, warnings = _warm_start(draft, phases)
-    evaluation, eval_batches = _evaluation(draft, phases)
-    held_out, held_out_batches = _held_out(draft, phases)
+    held_out = _held_out(draft, phases)
     made = Assembly(
         config=config,
         tables=draft.tables,
         train=train,
         train_rows=draft.rows,
         warm_start=warm_start,
-        evaluation=evaluation,
-        eval_batches=eval_batches,
+        evaluation=_evaluation(draft, phases),
         held_out=held_out,
-        held_out_batches=held_out_batches,
         best_by=_best_by(config.evaluation, held_out) if config.evaluation is not None else "",
         warnings=(*draft.warnings, *warnings),
         saved=saved,
@@ -209,23 +197,16 @@ class _Phases:
         return Phase(draft.roles, draft.graph, plan, draft.first_state)
 
     def trace(
-        self, step: Callable[..., Any], roles: Mapping[str, Role], state: Any, data: Any, settings: Any,
+        self, step: Callable[..., Any], roles: Mapping[str, Role], state: Any, batches: tuple[Any, ...], settings: Any,
         keys: RowCountKeys,
     ) -> Phase:  # fmt: skip
-        """Another phase of the run. An evaluation generates on the devices of the step's generation.
-
-        Args:
-            keys: The keys of the config that set its rows, for error messages.
-
-        Raises:
-            GraphError, PlanError: As in `assemble`.
-        """
+        """Another phase of the run. An evaluation generates on the devices of the step's generation."""
         state = on_host(state)
-        graph = trace_step(step, roles, state, data, settings)
+        graph = trace_step(step, roles, state, batches[0], settings)
         plan = self._plan(graph, keys)
         trained = training_placements(plan, graph) or training_placements(self.step.plan, self.step.graph)
         plan = reuse_training_shards(plan, graph, trained, self.devices_per_node)
-        return Phase(roles, graph, plan, state)
+        return Phase(roles, graph, plan, state, batches)
 
     def _plan(self, graph: CallGraph, keys: RowCountKeys, fuse: tuple[str, ...] = ()) -> Plan:
         """The plan of one graph, checked."""
@@ -266,14 +247,14 @@ def _warm_start(draft: StepDraft, phases: _Phases) -> tuple[Phase | None, list[s
     actor: dict[str, Role] = {"actor": ModelRole(draft.models["actor"], warm.optimizer, warm.steps)}
     sft = SFTConfig(update=SupervisedUpdate(mini_batches=warm.updates_per_step))
     keys = RowCountKeys("the warm start", "warm_start.batch_size")
-    return phases.trace(sft_step, actor, (), first, sft, keys), notes
+    return phases.trace(sft_step, actor, (), (first,), sft, keys), notes
 
 
-def _evaluation(draft: StepDraft, phases: _Phases) -> tuple[Phase | None, tuple[Prompts, ...]]:
-    """The evaluation by scored samples and its batches of prompts, if the config has scorers."""
+def _evaluation(draft: StepDraft, phases: _Phases) -> Phase | None:
+    """The evaluation by scored samples, if the config has scorers."""
     evaluation = draft.config.evaluation
     if evaluation is None or not evaluation.scorers:
-        return None, ()
+        return None
     sampling, table = evaluation.sampling, draft.tables.main
     if sampling is None:
         as_trained = next(iter(samplings_of(draft.settings)), Sampling(max_new_tokens=draft.new_tokens))
@@ -281,30 +262,24 @@ def _evaluation(draft: StepDraft, phases: _Phases) -> tuple[Phase | None, tuple[
     settings = EvaluationConfig(resolved(sampling, table.tokenizer), evaluation.scorers)
     size, keys = _evaluation_batch(evaluation)
     batches = tuple(PromptLoader(table, size, draft.config.seed).eval_batches(evaluation.num_prompts))
-    return phases.trace(evaluation_step, draft.roles, (), batches[0], settings, keys), batches
+    return phases.trace(evaluation_step, draft.roles, (), batches, settings, keys)
 
 
-def _held_out(draft: StepDraft, phases: _Phases) -> tuple[Phase | None, tuple[Any, ...]]:
-    """The algorithm's own evaluation and its batches of held-out rows, if it has one and the config asks for it."""
+def _held_out(draft: StepDraft, phases: _Phases) -> Phase | None:
+    """The algorithm's own evaluation on held-out rows, if it has one and the config asks for it."""
     evaluation, step = draft.config.evaluation, draft.algorithm.evaluation
     if evaluation is None or step is None:
-        return None, ()
+        return None
     size, keys = _evaluation_batch(evaluation)
     batches = draft.rows.held_out(evaluation.num_prompts, size)
     state = first_state(draft.algorithm, draft.settings)
-    return phases.trace(step, draft.roles, state, batches[0], draft.settings, keys), batches
+    return phases.trace(step, draft.roles, state, batches, draft.settings, keys)
 
 
 def _evaluation_batch(config: EvaluationRunConfig) -> tuple[int, RowCountKeys]:
     """The batch size of an evaluation, and the key that sets it."""
     key = "evaluation.batch_size" if config.batch_size else "evaluation.num_prompts"
     return config.batch_size or config.num_prompts, RowCountKeys("the evaluation", key)
-
-
-def _head(role: ModelRole) -> str:
-    """The heads of a role, in words."""
-    head = role.view or role.model.head
-    return "lm and scalar heads" if head == "both" else f"{head} head"
 
 
 def _num_parameters(role: ModelRole) -> str:
@@ -320,15 +295,13 @@ def _num_parameters(role: ModelRole) -> str:
 
 def _check_lengths(made: Assembly, models: Mapping[str, ModelConfig]) -> None:
     """Checks that no call has longer sequences than its model can process."""
-    calls = [call for phase in made.phases.values() for call in phase.graph.calls if call.role in models]
-    for call in calls:
-        model = models[call.role or ""]
-        longest, prompt = call.longest_sequence, made.table.prompt_length
-        if longest > model.max_position_embeddings:
+    for call in (call for phase in made.phases.values() for call in phase.graph.calls if call.role in models):
+        most, prompt = models[call.role or ""].max_position_embeddings, made.table.prompt_length
+        if call.longest_sequence > most:
             raise ConfigError(
                 f"roles.{call.role}.model.max_position_embeddings: must hold prompt and response, {prompt} + "
-                f"{longest - prompt} tokens in {call.name}. Got {model.max_position_embeddings}. Lower "
-                "data.max_prompt_tokens or max_new_tokens."
+                f"{call.longest_sequence - prompt} tokens in {call.name}. Got {most}. Lower data.max_prompt_tokens or "
+                "max_new_tokens."
             )
 
 
@@ -386,5 +359,4 @@ def _best_by(config: EvaluationRunConfig, held_out: Phase | None) -> str:
             f"evaluation.best_by: must be what is measured, {', '.join(known)}. Got {brief(config.best_by)}."
             f"{did_you_mean(config.best_by, known)}"
         )
-    by_loss = "loss" if "loss" in measured else ""
-    return config.best_by or (config.scorers[0] if config.scorers else by_loss)
+    return config.best_by or next(iter(config.scorers), "loss" if "loss" in measured else "")

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxrlhf.checkpoint.store import CheckpointError, CheckpointStore
+from jaxrlhf.checkpoint.store import CheckpointError, CheckpointStore, checkpoint_numbers
 from jaxrlhf.execution.executor import Executor
 from jaxrlhf.execution.process_channel import Channel
 from jaxrlhf.execution.weight_store import WeightStore
@@ -29,7 +29,7 @@ from jaxrlhf.programs.weight_sets import weight_sets
 from jaxrlhf.reshard.reallocate import reallocate
 from jaxrlhf.run.assembly import Assembly, Phase
 from jaxrlhf.run.first_weights import home_layout
-from jaxrlhf.run.resume_point import FROZEN, ResumePoint, checkpoint_folder
+from jaxrlhf.run.resume_point import FROZEN, ResumePoint
 from jaxrlhf.run.run_folder import RunFolder
 
 
@@ -55,26 +55,26 @@ class Checkpoints:
     def save_steps(self, done: int, executor: Executor, state: Any, *, value: float | None = None) -> None:
         """Saves the run after `done` steps. `value` is the quality of the policy: the best checkpoint is kept."""
         phase = self._assembly.train
-        frozen = frozen_sets(phase)
+        frozen = weight_sets_of(phase, changing=False)
         if frozen and FROZEN not in self._stores:
             store = self._store(FROZEN)
-            if store.latest() is None:
+            if not checkpoint_numbers(self._folder.checkpoints / FROZEN):
                 store.save(0, _arrays(phase, executor, frozen, ()), {})
                 store.wait()  # it must be complete before a checkpoint that needs it
-        self._save("steps", done, phase, executor, changing_sets(phase), state, value)
+        self._save("steps", done, phase, executor, state, value)
 
     def save_warm_start(self, done: int, executor: Executor, state: Any) -> None:
         """Saves the warm start after `done` updates."""
         assert self._assembly.warm_start is not None
-        self._save("warm_start", done, self._assembly.warm_start, executor, ["actor"], state, None)
+        self._save("warm_start", done, self._assembly.warm_start, executor, state)
 
     def start_over(self) -> None:
-        """Removes the saved frozen weights, since a run without a saved step makes its weights again."""
-        self._channel.share(lambda: shutil.rmtree(checkpoint_folder(self._folder, FROZEN), ignore_errors=True))
+        """Removes the saved frozen weights: a run without a saved step makes its weights again."""
+        self._channel.share(lambda: shutil.rmtree(self._folder.checkpoints / FROZEN, ignore_errors=True))
 
     def drop_warm_start(self) -> None:
         """Removes the checkpoints of the warm start, if there are any, once there is a later one."""
-        folder = checkpoint_folder(self._folder, "warm_start")
+        folder = self._folder.checkpoints / "warm_start"
         if not self._channel.share(folder.exists):
             return
         self.wait()
@@ -98,15 +98,9 @@ class Checkpoints:
                 stores.callback(store.close)
 
     def _save(
-        self,
-        subfolder: str,
-        done: int,
-        phase: Phase,
-        executor: Executor,
-        sets: list[str],
-        state: Any,
-        value: float | None,
+        self, subfolder: str, done: int, phase: Phase, executor: Executor, state: Any, value: float | None = None
     ) -> None:
+        sets = weight_sets_of(phase, changing=True)
         versions = {name: executor.weights.version(name) for name in sets}
         meta = {"seed": self._assembly.config.seed, "data": self._data, "versions": versions}
         self._store(subfolder).save(done, _arrays(phase, executor, sets, state), meta, value=value)
@@ -119,18 +113,13 @@ class Checkpoints:
     def _store(self, subfolder: str) -> CheckpointStore:
         if subfolder not in self._stores:
             keep = self._output.keep_checkpoints
-            self._stores[subfolder] = CheckpointStore(checkpoint_folder(self._folder, subfolder), keep=keep)
+            self._stores[subfolder] = CheckpointStore(self._folder.checkpoints / subfolder, keep=keep)
         return self._stores[subfolder]
 
 
-def changing_sets(phase: Phase) -> list[str]:
-    """The sets of weights that are trained, or are moving averages of trained ones."""
-    return [name for name, weight_set in weight_sets(_models(phase)).items() if weight_set.rests_in_float32]
-
-
-def frozen_sets(phase: Phase) -> list[str]:
-    """The sets of weights that never change."""
-    return [name for name, weight_set in weight_sets(_models(phase)).items() if not weight_set.rests_in_float32]
+def weight_sets_of(phase: Phase, *, changing: bool) -> list[str]:
+    """The sets of weights that are trained, or are moving averages of trained ones; or else those that never change."""
+    return [name for name, each in weight_sets(_models(phase)).items() if each.rests_in_float32 == changing]
 
 
 def _models(phase: Phase) -> dict[str, ModelRole]:
@@ -138,59 +127,43 @@ def _models(phase: Phase) -> dict[str, ModelRole]:
 
 
 def restore(point: ResumePoint, phase: Phase, executor: Executor) -> Any:
-    """Restores all sets of weights of a phase from a checkpoint. Returns the algorithm's state.
-
-    Raises:
-        CheckpointError: The checkpoint has other arrays.
-    """
-    if frozen := frozen_sets(phase):
-        held, _ = _read(_frozen_beside(point.checkpoint), phase, executor.weights, frozen, ())
-        for name in frozen:
-            executor.weights.restore(name, home_layout(phase, name), held["roles"][name], 0)
-    changing = changing_sets(phase)
-    held, meta = _read(point.checkpoint, phase, executor.weights, changing, phase.first_state)
-    for name in changing:
-        executor.weights.restore(name, home_layout(phase, name), held["roles"][name], meta["versions"][name])
-    return held["algorithm"]
+    """Restores all sets of weights of a phase from a checkpoint. Returns the algorithm's state."""
+    states = []
+    for folder, sets, state in _parts(point, phase):
+        with CheckpointStore(folder.parent, read_only=True) as store:
+            held, meta = store.restore(int(folder.name), _abstract(store, folder, phase, executor.weights, sets, state))
+        for name in sets:
+            version = meta.get("versions", {}).get(name, 0)
+            executor.weights.restore(name, home_layout(phase, name), held["roles"][name], version)
+        states.append(held["algorithm"])
+    return states[0]
 
 
 def check_checkpoint(point: ResumePoint, assembly: Assembly) -> None:
-    """Checks that a checkpoint has the data and the arrays of this run. Reads no array.
-
-    Raises:
-        CheckpointError: It has not.
-    """
-    assert point.position is not None
-    phase = assembly.train if point.position.phase == "steps" else assembly.warm_start
+    """Raises CheckpointError unless a checkpoint has the data and the arrays of this run. Reads no array."""
+    phase = assembly.train if point.steps_done is not None else assembly.warm_start
     if phase is None:
         raise CheckpointError(
             f"resume: {point.checkpoint} is of a warm start, so the config must have one. Got none. Add warm_start."
         )
     weights = WeightStore(_models(phase))
-    with CheckpointStore(point.checkpoint.parent, read_only=True) as store:
-        meta = store.meta(point.position.done)
-        if meta["data"] != assembly.tables.digest():
-            raise CheckpointError(
-                f"resume: must go on with the data and tokenizer of {point.folder.path}: its rows, in their order. Got "
-                "other rows. Give it the same files, or start a new run with resume=never."
-            )
-        done, changing = point.position.done, changing_sets(phase)
-        store.check(done, _abstract(store, done, phase, weights, changing, phase.first_state))
-    if frozen := frozen_sets(phase):
-        with CheckpointStore(_frozen_beside(point.checkpoint).parent, read_only=True) as store:
-            store.check(0, _abstract(store, 0, phase, weights, frozen, ()))
+    for folder, sets, state in _parts(point, phase):
+        with CheckpointStore(folder.parent, read_only=True) as store:
+            data = store.meta(int(folder.name)).get("data")
+            if folder == point.checkpoint and data != assembly.tables.digest():
+                raise CheckpointError(
+                    f"resume: must go on with the data and tokenizer of {point.folder.path}: its rows, in their order. "
+                    "Got other rows. Give it the same files, or start a new run with resume=never."
+                )
+            store.check(int(folder.name), _abstract(store, folder, phase, weights, sets, state))
 
 
-def _frozen_beside(checkpoint: Path) -> Path:
-    return checkpoint.parents[1] / FROZEN / "0"
-
-
-def _read(
-    checkpoint: Path, phase: Phase, weights: WeightStore, sets: list[str], state: Any
-) -> tuple[Any, dict[str, Any]]:
-    number = int(checkpoint.name)
-    with CheckpointStore(checkpoint.parent, read_only=True) as store:
-        return store.restore(number, _abstract(store, number, phase, weights, sets, state))
+def _parts(point: ResumePoint, phase: Phase) -> list[tuple[Path, list[str], Any]]:
+    """The folders that a phase is restored from, with the sets of weights and the state in each."""
+    parts = [(point.checkpoint, weight_sets_of(phase, changing=True), phase.first_state)]
+    if frozen := weight_sets_of(phase, changing=False):
+        parts.append((point.folder.checkpoints / FROZEN / "0", frozen, ()))
+    return parts
 
 
 def _arrays(phase: Phase, executor: Executor, sets: list[str], state: Any) -> dict[str, Any]:
@@ -200,17 +173,14 @@ def _arrays(phase: Phase, executor: Executor, sets: list[str], state: Any) -> di
 
 
 def _abstract(
-    store: CheckpointStore, number: int, phase: Phase, weights: WeightStore, sets: list[str], state: Any
+    store: CheckpointStore, folder: Path, phase: Phase, weights: WeightStore, sets: list[str], state: Any
 ) -> dict[str, Any]:
     """Shapes and dtypes of what `_arrays` saved, with the shardings in which this run restores it."""
-    anywhere, saved = home_layout(phase, sets[0]).replicated, store.arrays(number)
-    roles = {
-        name: weights.abstract_state(name, home_layout(phase, name), saved=_saved_form(saved, name)) for name in sets
-    }
-    algorithm = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.asarray(x).dtype, sharding=anywhere), state
-    )
-    return {"roles": roles, "algorithm": algorithm}
+    anywhere, saved = home_layout(phase, sets[0]).replicated, store.arrays(int(folder.name))
+    homes = {name: home_layout(phase, name) for name in sets}
+    roles = {name: weights.abstract_state(name, homes[name], saved=_saved_form(saved, name)) for name in sets}
+    on_all = functools.partial(jax.ShapeDtypeStruct, sharding=anywhere)
+    return {"roles": roles, "algorithm": jax.tree.map(lambda x: on_all(jnp.shape(x), jnp.asarray(x).dtype), state)}
 
 
 def _saved_form(saved: Iterable[str], name: str) -> LayerForm | None:

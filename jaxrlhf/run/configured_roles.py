@@ -4,7 +4,7 @@ import dataclasses
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from jaxrlhf.brief import brief, did_you_mean
 from jaxrlhf.config.reading import ConfigError
@@ -18,6 +18,7 @@ from jaxrlhf.models.config_json import read_config as read_folder
 from jaxrlhf.models.huggingface import check_params, read_origin
 from jaxrlhf.programs.roles import ModelRole, Role, WeightedSumRole
 from jaxrlhf.programs.weight_sets import BASE
+from jaxrlhf.require import errors_as
 from jaxrlhf.run.function_roles import function_role
 
 MAX_PARAMETERS = 10**14
@@ -25,13 +26,11 @@ MAX_PARAMETERS = 10**14
 
 
 def configured_models(config: RunConfig, *, on_cpu: bool) -> dict[str, ModelConfig]:
-    """The model of each role: that of the role or folder from which it starts, overridden by the config.
+    """The model of each role: that of the role or folder from which it starts, overridden by the config. Raises
+    ConfigError or ValueError if a role has no model, or one that it cannot have.
 
     Args:
         on_cpu: The devices are CPUs. On others, a folder in bfloat16 computes in bfloat16 by default.
-
-    Raises:
-        ConfigError or ValueError: A role has no model, or one that it cannot have.
     """
     check_origins(config)
     for name in config.roles:
@@ -44,8 +43,7 @@ def configured_models(config: RunConfig, *, on_cpu: bool) -> dict[str, ModelConf
                 )
 
     def model_of(name: str) -> ModelConfig:
-        role = config.roles[name]
-        where = f"roles.{name}"
+        role, where = config.roles[name], f"roles.{name}"
         if other := _other(role):
             return model_of(other)
         source = config.roles.get(role.init)
@@ -67,9 +65,10 @@ def configured_models(config: RunConfig, *, on_cpu: bool) -> dict[str, ModelConf
             model = _laid_over(stated, model_of(role.init), where, f"the role '{role.init}'")
         else:
             folder = Path(role.init)
-            longest = stated.get("max_position_embeddings")
-            found = read_folder(folder, head=role.head or head, longest=longest)
-            found = dataclasses.replace(found, dtype=folder_dtype(folder, on_cpu=on_cpu))
+            found = read_folder(folder, head=role.head or head, longest=stated.get("max_position_embeddings"))
+            # bfloat16 if the folder's is, except on CPUs, where it is slower
+            in_bfloat16 = not on_cpu and read_origin(folder).precision == "bfloat16"
+            found = dataclasses.replace(found, dtype="bfloat16" if in_bfloat16 else "float32")
             model = _laid_over(stated, found, where, role.init)
         return model if role.head is None else dataclasses.replace(model, head=role.head)
 
@@ -79,27 +78,19 @@ def configured_models(config: RunConfig, *, on_cpu: bool) -> dict[str, ModelConf
     for role in config.roles.values():  # a shared trunk also gets the head of the role that shares it
         if role.shares and models[role.shares].head != (role.head or "scalar"):
             models[role.shares] = dataclasses.replace(models[role.shares], head="both")
-    for name, role in config.roles.items():
-        if other := _other(role):
-            models[name] = models[other]
+    models = {name: models[_other(config.roles[name]) or name] for name in models}
     for name, model in models.items():
+        role, lora = config.roles[name], config.roles[name].lora
         _check_size(f"roles.{name}.model", model)
-    for name, model in models.items():
-        if config.roles[name].init not in ("random", *config.roles):
-            check_params(Path(config.roles[name].init), model)
-    for name, model in models.items():
-        lora = config.roles[name].lora
+        if role.init not in (RANDOM, *config.roles):
+            check_params(Path(role.init), model)
         if lora is not None and lora.init:
             check_adapters(Path(lora.init), model, lora)
     return models
 
 
 def check_origins(config: RunConfig) -> None:
-    """Checks that every role with a model has something to start from, before the data is read.
-
-    Raises:
-        ConfigError: A role has no model, or its `init` is neither a role nor a folder.
-    """
+    """Raises ConfigError if a role has no model, or an `init` that is neither a role nor a folder. Reads no data."""
     for name, role in config.roles.items():
         where = f"roles.{name}"
         if not _has_model(role) or _other(role):
@@ -118,12 +109,6 @@ def check_origins(config: RunConfig) -> None:
             )
 
 
-def folder_dtype(folder: Path, *, on_cpu: bool) -> Literal["float32", "bfloat16"]:
-    """The default compute precision of a folder's model: bfloat16 if the folder's is, except on CPUs, where bfloat16 is
-    slower; else float32."""
-    return "bfloat16" if not on_cpu and read_origin(folder).precision == "bfloat16" else "float32"
-
-
 def precision_notes(config: RunConfig, models: Mapping[str, ModelConfig]) -> list[str]:
     """Notes on roles that start from a folder in bfloat16 without a compute precision in the config."""
     notes = []
@@ -132,19 +117,13 @@ def precision_notes(config: RunConfig, models: Mapping[str, ModelConfig]) -> lis
         told = role.init in (RANDOM, *config.roles) or "dtype" in (role.model or {})
         if not told and read_origin(Path(role.init)).precision == "bfloat16":
             why = "as that is" if model.dtype == "bfloat16" else "as is usual on CPUs, while that is in bfloat16"
-            notes.append(
-                f"{name} starts from {role.init} and computes in {model.dtype}, {why}. To change "
-                f"that, set roles.{name}.model.dtype."
-            )
+            start = f"{name} starts from {role.init} and computes in {model.dtype}, {why}."
+            notes.append(f"{start} To change that, set roles.{name}.model.dtype.")
     return notes
 
 
 def origins(config: RunConfig) -> dict[str, Origin]:
-    """The settings of the folders from which the weights of exported roles come, by role.
-
-    Raises:
-        ValueError: A file in a folder is missing or malformed.
-    """
+    """The settings of the folders from which the weights of exported roles come, by role."""
     found = {}
     for name in config.output.export:
         source = _other(config.roles[name]) or name
@@ -164,11 +143,12 @@ def check_roles(config: RunConfig, needed: tuple[str, ...], models: Mapping[str,
                 f"{did_you_mean(name, config.roles)}"
             )
     for name, role in config.roles.items():
-        has_model = role.model is not None or role.optimizer is not None or role.init != "random" or bool(_other(role))
-        said = {"function": bool(role.function), "weighted_sum": role.weighted_sum is not None, "a model": has_model}
-        if sum(said.values()) > 1:
-            got = " and ".join(what for what, is_said in said.items() if is_said)
-            raise ConfigError(f"roles.{name}: a role is a function, a weighted_sum or a model. Got {got}. Keep one.")
+        has_model = role.model is not None or role.optimizer is not None or role.init != RANDOM or _other(role)
+        kinds = {"function": role.function, "weighted_sum": role.weighted_sum is not None, "a model": has_model}
+        if len(said := [kind for kind, is_said in kinds.items() if is_said]) > 1:
+            raise ConfigError(
+                f"roles.{name}: a role is a function, a weighted_sum or a model. Got {' and '.join(said)}. Keep one."
+            )
         _check_sum(config, name, models)
     if config.warm_start is not None and "actor" not in models:
         raise ConfigError("warm_start: trains the role 'actor'. Got none with a model.")
@@ -178,17 +158,14 @@ def describe(name: str, role: ModelRole, roles: Mapping[str, RoleConfig]) -> str
     """The origin of a role's weights, in words."""
     if role.view is not None:
         return f"shares {role.weights}"
-    own = role.weights or roles[name].init
-    if role.average is not None:
-        own = f"average of {role.average.of}"
+    average = f"average of {role.average.of}" if role.average is not None else ""
     if role.lora is None:
-        return own
+        return average or role.weights or roles[name].init
     base = f"rank {role.lora.rank} on {role.base}"
-    if role.average is not None:
-        return f"{base}, {own}"
+    if average:
+        return f"{base}, {average}"
     adapters = f"{role.lora.init}, " if role.lora.init else ""
-    start = f" ({roles[name].init})" if role.base == name + BASE else ""
-    return f"{adapters}{base}{start}"
+    return f"{adapters}{base}{f' ({roles[name].init})' if role.base == name + BASE else ''}"
 
 
 def check_vocabulary(models: Mapping[str, ModelConfig], table: PromptTable) -> None:
@@ -261,18 +238,11 @@ def _check_other(config: RunConfig, name: str, role: RoleConfig) -> None:
     source = config.roles[other]
     if not _has_model(source) or _other(source):
         raise ConfigError(f"{where}: must be a role with weights of its own. Got '{other}', which has none.")
-    said = {
-        "model": role.model is not None,
-        "init": role.init != "random",
-        "optimizer": role.optimizer is not None,
-        "lora": role.lora is not None,
-        "average": bool(role.shares) and role.average is not None,
-        "head": role.average is not None and role.head is not None,
-    }
-    if any(said.values()):
-        got = ", ".join(field for field, is_said in said.items() if is_said)
+    fields = ["model", "init", "optimizer", "lora", "average" if role.shares else "head"]
+    if said := [field for field in fields if getattr(role, field) not in (None, RANDOM)]:
         raise ConfigError(
-            f"roles.{name}: its weights are those of '{other}', with all that they are. Got also {got}. Remove it."
+            f"roles.{name}: its weights are those of '{other}', with all that they are. Got also {', '.join(said)}. "
+            "Remove it."
         )
     if role.shares and role.head == "lm" and source.head != "scalar":
         raise ConfigError(
@@ -284,11 +254,7 @@ def _check_other(config: RunConfig, name: str, role: RoleConfig) -> None:
 
 
 def _laid_over(stated: Mapping[str, Any], model: ModelConfig, where: str, source: str) -> ModelConfig:
-    """The model of existing weights with the settings that a config may choose.
-
-    Raises:
-        ConfigError or ValueError: The config contradicts the weights, or a value is invalid.
-    """
+    """The model of existing weights with the settings that a config may choose."""
     chosen = {field: value for field, value in stated.items() if field in CHOSEN}
     for field, value in stated.items():
         there = model.head_size if field == "head_dim" else getattr(model, field)
@@ -301,10 +267,8 @@ def _laid_over(stated: Mapping[str, Any], model: ModelConfig, where: str, source
                 f"Got {brief(value)}. Leave it out (where a preset or a base config says it, set {where}.model to null "
                 f"first); free to choose are {free}."
             )
-    try:
+    with errors_as(ConfigError, f"{where}.model."):
         return dataclasses.replace(model, **chosen)
-    except ValueError as error:
-        raise ConfigError(f"{where}.model.{error}") from error
 
 
 def _has_model(role: RoleConfig) -> bool:

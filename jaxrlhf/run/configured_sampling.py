@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from jaxrlhf.config.reading import ConfigError
@@ -13,11 +13,7 @@ from jaxrlhf.experience import ResolvedSampling, Sampling, StopTable
 
 def resolved(settings: Any, tokenizer: Tokenizer) -> Any:
     """Settings in which every `Sampling` has stop tokens, by default the end of text, and an automaton of its stop
-    strings.
-
-    Raises:
-        ConfigError or ValueError: A `Sampling` names tokens that there are not or leaves none to be drawn, or its stop
-            strings are too long.
+    strings. Raises ConfigError or ValueError if one names tokens that there are not or leaves none to be drawn.
     """
 
     def of_tokenizer(part: Any) -> Any:
@@ -50,11 +46,9 @@ def samplings_of(settings: Any) -> list[Sampling]:
     """All `Sampling`s in nested settings."""
     if isinstance(settings, Sampling):
         return [settings]
-    if isinstance(settings, tuple):
-        return [sampling for each in settings for sampling in samplings_of(each)]
-    if not dataclasses.is_dataclass(settings):
-        return []
-    return [s for f in dataclasses.fields(settings) for s in samplings_of(getattr(settings, f.name))]
+    if dataclasses.is_dataclass(settings):
+        settings = tuple(getattr(settings, field.name) for field in dataclasses.fields(settings))
+    return [found for part in settings for found in samplings_of(part)] if isinstance(settings, tuple) else []
 
 
 def without_tokens(settings: Any) -> Any:
@@ -64,18 +58,15 @@ def without_tokens(settings: Any) -> Any:
 
 
 def check_end(sampling: Sampling, tokenizer: Tokenizer) -> None:
-    """Checks that a response can end before it is as long as may be, if it may.
-
-    Raises:
-        ConfigError: No token that may be drawn ends a response, and there are no stop strings.
-    """
+    """Raises ConfigError if a response may end early, but no drawable token and no stop string ends it."""
     most = sampling.max_new_tokens
     has_fixed_length = max(sampling.min_new_tokens, 1) == most
     if has_fixed_length or sampling.stop_strings or _drawable(sampling, tokenizer).intersection(sampling.stop_ids):
         return
+    stop_ids = ", ".join(map(str, sampling.stop_ids[:8])) + (", ..." if len(sampling.stop_ids) > 8 else "")
     raise ConfigError(
         f"sampling.{_masked_by(sampling)}: must leave a token that ends a response, one of stop_ids "
-        f"({_listed(sampling.stop_ids)}). Got none. Allow one or set stop_strings; for responses of {most} tokens each "
+        f"({stop_ids}). Got none. Allow one or set stop_strings; for responses of {most} tokens each "
         f"set min_new_tokens to {most}."
     )
 
@@ -111,9 +102,3 @@ def _masked_by(sampling: Sampling) -> str:
     """The key that leaves tokens out, or `stop_ids` if none does."""
     masks = (name for name in ("allowed_tokens", "banned_tokens") if getattr(sampling, name))
     return next(masks, "stop_ids")
-
-
-def _listed(tokens: Iterable[int]) -> str:
-    """Some tokens as text; of many, the first ones."""
-    tokens = list(tokens)
-    return ", ".join(map(str, tokens[:8])) + (", ..." if len(tokens) > 8 else "")

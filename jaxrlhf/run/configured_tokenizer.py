@@ -12,11 +12,8 @@ from jaxrlhf.data.tokenizer_files import TOKENIZER, read_vocabulary
 
 
 def configured_tokenizer(config: RunConfig) -> TokenizerConfig:
-    """The tokenizer of a run, of a kind other than `auto`.
-
-    Raises:
-        ConfigError or ValueError: Neither the config nor a folder that a role starts from has a tokenizer; or two
-            folders, or a folder and the config's tokenizer, have vocabularies that contradict each other.
+    """The tokenizer of a run, of a kind other than `auto`. Raises ConfigError or ValueError if neither the config nor a
+    folder that a role starts from has one, or if vocabularies contradict each other.
     """
     folders = model_folders(config)
     _check_vocabularies(folders, config.tokenizer)
@@ -70,21 +67,14 @@ def _check_vocabularies(folders: dict[str, Path], chosen: TokenizerConfig) -> No
         for token, number in read_vocabulary(path).items():
             if ids.get(token, number) == number and tokens.get(number, token) == token:
                 continue
-            what, here, there = (
-                (brief(token), str(number), str(ids[token]))
-                if token in ids
-                else (f"token {number}", brief(token), brief(tokens[number]))
-            )
-            rule = (
-                f"roles.{role}.init: all roles must share one vocabulary, since each reads the others' tokens"
-                if role
-                else "tokenizer.path: must have the vocabulary of the model, whose weights know no other"
-            )
-            remedy = (
-                "Let both start from models of one family, or score by a function of the text."
-                if role
-                else "Leave tokenizer out to use that of the model."
-            )
+            what, here, there = f"token {number}", brief(token), brief(tokens.get(number))
+            if token in ids:
+                what, here, there = brief(token), str(number), str(ids[token])
+            rule = "tokenizer.path: must have the vocabulary of the model, whose weights know no other"
+            remedy = "Leave tokenizer out to use that of the model."
+            if role:
+                rule = f"roles.{role}.init: all roles must share one vocabulary, since each reads the others' tokens"
+                remedy = "Let both start from models of one family, or score by a function of the text."
             raise ConfigError(
                 f"{rule}. Got {what}, which is {here} in {path.parent} and {there} in {first_path.parent}, where "
                 f"{first} starts. {remedy}"

@@ -11,7 +11,7 @@ import numpy as np
 from jaxrlhf.execution.executor import Executor
 from jaxrlhf.observe.metrics import best_evaluation, evaluations_in, flatten, less_is_better
 from jaxrlhf.run.assembly import Assembly, Phase
-from jaxrlhf.run.records import Records, SilentRecords
+from jaxrlhf.run.records import Records
 
 EVALUATION_STEP = 2**32 - 1
 """The step number that determines the noise of every evaluation. No training step has it."""
@@ -27,10 +27,8 @@ class Evaluator:
 
     def __init__(self, assembly: Assembly, history: Sequence[dict[str, Any]], *, since: int = 0) -> None:
         self._since = since
-        self._assembly = assembly
-        self._config, self._steps = assembly.config.evaluation, assembly.config.steps
+        self._assembly, self._config = assembly, assembly.config.evaluation
         self._metric = f"eval/{assembly.best_by}"  # by which the best is chosen
-        self._sign = -1.0 if less_is_better(self._metric) else 1.0
         self.results = evaluations_in(history)
         """(steps done, metrics), in order."""
 
@@ -38,7 +36,7 @@ class Evaluator:
         """Returns whether to evaluate after `done` steps."""
         if self._config is None or done == 0:
             return False
-        return done == self._steps or bool(self._config.every and done % self._config.every == 0)
+        return done == self._assembly.config.steps or bool(self._config.every and done % self._config.every == 0)
 
     def is_missing(self, done: int) -> bool:
         """Returns whether the evaluation after `done` steps was due and is missing, since it failed."""
@@ -53,14 +51,11 @@ class Evaluator:
     def value(self, done: int) -> float | None:
         """The value of the evaluation after `done` steps, higher is better; None if unknown, or excluded by `since`."""
         value = next((metrics.get(self._metric, math.nan) for at, metrics in self.results if at == done), math.nan)
-        return self._sign * value if done > self._since and math.isfinite(value) else None
+        known = done > self._since and math.isfinite(value)
+        return (-value if less_is_better(self._metric) else value) if known else None
 
-    def run(self, done: int, state: Any, executor: Executor, records: Records | SilentRecords) -> dict[str, float]:
-        """Evaluates the current weights. Metrics and samples are written to the records.
-
-        Args:
-            state: The algorithm's state after `done` steps.
-        """
+    def run(self, done: int, state: Any, executor: Executor, records: Records) -> dict[str, float]:
+        """Evaluates weights and state after `done` steps. Metrics and samples are written to the records."""
         started = time.perf_counter()
         metrics = self._sampled(done, executor, records) | self._measured(done, state, executor)
         metrics["timing_s/testing"] = time.perf_counter() - started
@@ -68,32 +63,27 @@ class Evaluator:
         self.results.append((done, metrics))
         return metrics
 
-    def _sampled(self, done: int, executor: Executor, records: Records | SilentRecords) -> dict[str, float]:
+    def _sampled(self, done: int, executor: Executor, records: Records) -> dict[str, float]:
         """Scores and lengths of responses to held-out prompts."""
         phase = self._assembly.evaluation
         if phase is None:
             return {}
-        fetched = [self._run(phase, phase.first_state, batch, executor, done) for batch in self._assembly.eval_batches]
+        fetched = self._run(phase, phase.first_state, executor, done)
         for each in fetched:  # only now, so that an evaluation that fails, and is repeated, writes no samples
             records.write_samples(done, "held-out", each["rollout"], each["scores"])
-        metrics = {
-            f"eval/{name}": float(np.concatenate([each["scores"][name] for each in fetched]).mean())
-            for name in fetched[0]["scores"]
-        }
-        metrics["eval/response_length"] = float(np.concatenate([each["rollout"].lengths for each in fetched]).mean())
-        return metrics
+        values = {f"eval/{name}": [each["scores"][name] for each in fetched] for name in fetched[0]["scores"]}
+        values["eval/response_length"] = [each["rollout"].lengths for each in fetched]
+        return {name: float(np.concatenate(each).mean()) for name, each in values.items()}
 
     def _measured(self, done: int, state: Any, executor: Executor) -> dict[str, float]:
         """The algorithm's own metrics on held-out rows, averaged over the batches."""
         phase = self._assembly.held_out
         if phase is None:
             return {}
-        batches = self._assembly.held_out_batches
-        measured = [flatten({"eval": self._run(phase, state, batch, executor, done)}) for batch in batches]
+        measured = [flatten({"eval": results}) for results in self._run(phase, state, executor, done)]
         return {name: float(np.mean([each[name] for each in measured])) for name in measured[0]}
 
-    def _run(self, phase: Phase, state: Any, batch: Any, executor: Executor, done: int) -> Any:
-        """The results of one batch. Waits for them."""
-        return executor.run(
-            phase.graph, phase.plan, state, batch, step=EVALUATION_STEP, phase="evaluation", number=done
-        ).fetch()
+    def _run(self, phase: Phase, state: Any, executor: Executor, done: int) -> list[Any]:
+        """The results of every batch. Waits for them."""
+        at: dict[str, Any] = {"step": EVALUATION_STEP, "phase": "evaluation", "number": done}
+        return [executor.run(phase.graph, phase.plan, state, x, **at).fetch() for x in phase.batches]

@@ -18,6 +18,7 @@ from jaxrlhf.planner.plans.check_plan import check_call, check_entries, check_of
 from jaxrlhf.planner.plans.plan import Placement, PlanError, placement_of
 from jaxrlhf.planner.plans.saved_plan import SavedPlan, read_plan
 from jaxrlhf.planner.report import rollout_lines
+from jaxrlhf.require import errors_as
 from jaxrlhf.run.step_draft import StepDraft
 from jaxrlhf.sharding import mesh
 from jaxrlhf.sharding.strategy import Strategy
@@ -31,10 +32,8 @@ class FoundPlan:
     """A plan and its origin."""
 
     saved: SavedPlan
-    note: str
-    """The origin in words."""
-    notes: tuple[str, ...] = ()
-    """Notes on its forecast."""
+    notes: tuple[str, ...]
+    """The origin in words, and notes on its forecast."""
 
 
 def is_planned(draft: StepDraft) -> bool:
@@ -47,14 +46,8 @@ def find_plan(
 ) -> FoundPlan:
     """The plan of a step that its config leaves open, for the devices of JAX.
 
-    A resumed run keeps its plan while config and devices are the same. A plan in a file is read again.
-
-    Args:
-        resumed: The file of the plan of the run that is resumed, if there is one. It need not exist.
-        say: Called with lines about the progress.
-
-    Raises:
-        PlanError or ConfigError: The file does not fit the run, or no plan fits the devices.
+    A resumed run keeps its plan, in the file `resumed` if that exists, while config and devices are the same. A plan in
+    a file is read again. `say` gets lines about the progress. Raises PlanError or ConfigError if no plan fits.
     """
     config, asked = draft.config, to_tree(draft.config.plan)
     if resumed is not None and resumed.is_file() and not os.path.isfile(config.plan.file):
@@ -66,34 +59,27 @@ def find_plan(
         except PlanError as error:
             say(f"Not the plan that the run had: {error}")
         else:
-            return FoundPlan(saved, f"Kept the plan that the run had, {resumed}")
+            return FoundPlan(saved, (f"Kept the plan that the run had, {resumed}",))
     if config.plan.file:
         saved = dataclasses.replace(read_plan(config.plan.file), asked=asked)
         _check(saved, draft)
-        return FoundPlan(saved, f"The plan of {config.plan.file}")
+        return FoundPlan(saved, (f"The plan of {config.plan.file}",))
     planned = plan_draft(draft, local_cluster(config.devices_memory), seconds=SEARCH_SECONDS, say=say)
-    notes = (*planned.notes, *rollout_lines(planned))
-    return FoundPlan(planned.saved(planned.plan_for(draft.graph), asked=asked), planned.summary(), notes)
+    notes = (planned.summary(), *planned.notes, *rollout_lines(planned))
+    return FoundPlan(planned.saved(planned.plan_for(draft.graph), asked=asked), notes)
 
 
 def _check(saved: SavedPlan, draft: StepDraft) -> None:
-    """Checks that a plan was made for this step and these devices, and still fits them if it was changed by hand.
-
-    Raises:
-        PlanError: It was not, or does not.
-    """
+    """Raises PlanError unless a plan was made for this step and these devices, and fits them if changed by hand."""
     saved.check_work(draft.workload())
     devices_per_node, kinds = mesh.devices_per_process(), mesh.kinds_of_processes()
-    saved.check_devices(
-        devices_per_node=devices_per_node, kinds=[CPU] * len(kinds) if mesh.platform() == "cpu" else kinds
-    )
-    try:
+    kinds = [CPU] * len(kinds) if mesh.platform() == "cpu" else kinds
+    saved.check_devices(devices_per_node=devices_per_node, kinds=kinds)
+    with errors_as(PlanError, f"{saved.source}: ", PlanError):
         check_entries(saved.plan.placements, [draft.graph])
         for call in draft.graph.calls:
             if placement := saved.plan.placements.get(call.plan_name):
                 check_call(call, placement, draft.models, mesh.num_devices(), devices_per_node, draft.keys)
-    except PlanError as error:
-        raise PlanError(f"{saved.source}: {error}") from error
 
 
 def plan_draft(
@@ -107,27 +93,24 @@ def plan_draft(
     calibration: Path | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> Planned:
-    """Plans a step on a cluster. If the config plans only some calls (`auto`), its placements of the others are kept.
+    """Plans a step on a cluster by a method of `methods.METHODS`, for up to `seconds`. If the config plans only some
+    calls (`auto`), its placements of the others are kept.
 
-    Args:
-        method: One of `methods.METHODS`.
-        seconds: The time limit of the search. None means no limit.
-        seed: The seed of the search. None means that of the config.
-        costs: The source of the costs of calls. None means one that takes no time.
-        calibration: As in `costs_from`.
-        say: Called with lines about the progress.
-
-    Raises:
-        PlanError or ConfigError: The config's entries do not fit, or no plan does.
-        CompileError: A program cannot be compiled, if costs come from compiled programs.
+    The seed is by default that of the config, and `costs` are those that take no time; `calibration` is as in
+    `costs_from`. Raises PlanError or ConfigError if the config's entries do not fit, or no plan does, and CompileError.
     """
     config, workload = draft.config, draft.workload_to_plan()
-    offload = config.plan.offload if config.plan.auto else ()
-    check_offload(offload, config.roles, draft.owners)
-    for call in draft.graph.calls:
-        if call.kind != "host":  # mini-batches must divide the rows under any plan
-            check_call(call, Placement((0,), Strategy()), draft.models, 1, 1, draft.keys)
-    fixed = fixed_placements(draft, cluster)
+    asked = config.plan if config.plan.auto else PlanConfig()
+    check_offload(asked.offload, config.roles, draft.owners)
+    methods = [f"{name}.{method}" for name, role in draft.roles.items() for method in role.methods(name).methods]
+    check_entries(asked.calls, [draft.graph], more=methods)
+    placements, fixed = asked.placements, {}
+    for call in (call for call in draft.graph.calls if call.kind != "host"):
+        # mini-batches must divide the rows under any plan
+        check_call(call, Placement((0,), Strategy()), draft.models, 1, 1, draft.keys)
+        if placement := placement_of(call.plan_name, placements):
+            check_call(call, placement, draft.models, cluster.num_devices, cluster.devices_per_node, draft.keys)
+            fixed[call.plan_name] = placement
     source = costs or usual_source(cluster)
     cost_model, notes = costs_from(source, workload, cluster, calibration=calibration, say=say)
     return plan_workload(
@@ -136,32 +119,13 @@ def plan_draft(
         method=method,
         costs=cost_model,
         fixed=fixed,
-        offload=offload,
-        fuse=config.plan.fuse if config.plan.auto else (),
+        offload=asked.offload,
+        fuse=asked.fuse,
         seed=config.seed if seed is None else seed,
         seconds=seconds,
         notes=notes,
         say=say,
     )
-
-
-def fixed_placements(draft: StepDraft, cluster: Cluster) -> dict[str, Placement]:
-    """The placements of the step's calls in the config, by call.
-
-    Raises:
-        PlanError or ConfigError: One does not fit.
-    """
-    if not draft.config.plan.auto:
-        return {}
-    methods = [f"{name}.{method}" for name, role in draft.roles.items() for method in role.methods(name).methods]
-    check_entries(draft.config.plan.calls, [draft.graph], more=methods)
-    found = {}
-    for call in draft.graph.calls:
-        placement = placement_of(call.plan_name, draft.config.plan.placements)
-        if placement is not None and call.kind != "host":
-            check_call(call, placement, draft.models, cluster.num_devices, cluster.devices_per_node, draft.keys)
-            found[call.plan_name] = placement
-    return found
 
 
 def left_out(draft: StepDraft) -> list[str]:

@@ -24,25 +24,20 @@ Placed = tuple[Layout, Params]
 
 
 def load_first_weights(executor: Executor, phase: Phase, config: RunConfig, known: dict[str, Placed]) -> None:
-    """Loads the first weights of all sets of a phase, in the order in which they depend on one another.
-
-    Args:
-        known: Whole weights of roles that exist already, such as a warm-started actor's. They are not changed.
+    """Loads the first weights of all sets of a phase, in the order in which they depend on one another. `known` whole
+    weights of roles, such as a warm-started actor's, are copied.
     """
     store = executor.weights
     ready = {name + BASE if name + BASE in store.sets else name: placed for name, placed in known.items()}
     given = set(ready)
-    waiting = [
-        name for name, weight_set in store.sets.items() if weight_set.lora is None and weight_set.average is None
-    ]
+    waiting = [name for name, each in store.sets.items() if each.lora is None and each.average is None]
     sources = {name: source_of(phase, config, name) for name in waiting}
     while waiting:
         name = next(n for n in waiting if sources[n] not in waiting)  # there are no cycles: assembly checks that
         waiting.remove(name)
-        if name in given:
-            _adopt(executor, phase, config, name, *ready[name])
-        elif sources[name] in ready:
-            _adopt(executor, phase, config, name, *ready[sources[name]])
+        origin = name if name in given else sources[name]
+        if origin in ready:
+            _adopt(executor, phase, config, name, *ready[origin])
         else:
             _make(executor, phase, config, name)
         if name in (sources[n] for n in waiting) and name not in ready:
@@ -53,7 +48,8 @@ def load_first_weights(executor: Executor, phase: Phase, config: RunConfig, know
     for name, weight_set in store.sets.items():
         if weight_set.average is not None:
             home = home_layout(phase, name)
-            store.load(name, home, _to_home(*store.snapshot(weight_set.average.of), weight_set, home))
+            layout, params = store.snapshot(weight_set.average.of)
+            store.load(name, home, moved(params, weight_set, layout, (home, weight_set.resting_form(home))))
 
 
 def home_layout(phase: Phase, name: str) -> Layout:
@@ -96,14 +92,9 @@ def _make(executor: Executor, phase: Phase, config: RunConfig, name: str) -> Non
 
 def _adopt(executor: Executor, phase: Phase, config: RunConfig, name: str, layout: Layout, params: Params) -> None:
     """Loads a copy of other weights, moved to the set's home layout."""
-    home = home_layout(phase, name)
+    home, weight_set = home_layout(phase, name), executor.weights.sets[name]
     own = _with_own_head(executor, params, name, layout, _key(config, name))
-    executor.weights.load(name, home, _to_home(layout, own, executor.weights.sets[name], home))
-
-
-def _to_home(layout: Layout, params: Params, weight_set: WeightSet, home: Layout) -> Params:
-    """Weights moved from a layout to their form at rest in another."""
-    return moved(params, weight_set, layout, (home, weight_set.resting_form(home)))
+    executor.weights.load(name, home, moved(own, weight_set, layout, (home, weight_set.resting_form(home))))
 
 
 def _make_adapters(executor: Executor, phase: Phase, config: RunConfig, name: str) -> None:

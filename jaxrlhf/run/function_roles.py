@@ -11,32 +11,22 @@ from jaxrlhf.config.schema import RoleConfig
 from jaxrlhf.data.prompts import PromptTable
 from jaxrlhf.experience import STOP, Rollout
 from jaxrlhf.programs.roles import FunctionRole
-from jaxrlhf.rewards.functions import (
-    ROW_ARGUMENTS,
-    RewardError,
-    call_reward,
-    call_token_reward,
-    check_reward,
-    load_reward,
-)
+from jaxrlhf.require import errors_as
+from jaxrlhf.rewards import functions
 from jaxrlhf.rewards.verifiers import VERIFIERS, RewardFunction
 
 
 def function_role(name: str, role: RoleConfig, table: PromptTable) -> FunctionRole:
     """A function role of a config, with its function loaded and its arguments checked."""
-    try:
-        function = load_reward(role.function, role.options)
-        check_reward(function, [*table.other, "finished", "num_tokens"], name=name)
-    except ValueError as error:
-        raise ConfigError(f"roles.{name}: {error}") from error
+    with errors_as(ConfigError, f"roles.{name}: "):
+        function = functions.load_reward(role.function, role.options)
+        functions.check_reward(function, [*table.other, "finished", "num_tokens"], name=name)
     _check_names(name, role, function, table)
     if role.function in VERIFIERS:  # options name their columns, so only a call shows whether every row has them
         rows = np.arange(len(table.prompts))
         columns = {**table.columns(rows), "finished": [True] * len(rows), "num_tokens": [1] * len(rows)}
-        try:
-            call_reward(function, list(table.prompts), [""] * len(rows), columns, name=name)
-        except RewardError as error:
-            raise ConfigError(f"roles.{name}: {error}") from error
+        with errors_as(ConfigError, f"roles.{name}: ", functions.RewardError):
+            functions.call_reward(function, list(table.prompts), [""] * len(rows), columns, name=name)
 
     def asked_of(rollout: Rollout) -> tuple[Any, list[str], list[str], dict[str, list[Any]]]:
         rows = np.asarray(rollout.row)
@@ -47,10 +37,10 @@ def function_role(name: str, role: RoleConfig, table: PromptTable) -> FunctionRo
         return function, [table.prompts[int(row)] for row in rows], decode_responses(rollout, table), columns
 
     def score(rollout: Rollout) -> np.ndarray:
-        return call_reward(*asked_of(rollout), name=name, timeout_seconds=role.timeout_seconds)
+        return functions.call_reward(*asked_of(rollout), name=name, timeout_seconds=role.timeout_seconds)
 
     def score_tokens(rollout: Rollout) -> np.ndarray:
-        rewards = call_token_reward(*asked_of(rollout), name=name, timeout_seconds=role.timeout_seconds)
+        rewards = functions.call_token_reward(*asked_of(rollout), name=name, timeout_seconds=role.timeout_seconds)
         scores_BR = np.zeros(rollout.response.shape, np.float32)
         scores_BR[np.asarray(rollout.response)] = np.concatenate(rewards)
         return scores_BR
@@ -61,7 +51,7 @@ def function_role(name: str, role: RoleConfig, table: PromptTable) -> FunctionRo
 def _check_names(name: str, role: RoleConfig, function: RewardFunction, table: PromptTable) -> None:
     """Checks that no argument of a user's function is the name of both a column and a measured value."""
     for column in table.withheld:
-        measured = column in inspect.signature(function).parameters and column not in ROW_ARGUMENTS
+        measured = column in inspect.signature(function).parameters and column not in functions.ROW_ARGUMENTS
         if measured and role.function not in VERIFIERS and column not in role.options:
             raise ConfigError(
                 f"roles.{name}: Reward {brief(name)}: an argument must have one meaning. Got {brief(column)}, by which "

@@ -8,8 +8,8 @@ import signal
 import socket
 import threading
 from collections.abc import Callable
-from types import FrameType, TracebackType
-from typing import NamedTuple, Self
+from types import FrameType
+from typing import Self
 
 from jaxrlhf.execution.process_channel import Channel
 from jaxrlhf.run.checkpoints import Checkpoints
@@ -59,7 +59,7 @@ class StopRequest:
         self._made, self._making = False, threading.Lock()
         self._heard = False
 
-    def make(self, signal_number: int = signal.SIGTERM) -> None:
+    def make(self, signal_number: int) -> None:
         """Asks the run to stop. Later calls have no effect."""
         with self._making:
             if self._made:
@@ -67,11 +67,6 @@ class StopRequest:
             self._made, self.signal = True, signal_number
         self.on_request(signal_number)
         threading.Thread(target=self._lose_patience, name="patience", daemon=True).start()
-
-    def stopped(self, message: str) -> RunStopped:
-        """The exception for the run to raise when it has saved."""
-        assert self.signal is not None
-        return RunStopped(self.signal, message)
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
@@ -84,9 +79,7 @@ class StopRequest:
             self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._over.set()
         if self._before:
             for number, handler in self._before.items():
@@ -116,10 +109,11 @@ class StopRequest:
             return
         self._heard, again = True, self._heard or self._made
         name = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
-        if again:
-            if number == signal.SIGINT:
-                self._say(f"{name} again: the run ends now, without saving. The last checkpoint counts.")
-                self._end(128 + number)
+        if again and number == signal.SIGINT:
+            self._say(f"{name} again: the run ends now, without saving. The last checkpoint counts.")
+            self._end(128 + number)
+        elif again:
+            return
         elif self.can_end_at_once:
             self._say(
                 f"{name}: nothing is to be saved, so the run ends now. Start it again with --resume auto to go on."
@@ -145,15 +139,6 @@ class StopRequest:
             self.abandon(PATIENCE_SECONDS)  # functions that began since then
 
 
-class Asked(NamedTuple):
-    """Requests to a run between two steps."""
-
-    stop: bool
-    """Save and stop."""
-    save: bool
-    """Save, since the last checkpoint was long ago."""
-
-
 class Requests:
     """Requests by signals and by the clock, with the same answer in all processes of a run.
 
@@ -167,22 +152,25 @@ class Requests:
         if stop.signal is not None:
             channel.ask_to_stop(stop.signal)
 
-    def look(self) -> Asked:
-        """The requests by now. Every process must call this equally often."""
+    def look(self) -> tuple[bool, bool]:
+        """Returns whether to save and stop, and whether to save since the last checkpoint was long ago.
+
+        Every process must call this equally often.
+        """
         signal, save = self._channel.share(lambda: (self._stop.signal, self._checkpoints.minutes_are_over()))
         if signal is not None:
             self._stop.make(signal)
-        return Asked(signal is not None, save)
+        return signal is not None, save
 
     def has_unsaved(self, unsaved: bool) -> None:
         """Records whether there is work that is not on the disk.
 
         In a run of several processes none of them ends by itself, which the others would take for a failure.
         """
-        self._stop.can_end_at_once = (
-            not unsaved and self._channel.count == 1 and not self._checkpoints.are_being_written
-        )
+        alone = self._channel.count == 1
+        self._stop.can_end_at_once = alone and not unsaved and not self._checkpoints.are_being_written
 
     def stopped(self, message: str) -> RunStopped:
         """The exception for a run that was asked to stop, and has saved."""
-        return self._stop.stopped(message)
+        assert self._stop.signal is not None
+        return RunStopped(self._stop.signal, message)

@@ -7,11 +7,7 @@ from jaxrlhf.execution.step_result import StepResult
 
 
 class LengthMeans:
-    """The mean length of the responses to each prompt of a table so far.
-
-    Args:
-        num_rows: Of the table.
-    """
+    """The mean length of the responses to each of the `num_rows` prompts of a table so far."""
 
     def __init__(self, num_rows: int) -> None:
         self._tokens, self._responses = np.zeros(num_rows), np.zeros(num_rows)

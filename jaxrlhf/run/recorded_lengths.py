@@ -2,13 +2,15 @@
 
 import math
 import statistics
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from jaxrlhf.config.plan_config import ResponseLengths
 from jaxrlhf.config.reading import ConfigError
 from jaxrlhf.observe.metrics import read_metrics
 from jaxrlhf.planner.costs.response_lengths import least_mean, length_cdf
+from jaxrlhf.require import errors_as
+from jaxrlhf.run.configured_sampling import samplings_of
 from jaxrlhf.run.run_folder import RunFolder
 from jaxrlhf.run.step_metrics import RESPONSE_LENGTH
 
@@ -17,38 +19,27 @@ LAST_STEPS = 10
 _WHERE = "plan.lengths"
 
 
-def recorded_lengths(lengths: ResponseLengths, limits: Sequence[int]) -> ResponseLengths:
-    """Lengths with their mean and 99th percentile, read from a run if they name one.
-
-    Args:
-        limits: The most new tokens of every `Sampling` of the step.
-
-    Raises:
-        ConfigError: The run recorded none, or nothing that is drawn can have such lengths.
+def response_lengths(lengths: ResponseLengths | None, settings: Any) -> ResponseLengths | None:
+    """The lengths of responses in forecasts with their mean and 99th percentile, read from a run if they name one.
+    Raises ConfigError if it recorded none, or nothing that settings let draw can have such lengths.
     """
+    limits = [sampling.max_new_tokens for sampling in samplings_of(settings)]
+    if lengths is None or not limits:
+        return None
     if lengths.run:
-        lengths = _nearest(*_recorded(lengths.run), limits)
+        mean, p99 = _recorded(lengths.run)
+        # the nearest that forecasts can assume, where it was recorded under other limits
+        tail = max(1, min(math.ceil(p99), *limits))
+        least = max(least_mean(tail, most) for most in limits)
+        lengths = ResponseLengths(mean=min(max(mean, least), tail), p99=tail)
     for most in limits:
-        try:
+        with errors_as(ConfigError, f"{_WHERE}."):
             length_cdf(lengths, most)
-        except ValueError as error:
-            raise ConfigError(f"{_WHERE}.{error}") from error
     return lengths
 
 
-def _nearest(mean: float, p99: float, limits: Sequence[int]) -> ResponseLengths:
-    """The lengths that forecasts can assume nearest to what was recorded, perhaps under other limits."""
-    tail = max(1, min(math.ceil(p99), *limits))
-    least = max(least_mean(tail, most) for most in limits)
-    return ResponseLengths(mean=min(max(mean, least), tail), p99=tail)
-
-
 def _recorded(folder: str) -> tuple[float, float]:
-    """Mean and 99th percentile of the lengths in a run, each a mean over its last steps.
-
-    Raises:
-        ConfigError: It has no steps, or drew no responses in them.
-    """
+    """Mean and 99th percentile of the lengths in a run, each a mean over its last steps."""
     path = RunFolder(Path(folder)).metrics
     try:
         records = read_metrics(path)

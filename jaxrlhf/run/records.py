@@ -1,6 +1,5 @@
 """The records of a run: metrics and samples, each step once, however often the run was killed."""
 
-import dataclasses
 import shutil
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -20,58 +19,28 @@ from jaxrlhf.run.resume_point import ResumePoint
 from jaxrlhf.run.run_folder import RunFolder, RunFolderError
 from jaxrlhf.writing import writing
 
-Say = Callable[[str], None]
 FINISH_NAMES = {STOP: "stop", LENGTH: "length"}
 
 
-def open_records(
-    channel: Channel, folder: RunFolder, config: RunConfig, table: PromptTable, resume: ResumePoint | None, warn: Say
-) -> "Records | SilentRecords":
-    """Opens the records of a run. The first process writes them; the others get the records from before this start."""
-    opened: list[Records] = []
-
-    def open_here() -> tuple[list[dict[str, Any]], dict[str, str]]:
-        opened.append(Records(folder, config, table, resume, warn))
-        return opened[0].history, opened[0].shown_at
-
-    history, shown_at = channel.share(open_here)
-    return opened[0] if opened else SilentRecords(history, shown_at)
-
-
-@dataclasses.dataclass
-class SilentRecords:
-    """The interface of `Records` without writing, for processes other than the first."""
-
-    history: list[dict[str, Any]]
-    shown_at: dict[str, str]
-    latest_samples: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-
-    def write_metrics(self, done: int, metrics: Mapping[str, float]) -> None:
-        """Nothing."""
-
-    def write_samples(self, done: int, split: str, rollout: Rollout, scores: Mapping[str, np.ndarray]) -> None:
-        """Nothing."""
-
-    def sync(self) -> None:
-        """Nothing."""
-
-    def close(self, *, failed: bool) -> None:
-        """Nothing."""
-
-
 class Records:
-    """The files of metrics and samples of a run, and its trackers.
+    """The files of metrics and samples of a run, and its trackers. Of several processes, the first one writes them.
 
-    Args:
-        resume: The position from which the run is resumed: later records are dropped. A branch copies the records of
-            its origin first.
-        warn: Shows a line to the user.
+    Records after the position from which the run is resumed are dropped. A branch copies the records of its origin
+    first.
     """
 
     def __init__(
-        self, folder: RunFolder, config: RunConfig, table: PromptTable, resume: ResumePoint | None, warn: Say
-    ) -> None:
-        self._table, self._num_samples = table, config.output.num_samples
+        self, channel: Channel, folder: RunFolder, config: RunConfig, table: PromptTable, resume: ResumePoint | None,
+        warn: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        self._table, self._num_samples, self._writes = table, config.output.num_samples, channel.is_first
+        self.latest_samples: list[dict[str, Any]] = []
+        self.history, self.shown_at = channel.share(lambda: self._open(folder, config, resume, warn))
+        """Records of metrics from before this start, and the paths or addresses of trackers."""
+
+    def _open(
+        self, folder: RunFolder, config: RunConfig, resume: ResumePoint | None, warn: Callable[[str], None]
+    ) -> tuple[list[dict[str, Any]], dict[str, str]]:
         position = resume.position if resume is not None else None
         for path in (folder.metrics, folder.samples):
             if resume is not None and resume.is_branch and (resume.folder.path / path.name).exists():
@@ -81,24 +50,25 @@ class Records:
                 truncate(path, lambda record: position is not None and position.covers(record))
             except (ValueError, KeyError) as error:
                 raise RunFolderError(f"{error} Mend or remove the line, and resume again.") from error
-        self.history: list[dict[str, Any]] = read_metrics(folder.metrics) if folder.metrics.exists() else []
-        """Records of metrics from before this start."""
-        self.latest_samples: list[dict[str, Any]] = []
         self._metrics = JsonLinesWriter(folder.metrics)
         self._samples = JsonLinesWriter(folder.samples)
         shown = (0, 0) if resume is not None else (None, None)
         if position is not None:
             shown = (position.done, None) if position.phase == "steps" else (0, position.done)
         self._trackers = Trackers(folder.path, config, resumed_at=shown[0], warm_start_resumed_at=shown[1], warn=warn)
-        self.shown_at = self._trackers.shown_at
+        return read_metrics(folder.metrics), self._trackers.shown_at
 
     def write_metrics(self, done: int, metrics: Mapping[str, float]) -> None:
         """Writes one record, after `done` steps."""
+        if not self._writes:
+            return
         self._metrics.write(metrics_record(done, metrics))
         self._trackers.metrics(done, metrics)
 
     def write_samples(self, done: int, split: str, rollout: Rollout, scores: Mapping[str, np.ndarray]) -> None:
         """Writes the first few responses of a rollout of NumPy arrays, with the scores of each scorer."""
+        if not self._writes:
+            return
         few = jax.tree.map(lambda x: x[: self._num_samples], rollout)
         self.latest_samples = [
             {
@@ -115,11 +85,13 @@ class Records:
 
     def sync(self) -> None:
         """Returns when all records are on the disk. To be called before a checkpoint."""
-        self._metrics.sync()
-        self._samples.sync()
+        if self._writes:
+            self._metrics.sync()
+            self._samples.sync()
 
     def close(self, *, failed: bool) -> None:
         """Closes all files. `failed`: the run ended by an error."""
-        self._metrics.close()
-        self._samples.close()
-        self._trackers.close(failed=failed)
+        if self._writes:
+            self._metrics.close()
+            self._samples.close()
+            self._trackers.close(failed=failed)

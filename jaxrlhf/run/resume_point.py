@@ -11,6 +11,7 @@ dropped, and written again. Damaged newest checkpoints are set aside, and the ru
 """
 
 import dataclasses
+import glob
 import itertools
 import os
 from collections.abc import Mapping
@@ -22,6 +23,7 @@ from jaxrlhf.checkpoint.manifest import find_damage
 from jaxrlhf.checkpoint.store import CheckpointError, checkpoint_numbers
 from jaxrlhf.config.reading import ConfigError, leaves, to_tree
 from jaxrlhf.config.schema import RunConfig, load_run
+from jaxrlhf.require import errors_as
 from jaxrlhf.run.run_folder import RunFolder
 
 CheckpointPhase = Literal["warm_start", "steps"]
@@ -30,9 +32,7 @@ PHASES: tuple[CheckpointPhase, ...] = ("warm_start", "steps")
 FROZEN = "frozen"
 """The folder of weights that never change, which are saved once."""
 
-_OF_NO_CONSEQUENCE = (
-    *("resume", "output", "compilation_cache", "devices", "devices_memory", "plan", "evaluation", "steps"),
-)
+_INESSENTIAL = ("resume", "output", "compilation_cache", "devices", "devices_memory", "plan", "evaluation", "steps")
 """Keys that do not change the results of the steps of a run."""
 _DECISIVE = ("seed", "algorithm", "batch_size")
 """Keys that determine the rows and the noise of a step. They must not change when a run is resumed."""
@@ -51,6 +51,10 @@ class Position:
         if "warm_start/step" in record:
             return self.phase == "steps" or record["warm_start/step"] <= self.done
         return self.phase == "steps" and record["step"] <= self.done
+
+    def checkpoint(self, folder: RunFolder) -> Path:
+        """The folder of the checkpoint here, in the folder of the run."""
+        return folder.checkpoints / self.phase / str(self.done)
 
     def __str__(self) -> str:
         return f"{self.done} steps" if self.phase == "steps" else f"{self.done} updates of the warm start"
@@ -74,21 +78,23 @@ class ResumePoint:
     def checkpoint(self) -> Path:
         """The folder of the checkpoint."""
         assert self.position is not None
-        return checkpoint_folder(self.folder, self.position.phase) / str(self.position.done)
+        return self.position.checkpoint(self.folder)
 
-
-def checkpoint_folder(folder: RunFolder, subfolder: str) -> Path:
-    """The folder with the checkpoints of a phase, or with the frozen weights."""
-    return folder.checkpoints / subfolder
+    @property
+    def steps_done(self) -> int | None:
+        """The steps done at the checkpoint; None if there is none, or one of the warm start."""
+        return self.position.done if self.position is not None and self.position.phase == "steps" else None
 
 
 def newest_position(folder: RunFolder) -> Position | None:
     """The newest complete checkpoint of a run."""
-    for phase in reversed(PHASES):
-        numbers = checkpoint_numbers(checkpoint_folder(folder, phase))
-        if numbers:
-            return Position(phase, numbers[-1])
-    return None
+    return next(iter(_positions(folder)), None)
+
+
+def _positions(folder: RunFolder) -> list[Position]:
+    """The complete checkpoints of a run, the newest first."""
+    there = [Position(phase, n) for phase in PHASES for n in checkpoint_numbers(folder.checkpoints / phase)]
+    return there[::-1]
 
 
 def set_aside(damaged: Path) -> None:
@@ -97,33 +103,9 @@ def set_aside(damaged: Path) -> None:
     damaged.rename(next(path for name in names if not (path := damaged.with_name(name)).exists()))
 
 
-def _find_whole(folder: RunFolder) -> tuple[Position | None, dict[Path, str]]:
-    """The newest whole checkpoint of a run, and the damage of newer ones.
-
-    Raises:
-        CheckpointError: There are checkpoints, and none is whole.
-    """
-    damaged: dict[Path, str] = {}
-    for phase in reversed(PHASES):
-        there = checkpoint_folder(folder, phase)
-        for number in reversed(checkpoint_numbers(there)):
-            damage = find_damage(there / str(number))
-            if damage is None:
-                _check_frozen(folder)
-                return Position(phase, number), damaged
-            damaged[there / str(number)] = damage
-    if damaged:
-        raise CheckpointError(
-            f"resume: {folder.checkpoints} must have a whole checkpoint. Got damaged ones: "
-            f"{', '.join(f'{path} ({damage})' for path, damage in damaged.items())}. Bring one back from a copy, or "
-            "start a new run with resume=never."
-        )
-    return None, damaged
-
-
 def _check_frozen(folder: RunFolder) -> None:
     """Checks that the saved frozen weights, which every checkpoint needs, are whole."""
-    path = checkpoint_folder(folder, FROZEN) / "0"
+    path = folder.checkpoints / FROZEN / "0"
     if damage := find_damage(path):
         raise CheckpointError(
             f"resume: {path} must be whole, since every checkpoint of the run needs it. Got damage: {damage}. Bring it "
@@ -136,7 +118,7 @@ def what_is_kept(folder: RunFolder) -> str:
     position = newest_position(folder)
     if position is None:
         return "No checkpoint was saved before; started again with --resume auto, the run starts over."
-    checkpoint = ResumePoint(folder, position).checkpoint
+    checkpoint = position.checkpoint(folder)
     return f"Kept: {checkpoint}, after {position}. Start again with --resume auto to go on from there."
 
 
@@ -151,72 +133,75 @@ def find_resume_point(config: RunConfig) -> ResumePoint | None:
     if config.resume == "auto":
         return _find_newest(config)
     path = Path(config.resume)
-    if path.parent.name in PHASES and path.parent.parent.name == "checkpoints":
-        return _named_checkpoint(config, path)
-    folder = RunFolder(path.resolve())
+    is_branch = path.parent.name in PHASES and path.parent.parent.name == "checkpoints"
+    folder = RunFolder(path.resolve().parents[2] if is_branch else path.resolve())
     there = _config_of(folder)
-    point = _newest_point(folder, there, config)
-    _check(point, there, config)
-    if point.position is not None and point.position.phase == "steps" and point.position.done > config.steps:
+    point = _named_checkpoint(folder, there, config, path) if is_branch else _newest_point(folder, there, config)
+    for key in _DECISIVE:
+        before, now = getattr(there, key), getattr(config, key)
+        if before != now:
+            raise CheckpointError(
+                f"resume: must go on with the {key} of {folder.path}, {before}, which decides data and noise. Got "
+                f"{now}."
+            )
+    done = point.steps_done or 0
+    if done > config.steps and is_branch:
+        raise CheckpointError(f"resume: {path} has done more than steps={config.steps}. Raise it.")
+    if done > config.steps:
         raise CheckpointError(
-            f"resume: {path} has done {point.position.done} steps, so steps must be at least that. Got {config.steps}. "
-            "Raise it, or name an earlier checkpoint of it."
+            f"resume: {path} has done {done} steps, so steps must be at least that. Got {config.steps}. Raise it, or "
+            "name an earlier checkpoint of it."
         )
     return point
 
 
-def _named_checkpoint(config: RunConfig, path: Path) -> ResumePoint:
-    folder = RunFolder(path.resolve().parents[2])
-    there = _config_of(folder)
-    phase: CheckpointPhase = "steps" if path.parent.name == "steps" else "warm_start"
-    numbers = checkpoint_numbers(path.parent)
-    if not path.name.isdecimal() or int(path.name) not in numbers:
-        there_are = ", ".join(map(str, numbers)) or "none"
+def _named_checkpoint(folder: RunFolder, there: RunConfig, config: RunConfig, path: Path) -> ResumePoint:
+    position = next((x for x in _positions(folder) if (x.phase, str(x.done)) == (path.parent.name, path.name)), None)
+    if position is None:
+        there_are = ", ".join(map(str, checkpoint_numbers(path.parent))) or "none"
         raise CheckpointError(f"resume: must be a complete checkpoint. Got {brief(str(path))}. There: {there_are}.")
     if damage := find_damage(path):
         raise CheckpointError(f"resume: {path} must be whole. Got damage: {damage}. Name another one of {path.parent}.")
     _check_frozen(folder)
-    point = ResumePoint(folder, Position(phase, int(path.name)), True, _differences(there, config))
-    _check(point, there, config)
-    if phase == "steps" and int(path.name) > config.steps:
-        raise CheckpointError(f"resume: {path} has done more than steps={config.steps}. Raise it.")
-    return point
+    return ResumePoint(folder, position, True, _differences(there, config))
 
 
 def _find_newest(config: RunConfig) -> ResumePoint | None:
     """The newest run of this config, if there is one."""
-    root = Path(config.output.folder)
-    started = root.iterdir() if root.is_dir() else ()
-    folders = [path for path in started if path.name.startswith(f"{config.name}-") and (path / "config.yaml").is_file()]
-    for path in sorted(folders, key=lambda path: (path / "config.yaml").stat().st_mtime_ns, reverse=True):
-        folder = RunFolder(path.resolve())
+    configs = Path(config.output.folder).glob(f"{glob.escape(config.name)}-*/config.yaml")
+    for path in sorted(configs, key=lambda path: path.stat().st_mtime_ns, reverse=True):
+        folder = RunFolder(path.parent.resolve())
         try:
             there = _config_of(folder)
         except CheckpointError:  # of another version, so not a run of this config
             continue
-        if not _differences(there, config, leave_out=_OF_NO_CONSEQUENCE):
+        if not _differences(there, config, leave_out=_INESSENTIAL):
             return _newest_point(folder, there, config)
     return None
 
 
 def _newest_point(folder: RunFolder, there: RunConfig, config: RunConfig) -> ResumePoint:
+    """The newest whole checkpoint of a run, if it has any."""
     folder.check_free()
-    position, damaged = _find_whole(folder)
-    notes = (
-        f"{path} is damaged: {damage}. It is set aside under another name, and the run goes on from {position}."
-        for path, damage in damaged.items()
-    )
-    return ResumePoint(folder, position, notes=(*notes, *_differences(there, config)), damaged=tuple(damaged))
-
-
-def _check(point: ResumePoint, there: RunConfig, config: RunConfig) -> None:
-    for key in _DECISIVE:
-        before, now = getattr(there, key), getattr(config, key)
-        if before != now:
-            raise CheckpointError(
-                f"resume: must go on with the {key} of {point.folder.path}, {before}, which decides data and noise. "
-                f"Got {now}."
-            )
+    damaged: dict[Path, str] = {}
+    for position in _positions(folder):
+        checkpoint = position.checkpoint(folder)
+        if damage := find_damage(checkpoint):
+            damaged[checkpoint] = damage
+            continue
+        _check_frozen(folder)
+        notes = (
+            f"{path} is damaged: {damage}. It is set aside under another name, and the run goes on from {position}."
+            for path, damage in damaged.items()
+        )
+        return ResumePoint(folder, position, False, (*notes, *_differences(there, config)), tuple(damaged))
+    if damaged:
+        raise CheckpointError(
+            f"resume: {folder.checkpoints} must have a whole checkpoint. Got damaged ones: "
+            f"{', '.join(f'{path} ({damage})' for path, damage in damaged.items())}. Bring one back from a copy, or "
+            "start a new run with resume=never."
+        )
+    return ResumePoint(folder, None, False, _differences(there, config))
 
 
 def _config_of(folder: RunFolder) -> RunConfig:
@@ -225,10 +210,8 @@ def _config_of(folder: RunFolder) -> RunConfig:
         raise CheckpointError(
             f"resume: must be never, auto, the folder of a run or a checkpoint in one. Got {brief(str(folder.path))}."
         )
-    try:
+    with errors_as(CheckpointError, "resume: the config of the run must still be valid. Got ", ConfigError):
         return load_run(folder.config)
-    except ConfigError as error:
-        raise CheckpointError(f"resume: the config of the run must still be valid. Got {error}") from error
 
 
 def _differences(there: RunConfig, config: RunConfig, *, leave_out: tuple[str, ...] = ("resume",)) -> tuple[str, ...]:

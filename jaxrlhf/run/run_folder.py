@@ -57,12 +57,10 @@ class RunFolder:
 
     @classmethod
     def create(cls, root: Path, name: str) -> "RunFolder":
-        """Makes `root/<name>-<YYYYmmdd-HHMMSS>` and points the symlink `root/latest` at it.
+        """Makes `root/<name>-<YYYYmmdd-HHMMSS>` and points the symlink `root/latest` at it. Raises as
+        `check_run_folder`.
 
         If that name is taken, `-2`, `-3` and so on is added. In a run of several processes, one of them calls this.
-
-        Raises:
-            ValueError: `name` is not a plain file name, or `root/latest` is not a symlink.
         """
         check_run_folder(root, name)
         stem = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -85,11 +83,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Keeps all other processes from running this run. The lock ends with the process.
-
-        Raises:
-            RunFolderError: Another process is running it.
-        """
+        """Keeps all other processes from running this run, or raises RunFolderError if one is."""
         with self._lock_file.open("a+") as file:
             self._lock(file, fcntl.LOCK_EX)
             file.truncate(0)
@@ -98,11 +92,7 @@ class RunFolder:
             yield
 
     def check_free(self) -> None:
-        """Checks that no other process is running this run. Changes nothing.
-
-        Raises:
-            RunFolderError: One is.
-        """
+        """Raises RunFolderError if another process is running this run. Changes nothing."""
         if self._lock_file.exists():
             with self._lock_file.open() as file:
                 self._lock(file, fcntl.LOCK_SH)
@@ -131,10 +121,8 @@ class RunFolder:
 
 
 def check_run_folder(root: Path, name: str) -> None:
-    """Checks that a run of this name can have its folder in `root`.
-
-    Raises:
-        ValueError: `name` is not a plain file name, `root` cannot be a folder, or `root/latest` is not a symlink.
+    """Checks that a run of this name can have its folder in `root`: raises ValueError if `name` is no plain file name,
+    `root` cannot be a folder, or `root/latest` is no symlink.
     """
     check_file_name(name, "Name of the run", example="ppo_math")
     latest = root / "latest"
@@ -157,7 +145,7 @@ def collect_versions() -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "jaxrlhf": __version__,
-        **{package: _version(package) for package in _PACKAGES},
+        **{name: next((x.version for x in importlib.metadata.distributions(name=name)), None) for name in _PACKAGES},
         "platform": platform.platform(),
         "git": {"commit": commit, "dirty": dirty},
         "command": list(sys.orig_argv),
@@ -169,28 +157,16 @@ def git_commit(package: Path) -> tuple[str | None, bool | None]:
 
     Both are None without git, and for a package inside of another project's checkout, as in a virtual environment.
     """
-    tracked = _git(package, "ls-files", "--error-unmatch", "__init__.py")
-    commit = _git(package, "rev-parse", "--verify", "HEAD")
-    changes = _git(package, "status", "--porcelain", "--", ".")
-    if tracked is None or commit is None or changes is None:
-        return None, None
-    return commit.strip(), bool(changes.strip())
-
-
-def _git(folder: Path, *arguments: str) -> str | None:
     # Inside a git hook, GIT_DIR and similar variables point at the hook's repository.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-    try:
-        done = subprocess.run(
-            ["git", "-C", str(folder), *arguments], env=environment, capture_output=True, text=True, timeout=30
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout if done.returncode == 0 else None
 
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(package), *arguments]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30, check=True)
+        return done.stdout.strip()
 
-def _version(package: str) -> str | None:
     try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+        git("ls-files", "--error-unmatch", "__init__.py")
+        return git("rev-parse", "--verify", "HEAD"), bool(git("status", "--porcelain", "--", "."))
+    except (OSError, subprocess.SubprocessError):
+        return None, None

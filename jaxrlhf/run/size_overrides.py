@@ -12,16 +12,13 @@ from jaxrlhf.data.prompts import load_prompts
 from jaxrlhf.data.tokenizer import TokenizerConfig
 from jaxrlhf.experience import Sampling
 from jaxrlhf.planner.plans.config_keys import paths_of
+from jaxrlhf.require import errors_as
 from jaxrlhf.run.configured_sampling import map_settings, without_tokens
 from jaxrlhf.run.step_rows import Tables
 
 
 def with_response_tokens(config: RunConfig, count: int) -> RunConfig:
-    """The run with responses of `count` tokens.
-
-    Raises:
-        ConfigError: Its algorithm has no length of responses.
-    """
+    """The run with responses of `count` tokens. Raises ConfigError if its algorithm has no length of responses."""
     if count < 1:
         raise ConfigError(f"--response-tokens: must be at least 1. Got {count}.")
     keys = paths_of(config.settings, lambda value: type(value) is int)
@@ -41,28 +38,18 @@ def with_response_tokens(config: RunConfig, count: int) -> RunConfig:
 def with_lengths(config: RunConfig, text: str) -> RunConfig:
     """The run with other lengths of responses in its forecasts.
 
-    Args:
-        text: `33,150`, mean and 99th percentile of their tokens, or the folder of a run that recorded them.
-
-    Raises:
-        ConfigError: No responses have such lengths.
+    `text` is `33,150`, mean and 99th percentile of their tokens, or the folder of a run that recorded them.
     """
     mean, comma, p99 = (part.strip() for part in text.partition(","))
-    try:
-        lengths = ResponseLengths(run=text)
-        if comma and mean.replace(".", "", 1).isdecimal() and p99.isdecimal():
+    lengths = ResponseLengths(run=text)
+    if comma and mean.replace(".", "", 1).isdecimal() and p99.isdecimal():
+        with errors_as(ConfigError, "--lengths: "):
             lengths = ResponseLengths(mean=float(mean), p99=int(p99))
-    except ValueError as error:
-        raise ConfigError(f"--lengths: {error}") from error
     return dataclasses.replace(config, plan=dataclasses.replace(config.plan, lengths=lengths))
 
 
 def with_synthetic_prompts(config: RunConfig, tokens: int) -> tuple[RunConfig, Tables]:
-    """The run with synthetic rows, whose prompts have `tokens` tokens, in place of its data and tokenizer.
-
-    Raises:
-        ConfigError: `tokens` is not positive.
-    """
+    """The run with synthetic rows, whose prompts have `tokens` tokens, in place of its data and tokenizer."""
     if tokens < 1:
         raise ConfigError(f"--prompt-tokens: must be at least 1. Got {tokens}.")
     made_up = DataConfig(task="arithmetic", overlong="drop")

@@ -10,7 +10,6 @@ import numpy as np
 
 from jaxrlhf.algorithms.algorithm import Algorithm
 from jaxrlhf.call_graph import CallGraph, GraphError
-from jaxrlhf.config.plan_config import ResponseLengths
 from jaxrlhf.config.reading import ConfigError
 from jaxrlhf.config.schema import RunConfig, load_algorithm
 from jaxrlhf.importing import failure
@@ -23,7 +22,7 @@ from jaxrlhf.run.configured_roles import check_roles, check_vocabulary, configur
 from jaxrlhf.run.configured_sampling import check_end, resolved, samplings_of
 from jaxrlhf.run.configured_tokenizer import tokenizer_notes
 from jaxrlhf.run.length_means import LengthMeans
-from jaxrlhf.run.recorded_lengths import recorded_lengths
+from jaxrlhf.run.recorded_lengths import response_lengths
 from jaxrlhf.run.step_rows import StepRows, Tables, check_rows, load_tables
 from jaxrlhf.sharding import mesh
 from jaxrlhf.tracing import trace
@@ -63,24 +62,17 @@ class StepDraft:
         return step_workload(self.graph, self.roles)
 
     def workload_to_plan(self) -> Workload:
-        """The same with the lengths of responses, which may be read from a run's folder.
-
-        Raises:
-            ConfigError: The folder has none.
-        """
+        """The same with the lengths of responses. Raises ConfigError if the run that recorded them has none."""
         return step_workload(self.graph, self.roles, response_lengths(self.config.plan.lengths, self.settings))
 
 
 def draft_step(config: RunConfig, *, tables: Tables | None = None, on_cpu: bool | None = None) -> StepDraft:
-    """The step that a config describes.
+    """The step that a config describes, traced. Raises ConfigError, GraphError or ValueError if it does not fit its
+    data.
 
     Args:
         tables: The rows of its data. None means that they are read here.
         on_cpu: The step is to run on CPUs. None means the kind of JAX's devices.
-
-    Raises:
-        ConfigError, GraphError or ValueError: Something in config or data does not fit. The message says where, the
-            rule, the value and the remedy.
     """
     algorithm = load_algorithm(config.algorithm)
     tables = tables or load_tables(config)
@@ -97,12 +89,12 @@ def draft_step(config: RunConfig, *, tables: Tables | None = None, on_cpu: bool 
     rows = StepRows(algorithm.data(settings), tables, config.batch_size, config.seed, means)
     measures = config.evaluation is not None and algorithm.evaluation is not None
     warnings = [*config.notes, *precision_notes(config, models), *tokenizer_notes(config)]
-    if config.batch_size > table.num_train:
-        warnings.append(
-            f"batch_size={config.batch_size} exceeds the {table.num_train} training rows: a step repeats rows."
-        )
+    size = config.batch_size
+    if size > table.num_train:
+        warnings.append(f"batch_size={size} exceeds the {table.num_train} training rows: a step repeats rows.")
     warnings += check_rows(rows, config, held_out=measures)
-    new_tokens = max([s.max_new_tokens for s in samplings_of(settings)] + [rows.max_new_tokens]) or 128
+    drawn_or_given = (*samplings_of(settings), *rows.named.values())
+    new_tokens = max(each.max_new_tokens for each in drawn_or_given) or 128
     _check_batches(config, rows, new_tokens)
     roles: dict[str, Role] = {name: make_role(name, config.roles, models, table) for name in config.roles}
     state = on_host(first_state(algorithm, settings))
@@ -127,11 +119,7 @@ def on_host(state: Any) -> Any:
 
 
 def first_state(algorithm: Algorithm, settings: Any) -> Any:
-    """The first state of an algorithm.
-
-    Raises:
-        GraphError: The algorithm's `init_state` fails.
-    """
+    """The first state of an algorithm. Raises GraphError if its `init_state` fails."""
     name = getattr(algorithm.step, "__name__", "step")
     try:
         return algorithm.init_state(settings)
@@ -142,19 +130,6 @@ def first_state(algorithm: Algorithm, settings: Any) -> Any:
             f"{name}: its init_state must give the first state. Got {failure(error, algorithm.init_state)}. Its only "
             f"argument is the settings, here {type(settings).__name__}: write `def init_state(config): ...`."
         ) from error
-
-
-def response_lengths(lengths: ResponseLengths | None, settings: Any) -> ResponseLengths | None:
-    """The lengths of responses in forecasts with their mean and 99th percentile, read from a run if they name one.
-
-    Args:
-        settings: Of the algorithm, whose `Sampling`s limit what is drawn.
-
-    Raises:
-        ConfigError: The run recorded none, or nothing that is drawn can have such lengths.
-    """
-    limits = [sampling.max_new_tokens for sampling in samplings_of(settings)]
-    return recorded_lengths(lengths, limits) if lengths is not None and limits else None
 
 
 def _check_batches(config: RunConfig, train_rows: StepRows, new_tokens: int) -> None:
@@ -177,12 +152,10 @@ def _check_batches(config: RunConfig, train_rows: StepRows, new_tokens: int) -> 
 
 def _count_updates(roles: Mapping[str, Role], graph: CallGraph, steps: int) -> dict[str, Role]:
     """The roles with their number of updates in the whole run."""
-    updates: dict[str, int] = {}
+    counted = dict(roles)
     for call in graph.calls:
-        if call.kind == "train" and call.role is not None:
-            settings = call.update
-            updates[call.role] = updates.get(call.role, 0) + steps * settings.mini_batches * settings.epochs
-    return {
-        name: dataclasses.replace(role, num_updates=updates.get(name, 0)) if isinstance(role, ModelRole) else role
-        for name, role in roles.items()
-    }
+        role = counted.get(call.role or "")
+        if call.kind == "train" and isinstance(role, ModelRole):
+            updates = steps * call.update.mini_batches * call.update.epochs
+            counted[str(call.role)] = dataclasses.replace(role, num_updates=role.num_updates + updates)
+    return counted

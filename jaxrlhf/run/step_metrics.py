@@ -26,16 +26,12 @@ RESPONSE_LENGTH = "perf/response_length/"
 class TokenCounts:
     """Tokens of a step's sequences, without padding."""
 
-    prompt: int
+    total: int
     response: int
     mean_response: float = 0.0
     """Tokens of a drawn response on average. 0, as below, if none were drawn."""
     p99_response: int = 0
     """The tokens that 99 % of them have at most."""
-
-    @property
-    def total(self) -> int:
-        return self.prompt + self.response
 
 
 def count_tokens(result: StepResult) -> TokenCounts:
@@ -48,12 +44,11 @@ def count_tokens(result: StepResult) -> TokenCounts:
     masks = [(x.mask, x.response) for x in sequences if _is_sequences(x)]
     counted = [(int(np.sum(mask)), np.sum(response, axis=1)) for mask, response in result.read(masks)]
     lengths = np.concatenate([lengths for _, lengths in counted] or [np.zeros(0, int)])
-    response = int(lengths.sum())
-    counts = TokenCounts(sum(both for both, _ in counted) - response, response)
+    total, response = sum(both for both, _ in counted), int(lengths.sum())
     if not rollouts or not len(lengths):
-        return counts
+        return TokenCounts(total, response)
     p99 = int(np.quantile(lengths, 0.99, method="inverted_cdf"))
-    return dataclasses.replace(counts, mean_response=float(lengths.mean()), p99_response=p99)
+    return TokenCounts(total, response, float(lengths.mean()), p99)
 
 
 def _is_sequences(x: Any) -> bool:
@@ -63,16 +58,9 @@ def _is_sequences(x: Any) -> bool:
 def throughput_metrics(
     tokens: TokenCounts, timings: Mapping[str, float], *, seconds: float, num_devices: int
 ) -> dict[str, float]:
-    """The rates of a step.
-
-    Args:
-        timings: The step's metrics `timing_s/<timer>`.
-        seconds: Wall time of the whole step.
-        num_devices: Devices of the run, idle ones too.
-
-    Returns:
-        `perf/...`, `timing_s/step` and `timing_per_token_ms/<timer>`: over response tokens for generation, over all
-        tokens for other calls on whole sequences; `perf/response_length/...`, which a later forecast may assume.
+    """`perf/...`, `timing_s/step` and `timing_per_token_ms/<timer>` of a step of some seconds: over response tokens for
+    generation, over all tokens for other calls on whole sequences; `perf/response_length/...`, which a later forecast
+    may assume. `timings` are its metrics `timing_s/<timer>`, `num_devices` counts idle devices too.
     """
     metrics = {
         "timing_s/step": seconds,

@@ -15,6 +15,7 @@ from jaxrlhf.config.reading import ConfigError
 from jaxrlhf.config.schema import RunConfig
 from jaxrlhf.data.loader import PromptLoader
 from jaxrlhf.data.prompts import PromptTable, load_prompts
+from jaxrlhf.require import errors_as
 from jaxrlhf.run.configured_roles import check_origins
 from jaxrlhf.run.configured_tokenizer import configured_tokenizer
 from jaxrlhf.run.length_means import LengthMeans
@@ -42,19 +43,13 @@ class Tables:
 
 
 def load_tables(config: RunConfig) -> Tables:
-    """Reads all rows of a run.
-
-    Raises:
-        ValueError: A file, a row, a template or a length is invalid; the message says where.
-    """
+    """Reads all rows of a run. Raises ValueError, which says where, if a file or a row is invalid."""
     check_origins(config)
     main = load_prompts(config.data, configured_tokenizer(config))
     more = {}
     for name, data in config.datasets.items():
-        try:
+        with errors_as(ConfigError, f"datasets.{name}: "):
             more[name] = load_prompts(data, main.tokenizer)
-        except ValueError as error:
-            raise ConfigError(f"datasets.{name}: {error}") from error
     return Tables(main, more)
 
 
@@ -74,35 +69,31 @@ class StepRows:
 
     def __call__(self, step: int) -> Any:
         batches = {name: self._batch(rows, step) for name, rows in self.named.items()}
-        return batches if self._is_dict else batches[""]
+        return batches.get("", batches)
 
     def _batch(self, rows: Rows, step: int) -> Any:
         table = self.tables.of(rows)
-        batch = PromptLoader(table, self.size(rows), self.seed).batch(
-            step, rows.kind, max_new_tokens=rows.max_new_tokens
-        )
+        loader = PromptLoader(table, self.size(rows), self.seed)
+        batch = loader.batch(step, rows.kind, max_new_tokens=rows.max_new_tokens)
         if self.length_means is None or rows.kind != "prompts" or table is not self.tables.main:
             return batch
         return batch.replace(expected_tokens=self.length_means.expected(batch.row))
 
     def held_out(self, num: int, batch_size: int) -> tuple[Any, ...]:
-        """The first `num` held-out rows of each kind in batches, in the form of a step's.
-
-        Raises:
-            ValueError: There are fewer, or the batch size does not divide `num`.
+        """The first `num` held-out rows of each kind in batches, in the form of a step's. Raises ValueError if there
+        are fewer, or the batch size does not divide `num`.
         """
-        columns = {
-            name: PromptLoader(self.tables.of(rows), batch_size, self.seed).eval_batches(
-                num, rows.kind, max_new_tokens=rows.max_new_tokens
-            )
-            for name, rows in self.named.items()
-        }
+        columns = {}
+        for name, rows in self.named.items():
+            loader = PromptLoader(self.tables.of(rows), batch_size, self.seed)
+            columns[name] = loader.eval_batches(num, rows.kind, max_new_tokens=rows.max_new_tokens)
         together = [dict(zip(columns, each, strict=True)) for each in zip(*columns.values(), strict=True)]
-        return tuple(together if self._is_dict else (each[""] for each in together))
+        return tuple(each.get("", each) for each in together)
 
     def epoch(self, step: int) -> float:
         """The number of times that the rows of the first kind were seen before a step."""
-        return step * self.size(self.first) / max(1, self.num_usable(self.first))
+        first = next(iter(self.named.values()))
+        return step * self.size(first) / max(1, self.num_usable(first))
 
     def in_words(self) -> str:
         """The rows of a step, as in '16 prompts and 8 demonstrations'."""
@@ -122,28 +113,10 @@ class StepRows:
         """All kinds of rows by their names in the step; the name is empty if there is only one."""
         return {"": self.asked} if isinstance(self.asked, Rows) else self.asked
 
-    @property
-    def first(self) -> Rows:
-        return next(iter(self.named.values()))
-
-    @property
-    def max_new_tokens(self) -> int:
-        """The largest requested number of columns of completions."""
-        return max(rows.max_new_tokens for rows in self.named.values())
-
-    @property
-    def _is_dict(self) -> bool:
-        return not isinstance(self.asked, Rows)
-
 
 def check_rows(rows: StepRows, config: RunConfig, *, held_out: bool = False) -> list[str]:
-    """Checks that the tables have the rows that the algorithm asks for. Returns notes on rows that are left out.
-
-    Args:
-        held_out: The algorithm gets held-out rows too, which then obey the same rules.
-
-    Raises:
-        ConfigError or ValueError: A table is not used, or has rows without completions that fit.
+    """Checks that the tables have the rows that the algorithm asks for, with completions that fit. `held_out`: held-out
+    ones too. Returns notes on rows that are left out.
     """
     used = {wanted.dataset for wanted in rows.named.values() if wanted.dataset}
     for name in config.datasets:
@@ -153,10 +126,9 @@ def check_rows(rows: StepRows, config: RunConfig, *, held_out: bool = False) -> 
                 f"{', '.join(sorted(used)) or 'none but those of data'}.{did_you_mean(name, used)}"
             )
     notes = []
-    for wanted in rows.named.values():
-        if wanted.kind != "prompts":
-            notes += _left_out(rows, wanted, config, held_out=False)
-            notes += _left_out(rows, wanted, config, held_out=True) if held_out else []
+    for wanted in (wanted for wanted in rows.named.values() if wanted.kind != "prompts"):
+        for of_held_out in (False, True)[: 1 + held_out]:
+            notes += _left_out(rows, wanted, config, held_out=of_held_out)
     if rows.tables.main.withheld and any(role.function for role in config.roles.values()):
         notes.append(
             f"Reward functions do not get the columns {', '.join(rows.tables.main.withheld)}: by these names they get "

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError
 
-from jaxrlhf.config.schema import RunConfig
 from jaxrlhf.data.loader import PromptLoader
 from jaxrlhf.execution.executor import Executor
 from jaxrlhf.execution.function_threads import FunctionAbandonedError
@@ -19,6 +18,7 @@ from jaxrlhf.execution.step_result import StepResult
 from jaxrlhf.execution.weight_store import WeightStore
 from jaxrlhf.observe.chrome_trace import write_chrome_trace
 from jaxrlhf.observe.console import Console
+from jaxrlhf.observe.events import WAIT
 from jaxrlhf.observe.json_lines import split_non_finite
 from jaxrlhf.observe.metrics import TrainingError, check_finite, flatten, without_times
 from jaxrlhf.observe.progress import Progress
@@ -26,12 +26,12 @@ from jaxrlhf.observe.step_timers import timer_seconds
 from jaxrlhf.observe.timeline_recorder import Timeline
 from jaxrlhf.programs.roles import weighted_sum
 from jaxrlhf.run.assembly import Assembly
-from jaxrlhf.run.checkpoints import Checkpoints, changing_sets, restore
+from jaxrlhf.run.checkpoints import Checkpoints, restore, weight_sets_of
 from jaxrlhf.run.evaluation import Evaluator
 from jaxrlhf.run.export import export
 from jaxrlhf.run.first_weights import Placed, load_first_weights
 from jaxrlhf.run.interruption import Requests, RunStopped, StopRequest
-from jaxrlhf.run.records import open_records
+from jaxrlhf.run.records import Records
 from jaxrlhf.run.resume_point import ResumePoint, newest_position, what_is_kept
 from jaxrlhf.run.run_folder import RunFolder
 from jaxrlhf.run.step_metrics import balance_metrics, count_tokens, decoding_metrics, throughput_metrics
@@ -71,55 +71,35 @@ class Outcome:
 
 
 class Trainer:
-    """Executes an assembled run.
-
-    Args:
-        folder: The folder to which the run writes.
-        resume: The run and checkpoint to resume from. None means from the start.
-        stop: Asked between two steps whether to stop.
-        channel: The channel to the other processes of the run, each of which has a trainer.
+    """Executes an assembled run in its folder, from the start or from where it is resumed. Between two steps it asks
+    whether to stop. Every process of a run has a trainer.
     """
 
     def __init__(
-        self,
-        assembly: Assembly,
-        folder: RunFolder,
-        console: Console,
-        *,
-        resume: ResumePoint | None = None,
-        stop: StopRequest | None = None,
-        channel: Channel | None = None,
-    ) -> None:
-        self._channel = channel = channel or Channel()
+        self, assembly: Assembly, folder: RunFolder, console: Console, *, resume: ResumePoint | None, stop: StopRequest,
+        channel: Channel,
+    ) -> None:  # fmt: skip
         self._assembly, self._folder, self._console = assembly, folder, console
-        self._config: RunConfig = assembly.config
-        self._resume = resume
+        self._config, self._resume, self._channel = assembly.config, resume, channel
         self._timeline = Timeline(own_devices=mesh.own_positions())
         self._executor = Executor(
             assembly.train.roles, seed=self._config.seed, timeline=self._timeline, channel=channel,
             part_tokens=assembly.config.output.part_tokens,
         )  # fmt: skip
-        self._records = open_records(channel, folder, assembly.config, assembly.table, resume, console.line)
+        self._records = Records(channel, folder, assembly.config, assembly.table, resume, console.line)
         self._checkpoints = Checkpoints(assembly, folder, channel)
-        stop = stop or StopRequest()
         stop.abandon = self._executor.abandon_functions
         self._requests = Requests(stop, self._checkpoints, channel)
-        branches_at = resume.position if resume is not None and resume.is_branch else None
-        since = branches_at.done if branches_at is not None and branches_at.phase == "steps" else 0
-        self._evaluator = Evaluator(assembly, self._records.history, since=since)
+        done, is_branch = (resume.steps_done, resume.is_branch) if resume is not None else (None, False)
+        self._evaluator = Evaluator(assembly, self._records.history, since=(done or 0) if is_branch else 0)
         scored = [record for record in self._records.history if "critic/score/mean" in record]
         self._rewards: list[float] = [record["critic/score/mean"] for record in scored]
         self._reported = 0.0
-        at = resume.position if resume and not resume.is_branch else None
-        self._saved = at.done if at and at.phase == "steps" else None
+        self._saved = None if is_branch else done
         """Steps done at the newest checkpoint of this folder."""
 
     def run(self) -> Outcome:
-        """Executes the run. An error is raised after all files are closed.
-
-        Raises:
-            RunStopped: It was asked to stop, and has saved.
-        """
+        """Executes the run. Raises RunStopped if it was asked to stop, and has saved."""
         try:
             self._requests.has_unsaved(False)
             try:
@@ -189,9 +169,7 @@ class Trainer:
                     self._evaluate(done, state)
                 return done, state
         self._checkpoints.start_over()
-        first = {}
-        if self._assembly.warm_start is not None:
-            first["actor"] = self._warm_start()
+        first = {"actor": self._warm_start()} if self._assembly.warm_start is not None else {}
         load_first_weights(self._executor, phase, self._config, first)
         self._evaluate(0, phase.first_state)
         if first:  # so that a kill does not undo the warm start
@@ -216,27 +194,24 @@ class Trainer:
             with self._console.progress(config.steps, start=first) as progress:
                 for done in range(first + config.updates_per_step, config.steps + 1, config.updates_per_step):
                     call = done // config.updates_per_step - 1
-                    rows = loader.batch(call, "demonstrations", max_new_tokens=new_tokens)
-                    step = WARM_START_STEP + call
-                    result = executor.run(
-                        phase.graph, phase.plan, state, rows, step=step, phase="warm start", number=done
-                    )
+                    rows, step = loader.batch(call, "demonstrations", max_new_tokens=new_tokens), WARM_START_STEP + call
+                    at = {"step": step, "phase": "warm start", "number": done}
+                    result = executor.run(phase.graph, phase.plan, state, rows, **at)
                     state = result.state
                     self._requests.has_unsaved(True)
                     metrics = flatten({"warm_start": result.fetch()}) | {"warm_start/step": float(done)}
                     self._records.write_metrics(0, metrics)
                     check_finite(metrics, step=done)
                     progress.update(done, {"loss": metrics["warm_start/actor/loss"]})
-                    asked = self._requests.look()
-                    if asked.stop or asked.save:
+                    stops, saves = self._requests.look()
+                    if stops or saves:
                         self._records.sync()
                         self._checkpoints.save_warm_start(done, executor, state)
                         self._requests.has_unsaved(False)
                         progress.resume()
-                    if asked.stop:
+                    if stops:
                         self._checkpoints.wait()
-                        message = f"Saved after {done} of {config.steps} updates of the warm start."
-                        raise self._requests.stopped(message)
+                        raise self._requests.stopped(f"Saved after {done} of {config.steps} updates of the warm start.")
             return executor.weights.snapshot("actor")
         finally:
             executor.close()
@@ -252,7 +227,7 @@ class Trainer:
             self._executor.say = progress.within_step
             if self._saved is not None:
                 progress.saved(self._saved)
-            if first_step < config.steps and self._requests.look().stop:  # requested while weights were made
+            if first_step < config.steps and self._requests.look()[0]:  # requested while weights were made
                 self._save(first_step, state)
                 raise self._stopped(first_step)
             for step in range(first_step, config.steps):
@@ -266,9 +241,9 @@ class Trainer:
                 self._requests.has_unsaved(True)
                 state, done = result.state, step + 1
                 unread.append((step, result))
-                asked = self._requests.look()
-                evaluates, stops = self._evaluator.is_due(done), asked.stop and done < config.steps
-                saves = self._checkpoints.is_due(done) or asked.save or stops
+                asked_to_stop, asked_to_save = self._requests.look()
+                evaluates, stops = self._evaluator.is_due(done), asked_to_stop and done < config.steps
+                saves = self._checkpoints.is_due(done) or asked_to_save or stops
                 # metrics are read a step late, so that the devices do not wait for Python
                 while len(unread) > (0 if evaluates or saves else 1):
                     self._report(*unread.popleft(), progress)
@@ -355,7 +330,7 @@ class Trainer:
             return
         self._records.sync()
         value = self._evaluator.value(done) if self._config.output.keep_best else None
-        with self._timeline.wait("checkpoint", step=done, phase="checkpoint"):
+        with self._timeline.host("checkpoint", kind=WAIT, step=done, phase="checkpoint"):
             self._checkpoints.save_steps(done, self._executor, state, value=value)
         self._saved = done
         self._requests.has_unsaved(False)
@@ -386,12 +361,13 @@ class Trainer:
         position = newest_position(self._folder)
         if position is None:
             return "No checkpoint was saved before it: set output.checkpoint_every or output.checkpoint_minutes."
-        newest = ResumePoint(self._folder, position).checkpoint
+        newest = position.checkpoint(self._folder)
         return f"The last good checkpoint is {newest}; if the same comes of it, name one before."
 
     def _versions(self) -> dict[str, int]:
         """The version of each set of weights that changes."""
-        return {name: self._executor.weights.version(name) for name in changing_sets(self._assembly.train)}
+        names = weight_sets_of(self._assembly.train, changing=True)
+        return {name: self._executor.weights.version(name) for name in names}
 
 
 def _scores(result: StepResult, *, of: str | None = None) -> dict[str, np.ndarray]:

@@ -59,7 +59,7 @@ def test_what_a_kill_leaves_is_not_read_and_goes(tmp_path: Path) -> None:
     half = tmp_path / "2.orbax-checkpoint-tmp"
     half.mkdir()
     with CheckpointStore(tmp_path, read_only=True) as store:
-        assert store.latest() == 1 and half.exists(), "who only reads changes nothing"
+        assert store.meta(1) is not None and half.exists(), "who only reads changes nothing"
     assert checkpoint_numbers(tmp_path) == [1]
     with CheckpointStore(tmp_path) as store:
         store.save(2, {"x": jnp.zeros(3)}, {})

@@ -1,14 +1,18 @@
 """What is said of a long generation after each of its parts."""
 
+import types
+
 import jax.numpy as jnp
 
+from jaxrlhf.observe import part_reports
 from jaxrlhf.observe.part_reports import PartReports
 
 
-def test_each_part_says_what_was_done_in_it_and_how_far_all_is():
+def test_each_part_says_what_was_done_in_it_and_how_far_all_is(monkeypatch):
     said: list[str] = []
     times = iter([0.0, 2.0, 4.0, 5.0])
-    reports = PartReports("actor.generate", 8, said.append, clock=lambda: next(times))
+    monkeypatch.setattr(part_reports, "time", types.SimpleNamespace(perf_counter=lambda: next(times)))
+    reports = PartReports("actor.generate", 8, said.append)
     told = [
         reports.after("prefill", [jnp.array([[0, 8, 0, 0]])]),
         reports.after("prefill and decode", [jnp.array([[1, 1000, 3, 2], [2, 208, 2, 2]])]),

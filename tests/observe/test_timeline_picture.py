@@ -66,7 +66,7 @@ def test_a_role_has_a_hue_and_its_calls_have_shades_whatever_is_drawn() -> None:
     assert list(colors) == ["actor.generate", "actor.train", "cost.scores", "judge.scores", "ppo_batch"]
     assert len(set(colors.values())) == 5
     assert call_colors(events[::-1]) == colors
-    assert {colors["actor.generate"], colors["actor.train"]} < set(timeline_picture._HUES["actor"])
+    assert [colors["actor.generate"], colors["actor.train"]] == [matplotlib.colormaps["tab20c"](i) for i in (0, 1)]
 
 
 def test_the_last_steps_are_drawn_unless_others_are_asked_for() -> None:

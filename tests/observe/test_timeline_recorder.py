@@ -56,7 +56,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def watch(watcher: Watcher, result: Any, name: str, devices: tuple[int, ...], dispatched: float, step: int = 0) -> None:
-    watcher.watch([result], name=name, kind="infer", devices=devices, step=step, dispatched=dispatched)
+    watcher.watch(Event(name, "infer", devices, step, dispatched, dispatched), [result])
 
 
 def timings(timeline: Timeline, step: int) -> dict[str, float]:
@@ -203,8 +203,8 @@ def test_real_computations_are_timed_by_their_completion(devices: tuple[int, ...
     timeline = Timeline()
     with contextlib.closing(Watcher(timeline)) as watcher:
         dispatched = time.perf_counter()
-        watcher.watch(jax.jit(slow)(1.0), name="a", kind="infer", devices=devices, step=0, dispatched=dispatched)
-        watcher.watch(jax.jit(slow)(2.0), name="b", kind="infer", devices=devices, step=0, dispatched=dispatched)
+        watch(watcher, jax.jit(slow)(1.0), "a", devices, dispatched)
+        watch(watcher, jax.jit(slow)(2.0), "b", devices, dispatched)
     first, second = timeline.events()
     assert first.end - first.start >= 0.2
     assert second.start >= first.end
@@ -251,7 +251,7 @@ def test_a_step_waits_for_its_own_calls_and_not_for_those_of_an_evaluation_of_th
     trained, evaluated = Result(), Result()
     with contextlib.closing(Watcher(timeline)) as watcher:
         watch(watcher, trained, "a.values", (0,), 0.0, step=3)
-        watcher.watch([evaluated], name="a", kind="infer", devices=(1,), step=3, dispatched=0.0, phase="evaluation")
+        watcher.watch(Event("a", "infer", (1,), 3, 0.0, 0.0, "evaluation"), [evaluated])
         trained.complete()
         watcher.drain(3)
         assert list(timings(timeline, 3)) == ["timing_s/values"]
@@ -277,9 +277,9 @@ def test_host_work_is_recorded_with_its_own_times(clock: Clock) -> None:
 
 def test_waits_are_recorded_where_there_was_anything_to_wait_for(clock: Clock) -> None:
     timeline = Timeline()
-    with timeline.wait("nothing", step=2):
+    with timeline.host("nothing", kind="wait", step=2):
         clock.now += 1e-5
-    with pytest.raises(KeyError), timeline.wait("reward.scores", step=2, phase="evaluation"):
+    with pytest.raises(KeyError), timeline.host("reward.scores", kind="wait", step=2, phase="evaluation"):
         clock.now = 103.0
         raise KeyError
     (event,) = timeline.events()
@@ -301,7 +301,7 @@ def test_bytes_of_a_call_are_those_of_its_event() -> None:
     timeline, result = Timeline(), Result()
     result.complete()
     with contextlib.closing(Watcher(timeline)) as watcher:
-        watcher.watch([result], name="a", kind="reallocate", devices=(0,), step=1, dispatched=0.0, bytes=1 << 40)
+        watcher.watch(Event("a", "reallocate", (0,), 1, 0.0, 0.0, bytes=1 << 40), [result])
     assert timeline.events()[0].bytes == 1 << 40
 
 

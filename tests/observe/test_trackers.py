@@ -11,7 +11,7 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[re
 
 from jaxrlhf.config.schema import RunConfig, load_run
 from jaxrlhf.observe.metrics import TrainingError
-from jaxrlhf.observe.trackers import Trackers, check_trackers
+from jaxrlhf.observe.trackers import Trackers, import_wandb
 
 SAMPLE = {"prompt": "2+2=", "completion": "4\n# four \udce9", "scores": {"math": 1.0, "b": math.nan}, "finish": "stop"}
 
@@ -142,7 +142,6 @@ def test_no_tracker_where_none_is_asked_for(tmp_path: Path) -> None:
 
 def test_wandb_gets_metrics_samples_and_the_config(tmp_path: Path, wandb: Any) -> None:
     asked = config("output.tensorboard=false", "output.wandb={project: p, entity: e, tags: [a]}")
-    check_trackers(asked.output)
     trackers = Trackers(tmp_path / "", asked, warn=pytest.fail)
     (run,) = wandb.runs
     settings = run.settings
@@ -180,9 +179,8 @@ def test_a_resumed_run_keeps_its_id_on_wandb(tmp_path: Path, wandb: Any) -> None
 @pytest.mark.parametrize("found", [None, types.ModuleType("wandb")], ids=["nothing", "a folder of that name"])
 def test_wandb_that_is_not_installed_is_said_before_the_run(monkeypatch: pytest.MonkeyPatch, found: Any) -> None:
     monkeypatch.setitem(sys.modules, "wandb", found)
-    check_trackers(config().output)
     with pytest.raises(ValueError, match=r"output\.wandb: needs the package wandb\. Got none.*jaxrlhf\[wandb\]"):
-        check_trackers(config("output.wandb={}").output)
+        import_wandb()
 
 
 def test_wandb_that_refuses_the_run_ends_it_before_it_starts(

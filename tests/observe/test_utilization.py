@@ -59,25 +59,23 @@ def test_a_step_that_ended_before_an_earlier_one_has_no_span() -> None:
 def test_busy_fractions_are_of_whatever_ran_in_the_span() -> None:
     used = utilization(PIPELINED, (0.0, 10.0), [0, 1, 2])
     # Device 0: all of step 1, and 4 seconds of step 2's generation. Device 2 is idle.
-    assert used.busy_seconds == {0: 9.0, 1: 10.0, 2: 0.0}
+    assert used.busy == {0: 0.9, 1: 1.0, 2: 0.0}
     assert used.busy_fraction == pytest.approx(19 / 30)
-    assert (used.running_seconds, used.overlapped_seconds) == (10.0, 5.0)
     assert used.overlap == 0.5
 
 
 def test_all_spans_together_count_every_second_once() -> None:
-    busy = [
-        utilization(PIPELINED, span, [0, 1]).busy_seconds for step in (1, 2) if (span := step_span(PIPELINED, step))
-    ]
-    assert sum(each[0] for each in busy) == 4 + 1 + 6 + 1
-    assert sum(each[1] for each in busy) == 4 + 6 + 6
+    spans = [span for step in (1, 2) if (span := step_span(PIPELINED, step))]
+    busy = [(b - a, utilization(PIPELINED, (a, b), [0, 1]).busy) for a, b in spans]
+    assert sum(seconds * each[0] for seconds, each in busy) == 4 + 1 + 6 + 1
+    assert sum(seconds * each[1] for seconds, each in busy) == 4 + 6 + 6
 
 
 def test_one_call_in_two_processes_does_not_overlap_itself() -> None:
     events = [Event("a.train", "train", (0,), 1, 0.0, 2.0), Event("a.train", "train", (4,), 1, 0.0, 3.0)]
     used = utilization(events, (0.0, 4.0), [0, 4])
-    assert (used.running_seconds, used.overlapped_seconds) == (3.0, 0.0)
-    assert used.busy_seconds == {0: 2.0, 4: 3.0}
+    assert used.overlap == 0.0
+    assert used.busy == {0: 0.5, 4: 0.75}
 
 
 def test_metrics_of_a_step() -> None:

@@ -10,11 +10,13 @@ import pytest
 from jaxrlhf.calibration.measure_host import COMPILING_STEPS, run_steps
 from jaxrlhf.config.schema import RunConfig, load_run
 from jaxrlhf.execution.executor import Executor
+from jaxrlhf.execution.process_channel import Channel
 from jaxrlhf.observe.console import Console
 from jaxrlhf.observe.events import MOVING
 from jaxrlhf.observe.timeline_recorder import Timeline
 from jaxrlhf.run.assembly import Assembly, assemble
 from jaxrlhf.run.first_weights import load_first_weights
+from jaxrlhf.run.interruption import StopRequest
 from jaxrlhf.run.run_folder import RunFolder
 from jaxrlhf.run.trainer import Trainer
 
@@ -86,7 +88,7 @@ def test_a_sum_is_planned_part_by_part(load):
 def test_a_sum_is_the_sum_of_its_parts(load):
     assembly = assemble(load("evaluation=null"), 8)
     folder = RunFolder.create(Path("runs"), "scoring")
-    Trainer(assembly, folder, Console(quiet=True)).run()
+    Trainer(assembly, folder, Console(quiet=True), resume=None, stop=StopRequest(), channel=Channel()).run()
     samples = [json.loads(line) for line in folder.samples.read_text().splitlines()]
     trained = [s["scores"] for s in samples if s["split"] == "train" and s["step"] == 1]
     assert all({"short", "digits", "taste"} <= scores.keys() for scores in trained) and len(trained) == 16

@@ -118,7 +118,7 @@ def test_the_longest_first_take_fewer_steps():
 def test_rates_are_over_the_tokens_that_a_timer_covers() -> None:
     timings = {"timing_s/gen": 2.0, "timing_s/gen/a": 1.0, "timing_s/ref": 0.5, "timing_s/reward": 9.0,
                "timing_s/reallocate_actor": 0.1}  # fmt: skip
-    metrics = throughput_metrics(TokenCounts(prompt=60, response=40), timings, seconds=4.0, num_devices=5)
+    metrics = throughput_metrics(TokenCounts(total=100, response=40), timings, seconds=4.0, num_devices=5)
     assert metrics == pytest.approx(
         {
             "timing_s/step": 4.0,
@@ -148,7 +148,7 @@ def test_tokens_of_rollouts_and_of_demonstrations_are_counted() -> None:
     mask[:3, 2:9], response[:3, :4] = True, True
     rollout = rollout.replace(mask=mask, response=response)
     counted = count_tokens(result(graph, {"data": run.train_rows(0), "actor.generate": rollout}))
-    assert counted == TokenCounts(9, 12, mean_response=12 / 64, p99_response=4) and counted.total == 21
+    assert counted == TokenCounts(21, 12, mean_response=12 / 64, p99_response=4)
 
     assert run.warm_start is not None
     rows = PromptLoader(run.table, 512, seed=0).batch(0, "demonstrations", max_new_tokens=10)
