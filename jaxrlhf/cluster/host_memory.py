@@ -68,8 +68,7 @@ def total_memory(root: Path = Path("/")) -> int | None:
 
 
 def _limits(root: Path) -> Iterator[tuple[int, int]]:
-    """(limit, what is left of it) of the groups that limit this process, from its own up, as far as a container shows
-    them."""
+    """(limit, what is left of it) of the groups of this process, from its own up, as far as a container shows them."""
     with contextlib.suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
