@@ -199,35 +199,45 @@ class CallCosts:
         return self._all_gather("data", 2 * split) + self._all_gather("rows", 2 * whole)
 
     def generate(self) -> CallSeconds:
-        """The seconds of a generate call."""
-        call, strategy, stages = self.call, self.strategy, self.strategy.pipeline
-        dispatch = self.rates.dispatch_seconds
+        """The seconds of a generate call, all rows at once being one group. Over stages (`pipelined_batching`) a group
+        for each micro-batch is prefilled in as many ticks as it takes its chunks to pass all of them; the ring fills
+        and empties in every turn, and every tick begins with what the one before sent."""
+        call, strategy, stages, expected = self.call, self.strategy, self.strategy.pipeline, self.rollout_steps()
         if strategy.slots:
-            if stages > 1:
-                return dataclasses.replace(self._in_slots_of_stages(), dispatch=dispatch)
-            return CallSeconds(passes=self._in_slots(), dispatch=dispatch)
-        prompts = call.part_rows(strategy)
-        rows = prompts * call.num_samples
-        prefill = max(self._stages("prefill", prompts))
-        steps, turns = float(call.response), len(decoding_stages(call.prompt, call.response))
-        if call.lengths is None:
-            step = max(self._stages("decode", rows))
+            entering, rows, turns = strategy.prefill_rows, strategy.slots // stages, expected.steps / Slots.steps
         else:
-            expected = self.rollout_steps()
-            steps, step = expected.steps, self.step(rows, expected.columns)
-        size = call.model.hidden_size * call.model.itemsize
-        send = self.send(rows * size) if stages > 1 else 0.0
-        first = self.send(prompts * call.prompt * size) if stages > 1 else 0.0
-        return _times(
-            CallSeconds(
-                passes=stages * (prefill + steps * step),
-                bubbles=(stages - 1) * (prefill + turns * step),
-                # every tick of the ring begins with what the one before sent
-                sends=(2 * stages - 1) * first + stages * (steps + turns) * send,
-                dispatch=dispatch,
-            ),
-            strategy.micro_batches,
+            entering = call.part_rows(strategy)
+            rows, turns = entering * call.num_samples, len(decoding_stages(call.prompt, call.response))
+        if (measured := self._measured_slots(expected)) is not None:
+            prefill, step = measured
+        else:
+            prefill, step = max(self._stages("prefill", entering)), self.step(rows, expected.columns)
+        fills = math.ceil(expected.groups / stages) if stages > 1 else expected.groups
+        chunks = math.ceil(call.prompt / (strategy.prefill_tokens or call.prompt))
+        sends, size = 0.0, call.model.hidden_size * call.model.itemsize
+        if stages > 1:
+            chunk = self.send(entering * math.ceil(call.prompt / chunks) * size)
+            sends = fills * (stages * chunks + stages - 1) * chunk
+            sends += stages * (expected.steps + turns) * self.send(rows * size)
+        seconds = CallSeconds(
+            passes=stages * (expected.steps * step + fills * prefill),
+            bubbles=(stages - 1) * (turns * step + fills * prefill / chunks),
+            sends=sends,
+            dispatch=self.rates.dispatch_seconds,
         )
+        return _times(seconds, strategy.micro_batches)
+
+    def _measured_slots(self, expected: RolloutSteps) -> tuple[float, float] | None:
+        """Seconds of a group and of a step of a rollout in slots, where they were measured: without stages."""
+        strategy = self.strategy
+        if not strategy.slots or strategy.pipeline > 1:
+            return None
+        rows = {"slot_prefill": strategy.prefill_rows, "slot_step": strategy.slots, "slot_column": strategy.slots}
+        measured = [self.model.measured(self.call, phase, strategy, rows[phase]) for phase in SLOT_PHASES]
+        if any(each is None for each in measured):
+            return None
+        prefill, step, column = (self._by_device(each)[0] for each in measured if each is not None)
+        return prefill, step + expected.columns * column
 
     def rollout_steps(self) -> RolloutSteps:
         """The decoding steps that a generate call is expected to take; of micro-batches, each. All rows at once go on
@@ -241,36 +251,6 @@ class CallCosts:
             return steps_in_slots(*lengths, queue, call.num_samples, shards, slots_of(strategy), on_gpu)
         rows = prompts * call.num_samples * shards * strategy.pipeline
         return steps_at_once(call.lengths, call.prompt, call.response, rows)
-
-    def _in_slots(self) -> float:
-        """Seconds of a rollout in slots: of its steps, as wide as there are slots, and of the groups that enter."""
-        expected, strategy = self.rollout_steps(), self.strategy
-        slots, entering = strategy.slots, strategy.prefill_rows
-        rows = {"slot_prefill": entering, "slot_step": slots, "slot_column": slots}
-        measured = [self.model.measured(self.call, phase, strategy, rows[phase]) for phase in SLOT_PHASES]
-        if all(each is not None for each in measured):
-            prefill, step, column = (self._by_device(each)[0] for each in measured if each is not None)
-            return expected.groups * prefill + expected.steps * (step + expected.columns * column)
-        prefill = max(self._stages("prefill", entering))
-        return expected.groups * prefill + expected.steps * self.step(slots, expected.columns)
-
-    def _in_slots_of_stages(self) -> CallSeconds:
-        """Seconds of a rollout in slots over stages, as `generation.pipelined_batching` takes turns. A group for each
-        micro-batch is prefilled in as many ticks as it takes its chunks to pass all stages."""
-        call, strategy, stages, expected = self.call, self.strategy, self.strategy.pipeline, self.rollout_steps()
-        rows, turns = strategy.slots // stages, expected.steps / Slots.steps
-        fills = math.ceil(expected.groups / stages)
-        chunks = math.ceil(call.prompt / (strategy.prefill_tokens or call.prompt))
-        step = self.step(rows, expected.columns)
-        prefill = max(self._stages("prefill", strategy.prefill_rows))
-        size = call.model.hidden_size * call.model.itemsize
-        chunk = self.send(strategy.prefill_rows * math.ceil(call.prompt / chunks) * size)
-        sends = fills * (stages * chunks + stages - 1) * chunk
-        return CallSeconds(
-            passes=stages * (expected.steps * step + fills * prefill),
-            bubbles=(stages - 1) * (turns * step + fills * prefill / chunks),
-            sends=sends + turns * (Slots.steps + 1) * stages * self.send(rows * size),
-        )
 
     def step(self, rows: float, columns: float) -> float:
         """Seconds of a decoding step of the slowest stage that reads so many columns of the cache. What it takes more,
