@@ -5,7 +5,6 @@ import json
 import re
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pyarrow
@@ -191,27 +190,6 @@ def test_all_conversations_together_have_a_limit_too(monkeypatch):
     assert render_apart(some, QUESTION) == [""]
     with pytest.raises(ValueError, match=r"x\.jsonl:\d+: .* of CPU time for a conversation, and 0\.02 s for these 600"):
         render_apart(some, *[QUESTION] * 600)
-
-
-def test_a_process_that_is_gone_is_started_again():
-    assert render_apart("{{ messages[0].role }}", QUESTION) == ["user"]
-    (process,) = chat_process._idle.values()
-    process._process.kill()
-    process._process.wait()
-    assert render_apart("{{ messages | length }}", *[TALK] * 1000) == ["4"] * 1000
-    (process,) = chat_process._idle.values()
-    chat_process._end_idle()
-    assert not chat_process._idle and process._process.returncode is not None
-
-
-def test_a_process_that_nobody_uses_is_ended(monkeypatch):
-    chat_process._end_idle()
-    monkeypatch.setattr(chat_process, "_IDLE_SECONDS", 0.5)
-    render_apart("", QUESTION)
-    (process,) = chat_process._idle.values()
-    while process._process.returncode is None:
-        time.sleep(0.01)
-    assert not chat_process._idle
 
 
 def test_the_process_imports_nothing_heavy():
