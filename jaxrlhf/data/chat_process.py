@@ -71,10 +71,10 @@ def render_chats(template: ChatTemplate, conversations: Sequence[Conversation]) 
         source = template.where if conversation is None else conversation.source
         if reply is None or "limit" in reply:
             raise ValueError(_over_limit(template, source, reply, process.returncode, seconds, len(conversations)))
-        if "refused" in reply and conversation is None:
-            line = f", line {reply['line']}" if reply["line"] else ""
-            raise ValueError(f"{source}{line}: must be a Jinja template. Got {reply['refused'].rstrip('.')}.")
         if "refused" in reply:
+            if conversation is None:
+                line = f", line {reply['line']}" if reply["line"] else ""
+                raise ValueError(f"{source}{line}: must be a Jinja template. Got {reply['refused'].rstrip('.')}.")
             roles = ", ".join(str(message["role"]) for message in conversation.messages)
             raise ValueError(
                 f"{source}: the chat template of {template.where} must take every conversation. Got "

@@ -16,7 +16,7 @@ from jaxrlhf.data import chat_process, chat_rendering
 from jaxrlhf.data.chat_process import ChatTemplate, Conversation, render_chats
 from jaxrlhf.data.config import DataConfig
 from jaxrlhf.data.prompts import PromptTable, load_prompts
-from jaxrlhf.data.tokenizer import JSONTokenizer, TokenizerConfig
+from jaxrlhf.data.tokenizer import Tokenizer, TokenizerConfig
 from tests.data.test_control_tokens import byte_level
 
 CHATML = (
@@ -364,10 +364,10 @@ def test_a_chat_is_the_same_on_every_day(tmp_path, tokenizer):
 
 
 def test_a_saved_tokenizer_keeps_its_end_and_its_template(tmp_path, tokenizer):
-    given = JSONTokenizer.from_file(tokenizer(CHATML, pad_token="<pad>").path)
+    given = Tokenizer.from_file(tokenizer(CHATML, pad_token="<pad>").path)
     (tmp_path / "saved").mkdir()
     given.save(tmp_path / "saved" / "tokenizer.json")
-    again = JSONTokenizer.from_file(tmp_path / "saved")
+    again = Tokenizer.from_file(tmp_path / "saved")
     assert (again.end_id, again.pad_id) == (given.end_id, given.pad_id) == (259, 260)
     assert again.chat_templates == given.chat_templates == {"default": CHATML}
     assert again.special_tokens == {"bos_token": "<s>", "eos_token": "<|im_end|>", "pad_token": "<pad>"}
