@@ -21,7 +21,7 @@ from jaxrlhf.schedules.job_shop import (
     longest_pipe_first,
     ranks,
 )
-from jaxrlhf.schedules.schedule import interleaved_1f1b, makespan, one_f_one_b, peak_activations, validate
+from jaxrlhf.schedules.schedule import interleaved_1f1b, makespan, peak_activations, validate
 from jaxrlhf.schedules.schedule_bounds import (
     added_peaks,
     lower_bound,
@@ -163,7 +163,7 @@ def test_serial_is_one_model_after_another():
     assert serial_peak(pipes) == max(peak_activations(schedule)) == 8 * 1.95
     single = serial_schedule(interleaved_1f1b(4, 2, 8).pipes)
     assert single == interleaved_1f1b(4, 2, 8) and serial_latency(single.pipes) == makespan(single)
-    assert serial_schedule(one_f_one_b(3, 5).pipes) == one_f_one_b(3, 5)
+    assert serial_schedule(interleaved_1f1b(3, 1, 5).pipes) == interleaved_1f1b(3, 1, 5)
     with pytest.raises(
         ScheduleError, match=r"workers of pipe 0: must go over its workers in rounds. Got \(0, 1, 1, 0\)"
     ):
