@@ -1,6 +1,6 @@
 """The search for a fast plan, among all choices of a problem or among some of them.
 
-Some hundred thousand plans a second are looked at where numba is installed, some hundred where it is not.
+Some hundred thousand plans a second are looked at where numba is installed, some thousand where it is not.
 """
 
 import functools
@@ -16,7 +16,7 @@ from jaxrlhf.planner.search.problem import CallChoices, Choice, PairSeconds, Pro
 from jaxrlhf.planner.search.search_result import SearchResult
 from jaxrlhf.sharding.strategy import Strategy
 
-STEPS, STEPS_IN_PYTHON = 10_000, 40
+STEPS, STEPS_IN_PYTHON = 10_000, 200
 """Plans that the chain looks at by default for each pair of calls, since a step may change two, times the calls beside
 them, of which there are taken to be at least four."""
 _STEPS_ON_GIVEN_DEVICES = 10_000
