@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from jaxrlhf.planner.plans.plan import PlanError
-from jaxrlhf.planner.search.problem import Problem
+from jaxrlhf.planner.search.problem import Choice, Problem
 from jaxrlhf.planner.search.search import fastest_that_fits, options_on
 from jaxrlhf.planner.search.search_result import SearchResult, result_of
 
@@ -211,14 +211,14 @@ class _Groups:
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
-        self._places: list[dict[range, list[int]]] = []
+        self._places: list[dict[range, list[Choice]]] = []
         """Call -> devices -> its choices there."""
         self._stages: list[int] = []
         positions = {call.name: j for j, call in enumerate(problem.calls)}
         for call in problem.calls:
-            places: dict[range, list[int]] = {}
-            for k, choice in enumerate(call.choices):
-                places.setdefault(choice.devices, []).append(k)
+            places: dict[range, list[Choice]] = {}
+            for choice in call.choices:
+                places.setdefault(choice.devices, []).append(choice)
             self._places.append(places)
             self._stages.append(1 + max((self._stages[positions[need]] for need in call.needs), default=-1))
         self._where: dict[Group, list[range]] = {}
@@ -260,9 +260,7 @@ class _Groups:
         """Stage -> seconds of all its calls, one after another, each with the fastest choice for which there is room
         beside the trained weights of the other sets. Infinite where a call has none."""
         if (group, devices) not in self._seconds:
-            there = {
-                j: [self._problem.calls[j].choices[k] for k in self._places[j][devices]] for j in self._calls(group)
-            }
+            there = {j: self._places[j][devices] for j in self._calls(group)}
             names = {j: self._problem.calls[j].weights for j in there}
             trained = [j for j in there if self._problem.calls[j].trains]
             rests = {names[j]: min(choice.resting for choice in there[j]) for j in trained}
@@ -270,10 +268,8 @@ class _Groups:
             seconds = self._seconds[group, devices] = [0.0] * (max(self._stages) + 1)
             for j, choices in there.items():
                 own = room - sum(size for name, size in rests.items() if name != names[j])
-                fitting = (
-                    x.busy for x in choices if x.resting + x.base + x.working + x.copy - x.shared_with_training <= own
-                )
-                seconds[self._stages[j]] += min(fitting, default=math.inf)
+                taken = ((x, x.resting + x.base + x.working + x.copy - x.shared_with_training) for x in choices)
+                seconds[self._stages[j]] += min((x.busy for x, size in taken if size <= own), default=math.inf)
         return self._seconds[group, devices]
 
 
