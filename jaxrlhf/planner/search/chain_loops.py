@@ -1,4 +1,4 @@
-"""A chain of plans by Metropolis-Hastings: how a plan is changed, which changes are accepted, which plans are kept.
+"""Chains of plans by Metropolis-Hastings: how a plan is changed, which changes are accepted, which plans are kept.
 
 Loops over lists or arrays of integers alike, as those of `evaluate_loops`, with which they are compiled.
 """
@@ -10,6 +10,8 @@ from jaxrlhf.planner.search.evaluate_loops import fit, steady_iteration
 BUCKETS = 160
 PER_UNIT = 8
 """Acceptances are for eighths of a temperature. What is worse by more than 20 is never accepted."""
+
+
 _KINDS = 12
 """Kinds of changes."""
 
@@ -85,6 +87,23 @@ def judge(flat, plan, work, per_byte, fitting, lacking):
     return int(nanoseconds * (1.0 + per_byte * missing))
 
 
+def judge_neighbors(flat, groups, plan, changed, work, fitting, lacking):
+    """Judges all plans that differ from one in one call. `changed`: room for one.
+
+    Returns:
+        How many.
+    """
+    number = 0
+    for c in range(len(plan)):
+        for m in range(groups.member_begin[groups.begin[c]], groups.member_begin[groups.begin[c + 1]]):
+            for a in range(len(plan)):
+                changed[a] = plan[a]
+            changed[c] = groups.members[m]
+            judge(flat, changed, work, 0.0, fitting, lacking)
+            number += 1
+    return number
+
+
 def _group_on(groups, c, first, end):
     """The choices of a call on certain devices; -1 if there are none."""
     for g in range(groups.begin[c], groups.begin[c + 1]):
@@ -93,7 +112,7 @@ def _group_on(groups, c, first, end):
     return -1
 
 
-def _any_group(groups, c, x):
+def any_group(groups, c, x):
     """One of a call's groups, by a random number: every number of devices is as likely as every other."""
     size = groups.size_begin[c] + (x >> 4) % (groups.size_begin[c + 1] - groups.size_begin[c])
     first = groups.sizes[size]
@@ -103,7 +122,7 @@ def _any_group(groups, c, x):
     return first + (x >> 14) % (end - first)
 
 
-def _member(groups, g, x):
+def member(groups, g, x):
     """One of a group, by a random number: three times in four one of the fastest, each half as often as the one before
     it, else any."""
     size = groups.member_begin[g + 1] - groups.member_begin[g]
@@ -131,7 +150,7 @@ def _change(flat, groups, plan, x):
     elif kind < 3:  # where another one is
         g = _group_on(groups, a, flat.first[plan[b]], flat.end[plan[b]])
     else:  # anywhere
-        g = _any_group(groups, a, x)
+        g = any_group(groups, a, x)
     h = -1
     x = _next_random(x)
     if kind >= 10:  # and all others of its devices with it, half of the times in exchange for those there
@@ -139,7 +158,7 @@ def _change(flat, groups, plan, x):
     if kind == 2:  # and the other one where it was
         h = _group_on(groups, b, flat.first[plan[a]], flat.end[plan[a]])
     elif kind == 5 or kind == 6:  # and the other one anywhere
-        h = _any_group(groups, b, x)
+        h = any_group(groups, b, x)
     elif kind == 7:  # and the other one there too
         h = _group_on(groups, b, groups.first[g], groups.end[g])
     elif kind > 7:  # and the other one beside it, in the other half of a block
@@ -150,10 +169,10 @@ def _change(flat, groups, plan, x):
         h = _group_on(groups, b, first, first + size)
     if g >= 0:
         x = _next_random(x)
-        plan[a] = _member(groups, g, x)
+        plan[a] = member(groups, g, x)
     if h >= 0:
         x = _next_random(x)
-        plan[b] = _member(groups, h, x)
+        plan[b] = member(groups, h, x)
     return x
 
 
@@ -168,7 +187,7 @@ def _change_together(flat, groups, plan, first, end, g, exchanges, x):
             h = _group_on(groups, c, first, end)
         if h >= 0:
             x = _next_random(x)
-            plan[c] = _member(groups, h, x)
+            plan[c] = member(groups, h, x)
     return x
 
 

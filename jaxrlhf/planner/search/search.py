@@ -1,6 +1,6 @@
 """The search for a fast plan, among all choices of a problem or among some of them.
 
-Some hundred thousand plans a second are looked at where numba is installed, some thousand where it is not.
+Some hundred thousand plans a second are looked at where numba is installed, some hundred where it is not.
 """
 
 import functools
@@ -11,13 +11,13 @@ import numpy as np
 
 from jaxrlhf.numba_loops import numba_is_there
 from jaxrlhf.planner.plans.plan import PlanError
-from jaxrlhf.planner.search.chain import Chain
+from jaxrlhf.planner.search.chains import Chains
 from jaxrlhf.planner.search.problem import CallChoices, Choice, PairSeconds, Problem
 from jaxrlhf.planner.search.search_result import SearchResult
 from jaxrlhf.sharding.strategy import Strategy
 
-STEPS, STEPS_IN_PYTHON = 10_000, 200
-"""Plans that the chain looks at by default for each pair of calls, since a step may change two, times the calls beside
+STEPS, STEPS_IN_PYTHON = 10_000, 40
+"""Plans that chains look at by default for each pair of calls, since a step may change two, times the calls beside
 them, of which there are taken to be at least four."""
 _STEPS_ON_GIVEN_DEVICES = 10_000
 
@@ -30,11 +30,12 @@ def search(
     seconds: float | None = None,
     compiled: bool = True,
 ) -> SearchResult:
-    """The fastest plan that a chain finds, among choices that are worth keeping (`pruning`).
+    """The fastest plan that chains find, or a neighbor of theirs, among choices that are worth keeping (`pruning`).
 
     Args:
         seed: The same seed and steps give the same plan, unless time is up before.
-        steps: Plans that the chain looks at. None means `default_steps`.
+        steps: Plans that chains look at, all together. None means `default_steps`. Up to half as many more are their
+            neighbors.
         seconds: The search stops after this time. None means no limit.
         compiled: Use numba, if it is installed. The results for given steps are the same.
 
@@ -46,13 +47,14 @@ def search(
         raise ValueError(f"search: steps must be at least 1. Got {steps}.")
     compiled = compiled and numba_is_there()
     steps = default_steps(problem, compiled=compiled) if steps is None else steps
-    chain = Chain(problem, compiled=compiled, seconds=seconds)
-    chain.walk(seed=seed, steps=steps)
-    return chain.result()
+    found = Chains(problem, compiled=compiled, seconds=seconds)
+    found.walk(seed=seed, steps=steps)
+    found.descend(most=steps // 2)
+    return found.result()
 
 
 def default_steps(problem: Problem, *, compiled: bool = True) -> int:
-    """The default number of plans that the chain of a search looks at."""
+    """The default number of plans that the chains of a search look at."""
     num_calls = len(problem.calls)
     pairs, others = math.comb(max(2, num_calls), 2), max(4, num_calls - 2)
     return pairs * others * (STEPS if compiled else STEPS_IN_PYTHON)

@@ -185,7 +185,7 @@ def test_the_history_goes_down(found):
     elapsed = [progress.elapsed for progress in result.history]
     assert elapsed == sorted(elapsed)
     assert evaluated == sorted(evaluated) and evaluated[-1] == result.evaluated
-    assert 4000 < result.evaluated <= 4020  # and those that the chain could have begun at
+    assert 3000 < result.evaluated <= 6020  # chains and up to half as many neighbors
 
 
 def test_those_that_lost_are_other_plans_and_say_why(found):

@@ -1,15 +1,15 @@
-"""A chain of plans by Metropolis-Hastings, over the choices of single calls, of pairs, and of all that share devices.
+"""Chains of plans by Metropolis-Hastings, over the choices of single calls, of pairs, and of all that share devices.
 
 Reference:
     Mei et al. 2024 (ReaL), arXiv:2406.14088, 5.2.
 """
 
 import dataclasses
-import itertools
 import math
 import random
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,28 +24,48 @@ from jaxrlhf.planner.search.problem import Problem
 from jaxrlhf.planner.search.pruning import own_bytes, worth_keeping
 from jaxrlhf.planner.search.search_result import Progress, RunnerUp, SearchResult, result_of
 
-_FIRST, _LAST = 0.3, 0.003
-"""The temperatures at which a round begins and ends, in parts of the shortest iteration known."""
-_COST_OF_LACK = 5.0
-"""By what part an iteration counts as longer where a device lacks as much memory as it has."""
+
+class _Way(NamedTuple):
+    """The rounds of a chain. Temperatures are in parts of the shortest iteration known."""
+
+    beginning: str
+    """`on`: where it is. `afresh`: at random, many calls on many devices or few. `best`: at the best plan. `rival`: at
+    one of the best that differ in shape."""
+    first: float
+    """The temperature at which a round begins."""
+    last: float
+    """The temperature at which it ends."""
+    cost_of_lack: float
+    """By what part an iteration counts as longer where a device lacks as much memory as it has."""
+
+
+WAYS = (
+    _Way("on", first=0.3, last=0.003, cost_of_lack=5.0),
+    _Way("afresh", first=0.05, last=0.002, cost_of_lack=2.0),
+    _Way("best", first=0.05, last=0.002, cost_of_lack=2.0),
+    _Way("rival", first=0.02, last=0.001, cost_of_lack=1.0),
+)
+"""One for each chain."""
 _ROUNDS = (2_000, 8_000, 32_000)
 """Steps in which a chain cools down: in its first round, its second, its third, and again from the first. Short rounds
-heat up more often, long ones find what takes several steps that only help together."""
+begin at more plans, long ones find what takes several steps that only help together."""
 _TEMPERATURES = 32
+_DESCENTS = 4
+"""Plans at a time whose neighbors are all looked at."""
 _RIVALS = 16
 """The most plans that are stored, of those that fit and, again, of those that do not."""
 _RUNNERS_UP = 5
 """Plans of each sort that are reported."""
 
 
-class Chain:
-    """A chain over the plans of a problem, of choices that are worth keeping, and the best plans it has found."""
+class Chains:
+    """Chains over the plans of a problem, of choices that are worth keeping, and the best plans they have found."""
 
     def __init__(self, problem: Problem, *, compiled: bool, seconds: float | None) -> None:
         """Takes all choices if a call has none that is worth keeping, so that the error can name what is lacking.
 
         Args:
-            seconds: The limit on all that it does. None means no limit.
+            seconds: The limit on all that the chains do. None means no limit.
 
         Raises:
             PlanError: A call has no choices.
@@ -67,27 +87,58 @@ class Chain:
         self._evaluated = 0
 
     def walk(self, *, seed: int, steps: int) -> None:
-        """Goes from plan to plan, in rounds that cool down.
+        """Chains take turns, a round each.
 
-        It begins at the fastest choice of every call or, where that does not fit, at the first plan that does on the
-        way from there to the leanest. In a step, a call or two get other choices: at random, where another call is, or
-        beside it; or all calls on some devices move to others. A plan that does not fit costs more the more it lacks,
-        so that the chain finds its way out. Steps are taken as if a step back were as likely, which it is not quite.
+        The first round begins at the fastest choice of every call or, where that does not fit, at the first plan that
+        does on the way from there to the leanest. In a step, a call or two get other choices: at random, where another
+        call is, or beside it; or all calls on some devices move to others. A plan that does not fit costs more the more
+        it lacks, so that a chain finds its way out. Steps are taken as if a step back were as likely, which it is not
+        quite.
+
+        Args:
+            steps: Of all chains together.
         """
-        plan, number = self._integers(self._start()), random.Random(seed).getrandbits(32) or 1
+        chance, chains = random.Random(seed), len(WAYS)
+        starts = self._starts()
+        plans = [starts[chain % len(starts)] for chain in range(chains)]
+        numbers = [chance.getrandbits(32) or 1 for _ in range(chains)]
         table = self._integers(int(math.exp(-b / PER_UNIT) * 2**32) for b in range(BUCKETS))
-        before, per_byte = self._integers([0] * len(plan)), _COST_OF_LACK / max(1, min(self._problem.capacity))
-        taken = 0
-        for longest in itertools.cycle(_ROUNDS):
-            length = min(longest, max(1, steps // 4), steps - taken)
-            number = self._loops["chain"](
-                *(self._flat, self._groups, plan, length, number, table, self._temperatures(plan), per_byte),
-                *(self._fitting, self._lacking, before, self._work),
+        before, capacity = self._integers([0] * len(self._problem.calls)), max(1, min(self._problem.capacity))
+        taken = turn = 0
+        while taken < steps and not (turn and self._time_is_up()):
+            chain, longest = turn % chains, max(1, steps // (4 * chains))
+            length = min(_ROUNDS[turn // chains % len(_ROUNDS)], longest, steps - taken)
+            way = WAYS[chain]
+            if turn >= chains:
+                plans[chain] = self._beginning(way, plans[chain], chance)
+            plan = self._integers(plans[chain])
+            temperatures = self._temperatures(way, plans[chain])
+            numbers[chain] = self._loops["chain"](
+                *(self._flat, self._groups, plan, length, numbers[chain], table, temperatures),
+                *(way.cost_of_lack / capacity, self._fitting, self._lacking, before, self._work),
             )
+            plans[chain] = [int(number) for number in plan]
             self._looked_at(length)
             taken += length
-            if taken == steps or time.monotonic() - self._begun >= self._seconds:
-                break
+            turn += 1
+
+    def descend(self, *, most: int) -> None:
+        """From the best plans, as long as that helps: looks at all plans that differ from one of them in one call.
+
+        Args:
+            most: Plans to look at, all together.
+        """
+        before, tried, neighbors = NEVER + 1, set[tuple[int, ...]](), len(self._groups.members)
+        while self._best < before and not self._time_is_up():
+            before = self._best
+            for _, _, _, plan in self._found(self._fitting)[:_DESCENTS]:
+                if plan not in tried and (len(tried) + 1) * neighbors <= most:
+                    tried.add(plan)
+                    here, changed = self._integers(plan), self._integers([0] * len(plan))
+                    number = self._loops["judge_neighbors"](
+                        *(self._flat, self._groups, here, changed, self._work, self._fitting, self._lacking)
+                    )
+                    self._looked_at(int(number))
 
     def result(self) -> SearchResult:
         """The best plan found.
@@ -124,6 +175,9 @@ class Chain:
         """Nanoseconds of an iteration under the best plan that fits; `NEVER` if there is none yet."""
         return min(map(int, self._fitting.rank))
 
+    def _time_is_up(self) -> bool:
+        return time.monotonic() - self._begun >= self._seconds
+
     def _looked_at(self, plans: int) -> None:
         """Notes how far the search is, after loops have looked at that many more plans."""
         self._evaluated += plans
@@ -145,25 +199,42 @@ class Chain:
             if rank < NEVER
         )
 
-    # -- where the chain begins, and how hot it is ---------------------------------------------------------------------
+    # -- where rounds begin --------------------------------------------------------------------------------------------
 
-    def _start(self) -> list[int]:
-        """The first plan that fits, from the fastest choice of every call on to the leanest; else the fastest."""
+    def _starts(self) -> list[list[int]]:
+        """The fastest choice of every call, and, on the way from there to the leanest, the first plan that fits."""
         found: list[list[int]] = []
         for plan in _fast_to_lean(self._problem, self._kept):
-            found.append([int(self._flat.begin[c]) + self._kept[c].index(k) for c, k in enumerate(plan)])
-            here = self._integers(found[-1])
+            numbers = [int(self._flat.begin[c]) + self._kept[c].index(k) for c, k in enumerate(plan)]
+            here = self._integers(numbers)
             self._loops["judge"](self._flat, here, self._work, 0.0, self._fitting, self._lacking)
             self._looked_at(1)
+            if not found or self._best < NEVER:
+                found.append(numbers)
             if self._best < NEVER:
-                return found[-1]
-        return found[0]
+                break
+        return found
 
-    def _temperatures(self, plan: Sequence[int]) -> Integers:
+    def _beginning(self, way: _Way, plan: list[int], chance: random.Random) -> list[int]:
+        """The plan with which a chain begins its next round."""
+        if way.beginning == "afresh":
+            groups, wide, begun = self._groups, chance.random(), []
+            for c in range(len(plan)):
+                group = groups.begin[c + 1] - 1  # on the most devices
+                if chance.random() >= wide:
+                    group = chain_loops.any_group(groups, c, chance.getrandbits(32))
+                begun.append(int(chain_loops.member(groups, group, chance.getrandbits(32))))
+            return begun
+        found = self._found(self._fitting)
+        if way.beginning == "on" or not found:
+            return plan
+        return list(found[0 if way.beginning == "best" else chance.randrange(len(found))][3])
+
+    def _temperatures(self, way: _Way, plan: list[int]) -> Integers:
         """Falling, in nanoseconds. Without a plan that fits, their unit is the time of all calls one after another."""
         unit = self._best if self._best < NEVER else sum(int(self._flat.seconds[number]) for number in plan)
-        cooler = (_LAST / _FIRST) ** (1 / (_TEMPERATURES - 1))
-        return self._integers(max(1, int(unit * _FIRST * cooler**level)) for level in range(_TEMPERATURES))
+        cooler = (way.last / way.first) ** (1 / (_TEMPERATURES - 1))
+        return self._integers(max(1, int(unit * way.first * cooler**level)) for level in range(_TEMPERATURES))
 
     # -- numbers for loops ---------------------------------------------------------------------------------------------
 
