@@ -73,22 +73,10 @@ def _policy(
     return token_logprobs(params, hidden_BRD, sequences.tokens[:, P:], sequences.response, config, layout)
 
 
-def _logprobs(
-    params: Params, hidden_BRD: jax.Array, sequences: AnySequences, config: ModelConfig, layout: Layout
-) -> jax.Array:
-    return _policy(params, hidden_BRD, sequences, config, layout).logprobs
-
-
 def _of_responses(
     params: Params, hidden_BRD: jax.Array, sequences: AnySequences, config: ModelConfig, layout: Layout
 ) -> jax.Array:
     return jnp.where(sequences.response, _scalars(params, hidden_BRD, config, layout), 0.0)
-
-
-def _scores(
-    params: Params, hidden_B1D: jax.Array, sequences: AnySequences, config: ModelConfig, layout: Layout
-) -> jax.Array:
-    return _scalars(params, hidden_B1D[:, 0], config, layout)
 
 
 def _policy_and_values(
@@ -103,14 +91,16 @@ policy_outputs = InferenceOutput(_before_responses, _policy)
 """Log-probabilities and entropies (in nats) of the response tokens, zero elsewhere."""
 values = InferenceOutput(_before_responses, _of_responses)
 """The scalar head before each response token, the value of the state in which it was chosen; zero elsewhere."""
-scores = InferenceOutput(_at_the_end, _scores)
+scores = InferenceOutput(
+    _at_the_end, lambda params, hidden_B1D, _, config, layout: _scalars(params, hidden_B1D[:, 0], config, layout)
+)
 """The scalar head at the last token of each sequence, the output of a reward model."""
 token_scores = InferenceOutput(_at_responses, _of_responses)
 """The scalar head at each response token, the output of a token-level reward model; zero elsewhere."""
 
 INFERENCE_OUTPUTS: dict[str, InferenceOutput[Any]] = {
     "policy": policy_outputs,
-    "logprobs": InferenceOutput(_before_responses, _logprobs),
+    "logprobs": InferenceOutput(_before_responses, lambda *args: _policy(*args).logprobs),
     "values": values,
     "scores": scores,
     "token_scores": token_scores,
