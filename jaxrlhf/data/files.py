@@ -125,20 +125,13 @@ def _read_file(field: str, path: str) -> list[Row]:
 
 
 def _read_json_lines(path: str) -> Iterator[Row]:
-    """The objects of a file with one per line. Blank lines are skipped."""
-    yield from _json_lines(path, Path(path).read_bytes())
-
-
-def _read_packed_json_lines(path: str) -> Iterator[Row]:
-    """The same, compressed by gzip."""
-    try:
-        text = gzip.decompress(Path(path).read_bytes())
-    except (OSError, EOFError, zlib.error) as error:
-        raise ValueError(f"{path}: must be a file that gzip packed. Got {_first_line(error)}.") from error
-    yield from _json_lines(path, text)
-
-
-def _json_lines(path: str, text: bytes) -> Iterator[Row]:
+    """The objects of a file with one per line, which gzip may have packed. Blank lines are skipped."""
+    text = Path(path).read_bytes()
+    if path.lower().endswith(".gz"):
+        try:
+            text = gzip.decompress(text)
+        except (OSError, EOFError, zlib.error) as error:
+            raise ValueError(f"{path}: must be a file that gzip packed. Got {_first_line(error)}.") from error
     for number, line in enumerate(text.removeprefix(codecs.BOM_UTF8).split(b"\n"), start=1):
         if line.strip():
             yield _row(f"{path}:{number}", _parsed(f"{path}:{number}", line))
@@ -171,7 +164,7 @@ def _read_parquet(path: str) -> Iterator[Row]:
 
 READERS: dict[str, Callable[[str], Iterator[Row]]] = {
     ".jsonl": _read_json_lines,
-    ".jsonl.gz": _read_packed_json_lines,
+    ".jsonl.gz": _read_json_lines,
     ".json": _read_json,
     ".parquet": _read_parquet,
 }
