@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from jaxrlhf.algorithms.kl import ESTIMATORS, Estimator
-from jaxrlhf.algorithms.masked import masked_count, masked_max, masked_means, masked_sum
+from jaxrlhf.algorithms.masked import masked_count, masked_means, masked_sum
 from jaxrlhf.experience import Max
 
 Metrics: TypeAlias = dict[str, Float[Array, ""] | Max]
@@ -93,7 +93,7 @@ def clipped_policy_loss(
         "pg_loss": loss,
         "pg_clipfrac": _metric((clipped_BR > plain_BR).astype(jnp.float32), mask_BR, aggregation),
         "ppo_kl": _metric(-log_ratio_BR, mask_BR, aggregation),
-        "ratio_max": Max(masked_max(ratio_BR, mask_BR, floor=0.0)),
+        "ratio_max": Max(jnp.max(jnp.where(mask_BR, ratio_BR, 0.0), initial=0.0)),
     }
     return loss, weight, metrics
 

@@ -54,13 +54,6 @@ def centered(x_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"]) -> Float[Ar
     return once_BT - masked_mean(once_BT, mask_BT)
 
 
-def masked_max(x_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"], *, floor: float) -> Float[Array, ""]:
-    """The larger of `floor` and the maximum of `x_BT` where `mask_BT` is True."""
-    chex.assert_rank([x_BT, mask_BT], 2)
-    chex.assert_equal_shape([x_BT, mask_BT])
-    return jnp.max(jnp.where(mask_BT, x_BT, floor), initial=floor)
-
-
 def whiten(x_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"]) -> Float[Array, "B T"]:
     """Moves the unmasked values to mean zero and scales them to variance one.
 

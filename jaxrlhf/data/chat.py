@@ -61,9 +61,6 @@ def check_messages(value: Any, *, column: str, source: str) -> list[Message]:
     """The messages of a conversation, checked. A content that is a list of text parts is joined.
 
     Keys without a value, as parquet fills them in, are left out; templates get all others.
-
-    Raises:
-        ValueError: The value is not a conversation.
     """
     where = f"{source}: {column}"
     if not isinstance(value, list):
@@ -90,11 +87,7 @@ def check_messages(value: Any, *, column: str, source: str) -> list[Message]:
 
 
 def check_tools(value: Any, *, column: str, source: str) -> list[Any] | None:
-    """The functions that an assistant may call, from a list of JSON objects or its JSON text; None for no functions.
-
-    Raises:
-        ValueError: The value is neither.
-    """
+    """The functions that an assistant may call, from a list of JSON objects or its JSON text; None for no functions."""
     tools = value
     if isinstance(value, str):
         try:
@@ -110,11 +103,7 @@ def check_tools(value: Any, *, column: str, source: str) -> list[Any] | None:
 
 
 def check_tools_are_known(template: ChatTemplate, messages: Sequence[Message], tools: Any, *, source: str) -> None:
-    """Checks that a template reads the tools and tool calls of a conversation, if it has any.
-
-    Raises:
-        ValueError: The template would leave them out.
-    """
+    """Checks that a template reads the tools and tool calls of a conversation, if it has any."""
     calls = next((index for index, message in enumerate(messages) if message.get("tool_calls")), None)
     for word, got in (("tool_calls", calls), ("tools", tools)):
         if got is not None and not re.search(rf"\b{word}\b", template.text):
@@ -126,11 +115,7 @@ def check_tools_are_known(template: ChatTemplate, messages: Sequence[Message], t
 
 
 def check_tool_messages(template: ChatTemplate, conversations: Sequence[Conversation]) -> None:
-    """Checks, with the first conversation that has a tool's answer, that a template writes such answers.
-
-    Raises:
-        ValueError: It leaves them out, as some templates do with messages of unknown roles.
-    """
+    """Checks, with the first conversation that has a tool's answer, that a template writes such answers."""
     answer = "\U00020000"  # no template writes this character by itself
     for conversation in conversations:
         tools = [index for index, message in enumerate(conversation.messages) if message["role"] == "tool"]

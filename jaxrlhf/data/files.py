@@ -68,10 +68,7 @@ def find_files(field: str, paths: str | Sequence[str]) -> list[str]:
     """The files that paths stand for: a file, the files of a folder, or those that match a pattern, sorted by name.
 
     The files of several paths come in the order of the paths. In a folder, hidden files, unknown formats and folders
-    are left out.
-
-    Raises:
-        ValueError: There are no files, one is named twice, or those of a folder have several formats.
+    are left out. Raises ValueError if there are none, one is named twice, or those of a folder have several formats.
     """
     files = [file for path in ([paths] if isinstance(paths, str) else paths) for file in _files_of(field, path)]
     if not files:

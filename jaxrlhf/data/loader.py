@@ -48,8 +48,7 @@ class PromptLoader:
     def eval_batches(self, num: int, kind: RowKind = "prompts", *, max_new_tokens: int = 0) -> list[Any]:
         """The first `num` held-out rows that can be used as `kind`, always in the same order, in batches.
 
-        Raises:
-            ValueError: There are fewer, or the batch size does not divide `num`.
+        Raises ValueError if there are fewer, or if the batch size does not divide `num`.
         """
         rows = self.table.usable(kind, max_new_tokens, held_out=True)
         if not 0 <= num <= len(rows):

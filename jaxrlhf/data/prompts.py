@@ -85,20 +85,12 @@ class PromptTable:
         return Prompts(**arrays)
 
     def demonstrations(self, rows: np.ndarray, *, max_new_tokens: int) -> Sequences:
-        """Prompts with their completions and an end of text, as numpy arrays with R = `max_new_tokens`.
-
-        Raises:
-            ValueError: A row has no completion, or it does not fit.
-        """
+        """Prompts with their completions and an end of text, as numpy arrays with R = `max_new_tokens`."""
         self.check("demonstrations", rows, max_new_tokens=max_new_tokens)
         return self._with_responses(rows, self.completions, max_new_tokens)
 
     def preferences(self, rows: np.ndarray, *, max_new_tokens: int) -> Preferences:
-        """Prompts with their chosen and with their rejected completions, as numpy arrays.
-
-        Raises:
-            ValueError: A row has no two completions, or one does not fit.
-        """
+        """Prompts with their chosen and with their rejected completions, as numpy arrays."""
         self.check("preferences", rows, max_new_tokens=max_new_tokens)
         return Preferences(
             chosen=self._with_responses(rows, self.completions, max_new_tokens),
@@ -122,9 +114,6 @@ class PromptTable:
 
         Args:
             key: The key of the config that can be set to 'drop' to leave such rows out, for error messages.
-
-        Raises:
-            ValueError: A row lacks a completion, or one is longer.
         """
         purpose = "supervised training" if kind == "demonstrations" else "training on preferences"
         for row in rows:

@@ -60,11 +60,7 @@ def tokens_by_id(folder: Path, backend: tokenizers.Tokenizer) -> dict[str, str]:
 
 
 def read_vocabulary(path: Path) -> dict[str, int]:
-    """Token -> id, from a tokenizer.json.
-
-    Raises:
-        ValueError: The file cannot be read as one.
-    """
+    """Token -> id, from a tokenizer.json."""
     try:
         return tokenizers.Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True)
     except Exception as error:  # the library raises bare Exception

@@ -68,11 +68,7 @@ def write_tensors(path: Path, tensors: dict[str, np.ndarray], beside: Mapping[st
 
 
 def check_adapters(folder: Path, config: ModelConfig, lora: LoRAConfig) -> None:
-    """A folder holds adapters of this rank, scale and targets, for a model of these sizes.
-
-    Raises:
-        ValueError: It does not.
-    """
+    """A folder holds adapters of this rank, scale and targets, for a model of these sizes."""
     try:
         fields = json.loads((folder / CONFIG).read_text())
     except (OSError, ValueError) as error:
@@ -104,11 +100,7 @@ def check_adapters(folder: Path, config: ModelConfig, lora: LoRAConfig) -> None:
 
 
 def load_adapters(folder: Path, config: ModelConfig, lora: LoRAConfig, layout: Layout) -> Params:
-    """Saved adapters in float32, layers as a list, each part on its devices. A scalar head that is not there is zeros.
-
-    Raises:
-        ValueError: As `check_adapters`.
-    """
+    """Saved adapters in float32, layers as a list, each part on its devices. A missing scalar head is zeros."""
     check_adapters(folder, config, lora)
     with safe_open(folder / WEIGHTS, "numpy") as file:
         names = set(file.keys())

@@ -29,11 +29,7 @@ _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def read_origin(folder: Path) -> Origin:
-    """Reads the files beside a model's weights; their precision is read from them where config.json says none.
-
-    Raises:
-        ValueError: A file is missing or malformed.
-    """
+    """Reads the files beside a model's weights; their precision is read from them where config.json says none."""
     fields = read_json(folder / CONFIG)
     generation = read_json(folder / GENERATION) if (folder / GENERATION).is_file() else {}
     precision = stated_precision(fields)
@@ -46,11 +42,7 @@ def read_origin(folder: Path) -> Origin:
 
 
 def check_params(folder: Path, config: ModelConfig) -> None:
-    """A checkpoint holds the weights that a config declares. Reads names, shapes and dtypes only.
-
-    Raises:
-        ValueError: As `load_params`.
-    """
+    """A checkpoint holds the weights that a config declares. Reads names, shapes and dtypes only."""
     with _open_weights(folder) as files:
         _check_weights(folder, files, config)
 

@@ -54,11 +54,7 @@ def load_reward(name: str, options: Mapping[str, Any]) -> RewardFunction:
 
 
 def check_reward(function: RewardFunction, columns: Iterable[str], *, name: str) -> None:
-    """Checks that the required arguments of a function are bound or columns of the data (`finished` is one too).
-
-    Raises:
-        ValueError: One is not, or the function yields its scores.
-    """
+    """Checks that the required arguments of a function are bound or columns of the data (`finished` is one too)."""
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         raise ValueError(
             f"Reward {brief(name)}: must return a list of scores. Got a function that yields them. Collect them in a "
