@@ -91,14 +91,12 @@ class KLTerm(struct.PyTreeNode):
 def adapt_kl_coef(
     coef: Float[Array, ""], observed: Float[Array, ""], *, target: float, horizon: float, num_sequences: int
 ) -> Float[Array, ""]:
-    """Moves the coefficient towards the one that holds the KL at its target.
+    """Moves the coefficient towards the one that holds the KL at its target, in nats per sequence.
 
         error = clip(observed / target - 1, -0.2, 0.2)
         coef' = coef * (1 + error * num_sequences / horizon)
 
-    Args:
-        observed: KL that was measured, in nats per sequence like `target`.
-        num_sequences: sequences that it was measured on, in the unit of `horizon`.
+    `observed` is the KL of `num_sequences` sequences.
 
     Reference:
         Ziegler et al. 2019, arXiv:1909.08593, section 2.2.

@@ -57,10 +57,7 @@ def centered(x_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"]) -> Float[Ar
 def whiten(x_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"]) -> Float[Array, "B T"]:
     """Moves the unmasked values to mean zero and scales them to variance one.
 
-        y = (x - mean) / sqrt(variance + 1e-8)
-
-    Returns:
-        The whitened values, zero where `mask_BT` is False.
+    y = (x - mean) / sqrt(variance + 1e-8)    zero where `mask_BT` is False
     """
     centered_BT = centered(x_BT, mask_BT)
     scale = 1.0 / jnp.sqrt(masked_mean(jnp.square(centered_BT), mask_BT) + VARIANCE_FLOOR)

@@ -126,10 +126,8 @@ def shape_scores(
         s = min(max(s, -score_clip), score_clip)
         s = (s - mean) / sqrt(variance + 1e-8)
 
-    Mean and variance are those of this batch, or with "running" of all scores seen, this batch included.
-
-    Returns:
-        The shaped scores, and the state, with this batch in its moments if they are "running".
+    Mean and variance are those of this batch, or with "running" of all scores seen, this batch included, whose moments
+    the returned state has.
     """
     chex.assert_rank([scores_B, finish_B], 1)
     chex.assert_equal_shape([scores_B, finish_B])

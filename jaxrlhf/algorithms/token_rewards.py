@@ -66,10 +66,7 @@ def token_rewards(
 
         r_t = -kl_coef * kl_t + score * [t is the last token]
 
-    A row without response tokens has no place for its score: its rewards are zero.
-
-    Returns:
-        Rewards, zero where `mask_BR` is False.
+    Rewards are zero where `mask_BR` is False. A row without response tokens has no place for its score.
 
     Reference:
         Ziegler et al. 2019, arXiv:1909.08593, eq. 2; Ouyang et al. 2022, arXiv:2203.02155, eq. 2.

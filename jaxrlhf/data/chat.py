@@ -25,13 +25,8 @@ DEFAULT = "default"
 def find_template(wanted: str, known: Mapping[str, str], *, tokenizer: str) -> tuple[str, str]:
     """The origin of a template, for error messages, and its text.
 
-    Args:
-        wanted: Jinja text, a file, the name of one of the tokenizer's templates, or '' for its default.
-        known: The tokenizer's templates by name.
-        tokenizer: Its name, for error messages.
-
-    Raises:
-        ValueError: There is none.
+    `wanted` is Jinja text, a file, the name of one of the tokenizer's templates, or '' for its default. Raises
+    ValueError if there is none.
     """
     if wanted in known:
         return f"{tokenizer} ({wanted})", known[wanted]
@@ -137,8 +132,7 @@ def check_tool_messages(template: ChatTemplate, conversations: Sequence[Conversa
 def split_completion(messages: Sequence[Message], *, where: str) -> tuple[Sequence[Message], str | None]:
     """The messages to answer, and the answer: the last message if it is the assistant's, else None.
 
-    Raises:
-        ValueError: The answer calls tools, for which there is no text to learn from.
+    Raises ValueError if the answer calls tools, for which there is no text to learn from.
     """
     last = messages[-1]
     if last["role"] != "assistant":

@@ -47,14 +47,10 @@ class Row:
 
 
 def read_rows(field: str, paths: str | Sequence[str]) -> list[Row]:
-    """The rows of one or several files, whose suffixes name their formats.
+    """The rows of the files of `find_files`, whose suffixes name their formats.
 
-    Args:
-        field: The key of the config that names them, for error messages.
-        paths: As in `find_files`.
-
-    Raises:
-        ValueError: A file is missing, of an unknown kind or malformed, or all are empty. Names the file and the row.
+    Errors begin with `field`, the key of the config that names the files. They are ValueErrors, which name the file and
+    the row, for one that is missing, of an unknown kind or malformed, or if all are empty.
     """
     files = find_files(field, paths)
     rows = [row for path in files for row in _read_file(field, path)]

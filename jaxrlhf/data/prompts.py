@@ -111,10 +111,7 @@ class PromptTable:
 
     def check(self, kind: RowKind, rows: np.ndarray, *, max_new_tokens: int, key: str = "data.overlong") -> None:
         """Checks that rows have the completions that a kind of rows needs, each of at most `max_new_tokens` tokens.
-
-        Args:
-            key: The key of the config that can be set to 'drop' to leave such rows out, for error messages.
-        """
+        Errors say that the `key` of the config can be set to 'drop'."""
         purpose = "supervised training" if kind == "demonstrations" else "training on preferences"
         for row in rows:
             for what, lengths in self._lengths(kind).items():
@@ -175,9 +172,7 @@ def load_prompts(config: DataConfig, tokenizer: TokenizerConfig | Tokenizer) -> 
     """Reads the rows and tokenizes them, by a given tokenizer or by the one that a config describes.
 
     A tokenizer of kind `train` learns from the training rows only: prompts, completions and all columns of text.
-
-    Raises:
-        ValueError: A file, a row, a template or a length is invalid; the message says where.
+    Raises ValueError, which says where, if a file, a row, a template or a length is invalid.
     """
     train, held_out = _read_splits(config)
     names = list(dict.fromkeys(name for row in train + held_out for name in row.columns))

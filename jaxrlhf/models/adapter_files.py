@@ -33,12 +33,8 @@ _HEAD = _PREFIX + checkpoint_name("value_head")
 
 
 def save_adapters(params: Params, config: ModelConfig, lora: LoRAConfig, folder: Path, *, base: str = "") -> None:
-    """Write adapters that PEFT loads, made or replaced in `folder`.
-
-    Args:
-        params: Adapters, with layers as a list or stacked.
-        base: The folder of the model that they adapt, for PEFT to find it. Empty means unknown.
-    """
+    """Write adapters, with layers as a list or stacked, as PEFT loads them, made or replaced in `folder`. `base` is the
+    folder of the model that they adapt, for PEFT to find it; empty if unknown."""
     leaves = jax.tree_util.tree_leaves_with_path(with_layers(jax.tree.map(np.asarray, params), stacked=False))
     tensors = {_name(path): np.ascontiguousarray(weight.astype(np.float32).T) for path, weight in leaves}
     fields = {

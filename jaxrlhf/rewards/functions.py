@@ -29,10 +29,8 @@ def load_reward(name: str, options: Mapping[str, Any]) -> RewardFunction:
     """The reward function that a config names, with its options bound.
 
     `name` is a built-in one, `module:function` or `path/to/file.py:function`. A user's function is
-    `f(prompts, completions, **columns) -> list[float]`, with options as further arguments.
-
-    Raises:
-        ValueError: There is no such function, its module does not import, or it does not take the options.
+    `f(prompts, completions, **columns) -> list[float]`, with options as further arguments. Raises ValueError if there
+    is no such function, its module does not import, or it does not take the options.
     """
     if ":" not in name:
         if name not in VERIFIERS:
@@ -91,17 +89,11 @@ def call_reward(
     name: str,
     timeout_seconds: float = 0.0,
 ) -> np.ndarray:
-    """Scores completions by a function, which gets the columns that it takes.
+    """The rewards of completions, [B] in float32, all finite, by a function that gets the columns that it takes.
 
     A function with an argument `completions` is called by keywords and need not take `prompts`; any other one gets
     prompts and completions as its first two arguments. It may be an `async def`, or return a list of awaitables, which
-    are then awaited concurrently, in an event loop of their own.
-
-    Args:
-        timeout_seconds: The time limit. 0 means no limit.
-
-    Returns:
-        rewards_B, float32, all finite.
+    are then awaited concurrently, in an event loop of their own. A limit of 0 seconds means none.
 
     Raises:
         ValueError: The function needs an argument that is no column.
@@ -129,14 +121,8 @@ def call_token_reward(
     name: str,
     timeout_seconds: float = 0.0,
 ) -> list[np.ndarray]:
-    """`call_reward` for a function that returns a list for each completion, with a number for each of its tokens.
-
-    Args:
-        columns: Must have `num_tokens`, the number of tokens of each completion.
-
-    Raises:
-        ValueError, RewardError: As in `call_reward`; or the length of a list is not the number of tokens.
-    """
+    """`call_reward` for a function that returns a list for each completion, with a number for each of its tokens, as
+    many as the column `num_tokens` says."""
     returned = _returned(function, prompts, completions, columns, name=name, timeout_seconds=timeout_seconds)
     rewards = []
     for index, (each, count) in enumerate(zip(returned, columns["num_tokens"], strict=True)):
