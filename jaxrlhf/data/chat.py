@@ -60,7 +60,7 @@ def check_messages(value: Any, *, column: str, source: str) -> list[Message]:
     where = f"{source}: {column}"
     if not isinstance(value, list):
         raise ValueError(
-            f"{where} must be a list of messages, {{role, content}}. Got {_shown(value)}. Set data.chat to 'user' "
+            f"{where} must be a list of messages, {{role, content}}. Got {brief(value)}. Set data.chat to 'user' "
             "where it is the text of a user's message."
         )
     if not value:
@@ -68,14 +68,14 @@ def check_messages(value: Any, *, column: str, source: str) -> list[Message]:
     messages = []
     for index, message in enumerate(value):
         if not isinstance(message, dict):
-            raise ValueError(f"{where}[{index}] must be a message, {{role, content}}. Got {_shown(message)}.")
+            raise ValueError(f"{where}[{index}] must be a message, {{role, content}}. Got {brief(message)}.")
         message = {key: item for key, item in message.items() if item is not None}
         if isinstance(message.get("content"), list):
             message["content"] = _joined(message["content"], f"{where}[{index}].content")
         for key in ("role", "content"):
             only_calls = key == "content" and key not in message and message.get("tool_calls")
             if not isinstance(message.get(key), str) and not only_calls:
-                got = _shown(message[key]) if key in message else f"only {', '.join(message) or 'nothing'}"
+                got = brief(message[key]) if key in message else f"only {', '.join(message) or 'nothing'}"
                 raise ValueError(f"{where}[{index}] must have a {key} of text. Got {got}.")
         messages.append(message)
     return messages
@@ -92,7 +92,7 @@ def check_tools(value: Any, *, column: str, source: str) -> list[Any] | None:
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise ValueError(
             f"{source}: {column} must be a list of JSON objects, each of which describes a function. Got "
-            f"{_shown(value)}. Set data.tools_column to '' where it is something else."
+            f"{brief(value)}. Set data.tools_column to '' where it is something else."
         )
     return tools or None
 
@@ -152,15 +152,10 @@ def _joined(parts: list[Any], where: str) -> str:
         kind = part.get("type", "text") if isinstance(part, dict) else "text"
         text = part.get("text") if isinstance(part, dict) else part
         if kind != "text" or not isinstance(text, str):
-            got = f"a part of type {brief(kind)}" if kind != "text" else _shown(part)
+            got = f"a part of type {brief(kind)}" if kind != "text" else brief(part)
             raise ValueError(
                 f"{where}[{index}] must be text, {{type: text, text: ...}}. Got {got}. The models here read text "
                 "alone: remove the part, or the row."
             )
         texts.append(text)
     return "".join(texts)
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 100 else f"{text[:100]}..."

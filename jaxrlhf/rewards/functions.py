@@ -150,15 +150,21 @@ def _returned(
     """The return value of a function, with one entry for each completion."""
     check_reward(function, columns, name=name)
     arguments, keywords = _arguments(function, prompts, completions, columns)
+    is_late, rewards = False, None
     try:
-        rewards = _within(timeout_seconds, lambda: _awaited(function(*arguments, **keywords)))
-    except _TookTooLong:
+        if timeout_seconds:  # in a thread, which Python cannot end: a function that hangs ends with the process
+            outcome = _in_thread(lambda: _awaited(function(*arguments, **keywords)))
+            is_late = not concurrent.futures.wait([outcome], timeout=timeout_seconds).done
+            rewards = None if is_late else outcome.result()
+        else:
+            rewards = _awaited(function(*arguments, **keywords))
+    except (Exception, SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:
+        raise RewardError(f"Reward {brief(name)}: must not raise. Got {failure(error, function)}.") from error
+    if is_late:
         raise RewardError(
             f"Reward {brief(name)}: must return within {timeout_seconds:g} seconds for {len(completions)} completions. "
             f"Got nothing by then. Raise roles.{name}.timeout_seconds, or set it to 0 to wait for ever."
-        ) from None
-    except (Exception, SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:
-        raise RewardError(f"Reward {brief(name)}: must not raise. Got {failure(error, function)}.") from error
+        )
     is_list = isinstance(rewards, Sequence) and not isinstance(rewards, str | bytes)
     is_array = hasattr(rewards, "__array__") and np.ndim(rewards) > 0
     if not is_list and not is_array:
@@ -187,24 +193,6 @@ def _awaited(returned: Any) -> Any:
 
 def _is_to_be_awaited(rewards: Any) -> bool:
     return isinstance(rewards, list | tuple) and any(map(inspect.isawaitable, rewards))
-
-
-class _TookTooLong(Exception):
-    """A function did not return in time."""
-
-
-def _within(seconds: float, function: Callable[[], Any]) -> Any:
-    """The return value of a function. With a limit it runs in a thread, which is abandoned after that time.
-
-    Python cannot end a thread: a function that hangs ends with the process.
-    """
-    if not seconds:
-        return function()
-    outcome = _in_thread(function)
-    done, _ = concurrent.futures.wait([outcome], timeout=seconds)
-    if not done:
-        raise _TookTooLong
-    return outcome.result()
 
 
 def _in_thread(function: Callable[[], Any]) -> "concurrent.futures.Future[Any]":
