@@ -58,12 +58,9 @@ class Sequences(struct.PyTreeNode):
     """True at response tokens, the stop token included."""
 
 
-class Rollout(struct.PyTreeNode):
+class Rollout(Sequences):
     """Sequences sampled from a policy, with their log-probabilities."""
 
-    tokens: Int[Array, "B T"]
-    mask: Bool[Array, "B T"]
-    response: Bool[Array, "B R"]
     logprobs: Float[Array, "B R"]
     """Log-probability of each response token under the unmodified policy: temperature 1, no bias, no penalties, nothing
     cut off."""
@@ -188,7 +185,8 @@ class Sampling:
         require_at_least_one(self.num_samples, "sampling.num_samples")
         self._require_tokens()
         for text in self.stop_strings:
-            require(is_utf8(text) and text != "", "sampling.stop_strings", "must be texts, not empty ones", text)
+            is_text = text != "" and text.encode(errors="ignore").decode() == text  # no half of a surrogate pair
+            require(is_text, "sampling.stop_strings", "must be texts, not empty ones", text)
 
     def _require_tokens(self) -> None:
         """Checks that what is said of tokens does not contradict itself."""
@@ -239,15 +237,6 @@ class ResolvedSampling(Sampling):
     """A `Sampling` with its stop strings as a tokenizer writes them."""
 
     stop_table: StopTable | None = None
-
-
-def is_utf8(text: str) -> bool:
-    """True if a text can be encoded as UTF-8: one with half of a surrogate pair cannot."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _require_within(value: float, most: float, where: str, remedy: str = "") -> None:

@@ -26,13 +26,8 @@ GIVEN = "python"
 def find_function(name: str, *, what: str) -> Any:
     """The object that `module:name` or `path/to/file.py:name` names, of any type.
 
-    A file is imported once, and again when it has changed.
-
-    Args:
-        what: The purpose of the object, for error messages: `Reward`.
-
-    Raises:
-        ValueError: There is no such module or file, it does not import, or it has nothing of that name.
+    A file is imported once, and again when it has changed. Raises ValueError, which begins with the purpose of the
+    object (`what`: `Reward`), if there is no such module or file, it does not import, or has nothing of that name.
     """
     where = f"{what} {brief(name)}"
     place, _, attribute = name.rpartition(":")
@@ -81,10 +76,7 @@ def failure(error: BaseException, function: Any = None) -> str:
     """An error of a user's code as text, with the line of that code where it was raised.
 
     That is the last line of the traceback outside of this package and of Python's installed packages, or else the last
-    one in the file of the function, or else the last of all.
-
-    Args:
-        function: The function that was called. None means that a module was imported.
+    one in the file of the function that was called, or else the last of all.
     """
     others = (str(pathlib.Path(__file__).parent) + os.sep, str(pathlib.Path(os.__file__).parent) + os.sep, "<")
     frames = traceback.extract_tb(error.__traceback__)[1:]

@@ -5,11 +5,13 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from jaxrlhf.brief import brief
+
 
 def require(holds: bool, where: str, rule: str, got: object, remedy: str = "") -> None:
     """Raises ValueError, `where: rule. Got value. Remedy.`, unless `holds`."""
     if not holds:
-        raise ValueError(f"{where}: {rule}. Got {got!r}.{' ' + remedy if remedy else ''}")
+        raise ValueError(f"{where}: {rule}. Got {brief(got)}.{' ' + remedy if remedy else ''}")
 
 
 @contextlib.contextmanager

@@ -76,9 +76,6 @@ def dapo_batch(
     Returns:
         The batch, of B / oversampling rows: `sequences` and `advantages`. Metrics: those of the rollout and the rewards
         over all samples, those of the advantages over the batch.
-
-    Raises:
-        GraphError: `oversampling` does not divide the number of groups.
     """
     num_samples, limit = config.sampling.num_samples, config.sampling.max_new_tokens
     punished_B = overlong_punishment(
@@ -129,9 +126,6 @@ def select_groups(
     Returns:
         The batch of K = B / oversampling rows. Metrics: the share of groups that differed, and how many are trained on
         and are missing.
-
-    Raises:
-        GraphError: `oversampling` does not divide the number of groups.
     """
     keep_G = differing(scores_B, num_samples=num_samples)
     num_places = _num_places(keep_G.shape[0], oversampling)

@@ -1,14 +1,9 @@
 """KL(policy || reference): estimators per token, the penalty's settings, the controller of its coefficient.
 
-The penalty is subtracted from rewards in `token_rewards`, or added to the loss in `losses`.
+The penalty is subtracted from rewards in `token_rewards`, or added to the loss in `losses`. The estimators take
+log-probabilities of tokens that were drawn from the policy. Write l for log policy - log reference.
 
 Letters: B sequences, R response columns.
-
-The estimators take log-probabilities of tokens that were drawn from the policy. Write l for log policy - log reference:
-
-    k1 = l                   unbiased, high variance, negative for single tokens
-    k2 = l^2 / 2             biased, low variance, never negative
-    k3 = exp(-l) - 1 + l     unbiased, low variance, never negative
 
 Reference:
     Schulman 2020, "Approximating KL divergence", http://joschu.net/blog/kl-approx.html.
@@ -29,18 +24,18 @@ Estimator = Literal["k1", "k2", "k3"]
 
 
 def k1(logprobs_BR: Float[Array, "B R"], reference_BR: Float[Array, "B R"]) -> Float[Array, "B R"]:
-    """The log ratio, l."""
+    """The log ratio, l: unbiased, high variance, negative for single tokens."""
     chex.assert_rank([logprobs_BR, reference_BR], 2)
     return logprobs_BR - reference_BR
 
 
 def k2(logprobs_BR: Float[Array, "B R"], reference_BR: Float[Array, "B R"]) -> Float[Array, "B R"]:
-    """Half the squared log ratio, l^2 / 2. On the policy's own tokens its gradient is, in expectation, the KL's."""
+    """l^2 / 2: biased, low variance, never negative. On the policy's own tokens its expected gradient is the KL's."""
     return 0.5 * jnp.square(k1(logprobs_BR, reference_BR))
 
 
 def k3(logprobs_BR: Float[Array, "B R"], reference_BR: Float[Array, "B R"]) -> Float[Array, "B R"]:
-    """The log ratio with a control variate of expectation zero, exp(-l) - 1 + l."""
+    """exp(-l) - 1 + l, with a control variate of expectation zero: unbiased, low variance, never negative."""
     log_ratio_BR = k1(logprobs_BR, reference_BR)
     return jnp.expm1(-log_ratio_BR) + log_ratio_BR
 
@@ -91,14 +86,12 @@ class KLTerm(struct.PyTreeNode):
 def adapt_kl_coef(
     coef: Float[Array, ""], observed: Float[Array, ""], *, target: float, horizon: float, num_sequences: int
 ) -> Float[Array, ""]:
-    """Moves the coefficient towards the one that holds the KL at its target.
+    """Moves the coefficient towards the one that holds the KL at its target, in nats per sequence.
 
         error = clip(observed / target - 1, -0.2, 0.2)
         coef' = coef * (1 + error * num_sequences / horizon)
 
-    Args:
-        observed: KL that was measured, in nats per sequence like `target`.
-        num_sequences: sequences that it was measured on, in the unit of `horizon`.
+    `observed` is the KL of `num_sequences` sequences.
 
     Reference:
         Ziegler et al. 2019, arXiv:1909.08593, section 2.2.

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from jaxrlhf.algorithms.kl import ESTIMATORS, Estimator
-from jaxrlhf.algorithms.masked import masked_count, masked_max, masked_means, masked_sum
+from jaxrlhf.algorithms.masked import masked_count, masked_means, masked_sum
 from jaxrlhf.experience import Max
 
 Metrics: TypeAlias = dict[str, Float[Array, ""] | Max]
@@ -93,7 +93,7 @@ def clipped_policy_loss(
         "pg_loss": loss,
         "pg_clipfrac": _metric((clipped_BR > plain_BR).astype(jnp.float32), mask_BR, aggregation),
         "ppo_kl": _metric(-log_ratio_BR, mask_BR, aggregation),
-        "ratio_max": Max(masked_max(ratio_BR, mask_BR, floor=0.0)),
+        "ratio_max": Max(jnp.max(jnp.where(mask_BR, ratio_BR, 0.0), initial=0.0)),
     }
     return loss, weight, metrics
 
@@ -122,20 +122,11 @@ def clipped_sequence_loss(
     """
     chex.assert_rank([logprobs_BR, old_logprobs_BR, advantages_B, mask_BR], [2, 2, 1, 2])
     chex.assert_equal_shape([logprobs_BR, old_logprobs_BR, mask_BR])
-    counts_B = jnp.any(mask_BR, axis=1)
-    # Masked before exp: see `clipped_policy_loss`.
-    log_ratio_B = masked_means(jnp.where(mask_BR, logprobs_BR - old_logprobs_BR, 0.0), mask_BR)
-    ratio_B = jnp.exp(log_ratio_B)
-    plain_B = jnp.where(counts_B, -advantages_B * ratio_B, 0.0)
-    clipped_B = jnp.where(counts_B, -advantages_B * jnp.clip(ratio_B, 1.0 - clip, 1.0 + clip_high), 0.0)
-    loss = jnp.sum(jnp.maximum(plain_B, clipped_B))
-    metrics: Metrics = {
-        "pg_loss": loss,
-        "pg_clipfrac": jnp.sum(clipped_B > plain_B, dtype=jnp.float32),
-        "ppo_kl": -jnp.sum(log_ratio_B),
-        "ratio_max": Max(jnp.max(jnp.where(counts_B, ratio_B, 0.0), initial=0.0)),
-    }
-    return loss, jnp.sum(counts_B, dtype=jnp.float32), metrics
+    log_ratio_B1 = masked_means(logprobs_BR - old_logprobs_BR, mask_BR)[:, None]
+    counts_B1 = jnp.any(mask_BR, axis=1, keepdims=True)
+    return clipped_policy_loss(
+        log_ratio_B1, jnp.zeros_like(log_ratio_B1), advantages_B[:, None], counts_B1, clip=clip, clip_high=clip_high
+    )
 
 
 def reinforce_loss(

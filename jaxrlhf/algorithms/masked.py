@@ -54,20 +54,10 @@ def centered(x_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"]) -> Float[Ar
     return once_BT - masked_mean(once_BT, mask_BT)
 
 
-def masked_max(x_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"], *, floor: float) -> Float[Array, ""]:
-    """The larger of `floor` and the maximum of `x_BT` where `mask_BT` is True."""
-    chex.assert_rank([x_BT, mask_BT], 2)
-    chex.assert_equal_shape([x_BT, mask_BT])
-    return jnp.max(jnp.where(mask_BT, x_BT, floor), initial=floor)
-
-
 def whiten(x_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"]) -> Float[Array, "B T"]:
     """Moves the unmasked values to mean zero and scales them to variance one.
 
-        y = (x - mean) / sqrt(variance + 1e-8)
-
-    Returns:
-        The whitened values, zero where `mask_BT` is False.
+    y = (x - mean) / sqrt(variance + 1e-8)    zero where `mask_BT` is False
     """
     centered_BT = centered(x_BT, mask_BT)
     scale = 1.0 / jnp.sqrt(masked_mean(jnp.square(centered_BT), mask_BT) + VARIANCE_FLOOR)

@@ -4,12 +4,12 @@ Letters: B sequences, R response columns.
 """
 
 import dataclasses
-from typing import Any, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import chex
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxrlhf.algorithms.group import group_mean
 from jaxrlhf.algorithms.kl import ESTIMATORS, KLPenalty, KLTerm, adapt_kl_coef, k1
@@ -22,11 +22,13 @@ from jaxrlhf.algorithms.losses import (
     kl_loss,
     reinforce_loss,
 )
-from jaxrlhf.algorithms.masked import masked_mean, masked_sum
+from jaxrlhf.algorithms.masked import VARIANCE_FLOOR, masked_mean, masked_sum
 from jaxrlhf.algorithms.reported import rollout_metrics, score_metrics, summary
-from jaxrlhf.algorithms.token_rewards import Moments, ScoreNormalization, no_moments, shape_scores, token_rewards
-from jaxrlhf.experience import PolicyOutputs, Rollout, Sampling
+from jaxrlhf.algorithms.token_rewards import Moments, merge_moments, moments_of, no_moments, token_rewards
+from jaxrlhf.experience import STOP, PolicyOutputs, Rollout, Sampling
 from jaxrlhf.require import require, require_not_negative, require_passes, require_positive
+
+ScoreNormalization = Literal["none", "batch", "running"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,19 +117,31 @@ def policy_state(config: PolicyConfig) -> PolicyState:
     return PolicyState(kl_coef=jnp.full((), config.kl.coef, jnp.float32), scores=no_moments())
 
 
-def shaped_scores(
-    scores_B: Float[Array, " B"], rollout: Rollout, state: PolicyState, config: PolicyConfig
+def shape_scores(
+    scores_B: Float[Array, " B"], finish_B: Int[Array, " B"], state: PolicyState, config: PolicyConfig
 ) -> tuple[Float[Array, " B"], PolicyState]:
-    """`shape_scores` under the settings. The state carries its moments."""
-    shaped_B, moments = shape_scores(
-        scores_B,
-        rollout.finish,
-        state.scores,
-        clip=config.score_clip,
-        missing_stop_penalty=config.missing_stop_penalty,
-        normalization=config.score_normalization,
-    )
-    return shaped_B, state.replace(scores=moments)
+    """Penalizes responses that did not stop, then clips, then normalizes.
+
+        s = score - missing_stop_penalty * [finish is not STOP]
+        s = min(max(s, -score_clip), score_clip)
+        s = (s - mean) / sqrt(variance + 1e-8)
+
+    Mean and variance are those of this batch, or with "running" of all scores seen, this batch included, whose moments
+    the returned state has.
+    """
+    chex.assert_rank([scores_B, finish_B], 1)
+    chex.assert_equal_shape([scores_B, finish_B])
+    scores_B = scores_B - jnp.where(finish_B == STOP, 0.0, config.missing_stop_penalty)
+    if config.score_clip is not None:
+        scores_B = jnp.clip(scores_B, -config.score_clip, config.score_clip)
+    if config.score_normalization == "none":
+        return scores_B, state
+    over = moments_of(scores_B)
+    if config.score_normalization == "running":
+        over = merge_moments(state.scores, over)
+        state = state.replace(scores=over)
+    scale = 1.0 / jnp.sqrt(over.m2 / over.count + VARIANCE_FLOOR)
+    return (scores_B - over.mean) * scale, state
 
 
 def token_kl(rollout: Rollout, reference_BR: Float[Array, "B R"], kl: KLPenalty) -> Float[Array, "B R"]:
@@ -184,7 +198,7 @@ def rewarded(
         Rewards, zero outside of responses; then the outputs of `penalized`, with metrics of scores and rewards too.
     """
     chex.assert_rank([reference_BR, scores_B], [2, 1])
-    shaped_B, scored = shaped_scores(scores_B, rollout, state, config)
+    shaped_B, scored = shape_scores(scores_B, rollout.finish, state, config)
     if less_mean_of:
         shaped_B = shaped_B - group_mean(shaped_B, num_samples=less_mean_of)
     kl_BR = token_kl(rollout, reference_BR, config.kl)

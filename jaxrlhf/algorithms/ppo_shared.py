@@ -62,10 +62,7 @@ def ppo_shared_loss(outputs: PolicyAndValues | PolicyOutputs, batch: dict[str, A
 
         loss = policy_loss + value_coef * value_loss
 
-    Metrics: those of `ppo_policy_loss` and `clipped_value_loss`.
-
-    Raises:
-        ValueError: The critic is a model of its own.
+    Metrics: those of `ppo_policy_loss` and `clipped_value_loss`. Raises ValueError if the critic is a model of its own.
     """
     if not isinstance(outputs, PolicyAndValues):
         raise ValueError(

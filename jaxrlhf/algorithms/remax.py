@@ -16,7 +16,7 @@ from jaxrlhf.algorithms.policy import (
     ReinforceUpdate,
     penalized,
     reinforce_policy_loss,
-    shaped_scores,
+    shape_scores,
     token_kl,
 )
 from jaxrlhf.algorithms.reported import masked_summary, score_metrics, summary
@@ -75,8 +75,8 @@ def remax_batch(
     variance. Both scores are shaped alike; where they are normalized, by the moments of both together.
     """
     mask_BR = rollout.response
-    both = rollout.replace(finish=jnp.concatenate([rollout.finish, greedy.finish]))
-    shaped_2B, scored = shaped_scores(jnp.concatenate([scores_B, baseline_B]), both, state, config)
+    finish_2B = jnp.concatenate([rollout.finish, greedy.finish])
+    shaped_2B, scored = shape_scores(jnp.concatenate([scores_B, baseline_B]), finish_2B, state, config)
     shaped_B, shaped_baseline_B = jnp.split(shaped_2B, 2)
     kl_BR = jnp.where(mask_BR, state.kl_coef * token_kl(rollout, reference_BR, config.kl), 0.0)
     advantages_BR = jnp.where(mask_BR, (shaped_B - shaped_baseline_B)[:, None] - kl_BR, 0.0)

@@ -50,10 +50,7 @@ def discounted_sum(
 
         G_t = r_t + discount * G_{t+1}
 
-    Masked tokens are skipped, as in `gae`.
-
-    Returns:
-        The sums, zero where `mask_BT` is False.
+    Masked tokens are skipped, as in `gae`; their sums are zero.
     """
     chex.assert_rank([rewards_BT, mask_BT], 2)
     chex.assert_equal_shape([rewards_BT, mask_BT])

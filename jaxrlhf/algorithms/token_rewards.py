@@ -1,19 +1,12 @@
-"""From a score per sequence to a reward per token: shaping, normalization, the KL penalty.
+"""From a score per sequence to a reward per token, with the KL penalty; moments of scores.
 
 Letters: B sequences, R response columns.
 """
 
-from typing import Literal
-
 import chex
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int
-
-from jaxrlhf.algorithms.masked import VARIANCE_FLOOR
-from jaxrlhf.experience import STOP
-
-ScoreNormalization = Literal["none", "batch", "running"]
+from jaxtyping import Array, Bool, Float
 
 
 class Moments(struct.PyTreeNode):
@@ -55,40 +48,6 @@ def merge_moments(a: Moments, b: Moments) -> Moments:
     )
 
 
-def shape_scores(
-    scores_B: Float[Array, " B"],
-    finish_B: Int[Array, " B"],
-    moments: Moments,
-    *,
-    missing_stop_penalty: float,
-    clip: float | None,
-    normalization: ScoreNormalization,
-) -> tuple[Float[Array, " B"], Moments]:
-    """Penalizes responses that did not stop, then clips, then normalizes.
-
-        s = score - missing_stop_penalty * [finish is not STOP]
-        s = min(max(s, -clip), clip)
-        s = (s - mean) / sqrt(variance + 1e-8)
-
-    Mean and variance are those of this batch, or with "running" of all scores seen, this batch included.
-
-    Returns:
-        The shaped scores, and the moments with this batch in them (as they were, unless "running").
-    """
-    chex.assert_rank([scores_B, finish_B], 1)
-    chex.assert_equal_shape([scores_B, finish_B])
-    scores_B = scores_B - jnp.where(finish_B == STOP, 0.0, missing_stop_penalty)
-    if clip is not None:
-        scores_B = jnp.clip(scores_B, -clip, clip)
-    if normalization == "none":
-        return scores_B, moments
-    over = moments_of(scores_B)
-    if normalization == "running":
-        over = moments = merge_moments(moments, over)
-    scale = 1.0 / jnp.sqrt(over.m2 / over.count + VARIANCE_FLOOR)
-    return (scores_B - over.mean) * scale, moments
-
-
 def last_token(mask_BR: Bool[Array, "B R"]) -> Bool[Array, "B R"]:
     """True at the last unmasked token of each row; nowhere in a row without one."""
     chex.assert_rank(mask_BR, 2)
@@ -107,10 +66,7 @@ def token_rewards(
 
         r_t = -kl_coef * kl_t + score * [t is the last token]
 
-    A row without response tokens has no place for its score: its rewards are zero.
-
-    Returns:
-        Rewards, zero where `mask_BR` is False.
+    Rewards are zero where `mask_BR` is False. A row without response tokens has no place for its score.
 
     Reference:
         Ziegler et al. 2019, arXiv:1909.08593, eq. 2; Ouyang et al. 2022, arXiv:2203.02155, eq. 2.

@@ -25,13 +25,8 @@ DEFAULT = "default"
 def find_template(wanted: str, known: Mapping[str, str], *, tokenizer: str) -> tuple[str, str]:
     """The origin of a template, for error messages, and its text.
 
-    Args:
-        wanted: Jinja text, a file, the name of one of the tokenizer's templates, or '' for its default.
-        known: The tokenizer's templates by name.
-        tokenizer: Its name, for error messages.
-
-    Raises:
-        ValueError: There is none.
+    `wanted` is Jinja text, a file, the name of one of the tokenizer's templates, or '' for its default. Raises
+    ValueError if there is none.
     """
     if wanted in known:
         return f"{tokenizer} ({wanted})", known[wanted]
@@ -61,14 +56,11 @@ def check_messages(value: Any, *, column: str, source: str) -> list[Message]:
     """The messages of a conversation, checked. A content that is a list of text parts is joined.
 
     Keys without a value, as parquet fills them in, are left out; templates get all others.
-
-    Raises:
-        ValueError: The value is not a conversation.
     """
     where = f"{source}: {column}"
     if not isinstance(value, list):
         raise ValueError(
-            f"{where} must be a list of messages, {{role, content}}. Got {_shown(value)}. Set data.chat to 'user' "
+            f"{where} must be a list of messages, {{role, content}}. Got {brief(value)}. Set data.chat to 'user' "
             "where it is the text of a user's message."
         )
     if not value:
@@ -76,25 +68,21 @@ def check_messages(value: Any, *, column: str, source: str) -> list[Message]:
     messages = []
     for index, message in enumerate(value):
         if not isinstance(message, dict):
-            raise ValueError(f"{where}[{index}] must be a message, {{role, content}}. Got {_shown(message)}.")
+            raise ValueError(f"{where}[{index}] must be a message, {{role, content}}. Got {brief(message)}.")
         message = {key: item for key, item in message.items() if item is not None}
         if isinstance(message.get("content"), list):
             message["content"] = _joined(message["content"], f"{where}[{index}].content")
         for key in ("role", "content"):
             only_calls = key == "content" and key not in message and message.get("tool_calls")
             if not isinstance(message.get(key), str) and not only_calls:
-                got = _shown(message[key]) if key in message else f"only {', '.join(message) or 'nothing'}"
+                got = brief(message[key]) if key in message else f"only {', '.join(message) or 'nothing'}"
                 raise ValueError(f"{where}[{index}] must have a {key} of text. Got {got}.")
         messages.append(message)
     return messages
 
 
 def check_tools(value: Any, *, column: str, source: str) -> list[Any] | None:
-    """The functions that an assistant may call, from a list of JSON objects or its JSON text; None for no functions.
-
-    Raises:
-        ValueError: The value is neither.
-    """
+    """The functions that an assistant may call, from a list of JSON objects or its JSON text; None for no functions."""
     tools = value
     if isinstance(value, str):
         try:
@@ -104,17 +92,13 @@ def check_tools(value: Any, *, column: str, source: str) -> list[Any] | None:
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise ValueError(
             f"{source}: {column} must be a list of JSON objects, each of which describes a function. Got "
-            f"{_shown(value)}. Set data.tools_column to '' where it is something else."
+            f"{brief(value)}. Set data.tools_column to '' where it is something else."
         )
     return tools or None
 
 
 def check_tools_are_known(template: ChatTemplate, messages: Sequence[Message], tools: Any, *, source: str) -> None:
-    """Checks that a template reads the tools and tool calls of a conversation, if it has any.
-
-    Raises:
-        ValueError: The template would leave them out.
-    """
+    """Checks that a template reads the tools and tool calls of a conversation, if it has any."""
     calls = next((index for index, message in enumerate(messages) if message.get("tool_calls")), None)
     for word, got in (("tool_calls", calls), ("tools", tools)):
         if got is not None and not re.search(rf"\b{word}\b", template.text):
@@ -126,11 +110,7 @@ def check_tools_are_known(template: ChatTemplate, messages: Sequence[Message], t
 
 
 def check_tool_messages(template: ChatTemplate, conversations: Sequence[Conversation]) -> None:
-    """Checks, with the first conversation that has a tool's answer, that a template writes such answers.
-
-    Raises:
-        ValueError: It leaves them out, as some templates do with messages of unknown roles.
-    """
+    """Checks, with the first conversation that has a tool's answer, that a template writes such answers."""
     answer = "\U00020000"  # no template writes this character by itself
     for conversation in conversations:
         tools = [index for index, message in enumerate(conversation.messages) if message["role"] == "tool"]
@@ -152,8 +132,7 @@ def check_tool_messages(template: ChatTemplate, conversations: Sequence[Conversa
 def split_completion(messages: Sequence[Message], *, where: str) -> tuple[Sequence[Message], str | None]:
     """The messages to answer, and the answer: the last message if it is the assistant's, else None.
 
-    Raises:
-        ValueError: The answer calls tools, for which there is no text to learn from.
+    Raises ValueError if the answer calls tools, for which there is no text to learn from.
     """
     last = messages[-1]
     if last["role"] != "assistant":
@@ -173,15 +152,10 @@ def _joined(parts: list[Any], where: str) -> str:
         kind = part.get("type", "text") if isinstance(part, dict) else "text"
         text = part.get("text") if isinstance(part, dict) else part
         if kind != "text" or not isinstance(text, str):
-            got = f"a part of type {brief(kind)}" if kind != "text" else _shown(part)
+            got = f"a part of type {brief(kind)}" if kind != "text" else brief(part)
             raise ValueError(
                 f"{where}[{index}] must be text, {{type: text, text: ...}}. Got {got}. The models here read text "
                 "alone: remove the part, or the row."
             )
         texts.append(text)
     return "".join(texts)
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 100 else f"{text[:100]}..."

@@ -8,6 +8,7 @@ from typing import Literal
 
 from jaxrlhf.brief import brief, did_you_mean
 from jaxrlhf.data.arithmetic import ArithmeticConfig, arithmetic_rows
+from jaxrlhf.require import require
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,29 +64,20 @@ class DataConfig:
     Dropped rows are counted."""
 
     def __post_init__(self) -> None:
+        tasks = ", ".join(TASKS)
         if bool(self.task) == bool(self.path):
             raise ValueError(
                 f"data: exactly one of task and path must be set. Got task={brief(self.task)} and "
-                f"path={brief(self.path)}. Set data.task to a built-in "
-                f"task ({', '.join(TASKS)}) or data.path to a JSONL or parquet file."
+                f"path={brief(self.path)}. Set data.task to a built-in task ({tasks}) or data.path to a JSONL or "
+                "parquet file."
             )
-        if self.task and self.task not in TASKS:
-            raise ValueError(
-                f"data.task: must be a built-in task. Got {brief(self.task)}. Known: {', '.join(TASKS)}."
-                f"{did_you_mean(self.task, TASKS)}"
-            )
-        if self.task and self.eval_path:
-            raise ValueError(
-                f"data.eval_path: a built-in task holds out its own rows. Got {brief(self.eval_path)} with "
-                f"task={brief(self.task)}. Leave it out."
-            )
-        if self.eval_rows < 0:
-            raise ValueError(f"data.eval_rows: must not be negative. Got {self.eval_rows}.")
-        if not 0 <= self.max_prompt_tokens < 2**31:
-            raise ValueError(
-                "data.max_prompt_tokens: must be positive and below 2^31, or 0 for the longest prompt. Got "
-                f"{self.max_prompt_tokens}."
-            )
+        known = f"Known: {tasks}.{did_you_mean(self.task, TASKS)}"
+        require(not self.task or self.task in TASKS, "data.task", "must be a built-in task", self.task, known)
+        rule = "a built-in task holds out its own rows"
+        require(not (self.task and self.eval_path), "data.eval_path", rule, self.eval_path, "Leave it out.")
+        require(self.eval_rows >= 0, "data.eval_rows", "must not be negative", self.eval_rows)
+        rule = "must be positive and below 2^31, or 0 for the longest prompt"
+        require(0 <= self.max_prompt_tokens < 2**31, "data.max_prompt_tokens", rule, self.max_prompt_tokens)
         self._check_pairs()
         self._check_template()
         self._check_chat()
@@ -97,13 +89,9 @@ class DataConfig:
                 "data.completion_column, data.chosen_column, data.rejected_column: must be different columns. Got "
                 f"{', '.join(map(brief, named))}. Set the one that there is not to ''."
             )
-        if not self.reply_marker:
-            return
-        if not self.chosen_column:
-            raise ValueError(
-                "data.chosen_column: must name the column of dialogues that data.reply_marker divides. Got ''."
-            )
-        if self.template or self.chat != "none":
+        rule = "must name the column of dialogues that data.reply_marker divides"
+        require(bool(self.chosen_column or not self.reply_marker), "data.chosen_column", rule, self.chosen_column)
+        if self.reply_marker and (self.template or self.chat != "none"):
             raise ValueError(
                 f"data.reply_marker: dialogues that are text have no template. Got {brief(self.reply_marker)} with "
                 f"data.template={brief(self.template)} and data.chat={self.chat!r}. Leave those out."
@@ -117,8 +105,8 @@ class DataConfig:
                 f"data.template: must be a Python format string. Got {brief(self.template)}: {error}. Write a brace "
                 "that is meant as such twice."
             ) from error
-        if not all(fields) or any(field.isdigit() for field in fields) or (self.template and not fields):
-            raise ValueError(f"data.template: must name columns, as in '{{question}}'. Got {brief(self.template)}.")
+        names_columns = all(field and not field.isdigit() for field in fields) and bool(fields or not self.template)
+        require(names_columns, "data.template", "must name columns, as in '{question}'", self.template)
 
     def _check_chat(self) -> None:
         for field in ("chat_template", "system_prompt"):
@@ -127,11 +115,9 @@ class DataConfig:
                     f"data.{field}: only chats have one. Got {brief(getattr(self, field))} with data.chat='none'. Set "
                     "data.chat to 'user' or 'messages', or leave it out."
                 )
-        if self.chat == "messages" and self.template:
-            raise ValueError(
-                f"data.template: a list of messages has none. Got {brief(self.template)} with data.chat='messages'. "
-                "Leave it out, or set data.chat to 'user' to make a user's message of the filled template."
-            )
+        remedy = "Leave it out, or set data.chat to 'user' to make a user's message of the filled template."
+        is_plain = self.chat != "messages" or not self.template
+        require(is_plain, "data.template", "a list of messages has none", self.template, remedy)
         try:
             datetime.date.fromisoformat(self.chat_date)
         except ValueError as error:

@@ -37,12 +37,8 @@ def control_pattern(tokens: Collection[str]) -> re.Pattern[str] | None:
 
 
 def mark_tokens(value: Any, tokens: re.Pattern[str] | None, *, avoid: str = "") -> tuple[Any, str]:
-    """A value with every control token in its texts marked, and the mark; unchanged, and '', if there are none.
-
-    Args:
-        value: Text, or lists and mappings of texts.
-        avoid: Another text that must not contain the mark.
-    """
+    """Text, or lists and mappings of texts, with every control token marked, and the mark, which the text `avoid` does
+    not contain; unchanged, and '', if there are none."""
     if tokens is None or not any(tokens.search(text) for text in _texts(value)):
         return value, ""
     used = set(avoid).union(*_texts(value))

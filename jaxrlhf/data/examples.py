@@ -19,7 +19,7 @@ from jaxrlhf.data.chat_process import ChatTemplate, Conversation, render_chats
 from jaxrlhf.data.config import DataConfig, template_fields
 from jaxrlhf.data.control_tokens import MarkedText, control_pattern, mark_text, mark_tokens
 from jaxrlhf.data.files import Row
-from jaxrlhf.data.pairs import MalformedPair, Pair, read_messages, read_pair
+from jaxrlhf.data.pairs import MalformedPair, read_margin, read_messages, read_pair
 from jaxrlhf.data.tokenizer import Tokenizer
 
 
@@ -49,53 +49,47 @@ def read_example(row: Row, config: DataConfig) -> Example:
         MalformedPair: The row does not hold two different replies to one prompt.
         ValueError: Anything else is wrong.
     """
-    pair = read_pair(row, config)
+    start, chosen, rejected = read_pair(row, config)
     completion = row.columns.get(config.completion_column)
     if completion is not None:
         completion = row.text(config.completion_column, completion, may_be_empty=True)
+    prompt, messages = "", start if isinstance(start, list) else []
     if config.chat != "messages":
-        prompt = pair.prompt if isinstance(pair.prompt, str) and pair.prompt else _prompt(row, config)
-        messages = _with_system([{"role": "user", "content": prompt}], config) if config.chat == "user" else []
-        return _example(row, prompt, messages, completion, pair, config)
-    messages, answer = pair.prompt, None
-    if not isinstance(messages, list) or not messages:
-        column = config.prompt_column
-        row.require_column(column, "Set data.prompt_column.")
-        messages, answer = split_completion(read_messages(row, column), where=f"{row.source}: {column}")
-        if not messages:
+        prompt = start if isinstance(start, str) and start else _prompt(row, config)
+        messages = [{"role": "user", "content": prompt}] if config.chat == "user" else []
+    elif not messages:
+        messages, answer = _read_dialogue(row, config)
+        if answer is not None and completion is not None:
             raise ValueError(
-                f"{row.source}: {column} must hold a message before the assistant's. Got only that. Remove the row."
+                f"{row.source}: a completion is given once. Got an assistant's last message and the column "
+                f"{config.completion_column!r}. Remove one, or set data.completion_column to ''."
             )
-    if answer is not None and completion is not None:
-        raise ValueError(
-            f"{row.source}: a completion is given once. Got an assistant's last message and the column "
-            f"{config.completion_column!r}. Remove one, or set data.completion_column to ''."
-        )
-    completion = completion if answer is None else answer
-    return _example(row, "", _with_system(messages, config), completion, pair, config)
-
-
-def _example(
-    row: Row, prompt: str, messages: Sequence[Message], completion: str | None, pair: Pair, config: DataConfig
-) -> Example:
-    """Combines the completion column with the pair."""
-    if pair.chosen is not None and completion is not None:
+        completion = completion if answer is None else answer
+    if chosen is not None and completion is not None:
         raise ValueError(
             f"{row.source}: a completion is given once. Got one beside the column {config.chosen_column!r}. Remove "
             "it, or set data.completion_column or data.chosen_column to ''."
         )
-    completion = completion if pair.chosen is None else pair.chosen
-    if completion is not None and completion == pair.rejected:
+    completion = completion if chosen is None else chosen
+    if completion is not None and completion == rejected:
         raise MalformedPair(row, "a rejected completion must differ from the chosen one", f"{brief(completion)} twice")
     tools = row.columns.get(config.tools_column) if config.chat != "none" else None
     tools = check_tools(tools, column=config.tools_column, source=row.source)
-    return Example(row, prompt, messages, completion, pair.rejected, pair.margin, tools)
+    if config.system_prompt and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": config.system_prompt}, *messages]
+    return Example(row, prompt, messages, completion, rejected, read_margin(row, config), tools)
 
 
-def _with_system(messages: Sequence[Message], config: DataConfig) -> Sequence[Message]:
-    if not config.system_prompt or messages[0]["role"] == "system":
-        return messages
-    return [{"role": "system", "content": config.system_prompt}, *messages]
+def _read_dialogue(row: Row, config: DataConfig) -> tuple[Sequence[Message], str | None]:
+    """The messages in the prompt column up to the assistant's answer, and that answer, if it is there."""
+    column = config.prompt_column
+    row.require_column(column, "Set data.prompt_column.")
+    messages, answer = split_completion(read_messages(row, column), where=f"{row.source}: {column}")
+    if not messages:
+        raise ValueError(
+            f"{row.source}: {column} must hold a message before the assistant's. Got only that. Remove the row."
+        )
+    return messages, answer
 
 
 def prompt_texts(examples: Sequence[Example], config: DataConfig, tokenizer: Tokenizer) -> list[MarkedText]:

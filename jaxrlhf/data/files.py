@@ -47,14 +47,10 @@ class Row:
 
 
 def read_rows(field: str, paths: str | Sequence[str]) -> list[Row]:
-    """The rows of one or several files, whose suffixes name their formats.
+    """The rows of the files of `find_files`, whose suffixes name their formats.
 
-    Args:
-        field: The key of the config that names them, for error messages.
-        paths: As in `find_files`.
-
-    Raises:
-        ValueError: A file is missing, of an unknown kind or malformed, or all are empty. Names the file and the row.
+    Errors begin with `field`, the key of the config that names the files. They are ValueErrors, which name the file and
+    the row, for one that is missing, of an unknown kind or malformed, or if all are empty.
     """
     files = find_files(field, paths)
     rows = [row for path in files for row in _read_file(field, path)]
@@ -68,10 +64,7 @@ def find_files(field: str, paths: str | Sequence[str]) -> list[str]:
     """The files that paths stand for: a file, the files of a folder, or those that match a pattern, sorted by name.
 
     The files of several paths come in the order of the paths. In a folder, hidden files, unknown formats and folders
-    are left out.
-
-    Raises:
-        ValueError: There are no files, one is named twice, or those of a folder have several formats.
+    are left out. Raises ValueError if there are none, one is named twice, or those of a folder have several formats.
     """
     files = [file for path in ([paths] if isinstance(paths, str) else paths) for file in _files_of(field, path)]
     if not files:
@@ -125,20 +118,13 @@ def _read_file(field: str, path: str) -> list[Row]:
 
 
 def _read_json_lines(path: str) -> Iterator[Row]:
-    """The objects of a file with one per line. Blank lines are skipped."""
-    yield from _json_lines(path, Path(path).read_bytes())
-
-
-def _read_packed_json_lines(path: str) -> Iterator[Row]:
-    """The same, compressed by gzip."""
-    try:
-        text = gzip.decompress(Path(path).read_bytes())
-    except (OSError, EOFError, zlib.error) as error:
-        raise ValueError(f"{path}: must be a file that gzip packed. Got {_first_line(error)}.") from error
-    yield from _json_lines(path, text)
-
-
-def _json_lines(path: str, text: bytes) -> Iterator[Row]:
+    """The objects of a file with one per line, which gzip may have packed. Blank lines are skipped."""
+    text = Path(path).read_bytes()
+    if path.lower().endswith(".gz"):
+        try:
+            text = gzip.decompress(text)
+        except (OSError, EOFError, zlib.error) as error:
+            raise ValueError(f"{path}: must be a file that gzip packed. Got {_first_line(error)}.") from error
     for number, line in enumerate(text.removeprefix(codecs.BOM_UTF8).split(b"\n"), start=1):
         if line.strip():
             yield _row(f"{path}:{number}", _parsed(f"{path}:{number}", line))
@@ -171,7 +157,7 @@ def _read_parquet(path: str) -> Iterator[Row]:
 
 READERS: dict[str, Callable[[str], Iterator[Row]]] = {
     ".jsonl": _read_json_lines,
-    ".jsonl.gz": _read_packed_json_lines,
+    ".jsonl.gz": _read_json_lines,
     ".json": _read_json,
     ".parquet": _read_parquet,
 }

@@ -35,11 +35,8 @@ class PromptLoader:
             raise ValueError(f"PromptLoader: seed must not be negative. Got {self.seed}.")
 
     def batch(self, step: int, kind: RowKind = "prompts", *, max_new_tokens: int = 0) -> Any:
-        """The training rows of a step. Ids of prompts are running numbers over the whole run, modulo 2**32.
-
-        Args:
-            max_new_tokens: Demonstrations and preferences come from the rows with completions of at most this length.
-        """
+        """The training rows of a step; for demonstrations and preferences, of those with completions of at most
+        `max_new_tokens`. Ids of prompts are running numbers over the whole run, modulo 2**32."""
         positions = step * self.batch_size + np.arange(self.batch_size, dtype=np.int64)
         usable = self.table.usable(kind, max_new_tokens)
         rows = usable[_stream(positions, len(usable), self.seed, _STREAMS[kind])]
@@ -48,8 +45,7 @@ class PromptLoader:
     def eval_batches(self, num: int, kind: RowKind = "prompts", *, max_new_tokens: int = 0) -> list[Any]:
         """The first `num` held-out rows that can be used as `kind`, always in the same order, in batches.
 
-        Raises:
-            ValueError: There are fewer, or the batch size does not divide `num`.
+        Raises ValueError if there are fewer, or if the batch size does not divide `num`.
         """
         rows = self.table.usable(kind, max_new_tokens, held_out=True)
         if not 0 <= num <= len(rows):

@@ -1,6 +1,5 @@
 """Preferences in rows: two completions of one prompt, or two dialogues that differ in their last reply."""
 
-import dataclasses
 import math
 
 from jaxrlhf.brief import brief
@@ -16,19 +15,9 @@ class MalformedPair(ValueError):
         super().__init__(f"{row.source}: {rule}. Got {got}. Mend the row, or set data.malformed to 'drop'.")
 
 
-@dataclasses.dataclass(frozen=True)
-class Pair:
-    """The preference in a row."""
-
-    prompt: str | list[Message] = ""
-    """The common start of both dialogues; empty if the columns hold only replies."""
-    chosen: str | None = None
-    rejected: str | None = None
-    margin: float = 0.0
-
-
-def read_pair(row: Row, config: DataConfig) -> Pair:
-    """The pair of a row; an empty one if the row has none.
+def read_pair(row: Row, config: DataConfig) -> tuple[str | list[Message], str | None, str | None]:
+    """The common start of both dialogues of a row, empty if the columns hold only replies, and the chosen and the
+    rejected reply, None if there is none.
 
     Raises:
         MalformedPair: A dialogue has no reply, or the dialogues differ before it.
@@ -41,8 +30,7 @@ def read_pair(row: Row, config: DataConfig) -> Pair:
     if prompts[0] != prompts[-1]:
         raise MalformedPair(row, f"{' and '.join(columns)} must be the same up to their last replies", "two prompts")
     reply_of = dict(zip(columns, replies, strict=True))
-    chosen, rejected = reply_of.get(config.chosen_column), reply_of.get(config.rejected_column)
-    return Pair(prompts[0], chosen, rejected, _margin(row, config))
+    return prompts[0], reply_of.get(config.chosen_column), reply_of.get(config.rejected_column)
 
 
 def read_messages(row: Row, column: str) -> list[Message]:
@@ -70,7 +58,8 @@ def _split(row: Row, column: str, config: DataConfig) -> tuple[str | list[Messag
     return before + marker, reply
 
 
-def _margin(row: Row, config: DataConfig) -> float:
+def read_margin(row: Row, config: DataConfig) -> float:
+    """By how much the chosen reply of a row was preferred."""
     value = row.columns.get(config.margin_column) if config.margin_column else None
     if value is None:
         return 0.0

@@ -1,6 +1,6 @@
 """The rows of a run, training and held out, tokenized once and kept in host memory.
 
-Letters: B rows, P prompt columns, R response columns, T = P + R columns.
+Letters: B rows, P prompt columns, R response columns, C columns of either.
 """
 
 import dataclasses
@@ -75,7 +75,7 @@ class PromptTable:
 
     def batch(self, rows: np.ndarray, ids: np.ndarray) -> Prompts:
         """The prompts of these rows, padded on the left, as numpy arrays."""
-        tokens_BP, mask_BP = self._padded_prompts(rows)
+        tokens_BP, mask_BP = self._padded(rows, self.tokens, self.prompt_length, on_left=True)
         arrays: dict[str, Any] = {
             "tokens": tokens_BP,
             "mask": mask_BP,
@@ -85,20 +85,12 @@ class PromptTable:
         return Prompts(**arrays)
 
     def demonstrations(self, rows: np.ndarray, *, max_new_tokens: int) -> Sequences:
-        """Prompts with their completions and an end of text, as numpy arrays with R = `max_new_tokens`.
-
-        Raises:
-            ValueError: A row has no completion, or it does not fit.
-        """
+        """Prompts with their completions and an end of text, as numpy arrays with R = `max_new_tokens`."""
         self.check("demonstrations", rows, max_new_tokens=max_new_tokens)
         return self._with_responses(rows, self.completions, max_new_tokens)
 
     def preferences(self, rows: np.ndarray, *, max_new_tokens: int) -> Preferences:
-        """Prompts with their chosen and with their rejected completions, as numpy arrays.
-
-        Raises:
-            ValueError: A row has no two completions, or one does not fit.
-        """
+        """Prompts with their chosen and with their rejected completions, as numpy arrays."""
         self.check("preferences", rows, max_new_tokens=max_new_tokens)
         return Preferences(
             chosen=self._with_responses(rows, self.completions, max_new_tokens),
@@ -119,13 +111,7 @@ class PromptTable:
 
     def check(self, kind: RowKind, rows: np.ndarray, *, max_new_tokens: int, key: str = "data.overlong") -> None:
         """Checks that rows have the completions that a kind of rows needs, each of at most `max_new_tokens` tokens.
-
-        Args:
-            key: The key of the config that can be set to 'drop' to leave such rows out, for error messages.
-
-        Raises:
-            ValueError: A row lacks a completion, or one is longer.
-        """
+        Errors say that the `key` of the config can be set to 'drop'."""
         purpose = "supervised training" if kind == "demonstrations" else "training on preferences"
         for row in rows:
             for what, lengths in self._lengths(kind).items():
@@ -158,14 +144,8 @@ class PromptTable:
         self, rows: np.ndarray, responses: Sequence[np.ndarray | None], max_new_tokens: int
     ) -> Sequences:
         """Prompts padded on the left, with these responses padded on the right."""
-        prompts_BP, prompt_mask_BP = self._padded_prompts(rows)
-        response_BR = np.zeros((len(rows), max_new_tokens), bool)
-        tokens_BR = np.full(response_BR.shape, self.tokenizer.pad_id, np.int32)
-        for index, row in enumerate(rows):
-            tokens = responses[row]
-            assert tokens is not None
-            tokens_BR[index, : len(tokens)] = tokens
-            response_BR[index, : len(tokens)] = True
+        prompts_BP, prompt_mask_BP = self._padded(rows, self.tokens, self.prompt_length, on_left=True)
+        tokens_BR, response_BR = self._padded(rows, responses, max_new_tokens, on_left=False)
         arrays: dict[str, Any] = {
             "tokens": np.concatenate([prompts_BP, tokens_BR], axis=1),
             "mask": np.concatenate([prompt_mask_BP, response_BR], axis=1),
@@ -173,33 +153,34 @@ class PromptTable:
         }
         return Sequences(**arrays)
 
-    def _padded_prompts(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        tokens_BP = np.full((len(rows), self.prompt_length), self.tokenizer.pad_id, np.int32)
-        mask_BP = np.zeros(tokens_BP.shape, bool)
+    def _padded(
+        self, rows: np.ndarray, texts: Sequence[np.ndarray | None], columns: int, *, on_left: bool
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The tokens of these rows' texts, padded on one side, and the mask that is True at them."""
+        tokens_BC = np.full((len(rows), columns), self.tokenizer.pad_id, np.int32)
+        mask_BC = np.zeros(tokens_BC.shape, bool)
         for index, row in enumerate(rows):
-            tokens = self.tokens[row]
-            tokens_BP[index, self.prompt_length - len(tokens) :] = tokens
-            mask_BP[index, self.prompt_length - len(tokens) :] = True
-        return tokens_BP, mask_BP
+            tokens = texts[row]
+            assert tokens is not None
+            first = columns - len(tokens) if on_left else 0
+            tokens_BC[index, first : first + len(tokens)] = tokens
+            mask_BC[index, first : first + len(tokens)] = True
+        return tokens_BC, mask_BC
 
 
 def load_prompts(config: DataConfig, tokenizer: TokenizerConfig | Tokenizer) -> PromptTable:
     """Reads the rows and tokenizes them, by a given tokenizer or by the one that a config describes.
 
     A tokenizer of kind `train` learns from the training rows only: prompts, completions and all columns of text.
-
-    Raises:
-        ValueError: A file, a row, a template or a length is invalid; the message says where.
+    Raises ValueError, which says where, if a file, a row, a template or a length is invalid.
     """
     train, held_out = _read_splits(config)
     names = list(dict.fromkeys(name for row in train + held_out for name in row.columns))
     _check_columns(config, names)
-    num_read = len(train) + len(held_out)
+    num_read, source = len(train) + len(held_out), _shown(config.path)
     train, held_out = _read_examples(train, config), _read_examples(held_out, config)
     if not train:
-        raise ValueError(
-            f"data.malformed: must leave rows for training. Got 'drop', which drops all of {_shown(config.path)}."
-        )
+        raise ValueError(f"data.malformed: must leave rows for training. Got 'drop', which drops all of {source}.")
     examples = train + held_out
     rows = [example.row for example in examples]
     if isinstance(tokenizer, TokenizerConfig):
@@ -270,13 +251,10 @@ def _files_read(config: DataConfig) -> list[str]:
     notes = []
     for key, paths in (("path", config.path), ("eval_path", config.eval_path)):
         files = find_files(f"data.{key}", paths) if paths else []
+        others = f" ... {files[-1]}" if len(files) > 3 else ""
         if len(files) > 1:
-            notes.append(f"data.{key}: {len(files)} files in this order: {', '.join(files[:3])}{_others(files[3:])}.")
+            notes.append(f"data.{key}: {len(files)} files in this order: {', '.join(files[:3])}{others}.")
     return notes
-
-
-def _others(files: list[str]) -> str:
-    return f" ... {files[-1]}" if files else ""
 
 
 def _shown(paths: str | Sequence[str]) -> str:
@@ -297,17 +275,14 @@ def _read_examples(rows: list[Row], config: DataConfig) -> list[Example]:
 
 def _check_columns(config: DataConfig, names: list[str]) -> None:
     """Checks that the columns that the config names are in some row."""
+    margin = config.margin_column
+    wanted = [(f"data.margin_column: must name a column of the rows. Got {brief(margin)}", margin)] if margin else []
     for field in template_fields(config.template):
-        if field not in names:
-            raise ValueError(
-                f"data.template: must name columns of the rows. Got {brief(field)} in {brief(config.template)}. Known: "
-                f"{', '.join(names)}.{did_you_mean(field, names)}"
-            )
-    if config.margin_column and config.margin_column not in names:
-        raise ValueError(
-            f"data.margin_column: must name a column of the rows. Got {brief(config.margin_column)}. Known: "
-            f"{', '.join(names)}.{did_you_mean(config.margin_column, names)}"
-        )
+        got = f"{brief(field)} in {brief(config.template)}"
+        wanted.append((f"data.template: must name columns of the rows. Got {got}", field))
+    for message, name in wanted:
+        if name not in names:
+            raise ValueError(f"{message}. Known: {', '.join(names)}.{did_you_mean(name, names)}")
 
 
 def _fitting(tokens: list[np.ndarray], sources: list[str], config: DataConfig) -> tuple[list[int], int]:

@@ -33,13 +33,9 @@ _BEYOND = "\ufffd".encode()
 
 
 def stop_table(strings: Sequence[str], token_bytes: Sequence[bytes]) -> StopTable:
-    """The automaton of some stop strings, over the tokens of a vocabulary.
+    """The automaton of some stop strings, over the tokens of a vocabulary, given as bytes.
 
-    Args:
-        token_bytes: The bytes of each token.
-
-    Raises:
-        ValueError: The strings are too long, or their table too large.
+    Raises ValueError if the strings are too long, or their table too large.
     """
     sought = [text.encode() for text in strings]
     size, rule = sum(map(len, sought)), f"must have at most {MAX_BYTES} bytes together"
@@ -95,11 +91,7 @@ def _automaton(sought: Sequence[bytes]) -> tuple[Int[np.ndarray, "N b"], Bool[np
 def _steps(
     tokens: Sequence[bytes], after_Nb: Int[np.ndarray, "N b"], completes_N: Bool[np.ndarray, " N"]
 ) -> Int[np.ndarray, "T N"]:
-    """The next state for each token and state; where the token completes a string, -1 minus that state.
-
-    Args:
-        tokens: The longest ones first.
-    """
+    """The next state for each token, the longest first, and state; where it completes a string, -1 minus that state."""
     lengths = np.array([len(token) for token in tokens])
     state_TN = np.tile(np.arange(len(completes_N), dtype=np.int16), (len(tokens), 1))
     complete_TN = np.zeros(state_TN.shape, bool)

@@ -18,10 +18,8 @@ def token_bytes(backend: tokenizers.Tokenizer, *, name: str) -> dict[int, bytes]
     """Token -> its bytes within a text, for byte-level vocabularies and those of SentencePiece.
 
     Bytes, since a token may hold part of a character. A decoder that strips the first space of a text does not strip it
-    here: a token is taken as it stands after others.
-
-    Raises:
-        ValueError: The decoder writes a token in a way that depends on the tokens around it, or that is not known here.
+    here: a token is taken as it stands after others. Raises ValueError if the decoder writes a token in a way that
+    depends on the tokens around it, or that is not known here.
     """
     steps = _steps(backend, name)
 

@@ -25,11 +25,8 @@ def read_files(path: Path) -> dict[str, bytes]:
 
 
 def write_files(files: Mapping[str, bytes], folder: Path, *, renamed: Mapping[str, str]) -> None:
-    """Writes the files of a tokenizer into a folder.
-
-    Args:
-        renamed: Special tokens that the config replaced, as in {eos_token: <|im_end|>}, to be named in the files.
-    """
+    """Writes the files of a tokenizer into a folder, naming in them the special tokens that the config replaced, as in
+    {eos_token: <|im_end|>}."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
         if renamed and name in (SETTINGS, SPECIAL):
@@ -60,11 +57,7 @@ def tokens_by_id(folder: Path, backend: tokenizers.Tokenizer) -> dict[str, str]:
 
 
 def read_vocabulary(path: Path) -> dict[str, int]:
-    """Token -> id, from a tokenizer.json.
-
-    Raises:
-        ValueError: The file cannot be read as one.
-    """
+    """Token -> id, from a tokenizer.json."""
     try:
         return tokenizers.Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True)
     except Exception as error:  # the library raises bare Exception

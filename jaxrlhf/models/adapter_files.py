@@ -33,12 +33,8 @@ _HEAD = _PREFIX + checkpoint_name("value_head")
 
 
 def save_adapters(params: Params, config: ModelConfig, lora: LoRAConfig, folder: Path, *, base: str = "") -> None:
-    """Write adapters that PEFT loads, made or replaced in `folder`.
-
-    Args:
-        params: Adapters, with layers as a list or stacked.
-        base: The folder of the model that they adapt, for PEFT to find it. Empty means unknown.
-    """
+    """Write adapters, with layers as a list or stacked, as PEFT loads them, made or replaced in `folder`. `base` is the
+    folder of the model that they adapt, for PEFT to find it; empty if unknown."""
     leaves = jax.tree_util.tree_leaves_with_path(with_layers(jax.tree.map(np.asarray, params), stacked=False))
     tensors = {_name(path): np.ascontiguousarray(weight.astype(np.float32).T) for path, weight in leaves}
     fields = {
@@ -68,11 +64,7 @@ def write_tensors(path: Path, tensors: dict[str, np.ndarray], beside: Mapping[st
 
 
 def check_adapters(folder: Path, config: ModelConfig, lora: LoRAConfig) -> None:
-    """A folder holds adapters of this rank, scale and targets, for a model of these sizes.
-
-    Raises:
-        ValueError: It does not.
-    """
+    """A folder holds adapters of this rank, scale and targets, for a model of these sizes."""
     try:
         fields = json.loads((folder / CONFIG).read_text())
     except (OSError, ValueError) as error:
@@ -104,11 +96,7 @@ def check_adapters(folder: Path, config: ModelConfig, lora: LoRAConfig) -> None:
 
 
 def load_adapters(folder: Path, config: ModelConfig, lora: LoRAConfig, layout: Layout) -> Params:
-    """Saved adapters in float32, layers as a list, each part on its devices. A scalar head that is not there is zeros.
-
-    Raises:
-        ValueError: As `check_adapters`.
-    """
+    """Saved adapters in float32, layers as a list, each part on its devices. A missing scalar head is zeros."""
     check_adapters(folder, config, lora)
     with safe_open(folder / WEIGHTS, "numpy") as file:
         names = set(file.keys())

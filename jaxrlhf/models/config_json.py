@@ -62,11 +62,8 @@ _FAMILIES: Mapping[str, _Family] = {
 def read_config(folder: Path, *, head: Head = "lm", longest: int | None = None) -> ModelConfig:
     """The architecture of a folder's config.json. Settings of the computation (dtype, attention ...) keep defaults.
 
-    Args:
-        longest: Tokens of the run's longest sequence. None means the folder's `max_position_embeddings`.
-
-    Raises:
-        ValueError: config.json is missing or malformed, or describes a model that is not supported.
+    The longest sequence of the run, in tokens, is the folder's `max_position_embeddings` if it is None. Raises
+    ValueError if config.json is missing or malformed, or describes a model that is not supported.
     """
     where = folder / CONFIG
     fields = read_json(where)
@@ -134,13 +131,8 @@ def stated_precision(fields: Mapping[str, Any]) -> str:
 def exported_config(
     config: ModelConfig, precision: str, *, end_id: int | None, pad_id: int | None, origin: Origin | None
 ) -> dict[str, dict[str, Any]]:
-    """The files beside a model's weights: file -> fields. Fields of an origin are kept where they still hold.
-
-    Args:
-        precision: Precision of the weights.
-        end_id: The token that ends a text.
-        pad_id: The token that pads it, where the origin names none.
-    """
+    """The files beside a model's weights of some precision: file -> fields. Fields of an origin are kept where they
+    still hold. `end_id` ends a text, and `pad_id` pads it where the origin names no such token."""
     if origin is None:
         return {CONFIG: _config_fields(config, precision, end_id, pad_id)}
     architecture, *others = origin.fields["architectures"]

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxrlhf.experience import PolicyAndValues, PolicyOutputs, Rollout, Sequences
+from jaxrlhf.experience import PolicyAndValues, PolicyOutputs, Sequences
 from jaxrlhf.models.architecture import declare
 from jaxrlhf.models.config import ModelConfig, at_least_float32
 from jaxrlhf.models.params import Params, use
@@ -25,7 +25,6 @@ from jaxrlhf.models.transformer import Wanted, hidden_states
 from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.strategy import Remat
 
-AnySequences = Sequences | Rollout
 Outputs = TypeVar("Outputs", covariant=True)
 
 
@@ -36,14 +35,14 @@ class InferenceOutput(Generic[Outputs]):
     Calling it runs all layers first.
     """
 
-    columns: Callable[[AnySequences], tuple[int, Wanted]]
+    columns: Callable[[Sequences], tuple[int, Wanted]]
     """Sequences -> the number of first columns that go through the layers, and the wanted ones among them."""
-    outputs: Callable[[Params, Float[Array, "B S D"], AnySequences, ModelConfig, Layout], Outputs]
+    outputs: Callable[[Params, Float[Array, "B S D"], Sequences, ModelConfig, Layout], Outputs]
     """(params, hidden states of the wanted columns, sequences, config, layout) -> outputs, one row per sequence.
     Of the weights it reads only those of the head."""
 
     def __call__(
-        self, params: Params, sequences: AnySequences, config: ModelConfig, layout: Layout, *, remat: Remat = "none"
+        self, params: Params, sequences: Sequences, config: ModelConfig, layout: Layout, *, remat: Remat = "none"
     ) -> Outputs:
         length, wanted = self.columns(sequences)
         tokens_BT, mask_BT = sequences.tokens[:, :length], sequences.mask[:, :length]
@@ -51,48 +50,36 @@ class InferenceOutput(Generic[Outputs]):
         return self.outputs(params, hidden_BSD, sequences, config, layout)
 
 
-def _before_responses(sequences: AnySequences) -> tuple[int, Wanted]:
+def _before_responses(sequences: Sequences) -> tuple[int, Wanted]:
     T, R = sequences.tokens.shape[1], sequences.response.shape[1]
     return T - 1, T - R - 1
 
 
-def _at_responses(sequences: AnySequences) -> tuple[int, Wanted]:
+def _at_responses(sequences: Sequences) -> tuple[int, Wanted]:
     T, R = sequences.tokens.shape[1], sequences.response.shape[1]
     return T, T - R
 
 
-def _at_the_end(sequences: AnySequences) -> tuple[int, Wanted]:
+def _at_the_end(sequences: Sequences) -> tuple[int, Wanted]:
     T, R = sequences.tokens.shape[1], sequences.response.shape[1]
     return T, T - R - 1 + sequences.response.sum(axis=1)
 
 
 def _policy(
-    params: Params, hidden_BRD: jax.Array, sequences: AnySequences, config: ModelConfig, layout: Layout
+    params: Params, hidden_BRD: jax.Array, sequences: Sequences, config: ModelConfig, layout: Layout
 ) -> PolicyOutputs:
     P = sequences.tokens.shape[1] - sequences.response.shape[1]
     return token_logprobs(params, hidden_BRD, sequences.tokens[:, P:], sequences.response, config, layout)
 
 
-def _logprobs(
-    params: Params, hidden_BRD: jax.Array, sequences: AnySequences, config: ModelConfig, layout: Layout
-) -> jax.Array:
-    return _policy(params, hidden_BRD, sequences, config, layout).logprobs
-
-
 def _of_responses(
-    params: Params, hidden_BRD: jax.Array, sequences: AnySequences, config: ModelConfig, layout: Layout
+    params: Params, hidden_BRD: jax.Array, sequences: Sequences, config: ModelConfig, layout: Layout
 ) -> jax.Array:
     return jnp.where(sequences.response, _scalars(params, hidden_BRD, config, layout), 0.0)
 
 
-def _scores(
-    params: Params, hidden_B1D: jax.Array, sequences: AnySequences, config: ModelConfig, layout: Layout
-) -> jax.Array:
-    return _scalars(params, hidden_B1D[:, 0], config, layout)
-
-
 def _policy_and_values(
-    params: Params, hidden_BRD: jax.Array, sequences: AnySequences, config: ModelConfig, layout: Layout
+    params: Params, hidden_BRD: jax.Array, sequences: Sequences, config: ModelConfig, layout: Layout
 ) -> PolicyAndValues:
     policy = _policy(params, hidden_BRD, sequences, config, layout)
     values_BR = _of_responses(params, hidden_BRD, sequences, config, layout)
@@ -103,14 +90,16 @@ policy_outputs = InferenceOutput(_before_responses, _policy)
 """Log-probabilities and entropies (in nats) of the response tokens, zero elsewhere."""
 values = InferenceOutput(_before_responses, _of_responses)
 """The scalar head before each response token, the value of the state in which it was chosen; zero elsewhere."""
-scores = InferenceOutput(_at_the_end, _scores)
+scores = InferenceOutput(
+    _at_the_end, lambda params, hidden_B1D, _, config, layout: _scalars(params, hidden_B1D[:, 0], config, layout)
+)
 """The scalar head at the last token of each sequence, the output of a reward model."""
 token_scores = InferenceOutput(_at_responses, _of_responses)
 """The scalar head at each response token, the output of a token-level reward model; zero elsewhere."""
 
 INFERENCE_OUTPUTS: dict[str, InferenceOutput[Any]] = {
     "policy": policy_outputs,
-    "logprobs": InferenceOutput(_before_responses, _logprobs),
+    "logprobs": InferenceOutput(_before_responses, lambda *args: _policy(*args).logprobs),
     "values": values,
     "scores": scores,
     "token_scores": token_scores,

@@ -29,11 +29,7 @@ _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def read_origin(folder: Path) -> Origin:
-    """Reads the files beside a model's weights; their precision is read from them where config.json says none.
-
-    Raises:
-        ValueError: A file is missing or malformed.
-    """
+    """Reads the files beside a model's weights; their precision is read from them where config.json says none."""
     fields = read_json(folder / CONFIG)
     generation = read_json(folder / GENERATION) if (folder / GENERATION).is_file() else {}
     precision = stated_precision(fields)
@@ -46,11 +42,7 @@ def read_origin(folder: Path) -> Origin:
 
 
 def check_params(folder: Path, config: ModelConfig) -> None:
-    """A checkpoint holds the weights that a config declares. Reads names, shapes and dtypes only.
-
-    Raises:
-        ValueError: As `load_params`.
-    """
+    """A checkpoint holds the weights that a config declares. Reads names, shapes and dtypes only."""
     with _open_weights(folder) as files:
         _check_weights(folder, files, config)
 
@@ -66,10 +58,8 @@ def load_params(folder: Path, config: ModelConfig, layout: Layout | None = None)
 
     One weight at a time passes through host memory. With a layout, each goes to its devices in parts, so that none
     ever lies on one device whole; without, all go to JAX's default device. A scalar head that the checkpoint lacks is
-    zeros; a language-model head that the config has no use for is left out.
-
-    Raises:
-        ValueError: Weight files are missing or unreadable, or do not hold exactly the weights that the config declares.
+    zeros; a language-model head that the config has no use for is left out. Raises ValueError if weight files are
+    missing or unreadable, or do not hold exactly the weights that the config declares.
     """
     declared = declare(config)
     with _open_weights(folder) as files:
@@ -103,16 +93,13 @@ def save_params(
     """Write a checkpoint that transformers loads: config.json and model.safetensors, made or replaced in `folder`.
 
     Host memory holds the whole model in `dtype` meanwhile. Without an origin, the architecture is the family that has
-    the config's biases and norms: Qwen2, Qwen3 or else Llama.
+    the config's biases and norms: Qwen2, Qwen3 or else Llama; ValueError if none has them all.
 
     Args:
         params: With layers as a list or stacked, in any layout whose devices this process can reach.
         end_id: The token at which transformers stops generating, unless told otherwise.
         pad_id: The token by which transformers finds the end of a padded sequence that it scores.
         origin: What the folder says that the weights came from: it is said again.
-
-    Raises:
-        ValueError: No family has the config's combination of biases and norms.
     """
     said = exported_config(config, dtype, end_id=end_id, pad_id=pad_id, origin=origin)
     tensors = {}

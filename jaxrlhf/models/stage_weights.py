@@ -21,11 +21,7 @@ from jaxrlhf.sharding.stage_layers import device_group, stage_of_layer
 
 def virtual_stage_of_weight(path: KeyPath, num_layers: int, num_stages: int) -> int | None:
     """The virtual stage of a weight, or of its moment in an optimizer's state. None means that a leaf, such as a
-    counter, belongs to no weight.
-
-    Args:
-        path: Of the leaf, as JAX gives it.
-    """
+    counter, belongs to no weight."""
     for i, key in enumerate(path):
         name = key.key if isinstance(key, DictKey) else None
         if name == LAYERS:
@@ -105,11 +101,8 @@ def seen_from(array: Any, sharding: NamedSharding, *others: Any) -> Any:
 
 
 def part_of(array: jax.Array, shape: tuple[int, ...], sharding: NamedSharding) -> jax.Array:
-    """The part of an array on some of its devices, as an array of its own, without a copy.
-
-    Args:
-        shape: Of the part. Its shards are those of the array.
-    """
+    """The part of an array, of some shape, on some of its devices, as an array of its own with the same shards, without
+    a copy."""
     assert sharding.shard_shape(shape) == array.sharding.shard_shape(array.shape), (shape, sharding, array.sharding)
     return _from_shards([array], shape, sharding)
 

@@ -29,10 +29,8 @@ def load_reward(name: str, options: Mapping[str, Any]) -> RewardFunction:
     """The reward function that a config names, with its options bound.
 
     `name` is a built-in one, `module:function` or `path/to/file.py:function`. A user's function is
-    `f(prompts, completions, **columns) -> list[float]`, with options as further arguments.
-
-    Raises:
-        ValueError: There is no such function, its module does not import, or it does not take the options.
+    `f(prompts, completions, **columns) -> list[float]`, with options as further arguments. Raises ValueError if there
+    is no such function, its module does not import, or it does not take the options.
     """
     if ":" not in name:
         if name not in VERIFIERS:
@@ -54,11 +52,7 @@ def load_reward(name: str, options: Mapping[str, Any]) -> RewardFunction:
 
 
 def check_reward(function: RewardFunction, columns: Iterable[str], *, name: str) -> None:
-    """Checks that the required arguments of a function are bound or columns of the data (`finished` is one too).
-
-    Raises:
-        ValueError: One is not, or the function yields its scores.
-    """
+    """Checks that the required arguments of a function are bound or columns of the data (`finished` is one too)."""
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         raise ValueError(
             f"Reward {brief(name)}: must return a list of scores. Got a function that yields them. Collect them in a "
@@ -95,17 +89,11 @@ def call_reward(
     name: str,
     timeout_seconds: float = 0.0,
 ) -> np.ndarray:
-    """Scores completions by a function, which gets the columns that it takes.
+    """The rewards of completions, [B] in float32, all finite, by a function that gets the columns that it takes.
 
     A function with an argument `completions` is called by keywords and need not take `prompts`; any other one gets
     prompts and completions as its first two arguments. It may be an `async def`, or return a list of awaitables, which
-    are then awaited concurrently, in an event loop of their own.
-
-    Args:
-        timeout_seconds: The time limit. 0 means no limit.
-
-    Returns:
-        rewards_B, float32, all finite.
+    are then awaited concurrently, in an event loop of their own. A limit of 0 seconds means none.
 
     Raises:
         ValueError: The function needs an argument that is no column.
@@ -133,14 +121,8 @@ def call_token_reward(
     name: str,
     timeout_seconds: float = 0.0,
 ) -> list[np.ndarray]:
-    """`call_reward` for a function that returns a list for each completion, with a number for each of its tokens.
-
-    Args:
-        columns: Must have `num_tokens`, the number of tokens of each completion.
-
-    Raises:
-        ValueError, RewardError: As in `call_reward`; or the length of a list is not the number of tokens.
-    """
+    """`call_reward` for a function that returns a list for each completion, with a number for each of its tokens, as
+    many as the column `num_tokens` says."""
     returned = _returned(function, prompts, completions, columns, name=name, timeout_seconds=timeout_seconds)
     rewards = []
     for index, (each, count) in enumerate(zip(returned, columns["num_tokens"], strict=True)):
@@ -168,15 +150,21 @@ def _returned(
     """The return value of a function, with one entry for each completion."""
     check_reward(function, columns, name=name)
     arguments, keywords = _arguments(function, prompts, completions, columns)
+    is_late, rewards = False, None
     try:
-        rewards = _within(timeout_seconds, lambda: _awaited(function(*arguments, **keywords)))
-    except _TookTooLong:
+        if timeout_seconds:  # in a thread, which Python cannot end: a function that hangs ends with the process
+            outcome = _in_thread(lambda: _awaited(function(*arguments, **keywords)))
+            is_late = not concurrent.futures.wait([outcome], timeout=timeout_seconds).done
+            rewards = None if is_late else outcome.result()
+        else:
+            rewards = _awaited(function(*arguments, **keywords))
+    except (Exception, SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:
+        raise RewardError(f"Reward {brief(name)}: must not raise. Got {failure(error, function)}.") from error
+    if is_late:
         raise RewardError(
             f"Reward {brief(name)}: must return within {timeout_seconds:g} seconds for {len(completions)} completions. "
             f"Got nothing by then. Raise roles.{name}.timeout_seconds, or set it to 0 to wait for ever."
-        ) from None
-    except (Exception, SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:
-        raise RewardError(f"Reward {brief(name)}: must not raise. Got {failure(error, function)}.") from error
+        )
     is_list = isinstance(rewards, Sequence) and not isinstance(rewards, str | bytes)
     is_array = hasattr(rewards, "__array__") and np.ndim(rewards) > 0
     if not is_list and not is_array:
@@ -205,24 +193,6 @@ def _awaited(returned: Any) -> Any:
 
 def _is_to_be_awaited(rewards: Any) -> bool:
     return isinstance(rewards, list | tuple) and any(map(inspect.isawaitable, rewards))
-
-
-class _TookTooLong(Exception):
-    """A function did not return in time."""
-
-
-def _within(seconds: float, function: Callable[[], Any]) -> Any:
-    """The return value of a function. With a limit it runs in a thread, which is abandoned after that time.
-
-    Python cannot end a thread: a function that hangs ends with the process.
-    """
-    if not seconds:
-        return function()
-    outcome = _in_thread(function)
-    done, _ = concurrent.futures.wait([outcome], timeout=seconds)
-    if not done:
-        raise _TookTooLong
-    return outcome.result()
 
 
 def _in_thread(function: Callable[[], Any]) -> "concurrent.futures.Future[Any]":

@@ -1,14 +1,11 @@
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrlhf.algorithms.token_rewards import (
-    merge_moments,
-    moments_of,
-    no_moments,
-    shape_scores,
-    token_rewards,
-)
+from jaxrlhf.algorithms.policy import PolicyConfig, policy_state, shape_scores
+from jaxrlhf.algorithms.token_rewards import merge_moments, moments_of, no_moments, token_rewards
 from jaxrlhf.experience import LENGTH, STOP
 
 ALL_STOP = jnp.full(4, STOP)
@@ -24,42 +21,39 @@ def test_token_rewards_by_hand():
 
 def test_penalty_then_clip():
     scores_B, finish_B = jnp.array([3.0, 3.0, -1.0, -1.5]), jnp.array([STOP, LENGTH, LENGTH, STOP])
-    before = no_moments()
-    shaped_B, moments = shape_scores(
-        scores_B, finish_B, before, missing_stop_penalty=2.0, clip=2.5, normalization="none"
-    )
+    config = PolicyConfig(missing_stop_penalty=2.0, score_clip=2.5)
+    before = policy_state(config)
+    shaped_B, after = shape_scores(scores_B, finish_B, before, config)
     np.testing.assert_allclose(shaped_B, [2.5, 1.0, -2.5, -1.5])
-    assert moments is before
+    assert after is before
 
 
 def test_batch_normalization():
     scores_B = jnp.array([1.0, 2.0, 3.0, 6.0])
-    before = moments_of(jnp.array([100.0, 200.0]))
-    shaped_B, moments = shape_scores(
-        scores_B, ALL_STOP, before, missing_stop_penalty=0.0, clip=None, normalization="batch"
-    )
+    config = PolicyConfig(score_normalization="batch")
+    before = policy_state(config).replace(scores=moments_of(jnp.array([100.0, 200.0])))
+    shaped_B, after = shape_scores(scores_B, ALL_STOP, before, config)
     np.testing.assert_allclose(shaped_B, np.array([-2.0, -1.0, 0.0, 3.0]) / np.sqrt(3.5), rtol=1e-6)
-    assert moments is before
+    assert after is before
 
 
 def test_running_normalization_sees_every_batch_up_to_the_present_one():
     rng = np.random.default_rng(2)
     batches = rng.normal(5.0, 3.0, (6, 4)).astype(np.float32)
-    moments = no_moments()
+    config = PolicyConfig(score_normalization="running")
+    state = policy_state(config)
     for i, scores_B in enumerate(batches):
-        shaped_B, moments = shape_scores(
-            jnp.asarray(scores_B), ALL_STOP, moments, missing_stop_penalty=0.0, clip=None, normalization="running"
-        )
+        shaped_B, state = shape_scores(jnp.asarray(scores_B), ALL_STOP, state, config)
         seen = batches[: i + 1].astype(np.float64)
         np.testing.assert_allclose(shaped_B, (scores_B - seen.mean()) / seen.std(), rtol=1e-4, atol=1e-5)
-    assert moments.count == 24
+    assert state.scores.count == 24
 
 
 def test_normalizing_equal_scores_gives_zeros():
+    normalization: Any
     for normalization in ("batch", "running"):
-        shaped_B, _ = shape_scores(
-            jnp.full(4, 7.0), ALL_STOP, no_moments(), missing_stop_penalty=0.0, clip=None, normalization=normalization
-        )
+        config = PolicyConfig(score_normalization=normalization)
+        shaped_B, _ = shape_scores(jnp.full(4, 7.0), ALL_STOP, policy_state(config), config)
         np.testing.assert_array_equal(shaped_B, np.zeros(4))
 
 
