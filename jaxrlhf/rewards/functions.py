@@ -150,7 +150,8 @@ def _returned(
     """The return value of a function, with one entry for each completion."""
     check_reward(function, columns, name=name)
     arguments, keywords = _arguments(function, prompts, completions, columns)
-    is_late, rewards = False, None
+    is_late = False
+    rewards: Any = None
     try:
         if timeout_seconds:  # in a thread, which Python cannot end: a function that hangs ends with the process
             outcome = _in_thread(lambda: _awaited(function(*arguments, **keywords)))
