@@ -335,11 +335,7 @@ def _waiting_last(graph: CallGraph) -> CallGraph:
 
 
 def _evaluated(name: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """The output shapes of a compute function.
-
-    Raises:
-        GraphError: It does not take these arguments, or fails.
-    """
+    """The output shapes of a compute function. Raises GraphError if it does not take these arguments, or fails."""
     try:
         inspect.signature(function).bind(*args)
     except TypeError as error:

@@ -23,10 +23,7 @@ class Part(NamedTuple):
 
 def to_host(leaves: Sequence[Any], channel: Channel) -> list[Any]:
     """Whole arrays as NumPy arrays in every process. All processes must call this, in the same order. Waits for them.
-
-    Args:
-        leaves: Arrays on any devices. NumPy arrays, which all processes have, are returned unchanged.
-    """
+    `leaves`: arrays on any devices. NumPy arrays, which all processes have, are returned unchanged."""
     if channel.count == 1:
         return jax.device_get(list(leaves))
     whole = gather(leaves, channel, channel.number())
@@ -45,11 +42,8 @@ def hand_to_threads(leaves: Sequence[Any]) -> None:
 
 
 def gather(leaves: Sequence[Any], channel: Channel, number: int) -> list[Any] | None:
-    """Whole arrays as NumPy arrays in the first process; None in the others. May run in any thread.
-
-    Args:
-        number: From `channel.number()`, called in the main thread, so that it is the same in all processes.
-    """
+    """Whole arrays as NumPy arrays in the first process; None in the others. May run in any thread. `number`: from
+    `channel.number()`, called in the main thread, so that it is the same in all processes."""
     if channel.count == 1:
         return jax.device_get(list(leaves))
     own = [_own_parts(leaf) if isinstance(leaf, jax.Array) else [] for leaf in leaves]

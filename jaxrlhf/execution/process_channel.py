@@ -129,10 +129,7 @@ class Channel:
 
     def gather(self, value: Any, number: int | None = None) -> list[Any]:
         """The values of all processes, in their order, in the first process; only their own value in the others.
-
-        Args:
-            number: A result of `number`. None means the next number.
-        """
+        `number`: a result of `number`. None means the next number."""
         number = self.number() if number is None else number
         if not self.is_first:
             self._send(0, "gathered", (number, self.index), value)

@@ -22,12 +22,8 @@ class _Maker:
 
 
 def shared_program(call: Call, key: Hashable, make: Callable[[], Program]) -> Program:
-    """The program of a call that another executor has made, or a new one.
-
-    Args:
-        key: All that the program depends on.
-        make: Makes it. It is kept with the program, and must hold no arrays.
-    """
+    """The program of a call that another executor has made, or a new one. `key`: all that the program depends on.
+    `make`: makes it. It is kept with the program, and must hold no arrays."""
     return made(_Maker(key, make)) if is_of_package(call) else make()
 
 

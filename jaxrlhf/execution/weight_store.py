@@ -155,11 +155,8 @@ class WeightStore:
         return state
 
     def restore(self, name: str, layout: Layout, state: dict[str, Any], version: int) -> None:
-        """Takes over the arrays of `state`, to rest in `layout`. The caller must not use them afterwards.
-
-        Args:
-            state: Arrays as in `abstract_state`, with layers in any form.
-        """
+        """Takes over the arrays of `state`, to rest in `layout`. The caller must not use them afterwards. `state`:
+        arrays as in `abstract_state`, with layers in any form."""
         weight_set = self.sets[name]
         layers = weight_set.resting_form(layout)
         if layout.is_pipelined and isinstance(state["params"]["layers"], dict):

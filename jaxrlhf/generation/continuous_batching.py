@@ -157,11 +157,8 @@ def on_device(params: Params, settings: RolloutSettings) -> Params:
 
 
 def begin(params: Params, queue: Queue, settings: RolloutSettings) -> BatchState:
-    """A state in which all slots are free, or hold the first tokens of all prompts at once.
-
-    Args:
-        params: As `prepare` gives them.
-    """
+    """A state in which all slots are free, or hold the first tokens of all prompts at once. `params`: as `prepare`
+    gives them."""
     state = free_state(queue, settings)
     return _admit(params, queue, state, settings) if settings.slots.at_once else state
 
@@ -206,11 +203,8 @@ def advance(
     until: Until,
 ) -> BatchState:
     """Goes on, round by round. A round is as many admissions as there is room for, and `slots.steps` decoding steps; of
-    all rows at once, a step. Under `jit`, donate the state: its cache is then updated in place.
-
-    Args:
-        params: As `prepare` gives them.
-    """
+    all rows at once, a step. Under `jit`, donate the state: its cache is then updated in place. `params`: as `prepare`
+    gives them."""
     config, layout, N, started = settings.config, settings.layout, len(queue.id), state.rounds
     uniform_NR = noise_of_outputs(noise, queue, settings)
 
@@ -365,11 +359,8 @@ def draw_in_slots(
     temperature: Float[Array, ""],
     sampling: Sampling,
 ) -> tuple[SlotRows, Outputs]:
-    """Draws and records the next token of the sequence in every slot. Those that end leave their slots.
-
-    Args:
-        uniform_NR: From `noise_of_outputs`.
-    """
+    """Draws and records the next token of the sequence in every slot. Those that end leave their slots. `uniform_NR`:
+    from `noise_of_outputs`."""
     uniform_S = uniform_NR.at[rows.sequence, rows.num_new].get(mode="clip")
     drawn = next_token(logits_SV, uniform_S, rows.num_new, rows.history, temperature, sampling)
     both = (drawn.logprob, drawn.sampled_logprob)

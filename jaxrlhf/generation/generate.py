@@ -81,23 +81,21 @@ def generate(
             state = loop.advance(params, queue, state, noise, temperature, own, Until(rounds=rounds))
         return state
 
-    state = _over_row_shards(to_the_end, settings)(_ready(params, settings), prompts, noise, temperature)
+    ready = params if layout.is_pipelined else prepare(params, config, layout)
+    state = _over_row_shards(to_the_end, settings)(ready, prompts, noise, temperature)
     return rollout_so_far(prompts, state, settings)[0]
 
 
-def begin_rollout(params: Params, prompts: Prompts, settings: RolloutSettings, *, prepared: bool = False) -> BatchState:
-    """The state before the first decoding step: all slots are free, or without slots all prompts prefilled.
-
-    Raises:
-        ValueError: As `generate`.
-    """
+def begin_rollout(params: Params, prompts: Prompts, settings: RolloutSettings) -> BatchState:
+    """The state before the first decoding step: all slots are free, or without slots all prompts prefilled. Arguments
+    are those of `continue_rollout`, errors those of `generate`."""
 
     def begin(params: Params, prompts: Prompts) -> BatchState:
         own, loop = of_row_shard(settings, len(prompts.tokens)), _loop_of(settings.layout)
         return loop.begin(loop.on_device(params, own), make_queue(prompts, own), own)
 
     run = _over_row_shards(begin, settings)
-    return placed(run(params if prepared else _ready(params, settings), prompts), settings.layout)
+    return placed(run(params, prompts), settings.layout)
 
 
 def continue_rollout(
@@ -109,15 +107,13 @@ def continue_rollout(
     settings: RolloutSettings,
     until: Until,
     *,
-    prepared: bool = False,
     tokens: int = 0,
 ) -> BatchState:
     """The state after some more rounds, or when all sequences have finished.
 
     Args:
-        params, prompts: As for `generate`.
+        params: As `prepare` gives them; over stages, each of which prepares its own, from `ring_params`.
         until: For every row shard. Without slots, of `rollout_stages`: a round is a decoding step.
-        prepared: The params are as `prepare` gives them. Not over stages, each of which prepares its own.
         tokens: Without slots, those of a row for which the cache is to have room.
     """
 
@@ -128,9 +124,9 @@ def continue_rollout(
         state = with_room(jax.tree.map(lambda x: x.reshape(x.shape[len(spec) :]), state), tokens, own)
         return loop.advance(params, queue, state, noise, temperature, own, until)
 
-    spec, ready = _of_state(settings.layout), params if prepared else _ready(params, settings)
+    spec = _of_state(settings.layout)
     run = _over_row_shards(on_shard, settings, takes_state=True)
-    return placed(run(ready, prompts, noise, temperature, until, state), settings.layout)
+    return placed(run(params, prompts, noise, temperature, until, state), settings.layout)
 
 
 def rollout_so_far(
@@ -174,11 +170,8 @@ def samples_of(prompts: Prompts, sampling: Sampling, layout: Layout) -> Prompts:
 
 
 def state_shardings(state: BatchState, layout: Layout) -> Any:
-    """The shardings of a state in a layout: leading axes over row shards and stages, heads over `tensor`.
-
-    Args:
-        state: A state, or its shapes.
-    """
+    """The shardings of a state in a layout: leading axes over row shards and stages, heads over `tensor`. `state`: a
+    state, or its shapes."""
     spec = _of_state(layout)
     whole, of_heads = (NamedSharding(layout.mesh, each) for each in (spec, PartitionSpec(*spec, None, TENSOR)))
 
@@ -191,10 +184,7 @@ def state_shardings(state: BatchState, layout: Layout) -> Any:
 
 def of_row_shard(settings: RolloutSettings, num_prompts: int) -> RolloutSettings:
     """The settings of the program of a row shard, or of a stage of it, where slots are those of a micro-batch.
-
-    Args:
-        num_prompts: Of the row shard.
-    """
+    `num_prompts`: of the row shard."""
     stages, n, slots = settings.layout.strategy.pipeline, settings.sampling.num_samples, settings.slots
     if slots.at_once:
         assert num_prompts % stages == 0, (num_prompts, stages)
@@ -208,11 +198,6 @@ def of_row_shard(settings: RolloutSettings, num_prompts: int) -> RolloutSettings
 def _loop_of(layout: Layout) -> Any:
     """The module with the program of a row shard."""
     return pipelined_batching if layout.is_pipelined else continuous_batching
-
-
-def _ready(params: Params, settings: RolloutSettings) -> Params:
-    """Weights that are gathered for all row shards. Each stage does that with its own."""
-    return params if settings.layout.is_pipelined else prepare(params, settings.config, settings.layout)
 
 
 def _over_row_shards(

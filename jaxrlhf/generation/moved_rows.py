@@ -69,14 +69,8 @@ def _choose(first_M: Bool[Array, " M"], one: jax.Array, other: jax.Array) -> jax
 
 def resume_rows(moved: MovedRows, settings: RolloutSettings) -> BatchState:
     """A state in which the rows of each row shard are in slots, and no prompt waits. Its prompts are those of the rows,
-    as `samples_of` gives them, and it samples once from each.
-
-    Args:
-        moved: From a state in slots; over stages, of as many as the layout has.
-
-    Raises:
-        ValueError: There are fewer slots than rows, or `num_samples` is not 1.
-    """
+    as `samples_of` gives them, and it samples once from each. `moved`: from a state in slots; over stages, of as many
+    as the layout has. Raises ValueError if there are fewer slots than rows, or `num_samples` is not 1."""
     S, M, G = settings.slots.slots, moved.is_running.shape[-1], settings.layout.strategy.pipeline
     require(S >= M, "slots", "must be at least the rows that move to each row shard", S, f"Use {M} or more.")
     n = settings.sampling.num_samples

@@ -108,7 +108,7 @@ def advance(
     def has_room(state: BatchState) -> jax.Array:
         waiting = num_prompts(queue, slots) - state.head
         wanted = jnp.minimum(waiting, G * wanted_together(settings))
-        return _any_shard((waiting > 0) & (_room(_free(state, stage), settings).sum() >= wanted))
+        return _anywhere((waiting > 0) & (_room(_free(state, stage), settings).sum() >= wanted))
 
     def draw(x_SD: jax.Array, rows: SlotRows, outputs: Outputs) -> tuple[jax.Array, SlotRows, Outputs]:
         normed_SD = normalize(params, x_SD, config, layout)
@@ -139,7 +139,7 @@ def advance(
         none = jnp.int32(0), jnp.bool(True), jnp.zeros_like(first_GSD[0])
         carry = (*none, state.caches, state.rows, state.outputs)
         if slots.at_once:
-            carry = jax.lax.while_loop(lambda carry: (carry[0] <= tokens) & _any_stage(carry[1]), once, carry)
+            carry = jax.lax.while_loop(lambda carry: (carry[0] <= tokens) & _anywhere(carry[1], PIPELINE), once, carry)
         else:
             carry = jax.lax.fori_loop(0, slots.steps + 1, lambda _, carry: once(carry), carry)
         number, _, _, caches, rows, outputs = carry
@@ -162,7 +162,7 @@ def advance(
             return turn(state, slots.steps)
 
     def another(state: BatchState) -> jax.Array:
-        return _any_shard(goes_on(state, queue, settings, until, started=started))
+        return _anywhere(goes_on(state, queue, settings, until, started=started))
 
     return jax.lax.while_loop(another, one_round, state)
 
@@ -258,17 +258,11 @@ def _from_last(tree: Any, is_last: jax.Array) -> Any:
     return jax.tree.map(lambda x: jax.lax.psum(jnp.where(is_last, x, jnp.zeros_like(x)), PIPELINE), tree)
 
 
-def _any_stage(condition: Bool[Array, ""]) -> Bool[Array, ""]:
-    """Whether it is so on any stage of any row shard."""
+def _anywhere(condition: Bool[Array, ""], *axes: str) -> Bool[Array, ""]:
+    """Whether it is so in any row shard, or along further axes. Row shards take part in each other's messages between
+    stages, so they go on together."""
     with jax.named_scope("is_running"):
-        return jax.lax.psum(condition.astype(jnp.int32), (*BATCH_AXES, PIPELINE)) > 0
-
-
-def _any_shard(condition: Bool[Array, ""]) -> Bool[Array, ""]:
-    """Whether it is so in any row shard. All take part in each other's messages between stages, so they go on
-    together."""
-    with jax.named_scope("is_running"):
-        return jax.lax.psum(condition.astype(jnp.int32), BATCH_AXES) > 0
+        return jax.lax.psum(condition.astype(jnp.int32), (*BATCH_AXES, *axes)) > 0
 
 
 def _decode_on_stage(

@@ -47,10 +47,7 @@ class Slots:
 
     def require_room(self, num_samples: int, num_stages: int = 1) -> None:
         """Checks that these slots of a row shard part over stages, with room for all samples of a prompt in each part.
-
-        Raises:
-            ValueError: They, or shared prompts, do not divide, or a prompt has more samples.
-        """
+        Raises ValueError if they, or shared prompts, do not divide, or a prompt has more samples."""
         for name in ("slots", "shared_prompts"):
             value, reason = (
                 getattr(self, name),

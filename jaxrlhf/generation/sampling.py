@@ -185,11 +185,7 @@ def _without_banned(logits_BV: jax.Array, sampling: Sampling) -> jax.Array:
 
 
 def _stop_table(sampling: Sampling) -> StopTable | None:
-    """The automaton of the stop strings; None without any.
-
-    Raises:
-        ValueError: It is missing, or of other strings.
-    """
+    """The automaton of the stop strings; None without any. Raises ValueError if it is missing, or of other strings."""
     if not sampling.stop_strings:
         return None
     table = sampling.stop_table if isinstance(sampling, ResolvedSampling) else None

@@ -26,11 +26,8 @@ _LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
 def attention_implementation(config: ModelConfig, layout: Layout) -> str:
-    """The implementation of attention over whole sequences in a layout: 'xla' or 'cudnn'.
-
-    Raises:
-        ValueError: cuDNN is asked for where there is no NVIDIA GPU, or for float32, which it does not compute.
-    """
+    """The implementation of attention over whole sequences in a layout: 'xla' or 'cudnn'. Raises ValueError if cuDNN is
+    asked for where there is no NVIDIA GPU, or for float32, which it does not compute."""
     may_use_cudnn = layout.is_on_gpu and config.dtype == "bfloat16"
     if config.attention == "cudnn" and not may_use_cudnn:
         raise ValueError(

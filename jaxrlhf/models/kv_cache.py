@@ -75,26 +75,6 @@ class SharedPrompts(struct.PyTreeNode):
         place = jnp.full(num_rows, num_prompts * num_samples, jnp.int32)
         return cls(keys, values, jnp.zeros(num_prompts, jnp.int32), place, num_samples)
 
-    def enter(
-        self,
-        rows_N: Int[Array, " N"],
-        entry_g: Int[Array, " g"],
-        keys_values: PromptKeysValues,
-        length_g: Int[Array, " g"],
-        layout: Layout,
-    ) -> "SharedPrompts":
-        """Lays a group of prompts down in free entries, and notes the rows of their samples. What is for entry E, or
-        row S, is dropped."""
-        n = self.num_samples
-        keys, values = _with_prompts(self.keys, self.values, entry_g, keys_values, layout)
-        place_N = (entry_g[:, None] * n + jnp.arange(n)[None, :]).reshape(-1).astype(jnp.int32)
-        return self.replace(
-            keys=keys,
-            values=values,
-            length=self.length.at[entry_g].set(length_g, mode="drop"),
-            place=self.place.at[rows_N].set(place_N, mode="drop"),
-        )
-
     def of_rows(self, rows_M: Int[Array, " M"]) -> "SharedPrompts":
         """For each of some rows a prompt of its own."""
         entry_M = jnp.minimum(self.place[rows_M] // self.num_samples, len(self.length) - 1)
@@ -241,7 +221,14 @@ class KVCache(struct.PyTreeNode):
         """
         prompts = self.prompts
         if prompts is not None:
-            prompts = prompts.enter(rows_N, entry_g, keys_values, length_g, layout)
+            keys, values = _with_prompts(prompts.keys, prompts.values, entry_g, keys_values, layout)
+            place_gn = entry_g[:, None] * prompts.num_samples + jnp.arange(prompts.num_samples)[None, :]
+            prompts = prompts.replace(
+                keys=keys,
+                values=values,
+                length=prompts.length.at[entry_g].set(length_g, mode="drop"),
+                place=prompts.place.at[rows_N].set(place_gn.reshape(-1).astype(jnp.int32), mode="drop"),
+            )
             keys_values, length_g = [(k[:, :0], v[:, :0]) for k, v in keys_values], jnp.zeros_like(length_g)
         keys, values = _with_prompts(self.keys, self.values, rows_N, keys_values, layout)
         length = self.length.at[rows_N].set(copies(length_g, len(rows_N) // len(length_g)), mode="drop")

@@ -94,11 +94,8 @@ def run_layers(
     remat: SavedByLayer = "none",
 ) -> tuple[Float[Array, "B S D"], KeysValues]:
     """Some consecutive layers, all or those of one stage: outputs for the columns that are wanted, and every layer's
-    keys and values [B, T, K, h].
-
-    Args:
-        weights: A list with one dict a layer, or, stacked, one dict whose arrays have a leading axis.
-    """
+    keys and values [B, T, K, h]. `weights`: a list with one dict a layer, or, stacked, one dict whose arrays have a
+    leading axis."""
     rotation = layers.rotary(jnp.maximum(jnp.cumsum(mask_BT, axis=1) - 1, 0), config)
 
     def layer(weights: LayerWeights, x: jax.Array, wanted: Wanted) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
@@ -126,11 +123,7 @@ def prefill_in_chunks(
 ) -> KeysValues:
     """Every layer's keys and values [B, P', K, h] of prompts that are padded on the right; P' is P, rounded up to a
     multiple of `size`, so many of whose columns go through the layers at a time. Chunks beyond the longest prompt are
-    left out, and are zeros.
-
-    Args:
-        params: As `generate.prepare` gives them.
-    """
+    left out, and are zeros. `params`: as `generate.prepare` gives them."""
     B, P = tokens_BP.shape
     columns = math.ceil(P / size) * size
     tokens_BP = jnp.pad(tokens_BP, ((0, 0), (0, columns - P)))
@@ -164,11 +157,7 @@ def chunk_layers(
     layout: Layout,
 ) -> tuple[Float[Array, "B C D"], KeysValues]:
     """Some consecutive layers over C columns of prompts, from column `first` on; and their keys and values [B, P, K, h]
-    with those of these columns, which see the earlier ones.
-
-    Args:
-        every_layer: As `generate.prepare` gives them.
-    """
+    with those of these columns, which see the earlier ones. `every_layer`: as `generate.prepare` gives them."""
     attend, done = _by_implementation(chunk_attention, (), config, layout), []
 
     def put(whole: jax.Array, new: jax.Array) -> jax.Array:

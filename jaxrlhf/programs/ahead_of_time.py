@@ -105,11 +105,7 @@ def call_program(call: DescribedCall, layout: Layout, *, num_layers: int, rows: 
 def update_program(call: DescribedCall, layout: Layout, *, num_layers: int) -> CallProgram:
     """The part of a train call that runs once a mini-batch: `(params, optimizer state, gradients) -> (params, optimizer
     state)`, the first two donated, of a model that has fewer layers. The gradients have a leading axis over the copies
-    of each weight, over which they are added up first.
-
-    Args:
-        layout: Without stages.
-    """
+    of each weight, over which they are added up first. `layout`: without stages."""
     assert not layout.is_pipelined
     role = dataclasses.replace(call.role, model=dataclasses.replace(call.role.model, num_layers=num_layers))
     config, (params, state, _) = role.optimizer, _training_state(role, layout)

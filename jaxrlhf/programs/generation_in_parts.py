@@ -27,31 +27,17 @@ from jaxrlhf.programs.roles import ModelRole
 from jaxrlhf.sharding.layout import Layout
 
 
-class PartProgress(NamedTuple):
-    """How far the responses of a row shard are after a part."""
-
-    finished: int
-    tokens: int
-    """Drawn so far."""
-    rounds: int = 0
-    """Of slots, as `groups`: rounds of decoding steps, and groups of prompts that were prefilled."""
-    groups: int = 0
-
-
 class Part(NamedTuple):
     """A part that was dispatched."""
 
     name: str
     progress: Int[Array, "D 4"]
-    """A `PartProgress` for each row shard."""
+    """Of each row shard, how far its responses are after the part: those that have ended, tokens drawn so far; and in
+    slots, rounds of decoding steps, and groups of prompts that were prefilled."""
 
 
 OnPart = Callable[[Part], None]
 """Is told of each part when it is dispatched."""
-
-
-def ignore(part: Part) -> None:
-    """An `OnPart` that does nothing."""
 
 
 class GenerationInParts:
@@ -78,7 +64,12 @@ class GenerationInParts:
         self._go_on = jit(_go_on, static_argnames=("settings", "tokens"), donate_argnames="state")
 
     def __call__(
-        self, params: Params, noise: Noise, temperature: Float[Array, ""], arrays: Arrays, on_part: OnPart = ignore
+        self,
+        params: Params,
+        noise: Noise,
+        temperature: Float[Array, ""],
+        arrays: Arrays,
+        on_part: OnPart = lambda part: None,
     ) -> Arrays:
         prompts, sampling = self._rebuild(arrays)
         settings = RolloutSettings(sampling, self._slots, self._role.model, self._layout)
@@ -120,7 +111,7 @@ def _begin(
     """Params that are prepared, or None over stages, each of which prepares its own in every part; and a state."""
     config, layout = settings.config, settings.layout
     ready = None if layout.is_pipelined else prepare(params, config, layout)
-    state = begin_rollout(params if ready is None else ready, prompts, settings, prepared=True)
+    state = begin_rollout(params if ready is None else ready, prompts, settings)
     return ready, state, _progress(state, settings)
 
 
@@ -135,7 +126,7 @@ def _go_on(
     tokens: int,
 ) -> tuple[BatchState, Int[Array, "D 4"]]:
     given = (params, prompts, state, noise, temperature, settings, Until(rounds=rounds))
-    state = continue_rollout(*given, prepared=True, tokens=tokens)
+    state = continue_rollout(*given, tokens=tokens)
     return state, _progress(state, settings)
 
 
@@ -144,7 +135,7 @@ def _finish(prompts: Prompts, state: BatchState, settings: RolloutSettings) -> A
 
 
 def _progress(state: BatchState, settings: RolloutSettings) -> Int[Array, "D 4"]:
-    """A `PartProgress` of every row shard."""
+    """`Part.progress`."""
     told = state.outputs.finish, state.outputs.lengths, state.rounds, state.groups
     finish, lengths, rounds, groups = (x[:, -1] if settings.layout.is_pipelined else x for x in told)
     counts = (rounds, groups) if not settings.slots.at_once else (jnp.zeros_like(rounds),) * 2

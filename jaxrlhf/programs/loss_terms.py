@@ -58,11 +58,8 @@ class Losses:
     def value_of_hidden(
         self, hidden_states: Callable[[Any], jax.Array], params: Params, arrays: Arrays, i: int
     ) -> Sums:
-        """The same, on the last stage of a pipeline.
-
-        Args:
-            hidden_states: From the columns that are wanted to their hidden states.
-        """
+        """The same, on the last stage of a pipeline. `hidden_states`: from the columns that are wanted to their hidden
+        states."""
         term = self.term(arrays, i)
         output, sequences = term_output(self._role, term), joined_sequences(term, self.layout)
         hidden = hidden_states(output.columns(sequences)[1])
@@ -151,11 +148,7 @@ class Losses:
 
 def over_updates(metrics: Metrics, num_updates: jax.Array) -> Metrics:
     """The metrics of a train call from those of its updates, one after another along the first axis: means, or the
-    largest; the gap before the first.
-
-    Args:
-        num_updates: Of the optimizer, after the call.
-    """
+    largest; the gap before the first. `num_updates`: of the optimizer, after the call."""
     metrics = dict(metrics)
     first_gap = {GAP_METRIC: metrics.pop(GAP_METRIC).value[0]} if GAP_METRIC in metrics else {}
     averaged = jax.tree.map(lambda x: x.value.max() if is_max(x) else x.mean(), metrics, is_leaf=is_max)

@@ -25,10 +25,7 @@ def update_orders(
     noise: Noise, arrays: Arrays, has_rows: Sequence[bool], update: Any
 ) -> dict[int, Int[jax.Array, "U b"]]:
     """Number of rows -> the rows of every update of a train call, for arrays of that many. Each epoch shuffles anew.
-
-    Args:
-        update: The settings of the update, with `epochs` and `mini_batches`.
-    """
+    `update`: the settings of the update, with `epochs` and `mini_batches`."""
     counts = {x.shape[0] for x, rows in zip(arrays, has_rows, strict=True) if rows}
     return {count: shuffled(noise, count, update.epochs, update.mini_batches) for count in counts}
 
@@ -51,11 +48,8 @@ def dealt_sequences(
     arrays: Arrays, rebuild: Rebuild, layout: Layout, *, uneven: bool
 ) -> tuple[Any, Int[jax.Array, " B"] | None]:
     """The sequences of an inference call, dealt if the strategy balances rows, and the indices that put their outputs
-    back in order; None if they are in order.
-
-    Args:
-        uneven: True if rows do not divide and are padded with copies (`sharding.row_padding`).
-    """
+    back in order; None if they are in order. `uneven`: true if rows do not divide and are padded with copies
+    (`sharding.row_padding`)."""
     if uneven:
         arrays = layout.constrain_rows(with_copies(arrays, row_parts("infer", layout.strategy)))
     (sequences,) = rebuild(arrays)

@@ -58,11 +58,8 @@ def apply_gradient(
     gradient: Params,
     grad_norm: Float[jax.Array, ""] | None = None,
 ) -> tuple[Params, OptimizerState, Metrics]:
-    """One update. Metrics: `grad_norm`, before clipping, and `lr`.
-
-    Args:
-        grad_norm: Norm of the whole gradient if `gradient` is a part of it. None means that it is the whole.
-    """
+    """One update. Metrics: `grad_norm`, before clipping, and `lr`. `grad_norm`: norm of the whole gradient if
+    `gradient` is a part of it. None means that it is the whole."""
     grad_norm = optax.tree.norm(gradient) if grad_norm is None else grad_norm
     if config.max_grad_norm:
         scale = jnp.minimum(1.0, config.max_grad_norm / (grad_norm + 1e-6))
@@ -74,11 +71,8 @@ def apply_gradient(
 
 
 def optimizer_shardings(config: OptimizerConfig, abstract: Abstract, shardings: Shardings, layout: Layout) -> Shardings:
-    """The shardings of the optimizer state: moments as their weights, counters replicated.
-
-    Args:
-        abstract, shardings: Shapes and shardings of the weights.
-    """
+    """The shardings of the optimizer state: moments as their weights, counters replicated. `abstract` and `shardings`:
+    shapes and shardings of the weights."""
     state = jax.eval_shape(lambda params: init_optimizer(config, params), abstract)
     adamw = optax.tree_map_params(
         _transform(config),

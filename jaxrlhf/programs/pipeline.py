@@ -76,12 +76,8 @@ class Pipelined:
 
 
 def carry_out(order: Iterable[Instruction], runners: Mapping[int, PipeRunner]) -> None:
-    """Every instruction in its turn.
-
-    Args:
-        order: As `topological_order` gives it.
-        runners: Number of the pipe -> what carries out its instructions.
-    """
+    """Every instruction in its turn. `order`: as `topological_order` gives it. `runners`: number of the pipe -> what
+    carries out its instructions."""
     in_flight = InFlight(settle)
     for instruction in order:
         runner = runners[instruction.pipe]
@@ -117,12 +113,7 @@ class StageProgram:
         self._absent: Outputs = None
 
     def compile(self, *arguments: Any, options: dict[str, Any] | None = None) -> None:
-        """Compiles it where it runs.
-
-        Args:
-            arguments: Arrays, or shapes with dtypes and shardings.
-            options: Of XLA.
-        """
+        """Compiles it where it runs. `arguments`: arrays, or shapes with dtypes and shardings. `options`: of XLA."""
         if self.is_new:
             self._compiled = self._jitted.lower(*arguments).compile(compiler_options=options)
 

@@ -128,11 +128,8 @@ class ForwardPass(Pipelined):
     def __call__(
         self, params: Params, micro_batches: list[MicroBatch], others: list[Any] | None = None
     ) -> list[Outputs]:
-        """The outputs of the last stage, for each micro-batch.
-
-        Args:
-            others: Arrays that all micro-batches share, on the last stage; their places in `own` are None.
-        """
+        """The outputs of the last stage, for each micro-batch. `others`: arrays that all micro-batches share, on the
+        last stage; their places in `own` are None."""
         self._micro_batches, self._others = micro_batches, others
         self._outputs: dict[int, Outputs] = {}
         self._stage_inputs: dict[tuple[int, int], jax.Array] = {}

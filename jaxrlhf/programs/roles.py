@@ -96,11 +96,8 @@ class ModelRole:
     def _loss_aval(
         self, missing: Mapping[str, str], terms: tuple[Term, ...], update: Any, called: str = "loss"
     ) -> dict[str, Any]:
-        """Metrics of losses. Those of a term with a name are a dict under it.
-
-        Args:
-            missing: Methods that the role could have -> what to do to get them.
-        """
+        """Metrics of losses. Those of a term with a name are a dict under it. `missing`: methods that the role could
+        have -> what to do to get them."""
         names, avals = ["loss"], {"loss": _float()}
         for term in terms:
             where = _called(called, (term,))

@@ -65,10 +65,7 @@ def program_at(layout: Layout, function: Program, shardings: Shardings) -> Progr
 
 def stage_program(layout: Layout, stage: int, function: Program, shardings: Shardings) -> Program:
     """The part of `program_at` that runs on one stage of a pipelined layout; its results for other stages are None.
-
-    Args:
-        shardings: Those of the results of all stages.
-    """
+    `shardings`: those of the results of all stages."""
     num_layers = _num_layers(shardings)
 
     def kept(path: tuple[Any, ...], x: Any) -> Any:
@@ -151,10 +148,7 @@ def to_ring(params: Params, model: ModelConfig, layout: Layout) -> tuple[Params,
 
 def form_between(weight_set: WeightSet, source: Layout, target: Layout, layers: LayerForm | None = None) -> LayerForm:
     """The form of layers that are moved: as they are to arrive, but as a list to or from the stages of a pipeline.
-
-    Args:
-        layers: The form in which they are to arrive; by default that in which they rest there.
-    """
+    `layers`: the form in which they are to arrive; by default that in which they rest there."""
     pipelined = (source.is_pipelined or target.is_pipelined) and source != target
     return "list" if pipelined else layers or weight_set.resting_form(target)
 

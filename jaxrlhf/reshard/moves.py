@@ -41,11 +41,8 @@ class Grid:
             )
 
     def boxes(self, shape: tuple[int, ...], spec: Sequence[str | tuple[str, ...] | None]) -> "Boxes":
-        """The box of each device, for an array whose dims are split over the axes in `spec`.
-
-        Raises:
-            ValueError: An axis is unknown, or a dim does not divide evenly.
-        """
+        """The box of each device, for an array whose dims are split over the axes in `spec`. Raises ValueError if an
+        axis is unknown, or a dim does not divide evenly."""
         degrees = dict(self.axes)
         coordinates = dict(
             zip(degrees, np.unravel_index(np.arange(len(self.devices)), tuple(degrees.values())), strict=True)

@@ -56,11 +56,8 @@ def split_axes(protocol: str, strategy: Strategy) -> tuple[str, ...]:
 
 
 def input_shardings(has_rows: Sequence[bool], layout: Layout, protocol: str = AUTO) -> list[NamedSharding]:
-    """The sharding of each input of a call: rows by a protocol, everything else on every device.
-
-    Args:
-        has_rows: One flag for each input. Inputs without rows are settings and states.
-    """
+    """The sharding of each input of a call: rows by a protocol, everything else on every device. `has_rows`: one flag
+    for each input. Inputs without rows are settings and states."""
     axes = split_axes(protocol, layout.strategy)
     rows = NamedSharding(layout.mesh, PartitionSpec(axes) if axes else PartitionSpec())
     return [rows if each else layout.replicated for each in has_rows]

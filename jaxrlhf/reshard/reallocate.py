@@ -91,11 +91,8 @@ def signature_of(array: jax.Array, target: Sharding) -> Signature:
 
 @functools.lru_cache(maxsize=4096)
 def check_even(shape: tuple[int, ...], sharding: Sharding, where: str) -> None:
-    """Checks that an array can be split as a sharding says.
-
-    Raises:
-        ValueError: It has too few dims, or one that does not divide evenly.
-    """
+    """Checks that an array can be split as a sharding says. Raises ValueError if it has too few dims, or one that does
+    not divide evenly."""
     if not isinstance(sharding, NamedSharding):
         return
     if len(sharding.spec) > len(shape):

@@ -27,11 +27,8 @@ MAX_PARAMETERS = 10**14
 
 def configured_models(config: RunConfig, *, on_cpu: bool) -> dict[str, ModelConfig]:
     """The model of each role: that of the role or folder from which it starts, overridden by the config. Raises
-    ConfigError or ValueError if a role has no model, or one that it cannot have.
-
-    Args:
-        on_cpu: The devices are CPUs. On others, a folder in bfloat16 computes in bfloat16 by default.
-    """
+    ConfigError or ValueError if a role has no model, or one that it cannot have. `on_cpu`: the devices are CPUs. On
+    others, a folder in bfloat16 computes in bfloat16 by default."""
     check_origins(config)
     for name in config.roles:
         chain = [name]

@@ -123,11 +123,8 @@ def what_is_kept(folder: RunFolder) -> str:
 
 
 def find_resume_point(config: RunConfig) -> ResumePoint | None:
-    """The run that `resume` names; None for a new run.
-
-    Raises:
-        CheckpointError: There is no such run or checkpoint, or it cannot be resumed under this config.
-    """
+    """The run that `resume` names; None for a new run. Raises CheckpointError if there is no such run or checkpoint, or
+    it cannot be resumed under this config."""
     if config.resume == "never":
         return None
     if config.resume == "auto":

@@ -68,12 +68,8 @@ class StepDraft:
 
 def draft_step(config: RunConfig, *, tables: Tables | None = None, on_cpu: bool | None = None) -> StepDraft:
     """The step that a config describes, traced. Raises ConfigError, GraphError or ValueError if it does not fit its
-    data.
-
-    Args:
-        tables: The rows of its data. None means that they are read here.
-        on_cpu: The step is to run on CPUs. None means the kind of JAX's devices.
-    """
+    data. `tables`: the rows of its data. None means that they are read here. `on_cpu`: the step is to run on CPUs. None
+    means the kind of JAX's devices."""
     algorithm = load_algorithm(config.algorithm)
     tables = tables or load_tables(config)
     table = tables.main

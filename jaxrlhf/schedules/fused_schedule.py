@@ -61,11 +61,8 @@ def fuse_quickly(pipes: Sequence[Pipe], *, memory_cap: float | None = None) -> S
 
 
 def check_room(pipes: Sequence[Pipe], memory_cap: float | None) -> None:
-    """Checks that there is something to schedule, and room for it.
-
-    Raises:
-        ScheduleError: There are no pipes, or not even serial 1F1B keeps within the cap.
-    """
+    """Checks that there is something to schedule, and room for it. Raises ScheduleError if there are no pipes, or not
+    even serial 1F1B keeps within the cap."""
     if not pipes:
         raise ScheduleError("pipes of a fused schedule: must be at least one. Got none. Give the pipes of both models.")
     serial = serial_peak(pipes)
@@ -88,10 +85,7 @@ def target_in_units(shop: JobShop, pipes: Sequence[Pipe]) -> int:
 
 def shortest_listed(shop: JobShop, cap: int, target: int) -> ListSchedule | None:
     """The shortest schedule that list scheduling finds within a cap. None means that nothing ends within the cap.
-
-    Args:
-        target: A makespan at which the search ends.
-    """
+    `target`: a makespan at which the search ends."""
     best: ListSchedule | None = None
     chance, left, size = random.Random(0), _LISTED, len(shop.tasks)
     for attempt in itertools.count():

@@ -181,14 +181,8 @@ def topological_order(schedule: Schedule) -> tuple[Instruction, ...]:
 
 def validate(schedule: Schedule, memory_cap: float | None = None) -> None:
     """Checks that every instruction occurs exactly once, on the worker of its stage, that nothing deadlocks, and that
-    memory suffices.
-
-    Args:
-        memory_cap: The most activation memory that a worker may keep.
-
-    Raises:
-        ScheduleError: A check fails.
-    """
+    memory suffices. `memory_cap`: the most activation memory that a worker may keep. Raises ScheduleError if a check
+    fails."""
     needs_workers = max(max(pipe.workers) for pipe in schedule.pipes) + 1 if schedule.pipes else 0
     if len(schedule.orders) < needs_workers:
         raise ScheduleError(
@@ -242,11 +236,7 @@ def to_data(schedule: Schedule) -> dict[str, Any]:
 
 
 def from_data(data: Any) -> Schedule:
-    """The schedule that `to_data` wrote, checked.
-
-    Raises:
-        ScheduleError: It is not a valid schedule.
-    """
+    """The schedule that `to_data` wrote, checked. Raises ScheduleError if it is not a valid schedule."""
     try:
         if data["version"] != VERSION:
             raise ValueError(f"version must be {VERSION}. Got {brief(data['version'])}.")

@@ -37,11 +37,8 @@ def lower_bound(pipes: Sequence[Pipe]) -> float:
 
 
 def serial_schedule(pipes: Sequence[Pipe]) -> Schedule:
-    """The models trained one after another by 1F1B, interleaved if a worker has several stages of a pipe.
-
-    Raises:
-        ScheduleError: The stages of a pipe are not dealt to its workers in rounds.
-    """
+    """The models trained one after another by 1F1B, interleaved if a worker has several stages of a pipe. Raises
+    ScheduleError if the stages of a pipe are not dealt to its workers in rounds."""
     num_workers = max(max(pipe.workers) for pipe in pipes) + 1
     orders: list[list[Instruction]] = [[] for _ in range(num_workers)]
     for model in sorted({pipe.model for pipe in pipes}):

@@ -45,11 +45,8 @@ ACTIVATIONS: Rules = {
 
 
 def partition_spec(axes: tuple[str | None, ...], rules: Rules) -> PartitionSpec:
-    """The `PartitionSpec` of an array with logical `axes`; None is a dim that is never split.
-
-    Raises:
-        ValueError: A name is not in the rules, or two dims would be split over the same mesh axis.
-    """
+    """The `PartitionSpec` of an array with logical `axes`; None is a dim that is never split. Raises ValueError if a
+    name is not in the rules, or two dims would be split over the same mesh axis."""
     entries = []
     for axis in axes:
         if axis is not None and axis not in rules:

@@ -16,7 +16,6 @@ from jaxrlhf.sharding.axes import (
     BATCH_AXES,
     FSDP,
     MESH_AXES,
-    PIPELINE,
     TENSOR,
     WEIGHTS_AT_REST,
     WEIGHTS_AT_USE,
@@ -55,10 +54,6 @@ class Layout:
         """The layout of the devices of one stage. Virtual stages beyond the first round are on the same devices."""
         return _stage(self, stage % self.strategy.pipeline)
 
-    def inside_stages(self) -> "Layout":
-        """The same layout for a program that every stage runs on its own arrays."""
-        return dataclasses.replace(self, manual_axes=frozenset({PIPELINE}))
-
     def inside_row_shards(self) -> "Layout":
         """The same layout for a program that every row shard runs on its own rows. Only `tensor` is left to the
         partitioner."""
@@ -76,11 +71,8 @@ class Layout:
 
     def over_row_shards(self, function: Callable[..., Any], given: Any, gives: Any) -> Callable[..., Any]:
         """A function that every row shard, and every stage of it, runs on its own arrays, for the layout
-        `inside_gathered_row_shards`.
-
-        Args:
-            given, gives: The specs of its arguments and of what it gives, as for `jax.shard_map`.
-        """
+        `inside_gathered_row_shards`. `given` and `gives`: the specs of its arguments and of what it gives, as for
+        `jax.shard_map`."""
         within = self.inside_gathered_row_shards()
         if not within.manual_axes:
             return function
@@ -179,12 +171,8 @@ class Layout:
 
     def on_each_device(self, function: Callable[..., Any], arrays: Sequence[Axes], output: Axes) -> Callable[..., Any]:
         """A function of activations that each device runs on its own part of them, in a program with manual axes, where
-        the partitioner cannot split it. In other programs, the function itself.
-
-        Args:
-            arrays: The logical axes of its arguments.
-            output: The logical axes of its one output.
-        """
+        the partitioner cannot split it. In other programs, the function itself. `arrays`: the logical axes of its
+        arguments. `output`: the logical axes of its one output."""
         specs = tuple(partition_spec(axes, ACTIVATIONS) for axes in arrays)
         return self._on_each_device(function, specs, partition_spec(output, ACTIVATIONS))
 

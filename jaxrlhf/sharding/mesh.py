@@ -18,14 +18,8 @@ _NVIDIA_DEVICES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")
 
 
 def use_virtual_cpu_devices(count: int, *, or_more: bool = False) -> None:
-    """Makes the CPU of this host appear as `count` devices. Must come before anything else uses JAX.
-
-    Args:
-        or_more: If JAX runs already, accepts more of them too.
-
-    Raises:
-        ValueError: JAX already runs with other devices.
-    """
+    """Makes the CPU of this host appear as `count` devices. Must come before anything else uses JAX. `or_more`: if JAX
+    runs already, accepts more of them too. Raises ValueError if JAX already runs with other devices."""
     try:
         jax.config.update("jax_num_cpu_devices", count)
         jax.config.update("jax_platforms", "cpu")
@@ -40,11 +34,7 @@ def use_virtual_cpu_devices(count: int, *, or_more: bool = False) -> None:
 
 
 def first_virtual_devices(count: int) -> tuple[Any, ...]:
-    """The first `count` virtual devices of this host's CPU.
-
-    Raises:
-        ValueError: JAX runs with fewer.
-    """
+    """The first `count` virtual devices of this host's CPU. Raises ValueError if JAX runs with fewer."""
     devices = jax.devices("cpu")
     if len(devices) < count:
         raise ValueError(

@@ -37,11 +37,8 @@ class Rendezvous:
 
 def rendezvous_of(environment: Mapping[str, str], *, detect: bool) -> Rendezvous | None:
     """The rendezvous of JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, or, with `detect`, the one that
-    JAX detects; None for a run in this process alone.
-
-    Raises:
-        ValueError: Only some of the three are set, or their values are invalid.
-    """
+    JAX detects; None for a run in this process alone. Raises ValueError if only some of the three are set, or their
+    values are invalid."""
     there = {name: environment[name] for name in (_COORDINATOR, _COUNT, _INDEX) if environment.get(name)}
     if not there:
         return Rendezvous() if detect else None
@@ -65,11 +62,8 @@ def rendezvous_of(environment: Mapping[str, str], *, detect: bool) -> Rendezvous
 
 
 def join(rendezvous: Rendezvous) -> None:
-    """Connects the processes of a run. Must come before anything else uses JAX.
-
-    Raises:
-        ValueError: JAX detects no cluster, or the others cannot be reached.
-    """
+    """Connects the processes of a run. Must come before anything else uses JAX. Raises ValueError if JAX detects no
+    cluster, or the others cannot be reached."""
     # it would swallow SIGTERM, which a run handles itself
     jax.config.update("jax_enable_preemption_service", False)
     try:
@@ -98,12 +92,8 @@ def is_here(where: Mesh | NamedSharding) -> bool:
 
 
 def absent(avals: Any, shardings: Any) -> Any:
-    """Arrays on devices of other processes: shapes and dtypes without data.
-
-    Args:
-        avals: Pytree of objects with shape and dtype.
-        shardings: One sharding for all, or a pytree of them with the structure of `avals`.
-    """
+    """Arrays on devices of other processes: shapes and dtypes without data. `avals`: pytree of objects with shape and
+    dtype. `shardings`: one sharding for all, or a pytree of them with the structure of `avals`."""
 
     def make(aval: Any, sharding: NamedSharding) -> jax.Array:
         return jax.make_array_from_single_device_arrays(tuple(aval.shape), sharding, [], dtype=aval.dtype)

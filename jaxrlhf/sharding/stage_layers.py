@@ -9,11 +9,7 @@ from jaxrlhf.sharding.strategy import Strategy
 @functools.cache
 def layers_of_stages(num_layers: int, num_stages: int) -> tuple[range, ...]:
     """The layers of every virtual stage, in order. If they do not divide evenly, the first stages have one more, since
-    the last one also computes the head.
-
-    Raises:
-        ValueError: There are fewer layers than stages.
-    """
+    the last one also computes the head. Raises ValueError if there are fewer layers than stages."""
     if num_layers < num_stages:
         raise ValueError(f"must be at most the number of layers, {num_layers}. Got {num_stages} stages.")
     each, more = divmod(num_layers, num_stages)

@@ -249,8 +249,14 @@ def test_uniforms_lie_in_the_unit_interval_and_are_all_different():
 # Interrupted
 
 
+@functools.cache
+@jax.ensure_compile_time_eval()
+def prepared() -> Any:
+    return jax.jit(prepare, static_argnums=(1, 2))(params(), CONFIG, LAYOUT)
+
+
 def begin(prompts: Prompts) -> BatchState:
-    return jax.jit(begin_rollout, static_argnames="settings")(params(), prompts, settings=AT_ONCE)
+    return jax.jit(begin_rollout, static_argnames="settings")(prepared(), prompts, settings=AT_ONCE)
 
 
 GO_ON = jax.jit(continue_rollout, static_argnames=("settings", "tokens"))
@@ -258,7 +264,7 @@ GO_ON = jax.jit(continue_rollout, static_argnames=("settings", "tokens"))
 
 def go_on(state: BatchState, num_steps: int) -> BatchState:
     ((tokens, _),) = decoding_stages(P, R)
-    given = (params(), PROMPTS, state, noise_of(NOISE), jnp.float32(RANDOM))
+    given = (prepared(), PROMPTS, state, noise_of(NOISE), jnp.float32(RANDOM))
     return GO_ON(*given, settings=AT_ONCE, until=Until(rounds=num_steps), tokens=tokens)
 
 
@@ -310,7 +316,7 @@ def test_columns_and_steps_are_those_that_are_told(columns, response, monkeypatc
 def test_a_donated_state_is_updated_in_place():
     state = jax.eval_shape(lambda: begin(PROMPTS))
     donating = jax.jit(continue_rollout, static_argnames=("settings", "tokens"), donate_argnames="state")
-    given = (params(), PROMPTS, state, noise_of(NOISE), jnp.float32(RANDOM), AT_ONCE, Until(rounds=R))
+    given = (prepared(), PROMPTS, state, noise_of(NOISE), jnp.float32(RANDOM), AT_ONCE, Until(rounds=R))
     compiled = donating.lower(*given, tokens=decoding_stages(P, R)[0][0]).compile()
     text, memory = compiled.as_text(), compiled.memory_analysis()
     assert text is not None and memory is not None

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxrlhf.experience import RUNNING, Prompts, Rollout, Sampling
+from jaxrlhf.generation.decoding_weights import prepare
 from jaxrlhf.generation.generate import (
     begin_rollout,
     continue_rollout,
@@ -74,7 +75,8 @@ def weights(settings: RolloutSettings, scale: float = 1.0) -> Any:
     if layout.is_pipelined:
         return pipelined_cases.pipelined(config, layout)
     given = params_of(config)
-    return jax.device_put(given | {"lm_head": scale * given["lm_head"]}, param_shardings(config, layout))
+    given = jax.device_put(given | {"lm_head": scale * given["lm_head"]}, param_shardings(config, layout))
+    return jax.jit(prepare, static_argnums=(1, 2))(given, config, layout)
 
 
 def go_on(state: Any, settings: RolloutSettings, until: Until, prompts: Prompts = PROMPTS, scale: float = 1.0) -> Any:

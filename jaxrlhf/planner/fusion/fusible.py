@@ -46,14 +46,8 @@ class FusedOrder:
 def stages_per_worker(
     first: Strategy, second: Strategy, names: tuple[str, str] = ("the first", "the second")
 ) -> tuple[int, int]:
-    """The number of consecutive stages of either call on one worker.
-
-    Args:
-        names: Of the calls, for error messages.
-
-    Raises:
-        ValueError: The sizes of stages do not divide, or not the number of stages.
-    """
+    """The number of consecutive stages of either call on one worker. `names`: of the calls, for error messages. Raises
+    ValueError if the sizes of stages do not divide, or not the number of stages."""
     sizes = [strategy.fsdp * strategy.tensor for strategy in (first, second)]
     merged = tuple(max(sizes) // size for size in sizes)
     if max(sizes) % min(sizes):
@@ -86,12 +80,8 @@ def opposite(first: Placement, second: Placement) -> Placement:
 
 
 def with_schedules(plan: Plan, graph: CallGraph, workload: Workload, costs: CostModel) -> Plan:
-    """A plan whose fused calls have their schedules. Those that it has are kept.
-
-    Args:
-        plan: Checked, after `oppose`.
-        costs: By which stages are priced: in every process the same.
-    """
+    """A plan whose fused calls have their schedules. Those that it has are kept. `plan`: checked, after `oppose`.
+    `costs`: by which stages are priced: in every process the same."""
     if not plan.fuse or plan.schedules:
         return plan
     first, second = _calls(plan, graph)
@@ -124,11 +114,8 @@ def _schedule(pipes: tuple[Pipe, ...]) -> Schedule:
 
 
 def fused_order(first: Placement, second: Placement, schedules: Sequence[Schedule]) -> FusedOrder:
-    """All instructions of both calls by the schedules of a plan: the same in every process.
-
-    Raises:
-        PlanError: There is no schedule for some of their groups.
-    """
+    """All instructions of both calls by the schedules of a plan: the same in every process. Raises PlanError if there
+    is no schedule for some of their groups."""
     merged = stages_per_worker(first.strategy, second.strategy)
     pipes = pipes_of(first, second, merged, (_ANY, _ANY))
     by_shape = {_shape(schedule.pipes): topological_order(schedule) for schedule in schedules}
@@ -165,11 +152,8 @@ def _shape(pipes: Sequence[Pipe]) -> tuple[tuple[tuple[int, ...], int, int], ...
 
 
 def units_of(first: Placement, second: Placement, costs: tuple[StageCost, StageCost]) -> list[tuple[Pipe, ...]]:
-    """The groups of both calls in sets that share workers, which are numbered from 0 in each set.
-
-    Raises:
-        PlanError: The devices of their stages are not the same sets.
-    """
+    """The groups of both calls in sets that share workers, which are numbered from 0 in each set. Raises PlanError if
+    the devices of their stages are not the same sets."""
     pipes = pipes_of(first, second, stages_per_worker(first.strategy, second.strategy), costs)
     return [_by_themselves(pipes, unit) for unit in _units(pipes)]
 
@@ -259,11 +243,8 @@ def _units(pipes: list[Pipe]) -> list[tuple[int, ...]]:
 
 
 def check_fusion(plan: Plan, graph: CallGraph) -> None:
-    """Checks that the calls that a plan fuses are two train calls that may run at once on the same devices.
-
-    Raises:
-        PlanError: They are not, or may not.
-    """
+    """Checks that the calls that a plan fuses are two train calls that may run at once on the same devices. Raises
+    PlanError if they are not, or may not."""
     if plan.schedules and not plan.fuse:
         raise PlanError(f"plan.{SCHEDULES}: are for calls that are fused. Got no `fuse`. Remove them.")
     if not plan.fuse:
@@ -354,11 +335,7 @@ def _check_independent(where: str, first: Call, second: Call, graph: CallGraph) 
 
 def oppose(plan: Plan, graph: CallGraph) -> Plan:
     """A plan whose fused calls go over their devices in opposite directions, where the second call's devices stand in
-    their natural order; an order that a user chose is left as it is.
-
-    Args:
-        plan: Checked.
-    """
+    their natural order; an order that a user chose is left as it is. `plan`: checked."""
     if not plan.fuse:
         return plan
     first, second = _calls(plan, graph)
@@ -369,11 +346,8 @@ def oppose(plan: Plan, graph: CallGraph) -> Plan:
 
 
 def fusion_notes(plan: Plan, graph: CallGraph) -> list[str]:
-    """A warning if fused calls go over their workers in the same direction, because of their `devices`.
-
-    Args:
-        plan: Checked, after `oppose`.
-    """
+    """A warning if fused calls go over their workers in the same direction, because of their `devices`. `plan`:
+    checked, after `oppose`."""
     if not plan.fuse:
         return []
     first, second = _calls(plan, graph)

@@ -96,12 +96,8 @@ def check_entries(
     placements: Mapping[str, Placement], graphs: Iterable[CallGraph], *, more: Iterable[str] = ()
 ) -> None:
     """Raises PlanError if an entry of a config's plan does not name a call of one of the graphs that takes devices, or
-    has stages for a `compute` call. Under a default that has some, its rows are the same on every stage.
-
-    Args:
-        placements: The entries, by call.
-        more: Names that calls of other parts of the run may have.
-    """
+    has stages for a `compute` call. Under a default that has some, its rows are the same on every stage. `placements`:
+    the entries, by call. `more`: names that calls of other parts of the run may have."""
     calls = [call for graph in graphs for call in graph.calls]
     named = {call.plan_name.split("#")[0]: call for call in calls} | {call.plan_name: call for call in calls}
     known = sorted(name for name, call in named.items() if call.kind != "host")

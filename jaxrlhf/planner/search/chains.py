@@ -124,10 +124,7 @@ class Chains:
 
     def descend(self, *, most: int) -> None:
         """From the best plans, as long as that helps: looks at all plans that differ from one of them in one call.
-
-        Args:
-            most: Plans to look at, all together.
-        """
+        `most`: plans to look at, all together."""
         before, tried, neighbors = NEVER + 1, set[tuple[int, ...]](), len(self._groups.members)
         while self._best < before and not self._time_is_up():
             before = self._best
@@ -141,11 +138,7 @@ class Chains:
                     self._looked_at(int(number))
 
     def result(self) -> SearchResult:
-        """The best plan found.
-
-        Raises:
-            NoRoomError: No plan was found that fits.
-        """
+        """The best plan found. Raises NoRoomError if no plan was found that fits."""
         fitting, lacking = self._found(self._fitting), self._found(self._lacking)
         if not fitting:
             raise self._nothing_fits(self._plan(lacking[0][3]))

@@ -164,12 +164,8 @@ def problem_of(
     *,
     offload: Iterable[str] = (),
 ) -> Problem:
-    """A problem whose choices are given placements, however slow or large.
-
-    Args:
-        placements: Call -> those that it may have.
-        offload: Roles that rest in host memory.
-    """
+    """A problem whose choices are given placements, however slow or large. `placements`: call -> those that it may
+    have. `offload`: roles that rest in host memory."""
     maker = _Maker(workload, cluster, costs, frozenset(offload))
     every = [[maker.fixed(call, placement) for placement in placements[call.name]] for call in workload.calls]
     return _connected(_unconnected(workload, cluster, every), workload, costs)
@@ -192,11 +188,8 @@ class _Maker:
         self._readers = {w: len(workload.readers(w)) for w in {call.weights for call in workload.calls}}
 
     def choices(self, call: ModelCall) -> list[Choice]:
-        """All choices that are worth keeping, on all devices that a call may have.
-
-        Raises:
-            PlanError: There is none.
-        """
+        """All choices that are worth keeping, on all devices that a call may have. Raises PlanError if there is
+        none."""
         found: list[Choice] = []
         least: tuple[int, range, Strategy] | None = None
         by_kind: dict[tuple[int, Kind, Network, bool], list[Choice]] = {}
@@ -249,11 +242,8 @@ class _Maker:
         raise PlanError("heuristic: all calls must have degrees over the same devices. Got none. Use another strategy.")
 
     def usual(self, call: ModelCall, mesh: range, degrees: Strategy) -> list[Choice]:
-        """All choices of given degrees that fit, except those that another beats in seconds and memory.
-
-        Raises:
-            NoRoomError: There is none.
-        """
+        """All choices of given degrees that fit, except those that another beats in seconds and memory. Raises
+        NoRoomError if there is none."""
         kind, kept = self._cluster.slowest(mesh), []
         same = [c for c in self._on(call, mesh) if _degrees(c.strategy) == _degrees(degrees)]
         leanest = min(same, key=lambda c: sum(_bytes(c)))

@@ -50,11 +50,8 @@ def colocations(sets: Sequence[str]) -> Iterator[Colocation]:
 
 def hybridflow(problem: Problem, *, seed: int = 0, seconds: float | None = None) -> SearchResult:
     """The best mapping of all, those of `colocate`, `standalone` and `split` among them. It is the same for every seed;
-    `seconds` only cut the simulation of the best ones.
-
-    Raises:
-        PlanError: There are too many sets of weights, or no mapping fits.
-    """
+    `seconds` only cut the simulation of the best ones. Raises PlanError if there are too many sets of weights, or no
+    mapping fits."""
     del seed
     problem.require_choices()
     sets = _sets(problem)
@@ -71,10 +68,7 @@ def hybridflow(problem: Problem, *, seed: int = 0, seconds: float | None = None)
 
 def standalone(problem: Problem, *, seed: int = 0, seconds: float | None = None) -> SearchResult:
     """Every set of weights on devices of its own, in the order of the step, of the sizes with the shortest iteration.
-
-    Raises:
-        PlanError: There are fewer devices than sets, or no sizes fit.
-    """
+    Raises PlanError if there are fewer devices than sets, or no sizes fit."""
     del seed, seconds
     return best_mapping(problem, [tuple((name,) for name in _sets(problem))], "standalone")
 
@@ -82,11 +76,7 @@ def standalone(problem: Problem, *, seed: int = 0, seconds: float | None = None)
 def split(problem: Problem, *, seed: int = 0, seconds: float | None = None) -> SearchResult:
     """Two parts: the first set that is trained with every set of that size that is not, such as its reference; and all
     others, such as critic and reward. Without a second trained set, the sets never trained are the second part. The
-    sizes are those that give the shortest iteration.
-
-    Raises:
-        PlanError: There are no two parts, or they do not fit.
-    """
+    sizes are those that give the shortest iteration. Raises PlanError if there are no two parts, or they do not fit."""
     del seed, seconds
     return best_mapping(problem, [_split_parts(problem)], "split")
 
@@ -149,11 +139,7 @@ def best_mapping(
 
 
 def _split_parts(problem: Problem) -> Colocation:
-    """The two parts of `split`.
-
-    Raises:
-        PlanError: There are none.
-    """
+    """The two parts of `split`. Raises PlanError if there are none."""
     trained = [call.weights for call in problem.calls if call.trains]
     names = _sets(problem)
     if not trained or len(names) < 2:

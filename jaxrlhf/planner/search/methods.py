@@ -20,21 +20,15 @@ class PlanBy(Protocol):
 
 def heuristic(problem: Problem, *, seed: int = 0, seconds: float | None = None) -> SearchResult:
     """Every call on all devices with the same degrees, tensor within a node and pipeline across nodes, and the fastest
-    micro-batches and remat that fit together. The problem has no other choices (`choices.Among`, `usual`).
-
-    Raises:
-        PlanError: They do not fit together.
-    """
+    micro-batches and remat that fit together. The problem has no other choices (`choices.Among`, `usual`). Raises
+    PlanError if they do not fit together."""
     del seed, seconds
     return result_of(problem, fastest_that_fits(problem, [range(len(c.choices)) for c in problem.calls], "heuristic"))
 
 
 def colocate(problem: Problem, *, seed: int = 0, seconds: float | None = None) -> SearchResult:
-    """Every call on all devices, or as many as rows divide over, with the fastest choices that fit together.
-
-    Raises:
-        PlanError: Calls have no choice on the same devices, or they do not fit together.
-    """
+    """Every call on all devices, or as many as rows divide over, with the fastest choices that fit together. Raises
+    PlanError if calls have no choice on the same devices, or they do not fit together."""
     del seed, seconds
     devices = most_devices(problem, "colocate")
     options = options_on(problem, {call.weights: devices for call in problem.calls})
@@ -56,11 +50,7 @@ AMONG: Mapping[str, Among] = {"heuristic": "usual", "standalone": "any", "split"
 
 
 def find_method(name: str) -> PlanBy:
-    """The method of a name.
-
-    Raises:
-        PlanError: No method has that name.
-    """
+    """The method of a name. Raises PlanError if no method has that name."""
     if name not in METHODS:
         raise PlanError(f"strategy: must be one of {', '.join(METHODS)}. Got {name!r}.{did_you_mean(name, METHODS)}")
     return METHODS[name]

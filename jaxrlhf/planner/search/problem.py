@@ -169,11 +169,7 @@ class Problem:
         )
 
     def require_choices(self) -> None:
-        """Checks that every call has a choice.
-
-        Raises:
-            PlanError: A call has none.
-        """
+        """Checks that every call has a choice. Raises PlanError if a call has none."""
         for call in self.calls:
             if not call.choices:
                 raise PlanError(

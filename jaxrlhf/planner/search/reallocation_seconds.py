@@ -64,12 +64,8 @@ def node_parts(shape: LayoutShape, devices_per_node: int, num_layers: int) -> np
 
 
 def received(parts: np.ndarray, wanted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Fractions of the model [V, M] that each device gets from its own node, and from others.
-
-    Args:
-        parts: [2, 3, M] what the devices of a node have, as `node_parts` says.
-        wanted: [2, 3, V, M] what they are to have, in several ways.
-    """
+    """Fractions of the model [V, M] that each device gets from its own node, and from others. `parts`: [2, 3, M] what
+    the devices of a node have, as `node_parts` says. `wanted`: [2, 3, V, M] what they are to have, in several ways."""
     different, number = _different(np.moveaxis(parts, 2, 0))
     low, high = np.moveaxis(different, 0, 2)[..., None, None]
     common = np.minimum(wanted[1][:, None], high) - np.maximum(wanted[0][:, None], low)

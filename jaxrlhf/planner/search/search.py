@@ -73,14 +73,8 @@ def warm_up() -> None:
 
 
 def most_devices(problem: Problem, method: str) -> range:
-    """The most devices on which every call with several choices has one.
-
-    Args:
-        method: The method that asks, for the error.
-
-    Raises:
-        PlanError: There are none.
-    """
+    """The most devices on which every call with several choices has one. `method`: the method that asks, for the error.
+    Raises PlanError if there are none."""
     open_calls = [call for call in problem.calls if len(call.choices) > 1]
     common = set.intersection(*({c.devices for c in call.choices} for call in open_calls)) if open_calls else set()
     if open_calls and not common:
@@ -97,15 +91,9 @@ def options_on(problem: Problem, devices: Mapping[str, range]) -> list[list[int]
 
 
 def fastest_that_fits(problem: Problem, options: Sequence[Sequence[int]], method: str) -> tuple[int, ...]:
-    """The plan with the shortest iteration that a short search finds among some choices.
-
-    Args:
-        options: Call -> the choices that it may have.
-        method: The method that asks, for the error.
-
-    Raises:
-        PlanError: A call has no choice, or none fit.
-    """
+    """The plan with the shortest iteration that a short search finds among some choices. `options`: call -> the choices
+    that it may have. `method`: the method that asks, for the error. Raises PlanError if a call has no choice, or none
+    fit."""
     try:
         found = search(problem.with_choices(options), steps=_STEPS_ON_GIVEN_DEVICES).plan
     except PlanError as error:
