@@ -32,7 +32,8 @@ LAYERS = [
     {"call_graph"},
     {"importing", "name_rules"},
     {"experience"},
-    {"require", "brief", "writing", "xla_flags", "numba_loops"},
+    {"require", "writing", "xla_flags", "numba_loops"},
+    {"brief"},
 ]
 DEPTH = {room: depth for depth, layer in enumerate(LAYERS) for room in layer}
 ONLY = {
