@@ -27,7 +27,6 @@ from jaxrlhf.checkpoint.store import CheckpointError
 from jaxrlhf.cluster.cluster_text import local_cluster
 from jaxrlhf.config.reading import dump_yaml
 from jaxrlhf.config.schema import RunConfig, load_run
-from jaxrlhf.data.tokenizer import JSONTokenizer
 from jaxrlhf.execution.function_threads import any_left_behind
 from jaxrlhf.execution.process_channel import Channel
 from jaxrlhf.observe.console import Console
@@ -343,8 +342,7 @@ def _write_assembly(run: Run, folder: RunFolder) -> None:
     if assembly.saved is not None:
         folder.write_text(folder.planned.name, plan_text(assembly.saved))
     folder.write_json("versions.json", collect_versions())
-    if isinstance(assembly.table.tokenizer, JSONTokenizer):
-        assembly.table.tokenizer.save(folder.path / "tokenizer.json")
+    assembly.table.tokenizer.save(folder.path / "tokenizer.json")
     folder.write_text("config.yaml", text)  # last, since it makes the folder that of a run
 
 

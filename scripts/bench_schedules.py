@@ -17,7 +17,7 @@ paper; memory is the peak of a worker relative to that of the models trained one
     bound    no schedule is shorter
     quick    `jaxrlhf.schedules.fused_schedule.fuse_quickly`, within the memory that both models take by themselves
 
-Seconds are those of the clock, and of processors. numba compiles the search where it is installed, before the first
+Seconds are those of the clock, and of processors. numba compiles `fuse` where it is installed, before the first
 instance.
 """
 
@@ -75,17 +75,12 @@ def measure(instance: str, *, processes: int, moves: int | None, seeds: int) -> 
 
 
 def measure_quickly(instance: str) -> tuple[dict[str, Any], FusedResult]:
-    """A row of the table of `--quick`, and what it is of: with numba, where it is installed, and without."""
+    """A row of the table of `--quick`, and what it is of."""
     pipes = paper_pipes(*INSTANCES[instance])
-    cpu, found = [], []
-    for compiled in (True, False):
-        begin = time.process_time()
-        found.append(fuse_quickly(pipes, memory_cap=added_peaks(pipes), compiled=compiled))
-        cpu.append(time.process_time() - begin)
-    assert found[0] == found[1]
-    quick, tight = (
-        measured(pipes, each) for each in (found[0], fuse_quickly(pipes, memory_cap=TIGHT * serial_peak(pipes)))
-    )
+    begin = time.process_time()
+    quick = measured(pipes, fuse_quickly(pipes, memory_cap=added_peaks(pipes)))
+    cpu = time.process_time() - begin
+    tight = measured(pipes, fuse_quickly(pipes, memory_cap=TIGHT * serial_peak(pipes)))
     row = {
         "instance": instance,
         "bound": quick.lower_bound,
@@ -94,8 +89,7 @@ def measure_quickly(instance: str) -> tuple[dict[str, Any], FusedResult]:
         "speedup": quick.serial_latency / quick.latency,
         "memory": quick.peak / quick.serial_peak,
         "cap": added_peaks(pipes) / quick.serial_peak,
-        "cpu_seconds": cpu[0],
-        "python_cpu_seconds": cpu[1],
+        "cpu_seconds": cpu,
         "tight_over_bound": tight.latency / tight.lower_bound,
         "tight_memory": tight.peak / tight.serial_peak,
     }
@@ -105,13 +99,13 @@ def measure_quickly(instance: str) -> tuple[dict[str, Any], FusedResult]:
 def quick_table(rows: Sequence[dict[str, Any]]) -> str:
     """The rows of `--quick` as a table in Markdown."""
     lines = [
-        "| instance | bound | quick | quick / bound | over serial | memory | cap | CPU-seconds | in Python alone | "
+        "| instance | bound | quick | quick / bound | over serial | memory | cap | CPU-seconds | "
         f"quick / bound within {TIGHT} |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     lines += [
         f"| {row['instance']} | {row['bound']:g} | {row['quick']:g} | {row['over_bound']:.3f} | {row['speedup']:.2f} | "
-        f"{row['memory']:.2f} | {row['cap']:.2f} | {row['cpu_seconds']:.2f} | {row['python_cpu_seconds']:.2f} | "
+        f"{row['memory']:.2f} | {row['cap']:.2f} | {row['cpu_seconds']:.2f} | "
         f"{row['tight_over_bound']:.3f} |"
         for row in rows
     ]
@@ -158,7 +152,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows: list[dict[str, Any]] = []
     settings = dict(processes=options.processes, moves=options.moves, seeds=options.seeds)
     fuse(paper_pipes(8, 8, 8), moves=1)  # compiles
-    fuse_quickly(paper_pipes(16, 16, 16))
     for instance in options.instance or INSTANCES:
         row, found = measure_quickly(instance) if options.quick else measure(instance, **settings)
         rows.append(row)

@@ -9,8 +9,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jaxrlhf.schedules.instructions import PerStage, Pipe, Schedule, ScheduleError
-from jaxrlhf.schedules.job_shop import as_schedule, job_shop, larger_model_first, list_schedule, ranks
+from jaxrlhf.schedules.instructions import Instruction, PerStage, Pipe, Schedule, ScheduleError
+from jaxrlhf.schedules.job_shop import as_schedule, job_shop, list_schedule, ranks
 
 MODELS: dict[tuple[int, int], tuple[tuple[float, float], tuple[float, float]]] = {
     (8, 4): ((5, 1.95), (4, 2)),
@@ -183,6 +183,12 @@ def greedy_schedule(pipes: Sequence[Pipe]) -> Schedule:
         Zhong et al. 2024, arXiv:2409.13221, 5.2.
     """
     shop = job_shop(pipes)
-    found = list_schedule(shop, ranks(shop, larger_model_first))
+    found = list_schedule(shop, ranks(shop, _larger_model_first))
     assert found is not None, "without a cap something can always start"
     return as_schedule(shop, found.orders)
+
+
+def _larger_model_first(pipe: Pipe, instruction: Instruction) -> tuple[float, ...]:
+    """The paper's greedy rule: the larger model, of it the backward."""
+    before, after = pipe.before_and_after[0, True]
+    return (-(before + pipe.latency(0, forward=True) + after), instruction.forward)

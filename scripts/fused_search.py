@@ -14,22 +14,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from jaxrlhf.numba_loops import loops, numba_is_there
-from jaxrlhf.schedules import search_loops
-from jaxrlhf.schedules.annealing import anneal, shorten
+from jaxrlhf.numba_loops import numba_is_there
 from jaxrlhf.schedules.fused_schedule import (
     NO_CAP,
     cap_in_units,
     check_room,
     shortest_listed,
-    span_of,
     target_in_units,
 )
 from jaxrlhf.schedules.instructions import Pipe, Schedule, ScheduleError
-from jaxrlhf.schedules.job_shop import JobShop, Orders, as_orders, as_schedule, job_shop, peak
+from jaxrlhf.schedules.job_shop import JobShop, Orders, as_schedule, job_shop
 from jaxrlhf.schedules.schedule import makespan, peak_activations
 from jaxrlhf.schedules.schedule_bounds import lower_bound, serial_peak, serial_schedule
-from scripts import memory_loops
+from scripts.annealing import as_orders, peak, shorten, slim, span_of
 from scripts.fused_models import serial_latency
 
 WORK = 300_000_000
@@ -102,7 +99,7 @@ def fuse(
     cap, target, compiled = cap_in_units(shop, memory_cap), target_in_units(shop, pipes), compiled and numba_is_there()
     search = _Search(
         shop,
-        starts=_starts(shop, serial, cap, target, compiled=compiled),
+        starts=_starts(shop, serial, cap, target),
         target=target,
         floor=math.floor(serial / shop.memory_unit + 1e-6),
         cap=cap,
@@ -152,12 +149,12 @@ class _Found(NamedTuple):
     orders: Orders
 
 
-def _starts(shop: JobShop, serial: float, most: int, target: int, *, compiled: bool) -> list[tuple[Orders, int, int]]:
+def _starts(shop: JobShop, serial: float, most: int, target: int) -> list[tuple[Orders, int, int]]:
     """For each of the caps, `most` first: orders to start from, their makespan, and the cap. Some may allow none."""
     factors = [NO_CAP if f == math.inf else math.floor(f * serial / shop.memory_unit + 1e-6) for f in _CAPS]
     starts = []
     for cap in dict.fromkeys([most, *factors] if most < NO_CAP else factors):
-        found = shortest_listed(shop, cap, target, compiled=compiled)
+        found = shortest_listed(shop, cap, target)
         if found is not None:
             starts.append((found.orders, found.span, cap))
     return starts
@@ -214,18 +211,3 @@ def _both_rounds(search: _Search, orders: Orders, cap: int, seed: int) -> _Found
     orders, span = shorten(shop, orders, cap=cap, target=search.target, moves=moves, seed=seed, compiled=compiled)
     orders, top = slim(shop, orders, floor=search.floor, limit=span, moves=_SLIM * moves, seed=seed, compiled=compiled)
     return _Found(span_of(shop, orders), top, orders)
-
-
-def slim(
-    shop: JobShop, orders: Orders, *, floor: int, limit: int, moves: int, seed: int, compiled: bool
-) -> tuple[Orders, int]:
-    """Anneals for the peak of memory, with the makespan within a limit in which the orders are. Ends at the floor.
-
-    Returns:
-        The orders found and their peak.
-    """
-    if moves == 0:
-        return orders, peak(shop, orders)
-    run = loops(search_loops, memory_loops, compiled=compiled)["memory_round"]
-    largest = max(1, max(shop.memory))
-    return anneal(run, shop, orders, (floor, limit), largest, (1.0, 0.1), moves=moves, seed=seed, compiled=compiled)

@@ -4,10 +4,10 @@ A template comes with somebody else's model and is a program: it can loop for ev
 template is compiled or rendered in the process that trains. `jaxrlhf.data.chat_process` runs this file as a script. It
 imports only Jinja, so that it starts in a tenth of a second.
 
-Requests and replies are lines of JSON:
+Requests and replies are lines of JSON, the first of them about the template, the others about conversations:
 
-    {"template": ..., "special_tokens": ..., "date": ..., "seconds": [one, all]}  ->  a reply
-    {"count": n} and n lines {"messages": ..., "tools": ...}                      ->  n replies {"text": ...}
+    {"template": ..., "special_tokens": ..., "date": ..., "seconds": [one, all]}  ->  {}
+    {"messages": ..., "tools": ...}                                               ->  {"text": ...}
 
 Instead, a reply may be {"refused": why} or {"limit": of what}. There is no reply if the CPU time is exceeded: SIGPROF
 ends the process.
@@ -85,21 +85,16 @@ def _clock(date: str) -> Callable[[str], str]:
 
 def serve(requests: BinaryIO, replies: BinaryIO) -> None:
     """Replies to requests until the end of the input."""
-    template, special_tokens, seconds, left = jinja2.Template(""), {}, 0.0, 0.0
-    while line := requests.readline():
-        request = json.loads(line)
-        if "template" in request:
-            special_tokens, (seconds, left) = request["special_tokens"], request["seconds"]
-            reply, template = _compiled(request["template"], request["date"], seconds)
-            _send(replies, reply)
-            continue
-        conversations = [requests.readline() for _ in range(request["count"])]  # before the first reply: no deadlock
-        for conversation in conversations:
-            before = time.process_time()
-            _send(replies, _rendered(template, conversation, special_tokens, min(seconds, left)))
-            left -= time.process_time() - before
-            if left <= 0:  # the timer counts whole ticks of the clock, and a conversation may take less
-                signal.raise_signal(signal.SIGPROF)
+    first = json.loads(requests.readline())
+    seconds, left = first["seconds"]
+    reply, template = _compiled(first["template"], first["date"], seconds)
+    _send(replies, reply)
+    for conversation in requests if template is not None else ():
+        before = time.process_time()
+        _send(replies, _rendered(template, conversation, first["special_tokens"], min(seconds, left)))
+        left -= time.process_time() - before
+        if left <= 0:  # the timer counts whole ticks of the clock, and a conversation may take less
+            signal.raise_signal(signal.SIGPROF)
 
 
 def _compiled(text: str, date: str, seconds: float) -> tuple[dict[str, Any], Any]:

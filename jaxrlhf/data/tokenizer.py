@@ -61,46 +61,7 @@ class TokenizerConfig:
             )
 
 
-class ByteTokenizer:
-    """The bytes of UTF-8, then padding, then end of text."""
-
-    name = "bytes"
-    vocab_size = 258
-    pad_id = 256
-    end_id = 257
-    """The end of text, which stops a response."""
-    special_tokens: Mapping[str, str] = {}
-    """The texts of special tokens by their names in chat templates: bos_token, eos_token ..."""
-    chat_templates: Mapping[str, str] = {}
-    """Jinja texts by name; a single one is called default."""
-    control_tokens: Collection[str] = ()
-    """Texts that are encoded as one token each, which is not text to the model: <|im_end|> ..."""
-
-    def encode(self, text: str, *, mark: str = "") -> list[int]:
-        """The ids of `text` without its marks (`mark_tokens`). No beginning or end of text is added."""
-        return list((text.replace(mark, "") if mark else text).encode())
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids`, without padding and end of text. Other ids and invalid UTF-8 become U+FFFD."""
-        text = bytearray()
-        for token in ids:
-            if 0 <= token < 256:
-                text.append(int(token))
-            elif token not in (self.pad_id, self.end_id):
-                text.extend(REPLACEMENT.encode())
-        return text.decode(errors="replace")
-
-    @property
-    def token_bytes(self) -> tuple[bytes, ...]:
-        """The bytes that `decode` writes for each id."""
-        return (*(bytes([byte]) for byte in range(256)), b"", b"")
-
-    def export(self, folder: Path) -> None:
-        """Writes a tokenizer.json that gives the same ids."""
-        JSONTokenizer(byte_backend("<|pad|>", "<|endoftext|>"), name=self.name).export(folder)
-
-
-class JSONTokenizer:
+class Tokenizer:
     """A tokenizer of the `tokenizers` library, as a tokenizer.json describes it.
 
     The special tokens of its post-processor are not added: a template writes those that the model needs
@@ -153,7 +114,7 @@ class JSONTokenizer:
         self._control, self._control_ids = control_pattern(self.control_tokens), frozenset(control)
 
     @classmethod
-    def from_file(cls, path: str | os.PathLike[str], *, end_token: str = "", pad_token: str = "") -> "JSONTokenizer":
+    def from_file(cls, path: str | os.PathLike[str], *, end_token: str = "", pad_token: str = "") -> "Tokenizer":
         """Reads a tokenizer.json and the files that belong to it, without the truncation and padding that it sets.
 
         Raises:
@@ -247,10 +208,12 @@ class JSONTokenizer:
             self.save(folder / "tokenizer.json")
 
 
-Tokenizer = ByteTokenizer | JSONTokenizer
+def byte_tokenizer() -> Tokenizer:
+    """The bytes of UTF-8, then padding, then end of text."""
+    return Tokenizer(byte_backend("<|pad|>", "<|endoftext|>"), name="bytes")
 
 
-def train_bpe(texts: Iterable[str], *, vocab_size: int) -> JSONTokenizer:
+def train_bpe(texts: Iterable[str], *, vocab_size: int) -> Tokenizer:
     """Learns a byte-level byte-pair encoding. The same texts give the same tokens.
 
     Every text can be encoded, since all bytes are in the vocabulary. `<|pad|>` is 0 and `<|endoftext|>` is 1.
@@ -273,16 +236,16 @@ def train_bpe(texts: Iterable[str], *, vocab_size: int) -> JSONTokenizer:
         show_progress=False,
     )
     backend.train_from_iterator(texts, trainer)
-    return JSONTokenizer(backend, name=f"bpe-{backend.get_vocab_size()}")
+    return Tokenizer(backend, name=f"bpe-{backend.get_vocab_size()}")
 
 
 def load_tokenizer(config: TokenizerConfig, texts: Iterable[str]) -> Tokenizer:
     """The tokenizer of a config; bytes for kind `auto`. `texts` is read for kind `train` only."""
     match config.kind:
         case "auto" | "bytes":
-            return ByteTokenizer()
+            return byte_tokenizer()
         case "file":
-            return JSONTokenizer.from_file(config.path, end_token=config.end_token, pad_token=config.pad_token)
+            return Tokenizer.from_file(config.path, end_token=config.end_token, pad_token=config.pad_token)
         case "train":
             return train_bpe(texts, vocab_size=config.vocab_size)
 

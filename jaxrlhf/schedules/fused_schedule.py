@@ -3,88 +3,61 @@
 Reference: Zhong et al. 2024 (RLHFuse), arXiv:2409.13221, 5.2.
 """
 
+import itertools
 import math
+import operator
+import random
 from collections.abc import Sequence
 
-from jaxrlhf.numba_loops import numba_is_there
-from jaxrlhf.schedules.annealing import shorten
 from jaxrlhf.schedules.instructions import Pipe, Schedule, ScheduleError
 from jaxrlhf.schedules.job_shop import (
     JobShop,
-    Limit,
     ListSchedule,
-    Orders,
-    Priority,
-    as_orders,
     as_schedule,
     back_and_forth,
     job_shop,
-    larger_model_first,
     list_schedule,
-    longest_backward_first,
     longest_pipe_first,
-    longest_way_first,
     oldest_backward_first,
     ranks,
 )
+from jaxrlhf.schedules.schedule import makespan
 from jaxrlhf.schedules.schedule_bounds import lower_bound, serial_peak, serial_schedule
 
 NO_CAP = 2**62
-_RULES: tuple[tuple[Priority, Limit | None], ...] = (
-    (longest_pipe_first, lambda below: below),
-    (oldest_backward_first, lambda below: below + 4),
-    (longest_pipe_first, lambda below: below + 1),
-    (longest_way_first, lambda below: below + 3),
-    (oldest_backward_first, lambda below: below + 2),
-    (longest_backward_first, lambda below: below),
-    (longest_pipe_first, lambda below: below + 2),
-    (larger_model_first, lambda below: below),
-    (longest_pipe_first, None),
-    (longest_way_first, None),
-    (longest_way_first, lambda below: below + 1),
-    (longest_way_first, lambda below: -(-3 * below // 2)),
-)
-"""Rules of list scheduling, the best first, as measured over the paper's instances and nine with a
-slower last stage, under memory caps of 1.25 and about 1.5 times serial 1F1B."""
-_LISTED = 400_000
-"""Instructions that list scheduling by these rules places: two to three seconds in Python."""
-_QUICK = 1_000_000
-"""Moves of annealing times instructions in `fuse_quickly`: a second in Python."""
-_FEW = 1000
-"""Instructions below which `fuse_quickly` compiles nothing: Python is done before compiled loops are loaded."""
-_PASSES = 8
+_RULES = ((longest_pipe_first, 0), (oldest_backward_first, 4), (longest_pipe_first, 1))
+"""Rules of list scheduling: a priority, and the micro-batches that a stage may be ahead (`list_schedule`). The best
+first, as measured over the paper's instances and some with a slower last stage."""
+_LISTED = 200_000
+"""Instructions that list scheduling places in all: about a second."""
+_PASSES = 4
 """Passes of each list schedule back and forth."""
+_PATIENCE = (0.5, 1.0)
+"""Of workers, in list schedules by starts with random delays: one of these each."""
+_DELAY = 10
+"""The most that such a delay may be is the makespan divided by this."""
 
 
-def fuse_quickly(pipes: Sequence[Pipe], *, memory_cap: float | None = None, compiled: bool = True) -> Schedule:
-    """A short schedule of several pipes within a memory cap, in a few seconds of Python at most.
+def fuse_quickly(pipes: Sequence[Pipe], *, memory_cap: float | None = None) -> Schedule:
+    """A short schedule of several pipes within a memory cap, in about a second at most.
 
-    List schedules by several rules, each made shorter back and forth, until one is as short as the lower bound; the
-    best is annealed for latency where none is. `docs/pipelines.md` has how near to the bound they come.
+    List schedules by several rules, then by the starts of the shortest so far with random delays, each made shorter
+    back and forth, until one is as short as the lower bound. `docs/pipelines.md` has how near to the bound they come.
 
-    The result depends on the pipes and the cap alone, so every process finds the same. numba makes it faster, where it
-    is installed.
+    The result depends on the pipes and the cap alone, so every process finds the same.
 
     Args:
         memory_cap: The most activation memory that a worker may keep.
-        compiled: Compile with numba, if it is installed and there are more than a few instructions.
 
     Raises:
         ScheduleError: There are no pipes, or not even serial 1F1B keeps within the cap.
     """
     check_room(pipes, memory_cap)
-    shop = job_shop(pipes)
-    compiled = compiled and len(shop.tasks) > _FEW and numba_is_there()
-    cap, target = cap_in_units(shop, memory_cap), target_in_units(shop, pipes)
-    orders = as_orders(shop, serial_schedule(pipes))
-    span = span_of(shop, orders)
-    listed = shortest_listed(shop, cap, target, compiled=compiled)
-    if listed is not None and listed.span < span:
-        orders, span = listed.orders, listed.span
-    if span > target:
-        moves = _QUICK // len(shop.tasks)
-        orders, _ = shorten(shop, orders, cap=cap, target=target, moves=moves, seed=0, compiled=compiled)
-    return as_schedule(shop, orders)
+    shop, serial = job_shop(pipes), serial_schedule(pipes)
+    listed = shortest_listed(shop, cap_in_units(shop, memory_cap), target_in_units(shop, pipes))
+    if listed is None:
+        return serial
+    return min(serial, as_schedule(shop, listed.orders), key=makespan)
 
 
 def check_room(pipes: Sequence[Pipe], memory_cap: float | None) -> None:
@@ -113,30 +86,32 @@ def target_in_units(shop: JobShop, pipes: Sequence[Pipe]) -> int:
     return math.ceil(lower_bound(pipes) / shop.latency_unit - 1e-6)
 
 
-def shortest_listed(shop: JobShop, cap: int, target: int, *, compiled: bool) -> ListSchedule | None:
-    """The shortest schedule that list scheduling finds within a cap, by each of the rules and from there back and
-    forth. None means that nothing ends within the cap.
+def shortest_listed(shop: JobShop, cap: int, target: int) -> ListSchedule | None:
+    """The shortest schedule that list scheduling finds within a cap. None means that nothing ends within the cap.
 
     Args:
         target: A makespan at which the search ends.
     """
-    best, left = None, _LISTED
-    by_priority = {priority: ranks(shop, priority) for priority, _ in _RULES}
-    for priority, limit in _RULES:
-        if best is not None and (left < len(shop.tasks) or best.span <= target):
+    best: ListSchedule | None = None
+    chance, left, size = random.Random(0), _LISTED, len(shop.tasks)
+    for attempt in itertools.count():
+        if attempt < len(_RULES):
+            priority, ahead = _RULES[attempt]
+            rank, patience = ranks(shop, priority), 0.0
+        elif best is None:
+            return None
+        else:
+            ahead, patience = None, chance.choice(_PATIENCE)
+            starts = map(operator.sub, best.finish, shop.latency)
+            rank = [start + chance.randrange(1 + best.span // _DELAY) for start in starts]
+        found = list_schedule(shop, rank, cap=cap, ahead=ahead, patience=patience)
+        left -= size
+        if found is not None:
+            passes = max(0, min(_PASSES, left // size))
+            found = back_and_forth(shop, found, cap=cap, passes=passes, patience=patience)
+            left -= passes * size
+            if best is None or found.span <= best.span:
+                best = found
+        if best is not None and (best.span <= target or left < size):
             break
-        found = list_schedule(shop, by_priority[priority], cap=cap, limit=limit, compiled=compiled)
-        left -= len(shop.tasks)
-        if found is None:
-            continue
-        passes = max(0, min(_PASSES, left // len(shop.tasks)))
-        found = back_and_forth(shop, found, cap=cap, passes=passes, compiled=compiled)
-        left -= passes * len(shop.tasks)
-        if best is None or found.span < best.span:
-            best = found
     return best
-
-
-def span_of(shop: JobShop, orders: Orders) -> int:
-    """The makespan of orders, in units of the shop."""
-    return shorten(shop, orders, cap=NO_CAP, target=0, moves=0, seed=0, compiled=False)[1]

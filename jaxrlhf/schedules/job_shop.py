@@ -3,7 +3,6 @@
 Workers are machines and micro-batches are jobs. All amounts are integers here, so that every computer finds the same.
 """
 
-import collections
 import dataclasses
 import functools
 import itertools
@@ -12,8 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from jaxrlhf.numba_loops import Integers, integers, loops
-from jaxrlhf.schedules import search_loops
 from jaxrlhf.schedules.instructions import Instruction, Pipe, Schedule, instructions, needed
 
 Orders = list[list[int]]
@@ -32,7 +29,8 @@ class JobShop:
         worker: Number -> the worker that runs it.
         latency: Number -> how long it takes, in units of its own, at least 1.
         memory: Number -> by how much it changes the activation memory of its worker, in units of its own.
-        lane: Number -> its pipe, stage and direction, as a number. Micro-batches go through a lane in their order.
+        lane: Number -> its pipe, stage and direction, as a number. Micro-batches go through a lane in their order. The
+            lane of a stage's backwards is the next one after that of its forwards.
         latency_unit, memory_unit: What one unit of them stands for.
     """
 
@@ -46,11 +44,6 @@ class JobShop:
     lane: list[int]
     latency_unit: float
     memory_unit: float
-
-    @functools.cached_property
-    def num_workers(self) -> int:
-        """The number of workers."""
-        return max(self.worker) + 1
 
     @functools.cached_property
     def read_backwards(self) -> "JobShop":
@@ -72,51 +65,12 @@ class JobShop:
         )
 
     @functools.cached_property
-    def tables(self) -> "Tables":
-        """The tables of list scheduling, as lists."""
-        queues: list[list[int]] = [[] for _ in range(max(self.lane) + 1)]
-        lanes: list[list[int]] = [[] for _ in range(self.num_workers)]
-        numbers = {}
-        for number, (task, lane) in enumerate(zip(self.tasks, self.lane, strict=True)):
-            if not queues[lane]:
-                lanes[self.worker[number]].append(lane)
-                numbers[task.pipe, task.stage, task.forward] = lane
-            queues[lane].append(number)
-        partner = [-1] * len(queues)
-        for (pipe, stage, forward), lane in numbers.items():
-            if forward:
-                partner[lane] = numbers.get((pipe, stage, False), -1)
-        return Tables(
-            *_flat(lanes), *_flat(queues), partner, self.before, self.after, self.worker, self.lane, self.latency,
-            self.memory,
-        )  # fmt: skip
-
-    @functools.cached_property
-    def arrays(self) -> "Tables":
-        """The same as arrays."""
-        return Tables(*(integers(table, compiled=True) for table in self.tables))
-
-
-class Tables(NamedTuple):
-    """The job shop as `search_loops.list_round` takes it."""
-
-    lanes: Integers
-    lanes_first: Integers
-    queue: Integers
-    queue_first: Integers
-    partner: Integers
-    """Lane -> the lane of its backwards, or -1."""
-    before: Integers
-    after: Integers
-    worker: Integers
-    lane: Integers
-    latency: Integers
-    memory: Integers
-
-
-def _flat(parts: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
-    """Sequences one after another, and where each begins."""
-    return [x for part in parts for x in part], [0, *itertools.accumulate(map(len, parts))]
+    def queues(self) -> list[list[int]]:
+        """Lane -> its tasks, in the order in which they must run."""
+        queues: list[list[int]] = [[] for _ in range(max(self.lane) + 2)]
+        for task, lane in enumerate(self.lane):
+            queues[lane].append(task)
+        return queues
 
 
 def job_shop(pipes: Sequence[Pipe]) -> JobShop:
@@ -133,7 +87,7 @@ def job_shop(pipes: Sequence[Pipe]) -> JobShop:
             after[need] = index
     latencies, latency_unit = _integers([pipes[task.pipe].latency(task.stage, forward=task.forward) for task in tasks])
     memory, memory_unit = _integers([pipes[task.pipe].kept(task.stage) for task in tasks])
-    lanes: dict[tuple[int, int, bool], int] = {}
+    first_stage = [0, *itertools.accumulate(pipe.stages for pipe in pipes)]
     return JobShop(
         tuple(pipes),
         tasks,
@@ -142,7 +96,7 @@ def job_shop(pipes: Sequence[Pipe]) -> JobShop:
         worker=[pipes[task.pipe].workers[task.stage] for task in tasks],
         latency=[max(1, latency) for latency in latencies],
         memory=[size if task.forward else -size for task, size in zip(tasks, memory, strict=True)],
-        lane=[lanes.setdefault((task.pipe, task.stage, task.forward), len(lanes)) for task in tasks],
+        lane=[2 * (first_stage[task.pipe] + task.stage) + (not task.forward) for task in tasks],
         latency_unit=latency_unit,
         memory_unit=memory_unit,
     )
@@ -165,55 +119,20 @@ def as_schedule(shop: JobShop, orders: Orders) -> Schedule:
     return Schedule(shop.pipes, tuple(tuple(shop.tasks[task] for task in order) for order in orders))
 
 
-def as_orders(shop: JobShop, schedule: Schedule) -> Orders:
-    """The opposite of `as_schedule`."""
-    number = {task: index for index, task in enumerate(shop.tasks)}
-    return [[number[task] for task in order] for order in schedule.orders]
-
-
-def peak(shop: JobShop, orders: Orders) -> int:
-    """The most activation memory that a worker keeps at once."""
-    levels = (itertools.accumulate(shop.memory[task] for task in order) for order in orders)
-    return max(0, *itertools.chain(*levels))
-
-
 Priority = Callable[[Pipe, Instruction], tuple[float, ...]]
 """The rank of an instruction of a pipe among those that can start at the same time: the least runs first."""
-Limit = Callable[[int], int]
-"""From the number of stages from here to the last to the most micro-batches between forward and backward here."""
-
-
-def larger_model_first(pipe: Pipe, instruction: Instruction) -> tuple[float, ...]:
-    """The paper's greedy rule: the larger model, of it the backward."""
-    before, after = pipe.before_and_after[0, True]
-    return (-(before + pipe.latency(0, forward=True) + after), instruction.forward)
-
-
-def longest_way_first(pipe: Pipe, instruction: Instruction) -> tuple[float, ...]:
-    """The instruction with the most left to be computed of its micro-batch."""
-    return (-_way(pipe, instruction),)
 
 
 def longest_pipe_first(pipe: Pipe, instruction: Instruction) -> tuple[float, ...]:
     """The instruction with the most left of its micro-batch, with the later micro-batches on one stage."""
+    _, after = pipe.before_and_after[instruction.stage, instruction.forward]
     later = pipe.micro_batches - instruction.micro_batch
-    return (-_way(pipe, instruction) - later * pipe.slowest,)
-
-
-def longest_backward_first(pipe: Pipe, instruction: Instruction) -> tuple[float, ...]:
-    """A backward; of these, and of forwards, what has the most left."""
-    return (instruction.forward, -_way(pipe, instruction))
+    return (-pipe.latency(instruction.stage, forward=instruction.forward) - after - later * pipe.slowest,)
 
 
 def oldest_backward_first(pipe: Pipe, instruction: Instruction) -> tuple[float, ...]:
     """A backward; of these, and of forwards, the first micro-batches of either pipe."""
     return (instruction.forward, instruction.micro_batch / pipe.micro_batches)
-
-
-def _way(pipe: Pipe, instruction: Instruction) -> float:
-    """Latency of what is left of a micro-batch."""
-    _, after = pipe.before_and_after[instruction.stage, instruction.forward]
-    return pipe.latency(instruction.stage, forward=instruction.forward) + after
 
 
 class ListSchedule(NamedTuple):
@@ -236,39 +155,76 @@ def ranks(shop: JobShop, priority: Priority) -> list[int]:
 
 
 def list_schedule(
-    shop: JobShop, ranks: Sequence[int], *, cap: int | None = None, limit: Limit | None = None, compiled: bool = False
+    shop: JobShop, ranks: Sequence[int], *, cap: int = _UNLIMITED, ahead: int | None = None, patience: float = 0.0
 ) -> ListSchedule | None:
-    """Always runs next the task that can start earliest, among those the one of the least rank.
+    """Always runs next the task that can start earliest, among those the one of the least rank, then of the least
+    number.
 
     Args:
         cap: The most memory that a worker may keep.
-        limit: By how many micro-batches a stage may be ahead.
-        compiled: Run the loop compiled by numba, which must be installed. It finds the same.
+        ahead: By how many micro-batches the forwards of a stage may be ahead of its backwards, beside one for each
+            stage from there to the last. None means any number.
+        patience: A worker waits for a task of lower rank, up to this part of the time to when it could have finished
+            something. At 1, schedules are active (Giffler and Thompson 1960).
 
     Returns:
         The schedule. None if nothing can start within the cap although something is left.
     """
+    queues, before, latency, memory = shop.queues, shop.before, shop.latency, shop.memory
+    lanes: list[list[int]] = [[] for _ in range(max(shop.worker) + 1)]
+    most = [math.inf] * len(queues)
+    for lane, queue in enumerate(queues):
+        if queue:
+            lanes[shop.worker[queue[0]]].append(lane)
+            task = shop.tasks[queue[0]]
+            if ahead is not None and task.forward and shop.pipes[task.pipe].backward is not None:
+                most[lane] = shop.pipes[task.pipe].stages - task.stage + ahead
+    head, finish = [0] * len(queues), [-1] * len(before)
+    orders: Orders = [[] for _ in lanes]
+    clock, kept = [0] * len(lanes), [0] * len(lanes)
+    nothing = (math.inf, 0, 0)
 
-    tables = shop.arrays if compiled else shop.tables
-    limits = [_UNLIMITED] * len(tables.partner)
-    if limit is not None:
-        for task, lane in zip(shop.tasks, shop.lane, strict=True):
-            limits[lane] = limit(shop.pipes[task.pipe].stages - task.stage)
-    num_tasks, num_workers = len(shop.tasks), shop.num_workers
-    sizes = (num_tasks, num_tasks, num_workers, num_workers, num_workers, len(limits), 2 * num_workers)
-    work = tuple(integers([0] * size, compiled=compiled) for size in sizes)
-    most = _UNLIMITED if cap is None else cap
-    run = loops(search_loops, compiled=compiled)["list_round"]
-    if run(tables, integers(limits, compiled=compiled), integers(ranks, compiled=compiled), most, work) < 0:
-        return None
-    order, finish = ([int(x) for x in result] for result in work[:2])
-    counts = collections.Counter(shop.worker)
-    ends = [0, *itertools.accumulate(counts[worker] for worker in range(num_workers))]
-    return ListSchedule([order[begin:end] for begin, end in itertools.pairwise(ends)], finish)
+    def next_of(worker: int) -> tuple[float, int, int]:
+        """When a worker would start which task next, of which rank."""
+        can_start = []
+        for lane in lanes[worker]:
+            place = head[lane]
+            if place == len(queues[lane]) or place - head[lane + 1] >= most[lane]:
+                continue
+            task = queues[lane][place]
+            start = clock[worker]
+            if before[task] >= 0:
+                arrival = finish[before[task]]
+                if arrival < 0:
+                    continue
+                start = max(start, arrival)
+            if memory[task] <= 0 or kept[worker] + memory[task] <= cap:
+                can_start.append((start, ranks[task], task))
+        first = min(can_start, default=nothing)
+        if not patience or first is nothing:
+            return first
+        end = first[0] + patience * (min(start + latency[task] for start, _, task in can_start) - first[0])
+        waits = [each for each in can_start if each[0] < end]
+        return min(waits, key=lambda each: (each[1], each[2]), default=first)
+
+    found = [next_of(worker) for worker in range(len(lanes))]
+    for _ in before:
+        start, _, task = min(found)
+        if start == math.inf:
+            return None
+        worker, follower = shop.worker[task], shop.after[task]
+        finish[task] = clock[worker] = int(start) + latency[task]
+        head[shop.lane[task]] += 1
+        kept[worker] += memory[task]
+        orders[worker].append(task)
+        found[worker] = next_of(worker)
+        if follower >= 0 and shop.worker[follower] != worker:
+            found[shop.worker[follower]] = next_of(shop.worker[follower])
+    return ListSchedule(orders, finish)
 
 
 def back_and_forth(
-    shop: JobShop, start: ListSchedule, *, cap: int | None = None, passes: int = 8, compiled: bool = False
+    shop: JobShop, start: ListSchedule, *, cap: int = _UNLIMITED, passes: int = 8, patience: float = 0.0
 ) -> ListSchedule:
     """The shortest of what list scheduling makes of a schedule read backwards, of that read forwards again, and so on.
 
@@ -279,19 +235,19 @@ def back_and_forth(
     """
     both = (shop, shop.read_backwards)
     best = current = start
-    shortest = start.span
     for index in range(1, passes + 1):
         latest_first = [-finish for finish in reversed(current.finish)]
-        found = list_schedule(both[index % 2], latest_first, cap=cap, compiled=compiled)
-        if found is None:
+        current = list_schedule(both[index % 2], latest_first, cap=cap, patience=patience)
+        if current is None:
             break
-        current, span = found, found.span
-        if span < shortest:
-            shortest = span
-            if index % 2:
-                last = len(shop.tasks) - 1
-                orders = [[last - task for task in reversed(order)] for order in found.orders]
-                began = [finish - latency for finish, latency in zip(found.finish, both[1].latency, strict=True)]
-                found = ListSchedule(orders, [span - start for start in reversed(began)])
-            best = found
+        if current.span < best.span:
+            best = _read_forwards(both[1], current) if index % 2 else current
     return best
+
+
+def _read_forwards(backwards: JobShop, found: ListSchedule) -> ListSchedule:
+    """A schedule of a job shop that was read backwards, as it runs."""
+    last, span = len(backwards.tasks) - 1, found.span
+    orders = [[last - task for task in reversed(order)] for order in found.orders]
+    began = [finish - latency for finish, latency in zip(found.finish, backwards.latency, strict=True)]
+    return ListSchedule(orders, [span - start for start in reversed(began)])

@@ -46,37 +46,24 @@ def gpipe(
     return _single(stages, 1, micro_batches, ahead, forward, backward, activation)
 
 
-def one_f_one_b(
-    stages: int, micro_batches: int, *, forward: float = 1, backward: float = 2, activation: float = 1
-) -> Schedule:
-    """1F1B: as many forwards as there are stages below, then forward and backward in turn.
-
-    Stage s of S keeps the activations of S - s micro-batches at most.
-
-    Reference:
-        Narayanan et al. 2021, arXiv:2006.09503 (PipeDream-Flush).
-    """
-    ahead = [stages - worker - 1 for worker in range(stages)]
-    return _single(stages, 1, micro_batches, ahead, forward, backward, activation)
-
-
 def interleaved_1f1b(
     stages: int, chunks: int, micro_batches: int, *, forward: float = 1, backward: float = 2, activation: float = 1
 ) -> Schedule:
     """1F1B over `chunks` virtual stages of each worker: virtual stage v runs on worker v % stages.
 
-    Micro-batches go in groups of as many as there are stages: a group's forwards on one chunk, then on the next. The
-    last group may be smaller, which leaves bubbles where its missing members would run. One chunk is 1F1B.
+    With one chunk, as many forwards as there are stages below, then forward and backward in turn: stage s of S keeps
+    the activations of S - s micro-batches at most. With several, micro-batches go in groups of as many as there are
+    stages: a group's forwards on one chunk, then on the next. The last group may be smaller, which leaves bubbles where
+    its missing members would run.
 
     Args:
         forward, backward, activation: Of a virtual stage.
 
     Reference:
-        Narayanan et al. 2021, arXiv:2104.04473, 2.2.
+        Narayanan et al. 2021, arXiv:2006.09503 (PipeDream-Flush), and arXiv:2104.04473, 2.2.
     """
-    if chunks == 1:
-        return one_f_one_b(stages, micro_batches, forward=forward, backward=backward, activation=activation)
-    ahead = [2 * (stages - worker - 1) + (chunks - 1) * stages for worker in range(stages)]
+    below = [stages - worker - 1 for worker in range(stages)]
+    ahead = below if chunks == 1 else [2 * each + (chunks - 1) * stages for each in below]
     return _single(stages, chunks, micro_batches, ahead, forward, backward, activation)
 
 

@@ -5,7 +5,6 @@ import json
 import re
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pyarrow
@@ -17,7 +16,7 @@ from jaxrlhf.data import chat_process, chat_rendering
 from jaxrlhf.data.chat_process import ChatTemplate, Conversation, render_chats
 from jaxrlhf.data.config import DataConfig
 from jaxrlhf.data.prompts import PromptTable, load_prompts
-from jaxrlhf.data.tokenizer import JSONTokenizer, TokenizerConfig
+from jaxrlhf.data.tokenizer import Tokenizer, TokenizerConfig
 from tests.data.test_control_tokens import byte_level
 
 CHATML = (
@@ -193,27 +192,6 @@ def test_all_conversations_together_have_a_limit_too(monkeypatch):
         render_apart(some, *[QUESTION] * 600)
 
 
-def test_a_process_that_is_gone_is_started_again():
-    assert render_apart("{{ messages[0].role }}", QUESTION) == ["user"]
-    (process,) = chat_process._idle.values()
-    process._process.kill()
-    process._process.wait()
-    assert render_apart("{{ messages | length }}", *[TALK] * 1000) == ["4"] * 1000
-    (process,) = chat_process._idle.values()
-    chat_process._end_idle()
-    assert not chat_process._idle and process._process.returncode is not None
-
-
-def test_a_process_that_nobody_uses_is_ended(monkeypatch):
-    chat_process._end_idle()
-    monkeypatch.setattr(chat_process, "_IDLE_SECONDS", 0.5)
-    render_apart("", QUESTION)
-    (process,) = chat_process._idle.values()
-    while process._process.returncode is None:
-        time.sleep(0.01)
-    assert not chat_process._idle
-
-
 def test_the_process_imports_nothing_heavy():
     imports = "import sys, runpy; runpy.run_path(sys.argv[1]); print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", imports, chat_rendering.__file__], capture_output=True, text=True)
@@ -386,10 +364,10 @@ def test_a_chat_is_the_same_on_every_day(tmp_path, tokenizer):
 
 
 def test_a_saved_tokenizer_keeps_its_end_and_its_template(tmp_path, tokenizer):
-    given = JSONTokenizer.from_file(tokenizer(CHATML, pad_token="<pad>").path)
+    given = Tokenizer.from_file(tokenizer(CHATML, pad_token="<pad>").path)
     (tmp_path / "saved").mkdir()
     given.save(tmp_path / "saved" / "tokenizer.json")
-    again = JSONTokenizer.from_file(tmp_path / "saved")
+    again = Tokenizer.from_file(tmp_path / "saved")
     assert (again.end_id, again.pad_id) == (given.end_id, given.pad_id) == (259, 260)
     assert again.chat_templates == given.chat_templates == {"default": CHATML}
     assert again.special_tokens == {"bos_token": "<s>", "eos_token": "<|im_end|>", "pad_token": "<pad>"}

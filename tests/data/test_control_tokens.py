@@ -11,7 +11,7 @@ from jaxrlhf.config.schema import load_run
 from jaxrlhf.data.config import DataConfig
 from jaxrlhf.data.control_tokens import MarkedText, control_pattern, mark_text, mark_tokens
 from jaxrlhf.data.prompts import load_prompts
-from jaxrlhf.data.tokenizer import JSONTokenizer, train_bpe
+from jaxrlhf.data.tokenizer import Tokenizer, train_bpe
 from jaxrlhf.run.step_rows import StepRows, check_rows, load_tables
 
 CONTROL = ["<s>", "<|im_start|>", "<|im_end|>"]
@@ -35,7 +35,7 @@ def byte_level(special):
 @pytest.fixture
 def tokenizer():
     settings = {"eos_token": "<|im_end|>", "chat_template": CHATML}
-    return JSONTokenizer(byte_level(CONTROL), name="mine", settings=settings)
+    return Tokenizer(byte_level(CONTROL), name="mine", settings=settings)
 
 
 @pytest.fixture
@@ -122,7 +122,7 @@ def test_words_of_the_vocabulary_are_no_way_around():
     backend = tokenizers.Tokenizer(models.Unigram(pieces, 0, False))
     backend.decoder = decoders.Fuse()  # pyright: ignore[reportAttributeAccessIssue]
     backend.add_special_tokens(["<s>"])
-    tokenizer = JSONTokenizer(backend, name="mine", end_token="<s>")
+    tokenizer = Tokenizer(backend, name="mine", end_token="<s>")
     backend.encode_special_tokens = True
     assert 6 in backend.encode("a<s>b").ids  # by the library alone
     backend.encode_special_tokens = False

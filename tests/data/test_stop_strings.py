@@ -12,7 +12,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from jaxrlhf.data import stop_strings
 from jaxrlhf.data.stop_strings import stop_table
-from jaxrlhf.data.tokenizer import ByteTokenizer, JSONTokenizer, Tokenizer, train_bpe
+from jaxrlhf.data.tokenizer import Tokenizer, byte_tokenizer, train_bpe
 from jaxrlhf.experience import StopTable
 
 
@@ -77,7 +77,7 @@ def test_large_tables_are_refused(monkeypatch):
         stop_table([string], parts)
 
 
-def sentencepiece() -> JSONTokenizer:
+def sentencepiece() -> Tokenizer:
     """A vocabulary in the manner of Llama 2: spaces as a letter, and a token for each byte."""
     words = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "▁a", "é", "\n", "▁▁", "b▁"]
     backend = tokenizers.Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, [], byte_fallback=True))
@@ -86,24 +86,24 @@ def sentencepiece() -> JSONTokenizer:
     )
     backend.add_special_tokens(["</s>", "<|user|>"])
     backend.add_tokens(["two words"])
-    return JSONTokenizer(backend, name="sentencepiece")
+    return Tokenizer(backend, name="sentencepiece")
 
 
-def byte_level() -> JSONTokenizer:
+def byte_level() -> Tokenizer:
     tokenizer = train_bpe(["a bé\n\nc 日本 😀 the cat"] * 9, vocab_size=300)
     tokenizer._backend.add_special_tokens(["<|im_end|>"])
     tokenizer._backend.add_tokens(["two words"])
-    return JSONTokenizer(tokenizer._backend, name="byte-level")
+    return Tokenizer(tokenizer._backend, name="byte-level")
 
 
-def metaspace() -> JSONTokenizer:
+def metaspace() -> Tokenizer:
     backend = tokenizers.Tokenizer(models.BPE({word: i for i, word in enumerate(["</s>", "▁a", "b", "é", "▁"])}, []))
     backend.decoder = decoders.Metaspace()
-    return JSONTokenizer(backend, name="metaspace")
+    return Tokenizer(backend, name="metaspace")
 
 
 TOKENIZERS: dict[str, Tokenizer] = {
-    "bytes": ByteTokenizer(),
+    "bytes": byte_tokenizer(),
     "byte-level": byte_level(),
     "sentencepiece": sentencepiece(),
     "metaspace": metaspace(),
@@ -139,7 +139,7 @@ def test_other_decoders_are_refused(decoder):
         backend.decoder = decoder
     kind = "None" if decoder is None else json.loads(decoder.__getstate__())["type"]
     with pytest.raises(ValueError, match=rf"byte-level or SentencePiece's.* Got words, with the decoder {kind}\. Use"):
-        _ = JSONTokenizer(backend, name="words").token_bytes
+        _ = Tokenizer(backend, name="words").token_bytes
 
 
 def test_a_string_may_end_within_a_token_and_the_next_one_begin_there():

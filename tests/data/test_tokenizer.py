@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import models, pre_tokenizers
 
-from jaxrlhf.data.tokenizer import ByteTokenizer, JSONTokenizer, TokenizerConfig, load_tokenizer, train_bpe
+from jaxrlhf.data.tokenizer import Tokenizer, TokenizerConfig, byte_tokenizer, load_tokenizer, train_bpe
 
 
 def word_tokenizer(path, *words):
@@ -22,7 +22,7 @@ def word_tokenizer(path, *words):
 
 @given(st.text())
 def test_bytes_round_trip(text):
-    tokenizer = ByteTokenizer()
+    tokenizer = byte_tokenizer()
     ids = tokenizer.encode(text)
     assert len(ids) == len(text.encode()) and all(0 <= token < 256 for token in ids)
     assert tokenizer.decode(ids) == text
@@ -30,11 +30,11 @@ def test_bytes_round_trip(text):
 
 @given(st.lists(st.integers(-5, 300)))
 def test_bytes_decode_never_raises(ids):
-    assert isinstance(ByteTokenizer().decode(ids), str)
+    assert isinstance(byte_tokenizer().decode(ids), str)
 
 
 def test_bytes_by_hand():
-    tokenizer = ByteTokenizer()
+    tokenizer = byte_tokenizer()
     assert (tokenizer.vocab_size, tokenizer.pad_id, tokenizer.end_id, tokenizer.name) == (258, 256, 257, "bytes")
     assert tokenizer.encode("é=") == [0xC3, 0xA9, 61]
     assert tokenizer.decode([256, 72, 105, 257, 256]) == "Hi"
@@ -49,7 +49,7 @@ def test_bpe_learns_merges_and_is_deterministic(tmp_path):
     assert len(tokenizer.encode("the cat")) < len("the cat")
     assert tokenizer.encode("the hat") == train_bpe(texts, vocab_size=266).encode("the hat")
     tokenizer.save(tmp_path / "tokenizer.json")
-    again = JSONTokenizer.from_file(tmp_path / "tokenizer.json")
+    again = Tokenizer.from_file(tmp_path / "tokenizer.json")
     assert (again.vocab_size, again.pad_id, again.end_id) == (266, 0, 1)
     assert again.encode("the cat") == tokenizer.encode("the cat")
 
@@ -77,7 +77,7 @@ def test_encode_adds_nothing_and_never_truncates(tmp_path):
     backend.enable_truncation(2)
     backend.enable_padding(length=9)
     backend.save(path)
-    assert JSONTokenizer.from_file(path).encode("a b a b") == [2, 3, 2, 3]
+    assert Tokenizer.from_file(path).encode("a b a b") == [2, 3, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_encode_adds_nothing_and_never_truncates(tmp_path):
     ],
 )
 def test_common_names(tmp_path, words, end, pad):
-    tokenizer = JSONTokenizer.from_file(word_tokenizer(tmp_path / "t.json", *words))
+    tokenizer = Tokenizer.from_file(word_tokenizer(tmp_path / "t.json", *words))
     assert (tokenizer.end_id, tokenizer.pad_id, tokenizer.vocab_size) == (end, pad, len(words))
 
 
@@ -106,7 +106,7 @@ def test_tokens_of_the_files_beside_a_tokenizer(tmp_path):
 
     def tokens(**settings):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-        tokenizer = JSONTokenizer.from_file(path)
+        tokenizer = Tokenizer.from_file(path)
         return tokenizer.end_id, tokenizer.pad_id
 
     assert tokens() == tokens(eos_token=None, add_eos_token=True) == (1, 2)
@@ -114,7 +114,7 @@ def test_tokens_of_the_files_beside_a_tokenizer(tmp_path):
     assert tokens(eos_token={"content": "stop"}, pad_token={"content": "blank", "special": True}) == (3, 4)
     (tmp_path / "special_tokens_map.json").write_text('{"eos_token": "blank", "pad_token": "stop"}')
     assert tokens(eos_token="stop") == (3, 3) and tokens() == (4, 3)
-    assert JSONTokenizer.from_file(tmp_path, end_token="</s>").end_id == 1
+    assert Tokenizer.from_file(tmp_path, end_token="</s>").end_id == 1
 
 
 def test_tokens_that_only_a_models_config_names(tmp_path):
@@ -122,7 +122,7 @@ def test_tokens_that_only_a_models_config_names(tmp_path):
 
     def tokens(**fields):
         (tmp_path / "config.json").write_text(json.dumps(fields))
-        tokenizer = JSONTokenizer.from_file(path)
+        tokenizer = Tokenizer.from_file(path)
         return tokenizer.end_id, tokenizer.pad_id, tokenizer.special_tokens.get("bos_token")
 
     assert tokens(eos_token_id=[3, 1], pad_token_id=4, bos_token_id=0) == (3, 4, "<unk>")
@@ -145,25 +145,25 @@ def test_what_came_with_a_tokenizer_goes_out(tmp_path):
     }
     for name, text in files.items():
         (came / name).write_text(text)
-    JSONTokenizer.from_file(came).export(out)
+    Tokenizer.from_file(came).export(out)
     found = {str(path.relative_to(out)): path.read_bytes() for path in out.rglob("*.*")}
     assert found == {name: (came / name).read_bytes() for name in ["tokenizer.json", *files] if name != "config.json"}
 
-    JSONTokenizer.from_file(came, end_token="stop").export(named)
-    assert JSONTokenizer.from_file(named).end_id == 2
+    Tokenizer.from_file(came, end_token="stop").export(named)
+    assert Tokenizer.from_file(named).end_id == 2
     assert json.loads((named / "special_tokens_map.json").read_text()) == {"eos_token": "stop"}
     assert json.loads((named / "tokenizer_config.json").read_text())["model_max_length"] == 7
 
 
 def test_a_tokenizer_that_came_from_no_file_is_written_whole(tmp_path):
-    ByteTokenizer().export(tmp_path / "bytes")
-    again = JSONTokenizer.from_file(tmp_path / "bytes")
+    byte_tokenizer().export(tmp_path / "bytes")
+    again = Tokenizer.from_file(tmp_path / "bytes")
     text = "".join(map(chr, range(0x180))) + " \u6f22 \n\n x"
-    assert again.encode(text) == ByteTokenizer().encode(text) and again.decode(again.encode(text)) == text
+    assert again.encode(text) == byte_tokenizer().encode(text) and again.decode(again.encode(text)) == text
     assert (again.vocab_size, again.pad_id, again.end_id) == (258, 256, 257)
     trained = train_bpe(["the cat sat"], vocab_size=262)
     trained.export(tmp_path / "trained")
-    assert JSONTokenizer.from_file(tmp_path / "trained").encode("the cat") == trained.encode("the cat")
+    assert Tokenizer.from_file(tmp_path / "trained").encode("the cat") == trained.encode("the cat")
 
 
 def test_errors_of_the_files_beside_a_tokenizer(tmp_path):
@@ -172,12 +172,12 @@ def test_errors_of_the_files_beside_a_tokenizer(tmp_path):
         for content, message in {"{": "must be JSON in UTF-8", "[]": "must be a JSON object. Got list"}.items():
             (tmp_path / name).write_text(content)
             with pytest.raises(ValueError, match=f"{re.escape(name)}: {message}"):
-                JSONTokenizer.from_file(path)
+                Tokenizer.from_file(path)
         (tmp_path / name).unlink()
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</S>"}')
     message = r"tokenizer\.end_token: must be in .* Got '</S>'\..* It stands in the tokenizer_config\.json beside it"
     with pytest.raises(ValueError, match=message):
-        JSONTokenizer.from_file(path)
+        Tokenizer.from_file(path)
 
 
 def test_load_reads_texts_for_training_alone(tmp_path):
@@ -195,20 +195,20 @@ def test_load_reads_texts_for_training_alone(tmp_path):
 
 def test_file_errors(tmp_path):
     with pytest.raises(ValueError, match=r"tokenizer\.path: must be an existing file\. Got '.*none\.json'\. Name"):
-        JSONTokenizer.from_file(tmp_path / "none.json")
+        Tokenizer.from_file(tmp_path / "none.json")
     (tmp_path / "bad.json").write_text('{"model": 3}')
     with pytest.raises(ValueError, match=r"tokenizer\.path: '.*bad\.json' is not a readable tokenizer\.json\. Got: "):
-        JSONTokenizer.from_file(tmp_path / "bad.json")
+        Tokenizer.from_file(tmp_path / "bad.json")
 
 
 def test_token_errors(tmp_path):
     path = word_tokenizer(tmp_path / "t.json", "<unk>", "<stop>", "a")
     with pytest.raises(ValueError, match=r"tokenizer\.end_token: .*t\.json has no token of a common name .*Set"):
-        JSONTokenizer.from_file(path)
+        Tokenizer.from_file(path)
     with pytest.raises(ValueError, match=r"tokenizer\.end_token: must be in .*Got '<stopp>'\. Did you mean '<stop>'\?"):
-        JSONTokenizer.from_file(path, end_token="<stopp>")
+        Tokenizer.from_file(path, end_token="<stopp>")
     with pytest.raises(ValueError, match=r"tokenizer\.pad_token: must be in the vocabulary .* Got 'qqq'\.$"):
-        JSONTokenizer.from_file(path, end_token="<stop>", pad_token="qqq")
+        Tokenizer.from_file(path, end_token="<stop>", pad_token="qqq")
 
 
 @pytest.mark.parametrize(

@@ -11,26 +11,24 @@ from typing import Any
 
 import pytest
 
-from jaxrlhf.schedules import annealing
 from jaxrlhf.schedules.fused_schedule import fuse_quickly
 from jaxrlhf.schedules.instructions import Instruction, Pipe, ScheduleError, instructions, needed
 from jaxrlhf.schedules.job_shop import (
-    as_orders,
     as_schedule,
     back_and_forth,
     job_shop,
     list_schedule,
-    longest_way_first,
-    peak,
+    longest_pipe_first,
     ranks,
 )
-from jaxrlhf.schedules.schedule import interleaved_1f1b, makespan, one_f_one_b, peak_activations, validate
+from jaxrlhf.schedules.schedule import interleaved_1f1b, makespan, peak_activations, validate
 from jaxrlhf.schedules.schedule_bounds import (
     added_peaks,
     lower_bound,
     serial_peak,
     serial_schedule,
 )
+from scripts.annealing import as_orders, peak, shorten, slim
 from scripts.fused_models import (
     TrainedModel,
     fused_pipes,
@@ -39,7 +37,7 @@ from scripts.fused_models import (
     serial_latency,
     shallow_serial_latency,
 )
-from scripts.fused_search import fuse, slim
+from scripts.fused_search import fuse
 
 
 def model(pipeline: int, micro_batches: int, *, data=1, tensor=1, forward=1.0, backward=2.0, activation=1.0):
@@ -165,7 +163,7 @@ def test_serial_is_one_model_after_another():
     assert serial_peak(pipes) == max(peak_activations(schedule)) == 8 * 1.95
     single = serial_schedule(interleaved_1f1b(4, 2, 8).pipes)
     assert single == interleaved_1f1b(4, 2, 8) and serial_latency(single.pipes) == makespan(single)
-    assert serial_schedule(one_f_one_b(3, 5).pipes) == one_f_one_b(3, 5)
+    assert serial_schedule(interleaved_1f1b(3, 1, 5).pipes) == interleaved_1f1b(3, 1, 5)
     with pytest.raises(
         ScheduleError, match=r"workers of pipe 0: must go over its workers in rounds. Got \(0, 1, 1, 0\)"
     ):
@@ -229,10 +227,10 @@ def test_the_result_depends_on_seeds_alone():
     assert fuse(HARD, seeds=(1, 2), moves=300, compiled=False) == one
     assert fuse(HARD, seeds=(1, 2), moves=300, processes=2, compiled=False) == one
     shop = job_shop(HARD)
-    start = list_schedule(shop, ranks(shop, longest_way_first))
+    start = list_schedule(shop, ranks(shop, longest_pipe_first))
     assert start is not None
     shortened = {
-        str(annealing.shorten(shop, start.orders, cap=2**62, target=0, moves=300, seed=seed, compiled=False))
+        str(shorten(shop, start.orders, cap=2**62, target=0, moves=300, seed=seed, compiled=False))
         for seed in (1, 2, 3)
     }
     assert len(shortened) == 3
@@ -241,12 +239,12 @@ def test_the_result_depends_on_seeds_alone():
 def test_compiled_or_not_all_is_the_same():
     pytest.importorskip("numba")
     shop = job_shop(HARD)
-    start = list_schedule(shop, ranks(shop, longest_way_first))
+    start = list_schedule(shop, ranks(shop, longest_pipe_first))
     assert start is not None
     found = []
     for compiled in (True, False):
         settings: dict[str, Any] = dict(moves=3000, seed=5, compiled=compiled)
-        orders, span = annealing.shorten(shop, start.orders, cap=peak(shop, start.orders), target=0, **settings)
+        orders, span = shorten(shop, start.orders, cap=peak(shop, start.orders), target=0, **settings)
         slim_orders, top = slim(shop, orders, floor=0, limit=span + 3, **settings)
         found.append((orders, span, slim_orders, top))
     assert found[0] == found[1]
@@ -255,11 +253,11 @@ def test_compiled_or_not_all_is_the_same():
 
 def test_what_the_rounds_say_is_so():
     shop = job_shop(HARD)
-    start = list_schedule(shop, ranks(shop, longest_way_first))
+    start = list_schedule(shop, ranks(shop, longest_pipe_first))
     assert start is not None
     assert start.span == makespan(as_schedule(shop, start.orders))
     cap = peak(shop, start.orders)
-    orders, span = annealing.shorten(shop, start.orders, cap=cap, target=0, moves=2000, seed=1, compiled=False)
+    orders, span = shorten(shop, start.orders, cap=cap, target=0, moves=2000, seed=1, compiled=False)
     schedule = as_schedule(shop, orders)
     validate(schedule, memory_cap=cap * shop.memory_unit)
     assert as_orders(shop, schedule) == orders
@@ -275,7 +273,7 @@ def test_what_the_rounds_say_is_so():
 def test_list_schedules_keep_caps_and_limits_and_get_no_longer_back_and_forth():
     shop = job_shop(HARD)
     cap = math.floor(1.3 * serial_peak(HARD) / shop.memory_unit)
-    start = list_schedule(shop, ranks(shop, longest_way_first), cap=cap)
+    start = list_schedule(shop, ranks(shop, longest_pipe_first), cap=cap)
     assert start is not None and peak(shop, start.orders) <= cap
     found = back_and_forth(shop, start, cap=cap)
     for each in (start, found):
@@ -283,11 +281,12 @@ def test_list_schedules_keep_caps_and_limits_and_get_no_longer_back_and_forth():
         validate(schedule, memory_cap=cap * shop.memory_unit)
         assert each.span == makespan(schedule)
     assert found.span < start.span
-    # a limit of one leaves a stage nothing between forward and backward but one micro-batch
-    single = list_schedule(shop, ranks(shop, longest_way_first), limit=lambda below: 1)
-    assert single is not None
-    assert max(peak_activations(as_schedule(shop, single.orders))) == 1.5 + 2
-    assert list_schedule(shop, ranks(shop, longest_way_first), cap=0) is None
+    # a stage keeps no more micro-batches than there are stages from there to the last, as in 1F1B
+    limited = list_schedule(shop, ranks(shop, longest_pipe_first), ahead=0)
+    assert limited is not None
+    most = (4 * 1.5 + 1 * 2, 3 * 1.5 + 2 * 2, 2 * 1.5 + 1 * 2, 1 * 1.5 + 2 * 2)
+    assert all(a <= b for a, b in zip(peak_activations(as_schedule(shop, limited.orders)), most, strict=True))
+    assert list_schedule(shop, ranks(shop, longest_pipe_first), cap=0) is None
 
 
 @pytest.mark.parametrize("unit", [1.0, 0.001, 1 / 3, 1e-7, 1e6])
@@ -338,14 +337,13 @@ def test_quickly_finds_the_shortest_paper_pipes_s_instances_in_the_memory_of_bot
 
 
 def test_every_process_finds_the_same_schedule():
-    """Whatever the seed of its hashes is, compiled or not."""
-    pytest.importorskip("numba")
+    """Whatever the seed of its hashes is."""
     code = (
         "from jaxrlhf.schedules.fused_schedule import fuse_quickly\n"
         "from jaxrlhf.schedules.schedule_bounds import serial_peak\n"
         "from scripts.fused_models import paper_pipes\n"
         "pipes = paper_pipes(16, 8, 16)\n"
-        "print([fuse_quickly(pipes, memory_cap=1.1 * serial_peak(pipes), compiled=c) for c in (True, False)])"
+        "print(fuse_quickly(pipes, memory_cap=1.1 * serial_peak(pipes)))"
     )
     found = []
     for seed in ("1", "2"):
@@ -353,24 +351,8 @@ def test_every_process_finds_the_same_schedule():
         one = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
         found.append(one.stdout.strip())
     pipes = paper_pipes(16, 8, 16)
-    here = [fuse_quickly(pipes, memory_cap=1.1 * serial_peak(pipes), compiled=each) for each in (True, False)]
-    assert here[0] == here[1]
+    here = fuse_quickly(pipes, memory_cap=1.1 * serial_peak(pipes))
     assert found == [str(here)] * 2
-
-
-def test_list_schedules_are_the_same_compiled_or_not():
-    pytest.importorskip("numba")
-    for pipes in (HARD, UNEVEN):
-        shop = job_shop(pipes)
-        for cap in (None, peak(shop, as_orders(shop, serial_schedule(pipes)))):
-            settings: dict[str, Any] = dict(cap=cap, limit=lambda below: below + 1)
-            one, two = (
-                list_schedule(shop, ranks(shop, longest_way_first), compiled=compiled, **settings)
-                for compiled in (True, False)
-            )
-            assert one is not None and one == two
-            again = [back_and_forth(shop, one, cap=cap, compiled=compiled) for compiled in (True, False)]
-            assert again[0] == again[1]
 
 
 UNEVEN = (Pipe((0, 1), 3, (2, 1), (4, 7), (2, 0.5)), Pipe((1, 0), 3, (1, 1), (2, 5), (1, 0.5), model=1))

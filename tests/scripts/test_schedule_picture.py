@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("matplotlib")
 from jaxrlhf.schedules.instructions import ScheduleError
-from jaxrlhf.schedules.schedule import forward_only, one_f_one_b
+from jaxrlhf.schedules.schedule import forward_only, interleaved_1f1b
 from jaxrlhf.schedules.schedule_bounds import serial_peak
 from scripts.fused_models import TrainedModel, fused_pipes, greedy_schedule
 from scripts.schedule_picture import draw_schedule
@@ -25,7 +25,7 @@ def test_a_picture_shows_every_instruction_and_both_models(tmp_path):
 
 
 def test_other_schedules_can_be_drawn_too(tmp_path):
-    for index, schedule in enumerate((one_f_one_b(1, 1), forward_only(2, 2, 4), one_f_one_b(40, 2))):
+    for index, schedule in enumerate((interleaved_1f1b(1, 1, 1), forward_only(2, 2, 4), interleaved_1f1b(40, 1, 2))):
         path = tmp_path / f"{index}.png"
         draw_schedule(schedule, path)
         assert path.read_bytes()[:4] == b"\x89PNG"
@@ -33,7 +33,7 @@ def test_other_schedules_can_be_drawn_too(tmp_path):
 
 def test_a_format_that_is_none_is_refused(tmp_path):
     with pytest.raises(ScheduleError, match=r"must end in the name of a picture's format. Got 'a.nothing'. .*png"):
-        draw_schedule(one_f_one_b(2, 2), tmp_path / "a.nothing")
+        draw_schedule(interleaved_1f1b(2, 1, 2), tmp_path / "a.nothing")
 
 
 def test_without_matplotlib_it_says_so(tmp_path, monkeypatch):
@@ -46,4 +46,4 @@ def test_without_matplotlib_it_says_so(tmp_path, monkeypatch):
 
     monkeypatch.setattr(builtins, "__import__", without_matplotlib)
     with pytest.raises(ScheduleError, match=r"needs matplotlib. Got none that can be imported .*pip install jaxrlhf"):
-        draw_schedule(one_f_one_b(2, 2), tmp_path / "a.png")
+        draw_schedule(interleaved_1f1b(2, 1, 2), tmp_path / "a.png")

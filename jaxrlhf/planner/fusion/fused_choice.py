@@ -9,7 +9,6 @@ Reference:
 """
 
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -146,39 +145,22 @@ def _candidates(
 def _best_ways(
     problem: Problem, i: int, j: int, calls: tuple[ModelCall, ModelCall], costs: CostModel
 ) -> list[tuple[float, FusedCalls, int, int]]:
-    """(seconds at the lower bound, both calls, choice of the one, choice of the other) of pairs that could be faster
-    fused, from the fastest on."""
+    """(seconds at the lower bound, both calls, choice of the one, choice of the other) of pairs on the same devices,
+    over stages, that could be faster fused, from the fastest on. Those are looked at that would gain most if no bubble
+    were left."""
+    by_devices: dict[range, tuple[list[tuple[float, int]], list[tuple[float, int]]]] = {}
+    for k, call in enumerate((i, j)):
+        for number, c in enumerate(problem.calls[call].choices):
+            if c.strategy.pipeline > 1 and c.strategy.chunks == 1:
+                seconds = costs.seconds(calls[k], c.devices, c.strategy)
+                by_devices.setdefault(c.devices, ([], []))[k].append((seconds.total - seconds.bubbles, number))
+    pairs = (pair for ones, twos in by_devices.values() for pair in itertools.product(ones, twos))
     ways = []
-    for a, b in _promising(problem, i, j, calls, costs):
+    for (_, a), (_, b) in sorted(pairs, key=lambda pair: (pair[0][0] + pair[1][0], pair[0][1], pair[1][1]))[:LOOKED_AT]:
         both = fused_calls(calls, (problem.calls[i].choices[a], problem.calls[j].choices[b]), costs)
         if both is not None and (bound := both.bound) < both.apart:
             ways.append((bound, both, a, b))
     return sorted(ways, key=lambda way: (way[0], *way[2:]))[:PAIRS]
-
-
-def _promising(
-    problem: Problem, i: int, j: int, calls: tuple[ModelCall, ModelCall], costs: CostModel
-) -> list[tuple[int, int]]:
-    """Choices of two calls on the same devices, over stages, that would gain most if no bubble were left."""
-    ones, twos = problem.calls[i].choices, problem.calls[j].choices
-    by_devices: dict[range, list[int]] = {}
-    for b, two in enumerate(twos):
-        by_devices.setdefault(two.devices, []).append(b)
-
-    @functools.cache
-    def without_bubbles(k: int, choice: int) -> float:
-        c = (ones, twos)[k][choice]
-        seconds = costs.seconds(calls[k], c.devices, c.strategy)
-        return seconds.total - seconds.bubbles
-
-    found = [
-        (without_bubbles(0, a) + without_bubbles(1, b), a, b)
-        for a, one in enumerate(ones)
-        for b in by_devices.get(one.devices, ())
-        if min(one.strategy.pipeline, twos[b].strategy.pipeline) > 1
-        and max(one.strategy.chunks, twos[b].strategy.chunks) == 1
-    ]
-    return [(a, b) for _, a, b in sorted(found)[:LOOKED_AT]]
 
 
 def fused_calls(

@@ -10,21 +10,20 @@ Reference:
 """
 
 import contextlib
-import dataclasses
 import heapq
 import math
 import time
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
-from jaxrlhf.planner.plans.plan import NoRoomError, PlanError
-from jaxrlhf.planner.search.problem import Problem
-from jaxrlhf.planner.search.search import fastest_that_fits, options_on, search
+from jaxrlhf.planner.plans.plan import PlanError
+from jaxrlhf.planner.search.problem import Choice, Problem
+from jaxrlhf.planner.search.search import fastest_that_fits, options_on
 from jaxrlhf.planner.search.search_result import SearchResult, result_of
 
 SIMULATED = 50
 """The number of mappings that are simulated: the fastest that fit."""
-_STEPS = 2_000
-"""Steps of the search for the choices of a group on its devices."""
+_TRIED = 100
+"""The most for which choices that fit together are looked for; for some there may be none."""
 _MOST_SETS = 8
 """The most sets of weights; they can share devices in 4140 ways."""
 Group = tuple[str, ...]
@@ -104,8 +103,8 @@ def best_mapping(
 
     For each of them, all numbers of devices are tried that its groups can have side by side: those for which there are
     choices, where no group could have the next larger number. The seconds of a group on its devices are those of the
-    fastest choices that fit together, which a short search finds once. The calls of a stage are equally far from the
-    beginning of the step. A stage takes as long as its slowest group.
+    fastest choices, whether or not they fit together. The calls of a stage are equally far from the beginning of the
+    step. A stage takes as long as its slowest group.
 
     Args:
         method: The method that asks, for errors.
@@ -123,18 +122,23 @@ def best_mapping(
             devices = groups.place(colocation, sizes)
             if devices is not None and (latency := groups.latency(colocation, devices)) < math.inf:
                 ranked.append((latency, looked, colocation, devices))
-    best: SearchResult | None = None
-    tried = heapq.nsmallest(SIMULATED, ranked)
-    for each in map(_as_set, always):
-        own = [mapping for mapping in ranked if _as_set(mapping[2]) == each]
-        tried += [mapping for mapping in heapq.nsmallest(SIMULATED, own) if mapping not in tried]
-    for _, _, colocation, devices in tried:
-        if best is not None and seconds is not None and time.monotonic() - begun > seconds:
-            break
-        placed = {name: each for group, each in zip(colocation, devices, strict=True) for name in group}
-        found = result_of(problem, fastest_that_fits(problem, options_on(problem, placed), method), evaluated=looked)
-        if best is None or found.seconds < best.seconds:
-            best = found
+    found: dict[int, SearchResult | None] = {}
+    for some in (None, *map(_as_set, always)):
+        fitting = 0
+        for _, number, colocation, devices in heapq.nsmallest(
+            _TRIED, (mapping for mapping in ranked if some is None or _as_set(mapping[2]) == some)
+        ):
+            late = found and seconds is not None and time.monotonic() - begun > seconds
+            if fitting == SIMULATED or late:
+                break
+            if number not in found:
+                placed = {name: each for group, each in zip(colocation, devices, strict=True) for name in group}
+                found[number] = None
+                with contextlib.suppress(PlanError):
+                    plan = fastest_that_fits(problem, options_on(problem, placed), method)
+                    found[number] = result_of(problem, plan, evaluated=looked)
+            fitting += found[number] is not None
+    best = min(filter(None, found.values()), key=lambda result: result.seconds, default=None)
     if best is None:
         described = f"of {len(among)} ways to group them" if len(among) > 1 else f"in groups {_in_words(among[0])}"
         raise PlanError(
@@ -207,19 +211,17 @@ class _Groups:
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
-        self._places: list[dict[range, list[int]]] = []
+        self._places: list[dict[range, list[Choice]]] = []
         """Call -> devices -> its choices there."""
         self._stages: list[int] = []
         positions = {call.name: j for j, call in enumerate(problem.calls)}
         for call in problem.calls:
-            places: dict[range, list[int]] = {}
-            for k, choice in enumerate(call.choices):
-                places.setdefault(choice.devices, []).append(k)
+            places: dict[range, list[Choice]] = {}
+            for choice in call.choices:
+                places.setdefault(choice.devices, []).append(choice)
             self._places.append(places)
             self._stages.append(1 + max((self._stages[positions[need]] for need in call.needs), default=-1))
         self._where: dict[Group, list[range]] = {}
-        self._ways: dict[tuple[Group, tuple[int, ...]], tuple[int, ...] | None] = {}
-        self._alike: dict[Hashable, int] = {}
         self._seconds: dict[tuple[Group, range], list[float]] = {}
 
     def where(self, group: Group) -> list[range]:
@@ -247,7 +249,7 @@ class _Groups:
         return tuple(placed[group] for group in colocation)
 
     def latency(self, colocation: Colocation, devices: Sequence[range]) -> float:
-        """HybridFlow's latency; infinite if a group does not fit on its devices."""
+        """HybridFlow's latency; infinite if a call does not fit on its devices."""
         of_groups = [self._stage_seconds(group, each) for group, each in zip(colocation, devices, strict=True)]
         return sum(max(seconds) for seconds in zip(*of_groups, strict=True))
 
@@ -255,45 +257,20 @@ class _Groups:
         return [j for j, call in enumerate(self._problem.calls) if call.weights in group]
 
     def _stage_seconds(self, group: Group, devices: range) -> list[float]:
-        """Stage -> seconds of all its calls, one after another."""
+        """Stage -> seconds of all its calls, one after another, each with the fastest choice for which there is room
+        beside the trained weights of the other sets. Infinite where a call has none."""
         if (group, devices) not in self._seconds:
-            way, seconds = self._way(group, devices), [0.0] * (max(self._stages) + 1)
-            for j, k in (way or {}).items():
-                choice = self._problem.calls[j].choices[k]
-                seconds[self._stages[j]] += choice.busy
-            self._seconds[group, devices] = seconds if way is not None else [math.inf] * len(seconds)
+            there = {j: self._places[j][devices] for j in self._calls(group)}
+            names = {j: self._problem.calls[j].weights for j in there}
+            trained = [j for j in there if self._problem.calls[j].trains]
+            rests = {names[j]: min(choice.resting for choice in there[j]) for j in trained}
+            room = min(self._problem.capacity[memory] for memory in self._problem.memories(devices))
+            seconds = self._seconds[group, devices] = [0.0] * (max(self._stages) + 1)
+            for j, choices in there.items():
+                own = room - sum(size for name, size in rests.items() if name != names[j])
+                taken = ((x, x.resting + x.base + x.working + x.copy - x.shared_with_training) for x in choices)
+                seconds[self._stages[j]] += min((x.busy for x, size in taken if size <= own), default=math.inf)
         return self._seconds[group, devices]
-
-    def _way(self, group: Group, devices: range) -> dict[int, int] | None:
-        """Call -> its choice. None if nothing fits."""
-        calls = self._calls(group)
-        there = [self._places[j][devices] for j in calls]
-        room = min(self._problem.capacity[memory] for memory in self._problem.memories(devices))
-        alike = (room, *(self._number(j, some) for j, some in zip(calls, there, strict=True)))
-        if (group, alike) not in self._ways:
-            self._ways[group, alike] = self._fastest(calls, there)
-        way = self._ways[group, alike]
-        return None if way is None else {j: some[k] for j, some, k in zip(calls, there, way, strict=True)}
-
-    def _number(self, j: int, some: Sequence[int]) -> int:
-        """The same number for choices that differ only in their devices."""
-        choices = (dataclasses.replace(self._problem.calls[j].choices[k], first=0, end=0) for k in some)
-        return self._alike.setdefault((j, tuple(choices)), len(self._alike))
-
-    def _fastest(self, calls: Sequence[int], among: Sequence[Sequence[int]]) -> tuple[int, ...] | None:
-        """For each call, the number of its choice: those that are fastest together. None if none fit."""
-        own = [self._problem.calls[j] for j in calls]
-        names = {call.name for call in own}
-        chosen = [tuple(call.choices[k] for k in some) for call, some in zip(own, among, strict=True)]
-        some_calls = tuple(
-            dataclasses.replace(call, needs=tuple(n for n in call.needs if n in names), choices=choices)
-            for call, choices in zip(own, chosen, strict=True)
-        )
-        part = dataclasses.replace(self._problem, calls=some_calls, reallocations={}, transfers={})
-        try:
-            return search(part, steps=_STEPS).plan
-        except NoRoomError:
-            return None
 
 
 def _overlap(a: range, b: range) -> bool:

@@ -1,10 +1,11 @@
 """Peak memory of a plan, on each device or in the memory that several share, and its parts."""
 
 import dataclasses
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
+from jaxrlhf.planner.search import evaluate_loops
+from jaxrlhf.planner.search.flat_problem import flat_problem, room_for_work
 from jaxrlhf.planner.search.problem import Problem
-from jaxrlhf.planner.search.step_order import StepOrder, layout, step_order
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,60 +95,34 @@ def memory_during(problem: Problem, plan: Sequence[int]) -> dict[str, DeviceMemo
 
 def memory_during_all(problem: Problem, plan: Sequence[int]) -> Iterator[list[DeviceMemory]]:
     """For each memory: call -> its contents while the call runs, on its devices or on others."""
-    order, shared_by = step_order(problem), problem.devices_per_memory
     chosen = [call.choices[index] for call, index in zip(problem.calls, plan, strict=True)]
-    own = [problem.memories(choice.devices) for choice in chosen]
-    resting = _resting(problem, plan, order)
-    copies = _copies(problem, plan, order)
+    own, names = [problem.memories(choice.devices) for choice in chosen], [call.name for call in problem.calls]
+    flat = flat_problem(problem.with_choices([[index] for index in plan]), compiled=False)
+    work = room_for_work(flat, compiled=False)
+    evaluate_loops.fit(flat, list(range(len(plan))), work)
     for memory in range(len(problem.capacity)):
-        devices = range(memory * shared_by, (memory + 1) * shared_by)
+        devices = range(memory * problem.devices_per_memory, (memory + 1) * problem.devices_per_memory)
         rests: dict[str, int] = {}
-        for (j, weights), size in resting.items():
-            if memory in own[j]:
+        for j, of_base, size in zip(flat.resters, flat.of_base, work.sizes, strict=False):
+            if memory in own[j] and size:
+                weights = problem.calls[j].base if of_base else problem.calls[j].weights
                 rests[weights] = rests.get(weights, 0) + size
         states = []
-        for c, call in enumerate(problem.calls):
-            there = {j: size for j, size in copies.items() if c in order.alive[j] and memory in own[j]}
-            held = {problem.calls[j].name: size for j, size in there.items()}
-            working, one, beside = 0, chosen[c], {}
-            if memory in own[c]:
-                working = one.working
-                apart = [j for j in order.beside[c] if chosen[j].first >= one.end or one.first >= chosen[j].end]
-                others = [j for j in apart if memory in own[j]]
-                if others:
-                    most = max(others, key=lambda j: chosen[j].working)
-                    beside = {problem.calls[most].name: chosen[most].working}
-            states.append(DeviceMemory(devices, call.name, rests, held, working, beside))
+        for c, one in enumerate(chosen):
+            copies = {
+                names[j]: work.sizes[2 * len(plan) + j]
+                for j in range(len(plan))
+                if flat.alive[c] >> j & 1 and memory in own[j] and work.sizes[2 * len(plan) + j]
+            }
+            beside = {
+                names[j]: chosen[j].working
+                for j in range(len(plan))
+                if flat.beside[c] >> j & 1
+                and memory in own[c]
+                and memory in own[j]
+                and (chosen[j].first >= one.end or one.first >= chosen[j].end)
+            }
+            most = dict(sorted(beside.items(), key=lambda each: -each[1])[:1])
+            working = one.working if memory in own[c] else 0
+            states.append(DeviceMemory(devices, names[c], rests, copies, working, most))
         yield states
-
-
-def _resting(problem: Problem, plan: Sequence[int], order: StepOrder) -> dict[tuple[int, str], int]:
-    """(call, set of weights) -> bytes of it that rest in each of the call's memories because of it."""
-    sizes: dict[tuple[int, str], int] = {}
-    first: dict[tuple[str, Hashable], int] = {}
-
-    def add(j: int, weights: str, size: int) -> None:
-        sizes[j, weights] = max(sizes.get((j, weights), 0), size)
-
-    for j, (call, index) in enumerate(zip(problem.calls, plan, strict=True)):
-        home, choice = order.homes[j], call.choices[index]
-        if home is None:
-            add(first.setdefault((call.weights, layout(choice)), j), call.weights, choice.resting)
-        elif home == j:
-            add(j, call.weights, choice.resting)
-        if call.base:
-            add(first.setdefault((call.base, layout(choice)), j), call.base, choice.base)
-    return sizes
-
-
-def _copies(problem: Problem, plan: Sequence[int], order: StepOrder) -> dict[int, int]:
-    """Call -> bytes of the copy of trained weights that is made for it in each of its memories."""
-    chosen = [call.choices[index] for call, index in zip(problem.calls, plan, strict=True)]
-    readers = [j for j, alive in enumerate(order.alive) if alive]
-    sizes: dict[int, int] = {}
-    for j, first in order.first_readers([layout(choice) for choice in chosen], readers).items():
-        made_by = order.made_by[j]
-        assert made_by is not None
-        is_there = layout(chosen[j]) == layout(chosen[made_by[0]])
-        sizes[first] = max(sizes.get(first, 0), chosen[j].copy - is_there * chosen[j].shared_with_training)
-    return sizes

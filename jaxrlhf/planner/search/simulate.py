@@ -5,7 +5,7 @@
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Literal
 
 from jaxrlhf.planner.search import evaluate_loops
@@ -73,8 +73,9 @@ def unroll(problem: Problem, plan: Sequence[int], iterations: int) -> tuple[Task
     """
     order, calls = step_order(problem), problem.calls
     chosen = [call.choices[index] for call, index in zip(calls, plan, strict=True)]
-    layouts = [layout(choice) for choice in chosen]
-    shared = order.first_readers(layouts, [wait.after for wait in order.waits if wait.weights])
+    readers = sorted((wait for wait in order.waits if wait.weights), key=lambda wait: (wait.lag, wait.after))
+    leaders: dict[Hashable, Wait] = {}
+    shared = {wait: leaders.setdefault((wait.before, layout(chosen[wait.after])), wait) for wait in readers}
     tasks: list[Task] = []
     at: dict[tuple[TaskKind, int, int, int], int] = {}
     """(kind, iteration, call before, call) -> position among the tasks."""
@@ -94,13 +95,13 @@ def unroll(problem: Problem, plan: Sequence[int], iterations: int) -> tuple[Task
 
     def weights_for(wait: Wait, iteration: int) -> list[int]:
         """The task that brings the weights that a call waits for, if that takes time; added with its first reader."""
-        i, j, first = wait.before, wait.after, shared[wait.after]
+        i, j, first = wait.before, wait.after, shared[wait].after
         seconds = problem.reallocations[i, first][plan[i], plan[first]]
         if not nanoseconds(seconds):
             return []
         if first == j:
             return add("weights", iteration, i, j, seconds, [at["call", iteration - wait.lag, i, i]])
-        return [at["weights", iteration - wait.lag + order.lag(first), i, first]]
+        return [at["weights", iteration - wait.lag + shared[wait].lag, i, first]]
 
     def data_for(wait: Wait, iteration: int) -> list[int]:
         """The task that brings the outputs that a call waits for, if that takes time."""

@@ -5,7 +5,7 @@ generation, for example.
 """
 
 import dataclasses
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable
 
 from jaxrlhf.planner.search.evaluate_loops import RUN_AHEAD
 from jaxrlhf.planner.search.problem import Choice, Problem
@@ -47,17 +47,6 @@ class StepOrder:
         made_by = self.made_by[reader]
         assert made_by is not None
         return made_by[1]
-
-    def first_readers(self, layouts: Sequence[Hashable], among: Iterable[int]) -> dict[int, int]:
-        """Call -> the first of those that read the same weights, as training makes them, in the same layout.
-
-        Args:
-            layouts: Of all calls.
-            among: The calls that count, all of which read weights that are trained.
-        """
-        first: dict[Hashable, int] = {}
-        in_order = sorted((made_by[1], j, made_by[0]) for j in among if (made_by := self.made_by[j]) is not None)
-        return {j: first.setdefault((train, layouts[j]), j) for _, j, train in in_order}
 
 
 def layout(choice: Choice) -> tuple[Hashable, ...]:

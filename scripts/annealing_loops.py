@@ -1,13 +1,9 @@
-"""The inner loops of annealing and of list scheduling, over lists or arrays of integers alike, so that they can be
-compiled or not.
+"""The inner loops of annealing, over lists or arrays of integers alike, so that they can be compiled or not.
 
-Tasks have numbers, as in `job_shop`. In annealing, `order` is the workers' orders one after another, of which that of
-worker i begins at `first[i]`; all other sequences are by task: the task that it needs and the one that needs it
-(`before`, `after`, -1 if none), `worker`, `latency`, `memory` (by which it changes that of its worker), and `lane`
-(equal ones are never exchanged).
-
-In list scheduling, the tasks of lane k stand in `queue` from `queue_first[k]` on, in the order in which they must run,
-and the lanes of worker i in `lanes` from `lanes_first[i]` on.
+Tasks have numbers, as in `job_shop`. `order` is the workers' orders one after another, of which that of worker i begins
+at `first[i]`; all other sequences are by task: the task that it needs and the one that needs it (`before`, `after`, -1
+if none), `worker`, `latency`, `memory` (by which it changes that of its worker), and `lane` (equal ones are never
+exchanged).
 """
 
 BUCKETS = 160
@@ -186,94 +182,90 @@ def latency_round(
     return shortest, moves
 
 
-def _next_of(i, tables, limit, rank, cap, work):
-    """Writes to `found` what worker i would run next, -1 for nothing, and when that could start."""
-    lanes, lanes_first, queue, queue_first, partner, before, _, _, _, _, memory = tables
-    _, finish, _, clock, kept, head, found = work
-    best = -1
-    best_start = 0
-    for index in range(lanes_first[i], lanes_first[i + 1]):
-        lane = lanes[index]
-        place = queue_first[lane] + head[lane]
-        if place == queue_first[lane + 1]:
-            continue
-        task = queue[place]
-        need = before[task]
-        start = clock[i]
-        if need >= 0:
-            if finish[need] < 0:
-                continue
-            start = max(start, finish[need])
-        if memory[task] > 0 and kept[i] + memory[task] > cap:
-            continue
-        if partner[lane] >= 0 and head[lane] - head[partner[lane]] >= limit[lane]:
-            continue
-        if (
-            best < 0
-            or start < best_start
-            or (start == best_start and (rank[task] < rank[best] or (rank[task] == rank[best] and task < best)))
-        ):
-            best = task
-            best_start = start
-    found[2 * i] = best
-    found[2 * i + 1] = best_start
+def memory_round(
+    order, first, before, after, worker, latency, memory, lane, floor, limit, unit, table, levels, moves, x, best, work
+):
+    """Exchanges any neighbors, half of them where memory is above a cap, as long as the makespan stays within a limit.
 
-
-def list_round(tables, limit, rank, cap, work):
-    """Always runs next what can start earliest, among those what ranks least, then what has the least number.
-
-    Args:
-        tables: `job_shop.Tables`.
-        limit: Lane -> by how many tasks it may be ahead of the lane of its backwards.
-        work: The results, `order` (the workers' tasks one after another) and `finish` (by task), and room to work in.
+    What is made smaller is the sum of all that is above the cap. Once nothing is, the cap is lowered by a quarter of
+    what the peak is above `floor`.
 
     Returns:
-        The makespan; -1 if nothing can start within the cap, though something is left.
+        The lowest peak found, whose orders are then in `best`, and the moves tried.
     """
-    lanes, lanes_first, _, queue_first, partner, before, after, worker, lane_of, latency, memory = tables
-    order, finish, place, clock, kept, head, found = work
-    num_workers = len(lanes_first) - 1
-    for task in range(len(before)):
-        finish[task] = -1
-    for lane in range(len(partner)):
-        head[lane] = 0
-    p = 0
-    for i in range(num_workers):
-        place[i] = p
-        clock[i] = 0
-        kept[i] = 0
-        for index in range(lanes_first[i], lanes_first[i + 1]):
-            p += queue_first[lanes[index] + 1] - queue_first[lanes[index]]
-    for i in range(num_workers):
-        _next_of(i, tables, limit, rank, cap, work)
-    for _ in range(len(before)):
-        best = -1
-        start = 0
-        for i in range(num_workers):
-            task = found[2 * i]
-            if task < 0:
+    finish, sequence, place, clock, waiting, stack, tail, position, level_at, over = work
+    num_tasks = len(before)
+    for i in range(len(first) - 1):
+        kept = 0
+        for p in range(first[i], first[i + 1]):
+            position[order[p]] = p
+            kept += memory[order[p]]
+            level_at[order[p]] = kept
+    heads(order, first, before, after, worker, latency, finish, sequence, place, clock, waiting, stack)
+    tails(order, first, after, worker, latency, sequence, position, tail)
+    excess = 0
+    num_over = 0
+    lowest = -1
+    cap = 0
+    for move in range(moves):
+        if excess == 0:
+            lowest = 0
+            for task in range(num_tasks):
+                lowest = max(lowest, level_at[task])
+            best[:] = order
+            if lowest <= floor:
+                return lowest, move
+            cap = lowest - max(1, (lowest - floor) // 4)
+            num_over = 0
+            for task in range(num_tasks):
+                place_of_over = -1
+                if level_at[task] > cap:
+                    excess += level_at[task] - cap
+                    over[num_over] = task
+                    place_of_over = num_over
+                    num_over += 1
+                over[num_tasks + task] = place_of_over
+        x = next_random(x)
+        if x & 1:
+            p = position[over[(x >> 8) % num_over]] - 1 + (x >> 1) % 3
+        else:
+            p = (x >> 8) % num_tasks
+        if p < 0 or p + 1 >= num_tasks:
+            continue
+        a = order[p]
+        b = order[p + 1]
+        if worker[a] != worker[b] or lane[a] == lane[b] or before[b] == a:
+            continue
+        level_b = level_at[a] - memory[a] + memory[b]
+        worse = max(0, level_b - cap) - max(0, level_at[a] - cap)
+        if worse > 0:
+            x = next_random(x)
+            if not accepted(worse, unit, move * levels // moves, x, table):
                 continue
-            at = found[2 * i + 1]
-            if (
-                best < 0
-                or at < start
-                or (at == start and (rank[task] < rank[best] or (rank[task] == rank[best] and task < best)))
-            ):
-                best = task
-                start = at
-        if best < 0:
-            return -1
-        i = worker[best]
-        finish[best] = clock[i] = start + latency[best]
-        head[lane_of[best]] += 1
-        kept[i] += memory[best]
-        order[place[i]] = best
-        place[i] += 1
-        _next_of(i, tables, limit, rank, cap, work)
-        follower = after[best]
-        if follower >= 0 and worker[follower] != i:
-            _next_of(worker[follower], tables, limit, rank, cap, work)
-    longest = 0
-    for i in range(num_workers):
-        longest = max(longest, clock[i])
-    return longest
+        if longest_after_exchange(p, order, first, before, after, worker, latency, finish, tail) > limit:
+            continue
+        order[p] = b
+        order[p + 1] = a
+        if heads(order, first, before, after, worker, latency, finish, sequence, place, clock, waiting, stack) < 0:
+            order[p] = a
+            order[p + 1] = b
+            heads(order, first, before, after, worker, latency, finish, sequence, place, clock, waiting, stack)
+            continue
+        position[b] = p
+        position[a] = p + 1
+        tails(order, first, after, worker, latency, sequence, position, tail)
+        excess += worse
+        level_at[b] = level_b
+        level_at[a] = level_b + memory[a]
+        for task in (a, b):
+            place_of_over = over[num_tasks + task]
+            if place_of_over >= 0 and level_at[task] <= cap:
+                num_over -= 1
+                over[place_of_over] = over[num_over]
+                over[num_tasks + over[num_over]] = place_of_over
+                over[num_tasks + task] = -1
+            elif place_of_over < 0 and level_at[task] > cap:
+                over[num_over] = task
+                over[num_tasks + task] = num_over
+                num_over += 1
+    return lowest, moves

@@ -1,4 +1,4 @@
-"""Simulated annealing of schedules, which makes them shorter.
+"""Simulated annealing of schedules, which makes them shorter, or their memory smaller.
 
 Neighbors in a worker's order are exchanged. Whether that lengthens the schedule, and by how much, follows from when a
 task can start at the earliest (heads) and how long it takes from there to the end (tails), as in job shops (Taillard
@@ -12,9 +12,11 @@ import math
 from collections.abc import Callable
 
 from jaxrlhf.numba_loops import integers, loops
-from jaxrlhf.schedules import search_loops
+from jaxrlhf.schedules.fused_schedule import NO_CAP
+from jaxrlhf.schedules.instructions import Schedule
 from jaxrlhf.schedules.job_shop import JobShop, Orders
-from jaxrlhf.schedules.search_loops import BUCKETS, PER_UNIT
+from scripts import annealing_loops
+from scripts.annealing_loops import BUCKETS, PER_UNIT
 
 LEVELS = 100
 """Temperatures of a round."""
@@ -37,9 +39,29 @@ def shorten(
     Returns:
         The orders found and their makespan.
     """
-    run = loops(search_loops, compiled=compiled)["latency_round"]
+    run = loops(annealing_loops, compiled=compiled)["latency_round"]
     average = max(1, sum(shop.latency) // len(shop.latency))
     return anneal(run, shop, orders, (cap, target), average, (0.6, 0.06), moves=moves, seed=seed, compiled=compiled)
+
+
+def slim(
+    shop: JobShop, orders: Orders, *, floor: int, limit: int, moves: int, seed: int, compiled: bool
+) -> tuple[Orders, int]:
+    """Anneals for the peak of memory, with the makespan within a limit in which the orders are. Ends at the floor.
+
+    Returns:
+        The orders found and their peak.
+    """
+    if moves == 0:
+        return orders, peak(shop, orders)
+    run = loops(annealing_loops, compiled=compiled)["memory_round"]
+    largest = max(1, max(shop.memory))
+    return anneal(run, shop, orders, (floor, limit), largest, (1.0, 0.1), moves=moves, seed=seed, compiled=compiled)
+
+
+def span_of(shop: JobShop, orders: Orders) -> int:
+    """The makespan of orders, in units of the shop."""
+    return shorten(shop, orders, cap=NO_CAP, target=0, moves=0, seed=0, compiled=False)[1]
 
 
 def anneal(
@@ -57,7 +79,7 @@ def anneal(
     """A round of annealing.
 
     Args:
-        run: `search_loops.latency_round`, or a function like it.
+        run: `annealing_loops.latency_round` or `memory_round`.
         bounds: Its two bounds on memory and on latency.
         unit: The latency or the memory that the temperatures are multiples of.
         temperatures: The first and the last.
@@ -85,3 +107,15 @@ def anneal(
     )
     found = [int(task) for task in best]
     return [found[begin:end] for begin, end in itertools.pairwise(first)], int(result)
+
+
+def as_orders(shop: JobShop, schedule: Schedule) -> Orders:
+    """The opposite of `as_schedule`."""
+    number = {task: index for index, task in enumerate(shop.tasks)}
+    return [[number[task] for task in order] for order in schedule.orders]
+
+
+def peak(shop: JobShop, orders: Orders) -> int:
+    """The most activation memory that a worker keeps at once."""
+    levels = (itertools.accumulate(shop.memory[task] for task in order) for order in orders)
+    return max(0, *itertools.chain(*levels))
