@@ -32,8 +32,8 @@ LAYERS = [
     {"call_graph"},
     {"importing", "name_rules"},
     {"experience"},
-    {"require", "writing", "xla_flags", "numba_loops"},
-    {"brief"},
+    {"require"},
+    {"brief", "writing", "xla_flags", "numba_loops"},
 ]
 DEPTH = {room: depth for depth, layer in enumerate(LAYERS) for room in layer}
 ONLY = {

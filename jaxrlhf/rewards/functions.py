@@ -150,12 +150,13 @@ def _returned(
     """The return value of a function, with one entry for each completion."""
     check_reward(function, columns, name=name)
     arguments, keywords = _arguments(function, prompts, completions, columns)
-    is_late, rewards = False, []
+    is_late = False
+    rewards: Any = None
     try:
         if timeout_seconds:  # in a thread, which Python cannot end: a function that hangs ends with the process
             outcome = _in_thread(lambda: _awaited(function(*arguments, **keywords)))
             is_late = not concurrent.futures.wait([outcome], timeout=timeout_seconds).done
-            rewards = [] if is_late else outcome.result()
+            rewards = None if is_late else outcome.result()
         else:
             rewards = _awaited(function(*arguments, **keywords))
     except (Exception, SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:
