@@ -15,6 +15,7 @@ import pyarrow
 from pyarrow import parquet
 
 from jaxrlhf.brief import brief, did_you_mean
+from jaxrlhf.require import require
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,8 +68,7 @@ def find_files(field: str, paths: str | Sequence[str]) -> list[str]:
     are left out. Raises ValueError if there are none, one is named twice, or those of a folder have several formats.
     """
     files = [file for path in ([paths] if isinstance(paths, str) else paths) for file in _files_of(field, path)]
-    if not files:
-        raise ValueError(f"{field}: must name at least one file. Got [].")
+    require(bool(files), field, "must name at least one file", files)
     if twice := [path for path in files if files.count(path) > 1]:
         raise ValueError(f"{field}: must name each file once. Got {brief(twice[0])} {files.count(twice[0])} times.")
     return files
@@ -94,9 +94,9 @@ def _files_of(field: str, path: str) -> list[str]:
             )
         return files
     if glob.has_magic(path) and "\0" not in path:
-        if files := sorted(file for file in glob.glob(path, recursive=True) if os.path.isfile(file)):
-            return files
-        raise ValueError(f"{field}: a pattern must match at least one file. Got {brief(path)}.")
+        files = sorted(file for file in glob.glob(path, recursive=True) if os.path.isfile(file))
+        require(bool(files), field, "a pattern must match at least one file", path)
+        return files
     raise ValueError(f"{field}: must be an existing file, a folder or a pattern of files. Got {brief(path)}.")
 
 
@@ -107,10 +107,8 @@ def _suffix(path: str) -> str:
 
 def _read_file(field: str, path: str) -> list[Row]:
     suffix = _suffix(path)
-    if suffix not in READERS:
-        raise ValueError(
-            f"{field}: must be a file of a known kind ({', '.join(READERS)}). Got {brief(path)}. Unpack or convert it."
-        )
+    rule = f"must be a file of a known kind ({', '.join(READERS)})"
+    require(suffix in READERS, field, rule, path, "Unpack or convert it.")
     try:
         return list(READERS[suffix](path))
     except OSError as error:

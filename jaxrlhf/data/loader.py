@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxrlhf.data.prompts import PromptTable
 from jaxrlhf.experience import RowKind
+from jaxrlhf.require import require
 
 _STREAMS: dict[RowKind, tuple[int, ...]] = {"prompts": (), "demonstrations": (0x5F7,), "preferences": (0xDB0,)}
 """Kind of rows -> numbers that are folded into the seed, so that each kind sees the rows in an order of its own."""
@@ -29,10 +30,8 @@ class PromptLoader:
     seed: int
 
     def __post_init__(self) -> None:
-        if self.batch_size < 1:
-            raise ValueError(f"PromptLoader: batch_size must be at least 1. Got {self.batch_size}.")
-        if self.seed < 0:
-            raise ValueError(f"PromptLoader: seed must not be negative. Got {self.seed}.")
+        require(self.batch_size >= 1, "PromptLoader", "batch_size must be at least 1", self.batch_size)
+        require(self.seed >= 0, "PromptLoader", "seed must not be negative", self.seed)
 
     def batch(self, step: int, kind: RowKind = "prompts", *, max_new_tokens: int = 0) -> Any:
         """The training rows of a step; for demonstrations and preferences, of those with completions of at most
@@ -48,16 +47,12 @@ class PromptLoader:
         Raises ValueError if there are fewer, or if the batch size does not divide `num`.
         """
         rows = self.table.usable(kind, max_new_tokens, held_out=True)
-        if not 0 <= num <= len(rows):
-            raise ValueError(
-                f"Evaluation: must ask for at most the {len(rows)} held-out rows. Got {num}. Ask for fewer, "
-                "or hold out more (data.eval_rows, data.eval_path)."
-            )
-        if num % self.batch_size:
-            raise ValueError(
-                f"Evaluation: the number of rows must be a multiple of the batch size {self.batch_size}. Got {num}. "
-                f"Ask for {num - num % self.batch_size or self.batch_size}."
-            )
+        rule, remedy = f"must ask for at most the {len(rows)} held-out rows", "Ask for fewer, or hold out more"
+        remedy = f"{remedy} (data.eval_rows, data.eval_path)."
+        require(0 <= num <= len(rows), "Evaluation", rule, num, remedy)
+        rule = f"the number of rows must be a multiple of the batch size {self.batch_size}"
+        remedy = f"Ask for {num - num % self.batch_size or self.batch_size}."
+        require(num % self.batch_size == 0, "Evaluation", rule, num, remedy)
         places = np.arange(num).reshape(-1, self.batch_size)
         return [self._rows(kind, rows[place], place, max_new_tokens) for place in places]
 

@@ -31,7 +31,7 @@ from jaxrlhf.models.architecture import (
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.layers import Adapted, LayerWeights
 from jaxrlhf.models.params import Params, declare_adapted
-from jaxrlhf.require import require_at_least_one, require_positive
+from jaxrlhf.require import require, require_at_least_one, require_positive
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,8 +57,8 @@ class LoRAConfig:
                 here = [name for name in MATRICES if CHECKPOINT_NAMES[name].endswith(f".{target}")]
                 remedy = f" Here it is called {here[0]}." if here else did_you_mean(str(target), MATRICES)
                 raise ValueError(f"targets: must be some of {', '.join(MATRICES)}. Got {target!r}.{remedy}")
-        if not self.targets or len(set(self.targets)) < len(self.targets):
-            raise ValueError(f"targets: must name at least one weight, each once. Got {list(self.targets)}.")
+        each_once = 0 < len(self.targets) == len(set(self.targets))
+        require(each_once, "targets", "must name at least one weight, each once", list(self.targets))
 
     @property
     def scale(self) -> float:

@@ -7,10 +7,11 @@ other columns of the rows are keyword lists; `finished` is True for completions 
 
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from jaxrlhf.brief import brief, did_you_mean
+from jaxrlhf.require import require
 from jaxrlhf.rewards.numbers import FINDERS, any_number
 
 RewardFunction = Callable[..., Sequence[float]]
@@ -24,8 +25,8 @@ def exact_answer(partial_credit: float = 0.0, answer_column: str = "answer", sep
     partial_credit * right / max(len(given), len(answer))    else, `right` characters agreeing place by place
     0                              not finished, or no separator
     """
-    _require(0 <= partial_credit <= 1, "exact_answer", "partial_credit", "must lie in [0, 1]", partial_credit)
-    _require(separator != "", "exact_answer", "separator", "must not be empty", separator)
+    require(0 <= partial_credit <= 1, "Reward 'exact_answer'", "partial_credit must lie in [0, 1]", partial_credit)
+    require(separator != "", "Reward 'exact_answer'", "separator must not be empty", separator)
 
     def reward(
         prompts: list[str], completions: list[str], *, finished: list[bool], **columns: list[Any]
@@ -49,7 +50,7 @@ def wrong_answer(answer_column: str = "answer", separator: str = ">") -> RewardF
     1    the text after the last separator is not the answer, in a completion that finished
     0    it is; or no answer is given: not finished, or no separator
     """
-    _require(separator != "", "wrong_answer", "separator", "must not be empty", separator)
+    require(separator != "", "Reward 'wrong_answer'", "separator must not be empty", separator)
 
     def cost(prompts: list[str], completions: list[str], *, finished: list[bool], **columns: list[Any]) -> list[float]:
         answers = _answers("wrong_answer", columns, answer_column)
@@ -69,8 +70,8 @@ def final_number(
     0.75; a percent sign does not count. A wrong number earns `partial_credit`, a completion without a number 0. The
     answer column may hold the bare number, or a text that is read as with `any`.
     """
-    _require(0 <= partial_credit <= 1, "final_number", "partial_credit", "must lie in [0, 1]", partial_credit)
-    _require(marker != "", "final_number", "marker", "must not be empty", marker)
+    require(0 <= partial_credit <= 1, "Reward 'final_number'", "partial_credit must lie in [0, 1]", partial_credit)
+    require(marker != "", "Reward 'final_number'", "marker must not be empty", marker)
     _require_choice("final_number", "where", where, FINDERS)
 
     def reward(prompts: list[str], completions: list[str], **columns: list[Any]) -> list[float]:
@@ -121,8 +122,10 @@ def length_penalty(target: int, scale: float, unit: str = "characters", both_sid
 
     A unit is one of `characters`, `words` (separated by white space) and `tokens` (including the stop token).
     """
-    _require(target >= 0, "length_penalty", "target", "must not be negative", target)
-    _require(scale >= 0 and math.isfinite(scale), "length_penalty", "scale", "must be finite and not negative", scale)
+    require(target >= 0, "Reward 'length_penalty'", "target must not be negative", target)
+    require(
+        scale >= 0 and math.isfinite(scale), "Reward 'length_penalty'", "scale must be finite and not negative", scale
+    )
     _require_choice("length_penalty", "unit", unit, ("characters", "words", "tokens"))
 
     def reward(
@@ -148,17 +151,9 @@ VERIFIERS: dict[str, Callable[..., RewardFunction]] = {
 }
 
 
-def _require(holds: bool, name: str, option: str, rule: str, value: object) -> None:
-    if not holds:
-        raise ValueError(f"Reward {brief(name)}: {option} {rule}. Got {brief(value)}.")
-
-
-def _require_choice(name: str, option: str, value: object, known: Iterable[str]) -> None:
-    if value not in (known := list(known)):
-        raise ValueError(
-            f"Reward {brief(name)}: {option} must be one of {', '.join(known)}. Got {brief(value)}."
-            f"{did_you_mean(str(value), known)}"
-        )
+def _require_choice(name: str, option: str, value: object, known: Collection[str]) -> None:
+    rule = f"{option} must be one of {', '.join(known)}"
+    require(value in known, f"Reward {name!r}", rule, value, did_you_mean(str(value), known).strip())
 
 
 def _claims(completions: list[str], finished: list[bool], separator: str) -> list[str | None]:
