@@ -46,11 +46,8 @@ class Conversation:
 
 
 def render_chats(template: ChatTemplate, conversations: Sequence[Conversation]) -> list[str]:
-    """The texts of conversations.
-
-    Raises:
-        ValueError: The template is not valid Jinja, refuses a conversation, or exceeds the limits of time or memory.
-    """
+    """The texts of conversations. Raises ValueError if the template is not valid Jinja, refuses a conversation, or
+    exceeds the limits of time or memory."""
     seconds = FIRST_SECONDS + SECONDS_EACH * len(conversations)
     tokens, limits = dict(template.special_tokens), [SECONDS, seconds]
     first = {"template": template.text, "special_tokens": tokens, "date": template.date, "seconds": limits}

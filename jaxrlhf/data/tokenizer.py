@@ -116,10 +116,7 @@ class Tokenizer:
     @classmethod
     def from_file(cls, path: str | os.PathLike[str], *, end_token: str = "", pad_token: str = "") -> "Tokenizer":
         """Reads a tokenizer.json and the files that belong to it, without the truncation and padding that it sets.
-
-        Raises:
-            ValueError: A file is missing or malformed, or a token is not in the vocabulary.
-        """
+        Raises ValueError if a file is missing or malformed, or a token is not in the vocabulary."""
         name = os.fspath(path)
         if os.path.isdir(name):
             name = os.path.join(name, "tokenizer.json")
@@ -184,11 +181,8 @@ class Tokenizer:
 
     @functools.cached_property
     def token_bytes(self) -> tuple[bytes, ...]:
-        """The bytes that `decode` writes for each id within a text. Characters may be split over tokens.
-
-        Raises:
-            ValueError: The decoder is of a kind that is not known (`data.token_bytes`).
-        """
+        """The bytes that `decode` writes for each id within a text. Characters may be split over tokens. Raises
+        ValueError if the decoder is of a kind that is not known (`data.token_bytes`)."""
         known = token_bytes(self._backend, name=self.name) | {self.pad_id: b"", self.end_id: b""}
         return tuple(known.get(number, REPLACEMENT.encode()) for number in range(self.vocab_size))
 

@@ -21,10 +21,6 @@ RecordWait = Callable[[str], contextlib.AbstractContextManager[None]]
 """From the name of what is waited for to a context that records the wait in the timeline."""
 
 
-def _untold(_: str) -> contextlib.AbstractContextManager[None]:
-    return contextlib.nullcontext()
-
-
 @dataclasses.dataclass
 class StepResult:
     """The result of a step. Its arrays may not be computed yet.
@@ -38,7 +34,7 @@ class StepResult:
     """The state for the next step."""
     _values: Values
     _channel: Channel = dataclasses.field(default_factory=Channel)
-    _wait: RecordWait = _untold
+    _wait: RecordWait = contextlib.nullcontext
 
     def fetch(self) -> Any:
         """The results that the step function returned beside its state, as NumPy arrays. Waits for them."""
@@ -57,7 +53,7 @@ class StepResult:
         return jax.tree.map(lambda x: next(arrays) if isinstance(x, Ref) else x, tree)
 
 
-def lookup(values: Values, ref: Ref, wait: RecordWait = _untold) -> Any:
+def lookup(values: Values, ref: Ref, wait: RecordWait = contextlib.nullcontext) -> Any:
     """The output that a reference stands for. Waits for a Python function, in the context from `wait`."""
     leaves = values[ref.call]
     if isinstance(leaves, concurrent.futures.Future):

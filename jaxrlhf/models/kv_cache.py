@@ -75,12 +75,6 @@ class SharedPrompts(struct.PyTreeNode):
         place = jnp.full(num_rows, num_prompts * num_samples, jnp.int32)
         return cls(keys, values, jnp.zeros(num_prompts, jnp.int32), place, num_samples)
 
-    def of_rows(self, rows_M: Int[Array, " M"]) -> "SharedPrompts":
-        """For each of some rows a prompt of its own."""
-        entry_M = jnp.minimum(self.place[rows_M] // self.num_samples, len(self.length) - 1)
-        keys, values, length = jax.tree.map(lambda x: x[entry_M], (self.keys, self.values, self.length))
-        return SharedPrompts(keys, values, length, place=jnp.arange(len(rows_M)), num_samples=1)
-
 
 class KVCache(struct.PyTreeNode):
     """Keys and values of every layer.
@@ -121,8 +115,6 @@ class KVCache(struct.PyTreeNode):
             widths = [(0, more if axis == "length" else 0) for axis in axes]
             return tuple((layout.activation(jnp.pad(array, widths), axes),) for (array,) in every)
 
-        if not more:
-            return self
         return self.replace(keys=padded(self.keys, KEY_AXES), values=padded(self.values, VALUE_AXES))
 
     @property
@@ -173,7 +165,11 @@ class KVCache(struct.PyTreeNode):
     def of_rows(self, rows_M: Int[Array, " M"]) -> "KVCache":
         """The cache of some rows, each with a prompt of its own."""
         keys, values, length = jax.tree.map(lambda x: x[rows_M], (self.keys, self.values, self.length))
-        return KVCache(keys, values, length, None if self.prompts is None else self.prompts.of_rows(rows_M))
+        if (prompts := self.prompts) is not None:
+            entry_M = jnp.minimum(prompts.place[rows_M] // prompts.num_samples, len(prompts.length) - 1)
+            own = jax.tree.map(lambda x: x[entry_M], (prompts.keys, prompts.values, prompts.length))
+            prompts = SharedPrompts(*own, place=jnp.arange(len(rows_M)), num_samples=1)
+        return KVCache(keys, values, length, prompts)
 
     def joined(self) -> "KVCache":
         """A cache whose rows come from several `of_rows`."""

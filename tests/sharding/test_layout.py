@@ -99,24 +99,3 @@ def test_equal_layouts_are_one_key():
     strategy = Strategy(data=2, fsdp=2, tensor=2)
     assert hash(Layout.over(tuple(range(8)), strategy)) == hash(LAYOUT)
     assert Layout.over(tuple(range(8)), strategy) == LAYOUT != Layout.over(tuple(range(8)), Strategy(data=8))
-
-
-def test_inside_stages_an_activation_is_that_of_one_stage():
-    layout = Layout.over(tuple(range(8)), Strategy(pipeline=2, data=2, tensor=2))
-    inside = layout.inside_stages()
-
-    def of_a_stage(x):
-        split = inside.activation(x[0], ("batch", "embed"))
-        return split[jax.numpy.arange(4)][None] + jax.lax.axis_index("pipeline")
-
-    program = jax.shard_map(
-        of_a_stage,
-        mesh=layout.mesh,
-        in_specs=PartitionSpec("pipeline"),
-        out_specs=PartitionSpec("pipeline"),
-        axis_names={"pipeline"},
-        check_vma=False,
-    )
-    given = np.arange(24.0, dtype=np.float32).reshape(2, 4, 3)
-    np.testing.assert_array_equal(jax.jit(program)(given), given + np.arange(2, dtype=np.float32)[:, None, None])
-    assert (inside.mesh, inside.strategy, layout.manual_axes) == (layout.mesh, layout.strategy, frozenset())
