@@ -15,6 +15,7 @@ from jaxrlhf.brief import brief, did_you_mean
 from jaxrlhf.data.control_tokens import control_pattern
 from jaxrlhf.data.token_bytes import token_bytes
 from jaxrlhf.data.tokenizer_files import byte_backend, read_files, tokens_by_id, write_files
+from jaxrlhf.require import require
 
 END_TOKENS = ("<|endoftext|>", "</s>", "<|eot_id|>", "<|im_end|>", "<eos>", "<|end_of_text|>")
 """Common names of the end of text in a tokenizer.json, in the order in which they are tried."""
@@ -22,7 +23,7 @@ PAD_TOKENS = ("<pad>", "<|pad|>", "[PAD]")
 """The same for padding. Without any, the end of text pads; masks tell the two apart."""
 REPLACEMENT = "\ufffd"
 MIN_BPE_VOCAB_SIZE = 258
-"""256 bytes, padding, end of text."""
+_LEAST = f"must be at least {MIN_BPE_VOCAB_SIZE} (256 bytes, padding, end of text)"
 
 TokenizerKind = Literal["auto", "bytes", "file", "train"]
 
@@ -54,11 +55,8 @@ class TokenizerConfig:
                     f"tokenizer.{field}: only kind 'file' has one. Got {brief(getattr(self, field))} with kind "
                     f"{brief(self.kind)}. Leave it out or set tokenizer.kind to 'file'."
                 )
-        if self.kind == "train" and self.vocab_size < MIN_BPE_VOCAB_SIZE:
-            raise ValueError(
-                f"tokenizer.vocab_size: must be at least {MIN_BPE_VOCAB_SIZE} (256 bytes, padding, end of text). Got "
-                f"{self.vocab_size}."
-            )
+        holds_bytes = self.kind != "train" or self.vocab_size >= MIN_BPE_VOCAB_SIZE
+        require(holds_bytes, "tokenizer.vocab_size", _LEAST, self.vocab_size)
 
 
 class Tokenizer:
@@ -215,11 +213,7 @@ def train_bpe(texts: Iterable[str], *, vocab_size: int) -> Tokenizer:
     Raises:
         ValueError: `vocab_size` does not hold the bytes and the special tokens.
     """
-    if vocab_size < MIN_BPE_VOCAB_SIZE:
-        raise ValueError(
-            f"train_bpe: vocab_size must be at least {MIN_BPE_VOCAB_SIZE} (256 bytes, padding, end of text). Got "
-            f"{vocab_size}."
-        )
+    require(vocab_size >= MIN_BPE_VOCAB_SIZE, "train_bpe", f"vocab_size {_LEAST}", vocab_size)
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()

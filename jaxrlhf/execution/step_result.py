@@ -34,7 +34,7 @@ class StepResult:
     """The state for the next step."""
     _values: Values
     _channel: Channel = dataclasses.field(default_factory=Channel)
-    _wait: RecordWait = contextlib.nullcontext
+    _wait: RecordWait = lambda _: contextlib.nullcontext()
 
     def fetch(self) -> Any:
         """The results that the step function returned beside its state, as NumPy arrays. Waits for them."""
@@ -53,7 +53,7 @@ class StepResult:
         return jax.tree.map(lambda x: next(arrays) if isinstance(x, Ref) else x, tree)
 
 
-def lookup(values: Values, ref: Ref, wait: RecordWait = contextlib.nullcontext) -> Any:
+def lookup(values: Values, ref: Ref, wait: RecordWait = lambda _: contextlib.nullcontext()) -> Any:
     """The output that a reference stands for. Waits for a Python function, in the context from `wait`."""
     leaves = values[ref.call]
     if isinstance(leaves, concurrent.futures.Future):

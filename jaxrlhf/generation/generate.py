@@ -125,7 +125,7 @@ def continue_rollout(
         return loop.advance(params, queue, state, noise, temperature, own, until)
 
     spec = _of_state(settings.layout)
-    run = _over_row_shards(on_shard, settings, takes_state=True)
+    run = _over_row_shards(on_shard, settings)
     return placed(run(params, prompts, noise, temperature, until, state), settings.layout)
 
 
@@ -200,16 +200,13 @@ def _loop_of(layout: Layout) -> Any:
     return pipelined_batching if layout.is_pipelined else continuous_batching
 
 
-def _over_row_shards(
-    function: Callable[..., BatchState], settings: RolloutSettings, *, takes_state: bool = False
-) -> Callable[..., BatchState]:
-    """A function of params, prompts and other arrays, which every row shard and stage runs; its last argument may be a
-    state."""
+def _over_row_shards(function: Callable[..., BatchState], settings: RolloutSettings) -> Callable[..., BatchState]:
+    """A function of params, prompts, and other arrays or a state, which every row shard and stage runs."""
     layout, spec = settings.layout, _of_state(settings.layout)
 
     def run(params: Params, prompts: Prompts, *given: Any) -> BatchState:
         of_params = {**dict.fromkeys(params, _WHOLE), "layers": PartitionSpec(PIPELINE)}
-        others = [_WHOLE] * (len(given) - takes_state) + [spec] * takes_state
+        others = (spec if isinstance(x, BatchState) else _WHOLE for x in given)
         specs = (of_params if layout.is_pipelined else _WHOLE, _ROWS, *others)
         return layout.over_row_shards(lambda *each: _lead(function(*each), spec), specs, spec)(params, prompts, *given)
 

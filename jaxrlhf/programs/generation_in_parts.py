@@ -76,12 +76,14 @@ class GenerationInParts:
         ready, state, progress = self._begin(params, prompts, settings=settings)
         ready = params if ready is None else ready
         if self._slots.at_once:
-            _dispatched("prefill", progress, on_part)
+            on_part(Part("prefill", progress))
+            settle(progress)
         name = "decode" if self._slots.at_once else "prefill and decode"
         for tokens, rounds in self._parts(prompts, settings):
             given = (ready, prompts, state, noise, temperature, rounds)
             state, progress = self._go_on(*given, settings=settings, tokens=tokens)
-            _dispatched(name, progress, on_part)
+            on_part(Part(name, progress))
+            settle(progress)
         return self._finish(prompts, state, settings=settings)
 
     def _parts(self, prompts: Prompts, settings: RolloutSettings) -> Iterator[tuple[int, int]]:
@@ -98,11 +100,6 @@ class GenerationInParts:
         num_parts = math.ceil(most / rounds)
         for part in range(num_parts):
             yield 0, rounds if part + 1 < num_parts else most * slots.slots  # the last one goes on to the end
-
-
-def _dispatched(name: str, progress: jax.Array, on_part: OnPart) -> None:
-    on_part(Part(name, progress))
-    settle(progress)
 
 
 def _begin(
