@@ -49,10 +49,8 @@ class Slots:
         """Checks that these slots of a row shard part over stages, with room for all samples of a prompt in each part.
         Raises ValueError if they, or shared prompts, do not divide, or a prompt has more samples."""
         for name in ("slots", "shared_prompts"):
-            value, rule = (
-                getattr(self, name),
-                f"must be a multiple of the {num_stages} stages, each of which has as many",
-            )
+            value: int = getattr(self, name)
+            rule = f"must be a multiple of the {num_stages} stages, each of which works on as many"
             require(value % num_stages == 0, name, rule, value, f"Use {math.ceil(value / num_stages) * num_stages}.")
         least, each = num_samples * num_stages, f" for each of {num_stages} stages" if num_stages > 1 else ""
         require(

@@ -181,7 +181,8 @@ def test_rows_go_on_in_other_slots(name):
 
 def test_rows_that_find_no_slot_are_refused():
     settings = CASES["one device, steered, in chunks"].settings()
-    state = jax.eval_shape(lambda: begin_rollout(weights(settings), PROMPTS, settings))
+    given = weights(settings)
+    state = jax.eval_shape(lambda: begin_rollout(given, PROMPTS, settings))
     _, moved = jax.eval_shape(take_rows, state, np.zeros((1, 4), np.int32))
     with pytest.raises(ValueError, match=r"slots: must be at least the rows that move to each row shard. Got 3. Use 4"):
         jax.eval_shape(lambda moved: resume_rows(moved, settings), moved)
