@@ -78,6 +78,26 @@ class Ref:
     __jax_array__ = property(_is_not_an_array)  # jnp functions look for it without calling it
 
 
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """What a call is a part of, in a graph in parts (`planner.plans.parts`)."""
+
+    of: str
+    """The name of the whole call in plans."""
+    number: int
+    count: int
+    after: tuple[str, ...] = ()
+    """Calls that go before it, beside those that make its inputs: a generation goes on from their state."""
+    share: int = 0
+    """Of a generation: the number of its placement; that of the tail follows those of the shares."""
+    first_sequence: int = 0
+    """Of a generation: the place of the share's first sequence among all."""
+    handed_on: tuple[int, int] = (0, 0)
+    """Of a generation: sequences of each row shard that have been handed on before and after it."""
+    migrate: Literal["", "cache", "prefill"] = ""
+    """Of the tail: how sequences come to it."""
+
+
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Call:
     """One model function call."""
@@ -104,11 +124,18 @@ class Call:
     sequence_shapes: tuple[tuple[int, int], ...] = ()
     """(rows, columns) of the sequences that its model runs on, or draws with their prompts, or that the function of a
     `host` call reads. Empty for `compute`."""
+    part: Part | None = None
+    """None if it is whole."""
 
     @property
     def plan_name(self) -> str:
         """The name in plans, without the iteration."""
         return self.name.split(":", 1)[-1]
+
+    @property
+    def whole_name(self) -> str:
+        """The name in plans of the call that it is, or is a part of."""
+        return self.plan_name if self.part is None else self.part.of
 
     @property
     def refs(self) -> tuple[Ref, ...]:
@@ -177,7 +204,7 @@ class CallGraph:
     def dependencies(self, call: Call) -> tuple[str, ...]:
         """Names of the calls that must run before this one: they make its inputs or its version of the weights, or read
         the weights that it changes."""
-        names = {ref.call for ref in call.refs} - set(self.inputs)
+        names = {ref.call for ref in call.refs} - set(self.inputs) | set(call.part.after if call.part else ())
         names |= {
             c.name for c in self.calls if c.writes is not None and (c.weights, c.writes) == (call.weights, call.reads)
         }

@@ -14,6 +14,7 @@ folder. Most of the time is compilation, a few seconds for each plan.
 """
 
 import dataclasses
+import itertools
 import random
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -24,6 +25,7 @@ import numpy as np
 from jaxrlhf.brief import did_you_mean
 from jaxrlhf.call_graph import Call, CallGraph
 from jaxrlhf.config.algorithm_loading import load_algorithm
+from jaxrlhf.config.plan_config import Tail, devices_to_text
 from jaxrlhf.config.reading import build, merge, to_tree
 from jaxrlhf.config.schema import RunConfig, build_run
 from jaxrlhf.execution.executor import Executor
@@ -46,6 +48,8 @@ from jaxrlhf.sharding.strategy import Strategy
 
 NUM_DEVICES, DEVICES_PER_NODE = 8, 4
 ROWS = 16
+_MOST_TRIES = 100
+"""Random placements in parts of a call that are tried; the rows may be too few for any."""
 RTOL, ATOL = 1e-5, 1e-6
 """The tolerance of metrics under two plans: sums of float32 in another order."""
 
@@ -217,11 +221,14 @@ def random_plan(phase: Phase, *, seed: int) -> Plan:
     one_device = Placement((0,), Strategy())
     placements: dict[str, Placement] = {}
     for call in graph.calls:
-        if call.kind == "host" or call.plan_name in placements:
-            continue
         draw = random.Random(f"{seed} {call.plan_name.partition('#')[0]}")
-        while call.plan_name not in placements:
+        if call.kind == "host" and draw.random() < 0.5:
+            placements[call.plan_name] = Placement(parts=draw.choice((2, 3)))
+        tries = itertools.count() if call.row_wise and draw.random() < 0.4 else itertools.repeat(_MOST_TRIES)
+        while call.kind != "host" and call.plan_name not in placements:
             placement = _random_placement(call, draw)
+            if next(tries) < _MOST_TRIES:
+                placement = _random_parts(call, placement, draw)
             try:
                 plan = resolve(graph, one_device, {call.plan_name: placement})
                 check(plan, graph, models, NUM_DEVICES, DEVICES_PER_NODE)
@@ -257,13 +264,19 @@ def _with_fusion(plan: Plan, graph: CallGraph, models: Mapping[str, ModelConfig]
 
 def _in_short(plan: Plan) -> str:
     """A plan in an error message: the devices of each call, with the settings that are not defaults."""
-    defaults, parts = to_tree(Placement()), []
-    for call, placement in plan.placements.items():
-        changed = {key: value for key, value in to_tree(placement).items() if value != defaults[key]}
-        devices = changed.pop("devices")
-        parts.append(" ".join([f"{call} on {devices}", *(f"{key}={value}" for key, value in changed.items())]))
+    parts = [f"{call} on {_placed_in_short(placement)}" for call, placement in plan.placements.items()]
     lists = {"offload": plan.offload, "fuse": plan.fuse}
     return "; ".join(parts + [f"{key} {', '.join(names)}" for key, names in lists.items() if names])
+
+
+def _placed_in_short(placement: Placement | Tail) -> str:
+    usual, words = to_tree(type(placement)()), [devices_to_text(placement.devices) or "the host"]
+    changed = {key: value for key, value in to_tree(placement).items() if value != usual[key]}
+    words += [f"{key}={value}" for key, value in changed.items() if key not in ("devices", "tail", "shares")]
+    if isinstance(placement, Placement):
+        words += [f"(tail on {_placed_in_short(placement.tail)})"] if placement.tail is not None else []
+        words += [f"(share on {_placed_in_short(share)})" for share in placement.shares]
+    return " ".join(words)
 
 
 def _random_placement(call: Call, draw: random.Random) -> Placement:
@@ -295,6 +308,21 @@ def _random_placement(call: Call, draw: random.Random) -> Placement:
         if slots and max((x.num_samples for x in jax.tree.leaves(call.args) if isinstance(x, Sampling)), default=1) > 1:
             strategy = dataclasses.replace(strategy, shared_prompts=draw.choice((0, 2, 4)))
     return Placement(tuple(range(first, first + count)), strategy)
+
+
+def _random_parts(call: Call, placement: Placement, draw: random.Random) -> Placement:
+    """A call in random parts, perhaps with another share or a tail, which may not fit."""
+    placement = dataclasses.replace(placement, parts=draw.choice((1, 2, 3)))
+    if draw.random() < 0.4:
+        share = dataclasses.replace(_random_placement(call, draw), rows=draw.choice((0.25, 0.5)))
+        placement = dataclasses.replace(placement, shares=(dataclasses.replace(share, parts=draw.choice((1, 2))),))
+    if call.kind == "generate" and draw.random() < 0.6:
+        on = _random_placement(call, draw)
+        strategy = dataclasses.replace(on.strategy, slots=0, shared_prompts=0)
+        migrate = draw.choice(("cache", "prefill"))
+        tail = Tail(on.devices, strategy, draw.choice((1, 2)), draw.choice((0.2, 0.5)), migrate)
+        placement = dataclasses.replace(placement, tail=tail)
+    return placement
 
 
 def _small_roles(learning_rate: float, num_layers: int, reward: Callable[[list[str]], list[float]]) -> dict[str, Any]:

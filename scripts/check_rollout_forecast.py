@@ -86,7 +86,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     pool = random_prompts(argparse.Namespace(**{**vars(options), "batch": POOL * options.rows}))
     sampling = Sampling(max_new_tokens=options.new_tokens)
     call = described(options, sampling, prompts, None)
-    known = dataclasses.replace(call, lengths=ResponseLengths(mean=options.new_tokens, p99=options.new_tokens))
+    long_tailed = ResponseLengths(mean=options.new_tokens / 8, p99=options.new_tokens // 2)
+    known = dataclasses.replace(call, lengths=long_tailed)  # of equal lengths no slots would be looked at
     calibration = calibrated(known, options.patience, console)
     console.line(f"Calibrated; {watched.load()}")
     model_costs = CostModel(calibration.on(local_cluster()), measured=calibration)

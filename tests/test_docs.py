@@ -26,7 +26,7 @@ from jaxrlhf.algorithms.ppo_ptx import PretrainingMix
 from jaxrlhf.algorithms.ppo_shared import SharedUpdate
 from jaxrlhf.algorithms.reward_model import RewardModelConfig, RewardModelUpdate
 from jaxrlhf.algorithms.sft import SFTConfig, SupervisedUpdate
-from jaxrlhf.config.plan_config import Placement, PlanConfig, ResponseLengths
+from jaxrlhf.config.plan_config import Placement, PlanConfig, ResponseLengths, Tail
 from jaxrlhf.config.reading import FORM, INLINE, keys_of, to_tree
 from jaxrlhf.config.schema import (
     AverageConfig,
@@ -100,6 +100,7 @@ SECTIONS: dict[str, type[Any]] = {
     "`plan`": PlanConfig,
     "`plan.lengths`": ResponseLengths,
     "`plan.calls.<call>`": Placement,
+    "`plan.calls.<call>.tail`": Tail,
     "`warm_start`": WarmStartConfig,
     "`evaluation`": EvaluationRunConfig,
     "`output`": OutputConfig,
@@ -152,11 +153,13 @@ def hints_of(cls: type[Any]) -> dict[str, Any]:
     return hints
 
 
-def contained(hint: Any) -> set[type[Any]]:
+def contained(hint: Any, outside: frozenset[Any] = frozenset()) -> set[type[Any]]:
     """The dataclasses that a type mentions, those that they contain, and those that they build on."""
+    if hint in outside:
+        return set()
     found = {hint} if dataclasses.is_dataclass(hint) and isinstance(hint, type) else set()
     inner = [*hints_of(hint).values(), *hint.__bases__] if isinstance(hint, type) and found else typing.get_args(hint)
-    return found.union(*(contained(each) for each in inner))
+    return found.union(*(contained(each, outside | found) for each in inner))
 
 
 def own_fields(cls: type[Any]) -> list[dataclasses.Field[Any]]:

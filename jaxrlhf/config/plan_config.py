@@ -5,13 +5,13 @@ import dataclasses
 import math
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from flax.core import FrozenDict
 
 from jaxrlhf.brief import brief, cut, did_you_mean
 from jaxrlhf.config.reading import FORM, INLINE, ConfigError, to_tree
-from jaxrlhf.require import require
+from jaxrlhf.require import require, require_at_least_one, require_fraction, require_positive_fraction
 from jaxrlhf.reshard.protocols import AUTO
 from jaxrlhf.sharding.strategy import Strategy
 
@@ -42,27 +42,91 @@ def devices_to_text(devices: tuple[int, ...]) -> str:
     return ",".join("-".join(map(str, span)) for span in spans)
 
 
+Migration = Literal["cache", "prefill"]
+"""How sequences move to the devices of the tail: with their keys and values, or as tokens that are prefilled there."""
+
+
+def _positions() -> Any:
+    """A field of positions of devices."""
+    return dataclasses.field(default=(), metadata={FORM: (str, devices_from_text, devices_to_text)})
+
+
+@dataclasses.dataclass(frozen=True)
+class Tail:
+    """Where the last sequences of a generation go on, while the other devices do what comes next."""
+
+    devices: tuple[int, ...] = _positions()
+    strategy: Strategy = dataclasses.field(default=Strategy(), metadata={INLINE: True})
+    parts: int = 1
+    """Blocks in which it hands on its sequences."""
+    rows: float = 0.2
+    """The fraction of the sequences that move, once at most so many have not finished; rounded down to what divides
+    over the devices of the tail. With 0 nothing moves."""
+    migrate: Migration = "cache"
+
+    def __post_init__(self) -> None:
+        require_at_least_one(self.parts, "parts")
+        require_fraction(self.rows, "rows")
+
+
 @dataclasses.dataclass(frozen=True)
 class Placement:
     """The devices of a call and the strategy on them.
 
-    In configs and saved plans, its keys and those of the strategy are in one mapping: `{devices: 0-3, fsdp: 2}`.
+    In configs and saved plans, its keys and those of the strategy are in one mapping: `{devices: 0-3, fsdp: 2}`. A call
+    whose rows are split over several placements has a list of them: `[{devices: 0-3}, {devices: 4-7, rows: 0.25}]`.
     """
 
-    devices: tuple[int, ...] = dataclasses.field(default=(), metadata={FORM: (str, devices_from_text, devices_to_text)})
+    devices: tuple[int, ...] = _positions()
     """Positions in `jax.devices()`, in the order of the mesh: consecutive ones of one node, or whole nodes. Empty in a
     config means the first ones, as many as the degrees need (`with_devices`)."""
     strategy: Strategy = dataclasses.field(default=Strategy(), metadata={INLINE: True})
     protocol: str = AUTO
     """The transfer protocol of rows: a name in `reshard.protocols`, or `auto`."""
+    parts: int = 1
+    """Blocks of rows that a row-wise call hands on one after another. One that generates hands on block i of n when i/n
+    of its rows have finished; others run on a block when its inputs are there."""
+    tail: Tail | None = None
+    """Of a call that generates: where its last sequences go on."""
+    rows: float = 1.0
+    """Of a call on several placements, the fraction of the rows that this one has; the first has what is left."""
+    shares: "tuple[Placement, ...]" = ()
+    """The other placements of the call."""
+
+    def __post_init__(self) -> None:
+        require_at_least_one(self.parts, "parts")
+        require_positive_fraction(self.rows, "rows")
+        for share in self.shares:
+            for key, value in (("tail", share.tail), ("shares", share.shares)):
+                require(not value, key, "must stand with the first placement of a call", to_tree(value))
+            require(share.rows < 1, "rows", "must be less than 1 for each placement but the first", share.rows)
+        if self.shares:
+            rule = "must be left out for the first placement, which has what is left"
+            require(self.rows == 1, "rows", rule, self.rows)
+            others = sum(share.rows for share in self.shares)
+            require(others < 1, "rows", "must leave rows to the first placement", others, "Lower the fractions.")
+
+    @property
+    def is_whole(self) -> bool:
+        """True if the call runs on one placement with all of its rows at once."""
+        return self.parts == 1 and self.tail is None and not self.shares
+
+    def alone(self) -> "Placement":
+        """Its devices and strategy, for a call that is whole."""
+        return Placement(self.devices, self.strategy, protocol=self.protocol)
 
     def with_devices(self) -> "Placement":
         """The placement; without devices, on the first ones, as many as its degrees need."""
-        first = tuple(range(min(self.strategy.num_devices, MAX_DEVICES)))
-        return self if self.devices else dataclasses.replace(self, devices=first)
+        tail = None if self.tail is None else dataclasses.replace(self.tail, devices=_devices_of(self.tail))
+        shares = tuple(share.with_devices() for share in self.shares)
+        return dataclasses.replace(self, devices=_devices_of(self), tail=tail, shares=shares)
 
     def __str__(self) -> str:
         return f"{self.strategy} on {devices_to_text(self.devices)}"
+
+
+def _devices_of(placement: Placement | Tail) -> tuple[int, ...]:
+    return placement.devices or tuple(range(min(placement.strategy.num_devices, MAX_DEVICES)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,10 +221,18 @@ def expand_plan(tree: dict[str, Any], where: str) -> None:
                 f"plan.calls.{cut(str(name))}.{did_you_mean(str(name), keys)}"
             )
     if isinstance(plan.get("calls"), dict):
-        plan = {**plan, "calls": _joined(plan["calls"])}
+        calls = {name: _with_shares(entry) for name, entry in plan["calls"].items()}
+        plan = {**plan, "calls": _joined(calls)}
     if isinstance(plan.get("lengths"), str):
         plan = {**plan, "lengths": {"run": plan["lengths"]}}
     tree["plan"] = plan
+
+
+def _with_shares(entry: Any) -> Any:
+    """The entry of a call; a list of placements as the first with the others in it."""
+    if isinstance(entry, list) and entry and all(isinstance(item, dict) for item in entry):
+        return {**entry[0], "shares": entry[1:]} if len(entry) > 1 else entry[0]
+    return entry
 
 
 def _joined(calls: Mapping[str, Any]) -> dict[str, Any]:
@@ -168,6 +240,7 @@ def _joined(calls: Mapping[str, Any]) -> dict[str, Any]:
     joined: dict[str, Any] = {}
     for name, entry in calls.items():
         is_role = isinstance(entry, dict) and entry and all(isinstance(value, dict) for value in entry.values())
+        is_role = is_role and "." not in str(name)  # a call with nothing but a tail
         entries = {f"{name}.{method}": placement for method, placement in entry.items()} if is_role else {name: entry}
         for call, placement in entries.items():
             if isinstance(before := joined.get(call), dict) and isinstance(placement, dict):

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxrlhf.call_graph import Call, CallGraph, split_args
+from jaxrlhf.call_graph import Call, CallGraph, Part, split_args
 from jaxrlhf.execution.function_threads import FunctionThreads
 from jaxrlhf.execution.fused_training import FusedTraining
 from jaxrlhf.execution.hand_overs import HandOvers
@@ -34,14 +34,16 @@ from jaxrlhf.observe.events import STEP, WAIT, Event
 from jaxrlhf.observe.part_reports import PartReports
 from jaxrlhf.observe.timeline_recorder import Timeline, Watcher
 from jaxrlhf.planner.fusion.fusible import fused_order
+from jaxrlhf.planner.plans.parts import in_parts
 from jaxrlhf.planner.plans.plan import Plan
 from jaxrlhf.planner.plans.splits import splits_rows
 from jaxrlhf.programs.arrays import Outputs, Program, Rebuild
-from jaxrlhf.programs.call_programs import compute_program, model_program
-from jaxrlhf.programs.generation_in_parts import GenerationInParts, Part
+from jaxrlhf.programs.call_programs import compute_program, decoding_options, model_program, slots_of
+from jaxrlhf.programs.generation_in_parts import GenerationInParts, Progress
 from jaxrlhf.programs.optimizer import OptimizerState
 from jaxrlhf.programs.pipeline import InFlight, Pipelined
 from jaxrlhf.programs.roles import FunctionRole, ModelRole, Role
+from jaxrlhf.programs.rollout_in_parts import RolloutInParts
 from jaxrlhf.programs.weight_sets import form_read
 from jaxrlhf.reshard.offload import rests_on_host
 from jaxrlhf.sharding.layout import Layout
@@ -83,6 +85,12 @@ class Executor:
         self._timeline = timeline or Timeline()
         self._watcher = Watcher(self._timeline)
         self._programs: dict[Hashable, Program] = {}
+        self._graphs: dict[tuple[int, int], tuple[Any, tuple[CallGraph, Plan]]] = {}
+        self._planned: Hashable = None
+        """The key in `_graphs` of the step that is being dispatched."""
+        self._rollouts: dict[Hashable, RolloutInParts] = {}
+        """Shares of generations in parts, and their tails."""
+        self._reports: dict[Hashable, PartReports] = {}
         self._in_flight = InFlight(self._wait_for)
         self._at = (STEP, 0)
         """Phase and number, for the timeline, of the step that is being dispatched."""
@@ -119,6 +127,7 @@ class Executor:
             RewardError: A function role failed, in this step.
         """
         self._at = (phase, step + 1 if number is None else number)
+        whole, (graph, plan) = graph, self._in_parts(graph, plan)
         values: Values = {"state": jax.tree.leaves(state), "data": jax.tree.leaves(data)}
         self._first_versions = self.weights.versions()
         self._hand_overs = HandOvers(graph, plan)
@@ -157,7 +166,14 @@ class Executor:
         new_state = jax.tree.map(lambda ref: lookup(values, ref, self._wait), graph.state)
         phase, number = self._at
         wait = functools.partial(self._timeline.host, kind=WAIT, step=number, phase=phase)
-        return StepResult(graph, new_state, values, self._channel, wait)
+        return StepResult(whole, new_state, values, self._channel, wait)
+
+    def _in_parts(self, graph: CallGraph, plan: Plan) -> tuple[CallGraph, Plan]:
+        """A graph and its plan, with a call for each part. They are kept, with what they were made of."""
+        self._planned = key = id(graph), id(plan)
+        if key not in self._graphs:
+            self._graphs[key] = (graph, plan), in_parts(graph, plan)
+        return self._graphs[key][1]
 
     def wait(self, step: int | None = None) -> None:
         """Waits until all dispatched calls (of one step, by its number) are done. Raises the error of a failed call."""
@@ -192,7 +208,7 @@ class Executor:
                 on_host = gather(inputs, self._channel, number)
                 assert on_host is not None
                 rollout = rebuild(on_host)
-                with self._timeline.host(call.plan_name, kind=call.kind, step=step, phase=phase):
+                with self._timeline.host(call.whole_name, kind=call.kind, step=step, phase=phase):
                     return True, [score(*rollout)]
             except Exception as error:
                 return False, error
@@ -209,6 +225,8 @@ class Executor:
 
     def _call_device(self, call: Call, plan: Plan, values: Values, step: int) -> Leaves:
         ready = self._ready(call, plan, values, step)
+        if call.kind == "generate" and call.part is not None:
+            return self._call_rollout(ready, call.part)
         arguments, program = self._arguments(ready), self._program(ready)
         told = {"on_part": self._part_watcher(ready)} if isinstance(program, GenerationInParts) else {}
         outputs = program(*arguments, **told) if program is not None else None
@@ -218,10 +236,37 @@ class Executor:
             outputs = _absent_outputs(call, ready.layout)
         ends = program.ends if isinstance(program, Pipelined) else {ready.layout: outputs}
         for where, array in ends.items():
-            self._watch(array, call.plan_name, call.kind, where, ready.dispatched, inputs=ready.arrays)
+            self._watch(array, call.whole_name, call.kind, where, ready.dispatched, inputs=ready.arrays)
         if isinstance(program, Pipelined):
             program.ends = {}
         self._bound_in_flight(outputs, ready.layout)
+        return outputs
+
+    def _call_rollout(self, ready: "_Ready", part: Part) -> Leaves:
+        """Dispatches a part of a generation: its share, or the tail, goes on until the sequences are there."""
+        call, layout, count = ready.call, ready.layout, part.handed_on[1] - part.handed_on[0]
+        params, noise, temperature, _ = self._arguments(ready)
+        prompts, sampling = ready.rebuild(ready.arrays)
+        sampling = dataclasses.replace(sampling, temperature=1.0)
+        shares = [(self._planned, part.of, share) for share in range(part.share + 1)]
+        if (own := shares.pop()) not in self._rollouts:
+            slots = slots_of(layout.strategy) if layout.strategy.slots else None
+            self._rollouts[own] = RolloutInParts(self._model_role(call), layout, slots, decoding_options(layout))
+        rollout = self._rollouts[own]
+        if part.handed_on[0] == 0 and part.migrate:
+            left = [self._rollouts[share].leave(part.migrate, noise, temperature) for share in shares]
+            rollout.arrive(params, left, sampling)
+        elif part.handed_on[0] == 0:
+            rollout.begin(params, prompts, sampling, part.first_sequence)
+        if part.handed_on[0] == 0:
+            self._reports[own] = PartReports(part.of, rollout.num_left * layout.strategy.num_row_shards, self.say)
+        outputs, progress = rollout.hand_on(count, noise, temperature) if count else ([], None)
+        if outputs is None:
+            outputs = _absent_outputs(call, layout)
+        if progress is not None:
+            describe = functools.partial(self._reports[own].after, f"part {part.number + 1} of {part.count}")
+            self._watch(progress, part.of, call.kind, layout, ready.dispatched, inputs=ready.arrays, describe=describe)
+        self._bound_in_flight(outputs, layout)
         return outputs
 
     def _call_fused(self, calls: tuple[Call, Call], plan: Plan, values: Values, step: int) -> dict[str, Leaves]:
@@ -260,7 +305,7 @@ class Executor:
         if call.kind == "generate":
             settings = _without_temperature(settings)
         key = (call.role, call.method, call.function, layout, settings, avals)
-        noise = np.array([self._seed, step, zlib.crc32(call.plan_name.encode())], np.uint32)
+        noise = np.array([self._seed, step, zlib.crc32(call.whole_name.encode())], np.uint32)
         return _Ready(call, layout, rebuild, [ref.has_rows for ref in refs], arrays, key, noise, dispatched)
 
     def _arguments(self, ready: "_Ready") -> tuple[Any, ...]:
@@ -429,13 +474,13 @@ class Executor:
         event = Event(name, kind, layout.own_devices, number, dispatched, dispatched, phase, bytes)
         self._watcher.watch(event, [x + 0 for x in first] if copy else first, inputs=inputs, describe=describe)
 
-    def _part_watcher(self, ready: "_Ready") -> Callable[[Part], None]:
+    def _part_watcher(self, ready: "_Ready") -> Callable[[Progress], None]:
         """Records the parts of a generation, and tells how far it is."""
         call = ready.call
         num_sequences = call.args[0].tokens.shape[0] * call.args[1].num_samples
         reports = PartReports(call.plan_name, num_sequences, self.say)
 
-        def watch(part: Part) -> None:
+        def watch(part: Progress) -> None:
             self._watch(
                 part.progress, call.plan_name, call.kind, ready.layout, ready.dispatched, inputs=ready.arrays,
                 describe=functools.partial(reports.after, part.name),

@@ -243,7 +243,7 @@ def goes_on(
     """Whether to run another round. `started` is the round from which `until` counts."""
     waiting = num_prompts(queue, settings.slots) - state.head
     in_slots = jnp.stack([rows.sequence < len(queue.id) for rows in state.rows]).sum()
-    more = waiting * settings.sampling.num_samples + in_slots > until.left
+    more = (waiting * settings.sampling.num_samples + in_slots > until.left) | (until.none_waits & (waiting > 0))
     return more if until.rounds is None else more & (state.rounds - started < until.rounds)
 
 

@@ -82,7 +82,7 @@ def generate(
         return state
 
     ready = params if layout.is_pipelined else prepare(params, config, layout)
-    state = _over_row_shards(to_the_end, settings)(ready, prompts, noise, temperature)
+    state = over_row_shards(to_the_end, settings)(ready, prompts, noise, temperature)
     return rollout_so_far(prompts, state, settings)[0]
 
 
@@ -94,7 +94,7 @@ def begin_rollout(params: Params, prompts: Prompts, settings: RolloutSettings) -
         own, loop = of_row_shard(settings, len(prompts.tokens)), _loop_of(settings.layout)
         return loop.begin(loop.on_device(params, own), make_queue(prompts, own), own)
 
-    run = _over_row_shards(begin, settings)
+    run = over_row_shards(begin, settings)
     return placed(run(params, prompts), settings.layout)
 
 
@@ -125,7 +125,7 @@ def continue_rollout(
         return loop.advance(params, queue, state, noise, temperature, own, until)
 
     spec = _of_state(settings.layout)
-    run = _over_row_shards(on_shard, settings)
+    run = over_row_shards(on_shard, settings)
     return placed(run(params, prompts, noise, temperature, until, state), settings.layout)
 
 
@@ -200,11 +200,12 @@ def _loop_of(layout: Layout) -> Any:
     return pipelined_batching if layout.is_pipelined else continuous_batching
 
 
-def _over_row_shards(function: Callable[..., BatchState], settings: RolloutSettings) -> Callable[..., BatchState]:
-    """A function of params, prompts, and other arrays or a state, which every row shard and stage runs."""
+def over_row_shards(function: Callable[..., Any], settings: RolloutSettings) -> Callable[..., Any]:
+    """A function of params, of prompts or other arrays with rows, and of others or a state, which every row shard and
+    stage runs. What it gives has leading axes over row shards, and over stages, as a state has."""
     layout, spec = settings.layout, _of_state(settings.layout)
 
-    def run(params: Params, prompts: Prompts, *given: Any) -> BatchState:
+    def run(params: Params, prompts: Any, *given: Any) -> Any:
         of_params = {**dict.fromkeys(params, _WHOLE), "layers": PartitionSpec(PIPELINE)}
         others = (spec if isinstance(x, BatchState) else _WHOLE for x in given)
         specs = (of_params if layout.is_pipelined else _WHOLE, _ROWS, *others)

@@ -25,8 +25,9 @@ from jaxrlhf.require import require
 class MovedRows(struct.PyTreeNode):
     """Sequences on their way to other slots."""
 
-    cache: KVCache
-    """[D, M, ...]; over stages this and all others have a second axis, of the stages."""
+    cache: KVCache | None
+    """[D, M, ...]; over stages this and all others have a second axis, of the stages. None on the way of sequences that
+    move as tokens (`migration`)."""
     rows: SlotRows
     outputs: Outputs
     is_running: Bool[Array, "D M"]

@@ -6,7 +6,7 @@ import math
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 from jaxrlhf.experience import Sampling
 from jaxrlhf.models.config import ModelConfig
@@ -74,13 +74,15 @@ class RolloutSettings:
 
 
 class Until(NamedTuple):
-    """The stopping condition of a row shard, checked after each round: either of these."""
+    """The stopping condition of a row shard, checked after each round: so many rounds, or so few sequences."""
 
     rounds: Int[Array, ""] | int | None = None
     """It has gone on for so many rounds. None is no limit."""
     left: Int[Array, ""] | int = 0
     """At most so many of its sequences have not finished, of those that wait or are in slots. Of N sequences,
     `N - count` stops when `count` have finished."""
+    none_waits: Bool[Array, ""] | bool = False
+    """And none of them waits."""
 
 
 def rollout_stages(settings: RolloutSettings, prompt_columns: int) -> list[tuple[int, int | None]]:

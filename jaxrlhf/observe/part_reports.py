@@ -21,7 +21,7 @@ class PartReports:
 
         Args:
             arrays: [D, 4]: finished responses, tokens, rounds and groups so far, of every row shard or of all together
-                (`programs.generation_in_parts.Part`). Of several processes each knows its own row shards.
+                (`programs.generation_in_parts.Progress`). Of several processes each knows its own row shards.
         """
         (progress,) = arrays
         own = {str(shard.index): np.asarray(shard.data) for shard in progress.addressable_shards}

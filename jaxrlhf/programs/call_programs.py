@@ -60,7 +60,7 @@ def model_program(
     if kind == "generate":
         if part_tokens and layout.strategy.micro_batches == 1 and not uneven:
             return GenerationInParts(
-                role, rebuild, layout, part_tokens, slots_of(layout.strategy), _decoding_options(layout)
+                role, rebuild, layout, part_tokens, slots_of(layout.strategy), decoding_options(layout)
             )
         return generate_program(role, rebuild, layout, uneven=uneven)
     if method == "loss":
@@ -98,7 +98,7 @@ def generate_program(role: ModelRole, rebuild: Rebuild, layout: Layout, *, uneve
         return jax.tree.leaves(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:num_sequences], rollout))
 
     outputs = layout.replicated if uneven else layout.rows
-    return jax.jit(program, out_shardings=outputs, compiler_options=_decoding_options(layout))
+    return jax.jit(program, out_shardings=outputs, compiler_options=decoding_options(layout))
 
 
 def slots_of(strategy: Strategy) -> Slots:
@@ -108,7 +108,7 @@ def slots_of(strategy: Strategy) -> Slots:
     return Slots(strategy.slots, strategy.prefill_rows, strategy.prefill_tokens, shared_prompts=strategy.shared_prompts)
 
 
-def _decoding_options(layout: Layout) -> dict[str, Any] | None:
+def decoding_options(layout: Layout) -> dict[str, Any] | None:
     """XLA options of a program that decodes.
 
     On GPUs it would make one product of those with the same input, by joining their weights in every step: with weights

@@ -27,7 +27,7 @@ from jaxrlhf.programs.roles import ModelRole
 from jaxrlhf.sharding.layout import Layout
 
 
-class Part(NamedTuple):
+class Progress(NamedTuple):
     """A part that was dispatched."""
 
     name: str
@@ -36,7 +36,7 @@ class Part(NamedTuple):
     slots, rounds of decoding steps, and groups of prompts that were prefilled."""
 
 
-OnPart = Callable[[Part], None]
+OnPart = Callable[[Progress], None]
 """Is told of each part when it is dispatched."""
 
 
@@ -76,13 +76,13 @@ class GenerationInParts:
         ready, state, progress = self._begin(params, prompts, settings=settings)
         ready = params if ready is None else ready
         if self._slots.at_once:
-            on_part(Part("prefill", progress))
+            on_part(Progress("prefill", progress))
             settle(progress)
         name = "decode" if self._slots.at_once else "prefill and decode"
         for tokens, rounds in self._parts(prompts, settings):
             given = (ready, prompts, state, noise, temperature, rounds)
             state, progress = self._go_on(*given, settings=settings, tokens=tokens)
-            on_part(Part(name, progress))
+            on_part(Progress(name, progress))
             settle(progress)
         return self._finish(prompts, state, settings=settings)
 
@@ -109,7 +109,7 @@ def _begin(
     config, layout = settings.config, settings.layout
     ready = None if layout.is_pipelined else prepare(params, config, layout)
     state = begin_rollout(params if ready is None else ready, prompts, settings)
-    return ready, state, _progress(state, settings)
+    return ready, state, progress_of(state, settings)
 
 
 def _go_on(
@@ -124,16 +124,17 @@ def _go_on(
 ) -> tuple[BatchState, Int[Array, "D 4"]]:
     given = (params, prompts, state, noise, temperature, settings, Until(rounds=rounds))
     state = continue_rollout(*given, tokens=tokens)
-    return state, _progress(state, settings)
+    return state, progress_of(state, settings)
 
 
 def _finish(prompts: Prompts, state: BatchState, settings: RolloutSettings) -> Arrays:
     return jax.tree.leaves(rollout_so_far(prompts, state, settings)[0])
 
 
-def _progress(state: BatchState, settings: RolloutSettings) -> Int[Array, "D 4"]:
-    """`Part.progress`."""
+def progress_of(state: BatchState, settings: RolloutSettings) -> Int[Array, "D 4"]:
+    """`Progress.progress`."""
     told = state.outputs.finish, state.outputs.lengths, state.rounds, state.groups
     finish, lengths, rounds, groups = (x[:, -1] if settings.layout.is_pipelined else x for x in told)
     counts = (rounds, groups) if not settings.slots.at_once else (jnp.zeros_like(rounds),) * 2
-    return jnp.stack([(finish != RUNNING).sum(axis=1), lengths.sum(axis=1), *counts], axis=1)
+    progress_D4 = jnp.stack([(finish != RUNNING).sum(axis=1), lengths.sum(axis=1), *counts], axis=1)
+    return settings.layout.constrain_rows(progress_D4)

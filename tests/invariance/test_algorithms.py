@@ -59,5 +59,5 @@ def test_no_plan_changes_what_any_method_gives(roles, num_plans):
 
 @pytest.mark.parametrize(("number", "algorithm"), [*enumerate(ALGORITHMS)], ids=ALGORITHMS)
 def test_no_plan_changes_the_result(number, algorithm):
-    num_plans, seed = (3, 0) if ALL_PLANS else (1, number % 2)
+    num_plans, seed = (3, 0) if ALL_PLANS else (1, (20, 6)[number % 2])  # both generate in parts, with a tail
     check_plan_invariance(algorithm, num_plans=num_plans, seed=seed, **RUNS.get(algorithm, {}))

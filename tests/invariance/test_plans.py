@@ -15,10 +15,17 @@ from tests.subprocesses import ROOT, environment
 ALL_PLANS = random_plans(10) if os.environ.get("ALL_PLANS") else {}
 """Run with ALL_PLANS=1 in the environment, in one process and in two: tests/invariance/test_algorithms.py has random
 plans that cost less."""
+IN_PARTS = (  # two instances of generation, one in each process, whose last rows go on in one of them
+    "{default: {data: 2}, calls: {actor.generate: [{devices: 0-3, data: 4, parts: 2, tail: {devices: 0-1, data: 2, "
+    "rows: 0.25, migrate: MIGRATE}}, {devices: 4-7, data: 2, tensor: 2, rows: 0.5, parts: 2, slots: 6}], "
+    "reference.logprobs: [{devices: 4-7, data: 4, parts: 4}, {devices: 0-1, data: 2, rows: 0.25}], "
+    "critic.values: {devices: 4-5, pipeline: 2, parts: 3}, reward.scores: {parts: 5}}}"
+)
 PLANS = {
     "devices the other way round, in micro-batches and slots": "{longest_first: true, default: {data: 4, "
     "tensor: 2, devices: '7,6,5,4,3,2,1,0', micro_batches: 2}, calls: {actor.generate: {data: 2, tensor: 2, slots: 5}, "
     "actor.train: {fsdp: 8, micro_batches: 2}, critic.train: {data: 4, micro_batches: 4}}}",
+    "in parts and shares, with a tail": IN_PARTS.replace("MIGRATE", "cache"),
     **ALL_PLANS,
 }
 APART_AND_ACROSS = (  # a critic that trains over stages in one process
@@ -78,7 +85,8 @@ def test_plan_does_not_change_the_result(plan, expected, tmp_path):
 def test_two_processes_do_not_change_the_result(expected, tmp_path):
     """An actor that lives in both, a critic in one of them and a batch that is made in the other, with rows that do not
     divide and stages in one process; then stages in both, and slots."""
-    plans = [APART_AND_ACROSS, STAGES_ACROSS, *ALL_PLANS.values()]
+    parts = [IN_PARTS.replace("MIGRATE", migrate) for migrate in ("cache", "prefill")]
+    plans = [APART_AND_ACROSS, STAGES_ACROSS, *parts, *ALL_PLANS.values()]
     command = [sys.executable, str(ROOT / "scripts" / "launch_local"), "--processes", str(8 // DEVICES_PER_NODE), "--"]
     command += [sys.executable, str(ROOT / "tests" / "invariance" / "plan_runs.py"), str(tmp_path), *plans]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=1400)

@@ -21,7 +21,7 @@ from jaxrlhf.programs.call_programs import (
     model_program,
     train_program,
 )
-from jaxrlhf.programs.generation_in_parts import Part
+from jaxrlhf.programs.generation_in_parts import Progress
 from jaxrlhf.programs.optimizer import apply_gradient, init_optimizer, optimizer_shardings
 from jaxrlhf.programs.roles import GAP_METRIC, ModelRole
 from jaxrlhf.reshard.reallocate import reallocate
@@ -287,7 +287,7 @@ def test_generation_in_parts_gives_the_same_bits_and_says_how_far_it_is(strategy
     given = (params, NOISE, jnp.float32(1), jax.device_put(arrays, layout.rows))
     whole = generate_program(ROLE, rebuild, layout)(*given)
     program = model_program("generate", "", ROLE, rebuild, [True] * len(arrays), layout, part_tokens=8)
-    dispatched: list[Part] = []
+    dispatched: list[Progress] = []
     for x, expected in zip(program(*given, dispatched.append), whole, strict=True):
         np.testing.assert_array_equal(x, expected)
     parts = [np.sum(part.progress, axis=0).tolist() for part in dispatched]

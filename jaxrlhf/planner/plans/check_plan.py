@@ -12,10 +12,12 @@ import jax
 
 from jaxrlhf.brief import brief, did_you_mean
 from jaxrlhf.call_graph import Call, CallGraph
-from jaxrlhf.config.plan_config import Placement
+from jaxrlhf.config.plan_config import Placement, devices_to_text
+from jaxrlhf.config.reading import to_tree
 from jaxrlhf.experience import Sampling
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.planner.plans.config_keys import BATCH_SIZE, RowCountKeys
+from jaxrlhf.planner.plans.parts import in_parts
 from jaxrlhf.planner.plans.plan import Plan, PlanError
 from jaxrlhf.planner.plans.splits import copied_rows, term_rows, undivided_sizes
 from jaxrlhf.programs.call_programs import slots_of
@@ -45,11 +47,14 @@ def check(
         PlanError: Devices do not exist or are not contiguous, or a degree does not divide the model or the rows.
     """
     for call in graph.calls:
-        if call.kind == "host":
-            continue
-        if call.plan_name not in plan.placements:
+        if call.plan_name in plan.placements:
+            _check_parts(call, plan[call])
+        elif call.kind != "host":
             raise PlanError(f"plan: needs a placement for every call. Got none for '{call.plan_name}'.")
-        check_call(call, plan[call], models, num_devices, devices_per_node, keys)
+    graph, plan = in_parts(graph, plan)
+    for call in graph.calls:
+        if call.kind != "host":
+            check_call(call, plan[call], models, num_devices, devices_per_node, keys)
 
 
 def check_call(
@@ -60,8 +65,8 @@ def check_call(
     devices_per_node: int | None = None,
     keys: RowCountKeys = BATCH_SIZE,
 ) -> None:
-    """Checks that a placement fits one call of a graph. Arguments and errors are those of `check`."""
-    where = f"plan.calls.{call.plan_name}"
+    """Checks that a placement fits one call of a graph, whole or a part. Arguments and errors are those of `check`."""
+    where = f"plan.calls.{call.whole_name}"
     _check_devices(where, placement, num_devices, devices_per_node or num_devices)
     if call.role is not None:
         model, strategy = models[call.role], placement.strategy
@@ -105,7 +110,12 @@ def check_entries(
         where, pipeline = f"plan.calls.{name}", placement.strategy.pipeline
         kind = named[name].kind if name in named else ""
         if kind == "host":
-            raise PlanError(f"{where}: is plain Python on the host and takes no devices. Remove it.")
+            if placement.with_devices() != Placement(parts=placement.parts).with_devices():
+                got = brief(to_tree(placement.devices or placement.strategy))
+                raise PlanError(
+                    f"{where}: is plain Python on the host and takes no devices. Got {got}. Leave all but `parts` out."
+                )
+            continue
         if not kind and name.split("#")[0] not in more:
             raise PlanError(
                 f"{where}: no call of this run has that name. Calls: {', '.join(known)}.{did_you_mean(name, known)}"
@@ -130,6 +140,56 @@ def stage_warnings(plan: Plan, graph: CallGraph) -> list[str]:
             if warning := bubble_warning(strategy.pipeline, strategy.chunks, strategy.micro_batches):
                 warnings.append(f"plan.calls.{call.plan_name}: {warning}")
     return warnings
+
+
+def _check_parts(call: Call, placement: Placement) -> None:
+    """Checks that a call that is not whole may run in parts, and its shares and its tail fit each other."""
+    where, shares, tail = f"plan.calls.{call.plan_name}", (placement, *placement.shares), placement.tail
+    if placement.is_whole:
+        return
+    if call.kind not in ("generate", "infer", "host") or not call.row_wise:
+        needs = "a statistic of the whole batch" if call.kind == "compute" else "all of its rows at once"
+        raise PlanError(
+            f"{where}: parts, shares and a tail are for calls whose output for a row depends on that row alone. Got a "
+            f"call of kind '{call.kind}', which may need {needs}. Leave them out."
+        )
+    if call.kind == "host" and (placement.shares or tail):
+        raise PlanError(f"{where}: a call on the host has no shares and no tail. Leave all but `parts` out.")
+    if tail is not None and call.kind != "generate":
+        raise PlanError(f"{where}.tail: is for calls that generate. Got a call of kind '{call.kind}'. Leave tail out.")
+    seen: set[int] = set()
+    for share in shares if placement.shares else ():
+        if both := seen & set(share.devices):
+            raise PlanError(
+                f"{where}: each placement of a call must have devices of its own. Got "
+                f"{devices_to_text(tuple(sorted(both)))} in two of them. Change `devices`."
+            )
+        seen |= set(share.devices)
+    if call.kind != "generate":
+        return
+    for share in shares:
+        if share.strategy.micro_batches > 1:
+            raise PlanError(
+                f"{where}.micro_batches: must be 1 for a generation in parts. Got {share.strategy.micro_batches}. Use "
+                "slots to bound its memory."
+            )
+    if tail is None or not tail.rows:
+        return
+    stages = {share.strategy.pipeline for share in (*shares, tail)}
+    if tail.migrate == "cache" and len(stages) > 1:
+        raise PlanError(
+            f"{where}.tail.pipeline: must be that of all placements where sequences move with their caches. Got "
+            f"{' and '.join(map(str, sorted(stages)))} stages. Use `migrate: prefill`, or equal numbers of stages."
+        )
+    if tail.migrate == "prefill" and tail.strategy.pipeline > 1:
+        raise PlanError(
+            f"{where}.tail.pipeline: must be 1 where sequences are prefilled anew. Got {tail.strategy.pipeline}. Use "
+            "`migrate: cache`, or another split."
+        )
+    if tail.strategy.slots:
+        raise PlanError(
+            f"{where}.tail.slots: are as many as sequences move. Got {tail.strategy.slots}. Leave slots out."
+        )
 
 
 def _check_devices(where: str, placement: Placement, num_devices: int, devices_per_node: int) -> None:
@@ -219,7 +279,7 @@ def _check_slots(where: str, call: Call, strategy: Strategy) -> None:
 
 
 def _check_rows(keys: RowCountKeys, call: Call, strategy: Strategy) -> None:
-    where = keys.where(call.plan_name)
+    where = keys.where(call.whole_name)
     if call.kind == "train":
         mini_batches = call.update.mini_batches
         for rows in term_rows(call):

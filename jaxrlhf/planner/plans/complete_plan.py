@@ -53,10 +53,10 @@ def complete_plan(
     everywhere = tuple(range(num_devices))
     for call in graph.calls:
         name = call.plan_name
-        if call.kind == "host":
-            continue
         if kept := placement_of(name, written):
             placements[name] = kept
+            continue
+        if call.kind == "host":
             continue
         for wanted in _wanted(call, chosen):
             fitting = [p for p in _like(wanted) if fits(call, p)]
@@ -70,7 +70,7 @@ def complete_plan(
             beside = _neighbour(call, graph, placements)
             devices = everywhere if beside is None else tuple(sorted(placements[beside].devices))
             placements[call.plan_name] = spread(call, devices, devices_per_node)
-    in_order = {call.plan_name: placements[call.plan_name] for call in graph.calls if call.kind != "host"}
+    in_order = {call.plan_name: placements[call.plan_name] for call in graph.calls if call.plan_name in placements}
     return Plan(in_order, tuple(offload), tuple(fuse), tuple(schedules))
 
 

@@ -30,7 +30,8 @@ class NoRoomError(PlanError):
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A placement for every call, by its name in the graph."""
+    """A placement for every call that takes devices, by its name in the graph, and for those on the host that run in
+    parts."""
 
     placements: Mapping[str, Placement]
     offload: tuple[str, ...] = ()
@@ -84,7 +85,10 @@ def resolve(
     offload: Iterable[str] = (),
     fuse: Iterable[str] = (),
 ) -> Plan:
-    """A plan from given placements: each call has its own or the default. Calls on the host have none."""
-    names = [call.plan_name for call in graph.calls if call.kind != "host"]
-    found = {name: placement_of(name, placements) or default for name in names}
+    """A plan from given placements: each call has its own or the default. Calls on the host have no default."""
+    found = {
+        call.plan_name: placement
+        for call in graph.calls
+        if (placement := placement_of(call.plan_name, placements) or (default if call.kind != "host" else None))
+    }
     return Plan(found, tuple(offload), tuple(fuse))

@@ -49,9 +49,10 @@ def test_names_of_a_written_plan():
         check_entries({"actor.train": over(1, slots=4)}, [GRAPH])
     with pytest.raises(PlanError, match=re.escape("plan.calls.actor.train#2: no call of this run has that name.")):
         check_entries(dict.fromkeys(["actor.train#2"], ONE), [GRAPH])
-    message = "plan.calls.judge.scores: is plain Python on the host and takes no devices. Remove it."
+    message = "plan.calls.judge.scores: is plain Python on the host and takes no devices. Got [0, 1]."
     with pytest.raises(PlanError, match=re.escape(message)):
-        check_entries(dict.fromkeys(["judge.scores"], ONE), [GRAPH])
+        check_entries({"judge.scores": Placement((0, 1), parts=2)}, [GRAPH])
+    check_entries({"judge.scores": Placement(parts=2)}, [GRAPH])
 
 
 @pytest.mark.parametrize(

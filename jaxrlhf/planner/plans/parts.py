@@ -1,0 +1,424 @@
+"""Graphs in parts: every part of a call, and every share of it, becomes a call of its own.
+
+    graph, plan = in_parts(graph, plan)
+
+A row-wise call may run on one block of its rows after another, and its rows may be split over several placements
+(`Placement.parts`, `shares`, `tail`). Here such a call is replaced by a call for each block, so that whatever works on
+graphs and plans (dispatch, transfers, timelines, simulation) works on parts without knowing of them:
+
+    actor.generate            actor.generate/1   judge.scores/1   actor.generate/2   judge.scores/2
+    judge.scores        -->   actor.generate     judge.scores     ppo_batch
+    ppo_batch
+
+A generation hands on rows as they finish. A call that takes rows of one generation takes them in that order. If it has
+as many parts as there are blocks, these are its parts; otherwise its parts are equal, and a `compute` call cuts them
+out of the blocks. A call that needs all rows, such as `train`, gets them in their own order, from a `compute` call with
+the name of the whole call.
+
+The order of calls: those on the host, and those on devices that the generation does not need any more, as soon as their
+rows are there; all others in the order of the step.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrlhf.call_graph import Call, CallGraph, Part, Ref
+from jaxrlhf.planner.plans.plan import Placement, Plan, PlanError
+from jaxrlhf.sharding.strategy import Strategy
+
+Positions = Ref | range
+"""The places of rows among all rows of a call."""
+Span = tuple[int, int, int]
+"""Of a block by its number, the rows from the first to the last."""
+
+
+def in_parts(graph: CallGraph, plan: Plan) -> tuple[CallGraph, Plan]:
+    """The graph with a call for each part, and their placements. Both are as they were if all calls are whole. Raises
+    PlanError if the parts of a call do not fit its rows."""
+    if all(placement.is_whole for placement in plan.placements.values()):
+        return graph, plan
+    return _Expansion(graph, plan).run()
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """Some rows that a call has handed on, or will."""
+
+    rows: int
+    positions: Positions
+    outputs: Any
+    """References, in the structure of the whole call's outputs."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Rollouts:
+    """How the sequences of a generation are split: over shares, whose row shards hand on some and leave the others to
+    the tail."""
+
+    prompts: tuple[int, ...]
+    """Of each share."""
+    bounds: tuple[tuple[int, ...], ...]
+    """Share -> sequences of each row shard that it has handed on after each part, from 0 on."""
+    tail_bounds: tuple[int, ...]
+    """The same of the tail; 0 alone without one."""
+
+
+def split_rows(where: str, call: Call, placement: Placement) -> tuple[int, ...]:
+    """The rows of each share of a call; prompts of a generation, as many as divide over the share's devices. Raises
+    PlanError if a share has none."""
+    shares = (placement, *placement.shares)
+    unit = [s.strategy.num_row_shards * s.strategy.pipeline if call.kind == "generate" else 1 for s in shares]
+    rows = [round(s.rows * call.num_rows / u) * u for s, u in zip(shares[1:], unit[1:], strict=True)]
+    rows = [call.num_rows - sum(rows), *rows]
+    for number, (count, share) in enumerate(zip(rows, shares, strict=True)):
+        if count < 1:
+            of = f" divisible by {unit[number]}" if unit[number] > 1 else ""
+            raise PlanError(
+                f"{where}: each placement of a call must have rows{of}. Got {share.rows:g} of {call.num_rows} rows for "
+                f"placement {number + 1} of {len(shares)}. Change `rows`, or leave the placement out."
+            )
+    return tuple(rows)
+
+
+def split_sequences(where: str, call: Call, placement: Placement) -> Rollouts:
+    """The split of a generation over shares, parts and the tail. Raises PlanError if it does not work out."""
+    prompts, shares, tail = split_rows(where, call, placement), (placement, *placement.shares), placement.tail
+    of_shard = []
+    for number, (count, share) in enumerate(zip(prompts, shares, strict=True)):
+        parts = share.strategy.num_row_shards * share.strategy.pipeline
+        if count % parts:
+            raise PlanError(
+                f"{where}: data x fsdp x pipeline must divide the prompts of a generation in parts. Got {parts} for "
+                f"{count} prompts of placement {number + 1}. Lower a degree, or use another batch size."
+            )
+        of_shard.append(count * call.num_drawn // share.strategy.num_row_shards)
+        if share.parts > of_shard[-1]:
+            raise PlanError(
+                f"{where}.parts: must be at most the sequences of each row shard, {of_shard[-1]}. Got {share.parts}. "
+                "Use fewer parts."
+            )
+    stay, tail_bounds = [0] * len(shares), (0,)
+    if tail is not None:
+        stay, tail_rows = _moving(tail.rows, of_shard, shares, tail.strategy)
+        each = tail_rows // tail.strategy.num_row_shards
+        tail_bounds = _bounds(each, min(tail.parts, each)) if each else (0,)
+    bounds = [
+        _bounds(count - left, min(share.parts, count - left))
+        for count, left, share in zip(of_shard, stay, shares, strict=True)
+    ]
+    return Rollouts(prompts, tuple(bounds), tail_bounds)
+
+
+def _moving(
+    fraction: float, of_shard: Sequence[int], shares: Sequence[Placement], tail: Strategy
+) -> tuple[list[int], int]:
+    """Sequences of each row shard of every share that move, at most so large a fraction, and all together."""
+    parts = tail.num_row_shards * tail.pipeline
+    for most in range(math.floor(fraction * max(of_shard) + 1e-9), -1, -1):
+        stay = [min(most * count // max(of_shard), count) for count in of_shard]
+        total = sum(count * share.strategy.num_row_shards for count, share in zip(stay, shares, strict=True))
+        if total % parts == 0:
+            return stay, total
+    raise AssertionError("no sequences divide by everything")
+
+
+def _bounds(count: int, parts: int) -> tuple[int, ...]:
+    return tuple(count * i // parts for i in range(parts + 1)) if parts else (0, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Unit:
+    """A call of the new graph."""
+
+    call: Call
+    placement: Placement
+    """Of a call on the host, one without devices."""
+
+
+def _block_bounds(source: Sequence[Block], first: int, last: int, parts: int) -> list[int]:
+    """The bounds of parts of rows: those of the source's blocks, if it has as many there, or else of equal parts."""
+    ends = list(itertools.accumulate(block.rows for block in source))
+    inside = [end for end in ends if first < end < last]
+    if len(inside) + 1 == parts:
+        return [first, *inside, last]
+    return [first + bound for bound in _bounds(last - first, parts)]
+
+
+class _Expansion:
+    """One graph on its way to parts: first the units of every call, then their order."""
+
+    def __init__(self, graph: CallGraph, plan: Plan) -> None:
+        self._graph, self._plan = graph, plan
+        self._blocks: dict[str, list[Block]] = {}
+        """Call in parts -> its blocks, in the order in which they are ready."""
+        self._source: dict[str, str] = {}
+        """Call in parts -> the call whose order its rows have."""
+        self._units = {call.name: self._units_of(call) for call in graph.calls}
+        self._gathers = {name: self._gather(name) for name in self._blocks}
+        self._ordered: list[_Unit] = []
+        self._there: set[str] = set()
+
+    def run(self) -> tuple[CallGraph, Plan]:
+        for call in self._graph.calls:
+            self._finish(call)
+        for name in list(self._gathers):
+            self._add_gather(name)
+        calls = tuple(unit.call for unit in self._ordered)
+        placements = {u.call.plan_name: u.placement.alone() for u in self._ordered if u.call.kind != "host"}
+        return dataclasses.replace(self._graph, calls=calls), dataclasses.replace(self._plan, placements=placements)
+
+    def _placement(self, call: Call) -> Placement:
+        return self._plan.placements.get(call.plan_name) or Placement()
+
+    # Units
+
+    def _units_of(self, call: Call) -> list[_Unit]:
+        placement = self._placement(call)
+        if placement.is_whole:
+            return [_Unit(call, placement)]
+        return self._generation(call, placement) if call.kind == "generate" else self._inference(call, placement)
+
+    def _generation(self, call: Call, placement: Placement) -> list[_Unit]:
+        """Parts of all shares in the order in which they are expected to be ready, then those of the tail."""
+        where, n = f"plan.calls.{call.plan_name}", call.num_drawn
+        split, shares = split_sequences(where, call, placement), (placement, *placement.shares)
+        firsts = [sum(split.prompts[:i]) for i in range(len(shares))]
+        parts = [
+            ((i + 1) / (len(bounds) - 1), share, i)
+            for share, bounds in enumerate(split.bounds)
+            for i in range(len(bounds) - 1)
+        ]
+        of_tail = [(1.0, len(shares), i) for i in range(len(split.tail_bounds) - 1)]
+        units, names, last = list[_Unit](), itertools.count(1), dict[int, str]()
+        cuts = [
+            self._rows_of(call, first, count, share)
+            for first, count, share in zip(firsts, split.prompts, shares, strict=True)
+        ]
+        units += [unit for unit, _ in cuts if unit is not None]
+        self._blocks[call.name] = []
+        for number, (_, share, i) in enumerate([*sorted(parts, key=lambda part: part[:2]), *of_tail]):
+            is_tail = share == len(shares)
+            bounds = split.tail_bounds if is_tail else split.bounds[share]
+            on = placement.tail if is_tail else shares[share]
+            assert on is not None
+            handed_on, after = (bounds[i], bounds[i + 1]), (last[share],) if share in last else ()
+            if is_tail and i == 0:
+                after = tuple(last.values())
+            rows = (handed_on[1] - handed_on[0]) * on.strategy.num_row_shards
+            part = Part(
+                of=call.plan_name, number=number, count=len(parts) + len(of_tail), after=after, share=share,
+                first_sequence=0 if is_tail else firsts[share] * n, handed_on=handed_on,
+                migrate=placement.tail.migrate if is_tail and placement.tail else "",
+            )  # fmt: skip
+            name = f"{call.name}/{next(names)}"
+            given = () if is_tail else cuts[share][1]
+            outputs = self._references(name, call, rows)
+            positions = Ref(name, len(jax.tree.leaves(outputs)), _positions_aval(rows), has_rows=True, recorder=None)
+            made = dataclasses.replace(
+                call, name=name, args=(given, call.args[1]), outputs=(outputs, positions) if rows else (), part=part
+            )
+            units.append(_Unit(made, Placement(on.devices, on.strategy)))
+            last[share] = name
+            if rows:
+                self._blocks[call.name].append(Block(rows, positions, outputs))
+        return units
+
+    def _inference(self, call: Call, placement: Placement) -> list[_Unit]:
+        """Blocks of rows of each share, in the order in which their source hands them on."""
+        where, shares = f"plan.calls.{call.plan_name}", (placement, *placement.shares)
+        source = self._blocks_of_inputs(call)
+        units: list[_Unit] = []
+        blocks: list[Block] = []
+        count, first = sum(share.parts for share in shares), 0
+        for share, rows in zip(shares, split_rows(where, call, placement), strict=True):
+            if share.parts > rows:
+                raise PlanError(f"{where}.parts: must be at most its rows, {rows}. Got {share.parts}. Use fewer parts.")
+            for start, stop in itertools.pairwise(_block_bounds(source, first, first + rows, share.parts)):
+                number = len(blocks)
+                name = f"{call.name}/{number + 1}"
+                cut, block = self._cut(name, source, start, stop, share)
+                units += [cut] if cut is not None else []
+                args = _with_refs(call.args, block.outputs)
+                outputs = self._references(name, call, stop - start)
+                part = Part(of=call.plan_name, number=number, count=count)
+                shapes = tuple((stop - start, columns) for _, columns in call.sequence_shapes)
+                made = dataclasses.replace(
+                    call, name=name, args=args, outputs=outputs, part=part, sequence_shapes=shapes
+                )
+                units.append(_Unit(made, share))
+                blocks.append(Block(stop - start, block.positions, outputs))
+            first += rows
+        self._blocks[call.name] = blocks
+        return units
+
+    def _references(self, name: str, call: Call, rows: int) -> Any:
+        """References to the outputs of a part with so many rows."""
+        leaves, structure = jax.tree.flatten(call.outputs)
+        avals = [jax.ShapeDtypeStruct((rows, *ref.shape[1:]), ref.dtype) for ref in leaves]
+        return structure.unflatten(
+            [
+                Ref(name, i, aval, has_rows=True, recorder=ref.recorder)
+                for i, (ref, aval) in enumerate(zip(leaves, avals, strict=True))
+            ]
+        )
+
+    def _blocks_of_inputs(self, call: Call) -> list[Block]:
+        """The rows among a call's inputs in blocks, whose `outputs` map each of its references to that of the block.
+        Those of one call in parts are its blocks; otherwise there is one block, of all rows in their order."""
+        refs = [ref for ref in call.refs if ref.has_rows]
+        sources = {ref.call for ref in refs}
+        name = next(iter(sources)) if len(sources) == 1 else ""
+        if name not in self._blocks:
+            return [Block(call.num_rows, range(call.num_rows), {(ref.call, ref.leaf): ref for ref in refs})]
+        self._source[call.name] = self._source.get(name, name)
+        return [
+            Block(
+                block.rows,
+                block.positions,
+                {(name, ref.leaf): jax.tree.leaves(block.outputs)[ref.leaf] for ref in refs},
+            )
+            for block in self._blocks[name]
+        ]
+
+    def _rows_of(self, call: Call, first: int, rows: int, share: Placement) -> tuple[_Unit | None, Any]:
+        """The prompts of a share, and the call that cuts them out of all, if it does not have them all."""
+        prompts = call.args[0]
+        if rows == call.num_rows:
+            return None, prompts
+        refs = jax.tree.leaves(prompts)
+        block = Block(call.num_rows, range(call.num_rows), {(ref.call, ref.leaf): ref for ref in refs})
+        cut, cut_block = self._cut(f"{call.name}/{first}", [block], first, first + rows, share)
+        return cut, _with_refs(prompts, cut_block.outputs)
+
+    def _cut(self, name: str, source: list[Block], start: int, stop: int, on: Placement) -> tuple[_Unit | None, Block]:
+        """Some rows of consecutive blocks, counted over all of them; and the call that cuts them out, unless they are
+        one of the blocks."""
+        spans: list[Span] = []
+        first = 0
+        for number, block in enumerate(source):
+            low, high = max(start, first), min(stop, first + block.rows)
+            if low < high:
+                spans.append((number, low - first, high - first))
+            first += block.rows
+        if len(spans) == 1 and spans[0][2] - spans[0][1] == source[spans[0][0]].rows:
+            return None, source[spans[0][0]]
+        name, rows = f"{name}.rows", stop - start
+        used = [source[number] for number, _, _ in spans]
+        keys = list(used[0].outputs)
+        trees = [[block.outputs[key] for key in keys] for block in used]
+        known = [block.positions for block in used]
+        outputs = [
+            Ref(name, i, jax.ShapeDtypeStruct((rows, *ref.shape[1:]), ref.dtype), has_rows=True, recorder=ref.recorder)
+            for i, ref in enumerate(trees[0])
+        ]
+        if any(isinstance(positions, Ref) for positions in known):
+            trees = [[*tree, positions] for tree, positions in zip(trees, known, strict=True)]
+            positions = Ref(name, len(outputs), _positions_aval(rows), has_rows=True, recorder=None)
+            all_outputs = [*outputs, positions]
+        else:
+            (whole,) = known
+            ((_, low, high),) = spans
+            positions, all_outputs = whole[low:high], outputs
+        bounds = tuple((low, high) for _, low, high in spans)
+        call = Call(
+            name=name, kind="compute", function=cut_rows, args=(trees, bounds), outputs=all_outputs,
+            iteration=self._graph.calls[0].iteration,
+        )  # fmt: skip
+        return _Unit(call, self._beside(on)), Block(rows, positions, dict(zip(keys, outputs, strict=True)))
+
+    def _beside(self, on: Placement | None) -> Placement:
+        """Where a `compute` call runs that serves a call on a placement; of one on the host, on the first device."""
+        first = next(iter(self._plan.placements.values())).devices[:1]
+        devices = on.devices if on is not None and on.devices else first
+        return Placement(devices, Strategy(data=len(devices)))
+
+    def _gather(self, name: str) -> _Unit:
+        """The call that puts the blocks of a call into its own order."""
+        (whole,) = (call for call in self._graph.calls if call.name == name)
+        blocks, later = self._blocks[name], self._graph.calls[self._graph.calls.index(whole) + 1 :]
+        needing = [c for c in later if any(ref.call == name for ref in c.refs) and self._placement(c).is_whole]
+        first = next((c for c in needing if c.kind != "host"), None)
+        on = self._placement(first) if first is not None else self._placement(whole)
+        trees = [jax.tree.leaves(block.outputs) for block in blocks]
+        positions = [block.positions for block in blocks]
+        settings = tuple((x.start, x.stop) if isinstance(x, range) else None for x in positions)
+        args = (trees, [x for x in positions if isinstance(x, Ref)], settings)
+        call = Call(
+            name=name, kind="compute", function=in_order, args=args, outputs=whole.outputs, iteration=whole.iteration
+        )
+        return _Unit(call, self._beside(on))
+
+    # Their order
+
+    def _finish(self, call: Call) -> None:
+        """Adds what is left of a call."""
+        units = self._units[call.name]
+        while units:
+            unit = units.pop(0)
+            self._add(unit)
+            if unit.call.kind == "generate":
+                self._begin_others(call, unit, units)
+
+    def _add(self, unit: _Unit) -> None:
+        for ref in unit.call.refs:
+            self._add_gather(ref.call)
+        self._ordered.append(unit)
+        self._there.add(unit.call.name)
+
+    def _add_gather(self, name: str) -> None:
+        if (unit := self._gathers.pop(name, None)) is not None:
+            self._ordered.append(unit)
+            self._there.add(name)
+
+    def _begin_others(self, generation: Call, now: _Unit, left: Sequence[_Unit]) -> None:
+        """Adds parts of later calls whose rows are there, and whose devices the generation does not need any more."""
+        placement = self._placement(generation)
+        busy = {device for unit in (now, *left) for device in unit.placement.devices}
+        if any(unit.call.part and unit.call.part.migrate and not unit.call.part.handed_on[0] for unit in left):
+            busy |= {device for share in (placement, *placement.shares) for device in share.devices}  # rows leave them
+        for call in self._graph.calls:
+            if self._source.get(call.name) != generation.name:
+                continue
+            others = set(self._graph.dependencies(call)) - {ref.call for ref in call.refs}
+            if not others <= self._there:
+                continue
+            units = self._units[call.name]
+            while units:
+                is_busy = call.kind != "host" and not busy.isdisjoint(units[0].placement.devices)
+                if is_busy or not {ref.call for ref in units[0].call.refs} - set(self._graph.inputs) <= self._there:
+                    break
+                self._add(units.pop(0))
+
+
+def _positions_aval(rows: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((rows,), np.dtype(np.int32))
+
+
+def _with_refs(args: Any, found: dict[tuple[str, int], Ref]) -> Any:
+    """Arguments with other references in the place of those that have rows."""
+    return jax.tree.map(lambda x: found.get((x.call, x.leaf), x) if isinstance(x, Ref) else x, args)
+
+
+def cut_rows(blocks: list[list[jax.Array]], spans: tuple[tuple[int, int], ...]) -> list[jax.Array]:
+    """Rows of consecutive blocks: from each block those of its span."""
+    cut = [[x[low:high] for x in block] for block, (low, high) in zip(blocks, spans, strict=True)]
+    return [jnp.concatenate(each) for each in zip(*cut, strict=True)]
+
+
+def in_order(
+    blocks: list[list[jax.Array]], positions: list[jax.Array], spans: tuple[tuple[int, int] | None, ...]
+) -> list[jax.Array]:
+    """The rows of all blocks in the order of the whole call. `spans`: the first and last position of a block, or None
+    where `positions` has those of each row."""
+    given = iter(positions)
+    places = [next(given) if span is None else jnp.arange(*span, dtype=jnp.int32) for span in spans]
+    place_B = jnp.concatenate(places)
+    every = [jnp.concatenate(each) for each in zip(*blocks, strict=True)]
+    return [jnp.zeros_like(x).at[place_B].set(x, unique_indices=True) for x in every]
