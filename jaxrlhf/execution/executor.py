@@ -193,7 +193,7 @@ class Executor:
                 assert on_host is not None
                 rollout = rebuild(on_host)
                 with self._timeline.host(call.plan_name, kind=call.kind, step=step, phase=phase):
-                    return True, [score(*rollout)]
+                    return True, list(score(*rollout))
             except Exception as error:
                 return False, error
 
