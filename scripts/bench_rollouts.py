@@ -20,7 +20,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxrlhf.experience import Prompts, Rollout, Sampling
@@ -42,7 +41,7 @@ from scripts.bench_primitives import (
 
 POOL = 8
 """Prompts, as a multiple of those that are timed, among which these are found."""
-NOISE, TEMPERATURE = jnp.array([0, 0, 0], jnp.uint32), jnp.float32(1.0)
+NOISE, TEMPERATURE = np.zeros(3, np.uint32), np.float32(1.0)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

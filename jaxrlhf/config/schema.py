@@ -96,12 +96,29 @@ class RoleConfig:
     """Keyword arguments of the function."""
     timeout_seconds: float = 600.0
     """Time limit of the function for a batch. 0 means no limit."""
+    workers: int = 0
+    """The function is called for one completion at a time, with lists of one, in at most so many threads. 0 means one
+    call for the whole batch."""
+    sample_timeout_seconds: float = 0.0
+    """Time limit of one such call, from its start. 0 means no limit."""
+    timeout_score: float | None = None
+    """The score of a completion whose call takes longer. None means that this is an error."""
     weighted_sum: Mapping[str, float] | None = None
     """Role -> weight: its scores are the weighted sum of the scores of these roles; instead of a model."""
 
     def __post_init__(self) -> None:
-        limit = self.timeout_seconds
-        checks.require(0 <= limit <= 1e9, "timeout_seconds", "must lie between 0 and 1e9", limit)
+        count, seconds, score = self.workers, self.sample_timeout_seconds, self.timeout_score
+        for key in ("timeout_seconds", "sample_timeout_seconds"):
+            checks.require(0 <= getattr(self, key) <= 1e9, key, "must lie between 0 and 1e9", getattr(self, key))
+        checks.require(0 <= count <= 1024, "workers", "must lie between 0 and 1024", count)
+        rule = "needs a function, which workers call for one completion at a time"
+        checks.require(bool(self.function) or not count, "workers", rule, count, "Remove it.")
+        rule = "needs workers, which call the function for one completion at a time"
+        checks.require(count > 0 or not seconds, "sample_timeout_seconds", rule, seconds, "Set workers to 16, say.")
+        if score is not None:
+            checks.require(abs(score) < 3.4e38, "timeout_score", "must be finite in float32", score)
+            rule = "needs sample_timeout_seconds, after which a completion gets this score"
+            checks.require(seconds > 0, "timeout_score", rule, score, "Set that to 60, say.")
         if self.model is not None and self.init == RANDOM:
             with checks.errors_as(ValueError, "model."):
                 ModelConfig(**dict[str, Any](self.model))

@@ -166,7 +166,8 @@ class Executor:
         new_state = jax.tree.map(lambda ref: lookup(values, ref, self._wait), graph.state)
         phase, number = self._at
         wait = functools.partial(self._timeline.host, kind=WAIT, step=number, phase=phase)
-        return StepResult(whole, new_state, values, self._channel, wait)
+        on_host = tuple(call for call in graph.calls if call.kind == "host")
+        return StepResult(whole, new_state, values, self._channel, wait, on_host)
 
     def _in_parts(self, graph: CallGraph, plan: Plan) -> tuple[CallGraph, Plan]:
         """A graph and its plan, with a call for each part. They are kept, with what they were made of."""
@@ -209,7 +210,7 @@ class Executor:
                 assert on_host is not None
                 rollout = rebuild(on_host)
                 with self._timeline.host(call.whole_name, kind=call.kind, step=step, phase=phase):
-                    return True, [score(*rollout)]
+                    return True, list(score(*rollout))
             except Exception as error:
                 return False, error
 

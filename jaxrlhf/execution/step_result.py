@@ -1,5 +1,6 @@
 """The result of a step: its next state and the outputs of its calls."""
 
+import collections
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -8,13 +9,13 @@ from typing import Any
 
 import jax
 
-from jaxrlhf.call_graph import CallGraph, Ref
+from jaxrlhf.call_graph import Call, CallGraph, Ref
 from jaxrlhf.execution.host_arrays import to_host
 from jaxrlhf.execution.process_channel import Channel
 
 Leaves = list[Any]
-"""The outputs of a call in the order of `jax.tree.leaves`: arrays, possibly not computed yet, or the NumPy arrays of a
-Python function."""
+"""The outputs of a call in the order of `jax.tree.leaves`: arrays, possibly not computed yet, or the NumPy array of a
+Python function, with the number of its timeouts after it."""
 Values = dict[str, "Leaves | concurrent.futures.Future[Leaves]"]
 """Call, 'state' or 'data' -> its outputs."""
 RecordWait = Callable[[str], contextlib.AbstractContextManager[None]]
@@ -35,6 +36,8 @@ class StepResult:
     _values: Values
     _channel: Channel = dataclasses.field(default_factory=Channel)
     _wait: RecordWait = lambda _: contextlib.nullcontext()
+    _on_host: tuple[Call, ...] = ()
+    """Its calls of Python functions, in parts where they ran in parts."""
 
     def fetch(self) -> Any:
         """The results that the step function returned beside its state, as NumPy arrays. Waits for them."""
@@ -51,6 +54,17 @@ class StepResult:
         with self._wait("results"):
             arrays = iter(to_host([lookup(self._values, ref) for ref in refs], self._channel))
         return jax.tree.map(lambda x: next(arrays) if isinstance(x, Ref) else x, tree)
+
+    def timeouts(self) -> dict[str, int]:
+        """Function role -> the number of its samples that took too long, over its calls in this step, for roles that
+        count them. Waits for the functions."""
+        counts: dict[str, int] = collections.Counter()
+        for call in self._on_host:
+            leaves = self._values[call.name]
+            _, count = leaves.result() if isinstance(leaves, concurrent.futures.Future) else leaves
+            if count is not None:
+                counts[str(call.role)] += count
+        return dict(counts)
 
 
 def lookup(values: Values, ref: Ref, wait: RecordWait = lambda _: contextlib.nullcontext()) -> Any:

@@ -137,7 +137,7 @@ class Console:
         for name, value in ((name, value) for name, value in metrics.items() if name.startswith("eval/")):
             step, best = best_evaluation(evaluations, name)
             standing = " (best so far)" if step == done else f" (best {best:.3f} after {step})"
-            compared = len(evaluations) > 1 and name != "eval/response_length"
+            compared = len(evaluations) > 1 and not name.endswith(("/response_length", "/timeouts"))
             shown.append(f"{name} {value:.3f}{standing if compared else ''}")
         self.line(f"evaluation after {done} steps on {num_prompts} held-out prompts: {', '.join(shown)}")
 

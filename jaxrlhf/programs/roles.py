@@ -6,7 +6,7 @@ Letters: B sequences, P prompt columns, R response columns, T = P + R.
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -201,13 +201,21 @@ def term_metrics(term: Term, metrics: Mapping[str, Any]) -> dict[str, Any]:
     return {term.name: dict(metrics)}
 
 
+class HostScores(NamedTuple):
+    """What a Python function gives for a rollout."""
+
+    scores: np.ndarray
+    timeouts: int | None = None
+    """The number of sequences whose score stands for a function that took too long; None where that is an error."""
+
+
 @dataclasses.dataclass(frozen=True)
 class FunctionRole:
-    """A role that is a Python function, on the host: it scores rollouts."""
+    """A role that is a Python function, on the host: it scores rollouts. Several threads may call it at once."""
 
-    score: Callable[[Rollout], np.ndarray]
+    score: Callable[[Rollout], HostScores]
     """A rollout of numpy arrays -> float32 scores [B]."""
-    score_tokens: Callable[[Rollout], np.ndarray] | None = None
+    score_tokens: Callable[[Rollout], HostScores] | None = None
     """The same -> float32 scores [B, R] of each response token, zero elsewhere."""
 
     def methods(self, name: str) -> RoleMethods:

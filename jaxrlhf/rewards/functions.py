@@ -7,7 +7,6 @@ import asyncio
 import concurrent.futures
 import functools
 import inspect
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -16,13 +15,10 @@ import numpy as np
 from jaxrlhf.brief import brief, did_you_mean
 from jaxrlhf.importing import failure, find_function
 from jaxrlhf.rewards.verifiers import VERIFIERS, RewardFunction
+from jaxrlhf.rewards.workers import RewardError, Workers, in_thread
 
 ROW_ARGUMENTS = ("prompts", "completions")
 """Arguments of every reward function; all others are columns or options."""
-
-
-class RewardError(RuntimeError):
-    """A reward function raised, or did not return a finite number for each completion."""
 
 
 def load_reward(name: str, options: Mapping[str, Any]) -> RewardFunction:
@@ -88,20 +84,28 @@ def call_reward(
     *,
     name: str,
     timeout_seconds: float = 0.0,
+    workers: Workers | None = None,
+    late: list[int] | None = None,
 ) -> np.ndarray:
     """The rewards of completions, [B] in float32, all finite, by a function that gets the columns that it takes.
 
     A function with an argument `completions` is called by keywords and need not take `prompts`; any other one gets
     prompts and completions as its first two arguments. It may be an `async def`, or return a list of awaitables, which
-    are then awaited concurrently, in an event loop of their own. A limit of 0 seconds means none.
+    are then awaited concurrently, in an event loop of their own.
+
+    Args:
+        timeout_seconds: Limit of the whole call. 0 means none.
+        workers: They call the function for one completion at a time, with lists of one. None means one call for all.
+        late: Gets the indexes of the completions that took too long and have the `timeout_score` of the workers.
 
     Raises:
         ValueError: The function needs an argument that is no column.
         RewardError: It raised, took too long, or did not return a finite number for each completion.
     """
-    rewards = _returned(function, prompts, completions, columns, name=name, timeout_seconds=timeout_seconds)
+    late = [] if late is None else late
+    returned = _returned(function, prompts, completions, columns, name, timeout_seconds, workers, late)
     rewards_B = np.zeros(len(completions), np.float32)
-    for index, reward in enumerate(rewards):
+    for index, reward in enumerate(returned):
         value = _finite(reward)
         if value is None:
             raise RewardError(
@@ -120,10 +124,16 @@ def call_token_reward(
     *,
     name: str,
     timeout_seconds: float = 0.0,
+    workers: Workers | None = None,
+    late: list[int] | None = None,
 ) -> list[np.ndarray]:
     """`call_reward` for a function that returns a list for each completion, with a number for each of its tokens, as
-    many as the column `num_tokens` says."""
-    returned = _returned(function, prompts, completions, columns, name=name, timeout_seconds=timeout_seconds)
+    many as the column `num_tokens` says. A `timeout_score` is that of the last token, and the others get 0."""
+    late = [] if late is None else late
+    returned = _returned(function, prompts, completions, columns, name, timeout_seconds, workers, late)
+    for index in late:
+        num_tokens = columns["num_tokens"][index]
+        returned[index] = [0.0] * (num_tokens - 1) + [returned[index]] * min(1, num_tokens)
     rewards = []
     for index, (each, count) in enumerate(zip(returned, columns["num_tokens"], strict=True)):
         is_list = (isinstance(each, Sequence) and not isinstance(each, str | bytes)) or np.ndim(each) == 1
@@ -143,41 +153,66 @@ def _returned(
     prompts: list[str],
     completions: list[str],
     columns: Mapping[str, list[Any]],
-    *,
     name: str,
     timeout_seconds: float,
-) -> Sequence[Any]:
-    """The return value of a function, with one entry for each completion."""
+    workers: Workers | None,
+    late: list[int],
+) -> list[Any]:
+    """What a function returns for each completion."""
     check_reward(function, columns, name=name)
     arguments, keywords = _arguments(function, prompts, completions, columns)
+
+    if workers is None:
+        return _call(function, arguments, keywords, len(completions), name=name, timeout_seconds=timeout_seconds)
+
+    def sample(index: int) -> str:
+        prompt, completion = brief(prompts[index]), brief(completions[index])
+        return f" for the sample at index {index}, prompt {prompt}, completion {completion}"
+
+    def score(index: int) -> Any:
+        one = slice(index, index + 1)
+        of_one = [x[one] for x in arguments], {key: x[one] for key, x in keywords.items()}
+        return _call(function, *of_one, 1, name=name, sample=sample(index))[0]
+
+    return workers.run(score, len(completions), describe=sample, timeout_seconds=timeout_seconds, late=late)
+
+
+def _call(
+    function: RewardFunction,
+    arguments: Sequence[Any],
+    keywords: Mapping[str, Any],
+    count: int,
+    *,
+    name: str,
+    timeout_seconds: float = 0.0,
+    sample: str = "",
+) -> list[Any]:
+    """The return value of a function, with `count` entries. `sample`: the end of error messages about what it did."""
     is_late = False
     rewards: Any = None
     try:
         if timeout_seconds:  # in a thread, which Python cannot end: a function that hangs ends with the process
-            outcome = _in_thread(lambda: _awaited(function(*arguments, **keywords)))
+            outcome = in_thread(lambda: _awaited(function(*arguments, **keywords)))
             is_late = not concurrent.futures.wait([outcome], timeout=timeout_seconds).done
             rewards = None if is_late else outcome.result()
         else:
             rewards = _awaited(function(*arguments, **keywords))
     except (Exception, SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:
-        raise RewardError(f"Reward {brief(name)}: must not raise. Got {failure(error, function)}.") from error
+        raise RewardError(f"Reward {brief(name)}: must not raise. Got {failure(error, function)}{sample}.") from error
     if is_late:
         raise RewardError(
-            f"Reward {brief(name)}: must return within {timeout_seconds:g} seconds for {len(completions)} completions. "
+            f"Reward {brief(name)}: must return within {timeout_seconds:g} seconds for {count} completions. "
             f"Got nothing by then. Raise roles.{name}.timeout_seconds, or set it to 0 to wait for ever."
         )
     is_list = isinstance(rewards, Sequence) and not isinstance(rewards, str | bytes)
     is_array = hasattr(rewards, "__array__") and np.ndim(rewards) > 0
     if not is_list and not is_array:
+        raise RewardError(f"Reward {brief(name)}: must return a list of {count} numbers. Got {brief(rewards)}{sample}.")
+    if len(rewards) != count:
         raise RewardError(
-            f"Reward {brief(name)}: must return a list of {len(completions)} numbers. Got {brief(rewards)}."
+            f"Reward {brief(name)}: must return one number for each of {count} completions. Got {len(rewards)}{sample}."
         )
-    if len(rewards) != len(completions):
-        raise RewardError(
-            f"Reward {brief(name)}: must return one number for each of {len(completions)} completions. Got "
-            f"{len(rewards)}."
-        )
-    return list(np.asarray(rewards)) if is_array else rewards
+    return list(np.asarray(rewards) if is_array else rewards)
 
 
 def _awaited(returned: Any) -> Any:
@@ -189,25 +224,11 @@ def _awaited(returned: Any) -> Any:
 
     if not inspect.isawaitable(returned) and not _is_to_be_awaited(returned):
         return returned
-    return _in_thread(lambda: asyncio.run(wait())).result()  # this thread may have a loop that runs, as in notebooks
+    return in_thread(lambda: asyncio.run(wait())).result()  # this thread may have a loop that runs, as in notebooks
 
 
 def _is_to_be_awaited(rewards: Any) -> bool:
     return isinstance(rewards, list | tuple) and any(map(inspect.isawaitable, rewards))
-
-
-def _in_thread(function: Callable[[], Any]) -> "concurrent.futures.Future[Any]":
-    """A future of a function's result or error, in a thread that ends with the process."""
-    outcome: concurrent.futures.Future[Any] = concurrent.futures.Future()
-
-    def work() -> None:
-        try:
-            outcome.set_result(function())
-        except BaseException as error:
-            outcome.set_exception(error)
-
-    threading.Thread(target=work, name="reward", daemon=True).start()
-    return outcome
 
 
 def _arguments(

@@ -68,22 +68,24 @@ class Evaluator:
         phase = self._assembly.evaluation
         if phase is None:
             return {}
-        fetched = self._run(phase, phase.first_state, executor, done)
+        fetched, timeouts = zip(*self._run(phase, phase.first_state, executor, done), strict=True)
         for each in fetched:  # only now, so that an evaluation that fails, and is repeated, writes no samples
             records.write_samples(done, "held-out", each["rollout"], each["scores"])
         values = {f"eval/{name}": [each["scores"][name] for each in fetched] for name in fetched[0]["scores"]}
         values["eval/response_length"] = [each["rollout"].lengths for each in fetched]
-        return {name: float(np.concatenate(each).mean()) for name, each in values.items()}
+        counts = {f"eval/{name}/timeouts": float(sum(each[name] for each in timeouts)) for name in timeouts[0]}
+        return {name: float(np.concatenate(each).mean()) for name, each in values.items()} | counts
 
     def _measured(self, done: int, state: Any, executor: Executor) -> dict[str, float]:
         """The algorithm's own metrics on held-out rows, averaged over the batches."""
         phase = self._assembly.held_out
         if phase is None:
             return {}
-        measured = [flatten({"eval": results}) for results in self._run(phase, state, executor, done)]
+        measured = [flatten({"eval": results}) for results, _ in self._run(phase, state, executor, done)]
         return {name: float(np.mean([each[name] for each in measured])) for name in measured[0]}
 
-    def _run(self, phase: Phase, state: Any, executor: Executor, done: int) -> list[Any]:
-        """The results of every batch. Waits for them."""
+    def _run(self, phase: Phase, state: Any, executor: Executor, done: int) -> list[tuple[Any, dict[str, int]]]:
+        """The results of every batch, and the timeouts of its functions. Waits for them."""
         at: dict[str, Any] = {"step": EVALUATION_STEP, "phase": "evaluation", "number": done}
-        return [executor.run(phase.graph, phase.plan, state, x, **at).fetch() for x in phase.batches]
+        results = (executor.run(phase.graph, phase.plan, state, x, **at) for x in phase.batches)
+        return [(each.fetch(), each.timeouts()) for each in results]

@@ -10,10 +10,11 @@ from jaxrlhf.config.reading import ConfigError
 from jaxrlhf.config.schema import RoleConfig
 from jaxrlhf.data.prompts import PromptTable
 from jaxrlhf.experience import STOP, Rollout
-from jaxrlhf.programs.roles import FunctionRole
+from jaxrlhf.programs.roles import FunctionRole, HostScores
 from jaxrlhf.require import errors_as
 from jaxrlhf.rewards import functions
 from jaxrlhf.rewards.verifiers import VERIFIERS, RewardFunction
+from jaxrlhf.rewards.workers import Workers
 
 
 def function_role(name: str, role: RoleConfig, table: PromptTable) -> FunctionRole:
@@ -36,14 +37,23 @@ def function_role(name: str, role: RoleConfig, table: PromptTable) -> FunctionRo
         }
         return function, [table.prompts[int(row)] for row in rows], decode_responses(rollout, table), columns
 
-    def score(rollout: Rollout) -> np.ndarray:
-        return functions.call_reward(*asked_of(rollout), name=name, timeout_seconds=role.timeout_seconds)
+    limit, instead = role.sample_timeout_seconds, role.timeout_score
+    workers = Workers(name, role.workers, sample_timeout_seconds=limit, timeout_score=instead) if role.workers else None
+    settings: dict[str, Any] = {"name": name, "timeout_seconds": role.timeout_seconds, "workers": workers}
 
-    def score_tokens(rollout: Rollout) -> np.ndarray:
-        rewards = functions.call_token_reward(*asked_of(rollout), name=name, timeout_seconds=role.timeout_seconds)
+    def scored(scores: np.ndarray, late: list[int]) -> HostScores:
+        return HostScores(scores, None if instead is None else len(late))
+
+    def score(rollout: Rollout) -> HostScores:
+        late: list[int] = []
+        return scored(functions.call_reward(*asked_of(rollout), **settings, late=late), late)
+
+    def score_tokens(rollout: Rollout) -> HostScores:
+        late: list[int] = []
+        rewards = functions.call_token_reward(*asked_of(rollout), **settings, late=late)
         scores_BR = np.zeros(rollout.response.shape, np.float32)
         scores_BR[np.asarray(rollout.response)] = np.concatenate(rewards)
-        return scores_BR
+        return scored(scores_BR, late)
 
     return FunctionRole(score, score_tokens)
 

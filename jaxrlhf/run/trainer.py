@@ -275,6 +275,7 @@ class Trainer:
             self._assembly.train_rows.length_means.add_step(result)
         if len(scores := _scores(result)) > 1:
             metrics |= {f"reward/{name}/mean": float(values.mean()) for name, values in scores.items()}
+        metrics |= {f"reward/{name}/timeouts": float(count) for name, count in result.timeouts().items()}
         metrics |= {"training/global_step": done, "training/epoch": self._assembly.train_rows.epoch(done)}
         self._records.write_metrics(done, metrics)
         try:

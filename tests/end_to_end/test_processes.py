@@ -78,7 +78,9 @@ def steps_done(folder: Path) -> int:
 @pytest.mark.timeout(600)
 def test_a_killed_process_ends_the_other_and_the_run_goes_on_in_one_process(train, results, tmp_path):
     # of the rewards of the task, a model this small earns none: advantages would be rounding, whitened
-    reward = f"roles.reward={{function: '{ROOT / 'tests' / 'invariance' / 'digits.py'}:share_of_digits'}}"
+    workers = "workers: 4, sample_timeout_seconds: 100, timeout_score: 0"
+    digits = ROOT / "tests" / "invariance" / "digits.py"
+    reward = f"roles.reward={{function: '{digits}:share_of_digits', {workers}}}"
     several = ("--set", "steps=6", "--set", "evaluation.every=0", "--set", reward)
     assert train(*several)[0] == 0
     undisturbed = results()
@@ -98,6 +100,7 @@ def test_a_killed_process_ends_the_other_and_the_run_goes_on_in_one_process(trai
     folder = (tmp_path / "runs" / "latest").resolve()
     status, out, _ = train("--config", "tiny.yaml", "--resume", str(folder), *several, config="")
     assert status == 0 and "Going on from" in out
+    assert [record["reward/reward/timeouts"] for record in undisturbed if "actor/pg_loss" in record] == [0] * 6
     for got, want in zip(results(folder), undisturbed, strict=True):
         assert got.keys() == want.keys()
         for name in want.keys() - {"rollout/logprob_gap_max"}:

@@ -1,8 +1,11 @@
 """Roles that score: several at once with weights, and Python functions that are slow or break, beside the devices."""
 
+import concurrent.futures
 import itertools
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +13,9 @@ import pytest
 from jaxrlhf.calibration.measure_host import COMPILING_STEPS, run_steps
 from jaxrlhf.config.schema import RunConfig, load_run
 from jaxrlhf.execution.executor import Executor
+from jaxrlhf.execution.function_threads import any_left_behind
 from jaxrlhf.execution.process_channel import Channel
+from jaxrlhf.execution.step_result import StepResult
 from jaxrlhf.observe.console import Console
 from jaxrlhf.observe.events import MOVING
 from jaxrlhf.observe.timeline_recorder import Timeline
@@ -42,7 +47,11 @@ output: {{samples_every: 1, num_samples: 16}}
 compilation_cache: ""
 """
 DIGITS = """
+import itertools
+import os
 import time
+
+CALLS = itertools.count()
 
 def share_of_digits(completions):
     return [sum(c.isdigit() for c in text) / max(1, len(text)) for text in completions]
@@ -50,6 +59,12 @@ def share_of_digits(completions):
 def slow(completions):
     time.sleep(1.5)
     return [0.0 for _ in completions]
+
+def hangs(completions):
+    call = next(CALLS)
+    while call in (3, 10, 12) and not os.path.exists(__file__ + ".released"):
+        time.sleep(0.02)
+    return share_of_digits(completions)
 """
 
 
@@ -102,6 +117,39 @@ def test_a_sum_is_the_sum_of_its_parts(load):
         assert first[f"reward/{role}/mean"] == pytest.approx(np.mean(told), rel=1e-5)
     scoring = {f"timing_s/reward/{part}.scores" for part in ("short", "digits", "taste")}
     assert scoring | {"timing_s/adv/reward.weighted_sum"} <= first.keys()
+
+
+def test_samples_that_take_too_long_are_counted_and_left_behind(load):
+    limits = "workers: 4, sample_timeout_seconds: 2, timeout_score: -3"
+    config = load(f"roles.digits={{function: 'digits.py:hangs', {limits}}}")  # called 8, 16, 16 and 8 times
+    folder = RunFolder.create(Path("runs"), "scoring")
+    trainer = Trainer(
+        assemble(config, 8), folder, Console(quiet=True), resume=None, stop=StopRequest(), channel=Channel()
+    )
+    try:
+        trainer.run()
+        assert any_left_behind()
+    finally:
+        Path("digits.py.released").touch()
+    records = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
+    names = ("eval/digits/timeouts", "reward/digits/timeouts")
+    assert [[record.get(name) for name in names] for record in records] == [[1, None], [None, 2], [None, 0], [0, None]]
+    assert not any("short/timeouts" in name for record in records for name in record)
+    samples = [json.loads(line) for line in folder.samples.read_text().splitlines()]
+    late = [sample["step"] for sample in samples if sample["split"] == "train" and sample["scores"]["digits"] == -3]
+    assert late == [1, 1]
+
+
+def test_timeouts_are_those_of_all_calls_of_a_role():
+    calls = [("a", "host", 2), ("a", "host", 3), ("b", "host", None), ("c", "host", 0), ("d", "infer", 7)]
+    graph: Any = SimpleNamespace(
+        calls=[SimpleNamespace(name=f"{i}", role=role, kind=kind) for i, (role, kind, _) in enumerate(calls)]
+    )
+    values: Any = {f"{i}": concurrent.futures.Future() for i in range(len(calls))}
+    for i, (_, _, count) in enumerate(calls):
+        values[f"{i}"].set_result([np.zeros(2), count])
+    on_host = tuple(call for call in graph.calls if call.kind == "host")
+    assert StepResult(graph, None, values, _on_host=on_host).timeouts() == {"a": 5, "c": 0}
 
 
 def two_steps(assembly: Assembly) -> Timeline:
@@ -168,6 +216,15 @@ def test_one_at_a_time_no_call_runs_beside_another(load):
         ("taste.init=both", r"roles\.taste\.init: 'both' is a weighted_sum and has no weights to start from\."),
         ("taste.init=short", r"roles\.taste\.init: 'short' is a function and has no weights to start from\."),
         ("short.timeout_seconds=-1", r"roles\.short\.timeout_seconds: must lie between 0 and 1e9\. Got -1"),
+        ("short.sample_timeout_seconds=1e10", r"roles\.short\.sample_timeout_seconds: must lie between 0 and 1e9\."),
+        ("short.workers=-1", r"roles\.short\.workers: must lie between 0 and 1024\. Got -1\."),
+        ("short.workers=2000", r"roles\.short\.workers: must lie between 0 and 1024\. Got 2000\."),
+        ("taste.workers=2", r"roles\.taste\.workers: needs a function, which .*\. Got 2\. Remove it\."),
+        ("short.sample_timeout_seconds=2", r"roles\.short\.sample_timeout_seconds: needs workers, .* Got 2.* 16, say"),
+        ("short.timeout_score=0", r"roles\.short\.timeout_score: needs sample_timeout_seconds, .*\. Got 0.* 60, say"),
+        ("short.timeout_score=1e39", r"roles\.short\.timeout_score: must be finite in float32\. Got 1e\+39"),
+        ("short.timeout_score=.inf", r"roles\.short\.timeout_score: must be finite in float32\. Got inf"),
+        ("short.timeout_score=.nan", r"roles\.short\.timeout_score: .*number"),
         ("short.options.unit=word", r"Reward 'length_penalty': unit must be one of .* Did you mean 'words'\?"),
     ],
 )  # fmt: skip

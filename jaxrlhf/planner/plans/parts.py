@@ -33,6 +33,8 @@ from jaxrlhf.call_graph import Call, CallGraph, Part, Ref
 from jaxrlhf.planner.plans.plan import Placement, Plan, PlanError
 from jaxrlhf.sharding.strategy import Strategy
 
+_NEAR = 0.05
+"""Shares of a call begin with a block of its source that begins so near, as a fraction of all rows."""
 Positions = Ref | range
 """The places of rows among all rows of a call."""
 Span = tuple[int, int, int]
@@ -142,6 +144,17 @@ class _Unit:
     """Of a call on the host, one without devices."""
 
 
+def _near_blocks(rows: Sequence[int], source: Sequence[Block]) -> list[int]:
+    """The rows of shares, each of which begins where the nearest block of the source does, if that is near."""
+    total, ends = sum(rows), list(itertools.accumulate(block.rows for block in source))
+    bounds = []
+    for bound in itertools.accumulate(rows[:-1]):
+        near = min(ends, key=lambda end: abs(end - bound))
+        bounds.append(near if abs(near - bound) <= _NEAR * total and near < total else bound)
+    sizes = [high - low for low, high in itertools.pairwise([0, *bounds, total])]
+    return sizes if min(sizes) > 0 else list(rows)
+
+
 def _block_bounds(source: Sequence[Block], first: int, last: int, parts: int) -> list[int]:
     """The bounds of parts of rows: those of the source's blocks, if it has as many there, or else of equal parts."""
     ends = list(itertools.accumulate(block.rows for block in source))
@@ -237,7 +250,7 @@ class _Expansion:
         units: list[_Unit] = []
         blocks: list[Block] = []
         count, first = sum(share.parts for share in shares), 0
-        for share, rows in zip(shares, split_rows(where, call, placement), strict=True):
+        for share, rows in zip(shares, _near_blocks(split_rows(where, call, placement), source), strict=True):
             if share.parts > rows:
                 raise PlanError(f"{where}.parts: must be at most its rows, {rows}. Got {share.parts}. Use fewer parts.")
             for start, stop in itertools.pairwise(_block_bounds(source, first, first + rows, share.parts)):

@@ -1,0 +1,191 @@
+"""Times a rollout and the inference that follows it (reference, reward) in two processes with a device each: one call
+after another, and with the last sequences in a tail on one device while the other begins with inference.
+
+    scripts/launch_local --processes 2 -- python -m scripts.bench_fused_generation                  # some minutes
+    scripts/launch_local --processes 2 -- python -m scripts.bench_fused_generation --rows 128 --json
+
+Each process has a core of its own, as nodes have. Lengths are lognormal, the 99.9th percentile ten times the median, as
+in `bench_rollouts`. Rounds alternate between the ways; seconds are those from a common start until both processes have
+everything. All ways must give the same tokens. `hidden` is the fraction of the seconds of inference calls that lie
+within generation, from the timeline of the process without the tail.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import statistics
+import time
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+if "JAX_PROCESS_ID" in os.environ:  # before JAX makes its threads
+    os.sched_setaffinity(0, {int(os.environ["JAX_PROCESS_ID"]) % (os.cpu_count() or 1)})
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrlhf.config.plan_config import Placement, Tail
+from jaxrlhf.execution.executor import Executor
+from jaxrlhf.execution.process_channel import Channel
+from jaxrlhf.experience import Prompts, Sampling
+from jaxrlhf.generation.generate import generate
+from jaxrlhf.models.params import Params, init_params
+from jaxrlhf.observe.console import Console
+from jaxrlhf.observe.events import Event
+from jaxrlhf.observe.timeline_recorder import Timeline
+from jaxrlhf.planner.plans.check_plan import check
+from jaxrlhf.planner.plans.plan import Plan, resolve
+from jaxrlhf.programs.roles import ModelRole
+from jaxrlhf.reshard.reallocate import reallocate
+from jaxrlhf.sharding import mesh
+from jaxrlhf.sharding.layout import Layout
+from jaxrlhf.sharding.processes import join, rendezvous_of
+from jaxrlhf.sharding.strategy import Strategy
+from jaxrlhf.tracing import trace
+from scripts.bench_primitives import SIZES, language_model, random_prompts
+from scripts.bench_rollouts import POOL, drawn_lengths, nearest
+
+BOTH, ONE = Strategy(data=2), Strategy()
+INFERENCES = ("reference.logprobs", "reward.scores")
+
+
+def rollout_and_inference(roles: Any, state: Any, prompts: Prompts, sampling: Sampling) -> tuple[dict[str, Any], Any]:
+    """The first half of a GRPO step."""
+    rollout = roles.actor.generate(prompts, sampling)
+    found = {"logprobs": roles.reference.logprobs(rollout), "scores": roles.reward.scores(rollout)}
+    return {"tokens": rollout.tokens, "response": rollout.response, **found}, state
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options, console = parse(arguments), Console()
+    mesh.use_virtual_cpu_devices(1)
+    rendezvous = rendezvous_of(os.environ, detect=False)
+    if rendezvous is None or rendezvous.count != 2:
+        raise SystemExit("bench_fused_generation: runs in two processes. Start it with scripts/launch_local.")
+    join(rendezvous)
+    channel = Channel.open()
+    lm = language_model(options)
+    scalar = dataclasses.replace(lm, head="scalar", tie_embeddings=False, num_layers=max(1, lm.num_layers // 4))
+    models = {"actor": lm, "reference": lm, "reward": scalar}
+    roles = {name: ModelRole(model) for name, model in models.items()}
+    weights = {name: init_params(model, jax.random.key(i)) for i, (name, model) in enumerate(models.items())}
+    weights["actor"]["lm_head"] *= 0.1  # every token is nearly as likely
+    stop_ids = tuple(range(max(1, round(lm.vocab_size / (2 * options.mean)))))
+    sampling = Sampling(max_new_tokens=options.new_tokens, stop_ids=stop_ids)
+    prompts = long_tailed(options, weights["actor"], sampling, lm)
+    graph = trace(rollout_and_inference, {n: r.methods(n) for n, r in roles.items()}, (), prompts, sampling)
+    ways = {name: planned(graph, placements) for name, placements in plans(options).items()}
+    for plan in ways.values():
+        check(plan, graph, models, 2, 1)
+
+    timeline = Timeline()
+    executor = Executor(roles, seed=0, timeline=timeline, channel=channel)
+    for name, params in weights.items():
+        layout = Layout.over((0, 1), BOTH)
+        shardings = executor.weights.sets[name].shardings(layout)
+        executor.weights.load(name, layout, reallocate(jax.tree.map(np.asarray, params), shardings))
+    clocks: dict[str, list[float]] = {name: [] for name in ways}
+    hidden: dict[str, list[float]] = {name: [] for name in ways}
+    tokens: dict[str, Any] = {}
+    for i in range(options.rounds + 1):  # the first compiles
+        for name, plan in ways.items():
+            channel.share(lambda: None)
+            before, started = len(timeline.events()), time.perf_counter()
+            result = executor.run(graph, plan, (), prompts, step=0)
+            executor.wait()
+            channel.share(lambda: None)
+            clocks[name] += [time.perf_counter() - started] if i else []
+            events = timeline.events()[before:]
+            ended = channel.share(lambda events=events: max(e.end for e in events if e.kind == "generate"))
+            hidden[name] += [fraction_before(ended, [e for e in events if e.kind == "infer"])] if i else []
+            got = result.fetch()
+            tokens.setdefault("tokens", got["tokens"])
+            tokens["lengths"] = got["response"].sum(axis=1)
+            assert (got["tokens"] == tokens["tokens"]).all(), f"{name}: other tokens"
+    executor.close()
+    seconds = {name: statistics.median(each) for name, each in clocks.items()}
+    unfused = min(seconds[name] for name in ways if "tail" not in name)
+    rows = [
+        {
+            "way": name,
+            "seconds": round(seconds[name], 3),
+            "of the best unfused": round(seconds[name] / unfused, 3),
+            "hidden": round(statistics.median(hidden[name]), 2),
+            "spread": round((max(clocks[name]) - min(clocks[name])) / seconds[name], 3),
+        }
+        for name in ways
+    ]
+    if jax.process_index() == 1:  # that without the tail
+        lengths = tokens["lengths"]
+        title = f"{options.rows} responses, mean {lengths.mean():.1f}, longest {lengths.max()}"
+        console.table(title, rows)
+        if options.json:
+            print(json.dumps({"options": vars(options), "jax": jax.__version__, "rows": rows}, indent=2))
+    channel.close()
+    return 0
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SIZES, default="small")
+    parser.add_argument("--rows", type=int, default=128)
+    parser.add_argument("--prompt", type=int, default=64)
+    parser.add_argument("--new-tokens", type=int, default=256, help="the most")
+    parser.add_argument("--mean", type=float, default=33.0, help="of the new tokens")
+    parser.add_argument(
+        "--slots", type=int, nargs="*", default=[32], help="of a process, as further ways without a tail"
+    )
+    parser.add_argument("--tails", type=float, nargs="+", default=[0.05, 0.1, 0.2, 0.3, 0.4, 0.6])
+    parser.add_argument("--shares", type=float, nargs="+", default=[0.3], help="of the rows, inferred after the tail")
+    parser.add_argument("--parts", type=int, default=2, help="before the tail")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", action="store_true", help="print JSON after the table")
+    options = parser.parse_args(arguments)
+    defaults = {"tied": False, "dtype": "float32", "scan_layers": False, **SIZES[options.size], **vars(options)}
+    return argparse.Namespace(**{**defaults, "batch": options.rows, "samples": 1})
+
+
+def long_tailed(options: argparse.Namespace, params: Params, sampling: Sampling, model: Any) -> Prompts:
+    """Prompts with lognormal lengths, found on the first device of each process alike."""
+    layout = Layout.over(mesh.own_positions(), ONE)
+    noise = np.array([0, 0, zlib.crc32(b"actor.generate")], np.uint32)
+    run = jax.jit(lambda some: generate(params, some, noise, jnp.float32(1), sampling, model, layout).lengths)
+    pool = jax.device_get(random_prompts(argparse.Namespace(**{**vars(options), "batch": POOL * options.rows})))
+    parts = [jax.tree.map(lambda x, i=i: x[i::POOL], pool) for i in range(POOL)]
+    lengths = np.stack([np.asarray(run(part)) for part in parts], axis=1).ravel()
+    targets = drawn_lengths(options)
+    assert targets is not None
+    return jax.tree.map(lambda x: x[nearest(targets, lengths)], pool)
+
+
+def plans(options: argparse.Namespace) -> dict[str, dict[str, Placement]]:
+    """Way -> placements of its calls."""
+    both = dict.fromkeys(INFERENCES, Placement((0, 1), BOTH))
+    found = {"all at once": {"actor.generate": Placement((0, 1), BOTH), **both}}
+    for slots in options.slots:
+        found[f"{slots} slots"] = {"actor.generate": Placement((0, 1), Strategy(data=2, slots=slots)), **both}
+    for rows in options.tails:
+        tail = Tail((0,), ONE, rows=rows)
+        generation = Placement((0, 1), BOTH, parts=options.parts, tail=tail)
+        for share in options.shares:
+            shares = Placement((1,), ONE, parts=options.parts, shares=(Placement((0,), ONE, rows=max(rows, share)),))
+            name = f"tail of {rows:.0%}, {max(rows, share):.0%} of inference after it"
+            found[name] = {"actor.generate": generation, **dict.fromkeys(INFERENCES, shares)}
+    return found
+
+
+def planned(graph: Any, placements: dict[str, Placement]) -> Plan:
+    return resolve(graph, Placement((0, 1), BOTH), placements)
+
+
+def fraction_before(moment: float, events: Sequence[Event]) -> float:
+    """The fraction of the seconds of some events that lies before a moment."""
+    total = sum(event.end - event.start for event in events)
+    return sum(max(0.0, min(event.end, moment) - event.start) for event in events) / total if total else 0.0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
