@@ -101,6 +101,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             events = timeline.events()[before:]
             ended = channel.share(lambda events=events: max(e.end for e in events if e.kind == "generate"))
             hidden[name] += [fraction_before(ended, [e for e in events if e.kind == "infer"])] if i else []
+            if i and options.events:
+                console.table(f"{name}, process {jax.process_index()}", described(events))
             got = result.fetch()
             tokens.setdefault("tokens", got["tokens"])
             tokens["lengths"] = got["response"].sum(axis=1)
@@ -142,6 +144,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--shares", type=float, nargs="+", default=[0.3], help="of the rows, inferred after the tail")
     parser.add_argument("--parts", type=int, default=2, help="before the tail")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--events", action="store_true", help="print what each process does when")
     parser.add_argument("--json", action="store_true", help="print JSON after the table")
     options = parser.parse_args(arguments)
     defaults = {"tied": False, "dtype": "float32", "scan_layers": False, **SIZES[options.size], **vars(options)}
@@ -179,6 +182,21 @@ def plans(options: argparse.Namespace) -> dict[str, dict[str, Placement]]:
 
 def planned(graph: Any, placements: dict[str, Placement]) -> Plan:
     return resolve(graph, Placement((0, 1), BOTH), placements)
+
+
+def described(events: Sequence[Event]) -> list[dict[str, Any]]:
+    """Events as a table."""
+    first = min(event.start for event in events)
+    return [
+        {
+            "event": e.name,
+            "kind": e.kind,
+            "start": round(e.start - first, 3),
+            "end": round(e.end - first, 3),
+            "": e.part,
+        }
+        for e in sorted(events, key=lambda event: event.start)
+    ]
 
 
 def fraction_before(moment: float, events: Sequence[Event]) -> float:

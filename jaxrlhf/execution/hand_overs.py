@@ -6,8 +6,9 @@ right after the call that makes the array, if that does not delay other work:
 
 - Copies of whole shards (`shards`) run beside programs, and always begin at once.
 - An exchange is a program on the devices of both calls, which begins when all of them reach it. It is dispatched at
-  once if no call in between, in this step, keeps the target's devices busy with work that does not depend on the same
-  outputs; otherwise when the call's turn comes. Work left from the step before delays the source's devices too.
+  once if every call in between, in this step, that takes devices of the target has to wait for the source anyway: it
+  depends on the source, or takes one of its devices too. Otherwise it is dispatched when the call's turn comes. Work
+  left from the step before delays the source's devices too.
 - Arrays that stay on their devices (`jit`) need no early transfer, and copies by the host (`host`) make it wait.
 
 The plan decides this, so every process dispatches the same transfers in the same order.
@@ -72,11 +73,14 @@ class HandOvers:
         return input_shardings([ref.has_rows and split for ref in refs], layout, placement.protocol)
 
     def _nothing_between(self, source: Call, call: Call) -> bool:
-        """Returns whether all calls on a call's devices before it, in this step, depend on its source or precede it."""
-        devices = set(self._plan[call].devices)
+        """Returns whether all calls on a call's devices before it, in this step, wait for its source or precede it."""
+        devices, at = set(self._plan[call].devices), self._graph.calls.index(source)
+        of_source = set(self._plan[source].devices)
         return all(
-            other is source or source.name in self._before[other.name] or other.name in self._before[source.name]
-            for other in self._graph.calls[: self._graph.calls.index(call)]
+            source.name in self._before[other.name]
+            or other.name in self._before[source.name]
+            or (number >= at and not of_source.isdisjoint(self._plan[other].devices))
+            for number, other in enumerate(self._graph.calls[: self._graph.calls.index(call)])
             if other.kind != "host" and not devices.isdisjoint(self._plan[other].devices)
         )
 
