@@ -94,6 +94,8 @@ class Part:
     """Of a generation: the place of the share's first sequence among all."""
     handed_on: tuple[int, int] = (0, 0)
     """Of a generation: sequences of each row shard that have been handed on before and after it."""
+    sequences: int = 0
+    """Of a generation: the sequences of its share, or of the tail."""
     migrate: Literal["", "cache", "prefill"] = ""
     """Of the tail: how sequences come to it."""
 

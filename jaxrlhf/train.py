@@ -36,8 +36,10 @@ from jaxrlhf.observe.step_timers import time_rows
 from jaxrlhf.observe.trackers import import_wandb
 from jaxrlhf.observe.utilization import utilization_line
 from jaxrlhf.planner.memory_forecast import MemoryForecast, forecast_memory
+from jaxrlhf.planner.plans.parts import in_parts
 from jaxrlhf.planner.plans.plan_table import plan_rows
 from jaxrlhf.planner.plans.saved_plan import plan_text
+from jaxrlhf.planner.workload import step_workload
 from jaxrlhf.programs.roles import ModelRole
 from jaxrlhf.require import errors_as
 from jaxrlhf.rewards.functions import RewardError
@@ -193,7 +195,8 @@ def prepare(config: RunConfig, console: Console, channel: Channel | None = None)
     def memory_needed() -> MemoryForecast:
         limits = config.devices_memory
         cluster = local_cluster(limits, any_kind=True)
-        return forecast_memory(draft.workload(), cluster, assembly.train.plan, limit=limits.host_bytes)
+        graph, plan = in_parts(draft.graph, assembly.train.plan)
+        return forecast_memory(step_workload(graph, draft.roles), cluster, plan, limit=limits.host_bytes)
 
     with errors_as(InputError):
         resume, tables = channel.share(find)  # rows are read once, and sent to the other processes

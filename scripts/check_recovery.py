@@ -3,10 +3,11 @@
     python scripts/check_recovery.py                # 30 kills by SIGKILL, then 5 by SIGTERM
     python scripts/check_recovery.py --kills 3 --terminations 1
 
-A small run (warm start, PPO with an adaptive KL coefficient, evaluations, checkpoints) is done once undisturbed. Then
-it is started with `--resume auto`, killed, and started again. Each kill waits for a part of the run, drawn at random
-(start-up, warm start, generation, scoring, training, evaluation, the writing of a checkpoint), then for a random part
-of a second. A run that ends before all kills are spent is compared, and another one is started.
+A small run (warm start, PPO with an adaptive KL coefficient, generation in slots, parts and shares with a tail,
+evaluations, checkpoints) is done once undisturbed. Then it is started with `--resume auto`, killed, and started again.
+Each kill waits for a part of the run, drawn at random (start-up, warm start, generation, scoring, training, evaluation,
+the writing of a checkpoint), then for a random part of a second. A run that ends before all kills are spent is
+compared, and another one is started.
 
 Compared are, bitwise: every metric that is not a time, every sample, every prompt of every step, and the actor's last
 weights. Prints a JSON object; exit status 1 where anything differs.
@@ -56,8 +57,13 @@ CONFIG = {
     "plan": {
         "default": {"data": 4},
         "calls": {
+            "actor.generate": [
+                {"data": 2, "devices": "0-1", "slots": 2, "parts": 2, "tail": {"devices": "0", "rows": 0.25}},
+                {"data": 2, "devices": "2-3", "slots": 4, "rows": 0.5},
+            ],
             "reference.logprobs": {"data": 2, "devices": "0-1"},
-            "critic.values": {"data": 2, "devices": "2-3"},
+            "critic.values": {"data": 2, "devices": "2-3", "parts": 3},
+            "reward.scores": {"parts": 4},
             "actor.train": {"fsdp": 2, "tensor": 1, "devices": "0-1"},
             "critic.train": {"fsdp": 1, "tensor": 2, "devices": "2-3"},
         },

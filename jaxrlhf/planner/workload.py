@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from jaxrlhf.call_graph import Call, CallGraph, CallKind
+from jaxrlhf.call_graph import Call, CallGraph, CallKind, Part
 from jaxrlhf.config.plan_config import ResponseLengths
 from jaxrlhf.experience import Sampling
 from jaxrlhf.models.config import ModelConfig
@@ -187,13 +187,24 @@ def step_workload(graph: CallGraph, roles: Mapping[str, Role], lengths: Response
     return Workload(tuple(calls), tuple(call.name for call in graph.calls if call.kind == "host"))
 
 
+def _generation_in_parts(call: Call, part: Part, common: dict[str, Any]) -> ModelCall:
+    """A part of a generation, with all sequences of its share, or of the tail, which it keeps until the last part."""
+    sampling = call.args[1]
+    n, response = 1 if part.migrate else sampling.num_samples, sampling.max_new_tokens
+    columns = call.longest_sequence
+    return ModelCall(rows=part.sequences // n, prompt=columns - response, response=response, num_samples=n, **common)
+
+
 def _model_call(call: Call, role: ModelRole, needs: tuple[str, ...]) -> ModelCall:
     assert call.role is not None
     common: dict[str, Any] = dict(
         name=call.plan_name, role=call.role, kind=call.kind, model=role.model, needs=needs,
-        weights=call.weights or call.role, described=describe_call(call, role), lora=role.lora, row_wise=call.row_wise,
+        weights=call.weights or call.role, lora=role.lora, row_wise=call.row_wise,
         output_bytes=sum(ref.dtype.itemsize * math.prod(ref.shape) for ref in call.output_refs if ref.has_rows),
     )  # fmt: skip
+    if call.kind == "generate" and call.part is not None:
+        return _generation_in_parts(call, call.part, common)
+    common["described"] = describe_call(call, role)
     if call.kind == "generate":
         prompts, sampling = call.args
         assert isinstance(sampling, Sampling)

@@ -109,6 +109,11 @@ def plan_draft(
         # mini-batches must divide the rows under any plan
         check_call(call, Placement((0,), Strategy()), draft.models, 1, 1, draft.keys)
         if placement := placement_of(call.plan_name, placements):
+            if not placement.is_whole:
+                raise PlanError(
+                    f"plan.calls.{call.plan_name}: a search plans around calls that are whole. Got one in parts or "
+                    "shares, or with a tail, beside `auto: true`. Leave `auto` out, or parts, shares and tail."
+                )
             check_call(call, placement, draft.models, cluster.num_devices, cluster.devices_per_node, draft.keys)
             fixed[call.plan_name] = placement
     source = costs or usual_source(cluster)

@@ -12,6 +12,7 @@ from jaxrlhf.call_graph import Call, Ref, named_sequences
 from jaxrlhf.execution.step_result import StepResult
 from jaxrlhf.observe.step_timers import timer_seconds
 from jaxrlhf.planner.costs.rollout_steps import simulate_slots
+from jaxrlhf.planner.plans.parts import in_parts
 from jaxrlhf.planner.plans.plan import Plan
 from jaxrlhf.planner.plans.splits import copied_rows
 from jaxrlhf.programs.call_programs import slots_of
@@ -83,13 +84,15 @@ def decoding_metrics(result: StepResult, plan: Plan) -> dict[str, float]:
     did follows from these, so nothing has to be read from them. Waits for the sequences.
 
     Returns:
-        For every generate call without stages and micro-batches, `perf/decode_steps/<call>`, of its slowest row shard,
+        For every whole generate call without stages and micro-batches, `perf/decode_steps/<call>`, of its slowest row
+        shard,
         and `perf/decode_occupancy/<call>`, the rows of all steps whose token was kept. If it has slots,
         `perf/prefill_groups/<call>`, of all row shards, and `perf/decode_steps_in_waves/<call>`, those that it would
         take to decode as many sequences at a time until the longest of them has ended.
     """
     calls = [call for call in result.graph.calls if call.kind == "generate" and _is_sequences(call.outputs)]
     calls = [call for call in calls if plan[call].strategy.pipeline == plan[call].strategy.micro_batches == 1]
+    calls = [call for call in calls if plan[call].is_whole]
     metrics = {}
     read = result.read([(call.outputs.response, call.args[0].expected_tokens) for call in calls])
     for call, (response, expected_B) in zip(calls, read, strict=True):
@@ -124,7 +127,7 @@ def balance_metrics(result: StepResult, plan: Plan) -> dict[str, float]:
 
     Returns:
         `perf/padded_rows`, the copied rows in all calls of the step (`sharding.row_padding`); `perf/padding_waste`;
-        and, for every inference and train call with split rows, `perf/token_imbalance/<call>`, with
+        and, for every whole inference and train call with split rows, `perf/token_imbalance/<call>`, with
         `perf/token_imbalance_undealt/<call>` if the plan balances it. For a train call with several mini-batches, rows
         are counted in their original order, since only the devices know the shuffled one. Of several batches, the
         least balanced one counts.
@@ -135,14 +138,15 @@ def balance_metrics(result: StepResult, plan: Plan) -> dict[str, float]:
         for groups in result.read([masks for _, masks in calls])
     ]
     positions = sum(mask.shape[0] * mask.shape[1] for _, masks in calls for group in masks for mask in group)
-    placed = [call for call in result.graph.calls if call.kind != "host"]
-    metrics = {"perf/padded_rows": float(sum(copied_rows(call, plan[call].strategy) for call in placed))}
+    graph, placed = in_parts(result.graph, plan)
+    padded_rows = sum(copied_rows(call, placed[call].strategy) for call in graph.calls if call.kind != "host")
+    metrics = {"perf/padded_rows": float(padded_rows)}
     if positions:
         total = sum(int(tokens_B.sum()) for every in tokens for tokens_B in every)
         metrics["perf/padding_waste"] = 1 - total / positions
     for (call, _), every in zip(calls, tokens, strict=True):
         strategy = plan[call].strategy
-        if strategy.num_row_shards == 1:
+        if strategy.num_row_shards == 1 or not plan[call].is_whole:
             continue
         copies = copied_rows(call, strategy)
         mini_batches = call.update.mini_batches if call.kind == "train" else 1
