@@ -1,5 +1,5 @@
-"""Times a rollout and the inference that follows it (reference, reward) in two processes with a device each: one call
-after another, and with the last sequences in a tail on one device while the other begins with inference.
+"""Times a rollout and what follows it (reference, reward model, a Python function) in two processes with a device each:
+one call after another, and with the last sequences in a tail on one device while the other begins with inference.
 
     scripts/launch_local --processes 2 -- python -m scripts.bench_fused_generation                  # some minutes
     scripts/launch_local --processes 2 -- python -m scripts.bench_fused_generation --rows 128 --json
@@ -30,7 +30,7 @@ import numpy as np
 from jaxrlhf.config.plan_config import Placement, Tail
 from jaxrlhf.execution.executor import Executor
 from jaxrlhf.execution.process_channel import Channel
-from jaxrlhf.experience import Prompts, Sampling
+from jaxrlhf.experience import Prompts, Rollout, Sampling
 from jaxrlhf.generation.generate import generate
 from jaxrlhf.models.params import Params, init_params
 from jaxrlhf.observe.console import Console
@@ -38,8 +38,9 @@ from jaxrlhf.observe.events import Event
 from jaxrlhf.observe.timeline_recorder import Timeline
 from jaxrlhf.planner.plans.check_plan import check
 from jaxrlhf.planner.plans.plan import Plan, resolve
-from jaxrlhf.programs.roles import ModelRole
+from jaxrlhf.programs.roles import FunctionRole, HostScores, ModelRole
 from jaxrlhf.reshard.reallocate import reallocate
+from jaxrlhf.rewards.workers import Workers
 from jaxrlhf.sharding import mesh
 from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.processes import join, rendezvous_of
@@ -56,7 +57,23 @@ def rollout_and_inference(roles: Any, state: Any, prompts: Prompts, sampling: Sa
     """The first half of a GRPO step."""
     rollout = roles.actor.generate(prompts, sampling)
     found = {"logprobs": roles.reference.logprobs(rollout), "scores": roles.reward.scores(rollout)}
+    found |= {"judged": roles.judge.scores(rollout)}
     return {"tokens": rollout.tokens, "response": rollout.response, **found}, state
+
+
+def judge(seconds: float, workers: int) -> FunctionRole:
+    """A Python function that takes so long for a response, of which it judges some at a time."""
+    pool = Workers("judge", workers)
+
+    def score(rollout: Rollout) -> HostScores:
+        def one(index: int) -> float:
+            time.sleep(seconds)
+            return float(rollout.response[index].sum())
+
+        count, described = len(rollout.tokens), lambda index: f" for response {index}"
+        return HostScores(np.array(pool.run(one, count, describe=described, timeout_seconds=0, late=[]), np.float32))
+
+    return FunctionRole(score)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -70,7 +87,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     lm = language_model(options)
     scalar = dataclasses.replace(lm, head="scalar", tie_embeddings=False, num_layers=max(1, lm.num_layers // 4))
     models = {"actor": lm, "reference": lm, "reward": scalar}
-    roles = {name: ModelRole(model) for name, model in models.items()}
+    roles: dict[str, Any] = {name: ModelRole(model) for name, model in models.items()}
+    roles["judge"] = judge(options.judge_seconds, options.workers)
     weights = {name: init_params(model, jax.random.key(i)) for i, (name, model) in enumerate(models.items())}
     weights["actor"]["lm_head"] *= 0.1  # every token is nearly as likely
     stop_ids = tuple(range(max(1, round(lm.vocab_size / (2 * options.mean)))))
@@ -96,6 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             before, started = len(timeline.events()), time.perf_counter()
             result = executor.run(graph, plan, (), prompts, step=0)
             executor.wait()
+            result.fetch()
             channel.share(lambda: None)
             clocks[name] += [time.perf_counter() - started] if i else []
             events = timeline.events()[before:]
@@ -142,6 +161,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--tails", type=float, nargs="+", default=[0.05, 0.1, 0.2, 0.3, 0.4, 0.6])
     parser.add_argument("--shares", type=float, nargs="+", default=[0.3], help="of the rows, inferred after the tail")
+    parser.add_argument("--judge-seconds", type=float, default=0.0, help="of a Python function, for each response")
+    parser.add_argument("--workers", type=int, default=16, help="responses that it judges at a time")
     parser.add_argument("--parts", type=int, default=2, help="before the tail")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--events", action="store_true", help="print what each process does when")
@@ -154,7 +175,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def long_tailed(options: argparse.Namespace, params: Params, sampling: Sampling, model: Any) -> Prompts:
     """Prompts with lognormal lengths, found on the first device of each process alike."""
     layout = Layout.over(mesh.own_positions(), ONE)
-    noise = np.array([0, 0, zlib.crc32(b"actor.generate")], np.uint32)
+    noise: Any = np.array([0, 0, zlib.crc32(b"actor.generate")], np.uint32)
     run = jax.jit(lambda some: generate(params, some, noise, jnp.float32(1), sampling, model, layout).lengths)
     pool = jax.device_get(random_prompts(argparse.Namespace(**{**vars(options), "batch": POOL * options.rows})))
     parts = [jax.tree.map(lambda x, i=i: x[i::POOL], pool) for i in range(POOL)]
@@ -176,7 +197,8 @@ def plans(options: argparse.Namespace) -> dict[str, dict[str, Placement]]:
         for share in options.shares:
             shares = Placement((1,), ONE, parts=options.parts, shares=(Placement((0,), ONE, rows=max(rows, share)),))
             name = f"tail of {rows:.0%}, {max(rows, share):.0%} of inference after it"
-            found[name] = {"actor.generate": generation, **dict.fromkeys(INFERENCES, shares)}
+            judged = Placement(parts=options.parts + 1)
+            found[name] = {"actor.generate": generation, "judge.scores": judged, **dict.fromkeys(INFERENCES, shares)}
     return found
 
 

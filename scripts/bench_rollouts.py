@@ -41,7 +41,8 @@ from scripts.bench_primitives import (
 
 POOL = 8
 """Prompts, as a multiple of those that are timed, among which these are found."""
-NOISE, TEMPERATURE = np.zeros(3, np.uint32), np.float32(1.0)
+NOISE: Any = np.zeros(3, np.uint32)
+TEMPERATURE: Any = np.float32(1.0)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -5,7 +5,8 @@
 
 For a small Llama in float32 and bfloat16: cuDNN's attention against XLA's, values and gradients, on ragged rows; the
 gap between the log-probabilities that sampling records and those of the training forward; seconds of each. Then
-`ppo_arithmetic` on all devices, data-parallel and, where there are several, in two stages with actor and critic fused.
+`ppo_arithmetic` on all devices: data-parallel; with generation in parts whose last responses move to one device; and,
+where there are several, in two stages with actor and critic fused.
 Exit status 1 if a figure is out of bounds.
 """
 
@@ -51,7 +52,12 @@ def main() -> int:
     print(f"{mesh.num_devices()} x {mesh.device_kind()}, jax {jax.__version__}")
     failures = [name for dtype in ("float32", "bfloat16") for name in check_model(dtype)]
     command = [sys.executable, "-m", "jaxrlhf.train", "--config", "ppo_arithmetic", "--set", "devices=auto"]
-    plans = {"data-parallel": f"{{default: {{data: {mesh.num_devices()}}}}}"}
+    every = f"data: {mesh.num_devices()}"
+    plans = {"data-parallel": f"{{default: {{{every}}}}}"}
+    plans["in slots and parts, with a tail"] = (
+        f"{{default: {{{every}}}, calls: {{actor.generate: {{{every}, slots: 64, parts: 2, tail: {{devices: 0, rows: "
+        f"0.25}}}}, reference.logprobs: {{{every}, parts: 3}}, reward.scores: {{parts: 3}}}}}}"
+    )
     if mesh.num_devices() % 2 == 0:
         halves = f"pipeline: 2, data: {mesh.num_devices() // 2}, micro_batches: 4"
         plans["over stages"] = f"{{default: {{{halves}}}, fuse: [actor.train, critic.train]}}"

@@ -100,6 +100,8 @@ class RolloutInParts:
         progress = self._advance(noise, temperature, none_waits=False)
         handed_on, leaves = self._take(self._prompts, self._rolling, settings=self._settings, count=count)
         self._rolling = self._rolling.replace(handed_on=handed_on)
+        if not self.num_left:
+            self.end()
         return leaves, progress
 
     def leave(self, migrate: Migration, noise: Noise, temperature: Float[Array, ""]) -> Leaving:

@@ -21,7 +21,6 @@ rows are there; all others in the order of the step.
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,10 +30,9 @@ import numpy as np
 
 from jaxrlhf.call_graph import Call, CallGraph, Part, Ref
 from jaxrlhf.planner.plans.plan import Placement, Plan, PlanError
+from jaxrlhf.planner.plans.row_blocks import block_bounds, near_blocks, split_rows, split_sequences
 from jaxrlhf.sharding.strategy import Strategy
 
-_NEAR = 0.05
-"""Shares of a call begin with a block of its source that begins so near, as a fraction of all rows."""
 Positions = Ref | range
 """The places of rows among all rows of a call."""
 Span = tuple[int, int, int]
@@ -60,108 +58,12 @@ class Block:
 
 
 @dataclasses.dataclass(frozen=True)
-class Rollouts:
-    """How the sequences of a generation are split: over shares, whose row shards hand on some and leave the others to
-    the tail."""
-
-    prompts: tuple[int, ...]
-    """Of each share."""
-    bounds: tuple[tuple[int, ...], ...]
-    """Share -> sequences of each row shard that it has handed on after each part, from 0 on."""
-    tail_bounds: tuple[int, ...]
-    """The same of the tail; 0 alone without one."""
-
-
-def split_rows(where: str, call: Call, placement: Placement) -> tuple[int, ...]:
-    """The rows of each share of a call; prompts of a generation, as many as divide over the share's devices. Raises
-    PlanError if a share has none."""
-    shares = (placement, *placement.shares)
-    unit = [s.strategy.num_row_shards * s.strategy.pipeline if call.kind == "generate" else 1 for s in shares]
-    rows = [round(s.rows * call.num_rows / u) * u for s, u in zip(shares[1:], unit[1:], strict=True)]
-    rows = [call.num_rows - sum(rows), *rows]
-    for number, (count, share) in enumerate(zip(rows, shares, strict=True)):
-        if count < 1:
-            of = f" divisible by {unit[number]}" if unit[number] > 1 else ""
-            raise PlanError(
-                f"{where}: each placement of a call must have rows{of}. Got {share.rows:g} of {call.num_rows} rows for "
-                f"placement {number + 1} of {len(shares)}. Change `rows`, or leave the placement out."
-            )
-    return tuple(rows)
-
-
-def split_sequences(where: str, call: Call, placement: Placement) -> Rollouts:
-    """The split of a generation over shares, parts and the tail. Raises PlanError if it does not work out."""
-    prompts, shares, tail = split_rows(where, call, placement), (placement, *placement.shares), placement.tail
-    of_shard = []
-    for number, (count, share) in enumerate(zip(prompts, shares, strict=True)):
-        parts = share.strategy.num_row_shards * share.strategy.pipeline
-        if count % parts:
-            raise PlanError(
-                f"{where}: data x fsdp x pipeline must divide the prompts of a generation in parts. Got {parts} for "
-                f"{count} prompts of placement {number + 1}. Lower a degree, or use another batch size."
-            )
-        of_shard.append(count * call.num_drawn // share.strategy.num_row_shards)
-        if share.parts > of_shard[-1]:
-            raise PlanError(
-                f"{where}.parts: must be at most the sequences of each row shard, {of_shard[-1]}. Got {share.parts}. "
-                "Use fewer parts."
-            )
-    stay, tail_bounds = [0] * len(shares), (0,)
-    if tail is not None:
-        stay, tail_rows = _moving(tail.rows, of_shard, shares, tail.strategy)
-        each = tail_rows // tail.strategy.num_row_shards
-        tail_bounds = _bounds(each, min(tail.parts, each)) if each else (0,)
-    bounds = [
-        _bounds(count - left, min(share.parts, count - left))
-        for count, left, share in zip(of_shard, stay, shares, strict=True)
-    ]
-    return Rollouts(prompts, tuple(bounds), tail_bounds)
-
-
-def _moving(
-    fraction: float, of_shard: Sequence[int], shares: Sequence[Placement], tail: Strategy
-) -> tuple[list[int], int]:
-    """Sequences of each row shard of every share that move, at most so large a fraction, and all together."""
-    parts = tail.num_row_shards * tail.pipeline
-    for most in range(math.floor(fraction * max(of_shard) + 1e-9), -1, -1):
-        stay = [min(most * count // max(of_shard), count) for count in of_shard]
-        total = sum(count * share.strategy.num_row_shards for count, share in zip(stay, shares, strict=True))
-        if total % parts == 0:
-            return stay, total
-    raise AssertionError("no sequences divide by everything")
-
-
-def _bounds(count: int, parts: int) -> tuple[int, ...]:
-    return tuple(count * i // parts for i in range(parts + 1)) if parts else (0, 0)
-
-
-@dataclasses.dataclass(frozen=True)
 class _Unit:
     """A call of the new graph."""
 
     call: Call
     placement: Placement
     """Of a call on the host, one without devices."""
-
-
-def _near_blocks(rows: Sequence[int], source: Sequence[Block]) -> list[int]:
-    """The rows of shares, each of which begins where the nearest block of the source does, if that is near."""
-    total, ends = sum(rows), list(itertools.accumulate(block.rows for block in source))
-    bounds = []
-    for bound in itertools.accumulate(rows[:-1]):
-        near = min(ends, key=lambda end: abs(end - bound))
-        bounds.append(near if abs(near - bound) <= _NEAR * total and near < total else bound)
-    sizes = [high - low for low, high in itertools.pairwise([0, *bounds, total])]
-    return sizes if min(sizes) > 0 else list(rows)
-
-
-def _block_bounds(source: Sequence[Block], first: int, last: int, parts: int) -> list[int]:
-    """The bounds of parts of rows: those of the source's blocks, if it has as many there, or else of equal parts."""
-    ends = list(itertools.accumulate(block.rows for block in source))
-    inside = [end for end in ends if first < end < last]
-    if len(inside) + 1 == parts:
-        return [first, *inside, last]
-    return [first + bound for bound in _bounds(last - first, parts)]
 
 
 class _Expansion:
@@ -251,10 +153,11 @@ class _Expansion:
         units: list[_Unit] = []
         blocks: list[Block] = []
         count, first = sum(share.parts for share in shares), 0
-        for share, rows in zip(shares, _near_blocks(split_rows(where, call, placement), source), strict=True):
+        sizes = [block.rows for block in source]
+        for share, rows in zip(shares, near_blocks(split_rows(where, call, placement), sizes), strict=True):
             if share.parts > rows:
                 raise PlanError(f"{where}.parts: must be at most its rows, {rows}. Got {share.parts}. Use fewer parts.")
-            for start, stop in itertools.pairwise(_block_bounds(source, first, first + rows, share.parts)):
+            for start, stop in itertools.pairwise(block_bounds(sizes, first, first + rows, share.parts)):
                 number = len(blocks)
                 name = f"{call.name}/{number + 1}"
                 cut, block = self._cut(name, source, start, stop, share)
