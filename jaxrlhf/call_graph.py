@@ -96,8 +96,15 @@ class Part:
     """Of a generation: sequences of each row shard that have been handed on before and after it."""
     sequences: int = 0
     """Of a generation: the sequences of its share, or of the tail."""
+    stay: int = 0
+    """Of the tail: sequences of each row shard of the first share that move to it."""
     migrate: Literal["", "cache", "prefill"] = ""
     """Of the tail: how sequences come to it."""
+
+    @property
+    def begins(self) -> bool:
+        """True for the first part of a share of a generation."""
+        return not self.migrate and self.handed_on[0] == 0
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)

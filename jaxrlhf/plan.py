@@ -7,6 +7,7 @@ Nothing is run and no accelerator is needed. `plan: plan.json` in a config takes
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import sys
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from jaxrlhf.observe.plan_pictures import draw_plan, draw_search
 from jaxrlhf.observe.timeline_picture import PictureError, check_matplotlib
 from jaxrlhf.planner.compiled.compiler import CompileError
 from jaxrlhf.planner.cost_sources import SOURCES
+from jaxrlhf.planner.fusion.fused_generation import FusedGeneration, fuse_generation
 from jaxrlhf.planner.make_plan import SEARCH, Planned
 from jaxrlhf.planner.plans.plan import Plan
 from jaxrlhf.planner.plans.saved_plan import write_plan
@@ -52,14 +54,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 costs="measured" if options.calibration else options.costs, calibration=options.calibration, say=say,
             )  # fmt: skip
         plan = planned.plan_for(draft.graph)
-        written = _write(planned, plan, out=options.out, pictures=pictures)
+        fused = _fused_generation(planned, draft, plan)
+        written = _write(planned, plan, fused if options.tail else None, out=options.out, pictures=pictures)
     except (ValueError, OSError, CompileError) as error:
         console.error(str(error))
         return 1
     if options.json:
-        print(json.dumps(plan_json(planned, plan), indent=2, allow_nan=False))
+        of_tails = {} if fused is None else {"fused_generation": fused.to_json()}
+        print(json.dumps(plan_json(planned, plan) | of_tails, indent=2, allow_nan=False))
     else:
-        _show(planned, draft, written, console)
+        _show(planned, draft, fused, written, console)
     return 0
 
 
@@ -94,6 +98,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--out", type=Path, metavar="PLAN.JSON", help="write the plan, for `plan: PLAN.JSON` in a config"
     )
+    parser.add_argument(
+        "--tail", action="store_true",
+        help="write the plan whose generation has a tail, if that is faster; see docs/planning.md",
+    )  # fmt: skip
     parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="otherwise beside the plan, if it is written")
     parser.add_argument("--json", action="store_true", help="print everything as one JSON document")
     return parser
@@ -145,11 +153,24 @@ def _pictures_folder(options: argparse.Namespace) -> Path | None:
     return None
 
 
-def _write(planned: Planned, plan: Plan, *, out: Path | None, pictures: Path | None) -> dict[str, Path]:
-    """Writes the plan and its pictures if they are asked for. Returns their paths."""
+def _fused_generation(planned: Planned, draft: StepDraft, plan: Plan) -> FusedGeneration | None:
+    """What a tail would bring to a plan. None if lengths of responses are not known, or calls run in parts already."""
+    lengths = next((call.lengths for call in planned.workload.calls if call.lengths is not None), None)
+    if lengths is None or planned.costs is None or not all(each.is_whole for each in plan.placements.values()):
+        return None
+    return fuse_generation(draft.graph, draft.roles, plan, planned.costs, lengths)
+
+
+def _write(
+    planned: Planned, plan: Plan, fused: FusedGeneration | None, *, out: Path | None, pictures: Path | None
+) -> dict[str, Path]:
+    """Writes the plan, or the one with a tail, and its pictures if they are asked for. Returns their paths."""
     written: dict[str, Path] = {}
     if out is not None:
-        write_plan(out, planned.saved(plan))
+        saved = planned.saved(plan)
+        if fused is not None and fused.plan is not None:
+            saved = dataclasses.replace(saved, plan=fused.plan, step_seconds=fused.fused_seconds)
+        write_plan(out, saved)
         written["plan"] = out
     if pictures is not None:
         stem = out.stem if out is not None else "plan"
@@ -161,13 +182,18 @@ def _write(planned: Planned, plan: Plan, *, out: Path | None, pictures: Path | N
     return written
 
 
-def _show(planned: Planned, draft: StepDraft, written: dict[str, Path], console: Console) -> None:
+def _show(
+    planned: Planned, draft: StepDraft, fused: FusedGeneration | None, written: dict[str, Path], console: Console
+) -> None:
     console.line(planned.summary())
     console.table("Plan", call_rows(planned))
     console.table("Memory", memory_rows(planned))
     console.header("Forecast")
     for line in summary_lines(planned):
         console.line(line)
+    if fused is not None:
+        console.table("Generation fused with inference", fused.rows)
+        console.line(fused.summary())
     if planned.assumed:
         console.header("Assumed, not measured")
     for line in planned.assumed:

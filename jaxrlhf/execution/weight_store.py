@@ -36,7 +36,7 @@ from jaxrlhf.programs.weight_forms import (
 )
 from jaxrlhf.programs.weight_sets import BASE, Form, WeightSet, sets_owned, sets_read, weight_sets
 from jaxrlhf.reshard.offload import rests_on_host, to_device_memory, to_host_memory
-from jaxrlhf.reshard.reallocate import reallocate
+from jaxrlhf.reshard.reallocate import on_some_devices, reallocate
 from jaxrlhf.reshard.traffic import bytes_received_here
 from jaxrlhf.sharding.layout import Layout
 
@@ -221,6 +221,13 @@ class WeightStore:
         if form in held.resting:
             held.copies[form] = to_device_memory(held.resting[form])
             return held.copies[form], None
+        layout, layers = form
+        shardings = self.sets[name].shardings(layout, layers=layers) if layers != "ring" else None
+        for (other, as_here), copy in held.copies.items() if shardings is not None else ():
+            is_inside = as_here == layers and set(layout.devices) < set(other.devices)
+            if is_inside and (part := on_some_devices(copy, shardings)) is not None:
+                held.copies[form] = part
+                return part, None
         held.copies[form], received = self._made(name, form)
         return held.copies[form], received
 

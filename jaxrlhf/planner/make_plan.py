@@ -69,6 +69,9 @@ class Planned:
     """Generate call -> the decoding steps that are expected of it, if lengths of responses are known, or it has
     slots."""
 
+    costs: CostModel | None = dataclasses.field(default=None, compare=False)
+    """The costs of its calls."""
+
     def __repr__(self) -> str:
         return f"<{self.summary()}>"  # all fields would fill a hundred lines
 
@@ -251,6 +254,7 @@ def plan_workload(
             if call.kind == "generate" and (call.lengths is not None or choice.strategy.slots)
         },
         assumed=assumptions(problem, result.plan, workload, costs, seconds=result.simulation.seconds),
+        costs=costs,
     )
 
 

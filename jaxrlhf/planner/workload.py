@@ -10,6 +10,7 @@ Letters: B rows, P prompt columns, R response columns, T = P + R.
 import dataclasses
 import math
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from jaxrlhf.call_graph import Call, CallGraph, CallKind, Part
@@ -66,6 +67,10 @@ class ModelCall:
     """True if its output for a row depends on that row alone. False where it sums a loss."""
     described: DescribedCall | None = None
     """The description of its programs; None if it is known by its sizes alone."""
+    part: Part | None = None
+    """Of a part of a generation."""
+    left: "tuple[ModelCall, Strategy] | None" = None
+    """Of a tail: the share that its sequences left, and how that runs."""
 
     def require_described(self) -> DescribedCall:
         """The description of its programs. Raises ValueError if it is known by its sizes alone."""
@@ -152,7 +157,8 @@ class Workload:
     @property
     def tokens(self) -> int:
         """Tokens of prompts and responses that one step works on: of its generations, or of its largest call."""
-        drawn = [round(call.sequences * (call.prompt + call.drawn)) for call in self.calls if call.kind == "generate"]
+        begun = [c for c in self.calls if c.kind == "generate" and (c.part is None or c.part.begins)]
+        drawn = [round(call.sequences * (call.prompt + call.drawn)) for call in begun]
         return sum(drawn) or max((call.sequences * call.columns for call in self.calls), default=0)
 
     @property
@@ -168,9 +174,18 @@ class Workload:
         return tuple(call for call in self.calls if call.weights == weights and not call.trains)
 
 
-def step_workload(graph: CallGraph, roles: Mapping[str, Role], lengths: ResponseLengths | None = None) -> Workload:
-    """The work of a traced step of one iteration, each call with the description of its programs. Without `lengths`,
-    the responses that it draws are as long as they may be."""
+def step_workload(
+    graph: CallGraph,
+    roles: Mapping[str, Role],
+    lengths: ResponseLengths | None = None,
+    strategies: Mapping[str, Strategy] = MappingProxyType({}),
+) -> Workload:
+    """The work of a traced step of one iteration, each call with the description of its programs.
+
+    Args:
+        lengths: None means that the responses that it draws are as long as they may be.
+        strategies: Of a graph in parts: part of a generation -> how it runs, on which depends what comes to a tail.
+    """
     of_models = {name: role for name, role in roles.items() if isinstance(role, ModelRole)}
     sets = weight_sets(of_models)
     behind: dict[str, tuple[str, ...]] = {}  # call -> the calls of models that it waits for
@@ -183,7 +198,11 @@ def step_workload(graph: CallGraph, roles: Mapping[str, Role], lengths: Response
             made = _model_call(call, role, needs)
             if role.lora is not None:
                 made = dataclasses.replace(made, base=role.base, base_model=sets[role.base].model)
-            calls.append(dataclasses.replace(made, lengths=lengths) if made.kind == "generate" else made)
+            made = dataclasses.replace(made, lengths=lengths) if made.kind == "generate" else made
+            if made.part is not None and made.part.migrate and strategies:
+                share = next(c for c in calls if c.part and c.part.of == made.part.of and c.part.share == 0)
+                made = dataclasses.replace(made, left=(share, strategies[share.name]))
+            calls.append(made)
     return Workload(tuple(calls), tuple(call.name for call in graph.calls if call.kind == "host"))
 
 
@@ -192,7 +211,8 @@ def _generation_in_parts(call: Call, part: Part, common: dict[str, Any]) -> Mode
     sampling = call.args[1]
     n, response = 1 if part.migrate else sampling.num_samples, sampling.max_new_tokens
     columns = call.longest_sequence
-    return ModelCall(rows=part.sequences // n, prompt=columns - response, response=response, num_samples=n, **common)
+    rows = part.sequences // n
+    return ModelCall(rows=rows, prompt=columns - response, response=response, num_samples=n, part=part, **common)
 
 
 def _model_call(call: Call, role: ModelRole, needs: tuple[str, ...]) -> ModelCall:

@@ -85,6 +85,20 @@ def reallocate(
     return rebuild(done[id(a), t] if r is None else r for a, t, r in zip(arrays, targets, results, strict=True))
 
 
+def on_some_devices(tree: PyTree[jax.Array], shardings: PyTree[Sharding]) -> PyTree[jax.Array] | None:
+    """Arrays under other shardings over some of their devices, without a copy: both share the memory. None if a device
+    has another part of an array than it is to have."""
+    _, arrays, targets, rebuild = flatten(tree, shardings)
+    shared = []
+    for array, target in zip(arrays, targets, strict=True):
+        here, wanted = (x.devices_indices_map(array.shape) for x in (array.sharding, target))
+        if array.sharding.memory_kind != target.memory_kind or any(here.get(d) != box for d, box in wanted.items()):
+            return None
+        own = [shard.data for shard in array.addressable_shards if shard.device in wanted]
+        shared.append(jax.make_array_from_single_device_arrays(array.shape, target, own, dtype=array.dtype))
+    return rebuild(shared)
+
+
 def signature_of(array: jax.Array, target: Sharding) -> Signature:
     return Signature(array.shape, np.dtype(array.dtype), array.sharding, target)
 

@@ -188,3 +188,30 @@ def test_what_a_role_owns_rests_on_the_host():
     jax.tree.map(
         np.testing.assert_array_equal, on_host(store.for_inference("actor", GENERATE, layers="list")[0]), expected
     )
+
+
+def test_a_layout_over_some_of_the_devices_shares_the_memory_of_a_copy(store):
+    """The tail of a generation needs no weights brought to it, with the same parts on its devices."""
+    wide, narrow, other = (
+        Layout.over(devices, strategy)
+        for devices, strategy in (
+            ((4, 5, 6, 7), Strategy(data=2, tensor=2)),
+            ((4, 5), Strategy(tensor=2)),
+            ((4, 5), Strategy(data=2)),
+        )
+    )
+    whole, _ = store.for_inference("actor", wide, layers="list")
+    part, moved = store.for_inference("actor", narrow, layers="list")
+    assert moved is None
+    for x, y in zip(jax.tree.leaves(whole), jax.tree.leaves(part), strict=True):
+        at = {shard.device.id: shard.data.unsafe_buffer_pointer() for shard in x.addressable_shards}
+        assert {s.device.id: s.data.unsafe_buffer_pointer() for s in y.addressable_shards}.items() <= at.items()
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+    elsewhere, moved = store.for_inference("actor", other, layers="list")
+    assert moved is not None, "other parts of the weights"
+    np.testing.assert_array_equal(np.asarray(elsewhere["final_norm"]), np.asarray(whole["final_norm"]))
+    params, optimizer, _ = store.take_for_training("actor", TRAIN)
+    store.trained("actor", TRAIN, jax.tree.map(lambda x: x + 1, params), optimizer)
+    after, moved = store.for_inference("actor", narrow, layers="list")
+    assert moved is not None, "a copy of an older version is gone with it"
+    assert not np.array_equal(np.asarray(after["final_norm"]), np.asarray(part["final_norm"]))

@@ -23,8 +23,21 @@ from typing import Literal, Protocol
 from jaxrlhf.cluster.hardware import Cluster, Kind
 from jaxrlhf.generation.rollout_settings import Slots, decoding_stages, mean_columns
 from jaxrlhf.models.architecture import matrix_numbers, num_parameters
-from jaxrlhf.planner.costs.memory import MASTER_BYTES, device_layers, gradient_numbers, has_merged_copy, weight_bytes
-from jaxrlhf.planner.costs.rollout_steps import RolloutSteps, steps_at_once, steps_in_slots
+from jaxrlhf.planner.costs.memory import (
+    MASTER_BYTES,
+    cached_numbers,
+    device_layers,
+    gradient_numbers,
+    has_merged_copy,
+    weight_bytes,
+)
+from jaxrlhf.planner.costs.rollout_steps import (
+    RolloutSpan,
+    RolloutSteps,
+    steps_at_once,
+    steps_in_slots,
+    steps_of_span,
+)
 from jaxrlhf.planner.costs.work import SLOT_PHASES, LayerWork, Phase, SlotPhase, Work, analytic_work, decode_work
 from jaxrlhf.planner.workload import ModelCall
 from jaxrlhf.programs.call_programs import slots_of
@@ -203,7 +216,10 @@ class CallCosts:
         for each micro-batch is prefilled in as many ticks as it takes its chunks to pass all of them; the ring fills
         and empties in every turn, and every tick begins with what the one before sent."""
         call, strategy, stages, expected = self.call, self.strategy, self.strategy.pipeline, self.rollout_steps()
-        if strategy.slots:
+        if call.part is not None and not strategy.slots:  # all sequences are in slots
+            entering = call.rows // strategy.num_row_shards
+            rows, turns = entering * call.num_samples // stages, expected.steps / Slots.steps
+        elif strategy.slots:
             entering, rows, turns = strategy.prefill_rows, strategy.slots // stages, expected.steps / Slots.steps
         else:
             entering = call.part_rows(strategy)
@@ -219,6 +235,8 @@ class CallCosts:
             chunk = self.send(entering * math.ceil(call.prompt / chunks) * size)
             sends = fills * (stages * chunks + stages - 1) * chunk
             sends += stages * (expected.steps + turns) * self.send(rows * size)
+        if call.part is not None and call.part.migrate and call.part.handed_on[0] == 0:
+            sends += self.migration(rows * stages)
         seconds = CallSeconds(
             passes=stages * (expected.steps * step + fills * prefill),
             bubbles=(stages - 1) * (turns * step + fills * prefill / chunks),
@@ -243,6 +261,9 @@ class CallCosts:
         """The decoding steps that a generate call is expected to take; of micro-batches, each. All rows at once go on
         until the longest response of all row shards has ended; in slots each shard ends by itself."""
         call, strategy = self.call, self.strategy
+        if call.part is not None:
+            span = _span_of(call, strategy)
+            return steps_of_span(call.lengths, call.prompt, call.response, span, self.kind.target is not None)
         prompts, shards = math.ceil(call.part_rows(strategy)), strategy.num_row_shards
         if strategy.slots:
             on_gpu = self.kind.target is not None
@@ -262,6 +283,17 @@ class CallCosts:
         least, most = sorted((one.layer, one.layer * columns / usual))
         layer = min(max(one.layer + now - then, least), most)
         return max(self._by_device(dataclasses.replace(one, layer=layer)))
+
+    def migration(self, rows: float) -> float:
+        """Seconds in which so many sequences come to each row shard of a tail: with their caches over the links, or as
+        tokens, by a prefill over all columns, in groups."""
+        call, strategy = self.call, self.strategy
+        assert call.part is not None
+        if call.part.migrate == "prefill":
+            group = min(Slots.prefill_rows, rows)
+            return math.ceil(rows / group) * max(self._stages("prefill", group)) * call.columns / call.prompt
+        size = rows * call.columns * max(device_layers(call.model, strategy)) * cached_numbers(call.model)
+        return self.send(size * call.model.itemsize)  # parted over `tensor` there
 
     def _merge(self) -> float:
         """Seconds of adding adapters into a copy of the weights: their product in float32, and the sum."""
@@ -375,6 +407,17 @@ class CallCosts:
             return rates.collective_seconds + size / (self.kind.link.bandwidth * rates.link_efficiency)
         rate = self.model.network(self.devices).shared_by(min(per_stage, self.per_node)) * rates.network_efficiency
         return rates.network_collective_seconds + size / rate
+
+
+def _span_of(call: ModelCall, strategy: Strategy) -> RolloutSpan:
+    """What a part of a generation is of its rollout."""
+    assert call.part is not None
+    share, of_share = call.left or (call, strategy)
+    shards, n = of_share.num_row_shards, share.num_samples
+    prompts = share.rows // shards
+    slots = slots_of(of_share) if of_share.slots else Slots(prompts * n, prefill_rows=prompts)
+    tail = {"stay": call.part.stay, "tail_shards": strategy.num_row_shards} if call.left else {}
+    return RolloutSpan(prompts, n, shards, slots, call.part.handed_on, **tail)
 
 
 def memory_rate(kind: Kind) -> float:

@@ -42,6 +42,56 @@ class RolloutSteps:
     """Columns of the cache that a step reads for each row, on average. Those of shared prompts count in parts."""
 
 
+@dataclasses.dataclass(frozen=True)
+class RolloutSpan:
+    """A part of a rollout: from when some sequences of each row shard have finished until more have."""
+
+    prompts: int
+    """Of a row shard of the share."""
+    num_samples: int
+    shards: int
+    """Row shards of the share."""
+    slots: Slots
+    handed_on: tuple[int, int]
+    """Sequences of each row shard, of the share or of the tail, that have been handed on before and after it."""
+    stay: int = 0
+    """Of the tail: sequences of each row shard of the share that move to it."""
+    tail_shards: int = 0
+    """Row shards of the tail; 0 for a part of the share itself."""
+
+
+@functools.lru_cache(maxsize=4096)
+def steps_of_span(
+    lengths: ResponseLengths | None, prompt: int, response: int, span: RolloutSpan, on_gpu: bool
+) -> RolloutSteps:
+    """The steps of a part of a rollout, which ends when its slowest row shard does. The tail begins when all row shards
+    of the share have left it no more than it takes, and no prompt waits."""
+    per_round, (first, last) = span.slots.steps, span.handed_on
+    steps, groups, used = [], [], []
+    for of_rollout in _drawn(lengths, response, span.prompts * span.num_samples, span.shards):
+        each = [simulate_slots(of_rows, span.num_samples, span.slots) for of_rows in of_rollout]
+        ends = np.sort(np.stack([shard.left for shard in each]), axis=1).max(axis=0)  # of the slowest, after so many
+        if not span.tail_shards:
+            low, high = (int(ends[count - 1]) if count else 0 for count in (first, last))
+            entered = np.stack([shard.entered for shard in each])
+            groups.append(each[0].groups * ((entered >= low) & (entered < max(high, 1))).mean())
+            oldest = max(each, key=lambda shard: shard.rounds).ages(per_round)
+            used.append(oldest[low * per_round : high * per_round])
+        else:
+            kept = ends.shape[0] - span.stay
+            begin = max(int(ends[kept - 1]) if kept else 0, max(int(shard.entered.max()) for shard in each))
+            left = np.sort(np.concatenate([np.sort(shard.left)[kept:] for shard in each])) - begin
+            of_tail = span.stay * span.shards / span.tail_shards
+            places = (math.ceil(count / of_tail * len(left)) - 1 for count in (first, last))
+            low, high = (max(int(left[place]), 0) if place >= 0 else 0 for place in places)
+            groups.append(0.0)
+            used.append(begin * per_round + np.arange(low * per_round, high * per_round))
+        steps.append((high - low) * per_round)
+    ages, tokens = np.concatenate(used), prompt + response - 1
+    read = columns_read(np.minimum(prompt + ages, tokens), tokens, on_gpu=on_gpu) if len(ages) else np.array([prompt])
+    return RolloutSteps(float(np.mean(steps)), float(np.mean(groups)), float(read.mean()))
+
+
 @functools.lru_cache(maxsize=4096)
 def steps_at_once(lengths: ResponseLengths | None, prompt: int, response: int, rows: int) -> RolloutSteps:
     """The steps until the longest of `rows` responses, of at most `response` tokens, has ended."""
@@ -63,17 +113,12 @@ def steps_in_slots(
 ) -> RolloutSteps:
     """The steps of a rollout in slots, until the last of some row shards, each with so many prompts, has ended. On a
     GPU a step reads the whole cache, not only the columns that are in use."""
-    of_shard = num_prompts * num_samples
-    looked_at = max(1, min(shards, 4 * _SIMULATED // of_shard))
-    repeats = math.ceil(_SIMULATED / (looked_at * of_shard)) if lengths is not None else 1
-    count = repeats * looked_at * of_shard
-    rng = np.random.default_rng(0)
-    spread = (rng.permutation(count) + rng.random(count)) / count  # as many short ones as are expected
-    drawn = 1 + np.searchsorted(length_cdf(lengths, response), spread)
     found = []
-    for of_rollout in drawn.reshape(repeats, looked_at, of_shard):
+    drawn = _drawn(lengths, response, num_prompts * num_samples, shards)
+    for of_rollout in drawn:
         each = [simulate_slots(of_rows, num_samples, slots) for of_rows in of_rollout]
         found.append(max(each, key=lambda shard: shard.rounds))
+    repeats = len(drawn)
     ages = np.concatenate([each.ages(slots.steps) for each in found])
     own, tokens, shared = prompt, prompt + response - 1, 0.0
     if slots.shared_prompts:
@@ -82,6 +127,17 @@ def steps_in_slots(
     read = columns_read(np.minimum(own + ages, tokens), tokens, on_gpu=on_gpu)
     steps = slots.steps * sum(each.rounds for each in found) / repeats
     return RolloutSteps(steps, sum(each.groups for each in found) / repeats, float(read.mean()) + shared)
+
+
+def _drawn(lengths: ResponseLengths | None, response: int, of_shard: int, shards: int) -> np.ndarray:
+    """Lengths [rollout, row shard, sequence], as many short ones as are expected. Of many row shards some."""
+    looked_at = max(1, min(shards, 4 * _SIMULATED // of_shard))
+    repeats = math.ceil(_SIMULATED / (looked_at * of_shard)) if lengths is not None else 1
+    count = repeats * looked_at * of_shard
+    rng = np.random.default_rng(0)
+    spread = (rng.permutation(count) + rng.random(count)) / count
+    drawn = 1 + np.searchsorted(length_cdf(lengths, response), spread)
+    return drawn.reshape(repeats, looked_at, of_shard)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -132,6 +132,7 @@ class _Expansion:
                 first_sequence=0 if is_tail else firsts[share] * n, handed_on=handed_on,
                 migrate=placement.tail.migrate if is_tail and placement.tail else "",
                 sequences=bounds[-1] * on.strategy.num_row_shards if is_tail else split.prompts[share] * n,
+                stay=split.stay[0] if is_tail else 0,
             )  # fmt: skip
             name = f"{call.name}/{next(names)}"
             given = () if is_tail else cuts[share][1]

@@ -22,8 +22,10 @@ class SequenceSplit:
     """Of each share."""
     bounds: tuple[tuple[int, ...], ...]
     """Share -> sequences of each row shard that it has handed on after each part, from 0 on."""
+    stay: tuple[int, ...]
+    """Share -> sequences of each row shard that move to the tail."""
     tail_bounds: tuple[int, ...]
-    """The same of the tail; 0 alone without one."""
+    """Sequences of each row shard that the tail has handed on after each part; 0 alone without one."""
 
 
 def split_rows(where: str, call: Call, placement: Placement) -> tuple[int, ...]:
@@ -69,7 +71,7 @@ def split_sequences(where: str, call: Call, placement: Placement) -> SequenceSpl
         bounds_of(count - left, min(share.parts, count - left))
         for count, left, share in zip(of_shard, stay, shares, strict=True)
     ]
-    return SequenceSplit(prompts, tuple(bounds), tail_bounds)
+    return SequenceSplit(prompts, tuple(bounds), tuple(stay), tail_bounds)
 
 
 def _moving(
