@@ -10,7 +10,7 @@ from typing import Any, Literal
 from flax.core import FrozenDict
 
 from jaxrlhf.brief import brief, cut, did_you_mean
-from jaxrlhf.config.reading import FORM, INLINE, ConfigError, to_tree
+from jaxrlhf.config.reading import FORM, INLINE, ConfigError, merge, to_tree
 from jaxrlhf.require import require, require_at_least_one, require_fraction, require_positive_fraction
 from jaxrlhf.reshard.protocols import AUTO
 from jaxrlhf.sharding.strategy import Strategy
@@ -221,8 +221,7 @@ def expand_plan(tree: dict[str, Any], where: str) -> None:
                 f"plan.calls.{cut(str(name))}.{did_you_mean(str(name), keys)}"
             )
     if isinstance(plan.get("calls"), dict):
-        calls = {name: _with_shares(entry) for name, entry in plan["calls"].items()}
-        plan = {**plan, "calls": _joined(calls)}
+        plan = {**plan, "calls": _joined(plan["calls"])}
     if isinstance(plan.get("lengths"), str):
         plan = {**plan, "lengths": {"run": plan["lengths"]}}
     tree["plan"] = plan
@@ -230,7 +229,7 @@ def expand_plan(tree: dict[str, Any], where: str) -> None:
 
 def _with_shares(entry: Any) -> Any:
     """The entry of a call; a list of placements as the first with the others in it."""
-    if isinstance(entry, list) and entry and all(isinstance(item, dict) for item in entry):
+    if _is_shares(entry):
         return {**entry[0], "shares": entry[1:]} if len(entry) > 1 else entry[0]
     return entry
 
@@ -239,11 +238,16 @@ def _joined(calls: Mapping[str, Any]) -> dict[str, Any]:
     """Entries by the names of calls. Of two entries of one call, the later one is merged over the earlier one."""
     joined: dict[str, Any] = {}
     for name, entry in calls.items():
-        is_role = isinstance(entry, dict) and entry and all(isinstance(value, dict) for value in entry.values())
-        is_role = is_role and "." not in str(name)  # a call with nothing but a tail
+        is_role = isinstance(entry, dict) and entry and "." not in str(name)  # `a.b: {tail: {...}}` is a call
+        is_role = is_role and all(isinstance(value, dict) or _is_shares(value) for value in entry.values())
         entries = {f"{name}.{method}": placement for method, placement in entry.items()} if is_role else {name: entry}
         for call, placement in entries.items():
+            placement = _with_shares(placement)
             if isinstance(before := joined.get(call), dict) and isinstance(placement, dict):
-                placement = {**before, **placement}
+                placement = merge(before, placement)
             joined[call] = placement
     return joined
+
+
+def _is_shares(entry: Any) -> bool:
+    return isinstance(entry, list) and bool(entry) and all(isinstance(item, dict) for item in entry)

@@ -34,7 +34,7 @@ from jaxrlhf.observe.events import STEP, WAIT, Event
 from jaxrlhf.observe.part_reports import PartReports
 from jaxrlhf.observe.timeline_recorder import Timeline, Watcher
 from jaxrlhf.planner.fusion.fusible import fused_order
-from jaxrlhf.planner.plans.parts import in_parts
+from jaxrlhf.planner.plans.parts import cut_rows, in_order, in_parts
 from jaxrlhf.planner.plans.plan import Plan
 from jaxrlhf.planner.plans.splits import splits_rows
 from jaxrlhf.programs.arrays import Outputs, Program, Rebuild
@@ -171,6 +171,8 @@ class Executor:
 
     def _in_parts(self, graph: CallGraph, plan: Plan) -> tuple[CallGraph, Plan]:
         """A graph and its plan, with a call for each part. They are kept, with what they were made of."""
+        if all(placement.is_whole for placement in plan.placements.values()):
+            return graph, plan
         self._planned = key = id(graph), id(plan)
         if key not in self._graphs:
             self._graphs[key] = (graph, plan), in_parts(graph, plan)
@@ -236,6 +238,8 @@ class Executor:
         elif outputs is None:
             outputs = _absent_outputs(call, ready.layout)
         ends = program.ends if isinstance(program, Pipelined) else {ready.layout: outputs}
+        if call.function in (cut_rows, in_order):  # rows on their way between parts are no work of the step
+            ends = {}
         for where, array in ends.items():
             self._watch(array, call.whole_name, call.kind, where, ready.dispatched, inputs=ready.arrays)
         if isinstance(program, Pipelined):
@@ -255,7 +259,8 @@ class Executor:
             self._rollouts[own] = RolloutInParts(self._model_role(call), layout, slots, decoding_options(layout))
         rollout = self._rollouts[own]
         if part.handed_on[0] == 0 and part.migrate:
-            left = [self._rollouts[share].leave(part.migrate, noise, temperature) for share in shares]
+            every = [self._rollouts[share] for share in shares]
+            left = [each.leave(part.migrate, noise, temperature) for each in every if each.num_left]
             rollout.arrive(params, left, sampling)
         elif part.handed_on[0] == 0:
             rollout.begin(params, prompts, sampling, part.first_sequence)

@@ -44,6 +44,8 @@ class Rolling(struct.PyTreeNode):
     handed_on: Bool[Array, "D N"]
     position: Int[Array, "D N"]
     """The place of each sequence among all of the call."""
+    drawn_before: Int[Array, " D"]
+    """Tokens that its sequences came with."""
 
 
 class RolloutInParts:
@@ -148,7 +150,7 @@ def _begin(
     state, D = begin_rollout(params if ready is None else ready, prompts, settings), _num_shards(settings)
     N = len(prompts.tokens) * settings.sampling.num_samples // D
     position_DN = first_sequence + jnp.arange(D * N, dtype=jnp.int32).reshape(D, N)
-    return ready, Rolling(state, jnp.zeros((D, N), bool), position_DN)
+    return ready, Rolling(state, jnp.zeros((D, N), bool), position_DN, jnp.zeros(D, jnp.int32))
 
 
 def _arrive(
@@ -156,7 +158,8 @@ def _arrive(
 ) -> tuple[Params | None, Prompts, Rolling]:
     ready = _prepared(params, settings)
     prompts, position_DN, state = arrive(leaving, params if ready is None else ready, settings)
-    return ready, prompts, Rolling(state, jnp.zeros(position_DN.shape, bool), position_DN)
+    drawn_before = progress_of(state, settings)[:, 1]
+    return ready, prompts, Rolling(state, jnp.zeros(position_DN.shape, bool), position_DN, drawn_before)
 
 
 def _prepared(params: Params, settings: RolloutSettings) -> Params | None:
@@ -177,7 +180,8 @@ def _go_on(
     settings: RolloutSettings,
 ) -> tuple[Rolling, Int[Array, "D 4"]]:
     state = continue_rollout(params, prompts, rolling.state, noise, temperature, settings, until)
-    return rolling.replace(state=state), progress_of(state, settings)
+    progress = progress_of(state, settings)
+    return rolling.replace(state=state), progress.at[:, 1].add(-rolling.drawn_before)
 
 
 def _take(

@@ -78,7 +78,8 @@ def _check(saved: SavedPlan, draft: StepDraft) -> None:
     with errors_as(PlanError, f"{saved.source}: ", PlanError):
         check_entries(saved.plan.placements, [draft.graph])
         for call in draft.graph.calls:
-            if placement := saved.plan.placements.get(call.plan_name):
+            placement = saved.plan.placements.get(call.plan_name)
+            if placement is not None and placement.is_whole:  # parts are checked with the whole plan
                 check_call(call, placement, draft.models, mesh.num_devices(), devices_per_node, draft.keys)
 
 

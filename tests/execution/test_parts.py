@@ -163,3 +163,11 @@ def test_samples_of_a_prompt_change_nothing(shared):
         reward__scores=Placement(parts=3),
     )
     assert_same(outputs(assembly, plan), expected("grpo", 2))
+
+
+def test_a_share_of_which_nothing_moves_leaves_nothing_to_the_tail():
+    assembly = assembled()
+    generation = Placement(
+        (0, 1), TWO, parts=2, shares=(Placement((4, 5), TWO, rows=0.25),), tail=Tail((2,), ONE, rows=0.2)
+    )
+    assert_same(outputs(assembly, planned(assembly, actor__generate=generation)), expected())

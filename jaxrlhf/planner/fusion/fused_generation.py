@@ -29,7 +29,7 @@ from jaxrlhf.planner.plans.plan import Placement, Plan, PlanError
 from jaxrlhf.planner.plans.splits import divisors
 from jaxrlhf.planner.search.choices import problem_of
 from jaxrlhf.planner.search.peak_memory import peak_memory
-from jaxrlhf.planner.search.problem import PairSeconds
+from jaxrlhf.planner.search.problem import CallChoices, PairSeconds
 from jaxrlhf.planner.search.simulate import steady_state
 from jaxrlhf.planner.workload import step_workload
 from jaxrlhf.programs.roles import ModelRole, Role
@@ -166,12 +166,13 @@ class _Search:
         for shards in divisors(strategy.num_row_shards)[:-1]:
             on, free = devices[: shards * width], devices[shards * width :]
             on_tail = dataclasses.replace(strategy, data=shards, fsdp=1, slots=0, shared_prompts=0)
-            for share, staged in itertools.product((0.0, len(on) / len(devices)), (True, False)):
+            for share, tensor in itertools.product((0.0, len(on) / len(devices)), (0, 4, 8)):
                 tail = Tail(on, on_tail, rows=fraction)
                 fused = {generation.plan_name: dataclasses.replace(placement, parts=PARTS, tail=tail)}
                 for call in self._inferences(generation):
                     like = self._plan[call].strategy
-                    like = like if staged else _without_stages(like, self._costs.cluster.devices_per_node)
+                    if tensor:  # parts of few rows do not fill a pipeline
+                        like = dataclasses.replace(like, pipeline=1, tensor=tensor)
                     fused[call.plan_name] = _inference(call, like, on, free, share, fraction)
                 plan = dataclasses.replace(self._plan, placements={**self._plan.placements, **fused})
                 if self._is_valid(plan):
@@ -194,11 +195,18 @@ class _Search:
         problem = problem_of(workload, self._costs.cluster, self._costs, placements, offload=plan.offload)
         of_tails = {i for i, call in enumerate(workload.calls) if call.part is not None and call.part.migrate}
         here = {pair: s if pair[1] not in of_tails else _FREE for pair, s in problem.reallocations.items()}
-        problem = dataclasses.replace(problem, reallocations=here)  # the share's weights are on the tail's devices
+        calls = (_with_shared_copy(call) if i in of_tails else call for i, call in enumerate(problem.calls))
+        problem = dataclasses.replace(problem, reallocations=here, calls=tuple(calls))
         chosen = [0] * len(workload.calls)
         if any(peak > room for peak, room in zip(peak_memory(problem, chosen), problem.capacity, strict=True)):
             return None
         return steady_state(problem, chosen).seconds
+
+
+def _with_shared_copy(call: CallChoices) -> CallChoices:
+    """A tail, whose weights are those of its share, on the same devices."""
+    choices = tuple(dataclasses.replace(c, copy=0, shared_with_training=0, resting=0) for c in call.choices)
+    return dataclasses.replace(call, choices=choices)
 
 
 def _inference(
@@ -216,9 +224,3 @@ def _inference(
     if not share:
         return Placement(free, over(free), parts=PARTS + 1)
     return Placement(free, over(free), parts=PARTS, shares=(Placement(on_tail, over(on_tail), rows=share),))
-
-
-def _without_stages(strategy: Strategy, devices_per_node: int) -> Strategy:
-    """With tensor shards for stages, within a node: parts of few rows do not fill a pipeline."""
-    tensor = min(strategy.tensor * strategy.pipeline, devices_per_node)
-    return dataclasses.replace(strategy, pipeline=1, tensor=tensor)

@@ -145,6 +145,11 @@ def stage_warnings(plan: Plan, graph: CallGraph) -> list[str]:
 def _check_parts(call: Call, placement: Placement) -> None:
     """Checks that a call that is not whole may run in parts, and its shares and its tail fit each other."""
     where, shares, tail = f"plan.calls.{call.plan_name}", (placement, *placement.shares), placement.tail
+    if placement.rows != 1:
+        raise PlanError(
+            f"{where}.rows: is for calls on several placements, written as a list. Got {placement.rows:g} and one "
+            "placement. Leave rows out, or add the other placements."
+        )
     if placement.is_whole:
         return
     if call.kind not in ("generate", "infer", "host") or not call.row_wise:

@@ -101,7 +101,7 @@ class _Expansion:
         return self._generation(call, placement) if call.kind == "generate" else self._inference(call, placement)
 
     def _generation(self, call: Call, placement: Placement) -> list[_Unit]:
-        """Parts of all shares in the order in which they are expected to be ready, then those of the tail."""
+        """Parts of all shares, the first of each and then as they are expected to be ready; and those of the tail."""
         where, n = f"plan.calls.{call.plan_name}", call.num_drawn
         split, shares = split_sequences(where, call, placement), (placement, *placement.shares)
         firsts = [sum(split.prompts[:i]) for i in range(len(shares))]
@@ -117,8 +117,9 @@ class _Expansion:
             for first, count, share in zip(firsts, split.prompts, shares, strict=True)
         ]
         units += [unit for unit, _ in cuts if unit is not None]
-        self._blocks[call.name] = []
-        for number, (_, share, i) in enumerate([*sorted(parts, key=lambda part: part[:2]), *of_tail]):
+        blocks: list[tuple[float, Block]] = []
+        in_turn = sorted(parts, key=lambda part: (part[2] > 0, *part[:2]))  # all shares begin before any goes on
+        for number, (ready, share, i) in enumerate([*in_turn, *of_tail]):
             is_tail = share == len(shares)
             bounds = split.tail_bounds if is_tail else split.bounds[share]
             on = placement.tail if is_tail else shares[share]
@@ -144,7 +145,8 @@ class _Expansion:
             units.append(_Unit(made, Placement(on.devices, on.strategy)))
             last[share] = name
             if rows:
-                self._blocks[call.name].append(Block(rows, positions, outputs))
+                blocks.append((ready + is_tail, Block(rows, positions, outputs)))
+        self._blocks[call.name] = [block for _, block in sorted(blocks, key=lambda each: each[0])]
         return units
 
     def _inference(self, call: Call, placement: Placement) -> list[_Unit]:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxrlhf.call_graph import Call, CallGraph
+from jaxrlhf.config.plan_config import Placement, Tail, devices_to_text
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.planner.plans.plan import Plan
 from jaxrlhf.planner.plans.splits import copied_rows, micro_batches_of, term_rows
@@ -27,8 +28,29 @@ def plan_rows(plan: Plan, graph: CallGraph, models: Mapping[str, ModelConfig]) -
         if call.kind != "host":
             model = models.get(call.role or "")
             row["cut into"] = _cut(call, plan[call].strategy, model, fused_with if call.plan_name in plan.fuse else "")
+        if (placement := plan.placements.get(call.plan_name)) is not None and not placement.is_whole:
+            row["cut into"] = _parts_in_words(placement, on_host=call.kind == "host")
         table.append(row)
     return table
+
+
+def _parts_in_words(placement: Placement, *, on_host: bool) -> str:
+    """`2 parts on 0-3; 25 % of the rows in 1 part on 4-7; the last 20 % go on on 0`."""
+
+    def count(each: Placement | Tail) -> str:
+        return f"{each.parts} part{'s' if each.parts > 1 else ''}"
+
+    if on_host:
+        return count(placement)
+    words = [f"{count(placement)} on {devices_to_text(placement.devices)}"]
+    for share in placement.shares:
+        words.append(f"{share.rows:.0%} of the rows in {count(share)}, {share}")
+    if (tail := placement.tail) is not None:
+        how = "with their caches" if tail.migrate == "cache" else "as tokens"
+        words.append(
+            f"the last {tail.rows:.0%} move {how} to {devices_to_text(tail.devices)}, {tail.strategy}, in {count(tail)}"
+        )
+    return "; ".join(words)
 
 
 def _cut(call: Call, strategy: Strategy, model: ModelConfig | None, fused_with: str) -> str:
