@@ -67,6 +67,8 @@ def check_call(
 ) -> None:
     """Checks that a placement fits one call of a graph, whole or a part. Arguments and errors are those of `check`."""
     where = f"plan.calls.{call.whole_name}"
+    if call.part is not None and (call.part.share or call.part.migrate):
+        where += ".tail" if call.part.migrate else f"[{call.part.share}]"
     _check_devices(where, placement, num_devices, devices_per_node or num_devices)
     if call.role is not None:
         model, strategy = models[call.role], placement.strategy
@@ -295,7 +297,9 @@ def _check_rows(keys: RowCountKeys, call: Call, strategy: Strategy) -> None:
                     f"{_divisors(rows)}{f' for {key}' if key else ''}, or another {keys.key(rows)}."
                 )
             what = f"a mini-batch of {rows // mini_batches} rows ({rows} / {mini_batches})"
-            _check_shards(where, rows // mini_batches, what, strategy, (strategy.micro_batches,), keys.key(rows))
+            _check_shards(
+                where, rows // mini_batches, what, strategy, (strategy.micro_batches,), f"another {keys.key(rows)}"
+            )
         return
     if call.kind == "compute":  # whose arrays are whole on every device if their rows do not divide
         return
@@ -304,11 +308,15 @@ def _check_rows(keys: RowCountKeys, call: Call, strategy: Strategy) -> None:
         micro_batches += (strategy.pipeline,)  # each micro-batch is cut once more, into a part for each stage
     copied = copied_rows(call, strategy) > 0
     for rows in sorted({ref.shape[0] for ref in call.refs if ref.has_rows}, reverse=True):
-        _check_shards(where, rows, f"{rows} rows", strategy, micro_batches, keys.key(rows), may_copy=copied)
+        remedy = (
+            f"another {keys.key(rows)}" if call.part is None else f"fewer parts, or another {keys.key(call.num_rows)}"
+        )
+        what = f"{rows} rows" if call.part is None else f"the {rows} rows of a part"
+        _check_shards(where, rows, what, strategy, micro_batches, remedy, may_copy=copied)
 
 
 def _check_shards(
-    where: str, rows: int, what: str, strategy: Strategy, micro: tuple[int, ...], key: str, *, may_copy: bool = False
+    where: str, rows: int, what: str, strategy: Strategy, micro: tuple[int, ...], remedy: str, *, may_copy: bool = False
 ) -> None:
     """Checks that rows split over micro-batches and shards: evenly, or with copies of some. `micro` is micro-batches of
     the plan, then the number of stages where each is cut once more, a part for each."""
@@ -317,7 +325,7 @@ def _check_shards(
         rule = f"be at most {what}" if may_copy else f"divide {what}"
         raise PlanError(
             f"{where}: micro_batches {'x pipeline ' if len(micro) > 1 else ''}x data x fsdp must {rule}. Got "
-            f"{' x '.join(map(str, factors))} = {math.prod(factors)}. Lower a degree, or use another {key}."
+            f"{' x '.join(map(str, factors))} = {math.prod(factors)}. Lower a degree, or use {remedy}."
         )
 
 

@@ -198,10 +198,11 @@ REFUSED = {
         "plan.calls.actor.generate.tail.slots: are as many as sequences move. Got 4. Leave slots out.",
     ),
     "a tail on devices that do not exist": (
-        dict(actor__generate=Placement((0,), ONE, tail=Tail((9,), ONE))), "plan.calls.actor.generate.devices: must be",
+        dict(actor__generate=Placement((0,), ONE, tail=Tail((9,), ONE))), "plan.calls.actor.generate.tail.devices",
     ),
     "parts that do not divide over their devices": (
-        dict(reference__logprobs=Placement(tuple(range(8)), Strategy(data=8), parts=4)), "Lower a degree",
+        dict(reference__logprobs=Placement(tuple(range(8)), Strategy(data=8), parts=4)),
+        "must be at most the 4 rows of a part. Got 1 x 8 x 1 = 8. Lower a degree, or use fewer parts, or another",
     ),
 }  # fmt: skip
 
