@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxrlhf.experience import Prompts, Rollout, Sampling
@@ -41,8 +42,6 @@ from scripts.bench_primitives import (
 
 POOL = 8
 """Prompts, as a multiple of those that are timed, among which these are found."""
-NOISE: Any = np.zeros(3, np.uint32)
-TEMPERATURE: Any = np.float32(1.0)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -72,6 +71,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Everything about one setting."""
     config, layout = language_model(options), Layout.over((0,), Strategy())
+    noise, temperature = jnp.zeros(3, jnp.uint32), jnp.float32(1.0)
     targets, n = drawn_lengths(options), options.samples
     mean = options.mean * (1 if targets is None else 2)
     stop_ids = () if options.mean >= options.new_tokens else tuple(range(max(1, round(config.vocab_size / mean))))
@@ -88,9 +88,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         return [at_once(params, part) for part in parts]
 
     def in_slots(slots: Slots, given: Params, some: Prompts) -> Rollout:
-        return generate(given, some, NOISE, TEMPERATURE, sampling, config, layout, slots)
+        return generate(given, some, noise, temperature, sampling, config, layout, slots)
 
-    at_once = jax.jit(lambda given, some: generate(given, some, NOISE, TEMPERATURE, sampling, config, layout))
+    at_once = jax.jit(lambda given, some: generate(given, some, noise, temperature, sampling, config, layout))
     prompts = random_prompts(options)
     if targets is not None:
         pool = random_prompts(argparse.Namespace(**{**vars(options), "batch": POOL * options.rows}))

@@ -346,10 +346,13 @@ class Executor:
         assert call.role is not None
         started = time.perf_counter()
         role, name = self._model_role(call), self.weights.read_by(call.role)[0]
+        part, inside = call.part, None
+        if part is not None and part.migrate:
+            inside = self._rollouts[self._planned, part.of, 0].layout
         params, received = self.weights.for_inference(
             call.role, layout, layers=form_read(role, call.kind, layout),
             version=self._first_versions[name] + call.reads,
-            merged=reads_merged(role.model, role.lora, call.num_tokens),
+            merged=reads_merged(role.model, role.lora, call.num_tokens), inside=inside,
         )  # fmt: skip
         if received is not None:
             self._watch_reallocation(call.role, params, layout, started, received)

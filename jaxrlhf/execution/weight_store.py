@@ -174,14 +174,17 @@ class WeightStore:
     # -- roles: what their calls read ----------------------------------------------------------------------------------
 
     def for_inference(
-        self, role: str, layout: Layout, *, layers: LayerForm, version: int | None = None, merged: bool = False
-    ) -> tuple[Params, int | None]:
+        self, role: str, layout: Layout, *, layers: LayerForm, version: int | None = None, merged: bool = False,
+        inside: Layout | None = None,
+    ) -> tuple[Params, int | None]:  # fmt: skip
         """A role's weights in the compute precision in a layout.
 
         Args:
             layers: Form of the layers. Those of a `ring` always have their adapters merged in.
             version: Of the first set that the role reads. None means the current one; any other must have been pinned.
             merged: Adapters are merged into a copy of the base weights, not left beside them.
+            inside: A layout over these devices and more. If a copy in it has what each device is to have, both share
+                its memory.
 
         Returns:
             The weights, and the bytes that devices of this process received for them; None if they were there already.
@@ -191,15 +194,15 @@ class WeightStore:
         form: Form = (layout, layers)
         version = held.version if version is None else version
         if not base:
-            return self._copy(own, form, version)
+            return self._copy(own, form, version, inside)
         merged = merged or layers == "ring"
         if merged and (version, form) in held.merged:
             return held.merged[version, form], None
         beside = _beside(form)
-        params, received = self._copy(own, beside, version)
+        params, received = self._copy(own, beside, version, inside)
         config, lora = self._roles[role].model, self._roles[role].lora
         assert lora is not None
-        base_params, base_received = self._copy(base[0], beside, None)
+        base_params, base_received = self._copy(base[0], beside, None, inside)
         if base_received is not None:
             received = (received or 0) + base_received
         adapted = adapt(base_params, params, config, lora)
@@ -211,7 +214,9 @@ class WeightStore:
             held.merged[version, form] = adapted
         return adapted, received
 
-    def _copy(self, name: str, form: Form, version: int | None) -> tuple[Params, int | None]:
+    def _copy(
+        self, name: str, form: Form, version: int | None, inside: Layout | None = None
+    ) -> tuple[Params, int | None]:
         """One set in the compute precision, on the devices."""
         held = self._held[name]
         if version not in (None, held.version):
@@ -222,10 +227,9 @@ class WeightStore:
             held.copies[form] = to_device_memory(held.resting[form])
             return held.copies[form], None
         layout, layers = form
-        shardings = self.sets[name].shardings(layout, layers=layers) if layers != "ring" else None
-        for (other, as_here), copy in held.copies.items() if shardings is not None else ():
-            is_inside = as_here == layers and set(layout.devices) < set(other.devices)
-            if is_inside and (part := on_some_devices(copy, shardings)) is not None:
+        if layers != "ring" and inside is not None and (whole := held.copies.get((inside, layers))) is not None:
+            part = on_some_devices(whole, self.sets[name].shardings(layout, layers=layers))
+            if part is not None:
                 held.copies[form] = part
                 return part, None
         held.copies[form], received = self._made(name, form)

@@ -201,17 +201,17 @@ def test_a_layout_over_some_of_the_devices_shares_the_memory_of_a_copy(store):
         )
     )
     whole, _ = store.for_inference("actor", wide, layers="list")
-    part, moved = store.for_inference("actor", narrow, layers="list")
+    part, moved = store.for_inference("actor", narrow, layers="list", inside=wide)
     assert moved is None
     for x, y in zip(jax.tree.leaves(whole), jax.tree.leaves(part), strict=True):
         at = {shard.device.id: shard.data.unsafe_buffer_pointer() for shard in x.addressable_shards}
         assert {s.device.id: s.data.unsafe_buffer_pointer() for s in y.addressable_shards}.items() <= at.items()
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
-    elsewhere, moved = store.for_inference("actor", other, layers="list")
+    elsewhere, moved = store.for_inference("actor", other, layers="list", inside=wide)
     assert moved is not None, "other parts of the weights"
     np.testing.assert_array_equal(np.asarray(elsewhere["final_norm"]), np.asarray(whole["final_norm"]))
     params, optimizer, _ = store.take_for_training("actor", TRAIN)
     store.trained("actor", TRAIN, jax.tree.map(lambda x: x + 1, params), optimizer)
-    after, moved = store.for_inference("actor", narrow, layers="list")
+    after, moved = store.for_inference("actor", narrow, layers="list", inside=wide)
     assert moved is not None, "a copy of an older version is gone with it"
     assert not np.array_equal(np.asarray(after["final_norm"]), np.asarray(part["final_norm"]))

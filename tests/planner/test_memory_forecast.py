@@ -8,15 +8,22 @@ import pytest
 from jaxrlhf.cluster import cluster_text
 from jaxrlhf.cluster.cluster_text import read_cluster
 from jaxrlhf.cluster.hardware import Cluster
+from jaxrlhf.config.plan_config import Tail
 from jaxrlhf.config.schema import load_run
 from jaxrlhf.models.architecture import num_parameters
 from jaxrlhf.planner import memory_forecast
 from jaxrlhf.planner.costs.memory import call_memory, weight_bytes
 from jaxrlhf.planner.make_plan import plan_workload
 from jaxrlhf.planner.memory_forecast import MemoryForecast, forecast_memory
+from jaxrlhf.planner.plans.parts import in_parts
 from jaxrlhf.planner.plans.plan import Placement, Plan, PlanError
 from jaxrlhf.planner.report import memory_rows, plan_json, summary_lines
+from jaxrlhf.planner.search.choices import memory_problem
+from jaxrlhf.planner.search.peak_memory import memory_during
+from jaxrlhf.planner.workload import step_workload
+from jaxrlhf.run.assembly import assemble
 from jaxrlhf.sharding.strategy import Strategy
+from jaxrlhf.testing import small_run
 from tests.planner.described_step import TINY, ppo
 
 STEP = ppo(dataclasses.replace(TINY, hidden_size=1024, intermediate_size=4096, vocab_size=4096, num_heads=8))
@@ -142,3 +149,18 @@ def _with_memory(cluster: Cluster, size: int) -> Cluster:
     (group,) = cluster.groups
     memory = dataclasses.replace(group.kind.memory, bytes=size, usable=1.0)
     return Cluster((dataclasses.replace(group, kind=dataclasses.replace(group.kind, memory=memory)),))
+
+
+@pytest.mark.parametrize(
+    ("devices", "degrees", "has_copy"), [((2, 3), {"data": 2}, False), ((0, 1), {"tensor": 2}, True)]
+)
+def test_a_tail_on_some_devices_of_its_share_has_the_same_weights(devices, degrees, has_copy):
+    train = assemble(small_run("ppo"), 8, 4).train
+    tail = Tail(devices, Strategy(**degrees), rows=0.25)
+    whole = Placement(tuple(range(4)), Strategy(data=4), parts=2, tail=tail)
+    placed = {**train.plan.placements, "actor.generate": whole}
+    graph, plan = in_parts(train.graph, dataclasses.replace(train.plan, placements=placed))
+    problem = memory_problem(step_workload(graph, train.roles), read_cluster("1x8:h100"), plan.placements)
+    *_, last = (call.plan_name for call in graph.calls if call.part is not None and call.part.migrate)
+    during = memory_during(problem, [0] * len(problem.calls))[last]
+    assert (last in during.copies) == has_copy

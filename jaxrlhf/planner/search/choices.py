@@ -176,7 +176,24 @@ def memory_problem(
 ) -> Problem:
     """A problem without costs, for `peak_memory`, whose only choices are given placements."""
     maker = _Maker(workload, cluster, None, frozenset(offload))
-    return _unconnected(workload, cluster, [[maker.fixed(call, placements[call.name])] for call in workload.calls])
+    every = []
+    for call in workload.calls:
+        choice = maker.fixed(call, placements[call.name])
+        if call.part is not None and call.part.migrate:
+            whole = next(c for c in workload.calls if c.part and c.part.of == call.part.of and c.part.share == 0)
+            if shares_weights(placements[call.name], placements[whole.name]):
+                choice = dataclasses.replace(choice, resting=0, base=0, copy=0, shared_with_training=0)
+        every.append([choice])
+    return _unconnected(workload, cluster, every)
+
+
+def shares_weights(tail: Placement, share: Placement) -> bool:
+    """True if the weights of a tail are those that a share of its generation has on the same devices."""
+    a, b, first = tail.strategy, share.strategy, tail.devices[0]
+    if not set(tail.devices) <= set(share.devices) or a.pipeline > 1 or b.pipeline > 1:
+        return False
+    period = a.fsdp * a.tensor
+    return (a.fsdp, a.tensor) == (b.fsdp, b.tensor) and share.devices.index(first) % period == 0
 
 
 class _Maker:
