@@ -100,6 +100,8 @@ class Part:
     """Of the tail: sequences of each row shard of the first share that move to it."""
     migrate: Literal["", "cache", "prefill"] = ""
     """Of the tail: how sequences come to it."""
+    together: int = 1
+    """Of a generation: neighboring sequences that are handed on together."""
 
     @property
     def begins(self) -> bool:
@@ -120,6 +122,8 @@ class Call:
     row_wise: bool = False
     function: Callable[..., Any] | None = None
     """The function of a `compute` call."""
+    groups_of: int | str = ""
+    """Of a `compute` call: as `tracing.compute` takes it."""
     args: tuple[Any, ...]
     """Pytrees. `Ref` leaves are edges of the graph; every other leaf is a hashable setting."""
     outputs: Any

@@ -237,10 +237,28 @@ def random_plan(phase: Phase, *, seed: int) -> Plan:
             placements[call.plan_name] = placement
     offload = tuple(role for role in models if random.Random(f"{seed} {role}").random() < 0.2)
     plan = _with_fusion(resolve(graph, one_device, placements, offload=offload), graph, models, seed)
+    plan = _with_training_in_parts(plan, graph, models, seed)
     if plan.fuse:
         costs = reference_costs(NUM_DEVICES, DEVICES_PER_NODE)
         plan = with_schedules(plan, graph, step_workload(graph, phase.roles), costs)
     return reuse_training_shards(plan, graph, training_placements(plan, graph), DEVICES_PER_NODE)
+
+
+def _with_training_in_parts(plan: Plan, graph: CallGraph, models: Mapping[str, ModelConfig], seed: int) -> Plan:
+    """The plan, under some seeds with all calls in at least two parts up to the train calls, if that is possible."""
+    if random.Random(f"{seed} training").random() < 0.5:
+        return plan
+    placements = dict(plan.placements)
+    for call in graph.calls:
+        if call.kind != "compute":
+            placement = placements.get(call.plan_name, Placement())
+            placements[call.plan_name] = dataclasses.replace(placement, parts=max(2, placement.parts))
+    in_parts = dataclasses.replace(plan, placements=placements)
+    try:
+        check(in_parts, graph, models, NUM_DEVICES, DEVICES_PER_NODE)
+    except PlanError:  # the algorithm makes several updates, or needs all rows, or a placement has stages
+        return plan
+    return in_parts
 
 
 def _with_fusion(plan: Plan, graph: CallGraph, models: Mapping[str, ModelConfig], seed: int) -> Plan:

@@ -134,7 +134,9 @@ class Recorder:
         self._outputs[asked] = self._append(call, avals, method.row_wise)
         return self._outputs[asked]
 
-    def compute(self, function: Callable[..., Any], args: tuple[Any, ...], call_name: str | None) -> Any:
+    def compute(
+        self, function: Callable[..., Any], args: tuple[Any, ...], call_name: str | None, groups_of: int | str
+    ) -> Any:
         name = getattr(function, "__name__", "")
         if not name or name == "<lambda>" or "<locals>" in getattr(function, "__qualname__", ""):
             raise GraphError(
@@ -151,9 +153,12 @@ class Recorder:
         self._check_args(full_name, args)
         avals = _evaluated(full_name, function, args)
         has_rows = _follow_rows(full_name, function, args, avals)
+        if isinstance(groups_of, int):
+            _check_groups(full_name, groups_of, args, avals, has_rows)
         call = Call(
-            name=full_name, kind="compute", function=function, args=args, outputs=None, iteration=self.iteration
-        )
+            name=full_name, kind="compute", function=function, groups_of=groups_of, args=args, outputs=None,
+            iteration=self.iteration,
+        )  # fmt: skip
         return self._append(call, avals, has_rows)
 
     def _next_name(self, name: str) -> str:
@@ -247,14 +252,21 @@ class Roles:
 _recorder: contextvars.ContextVar[Recorder | None] = contextvars.ContextVar("recorder", default=None)
 
 
-def compute(function: Callable[..., Any], *args: Any, name: str | None = None) -> Any:
+def compute(function: Callable[..., Any], *args: Any, name: str | None = None, groups_of: int | str = "") -> Any:
     """A call without weights: a pure function of arrays, over the whole batch, on devices.
 
     Inside a step function it records the call and returns references to its outputs. Outside of one it calls the
-    function, so that a step can be tried on real arrays. The name of the call is `name`, or else the function's.
+    function, so that a step can be tried on real arrays.
+
+    Args:
+        name: The name of the call. None means the function's.
+        groups_of: The rows that belong together: the outputs of each group of so many neighbors, as many rows, depend
+            on the inputs of that group and on inputs without rows alone; 1 means row by row. Outputs without rows may
+            depend on everything. A plan may then train on some groups while others are still being generated. Text
+            says what needs the whole batch, for the error of a plan that asks for that; empty means unknown.
     """
     recorder = _recorder.get()
-    return function(*args) if recorder is None else recorder.compute(function, args, name)
+    return function(*args) if recorder is None else recorder.compute(function, args, name, groups_of)
 
 
 def trace(
@@ -428,6 +440,23 @@ def _follow_rows(name: str, function: Callable[..., Any], args: tuple[Any, ...],
                 "rows. Put the rows first."
             )
     return has_rows
+
+
+def _check_groups(name: str, groups_of: int, args: Any, avals: Any, has_rows: Sequence[bool]) -> None:
+    """Checks that a compute function can work on one group of rows after another."""
+    rows_in = {ref.shape[0] for ref in jax.tree.leaves(args) if isinstance(ref, Ref) and ref.has_rows}
+    rows_out = {x.shape[0] for x, rows in zip(jax.tree.leaves(avals), has_rows, strict=True) if rows}
+    if len(rows_in | rows_out) > 1:
+        raise GraphError(
+            f"{name}: groups_of is for a function whose inputs and outputs have equally many rows. Got "
+            f"{' and '.join(map(str, sorted(rows_in)))} in, {' and '.join(map(str, sorted(rows_out)))} out. Leave "
+            "groups_of out."
+        )
+    if groups_of < 1 or any(rows % groups_of for rows in rows_in):
+        raise GraphError(
+            f"{name}: groups_of must be at least 1 and divide the rows. Got {groups_of} for "
+            f"{' and '.join(map(str, sorted(rows_in))) or 'no'} rows. Use the size of a group, or 1 for row by row."
+        )
 
 
 def _check_state(step_name: str, before: Any, after: Any) -> None:

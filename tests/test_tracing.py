@@ -307,3 +307,34 @@ def test_compute_outside_a_trace_calls_the_function():
 def test_an_error_ends_the_trace():
     error_of(lambda roles, *_: roles.acter)
     assert compute(len, [1, 2]) == 2
+
+
+def every_other(prompts):
+    return prompts[::2]
+
+
+def test_groups_of_rows():
+    def declared(size):
+        def step(roles, state, prompts, config):
+            return compute(first_column, prompts, groups_of=size), state
+
+        return step
+
+    assert call_named(trace_step(declared(2)), "first_column").groups_of == 2
+    for size in (0, B + 1):
+        assert error_of(declared(size)) == (
+            f"first_column: groups_of must be at least 1 and divide the rows. Got {size} for {B} rows. Use the size of "
+            "a group, or 1 for row by row."
+        )
+
+    def fewer_rows(roles, state, prompts, config):
+        return compute(every_other, prompts, groups_of=2), state
+
+    assert error_of(fewer_rows) == (
+        "every_other: groups_of is for a function whose inputs and outputs have equally many rows. Got "
+        f"{B} in, {B // 2} out. Leave groups_of out."
+    )
+
+
+def first_column(prompts):
+    return prompts[:, 0]

@@ -59,7 +59,8 @@ def dapo_step(roles: Any, state: tuple[()], prompts: Prompts, config: DAPOConfig
     _num_places(prompts.tokens.shape[0], config.oversampling)
     rollout = roles.actor.generate(prompts, config.sampling)
     scores = roles.reward.scores(rollout)
-    batch, metrics = compute(dapo_batch, rollout, scores, config)
+    groups_of = config.sampling.num_samples if config.oversampling == 1 else f"oversampling: {config.oversampling}"
+    batch, metrics = compute(dapo_batch, rollout, scores, config, groups_of=groups_of)
     return {"rollout": metrics, "actor": roles.actor.train(ppo_policy_loss, batch, config.actor_update)}, state
 
 

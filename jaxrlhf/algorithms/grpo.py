@@ -43,7 +43,8 @@ def grpo_step(
     rollout = roles.actor.generate(prompts, config.sampling)
     reference = roles.reference.logprobs(rollout)
     scores = roles.reward.scores(rollout)
-    batch, state, metrics = compute(grpo_batch, rollout, reference, scores, state, config)
+    groups_of = config.groups_of(config.sampling.num_samples)
+    batch, state, metrics = compute(grpo_batch, rollout, reference, scores, state, config, groups_of=groups_of)
     return {"rollout": metrics, "actor": roles.actor.train(ppo_policy_loss, batch, config.actor_update)}, state
 
 
@@ -98,7 +99,7 @@ def dr_grpo_step(
     """
     rollout = roles.actor.generate(prompts, config.sampling)
     scores = roles.reward.scores(rollout)
-    batch, metrics = compute(dr_grpo_batch, rollout, scores, config)
+    batch, metrics = compute(dr_grpo_batch, rollout, scores, config, groups_of=config.sampling.num_samples)
     return {"rollout": metrics, "actor": roles.actor.train(ppo_policy_loss, batch, config.actor_update)}, state
 
 

@@ -62,7 +62,7 @@ def gspo_step(roles: Any, state: tuple[()], prompts: Prompts, config: GSPOConfig
     """
     rollout = roles.actor.generate(prompts, config.sampling)
     scores = roles.reward.scores(rollout)
-    batch, metrics = compute(gspo_batch, rollout, scores, config)
+    batch, metrics = compute(gspo_batch, rollout, scores, config, groups_of=config.sampling.num_samples)
     return {"rollout": metrics, "actor": roles.actor.train(gspo_policy_loss, batch, config.actor_update)}, state
 
 

@@ -98,6 +98,11 @@ class PolicyConfig:
         require(self.score_normalization in known, "score_normalization", rule, self.score_normalization)
         require_not_negative(self.missing_stop_penalty, "missing_stop_penalty")
 
+    def groups_of(self, size: int = 1) -> int | str:
+        """The rows of a batch that belong together, as `tracing.compute` takes it. `size`: as far as anything but the
+        settings here is concerned."""
+        return size if self.score_normalization == "none" else f"score_normalization: {self.score_normalization}"
+
 
 class PolicyState(struct.PyTreeNode):
     """The state that is carried from step to step."""

@@ -53,6 +53,9 @@ class ActorCriticConfig(PolicyConfig):
         require_fraction(self.discount, "discount")
         require_fraction(self.gae_lambda, "gae_lambda")
 
+    def groups_of(self, size: int = 1) -> int | str:
+        return "whiten_advantages" if self.whiten_advantages else super().groups_of(size)
+
 
 @dataclasses.dataclass(frozen=True)
 class PPOConfig(ActorCriticConfig):
@@ -72,7 +75,8 @@ def ppo_step(roles: Any, state: PolicyState, prompts: Prompts, config: PPOConfig
     reference = roles.reference.logprobs(rollout)
     values = roles.critic.values(rollout)
     scores = roles.reward.scores(rollout)
-    batch, state, metrics = compute(ppo_batch, rollout, reference, values, scores, state, config)
+    given = (rollout, reference, values, scores, state, config)
+    batch, state, metrics = compute(ppo_batch, *given, groups_of=config.groups_of())
     results = {
         "rollout": metrics,
         "actor": roles.actor.train(ppo_policy_loss, batch, config.actor_update),

@@ -65,7 +65,8 @@ def ppo_ptx_step(
     reference = roles.reference.logprobs(rollout)
     values = roles.critic.values(rollout)
     scores = roles.reward.scores(rollout)
-    batch, state, metrics = compute(ppo_batch, rollout, reference, values, scores, state, config)
+    given = (rollout, reference, values, scores, state, config)
+    batch, state, metrics = compute(ppo_batch, *given, groups_of=config.groups_of())
     losses = (Term(ppo_policy_loss, batch), config.pretraining.term(data["pretraining"]))
     results = {
         "rollout": metrics,

@@ -53,7 +53,8 @@ def ppo_shared_step(
     reference = roles.reference.logprobs(rollout)
     values = roles.critic.values(rollout)
     scores = roles.reward.scores(rollout)
-    batch, state, metrics = compute(ppo_batch, rollout, reference, values, scores, state, config)
+    given = (rollout, reference, values, scores, state, config)
+    batch, state, metrics = compute(ppo_batch, *given, groups_of=config.groups_of())
     return {"rollout": metrics, "actor": roles.actor.train(ppo_shared_loss, batch, config.actor_update)}, state
 
 

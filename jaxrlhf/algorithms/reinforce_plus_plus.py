@@ -45,7 +45,8 @@ def reinforce_plus_plus_step(
     rollout = roles.actor.generate(prompts, config.sampling)
     reference = roles.reference.logprobs(rollout)
     scores = roles.reward.scores(rollout)
-    batch, state, metrics = compute(reinforce_plus_plus_batch, rollout, reference, scores, state, config)
+    given = (rollout, reference, scores, state, config)
+    batch, state, metrics = compute(reinforce_plus_plus_batch, *given, groups_of="its whitened advantages")
     return {"rollout": metrics, "actor": roles.actor.train(ppo_policy_loss, batch, config.actor_update)}, state
 
 

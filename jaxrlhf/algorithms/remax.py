@@ -50,7 +50,8 @@ def remax_step(
     reference = roles.reference.logprobs(rollout)
     scores = roles.reward.scores(rollout)
     baseline = roles.reward.scores(greedy)
-    batch, state, metrics = compute(remax_batch, rollout, greedy, reference, scores, baseline, state, config)
+    given = (rollout, greedy, reference, scores, baseline, state, config)
+    batch, state, metrics = compute(remax_batch, *given, groups_of=config.groups_of())
     results = {
         "rollout": metrics,
         "actor": roles.actor.train(reinforce_policy_loss, batch, config.actor_update),

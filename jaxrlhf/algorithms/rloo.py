@@ -46,7 +46,8 @@ def rloo_step(
     rollout = roles.actor.generate(prompts, config.sampling)
     reference = roles.reference.logprobs(rollout)
     scores = roles.reward.scores(rollout)
-    batch, state, metrics = compute(rloo_batch, rollout, reference, scores, state, config)
+    groups_of = config.groups_of(config.sampling.num_samples)
+    batch, state, metrics = compute(rloo_batch, rollout, reference, scores, state, config, groups_of=groups_of)
     return {"rollout": metrics, "actor": roles.actor.train(reinforce_policy_loss, batch, config.actor_update)}, state
 
 

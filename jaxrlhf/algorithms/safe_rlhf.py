@@ -73,7 +73,8 @@ def safe_rlhf_step(
     reference = roles.reference.logprobs(rollout)
     values = roles.critic.values(rollout), roles.cost_critic.values(rollout)
     scores = roles.reward.scores(rollout), roles.cost.scores(rollout)
-    batch, costs, state, metrics = compute(safe_rlhf_batch, rollout, reference, values, scores, state, config)
+    given = (rollout, reference, values, scores, state, config)
+    batch, costs, state, metrics = compute(safe_rlhf_batch, *given, groups_of=config.groups_of())
     losses = (Term(ppo_policy_loss, batch), config.pretraining.term(data["pretraining"]))
     results = {
         "rollout": metrics,

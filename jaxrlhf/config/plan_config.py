@@ -85,7 +85,8 @@ class Placement:
     """The transfer protocol of rows: a name in `reshard.protocols`, or `auto`."""
     parts: int = 1
     """Blocks of rows that a row-wise call hands on one after another. One that generates hands on block i of n when i/n
-    of its rows have finished; others run on a block when its inputs are there."""
+    of its rows have finished; others run on a block when its inputs are there. A train call adds up the gradients of so
+    many blocks before its update."""
     tail: Tail | None = None
     """Of a call that generates: where its last sequences go on."""
     rows: float = 1.0

@@ -44,6 +44,7 @@ from jaxrlhf.programs.optimizer import OptimizerState
 from jaxrlhf.programs.pipeline import InFlight, Pipelined
 from jaxrlhf.programs.roles import FunctionRole, ModelRole, Role
 from jaxrlhf.programs.rollout_in_parts import RolloutInParts
+from jaxrlhf.programs.training_in_parts import SoFar, training_part_program
 from jaxrlhf.programs.weight_sets import form_read
 from jaxrlhf.reshard.offload import rests_on_host
 from jaxrlhf.sharding.layout import Layout
@@ -90,6 +91,8 @@ class Executor:
         """The key in `_graphs` of the step that is being dispatched."""
         self._rollouts: dict[Hashable, RolloutInParts] = {}
         """Shares of generations in parts, and their tails."""
+        self._so_far: dict[str, SoFar] = {}
+        """Train call in parts -> what its parts have added up in this step."""
         self._reports: dict[Hashable, PartReports] = {}
         self._in_flight = InFlight(self._wait_for)
         self._at = (STEP, 0)
@@ -146,7 +149,7 @@ class Executor:
             later = graph.calls[i + 1 :]
             together = (waiting, call) if waiting is not None and call.plan_name in plan.fuse else (call,)
             for one in together:
-                for other in later if one.kind == "train" else ():
+                for other in later if one.writes is not None else ():
                     if other.weights == one.weights and other.writes is None and other.reads <= one.reads:
                         self._pin(other, plan)  # it reads the version before this one
                 self._reload(one, plan)  # only for the first call: later ones were reloaded with the call before
@@ -230,6 +233,8 @@ class Executor:
         ready = self._ready(call, plan, values, step)
         if call.kind == "generate" and call.part is not None:
             return self._call_rollout(ready, call.part)
+        if call.kind == "train" and call.writes is None:
+            return self._add_gradient(ready)
         arguments, program = self._arguments(ready), self._program(ready)
         told = {"on_part": self._part_watcher(ready)} if isinstance(program, GenerationInParts) else {}
         outputs = program(*arguments, **told) if program is not None else None
@@ -261,9 +266,9 @@ class Executor:
         if part.handed_on[0] == 0 and part.migrate:
             every = [self._rollouts[share] for share in shares]
             left = [each.leave(part.migrate, noise, temperature) for each in every if each.num_left]
-            rollout.arrive(params, left, sampling)
+            rollout.arrive(params, left, sampling, part.together)
         elif part.handed_on[0] == 0:
-            rollout.begin(params, prompts, sampling, part.first_sequence)
+            rollout.begin(params, prompts, sampling, part.first_sequence, part.together)
         if part.handed_on[0] == 0:
             self._reports[own] = PartReports(part.of, rollout.num_left * layout.strategy.num_row_shards, self.say)
         outputs, progress = rollout.hand_on(count, noise, temperature) if count else ([], None)
@@ -274,6 +279,22 @@ class Executor:
             self._watch(progress, part.of, call.kind, layout, ready.dispatched, inputs=ready.arrays, describe=describe)
         self._bound_in_flight(outputs, layout)
         return outputs
+
+    def _add_gradient(self, ready: "_Ready") -> Leaves:
+        """Dispatches a part of a train call before the last."""
+        call, layout = ready.call, ready.layout
+        assert call.part is not None and call.role is not None
+        started, so_far = time.perf_counter(), self._so_far.pop(call.part.of, (None, None))
+        params, received = self.weights.for_gradients(call.role, layout)
+        if received is not None:
+            self._watch_reallocation(call.role, params, layout, started, received)
+        adapted = self._adapted(call, layout)
+        program = self._program(ready)
+        if program is not None:
+            _, sums = self._so_far[call.part.of] = program(so_far, params, ready.arrays, adapted)
+            self._watch(sums, call.whole_name, call.kind, layout, ready.dispatched, inputs=ready.arrays)
+            self._bound_in_flight(jax.tree.leaves(sums), layout)
+        return []
 
     def _call_fused(self, calls: tuple[Call, Call], plan: Plan, values: Values, step: int) -> dict[str, Leaves]:
         """Dispatches two train calls as one pipeline."""
@@ -310,7 +331,8 @@ class Executor:
         avals = tuple((ref.shape, ref.dtype, ref.has_rows) for ref in refs)
         if call.kind == "generate":
             settings = _without_temperature(settings)
-        key = (call.role, call.method, call.function, layout, settings, avals)
+        part = call.part if call.kind == "train" else None
+        key = (call.role, call.method, call.function, layout, settings, avals, part and call.writes is not None)
         noise = np.array([self._seed, step, zlib.crc32(call.whole_name.encode())], np.uint32)
         return _Ready(call, layout, rebuild, [ref.has_rows for ref in refs], arrays, key, noise, dispatched)
 
@@ -321,7 +343,8 @@ class Executor:
             return (ready.arrays,)
         if call.kind == "train":
             params, optimizer, adapted = self._weights_to_train(call, ready.layout)
-            return params, optimizer, ready.noise, ready.arrays, adapted
+            third = ready.noise if call.part is None else self._so_far.pop(call.part.of, None)
+            return params, optimizer, third, ready.arrays, adapted
         params = self._weights_to_read(call, ready.layout)
         if call.kind == "generate":
             _, sampling = call.args
@@ -336,10 +359,16 @@ class Executor:
         params, optimizer, received = self.weights.take_for_training(call.role, layout)
         if received is not None:
             self._watch_reallocation(call.role, optimizer.num_updates, layout, started, received)
+        return params, optimizer, self._adapted(call, layout)
+
+    def _adapted(self, call: Call, layout: Layout) -> Params | None:
+        """The base weights of adapters that a call trains."""
+        assert call.role is not None
+        started = time.perf_counter()
         adapted, received = self.weights.adapted_by(call.role, layout)
         if received is not None:
             self._watch_reallocation(call.role, adapted, layout, started, received)
-        return params, optimizer, adapted
+        return adapted
 
     def _weights_to_read(self, call: Call, layout: Layout) -> Params:
         """Weights in the compute precision."""
@@ -445,6 +474,10 @@ class Executor:
             make = functools.partial(compute_program, call.function, ready.rebuild, rows_out, layout)
             return shared_program(call, (rows_out, *ready.key[1:]), make)
         role = self._model_role(call)
+        if call.kind == "train" and call.part is not None:
+            updates, given = call.writes is not None, (role, ready.rebuild, ready.has_rows, layout)
+            make = functools.partial(training_part_program, *given, updates=updates)
+            return shared_program(call, (call.kind, role, *ready.key[1:]), make)
         is_long = call.kind == "generate" and call.args[1].max_new_tokens > self._part_tokens
         part_tokens = self._part_tokens if is_long else 0
         make = functools.partial(

@@ -280,20 +280,37 @@ class WeightStore:
 
         The store has neither until `trained` returns the new version.
         """
+        held = self._held[role]
+        held.copies.clear()
+        received = self._bring_home(role, layout, donate=True)
+        params, optimizer = held.master, held.optimizer
+        assert params is not None and optimizer is not None
+        held.master = held.optimizer = None
+        return params, optimizer, received
+
+    def for_gradients(self, role: str, layout: Layout) -> tuple[Params, int | None]:
+        """Master weights in a layout, for a part of a train call, and the bytes that devices of this process received;
+        None if they were there already. They rest there from then on, with the optimizer's state."""
+        received = self._bring_home(role, layout, donate=False)  # copies in float32 may share their memory
+        params = self._held[role].master
+        assert params is not None
+        return params, received
+
+    def _bring_home(self, role: str, layout: Layout, *, donate: bool) -> int | None:
+        """Moves master weights and optimizer state to the devices, in a layout. Returns the bytes received."""
         held, weight_set = self._held[role], self.sets[role]
         params, optimizer = to_device_memory((held.master, held.optimizer))
         assert params is not None and optimizer is not None, f"{role} is already being trained"
         received = None
-        held.copies.clear()
         if layout != held.home:
             by = form_between(weight_set, held.home, layout)
             state = arranged((params, optimizer), by)
             shardings = (weight_set.shardings(layout, layers=by), weight_set.optimizer_shardings(layout, layers=by))
             received = bytes_received_here(state, shardings)
-            state = reallocate(state, shardings, donate=True)
+            state = reallocate(state, shardings, donate=donate)
             params, optimizer = arranged(state, weight_set.resting_form(layout))
-        held.master = held.optimizer = None
-        return params, optimizer, received
+        held.master, held.optimizer, held.home = params, optimizer, layout
+        return received
 
     def trained(self, role: str, layout: Layout, params: Params, optimizer: OptimizerState) -> None:
         """Stores the new version of a train call, and updates moving averages of it."""

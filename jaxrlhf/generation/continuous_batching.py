@@ -241,8 +241,14 @@ def goes_on(
     state: BatchState, queue: Queue, settings: RolloutSettings, until: Until, *, started: Int[Array, ""]
 ) -> Bool[Array, ""]:
     """Whether to run another round. `started` is the round from which `until` counts."""
-    waiting = num_prompts(queue, settings.slots) - state.head
-    in_slots = jnp.stack([rows.sequence < len(queue.id) for rows in state.rows]).sum()
+    waiting, N = num_prompts(queue, settings.slots) - state.head, len(queue.id)
+    if settings.together == 1:
+        in_slots = jnp.stack([rows.sequence < N for rows in state.rows]).sum()
+    else:
+        running = jnp.zeros(N // settings.together, bool)
+        for rows in state.rows:
+            running = running.at[rows.sequence // settings.together].set(True, mode="drop")
+        in_slots = running.sum() * settings.together
     more = (waiting * settings.sampling.num_samples + in_slots > until.left) | (until.none_waits & (waiting > 0))
     return more if until.rounds is None else more & (state.rounds - started < until.rounds)
 

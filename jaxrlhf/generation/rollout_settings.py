@@ -71,6 +71,8 @@ class RolloutSettings:
     slots: Slots
     config: ModelConfig
     layout: Layout
+    together: int = 1
+    """Neighboring sequences that count as finished when all of them have, for `Until.left`."""
 
 
 class Until(NamedTuple):
@@ -79,8 +81,8 @@ class Until(NamedTuple):
     rounds: Int[Array, ""] | int | None = None
     """It has gone on for so many rounds. None is no limit."""
     left: Int[Array, ""] | int = 0
-    """At most so many of its sequences have not finished, of those that wait or are in slots. Of N sequences,
-    `N - count` stops when `count` have finished."""
+    """At most so many of its sequences have not finished, of those that wait or are in slots, with those that count
+    together with these. Of N sequences, `N - count` stops when `count` have finished."""
     none_waits: Bool[Array, ""] | bool = False
     """And none of them waits."""
 

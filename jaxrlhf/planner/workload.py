@@ -68,7 +68,9 @@ class ModelCall:
     described: DescribedCall | None = None
     """The description of its programs; None if it is known by its sizes alone."""
     part: Part | None = None
-    """Of a part of a generation."""
+    """Of a part of a generation, or of a train call."""
+    terms: int = 1
+    """Losses that a train call adds."""
     left: "tuple[ModelCall, Strategy] | None" = None
     """Of a tail: the share that its sequences left, and how that runs."""
 
@@ -236,7 +238,10 @@ def _model_call(call: Call, role: ModelRole, needs: tuple[str, ...]) -> ModelCal
     shapes = [(*x.tokens.shape, x.response.shape[1]) for x in sequences]
     columns, response = max((T for _, T, _ in shapes), default=0), max((R for *_, R in shapes), default=0)
     counts = {ref.shape[0] for ref in call.refs if ref.has_rows}
-    passes = dict(mini_batches=call.update.mini_batches, epochs=call.update.epochs) if call.kind == "train" else {}
+    passes: dict[str, Any] = {}
+    if call.kind == "train":
+        passes = dict(mini_batches=call.update.mini_batches, epochs=call.update.epochs)
+        passes |= dict(part=call.part, terms=len(call.terms))
     return ModelCall(
         rows=sum(B for B, *_ in shapes), prompt=columns - response, response=response,
         scored=1 if call.method == "scores" else 0, row_counts=tuple(sorted(counts)), **passes, **common,

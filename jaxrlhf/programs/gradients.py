@@ -28,6 +28,9 @@ from jaxrlhf.programs.weight_sets import set_of
 from jaxrlhf.sharding.axes import BATCH_AXES
 from jaxrlhf.sharding.layout import Layout
 
+_Reduced = Callable[[Params], Params]
+"""Gradients of the rows of one shard -> of all rows."""
+
 
 def gradient_of_update(
     role: ModelRole, rebuild: Rebuild, has_rows: Sequence[bool], layout: Layout
@@ -37,6 +40,44 @@ def gradient_of_update(
 
     The gradient is that of the weighted sum of the terms' means, and lies as the params rest.
     """
+
+    def gradient(losses: Losses, dealt: list[Arrays], parts: list[tuple[Params, Sums]], reduced: _Reduced) -> Params:
+        def mean(gradient: Params, i: int) -> Params:
+            _, (weight, _) = parts[i]
+            return losses.mean(gradient, weight, dealt[i], i)
+
+        if len(parts) == 1:  # as the products gave it, which rounds it no second time
+            return mean(reduced(parts[0][0]), 0)
+        each = [mean(gradient, i) for i, (gradient, _) in enumerate(parts)]
+        return reduced(jax.tree.map(lambda *x: sum(x), *each))
+
+    return _on_row_shards(role, rebuild, has_rows, layout, gradient, lambda weights, _: weights)
+
+
+def gradients_of_terms(
+    role: ModelRole, rebuild: Rebuild, has_rows: Sequence[bool], layout: Layout
+) -> Callable[[Params, Arrays, Params | None], tuple[list[Params], list[Sums]]]:
+    """The same for some rows of a mini-batch: the gradient of each term's sum by itself, to be added to those of the
+    other rows."""
+
+    def gradients(
+        losses: Losses, dealt: list[Arrays], parts: list[tuple[Params, Sums]], reduced: _Reduced
+    ) -> list[Params]:
+        return [reduced(gradient) for gradient, _ in parts]
+
+    return _on_row_shards(role, rebuild, has_rows, layout, gradients, lambda weights, count: [weights] * count)
+
+
+def _on_row_shards(
+    role: ModelRole,
+    rebuild: Rebuild,
+    has_rows: Sequence[bool],
+    layout: Layout,
+    result: Callable[[Losses, list[Arrays], list[tuple[Params, Sums]], _Reduced], Any],
+    specs_of_result: Callable[[Any, int], Any],
+) -> Callable[[Params, Arrays, Params | None], tuple[Any, list[Sums]]]:
+    """`(params, arrays, adapted) -> (a result from the gradients of the terms' sums over the rows of each shard, the
+    weights and metrics of the terms)`. `specs_of_result`: from those of the weights and the number of terms."""
     model, lora, own = role.model, role.lora, set_of(role)
     layers = own.resting_form(layout)
     declared, base = own.declare(layers), declare(model, stacked=layers == "stacked")
@@ -58,21 +99,15 @@ def gradient_of_update(
         grads, sums = losses.in_micro_batches(gradient, params, arrays, i)
         return grads, _over_rows(sums, within)
 
-    def on_shard(params: Params, dealt: list[Arrays], adapted: Params | None) -> tuple[Params, list[Sums]]:
+    def on_shard(params: Params, dealt: list[Arrays], adapted: Params | None) -> tuple[Any, list[Sums]]:
         parts = [of_term(params, arrays, i, adapted) for i, arrays in enumerate(dealt)]
 
-        def mean(gradient: Params, i: int) -> Params:
-            _, (weight, _) = parts[i]
-            return losses.mean(gradient, weight, dealt[i], i)
+        def reduced(gradient: Params) -> Params:
+            return _over_copies(gradient, declared, model, within)
 
-        if len(parts) == 1:  # as the products gave it, which rounds it no second time
-            whole = mean(_over_copies(parts[0][0], declared, model, within), 0)
-        else:
-            each = [mean(gradient, i) for i, (gradient, _) in enumerate(parts)]
-            whole = _over_copies(jax.tree.map(lambda *x: sum(x), *each), declared, model, within)
-        return whole, [sums for _, sums in parts]
+        return result(losses, dealt, parts, reduced), [sums for _, sums in parts]
 
-    def update(params: Params, arrays: Arrays, adapted: Params | None) -> tuple[Params, list[Sums]]:
+    def on_all(params: Params, arrays: Arrays, adapted: Params | None) -> tuple[Any, list[Sums]]:
         dealt = [dealing.dealt(arrays, i) for i in range(dealing.count)]
         if within is layout:
             return on_shard(params, dealt, adapted)
@@ -85,13 +120,13 @@ def gradient_of_update(
             on_shard,
             mesh=layout.mesh,
             in_specs=(weights, [specs] * len(dealt), None if adapted is None else of_base),
-            out_specs=(weights, whole),
+            out_specs=(specs_of_result(weights, len(dealt)), whole),
             axis_names=within.manual_axes,
             check_vma=False,
         )
         return sharded(params, dealt, adapted)
 
-    return update
+    return on_all
 
 
 def sum_over_copies(role: ModelRole, layout: Layout) -> Callable[[Params], Params]:

@@ -6,8 +6,9 @@
     leaving = rollout.leave("cache", noise, temperature)    # all others, which go on elsewhere:
     tail.arrive(params, [leaving], sampling)
 
-All shapes are fixed, and no process decides anything. Each `hand_on` is one dispatch of a program, which stops by
-itself; the noise of a sequence is its own, so that tokens do not depend on parts.
+A block may be of complete groups alone: `begin(..., together=4)` hands on the 4 samples of a prompt when all of them
+have finished. All shapes are fixed, and no process decides anything. Each `hand_on` is one dispatch of a program, which
+stops by itself; the noise of a sequence is its own, so that tokens do not depend on parts.
 """
 
 import dataclasses
@@ -72,21 +73,29 @@ class RolloutInParts:
         self.num_left = 0
         """Sequences of each row shard that have not been handed on."""
 
-    def begin(self, params: Params, prompts: Prompts, sampling: Sampling, first_sequence: int) -> None:
-        """Starts anew. `first_sequence`: the place of the first one among all of the call."""
+    def begin(
+        self, params: Params, prompts: Prompts, sampling: Sampling, first_sequence: int, together: int = 1
+    ) -> None:
+        """Starts anew.
+
+        Args:
+            first_sequence: The place of the first one among all of the call.
+            together: Neighboring sequences that are handed on together.
+        """
         rows = prompts.tokens.shape[0] // self.layout.strategy.num_row_shards
         n, stages = sampling.num_samples, self.layout.strategy.pipeline
         slots = self._slots or Slots(rows * n, prefill_rows=rows // stages)
-        self._settings = RolloutSettings(sampling, slots, self._model, self.layout)
+        self._settings = RolloutSettings(sampling, slots, self._model, self.layout, together)
         self.num_left, self._prompts = rows * n, prompts
         begun = self._run(self._begin, params, prompts, np.int32(first_sequence), settings=self._settings)
         self._params, self._rolling = params if begun[0] is None else begun[0], begun[1]
 
-    def arrive(self, params: Params, leaving: list[Leaving], sampling: Sampling) -> None:
-        """Starts with the sequences that left other placements. All processes call it that own devices of either."""
+    def arrive(self, params: Params, leaving: list[Leaving], sampling: Sampling, together: int = 1) -> None:
+        """Starts with the sequences that left other placements. All processes call it that own devices of either.
+        `together`: as for `begin`."""
         rows = sum(len(each.position) for each in leaving) // self.layout.strategy.num_row_shards
         sampling = dataclasses.replace(sampling, num_samples=1)
-        self._settings = RolloutSettings(sampling, Slots(rows), self._model, self.layout)
+        self._settings = RolloutSettings(sampling, Slots(rows), self._model, self.layout, together)
         leaving = [reallocate(each, migration_shardings(each, self.layout)) for each in leaving]
         self.num_left = rows
         arrived = self._run(self._arrive, params, leaving, settings=self._settings)
@@ -191,8 +200,10 @@ def _take(
     rollout, _ = rollout_so_far(prompts, rolling.state, settings)
     D, N = rolling.position.shape
     by_shard = jax.tree.map(lambda x: x.reshape(D, N, *x.shape[1:]), rollout), rolling.position
-    ready_DN = (by_shard[0].finish != RUNNING) & ~rolling.handed_on
-    sequence_DC = jax.vmap(lambda ready_N: jnp.nonzero(ready_N, size=count)[0])(ready_DN)
+    ready_DN, u = (by_shard[0].finish != RUNNING) & ~rolling.handed_on, settings.together
+    ready_DG = ready_DN.reshape(D, N // u, u).all(axis=2)
+    group_DC = jax.vmap(lambda ready_G: jnp.nonzero(ready_G, size=count // u)[0])(ready_DG)
+    sequence_DC = (group_DC[..., None] * u + jnp.arange(u)[None, None]).reshape(D, count)
     handed_on = jax.vmap(lambda done_N, i_C: done_N.at[i_C].set(True))(rolling.handed_on, sequence_DC)
     taken = jax.tree.map(lambda x: jax.vmap(lambda x_N, i_C: x_N[i_C])(x, sequence_DC), by_shard)
     return handed_on, jax.tree.leaves(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), taken))

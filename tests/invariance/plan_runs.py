@@ -4,7 +4,8 @@ As a script, in one process or in several that `scripts/launch_local` starts:
 
     python tests/invariance/plan_runs.py FOLDER PLAN [PLAN ...]
 
-where a plan is YAML. Each plan's run is in a folder of its own, by the plan's position.
+where a plan is YAML, after which settings of its run may stand: `{default: {data: 2}} --set settings.discount=0.9`.
+Each plan's run is in a folder of its own, by the plan's position.
 """
 
 import json
@@ -62,7 +63,8 @@ def random_plans(count: int) -> dict[str, str]:
 def run_plans(folder: Path, plans: Sequence[str]) -> None:
     """One run after another, in this process, or in all processes of a cluster."""
     channel = None
-    for i, plan in enumerate(plans):
+    for i, text in enumerate(plans):
+        plan, *changed = text.split(" --set ")
         (folder / str(i)).mkdir(exist_ok=True, parents=True)
         output = f"{{folder: {folder / str(i)}, samples_every: 1, num_samples: {ROWS}, tensorboard: false}}"
         config_file = folder / str(i) / "run.yaml"
@@ -71,10 +73,10 @@ def run_plans(folder: Path, plans: Sequence[str]) -> None:
             written.write_text(f'{RUN}output: {output}\nplan: {plan}\ncompilation_cache: ""\n')
             written.replace(config_file)
         if channel is None:
-            channel = start(load_run(config_file))
+            channel = start(load_run(config_file, changed))
         else:
             channel.share(lambda: None)  # the file is there
-        execute(prepare(load_run(config_file), Console(quiet=True), channel), Console(quiet=True))
+        execute(prepare(load_run(config_file, changed), Console(quiet=True), channel), Console(quiet=True))
     assert channel is not None
     channel.close()
 

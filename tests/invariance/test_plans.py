@@ -21,6 +21,15 @@ IN_PARTS = (  # two instances of generation, one in each process, whose last row
     "reference.logprobs: [{devices: 4-7, data: 4, parts: 4}, {devices: 0-1, data: 2, rows: 0.25}], "
     "critic.values: {devices: 4-5, pipeline: 2, parts: 3}, reward.scores: {parts: 5}}}"
 )
+ONE_UPDATE = "".join(
+    f" --set settings.{setting}"
+    for setting in ("whiten_advantages=false", "actor_update.mini_batches=1", "critic_update.mini_batches=1")
+)
+TRAINED_IN_PARTS = (  # the critic in one process, the actor in both
+    IN_PARTS.replace("MIGRATE", "cache").removesuffix("}}")
+    + ", critic.train: {devices: 4-7, fsdp: 4, parts: 4}, actor.train: {data: 4, fsdp: 2, parts: 2}}}"
+    + ONE_UPDATE
+)
 PLANS = {
     "devices the other way round, in micro-batches and slots": "{longest_first: true, default: {data: 4, "
     "tensor: 2, devices: '7,6,5,4,3,2,1,0', micro_batches: 2}, calls: {actor.generate: {data: 2, tensor: 2, slots: 5}, "
@@ -43,9 +52,17 @@ STAGES_ACROSS = (  # two roles on devices 6-7, of which one process has none, un
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("one")
-    run_plans(folder, [ONE_DEVICE])
+    return on_one_device(tmp_path_factory.mktemp("one"))
+
+
+def on_one_device(folder, settings=""):
+    run_plans(folder, [ONE_DEVICE + settings])
     return results(folder, 0)
+
+
+def test_training_in_parts_does_not_change_the_result(tmp_path):
+    run_plans(tmp_path, [TRAINED_IN_PARTS])
+    assert_the_same(results(tmp_path, 0), on_one_device(tmp_path / "one update", ONE_UPDATE))
 
 
 def assert_the_same(got, expected):
@@ -86,10 +103,11 @@ def test_two_processes_do_not_change_the_result(expected, tmp_path):
     """An actor that lives in both, a critic in one of them and a batch that is made in the other, with rows that do not
     divide and stages in one process; then stages in both, and slots."""
     parts = [IN_PARTS.replace("MIGRATE", migrate) for migrate in ("cache", "prefill")]
-    plans = [APART_AND_ACROSS, STAGES_ACROSS, *parts, *ALL_PLANS.values()]
+    plans = [APART_AND_ACROSS, STAGES_ACROSS, *parts, *ALL_PLANS.values(), TRAINED_IN_PARTS]
     command = [sys.executable, str(ROOT / "scripts" / "launch_local"), "--processes", str(8 // DEVICES_PER_NODE), "--"]
     command += [sys.executable, str(ROOT / "tests" / "invariance" / "plan_runs.py"), str(tmp_path), *plans]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=1400)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    for i in range(len(plans)):
+    for i in range(len(plans) - 1):
         assert_the_same(results(tmp_path, i), expected)
+    assert_the_same(results(tmp_path, len(plans) - 1), on_one_device(tmp_path / "one update", ONE_UPDATE))

@@ -215,6 +215,8 @@ def _train_memory(call: ModelCall, strategy: Strategy) -> CallMemory:
     accumulated = MASTER_BYTES if strategy.micro_batches > 1 or strategy.pipeline > 1 else size
     resting, gathered = trained * (MASTER_BYTES + MOMENT_BYTES), _gathered(call, strategy)
     logits, gradients = 2 * _logits(call, strategy, rows), trained * accumulated
+    if call.part is not None:  # what its parts have added up
+        resting += trained * MASTER_BYTES * call.terms
     held = dict(resting=resting, optimizer=trained * MOMENT_BYTES, gathered=gathered)
     held |= {} if call.lora is None else dict(base=_base(call, strategy))
     if strategy.micro_batches == 1 and logits > at_work + gradients:  # the head runs before most gradients exist

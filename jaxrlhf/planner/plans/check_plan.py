@@ -154,6 +154,9 @@ def _check_parts(call: Call, placement: Placement) -> None:
         )
     if placement.is_whole:
         return
+    if call.kind == "train":
+        _check_training_parts(where, call, placement)
+        return
     if call.kind not in ("generate", "infer", "host") or not call.row_wise:
         needs = "a statistic of the whole batch" if call.kind == "compute" else "all of its rows at once"
         raise PlanError(
@@ -196,6 +199,23 @@ def _check_parts(call: Call, placement: Placement) -> None:
     if tail.strategy.slots:
         raise PlanError(
             f"{where}.tail.slots: are as many as sequences move. Got {tail.strategy.slots}. Leave slots out."
+        )
+
+
+def _check_training_parts(where: str, call: Call, placement: Placement) -> None:
+    """Checks that a train call may add up gradients of parts of its rows."""
+    if placement.shares or placement.tail is not None:
+        raise PlanError(f"{where}: a train call has no shares and no tail. Leave all but `parts` out.")
+    for name in ("mini_batches", "epochs"):
+        if (value := getattr(call.update, name)) > 1:
+            raise PlanError(
+                f"{where}.parts: must be 1 where {name} is above 1, since the first update takes rows of all parts. "
+                f"Got {placement.parts} parts with {name} {value}. Leave `parts` out, or set {name} to 1."
+            )
+    if (pipeline := placement.strategy.pipeline) > 1:
+        raise PlanError(
+            f"{where}.parts: must be 1 for a train call over stages. Got {placement.parts} parts with pipeline "
+            f"{pipeline}. Leave `parts` out, or use fsdp or tensor."
         )
 
 
@@ -287,6 +307,11 @@ def _check_slots(where: str, call: Call, strategy: Strategy) -> None:
 
 def _check_rows(keys: RowCountKeys, call: Call, strategy: Strategy) -> None:
     where = keys.where(call.whole_name)
+    if call.kind == "train" and call.part is not None:
+        for rows in term_rows(call):
+            remedy = f"fewer parts, or another {keys.key(rows * call.part.count)}"
+            _check_shards(where, rows, f"the {rows} rows of a part", strategy, (strategy.micro_batches,), remedy)
+        return
     if call.kind == "train":
         mini_batches = call.update.mini_batches
         for rows in term_rows(call):

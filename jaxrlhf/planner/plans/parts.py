@@ -15,8 +15,13 @@ as many parts as there are blocks, these are its parts; otherwise its parts are 
 out of the blocks. A call that needs all rows, such as `train`, gets them in their own order, from a `compute` call with
 the name of the whole call.
 
+A train call in parts adds up gradients; its last part makes the update, and keeps the name of the whole. `compute`
+calls between it and the generation run on each part's rows too (`ppo_batch/0-8`), where the algorithm declares that
+they may (`tracing.compute`). For their outputs without rows they run on all rows as well.
+
 The order of calls: those on the host, and those on devices that the generation does not need any more, as soon as their
-rows are there; all others in the order of the step.
+rows are there; but none that waits for the host before the generation has been dispatched. All others are in the order
+of the step.
 """
 
 import dataclasses
@@ -31,6 +36,7 @@ import numpy as np
 from jaxrlhf.call_graph import Call, CallGraph, Part, Ref
 from jaxrlhf.planner.plans.plan import Placement, Plan, PlanError
 from jaxrlhf.planner.plans.row_blocks import block_bounds, near_blocks, split_rows, split_sequences
+from jaxrlhf.planner.plans.row_groups import group_of, row_refs_of_terms, sequences_together
 from jaxrlhf.sharding.strategy import Strategy
 
 Positions = Ref | range
@@ -75,10 +81,15 @@ class _Expansion:
         """Call in parts -> its blocks, in the order in which they are ready."""
         self._source: dict[str, str] = {}
         """Call in parts -> the call whose order its rows have."""
+        self._computed: dict[tuple[str, tuple[int, int]], tuple[list[Ref], str]] = {}
+        """A `compute` call and its rows -> the leaves of its outputs, and the generation in whose order rows count."""
+        self._together = sequences_together(graph, plan)
         self._units = {call.name: self._units_of(call) for call in graph.calls}
         self._gathers = {name: self._gather(name) for name in self._blocks}
         self._ordered: list[_Unit] = []
         self._there: set[str] = set()
+        self._wait_for_host: set[str] = set()
+        """Calls there that are on the host, or need what is."""
 
     def run(self) -> tuple[CallGraph, Plan]:
         for call in self._graph.calls:
@@ -98,12 +109,14 @@ class _Expansion:
         placement = self._placement(call)
         if placement.is_whole:
             return [_Unit(call, placement)]
-        return self._generation(call, placement) if call.kind == "generate" else self._inference(call, placement)
+        kinds = {"generate": self._generation, "train": self._training}
+        return kinds.get(call.kind, self._inference)(call, placement)
 
     def _generation(self, call: Call, placement: Placement) -> list[_Unit]:
         """Parts of all shares, the first of each and then as they are expected to be ready; and those of the tail."""
         where, n = f"plan.calls.{call.plan_name}", call.num_drawn
-        split, shares = split_sequences(where, call, placement), (placement, *placement.shares)
+        together = self._together.get(call.name, 1)
+        split, shares = split_sequences(where, call, placement, together), (placement, *placement.shares)
         firsts = [sum(split.prompts[:i]) for i in range(len(shares))]
         parts = [
             ((i + 1) / (len(bounds) - 1), share, i)
@@ -133,7 +146,7 @@ class _Expansion:
                 first_sequence=0 if is_tail else firsts[share] * n, handed_on=handed_on,
                 migrate=placement.tail.migrate if is_tail and placement.tail else "",
                 sequences=bounds[-1] * on.strategy.num_row_shards if is_tail else split.prompts[share] * n,
-                stay=split.stay[0] if is_tail else 0,
+                stay=split.stay[0] if is_tail else 0, together=together,
             )  # fmt: skip
             name = f"{call.name}/{next(names)}"
             given = () if is_tail else cuts[share][1]
@@ -178,16 +191,103 @@ class _Expansion:
         self._blocks[call.name] = blocks
         return units
 
+    def _training(self, call: Call, placement: Placement) -> list[_Unit]:
+        """Equal parts of the rows of every term, and what makes these rows."""
+        where, count = f"plan.calls.{call.plan_name}.parts", placement.parts
+        units, after, orders = list[_Unit](), (), set[str]()
+        for number in range(count):
+            is_last = number == count - 1
+            found: dict[tuple[str, int], Ref] = {}
+            for refs in row_refs_of_terms(call):
+                rows, group = refs[0].shape[0], group_of(self._graph, refs, where)
+                if rows % (count * group):
+                    raise PlanError(
+                        f"{where}: must divide {rows // group} {f'groups of {group} ' if group > 1 else ''}rows. Got "
+                        f"{count}. Use another number of parts."
+                    )
+                bounds = rows // count * number, rows // count * (number + 1)
+                more, some_rows, order = self._some_rows(call, refs, bounds, placement)
+                units += more
+                found |= some_rows
+                orders.add(order)
+            part = dataclasses.replace(
+                call, name=call.name if is_last else f"{call.name}/{number + 1}", args=_with_refs(call.args, found),
+                outputs=call.outputs if is_last else (), writes=call.writes if is_last else None,
+                sequence_shapes=tuple((rows // count, columns) for rows, columns in call.sequence_shapes),
+                part=Part(of=call.plan_name, number=number, count=count, after=after),
+            )  # fmt: skip
+            units.append(_Unit(part, placement))
+            after = (part.name,)
+        orders.discard("")
+        if len(orders) != 1:
+            raise PlanError(
+                f"{where}: a train call in parts begins while a generation in parts goes on. Got rows of "
+                f"{' and '.join(sorted(orders)) or 'no generation in parts'}. Leave `parts` out here, or give them to "
+                "one generation."
+            )
+        (self._source[call.name],) = orders
+        return units
+
+    def _some_rows(
+        self, of: Call, refs: Sequence[Ref], bounds: tuple[int, int], on: Placement
+    ) -> tuple[list[_Unit], dict[tuple[str, int], Ref], str]:
+        """The calls that make some rows for a part of a train call, (call, leaf) -> the reference to these rows, and
+        the generation in whose order they are counted; empty for their own."""
+        units, found = list[_Unit](), dict[tuple[str, int], Ref]()
+        orders = dict[str, str]()
+        for name in dict.fromkeys(ref.call for ref in refs):
+            wanted = {(ref.call, ref.leaf): ref for ref in refs if ref.call == name}
+            made = next((call for call in self._graph.calls if call.name == name), None)
+            if made is not None and made.kind == "compute":
+                more, outputs, orders[name] = self._compute_on_rows(of, made, bounds, on)
+                units += more
+                found |= {key: outputs[key[1]] for key in wanted}
+                continue
+            blocks = [Block(rows := refs[0].shape[0], range(rows), wanted)]
+            if name in self._blocks:
+                blocks = [
+                    dataclasses.replace(x, outputs={key: jax.tree.leaves(x.outputs)[key[1]] for key in wanted})
+                    for x in self._blocks[name]
+                ]
+                is_generated = made is not None and made.kind == "generate"
+                orders[name] = name if is_generated else self._source.get(name, "")
+            cut, block = self._cut(f"{of.name}/{name}/{bounds[0]}-{bounds[1]}", blocks, *bounds, on)
+            units += [cut] if cut is not None else []
+            found |= block.outputs
+            orders.setdefault(name, "")
+        if len(set(orders.values())) > 1:
+            got = ", ".join(f"{name} {f'as {x} hands them on' if x else 'whole'}" for name, x in orders.items())
+            raise PlanError(
+                f"plan.calls.{of.plan_name}.parts: all calls between one generation in parts and a train call in parts "
+                f"must be in parts too. Got {got}. Give them `parts`, or leave them out here."
+            )
+        return units, found, next(iter(orders.values()), "")
+
+    def _compute_on_rows(
+        self, of: Call, call: Call, bounds: tuple[int, int], on: Placement
+    ) -> tuple[list[_Unit], list[Ref], str]:
+        """A `compute` call on some rows: as `_some_rows`, with the leaves of its outputs."""
+        units = list[_Unit]()
+        if (call.name, bounds) not in self._computed:
+            inputs = [ref for ref in call.refs if ref.has_rows]
+            units, found, order = self._some_rows(of, inputs, bounds, on)
+            name, rows = f"{call.name}/{bounds[0]}-{bounds[1]}", bounds[1] - bounds[0]
+            outputs = self._references(name, call, rows)
+            part = dataclasses.replace(call, name=name, args=_with_refs(call.args, found), outputs=outputs)
+            units.append(_Unit(part, self._beside(on)))
+            self._computed[call.name, bounds] = jax.tree.leaves(outputs), order
+        return units, *self._computed[call.name, bounds]
+
     def _references(self, name: str, call: Call, rows: int) -> Any:
         """References to the outputs of a part with so many rows."""
         leaves, structure = jax.tree.flatten(call.outputs)
-        avals = [jax.ShapeDtypeStruct((rows, *ref.shape[1:]), ref.dtype) for ref in leaves]
-        return structure.unflatten(
-            [
-                Ref(name, i, aval, has_rows=True, recorder=ref.recorder)
-                for i, (ref, aval) in enumerate(zip(leaves, avals, strict=True))
-            ]
-        )
+
+        def of_part(leaf: int, ref: Ref) -> Ref:
+            shape = (rows, *ref.shape[1:]) if ref.has_rows else ref.shape
+            aval = jax.ShapeDtypeStruct(shape, ref.dtype)
+            return Ref(name, leaf, aval, has_rows=ref.has_rows, recorder=ref.recorder)
+
+        return structure.unflatten([of_part(leaf, ref) for leaf, ref in enumerate(leaves)])
 
     def _blocks_of_inputs(self, call: Call) -> list[Block]:
         """The rows among a call's inputs in blocks, whose `outputs` map each of its references to that of the block.
@@ -242,10 +342,9 @@ class _Expansion:
             trees = [[*tree, positions] for tree, positions in zip(trees, known, strict=True)]
             positions = Ref(name, len(outputs), _positions_aval(rows), has_rows=True, recorder=None)
             all_outputs = [*outputs, positions]
-        else:
-            (whole,) = known
-            ((_, low, high),) = spans
-            positions, all_outputs = whole[low:high], outputs
+        else:  # blocks in the order of the call
+            at = [positions[low:high] for positions, (_, low, high) in zip(known, spans, strict=True)]
+            positions, all_outputs = range(at[0].start, at[-1].stop), outputs
         bounds = tuple((low, high) for _, low, high in spans)
         call = Call(
             name=name, kind="compute", function=cut_rows, args=(trees, bounds), outputs=all_outputs,
@@ -284,6 +383,8 @@ class _Expansion:
             unit = units.pop(0)
             self._add(unit)
             if unit.call.kind == "generate":
+                if not any(other.call.kind == "generate" for other in units):  # all of it has been dispatched
+                    self._begin_others(call, unit, units, before=unit.call.name)
                 self._begin_others(call, unit, units)
 
     def _add(self, unit: _Unit) -> None:
@@ -291,14 +392,21 @@ class _Expansion:
             self._add_gather(ref.call)
         self._ordered.append(unit)
         self._there.add(unit.call.name)
+        if self._needs_host(unit):
+            self._wait_for_host.add(unit.call.name)
+
+    def _needs_host(self, unit: _Unit) -> bool:
+        return unit.call.kind == "host" or any(ref.call in self._wait_for_host for ref in unit.call.refs)
 
     def _add_gather(self, name: str) -> None:
         if (unit := self._gathers.pop(name, None)) is not None:
             self._ordered.append(unit)
             self._there.add(name)
 
-    def _begin_others(self, generation: Call, now: _Unit, left: Sequence[_Unit]) -> None:
-        """Adds parts of later calls whose rows are there, and whose devices the generation does not need any more."""
+    def _begin_others(self, generation: Call, now: _Unit, left: Sequence[_Unit], before: str = "") -> None:
+        """Adds parts of later calls whose rows are there, and whose devices the generation does not need any more.
+        `before`: a part of the generation that is not counted as there, so that what needs none of its rows goes
+        first."""
         placement = self._placement(generation)
         busy = {device for unit in (now, *left) for device in unit.placement.devices}
         if any(unit.call.part and unit.call.part.migrate and not unit.call.part.handed_on[0] for unit in left):
@@ -306,13 +414,17 @@ class _Expansion:
         for call in self._graph.calls:
             if self._source.get(call.name) != generation.name:
                 continue
-            others = set(self._graph.dependencies(call)) - {ref.call for ref in call.refs}
-            if not others <= self._there:
+            version = (call.weights, call.reads)
+            if not {c.name for c in self._graph.calls if c.writes and (c.weights, c.writes) == version} <= self._there:
                 continue
             units = self._units[call.name]
             while units:
-                is_busy = call.kind != "host" and not busy.isdisjoint(units[0].placement.devices)
-                if is_busy or not {ref.call for ref in units[0].call.refs} - set(self._graph.inputs) <= self._there:
+                unit, needs = units[0], {ref.call for ref in units[0].call.refs} - set(self._graph.inputs)
+                is_busy = unit.call.kind != "host" and not busy.isdisjoint(unit.placement.devices)
+                waits = not needs <= self._there - {before} or (
+                    bool(left) and unit.call.kind != "host" and self._needs_host(unit)
+                )
+                if is_busy or waits:
                     break
                 self._add(units.pop(0))
 

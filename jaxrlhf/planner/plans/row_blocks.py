@@ -45,8 +45,9 @@ def split_rows(where: str, call: Call, placement: Placement) -> tuple[int, ...]:
     return tuple(rows)
 
 
-def split_sequences(where: str, call: Call, placement: Placement) -> SequenceSplit:
-    """The split of a generation over shares, parts and the tail. Raises PlanError if it does not work out."""
+def split_sequences(where: str, call: Call, placement: Placement, together: int = 1) -> SequenceSplit:
+    """The split of a generation over shares, parts and the tail, with so many neighboring sequences always together.
+    Raises PlanError if it does not work out."""
     prompts, shares, tail = split_rows(where, call, placement), (placement, *placement.shares), placement.tail
     of_shard = []
     for number, (count, share) in enumerate(zip(prompts, shares, strict=True)):
@@ -57,30 +58,31 @@ def split_sequences(where: str, call: Call, placement: Placement) -> SequenceSpl
                 f"{count} prompts of placement {number + 1}. Lower a degree, or use another batch size."
             )
         of_shard.append(count * call.num_drawn // share.strategy.num_row_shards)
-        if share.parts > of_shard[-1]:
+        if share.parts > (most := of_shard[-1] // together):
+            what = "sequences" if together == 1 else f"groups of {together} sequences"
             raise PlanError(
-                f"{where}.parts: must be at most the sequences of each row shard, {of_shard[-1]}. Got {share.parts}. "
-                "Use fewer parts."
+                f"{where}.parts: must be at most the {what} of each row shard, {most}. Got {share.parts}. Use fewer "
+                "parts."
             )
     stay, tail_bounds = [0] * len(shares), (0,)
     if tail is not None:
-        stay, tail_rows = _moving(tail.rows, of_shard, shares, tail.strategy)
+        stay, tail_rows = _moving(tail.rows, of_shard, shares, tail.strategy, together)
         each = tail_rows // tail.strategy.num_row_shards
-        tail_bounds = bounds_of(each, min(tail.parts, each)) if each else (0,)
+        tail_bounds = bounds_of(each, min(tail.parts, each // together), together) if each else (0,)
     bounds = [
-        bounds_of(count - left, min(share.parts, count - left))
+        bounds_of(count - left, min(share.parts, (count - left) // together), together)
         for count, left, share in zip(of_shard, stay, shares, strict=True)
     ]
     return SequenceSplit(prompts, tuple(bounds), tuple(stay), tail_bounds)
 
 
 def _moving(
-    fraction: float, of_shard: Sequence[int], shares: Sequence[Placement], tail: Strategy
+    fraction: float, of_shard: Sequence[int], shares: Sequence[Placement], tail: Strategy, together: int
 ) -> tuple[list[int], int]:
     """Sequences of each row shard of every share that move, at most so large a fraction, and all together."""
-    parts = tail.num_row_shards * tail.pipeline
+    parts = tail.num_row_shards * tail.pipeline * together
     for most in range(math.floor(fraction * max(of_shard) + 1e-9), -1, -1):
-        stay = [min(most * count // max(of_shard), count) for count in of_shard]
+        stay = [min(most * count // max(of_shard), count) // together * together for count in of_shard]
         total = sum(count * share.strategy.num_row_shards for count, share in zip(stay, shares, strict=True))
         if total % parts == 0:
             return stay, total
@@ -115,6 +117,7 @@ def block_bounds(blocks: Sequence[int], first: int, last: int, parts: int) -> li
     return [first + bound for bound in bounds_of(last - first, parts)]
 
 
-def bounds_of(count: int, parts: int) -> tuple[int, ...]:
-    """The bounds of equal parts, the later ones larger by one where it does not divide."""
-    return tuple(count * i // parts for i in range(parts + 1)) if parts else (0, 0)
+def bounds_of(count: int, parts: int, together: int = 1) -> tuple[int, ...]:
+    """The bounds of equal parts, the later ones larger by one where it does not divide, or by so many as stay
+    together."""
+    return tuple(count // together * i // parts * together for i in range(parts + 1)) if parts else (0, 0)

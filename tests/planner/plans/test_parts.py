@@ -142,11 +142,6 @@ def test_references_are_those_of_the_parts():
 
 
 REFUSED = {
-    "parts of a train call": (
-        dict(actor__train=Placement((0,), ONE, parts=2)),
-        "plan.calls.actor.train: parts, shares and a tail are for calls whose output for a row depends on that row "
-        "alone. Got a call of kind 'train'",
-    ),
     "parts of a compute call": (
         dict(ppo_batch=Placement((0,), ONE, parts=2)), "Got a call of kind 'compute', which may need a statistic",
     ),
