@@ -7,7 +7,6 @@ Nothing is run and no accelerator is needed. `plan: plan.json` in a config takes
 
 import argparse
 import contextlib
-import dataclasses
 import json
 import sys
 from collections.abc import Sequence
@@ -22,13 +21,14 @@ from jaxrlhf.observe.plan_pictures import draw_plan, draw_search
 from jaxrlhf.observe.timeline_picture import PictureError, check_matplotlib
 from jaxrlhf.planner.compiled.compiler import CompileError
 from jaxrlhf.planner.cost_sources import SOURCES
-from jaxrlhf.planner.fusion.fused_generation import FusedGeneration, fuse_generation
+from jaxrlhf.planner.fusion.fused_generation import FusedGeneration
 from jaxrlhf.planner.make_plan import SEARCH, Planned
 from jaxrlhf.planner.plans.plan import Plan
+from jaxrlhf.planner.plans.plan_table import parts_in_words
 from jaxrlhf.planner.plans.saved_plan import write_plan
 from jaxrlhf.planner.report import call_rows, memory_rows, plan_json, runner_up_lines, summary_lines
 from jaxrlhf.planner.search.methods import METHODS, find_method
-from jaxrlhf.run.find_plan import left_out, plan_draft
+from jaxrlhf.run.find_plan import fused_with_inference, left_out, plan_draft
 from jaxrlhf.run.size_overrides import with_lengths, with_response_tokens, with_synthetic_prompts
 from jaxrlhf.run.step_draft import StepDraft, draft_step
 from jaxrlhf.sharding import mesh
@@ -54,8 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 costs="measured" if options.calibration else options.costs, calibration=options.calibration, say=say,
             )  # fmt: skip
         plan = planned.plan_for(draft.graph)
-        fused = _fused_generation(planned, draft, plan)
-        written = _write(planned, plan, fused if options.tail else None, out=options.out, pictures=pictures)
+        fused = fused_with_inference(planned, draft, plan)
+        written = _write(planned, plan, None if options.whole else fused, out=options.out, pictures=pictures)
     except (ValueError, OSError, CompileError) as error:
         console.error(str(error))
         return 1
@@ -99,8 +99,8 @@ def _parser() -> argparse.ArgumentParser:
         "--out", type=Path, metavar="PLAN.JSON", help="write the plan, for `plan: PLAN.JSON` in a config"
     )
     parser.add_argument(
-        "--tail", action="store_true",
-        help="write the plan whose generation has a tail, if that is faster; see docs/planning.md",
+        "--whole", action="store_true",
+        help="write the plan with whole calls, also where a tail of the generation is faster; see docs/planning.md",
     )  # fmt: skip
     parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="otherwise beside the plan, if it is written")
     parser.add_argument("--json", action="store_true", help="print everything as one JSON document")
@@ -153,14 +153,6 @@ def _pictures_folder(options: argparse.Namespace) -> Path | None:
     return None
 
 
-def _fused_generation(planned: Planned, draft: StepDraft, plan: Plan) -> FusedGeneration | None:
-    """What a tail would bring to a plan. None if lengths of responses are not known, or calls run in parts already."""
-    lengths = next((call.lengths for call in planned.workload.calls if call.lengths is not None), None)
-    if lengths is None or planned.costs is None or not all(each.is_whole for each in plan.placements.values()):
-        return None
-    return fuse_generation(draft.graph, draft.roles, plan, planned.costs, lengths)
-
-
 def _write(
     planned: Planned, plan: Plan, fused: FusedGeneration | None, *, out: Path | None, pictures: Path | None
 ) -> dict[str, Path]:
@@ -168,9 +160,7 @@ def _write(
     written: dict[str, Path] = {}
     if out is not None:
         saved = planned.saved(plan)
-        if fused is not None and fused.plan is not None:
-            saved = dataclasses.replace(saved, plan=fused.plan, step_seconds=fused.fused_seconds)
-        write_plan(out, saved)
+        write_plan(out, saved if fused is None else fused.adopted_by(saved))
         written["plan"] = out
     if pictures is not None:
         stem = out.stem if out is not None else "plan"
@@ -180,6 +170,15 @@ def _write(
             written["search"] = pictures / f"{stem}_search.png"
             draw_search(planned, written["search"])
     return written
+
+
+def _in_parts(plan: Plan) -> list[dict[str, str]]:
+    """Rows of a table: the calls that are not whole."""
+    return [
+        {"call": name, "devices": str(placement), "in parts": parts_in_words(placement, on_host=False)}
+        for name, placement in plan.placements.items()
+        if not placement.is_whole
+    ]
 
 
 def _show(
@@ -194,6 +193,8 @@ def _show(
     if fused is not None:
         console.table("Generation fused with inference", fused.rows)
         console.line(fused.summary())
+        if fused.plan is not None:
+            console.table("Plan with that tail", _in_parts(fused.plan))
     if planned.assumed:
         console.header("Assumed, not measured")
     for line in planned.assumed:

@@ -336,7 +336,7 @@ def _random_parts(call: Call, placement: Placement, draw: random.Random) -> Plac
         placement = dataclasses.replace(placement, shares=(dataclasses.replace(share, parts=draw.choice((1, 2))),))
     if call.kind == "generate" and draw.random() < 0.6:
         on = _random_placement(call, draw)
-        strategy = dataclasses.replace(on.strategy, slots=0, shared_prompts=0)
+        strategy = dataclasses.replace(on.strategy, slots=0, shared_prompts=0, micro_batches=1)
         migrate = draw.choice(("cache", "prefill"))
         tail = Tail(on.devices, strategy, draw.choice((1, 2)), draw.choice((0.2, 0.5)), migrate)
         placement = dataclasses.replace(placement, tail=tail)

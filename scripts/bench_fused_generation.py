@@ -7,12 +7,16 @@ one call after another, and with the last sequences in a tail on one device whil
 Each process has a core of its own, as nodes have. Lengths are lognormal, the 99.9th percentile ten times the median, as
 in `bench_rollouts`. Rounds alternate between the ways; seconds are those from a common start until both processes have
 everything. All ways must give the same tokens. `hidden` is the fraction of the seconds of inference calls that lie
-within generation, from the timeline of the process without the tail.
+within generation, from the timeline of the process without the tail. `--forecast` measures the calls by themselves, in
+one of the processes, and prints what the planner's simulation expects of each way, and how near the best the one is
+that it would choose. It knows nothing of the Python function.
 """
 
 import argparse
 import dataclasses
+import datetime
 import json
+import math
 import os
 import statistics
 import time
@@ -27,7 +31,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrlhf.config.plan_config import Placement, Tail
+from jaxrlhf.calibration.measure_calls import jobs, measure
+from jaxrlhf.calibration.measure_machine import measure_machine
+from jaxrlhf.calibration.timing import OthersLoad
+from jaxrlhf.cluster.cluster_text import read_cluster
+from jaxrlhf.config.plan_config import Placement, ResponseLengths, Tail
 from jaxrlhf.execution.executor import Executor
 from jaxrlhf.execution.process_channel import Channel
 from jaxrlhf.experience import Prompts, Rollout, Sampling
@@ -36,8 +44,12 @@ from jaxrlhf.models.params import Params, init_params
 from jaxrlhf.observe.console import Console
 from jaxrlhf.observe.events import Event
 from jaxrlhf.observe.timeline_recorder import Timeline
+from jaxrlhf.planner.costs.calibration import Calibration, this_machine
+from jaxrlhf.planner.costs.cost_model import CostModel
+from jaxrlhf.planner.fusion.fused_generation import seconds_in_parts
 from jaxrlhf.planner.plans.check_plan import check
 from jaxrlhf.planner.plans.plan import Plan, resolve
+from jaxrlhf.planner.workload import step_workload
 from jaxrlhf.programs.roles import FunctionRole, HostScores, ModelRole
 from jaxrlhf.reshard.reallocate import reallocate
 from jaxrlhf.rewards.workers import Workers
@@ -129,11 +141,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     executor.close()
     seconds = {name: statistics.median(each) for name, each in clocks.items()}
     unfused = min(seconds[name] for name in ways if "tail" not in name)
+    expected: dict[str, float] = {}
+    if options.forecast:
+        lengths = ResponseLengths(
+            mean=float(tokens["lengths"].mean()),
+            p99=int(np.quantile(tokens["lengths"], 0.99, method="inverted_cdf")),
+        )
+        expected = channel.share(lambda: forecasts(graph, roles, ways, lengths, options, console))
     rows = [
         {
             "way": name,
             "seconds": round(seconds[name], 3),
             "of the best unfused": round(seconds[name] / unfused, 3),
+            **({"forecast s": round(expected[name], 3)} if expected else {}),
             "hidden": round(statistics.median(hidden[name]), 2),
             "spread": round((max(clocks[name]) - min(clocks[name])) / seconds[name], 3),
         }
@@ -143,6 +163,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         lengths = tokens["lengths"]
         title = f"{options.rows} responses, mean {lengths.mean():.1f}, longest {lengths.max()}"
         console.table(title, rows)
+        if expected:
+            tails = [name for name in ways if "tail" in name]
+            choice, best = min(tails, key=lambda name: expected[name]), min(tails, key=lambda name: seconds[name])
+            console.line(
+                f"By the forecast: {choice}, which takes {seconds[choice] / seconds[best]:.3f} of the fastest, {best}"
+            )
         if options.json:
             print(json.dumps({"options": vars(options), "jax": jax.__version__, "rows": rows}, indent=2))
     channel.close()
@@ -165,6 +191,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=16, help="responses that it judges at a time")
     parser.add_argument("--parts", type=int, default=2, help="before the tail")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--forecast", action="store_true", help="beside what the planner expects; some minutes more")
+    parser.add_argument("--patience", type=float, default=2.0, help="as of jaxrlhf.calibrate, for --forecast")
     parser.add_argument("--events", action="store_true", help="print what each process does when")
     parser.add_argument("--json", action="store_true", help="print JSON after the table")
     options = parser.parse_args(arguments)
@@ -200,6 +228,23 @@ def plans(options: argparse.Namespace) -> dict[str, dict[str, Placement]]:
             judged = Placement(parts=options.parts + 1)
             found[name] = {"actor.generate": generation, "judge.scores": judged, **dict.fromkeys(INFERENCES, shares)}
     return found
+
+
+def forecasts(
+    graph: Any, roles: dict[str, Any], ways: dict[str, Plan], lengths: ResponseLengths, options: argparse.Namespace,
+    console: Console,
+) -> dict[str, float]:  # fmt: skip
+    """Way -> the seconds that the planner expects, from measurements of single calls on this process's device."""
+    workload, watched, points = step_workload(graph, roles, lengths), OthersLoad(), []
+    rates = measure_machine(patience_seconds=options.patience)
+    for job in jobs(workload, {call.name: [ONE] for call in workload.calls}):
+        if job.strategy.slots <= options.rows // 2:  # a process has no more
+            points += measure(job, dispatch_seconds=rates.dispatch_seconds, patience_seconds=options.patience)
+    console.line(f"Measured; {watched.load()}")
+    measured = Calibration(datetime.date.today().isoformat(), this_machine(), rates, watched.load()).with_points(points)
+    costs = CostModel(measured.on(read_cluster("2x1:cpu")), measured=measured)
+    found = {name: seconds_in_parts(graph, roles, plan, costs, lengths) for name, plan in ways.items()}
+    return {name: math.inf if seconds is None else seconds for name, seconds in found.items()}
 
 
 def planned(graph: Any, placements: dict[str, Placement]) -> Plan:

@@ -11,7 +11,13 @@ from flax.core import FrozenDict
 
 from jaxrlhf.brief import brief, cut, did_you_mean
 from jaxrlhf.config.reading import FORM, INLINE, ConfigError, merge, to_tree
-from jaxrlhf.require import require, require_at_least_one, require_fraction, require_positive_fraction
+from jaxrlhf.require import (
+    require,
+    require_at_least_one,
+    require_fraction,
+    require_not_negative,
+    require_positive_fraction,
+)
 from jaxrlhf.reshard.protocols import AUTO
 from jaxrlhf.sharding.strategy import Strategy
 
@@ -172,9 +178,14 @@ class PlanConfig:
     longest_first: bool = False
     """Slots admit prompts by the expected length of their responses, longest first. It is the mean length of earlier
     responses to the same prompt."""
+    refine_tails: int = 0
+    """Steps after which the sizes of tails (`rows`) are chosen anew, by simulation with the lengths of the responses of
+    the last steps. 0 means never."""
 
     def __post_init__(self) -> None:
-        others = [name for name, value in vars(self).items() if name not in ("file", "longest_first") and value]
+        require_not_negative(self.refine_tails, "refine_tails")
+        of_any_plan = ("file", "longest_first", "refine_tails")
+        others = [name for name, value in vars(self).items() if name not in of_any_plan and value]
         if self.file and others:
             raise ValueError(
                 f"file: a file has the placements of all calls. Got also {', '.join(others)}. Remove one or the other; "

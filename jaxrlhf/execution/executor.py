@@ -133,6 +133,7 @@ class Executor:
         whole, (graph, plan) = graph, self._in_parts(graph, plan)
         values: Values = {"state": jax.tree.leaves(state), "data": jax.tree.leaves(data)}
         self._first_versions = self.weights.versions()
+        self._so_far.clear()  # a step that failed may have left some
         self._hand_overs = HandOvers(graph, plan)
         for role in plan.offload:
             self._offload(role)

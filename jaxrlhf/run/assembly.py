@@ -27,7 +27,7 @@ from jaxrlhf.models.config_json import Origin
 from jaxrlhf.models.lora import declare_adapters
 from jaxrlhf.planner.costs.stage_costs import reference_costs
 from jaxrlhf.planner.fusion.fusible import check_fusion, fusion_notes, oppose, with_schedules
-from jaxrlhf.planner.plans.check_plan import check, check_entries, check_offload, stage_warnings
+from jaxrlhf.planner.plans.check_plan import check, check_entries, check_offload, stage_warnings, tail_warnings
 from jaxrlhf.planner.plans.complete_plan import complete_plan
 from jaxrlhf.planner.plans.config_keys import RowCountKeys
 from jaxrlhf.planner.plans.device_order import reuse_training_shards, training_placements
@@ -171,10 +171,12 @@ def assemble(
     for name, model in draft.models.items():
         made.attention(name, model)
     waits = [warning for phase in made.phases.values() for warning in stage_warnings(phase.plan, phase.graph)]
-    waits += fusion_notes(train.plan, train.graph)
+    waits += tail_warnings(train.plan, train.graph) + fusion_notes(train.plan, train.graph)
     generated = [train.plan[call].strategy for call in train.graph.calls if call.kind == "generate"]
     if config.plan.longest_first and not any(strategy.slots for strategy in generated):
         waits.append("plan.longest_first changes nothing: no call of the step generates in slots.")
+    if config.plan.refine_tails and all(placement.tail is None for placement in train.plan.placements.values()):
+        waits.append("plan.refine_tails changes nothing: no call of the step has a tail.")
     return dataclasses.replace(made, warnings=(*made.warnings, *dict.fromkeys(waits)))
 
 

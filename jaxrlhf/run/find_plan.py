@@ -13,9 +13,10 @@ from jaxrlhf.cluster.hardware import Cluster
 from jaxrlhf.config.plan_config import PlanConfig
 from jaxrlhf.config.reading import to_tree
 from jaxrlhf.planner.cost_sources import CostSource, costs_from, usual_source
+from jaxrlhf.planner.fusion.fused_generation import FusedGeneration, fuse_generation
 from jaxrlhf.planner.make_plan import Planned, plan_workload
 from jaxrlhf.planner.plans.check_plan import check_call, check_entries, check_offload
-from jaxrlhf.planner.plans.plan import Placement, PlanError, placement_of
+from jaxrlhf.planner.plans.plan import Placement, Plan, PlanError, placement_of
 from jaxrlhf.planner.plans.saved_plan import SavedPlan, read_plan
 from jaxrlhf.planner.report import rollout_lines
 from jaxrlhf.require import errors_as
@@ -65,8 +66,22 @@ def find_plan(
         _check(saved, draft)
         return FoundPlan(saved, (f"The plan of {config.plan.file}",))
     planned = plan_draft(draft, local_cluster(config.devices_memory), seconds=SEARCH_SECONDS, say=say)
-    notes = (planned.summary(), *planned.notes, *rollout_lines(planned))
-    return FoundPlan(planned.saved(planned.plan_for(draft.graph), asked=asked), notes)
+    notes = [planned.summary(), *planned.notes, *rollout_lines(planned)]
+    plan = planned.plan_for(draft.graph)
+    saved = planned.saved(plan, asked=asked)
+    if (fused := fused_with_inference(planned, draft, plan)) is not None:
+        saved = fused.adopted_by(saved)
+        notes.append(fused.summary())
+    return FoundPlan(saved, tuple(notes))
+
+
+def fused_with_inference(planned: Planned, draft: StepDraft, plan: Plan) -> FusedGeneration | None:
+    """What a tail would bring to a plan that was found. None if lengths of responses are not known, or calls run in
+    parts already."""
+    lengths = next((call.lengths for call in planned.workload.calls if call.lengths is not None), None)
+    if lengths is None or planned.costs is None or not all(each.is_whole for each in plan.placements.values()):
+        return None
+    return fuse_generation(draft.graph, draft.roles, plan, planned.costs, lengths)
 
 
 def _check(saved: SavedPlan, draft: StepDraft) -> None:
@@ -138,7 +153,9 @@ def left_out(draft: StepDraft) -> list[str]:
     """Notes on settings of the config's plan that a search for another plan ignores."""
     plan, calls = draft.config.plan, {call.plan_name for call in draft.graph.calls}
     if not plan.auto:
-        is_said = plan != PlanConfig(lengths=plan.lengths, longest_first=plan.longest_first)
+        is_said = plan != PlanConfig(
+            lengths=plan.lengths, longest_first=plan.longest_first, refine_tails=plan.refine_tails
+        )
         return ["What the config says under `plan` is not kept to: it has no `auto: true`."] if is_said else []
     names = calls | {name.partition("#")[0] for name in calls}
     notes = [f"plan.calls.{name}: no call of the step has that name." for name in plan.calls if name not in names]

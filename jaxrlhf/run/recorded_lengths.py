@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +28,18 @@ def response_lengths(lengths: ResponseLengths | None, settings: Any) -> Response
     if lengths is None or not limits:
         return None
     if lengths.run:
-        mean, p99 = _recorded(lengths.run)
-        # the nearest that forecasts can assume, where it was recorded under other limits
-        tail = max(1, min(math.ceil(p99), *limits))
-        least = max(least_mean(tail, most) for most in limits)
-        lengths = ResponseLengths(mean=min(max(mean, least), tail), p99=tail)
+        lengths = lengths_like(*_recorded(lengths.run), limits)  # recorded under other limits, perhaps
     for most in limits:
         with errors_as(ConfigError, f"{_WHERE}."):
             length_cdf(lengths, most)
     return lengths
+
+
+def lengths_like(mean: float, p99: float, limits: Sequence[int]) -> ResponseLengths:
+    """The lengths nearest to recorded ones that forecasts can assume, where responses have at most so many tokens."""
+    tail = max(1, min(math.ceil(p99), *limits))
+    least = max(least_mean(tail, most) for most in limits)
+    return ResponseLengths(mean=min(max(mean, least), tail), p99=tail)
 
 
 def _recorded(folder: str) -> tuple[float, float]:

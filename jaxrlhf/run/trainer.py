@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError
 
+from jaxrlhf.cluster.cluster_text import local_cluster
 from jaxrlhf.data.loader import PromptLoader
 from jaxrlhf.execution.executor import Executor
 from jaxrlhf.execution.function_threads import FunctionAbandonedError
@@ -27,6 +28,7 @@ from jaxrlhf.observe.timeline_recorder import Timeline
 from jaxrlhf.programs.roles import weighted_sum
 from jaxrlhf.run.assembly import Assembly
 from jaxrlhf.run.checkpoints import Checkpoints, restore, weight_sets_of
+from jaxrlhf.run.configured_sampling import samplings_of
 from jaxrlhf.run.evaluation import Evaluator
 from jaxrlhf.run.export import export
 from jaxrlhf.run.first_weights import Placed, load_first_weights
@@ -35,6 +37,7 @@ from jaxrlhf.run.records import Records
 from jaxrlhf.run.resume_point import ResumePoint, newest_position, what_is_kept
 from jaxrlhf.run.run_folder import RunFolder
 from jaxrlhf.run.step_metrics import balance_metrics, count_tokens, decoding_metrics, throughput_metrics
+from jaxrlhf.run.tail_refinement import TailRefinement
 from jaxrlhf.sharding import mesh
 from jaxrlhf.writing import UnwritableError, writing
 
@@ -92,6 +95,12 @@ class Trainer:
         self._requests = Requests(stop, self._checkpoints, channel)
         done, is_branch = (resume.steps_done, resume.is_branch) if resume is not None else (None, False)
         self._evaluator = Evaluator(assembly, self._records.history, since=(done or 0) if is_branch else 0)
+        self._tails = TailRefinement(
+            assembly.train, every=self._config.plan.refine_tails,
+            most=max((s.max_new_tokens for s in samplings_of(self._config.settings)), default=1),
+            cluster=lambda: local_cluster(self._config.devices_memory, any_kind=True),
+            history=self._records.history, say=console.line,
+        )  # fmt: skip
         scored = [record for record in self._records.history if "critic/score/mean" in record]
         self._rewards: list[float] = [record["critic/score/mean"] for record in scored]
         self._reported = 0.0
@@ -232,8 +241,12 @@ class Trainer:
                 raise self._stopped(first_step)
             for step in range(first_step, config.steps):
                 rows, versions = self._assembly.train_rows(step), self._versions()
+                if self._tails.is_due(step):
+                    while unread:
+                        self._report(*unread.popleft(), progress)
+                    self._tails.refine(self._channel)
                 try:
-                    result = self._executor.run(phase.graph, phase.plan, state, rows, step=step)
+                    result = self._executor.run(phase.graph, self._tails.plan, state, rows, step=step)
                 except Exception as error:
                     if step > first_step and self._versions() == versions and self._is_in_all(error):
                         self._rescue(step, state, unread, progress)
@@ -269,8 +282,9 @@ class Trainer:
         timings = self._timeline.summary(done, seen[1:])
         metrics |= timings
         metrics |= throughput_metrics(count_tokens(result), timings, seconds=seconds, num_devices=mesh.num_devices())
-        metrics |= balance_metrics(result, self._assembly.train.plan)
-        metrics |= decoding_metrics(result, self._assembly.train.plan)
+        metrics |= balance_metrics(result, self._tails.plan)
+        metrics |= decoding_metrics(result, self._tails.plan) | self._tails.metrics()
+        self._tails.saw(metrics)
         if self._assembly.train_rows.length_means is not None:
             self._assembly.train_rows.length_means.add_step(result)
         if len(scores := _scores(result)) > 1:

@@ -17,7 +17,7 @@ from jaxrlhf.observe.timeline_recorder import Timeline
 from jaxrlhf.planner.plans.check_plan import check
 from jaxrlhf.planner.plans.parts import in_parts
 from jaxrlhf.planner.plans.plan import Plan, PlanError
-from jaxrlhf.programs.roles import ModelRole
+from jaxrlhf.programs.roles import FunctionRole, ModelRole
 from jaxrlhf.run.assembly import Assembly, assemble
 from jaxrlhf.run.first_weights import load_first_weights
 from jaxrlhf.sharding.strategy import Strategy
@@ -274,3 +274,32 @@ def test_groups_are_not_cut():
         planned("grpo", Placement((0,), Strategy(), parts=32), WHOLE)
     with pytest.raises(PlanError, match=r"must be at most the groups of 4 sequences of each row shard, 4\. Got 5"):
         planned("grpo", ON_TWO, Placement((0, 1, 2, 3), FOUR, parts=5))
+
+
+def test_a_step_that_failed_leaves_no_gradients_behind():
+    """Its first part had added its own when the reward of a later one failed."""
+    assembly, plan, left = assembled("grpo"), planned("grpo", *PLANS["groups"][1:3]), [3]
+    phase = assembly.train
+    reward = phase.roles["reward"]
+    assert isinstance(reward, FunctionRole)
+
+    def score(rollout: Any) -> Any:
+        if not left[0]:
+            raise RuntimeError("no reward")
+        left[0] -= 1
+        assert reward.score is not None
+        return reward.score(rollout)
+
+    roles = {**phase.roles, "reward": dataclasses.replace(reward, score=score)}
+    executor = Executor(roles, seed=0, one_at_a_time=True)  # Python functions one after another, too
+    try:
+        load_first_weights(executor, phase, assembly.config, {})
+        with pytest.raises(Exception, match="no reward"):
+            executor.run(phase.graph, plan, phase.first_state, assembly.train_rows(0), step=0).fetch()
+        left[0] = 4
+        again = executor.run(phase.graph, plan, phase.first_state, assembly.train_rows(0), step=0)
+        want, metrics = expected("grpo")[0]["metrics"]["actor"], again.fetch()["actor"]
+        for name in ("loss", "grad_norm"):
+            np.testing.assert_allclose(metrics[name], want[name], RTOL, ATOL)
+    finally:
+        executor.close()

@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from jaxrlhf.call_graph import Part
 from jaxrlhf.cluster import cluster_text
 from jaxrlhf.cluster.cluster_text import read_cluster
 from jaxrlhf.cluster.hardware import Cluster
@@ -164,3 +165,13 @@ def test_a_tail_on_some_devices_of_its_share_has_the_same_weights(devices, degre
     *_, last = (call.plan_name for call in graph.calls if call.part is not None and call.part.migrate)
     during = memory_during(problem, [0] * len(problem.calls))[last]
     assert (last in during.copies) == has_copy
+
+
+def test_gradients_of_parts_stay_between_them():
+    """A number for each weight, in float32, beside the weights and the optimizer's state."""
+    call = STEP.workload.call("actor.train")
+    whole, part = (
+        call_memory(dataclasses.replace(call, part=each), Strategy(), is_trained=True)
+        for each in (None, Part(of="actor.train", number=0, count=2))
+    )
+    assert part.resting - whole.resting == WHOLE

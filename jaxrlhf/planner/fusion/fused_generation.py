@@ -14,6 +14,7 @@ Reference:
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -26,10 +27,11 @@ from jaxrlhf.planner.costs.cost_model import CostModel
 from jaxrlhf.planner.plans.check_plan import check
 from jaxrlhf.planner.plans.parts import in_parts
 from jaxrlhf.planner.plans.plan import Placement, Plan, PlanError
+from jaxrlhf.planner.plans.saved_plan import CallForecast, SavedPlan
 from jaxrlhf.planner.plans.splits import divisors
-from jaxrlhf.planner.search.choices import problem_of
-from jaxrlhf.planner.search.peak_memory import peak_memory
-from jaxrlhf.planner.search.problem import CallChoices, PairSeconds
+from jaxrlhf.planner.search.choices import on_cpu, problem_of
+from jaxrlhf.planner.search.peak_memory import memory_during, peak_memory
+from jaxrlhf.planner.search.problem import CallChoices, PairSeconds, Problem
 from jaxrlhf.planner.search.simulate import steady_state
 from jaxrlhf.planner.workload import step_workload
 from jaxrlhf.programs.roles import ModelRole, Role
@@ -58,8 +60,10 @@ class FusedGeneration:
     """The fastest of all; None if none is faster."""
     fused_seconds: float = 0.0
     """Of an iteration under it."""
+    calls: Mapping[str, CallForecast] = dataclasses.field(default_factory=dict)
+    """Call of a model -> its forecast under it: the sum of its parts, of which some run at the same time."""
     reason: str = ""
-    """Why none is faster."""
+    """Why it is faster, or none is."""
 
     def to_json(self) -> dict[str, Any]:
         """Converts to plain data."""
@@ -71,9 +75,15 @@ class FusedGeneration:
         if self.plan is None:
             return f"No tail makes the plan faster. {self.reason}"
         return (
-            f"With the best tail an iteration takes {self.fused_seconds:.4g} s, {self.fused_seconds / self.seconds:.3f}"
-            " of what it takes without; `--tail` writes that plan"
+            f"With a tail an iteration takes {self.fused_seconds:.4g} s, {self.fused_seconds / self.seconds:.3f} of "
+            f"the {self.seconds:.4g} s that it takes without. {self.reason}"
         )
+
+    def adopted_by(self, saved: SavedPlan) -> SavedPlan:
+        """A plan on disk with the fastest tail, if one is faster."""
+        if self.plan is None:
+            return saved
+        return dataclasses.replace(saved, plan=self.plan, step_seconds=self.fused_seconds, calls=self.calls)
 
 
 def fuse_generation(
@@ -86,6 +96,21 @@ def fuse_generation(
     """Looks for the tail of the first generation of a step that makes its plan fastest. All calls of `plan` are
     whole."""
     return _Search(graph, roles, plan, costs, lengths).run()
+
+
+def seconds_in_parts(
+    graph: CallGraph, roles: Mapping[str, Role], plan: Plan, costs: CostModel, lengths: ResponseLengths
+) -> float | None:
+    """Seconds of an iteration under a plan with calls in parts, or whole; None if it does not fit into memory."""
+    return _Search(graph, roles, plan, costs, lengths).seconds(plan)
+
+
+def refined_tails(
+    graph: CallGraph, roles: Mapping[str, Role], plan: Plan, costs: CostModel, lengths: ResponseLengths
+) -> tuple[Plan, float, float]:
+    """The plan with other fractions of sequences that move to the tails that it has, where lengths of responses make
+    that faster; its seconds of an iteration, and those of the plan as it is."""
+    return _Search(graph, roles, plan, costs, lengths).refined()
 
 
 class _Search:
@@ -101,17 +126,17 @@ class _Search:
         self._models: dict[str, ModelConfig] = {n: r.model for n, r in roles.items() if isinstance(r, ModelRole)}
 
     def run(self) -> FusedGeneration:
-        before = self._seconds(self._plan)
+        before = self.seconds(self._plan)
         generation = next((call for call in self._graph.calls if call.kind == "generate"), None)
         reason = self._unfit(generation)
         if generation is None or reason or before is None:
             return FusedGeneration(before or 0.0, (), reason=reason or "The plan as it is does not fit.")
-        rows, best = [], (before * WORTH, None)
+        rows, best = [], (before * WORTH, self._plan)
         for percent in PERCENTS:
             tried = [
                 (seconds, tail, plan)
                 for tail, plan in self._candidates(generation, percent / 100)
-                if (seconds := self._seconds(plan)) is not None
+                if (seconds := self.seconds(plan)) is not None
             ]
             if not tried:
                 continue
@@ -123,9 +148,54 @@ class _Search:
                     "move": tail.migrate, "seconds": seconds, "of the plan as it is": f"{seconds / before:.3f}",
                 }
             )  # fmt: skip
-        why = "" if best[1] is not None else f"None takes less than {WORTH:g} of the time."
+        fused_seconds, fused = best
+        if fused is not self._plan:
+            return FusedGeneration(before, tuple(rows), fused, fused_seconds, *self._details(generation, fused))
+        why = f"None takes less than {WORTH:g} of the time."
         why = why if rows else "No tail fits: it must leave devices free that inference can use."
-        return FusedGeneration(before, tuple(rows), best[1], best[0] if best[1] is not None else 0.0, why)
+        return FusedGeneration(before, tuple(rows), reason=why)
+
+    def refined(self) -> tuple[Plan, float, float]:
+        """The plan with other fractions of sequences that move to the tails that it has, if such a plan is faster; its
+        seconds, and those of the plan as it is."""
+        before = self.seconds(self._plan)
+        best = (math.inf if before is None else before * WORTH, self._plan)
+        tails = {name: each for name, each in self._plan.placements.items() if each.tail is not None}
+        for percent in PERCENTS:
+            placements = {
+                name: dataclasses.replace(each, tail=dataclasses.replace(each.tail, rows=percent / 100))
+                for name, each in tails.items()
+                if each.tail is not None
+            }
+            plan = dataclasses.replace(self._plan, placements={**self._plan.placements, **placements})
+            if self._is_valid(plan) and (seconds := self.seconds(plan)) is not None:
+                best = min(best, (seconds, plan), key=lambda each: each[0])
+        seconds, plan = best
+        return plan, (before or 0.0) if plan is self._plan else seconds, before or 0.0
+
+    def _details(self, generation: Call, plan: Plan) -> tuple[dict[str, CallForecast], str]:
+        """The forecast of each call under a plan with a tail, and why that is faster."""
+        problem = self._problem(plan)
+        graph, _ = in_parts(self._graph, plan)
+        seconds, memory = dict[str, float](), dict[str, int]()
+        during = memory_during(problem, [0] * len(problem.calls))
+        whole_names = {call.plan_name: call.whole_name for call in graph.calls}
+        of_tail = 0.0
+        for call in problem.calls:
+            name, takes = whole_names[call.name], call.choices[0].seconds
+            seconds[name] = seconds.get(name, 0.0) + takes
+            memory[name] = max(memory.get(name, 0), during[call.name].total)
+            part = next(c.part for c in graph.calls if c.plan_name == call.name)
+            of_tail += takes if part is not None and part.migrate else 0.0
+        tail = plan[generation].tail
+        assert tail is not None
+        beside = [call.plan_name for call in self._inferences(generation)]
+        why = (
+            f"The last {tail.rows:.0%} of the sequences take {of_tail:.3g} of the {seconds[generation.plan_name]:.3g} "
+            f"s of {generation.plan_name}, on {len(tail.devices)} of its devices; meanwhile {', '.join(beside)} "
+            f"({sum(seconds[name] for name in beside):.3g} s) run on the others."
+        )
+        return {name: CallForecast(seconds[name], memory[name]) for name in seconds}, why
 
     def _as_tokens(self, generation: Call, tried: list[tuple[float, Tail, Plan]]) -> Iterator[tuple[float, Tail, Plan]]:
         """The fastest of some plans with sequences that are prefilled where they go on."""
@@ -133,13 +203,15 @@ class _Search:
         tail = dataclasses.replace(tail, migrate="prefill")
         placement = dataclasses.replace(plan[generation], tail=tail)
         plan = dataclasses.replace(plan, placements={**plan.placements, generation.plan_name: placement})
-        if (seconds := self._seconds(plan)) is not None:
+        if (seconds := self.seconds(plan)) is not None:
             yield seconds, tail, plan
 
     def _unfit(self, generation: Call | None) -> str:
         """Why a generation can have no tail."""
         if generation is None:
             return "The step does not generate."
+        if on_cpu(self._costs.cluster) and self._costs.cluster.num_nodes == 1:
+            return "Virtual devices of one process share its CPUs: nothing runs beside the tail."
         strategy = self._plan[generation].strategy
         if self._lengths is None or self._lengths.mean == self._lengths.p99:
             return "All responses are taken to be equally long. Give their lengths."
@@ -186,8 +258,16 @@ class _Search:
             return False
         return True
 
-    def _seconds(self, plan: Plan) -> float | None:
+    def seconds(self, plan: Plan) -> float | None:
         """Seconds of an iteration under a plan; None if it does not fit into memory."""
+        problem = self._problem(plan)
+        chosen = [0] * len(problem.calls)
+        if any(peak > room for peak, room in zip(peak_memory(problem, chosen), problem.capacity, strict=True)):
+            return None
+        return steady_state(problem, chosen).seconds
+
+    def _problem(self, plan: Plan) -> Problem:
+        """The problem whose only choices are those of a plan."""
         graph, plan = in_parts(self._graph, plan)
         strategies = {name: placement.strategy for name, placement in plan.placements.items()}
         workload = step_workload(graph, self._roles, self._lengths, strategies)
@@ -196,11 +276,7 @@ class _Search:
         of_tails = {i for i, call in enumerate(workload.calls) if call.part is not None and call.part.migrate}
         here = {pair: s if pair[1] not in of_tails else _FREE for pair, s in problem.reallocations.items()}
         calls = (_with_shared_copy(call) if i in of_tails else call for i, call in enumerate(problem.calls))
-        problem = dataclasses.replace(problem, reallocations=here, calls=tuple(calls))
-        chosen = [0] * len(workload.calls)
-        if any(peak > room for peak, room in zip(peak_memory(problem, chosen), problem.capacity, strict=True)):
-            return None
-        return steady_state(problem, chosen).seconds
+        return dataclasses.replace(problem, reallocations=here, calls=tuple(calls))
 
 
 def _with_shared_copy(call: CallChoices) -> CallChoices:

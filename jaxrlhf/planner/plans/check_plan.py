@@ -19,6 +19,7 @@ from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.planner.plans.config_keys import BATCH_SIZE, RowCountKeys
 from jaxrlhf.planner.plans.parts import in_parts
 from jaxrlhf.planner.plans.plan import Plan, PlanError
+from jaxrlhf.planner.plans.row_blocks import split_sequences
 from jaxrlhf.planner.plans.splits import copied_rows, term_rows, undivided_sizes
 from jaxrlhf.programs.call_programs import slots_of
 from jaxrlhf.reshard.protocols import AUTO, split_axes
@@ -144,6 +145,22 @@ def stage_warnings(plan: Plan, graph: CallGraph) -> list[str]:
     return warnings
 
 
+def tail_warnings(plan: Plan, graph: CallGraph) -> list[str]:
+    """Warnings for tails to which no sequence moves, since fewer than a whole number for each device are left."""
+    warnings = []
+    for call in graph.calls:
+        placement = plan.placements.get(call.plan_name)
+        if placement is None or placement.tail is None or not placement.tail.rows:
+            continue
+        where = f"plan.calls.{call.plan_name}"
+        if split_sequences(where, call, placement).tail_bounds == (0,):
+            warnings.append(
+                f"{where}.tail: no sequence moves, since {placement.tail.rows:g} of them are fewer than divide over "
+                "its devices. Raise rows, or use fewer devices for the tail."
+            )
+    return warnings
+
+
 def _check_parts(call: Call, placement: Placement) -> None:
     """Checks that a call that is not whole may run in parts, and its shares and its tail fit each other."""
     where, shares, tail = f"plan.calls.{call.plan_name}", (placement, *placement.shares), placement.tail
@@ -195,6 +212,10 @@ def _check_parts(call: Call, placement: Placement) -> None:
         raise PlanError(
             f"{where}.tail.pipeline: must be 1 where sequences are prefilled anew. Got {tail.strategy.pipeline}. Use "
             "`migrate: cache`, or another split."
+        )
+    if tail.strategy.micro_batches > 1:
+        raise PlanError(
+            f"{where}.tail.micro_batches: must be 1. Got {tail.strategy.micro_batches}. Leave micro_batches out."
         )
     if tail.strategy.slots:
         raise PlanError(

@@ -29,12 +29,12 @@ def plan_rows(plan: Plan, graph: CallGraph, models: Mapping[str, ModelConfig]) -
             model = models.get(call.role or "")
             row["cut into"] = _cut(call, plan[call].strategy, model, fused_with if call.plan_name in plan.fuse else "")
         if (placement := plan.placements.get(call.plan_name)) is not None and not placement.is_whole:
-            row["cut into"] = _parts_in_words(placement, on_host=call.kind == "host")
+            row["cut into"] = parts_in_words(placement, on_host=call.kind == "host")
         table.append(row)
     return table
 
 
-def _parts_in_words(placement: Placement, *, on_host: bool) -> str:
+def parts_in_words(placement: Placement, *, on_host: bool) -> str:
     """`2 parts on 0-3; 25 % of the rows in 1 part on 4-7; the last 20 % go on on 0`."""
 
     def count(each: Placement | Tail) -> str:

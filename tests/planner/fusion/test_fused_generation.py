@@ -1,6 +1,7 @@
 """Tails: what they are expected to bring, and what a simulation of a rollout in parts says."""
 
 import dataclasses
+import re
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from jaxrlhf.generation.rollout_settings import Slots
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.planner.costs.cost_model import CostModel
 from jaxrlhf.planner.costs.rollout_steps import RolloutSpan, steps_in_slots, steps_of_span
-from jaxrlhf.planner.fusion.fused_generation import WORTH, FusedGeneration, fuse_generation
+from jaxrlhf.planner.fusion.fused_generation import WORTH, FusedGeneration, fuse_generation, refined_tails
 from jaxrlhf.planner.plans.check_plan import check
 from jaxrlhf.planner.plans.parts import in_parts
 from jaxrlhf.planner.plans.plan import Plan, resolve
@@ -51,7 +52,29 @@ def test_a_tail_makes_a_long_tailed_step_faster():
     assert fused.fused_seconds == min(row["seconds"] for row in fused.rows)
     untouched = [name for name in plan.placements if name not in ("actor.generate", *INFERENCES)]
     assert all(fused.plan.placements[name] == plan.placements[name] for name in untouched)
-    assert "`--tail` writes" in fused.summary() and fused.to_json()["plan"] == fused.plan.to_json()
+    assert fused.to_json()["plan"] == fused.plan.to_json()
+    assert re.search(
+        rf"With a tail an iteration takes .* The last {tail.rows:.0%} of the sequences take .* s of actor.generate, on "
+        rf"{len(tail.devices)} of its devices; meanwhile reference.logprobs, critic.values, reward.scores \(.* s\)",
+        fused.summary(),
+    )
+    assert set(fused.calls) == {call.name for call in STEP.workload.calls}
+    assert fused.calls["actor.train"].seconds > 0 < fused.calls["actor.generate"].memory_bytes
+
+
+def test_tails_follow_the_lengths_of_responses():
+    """Where nearly all responses are short and a few are long, fewer sequences move."""
+    fused = found(planned())
+    assert fused.plan is not None
+    args = (STEP.graph, STEP.roles, fused.plan, CostModel(EIGHT))
+    same, seconds, before = refined_tails(*args, LONG_TAILED)
+    assert same is fused.plan and seconds == before == pytest.approx(fused.fused_seconds)
+    other = ResponseLengths(mean=500, p99=1000)
+    refined, seconds, before = refined_tails(*args, other)
+    tails = [plan.placements["actor.generate"].tail for plan in (fused.plan, refined)]
+    assert tails[0] is not None and tails[1] is not None
+    assert tails[0].rows != tails[1].rows and seconds < WORTH * before
+    assert dataclasses.replace(tails[1], rows=tails[0].rows) == tails[0], "nothing else"
 
 
 @pytest.mark.parametrize(

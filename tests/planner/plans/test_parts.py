@@ -13,7 +13,7 @@ import pytest
 from jaxrlhf.call_graph import CallGraph, Ref
 from jaxrlhf.config.plan_config import Placement, Tail, devices_from_text, expand_plan
 from jaxrlhf.config.reading import ConfigError, build
-from jaxrlhf.planner.plans.check_plan import check
+from jaxrlhf.planner.plans.check_plan import check, tail_warnings
 from jaxrlhf.planner.plans.parts import in_order, in_parts
 from jaxrlhf.planner.plans.plan import Plan, PlanData, PlanError
 from jaxrlhf.programs.roles import ModelRole
@@ -192,6 +192,10 @@ REFUSED = {
         dict(actor__generate=Placement((0,), ONE, tail=Tail((1,), Strategy(slots=4)))),
         "plan.calls.actor.generate.tail.slots: are as many as sequences move. Got 4. Leave slots out.",
     ),
+    "micro-batches of a tail": (
+        dict(actor__generate=Placement((0,), ONE, tail=Tail((1,), Strategy(micro_batches=2)))),
+        "plan.calls.actor.generate.tail.micro_batches: must be 1. Got 2. Leave micro_batches out.",
+    ),
     "a tail on devices that do not exist": (
         dict(actor__generate=Placement((0,), ONE, tail=Tail((9,), ONE))), "plan.calls.actor.generate.tail.devices",
     ),
@@ -241,3 +245,14 @@ def test_a_list_of_placements_is_a_call_in_shares():
 def test_entries_that_are_refused(entry, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         read(entry)
+
+
+def test_a_tail_to_which_nothing_moves_gets_a_note():
+    tail = Tail((0, 1, 2, 3), Strategy(data=4), rows=0.1)
+    (note,) = tail_warnings(planned(actor__generate=Placement((0, 1), TWO, tail=tail)), ppo().graph)
+    assert note == (
+        "plan.calls.actor.generate.tail: no sequence moves, since 0.1 of them are fewer than divide over its devices. "
+        "Raise rows, or use fewer devices for the tail."
+    )
+    enough = dataclasses.replace(tail, rows=0.25)
+    assert not tail_warnings(planned(actor__generate=Placement((0, 1), TWO, tail=enough)), ppo().graph)
