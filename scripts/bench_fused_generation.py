@@ -16,7 +16,6 @@ import argparse
 import dataclasses
 import datetime
 import json
-import math
 import os
 import statistics
 import time
@@ -45,11 +44,12 @@ from jaxrlhf.observe.console import Console
 from jaxrlhf.observe.events import Event
 from jaxrlhf.observe.timeline_recorder import Timeline
 from jaxrlhf.planner.costs.calibration import Calibration, this_machine
-from jaxrlhf.planner.costs.cost_model import CostModel
-from jaxrlhf.planner.fusion.fused_generation import seconds_in_parts
+from jaxrlhf.planner.costs.cost_model import CostModel, MeasuredPhase, PassSeconds
+from jaxrlhf.planner.fusion.fused_generation import problem_in_parts
 from jaxrlhf.planner.plans.check_plan import check
 from jaxrlhf.planner.plans.plan import Plan, resolve
-from jaxrlhf.planner.workload import step_workload
+from jaxrlhf.planner.search.problem import Problem
+from jaxrlhf.planner.workload import ModelCall, step_workload
 from jaxrlhf.programs.roles import FunctionRole, HostScores, ModelRole
 from jaxrlhf.reshard.reallocate import reallocate
 from jaxrlhf.rewards.workers import Workers
@@ -242,9 +242,26 @@ def forecasts(
             points += measure(job, dispatch_seconds=rates.dispatch_seconds, patience_seconds=options.patience)
     console.line(f"Measured; {watched.load()}")
     measured = Calibration(datetime.date.today().isoformat(), this_machine(), rates, watched.load()).with_points(points)
-    costs = CostModel(measured.on(read_cluster("2x1:cpu")), measured=measured)
-    found = {name: seconds_in_parts(graph, roles, plan, costs, lengths) for name, plan in ways.items()}
-    return {name: math.inf if seconds is None else seconds for name, seconds in found.items()}
+
+    def on_own_core(call: ModelCall, phase: MeasuredPhase, strategy: Strategy, rows: float) -> PassSeconds | None:
+        """As if it had been measured in both: forecasts take virtual devices to share the CPUs of all processes."""
+        return measured(call, phase, dataclasses.replace(strategy, data=1), rows)
+
+    costs = CostModel(measured.on(read_cluster("2x1:cpu")), measured=on_own_core)
+    return {name: alone(problem_in_parts(graph, roles, plan, costs, lengths)) for name, plan in ways.items()}
+
+
+def alone(problem: Problem) -> float:
+    """Seconds of one iteration by itself, each device working in the order of dispatch. (Nothing is trained here, so
+    that in consecutive iterations the next one would begin to generate before this one has ended.)"""
+    ends, free = dict[str, float](), [0.0] * problem.num_devices
+    for call in problem.calls:
+        (choice,) = call.choices
+        start = max([*(ends[name] for name in call.needs), *(free[device] for device in choice.devices)])
+        ends[call.name] = start + choice.seconds
+        for device in choice.devices:
+            free[device] = ends[call.name]
+    return max(free)
 
 
 def planned(graph: Any, placements: dict[str, Placement]) -> Plan:

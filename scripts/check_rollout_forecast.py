@@ -1,10 +1,12 @@
 """Compares the seconds that the planner predicts for rollouts with those that they take, for three distributions of
 response lengths, in every number of slots that a search looks at and with all rows at once.
 
-    python -m scripts.check_rollout_forecast                   # a CPU, some ten minutes
+    python -m scripts.check_rollout_forecast                          # a CPU, three quarters of an hour
+    python -m scripts.check_rollout_forecast --only "nearly equal"    # one distribution
     python -m scripts.check_rollout_forecast --rows 128 --json
 
-First it measures this machine for such a call, as `jaxrlhf.calibrate` does. Of more prompts than are timed, those are
+Before each distribution it measures this machine for such a call, as `jaxrlhf.calibrate` does, since a virtual machine
+is faster or slower half an hour later. Of more prompts than are timed, those are
 taken whose responses come nearest to the quantiles of a distribution, lognormal or geometric, since a forecast is of
 what is expected, and the longest of some responses is a matter of chance. Forecasts know the mean and the 99th
 percentile alone. The exit status is 1 where a rollout in slots is out by more than 20 %, or what the planner would
@@ -88,14 +90,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     call = described(options, sampling, prompts, None)
     long_tailed = ResponseLengths(mean=options.new_tokens / 8, p99=options.new_tokens // 2)
     known = dataclasses.replace(call, lengths=long_tailed)  # of equal lengths no slots would be looked at
-    calibration = calibrated(known, options.patience, console)
-    console.line(f"Calibrated; {watched.load()}")
-    model_costs = CostModel(calibration.on(local_cluster()), measured=calibration)
     ways = [Strategy(), *slot_choices(known, Strategy())]
     params = jax.device_put(init_params(model, jax.random.key(0)))
     params["lm_head" if not model.tie_embeddings else "embedding"] *= 0.1  # every token is nearly as likely
     results = []
-    for drawn in DISTRIBUTIONS:
+    for drawn in (each for each in DISTRIBUTIONS if options.only in ("", each.name)):
+        calibration = calibrated(known, options.patience, console)
+        console.line(f"Calibrated; {watched.load()}")
+        model_costs = CostModel(calibration.on(local_cluster()), measured=calibration)
         mean = drawn.mean_more * options.new_tokens * (2 if drawn.lognormal else 1)  # enough long ones to choose from
         stop_ids = tuple(range(max(1, round(model.vocab_size / mean))))
         fewest = round(drawn.fewest * options.new_tokens)
@@ -138,6 +140,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompt", type=int, default=64)
     parser.add_argument("--new-tokens", type=int, default=256, help="the most")
     parser.add_argument("--patience", type=float, default=3.0, help="as of jaxrlhf.calibrate")
+    parser.add_argument("--only", default="", choices=[each.name for each in DISTRIBUTIONS], help="a distribution")
     parser.add_argument("--json", action="store_true", help="print JSON after the tables")
     options = parser.parse_args(arguments)
     defaults = {"tied": False, "dtype": "float32", "scan_layers": False, **SIZES[options.size], **vars(options)}

@@ -98,11 +98,11 @@ def fuse_generation(
     return _Search(graph, roles, plan, costs, lengths).run()
 
 
-def seconds_in_parts(
+def problem_in_parts(
     graph: CallGraph, roles: Mapping[str, Role], plan: Plan, costs: CostModel, lengths: ResponseLengths
-) -> float | None:
-    """Seconds of an iteration under a plan with calls in parts, or whole; None if it does not fit into memory."""
-    return _Search(graph, roles, plan, costs, lengths).seconds(plan)
+) -> Problem:
+    """The calls of a plan, in parts or whole, as they are simulated: the only choice of each is that of the plan."""
+    return _Search(graph, roles, plan, costs, lengths)._problem(plan)
 
 
 def refined_tails(
