@@ -17,18 +17,21 @@ from jaxrlhf.cluster.hardware import Cluster
 from jaxrlhf.config.reading import ConfigError
 from jaxrlhf.config.schema import RunConfig, load_run
 from jaxrlhf.observe.console import Console
+from jaxrlhf.observe.plan_page import measured_seconds, write_plan_page
 from jaxrlhf.observe.plan_pictures import draw_plan, draw_search
 from jaxrlhf.observe.timeline_picture import PictureError, check_matplotlib
 from jaxrlhf.planner.compiled.compiler import CompileError
 from jaxrlhf.planner.cost_sources import SOURCES
-from jaxrlhf.planner.fusion.fused_generation import FusedGeneration
+from jaxrlhf.planner.fusion.parts_forecast import PlanInParts
 from jaxrlhf.planner.make_plan import SEARCH, Planned
+from jaxrlhf.planner.placement.advisor import Advice, advise
+from jaxrlhf.planner.placement.guideline import guideline
 from jaxrlhf.planner.plans.plan import Plan
 from jaxrlhf.planner.plans.plan_table import parts_in_words
 from jaxrlhf.planner.plans.saved_plan import write_plan
 from jaxrlhf.planner.report import call_rows, memory_rows, plan_json, runner_up_lines, summary_lines
 from jaxrlhf.planner.search.methods import METHODS, find_method
-from jaxrlhf.run.find_plan import fused_with_inference, left_out, plan_draft
+from jaxrlhf.run.find_plan import better_in_parts, left_out, plan_draft
 from jaxrlhf.run.size_overrides import with_lengths, with_response_tokens, with_synthetic_prompts
 from jaxrlhf.run.step_draft import StepDraft, draft_step
 from jaxrlhf.sharding import mesh
@@ -39,10 +42,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     console = Console(quiet=options.json)
     try:
-        find_method(options.strategy)
+        if options.strategy is not None:
+            find_method(options.strategy)
         _check_out(options.out)
         if options.calibration and options.costs not in (None, "measured"):
             raise ConfigError(f"--calibration: goes with --costs measured. Got {options.costs}. Leave one out.")
+        measured = _check_page(options)
         pictures = _pictures_folder(options)
         sizes = [] if options.batch_size is None else [f"batch_size={options.batch_size}"]
         config = load_run(options.config, [*options.set, *sizes])
@@ -54,16 +59,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 costs="measured" if options.calibration else options.costs, calibration=options.calibration, say=say,
             )  # fmt: skip
         plan = planned.plan_for(draft.graph)
-        fused = fused_with_inference(planned, draft, plan)
+        fused = better_in_parts(planned, draft, plan)
+        advice = None
+        if options.advise:
+            with console.status() as say:
+                advice = advise(planned, draft.graph, draft.roles, fused, say)
         written = _write(planned, plan, None if options.whole else fused, out=options.out, pictures=pictures)
+        if options.html is not None:
+            write_plan_page(planned, options.html, measured=measured)
+            written["page"] = options.html
     except (ValueError, OSError, CompileError) as error:
         console.error(str(error))
         return 1
     if options.json:
-        of_tails = {} if fused is None else {"fused_generation": fused.to_json()}
-        print(json.dumps(plan_json(planned, plan) | of_tails, indent=2, allow_nan=False))
+        of_tails = {} if fused is None else {"in_parts": fused.to_json()}
+        advised = {} if advice is None else {"advice": advice.to_json()}
+        print(json.dumps(plan_json(planned, plan) | of_tails | advised, indent=2, allow_nan=False))
     else:
         _show(planned, draft, fused, written, console)
+        _show_advice(planned, advice, console)
     return 0
 
 
@@ -78,7 +92,10 @@ def _parser() -> argparse.ArgumentParser:
         "--cluster", metavar="CLUSTER", default=LOCAL,
         help="16x8:a100-80g, 2x8:h100+4x8:a100-80g, cpu:8, a .yaml file; otherwise the devices that are here",
     )  # fmt: skip
-    parser.add_argument("--strategy", default=SEARCH, metavar="NAME", help=f"one of {', '.join(METHODS)}")
+    parser.add_argument(
+        "--strategy", metavar="NAME",
+        help=f"one of {', '.join(METHODS)}; otherwise plan.placement of the config, or {SEARCH}",
+    )  # fmt: skip
     parser.add_argument("--costs", choices=SOURCES, help="otherwise measured, if this machine was, or analytic")
     parser.add_argument(
         "--calibration", type=Path, metavar="FILE", help="what jaxrlhf.calibrate --out wrote; means --costs measured"
@@ -100,8 +117,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--whole", action="store_true",
-        help="write the plan with whole calls, also where a tail of the generation is faster; see docs/planning.md",
+        help="write the plan with whole calls, also where calls in parts are faster; see docs/planning.md",
     )  # fmt: skip
+    parser.add_argument(
+        "--advise", action="store_true",
+        help="simulate what a guideline advises for these models and devices, and say what would change the time",
+    )  # fmt: skip
+    parser.add_argument("--html", type=Path, metavar="PLAN.HTML", help="write the plan as a page for a browser")
+    parser.add_argument(
+        "--measured", type=Path, metavar="RUN", help="the folder of a run: --html shows its seconds of calls too"
+    )
     parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="otherwise beside the plan, if it is written")
     parser.add_argument("--json", action="store_true", help="print everything as one JSON document")
     return parser
@@ -137,6 +162,18 @@ def _check_out(path: Path | None) -> None:
         raise ConfigError(f"--out: must be a file whose name ends in .json. Got {got}. Write --out plan.json, say.")
 
 
+def _check_page(options: argparse.Namespace) -> dict[str, float]:
+    """Measured seconds of calls for the page. Raises ConfigError or MeasuredError, before planning, if a page cannot be
+    written, or shows no measurements."""
+    if options.html is not None and (options.html.is_dir() or options.html.suffix not in (".html", ".htm")):
+        raise ConfigError(f"--html: must be a file whose name ends in .html. Got {str(options.html)!r}.")
+    if options.measured is None:
+        return {}
+    if options.html is None:
+        raise ConfigError("--measured: goes with --html. Got no page. Add --html plan.html.")
+    return measured_seconds(options.measured)
+
+
 def _pictures_folder(options: argparse.Namespace) -> Path | None:
     """The folder of pictures: that of the command line, else that of the plan if they can be drawn, else None. It is
     made, so that errors come before planning."""
@@ -154,7 +191,7 @@ def _pictures_folder(options: argparse.Namespace) -> Path | None:
 
 
 def _write(
-    planned: Planned, plan: Plan, fused: FusedGeneration | None, *, out: Path | None, pictures: Path | None
+    planned: Planned, plan: Plan, fused: PlanInParts | None, *, out: Path | None, pictures: Path | None
 ) -> dict[str, Path]:
     """Writes the plan, or the one with a tail, and its pictures if they are asked for. Returns their paths."""
     written: dict[str, Path] = {}
@@ -182,7 +219,7 @@ def _in_parts(plan: Plan) -> list[dict[str, str]]:
 
 
 def _show(
-    planned: Planned, draft: StepDraft, fused: FusedGeneration | None, written: dict[str, Path], console: Console
+    planned: Planned, draft: StepDraft, fused: PlanInParts | None, written: dict[str, Path], console: Console
 ) -> None:
     console.line(planned.summary())
     console.table("Plan", call_rows(planned))
@@ -191,10 +228,10 @@ def _show(
     for line in summary_lines(planned):
         console.line(line)
     if fused is not None:
-        console.table("Generation fused with inference", fused.rows)
+        console.table("Calls in parts", fused.rows)
         console.line(fused.summary())
         if fused.plan is not None:
-            console.table("Plan with that tail", _in_parts(fused.plan))
+            console.table("Plan with calls in parts", _in_parts(fused.plan))
     if planned.assumed:
         console.header("Assumed, not measured")
     for line in planned.assumed:
@@ -207,6 +244,19 @@ def _show(
         console.line(f"Note: {note}")
     if written:
         console.where(written)
+
+
+def _show_advice(planned: Planned, advice: Advice | None, console: Console) -> None:
+    """The guideline, with what a simulation says of it if that was asked for."""
+    if advice is None:
+        console.header("Guideline (--advise simulates it)")
+        for rule in guideline(planned.workload, planned.cluster).rules:
+            console.line(str(rule))
+        return
+    console.table("Placements", advice.rows)
+    console.header("Advice")
+    for line in advice.lines:
+        console.line(line)
 
 
 if __name__ == "__main__":

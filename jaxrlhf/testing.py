@@ -24,8 +24,11 @@ import numpy as np
 
 from jaxrlhf.brief import did_you_mean
 from jaxrlhf.call_graph import Call, CallGraph
+from jaxrlhf.cluster.cluster_text import read_cluster
 from jaxrlhf.config.algorithm_loading import load_algorithm
-from jaxrlhf.config.plan_config import Tail, devices_to_text
+from jaxrlhf.config.device_text import devices_to_text
+from jaxrlhf.config.placement_strategy import INTERLEAVING, STRATEGIES, PlacementStrategy
+from jaxrlhf.config.plan_config import Tail
 from jaxrlhf.config.reading import build, merge, to_tree
 from jaxrlhf.config.schema import RunConfig, build_run
 from jaxrlhf.execution.executor import Executor
@@ -34,6 +37,7 @@ from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.observe.metrics import flatten
 from jaxrlhf.planner.costs.stage_costs import reference_costs
 from jaxrlhf.planner.fusion.fusible import check_fusion, oppose, with_schedules
+from jaxrlhf.planner.placement.role_groups import devices_of_calls
 from jaxrlhf.planner.plans.check_plan import check
 from jaxrlhf.planner.plans.device_order import reuse_training_shards, training_placements
 from jaxrlhf.planner.plans.plan import Placement, Plan, PlanError, resolve
@@ -114,7 +118,9 @@ def small_run(
     return build_run(tree, where=where)
 
 
-def check_plan_invariance(algorithm: str, *, num_plans: int = 3, steps: int = 2, seed: int = 0, **config: Any) -> None:
+def check_plan_invariance(
+    algorithm: str, *, num_plans: int = 3, steps: int = 2, seed: int = 0, strategy: str = "", **config: Any
+) -> None:
     """Checks that some steps give the same tokens, metrics and state on one device and under random plans for eight.
 
     Args:
@@ -122,6 +128,7 @@ def check_plan_invariance(algorithm: str, *, num_plans: int = 3, steps: int = 2,
         num_plans: The number of random plans.
         seed: The seed of the plans. A placement also depends on the name of its call, so that algorithms share
             programs.
+        strategy: A placement strategy, whose devices all plans have. Empty means that of some of them.
         config: Keys of the run, as in `small_run`.
 
     Raises:
@@ -136,7 +143,7 @@ def check_plan_invariance(algorithm: str, *, num_plans: int = 3, steps: int = 2,
     alone = _Trial(run, assembly.train, assembly.train_rows)
     assert alone.moved, f"{algorithm}: training must change weights. Got the same after {steps} steps."
     for number in range(num_plans):
-        plan = random_plan(assembly.train, seed=seed + number)
+        plan = random_plan(assembly.train, seed=seed + number, strategy=strategy)
         phase = dataclasses.replace(assembly.train, plan=plan)
         _Trial(run, phase, assembly.train_rows, alone.first_weights).assert_same(
             alone, f"{algorithm}, random plan {seed + number} ({_in_short(plan)})"
@@ -215,10 +222,15 @@ class _Trial:
                         np.testing.assert_allclose(numbers[name], expected[name], RTOL, ATOL, err_msg=message)
 
 
-def random_plan(phase: Phase, *, seed: int) -> Plan:
-    """A random valid plan over two nodes of four devices. Some plans train two roles in one fused pipeline."""
+def random_plan(phase: Phase, *, seed: int, strategy: str = "") -> Plan:
+    """A random valid plan over two nodes of four devices, under some seeds with the devices of a placement strategy,
+    or of the one that is given. Some of the others train two roles in one fused pipeline."""
     graph, models = phase.graph, {n: role.model for n, role in phase.roles.items() if isinstance(role, ModelRole)}
     one_device = Placement((0,), Strategy())
+    by_strategy = random.Random(f"{seed} placement strategy")
+    if not strategy and by_strategy.random() > 0.8:
+        strategy = by_strategy.choice(STRATEGIES)
+    within = _devices_by(strategy, phase)
     placements: dict[str, Placement] = {}
     for call in graph.calls:
         draw = random.Random(f"{seed} {call.plan_name.partition('#')[0]}")
@@ -226,9 +238,9 @@ def random_plan(phase: Phase, *, seed: int) -> Plan:
             placements[call.plan_name] = Placement(parts=draw.choice((2, 3)))
         tries = itertools.count() if call.row_wise and draw.random() < 0.4 else itertools.repeat(_MOST_TRIES)
         while call.kind != "host" and call.plan_name not in placements:
-            placement = _random_placement(call, draw)
+            placement = _random_placement(call, draw, within.get(call.plan_name))
             if next(tries) < _MOST_TRIES:
-                placement = _random_parts(call, placement, draw)
+                placement = _random_parts(call, placement, draw, may_move=call.plan_name not in within)
             try:
                 plan = resolve(graph, one_device, {call.plan_name: placement})
                 check(plan, graph, models, NUM_DEVICES, DEVICES_PER_NODE)
@@ -236,12 +248,28 @@ def random_plan(phase: Phase, *, seed: int) -> Plan:
                 continue
             placements[call.plan_name] = placement
     offload = tuple(role for role in models if random.Random(f"{seed} {role}").random() < 0.2)
-    plan = _with_fusion(resolve(graph, one_device, placements, offload=offload), graph, models, seed)
+    plan = resolve(graph, one_device, placements, offload=offload)
+    plan = plan if within else _with_fusion(plan, graph, models, seed)
     plan = _with_training_in_parts(plan, graph, models, seed)
     if plan.fuse:
         costs = reference_costs(NUM_DEVICES, DEVICES_PER_NODE)
         plan = with_schedules(plan, graph, step_workload(graph, phase.roles), costs)
     return reuse_training_shards(plan, graph, training_placements(plan, graph), DEVICES_PER_NODE)
+
+
+def _devices_by(strategy: str, phase: Phase) -> dict[str, range]:
+    """Call -> its devices under a placement strategy; none if there is no strategy, or it is not for these roles."""
+    cluster = read_cluster(f"{NUM_DEVICES // DEVICES_PER_NODE}x{DEVICES_PER_NODE}:a100-80g")
+    if not strategy or (strategy == INTERLEAVING and not _has_fixed_roles(phase)):
+        return {}
+    found = devices_of_calls(PlacementStrategy(strategy), step_workload(phase.graph, phase.roles), cluster)
+    return {name: ranges[0] for name, ranges in found.items()}
+
+
+def _has_fixed_roles(phase: Phase) -> bool:
+    """True if the step reads weights that it does not train."""
+    workload = step_workload(phase.graph, phase.roles)
+    return any(call.weights not in workload.trained for call in workload.calls)
 
 
 def _with_training_in_parts(plan: Plan, graph: CallGraph, models: Mapping[str, ModelConfig], seed: int) -> Plan:
@@ -297,12 +325,14 @@ def _placed_in_short(placement: Placement | Tail) -> str:
     return " ".join(words)
 
 
-def _random_placement(call: Call, draw: random.Random) -> Placement:
-    """A random placement, which may not fit the call's rows or model."""
+def _random_placement(call: Call, draw: random.Random, within: range | None = None) -> Placement:
+    """A random placement, on given devices if there are any, which may not fit the call's rows or model."""
     computes, trains = call.kind == "compute", call.kind == "train"
     uneven = () if computes or trains else (3,)  # a degree that need not divide the rows
     count = draw.choice((1, 2, 4, 8, *uneven))
     first = draw.randrange(0, NUM_DEVICES, DEVICES_PER_NODE if count == 3 else count)
+    if within is not None:
+        count, first = len(within), within.start
     tensor = draw.choice([n for n in (1, 2) if count % n == 0])
     pipeline, stages = 1, {}
     if not computes and (count // tensor) % 2 == 0 and draw.random() < 0.5:
@@ -328,9 +358,11 @@ def _random_placement(call: Call, draw: random.Random) -> Placement:
     return Placement(tuple(range(first, first + count)), strategy)
 
 
-def _random_parts(call: Call, placement: Placement, draw: random.Random) -> Placement:
-    """A call in random parts, perhaps with another share or a tail, which may not fit."""
+def _random_parts(call: Call, placement: Placement, draw: random.Random, *, may_move: bool = True) -> Placement:
+    """A call in random parts, perhaps with another share or a tail on other devices, which may not fit."""
     placement = dataclasses.replace(placement, parts=draw.choice((1, 2, 3)))
+    if not may_move:
+        return placement
     if draw.random() < 0.4:
         share = dataclasses.replace(_random_placement(call, draw), rows=draw.choice((0.25, 0.5)))
         placement = dataclasses.replace(placement, shares=(dataclasses.replace(share, parts=draw.choice((1, 2))),))

@@ -45,7 +45,7 @@ from jaxrlhf.observe.events import Event
 from jaxrlhf.observe.timeline_recorder import Timeline
 from jaxrlhf.planner.costs.calibration import Calibration, this_machine
 from jaxrlhf.planner.costs.cost_model import CostModel, MeasuredPhase, PassSeconds
-from jaxrlhf.planner.fusion.fused_generation import problem_in_parts
+from jaxrlhf.planner.fusion.parts_forecast import PartsForecast
 from jaxrlhf.planner.plans.check_plan import check
 from jaxrlhf.planner.plans.plan import Plan, resolve
 from jaxrlhf.planner.search.problem import Problem
@@ -248,7 +248,8 @@ def forecasts(
         return measured(call, phase, dataclasses.replace(strategy, data=1), rows)
 
     costs = CostModel(measured.on(read_cluster("2x1:cpu")), measured=on_own_core)
-    return {name: alone(problem_in_parts(graph, roles, plan, costs, lengths)) for name, plan in ways.items()}
+    forecast = PartsForecast(graph, roles, costs, lengths)
+    return {name: alone(forecast.problem(plan)) for name, plan in ways.items()}
 
 
 def alone(problem: Problem) -> float:

@@ -90,6 +90,7 @@ def of_setting(pair: str, most: int, console: Console, *, curve: bool) -> dict[s
     fused = fuse_generation(graph, roles, planned.plan_for(graph), costs, lengths)
     if curve:
         console.table(f"{pair}, at most {most} tokens", fused.rows)
+        print(fused.reason)
     both = [call.name for call in planned.workload.calls if not call.trains]
     before = sum(planned.call_seconds(name) for name in both)
     best = min(fused.rows, key=lambda row: row["seconds"], default=None)

@@ -1,12 +1,12 @@
 """Compares the seconds that the planner predicts for rollouts with those that they take, for three distributions of
 response lengths, in every number of slots that a search looks at and with all rows at once.
 
-    python -m scripts.check_rollout_forecast                          # a CPU, three quarters of an hour
+    python -m scripts.check_rollout_forecast                          # a CPU, half an hour
     python -m scripts.check_rollout_forecast --only "nearly equal"    # one distribution
     python -m scripts.check_rollout_forecast --rows 128 --json
 
-Before each distribution it measures this machine for such a call, as `jaxrlhf.calibrate` does, since a virtual machine
-is faster or slower half an hour later. Of more prompts than are timed, those are
+The phases of a rollout are measured as `jaxrlhf.calibrate` measures them, in turn with that rollout, since a virtual
+machine is faster or slower some minutes later. Of more prompts than are timed, those are
 taken whose responses come nearest to the quantiles of a distribution, lognormal or geometric, since a forecast is of
 what is expected, and the longest of some responses is a matter of chance. Forecasts know the mean and the 99th
 percentile alone. The exit status is 1 where a rollout in slots is out by more than 20 %, or what the planner would
@@ -27,9 +27,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrlhf.calibration.measure_calls import jobs, measure
+from jaxrlhf.calibration.measure_calls import jobs, measure_beside
 from jaxrlhf.calibration.measure_machine import measure_machine
-from jaxrlhf.calibration.timing import OthersLoad, time_in_turn
+from jaxrlhf.calibration.timing import OthersLoad, Timing
 from jaxrlhf.cluster.cluster_text import local_cluster
 from jaxrlhf.config.plan_config import ResponseLengths
 from jaxrlhf.experience import Prompts, Rollout, Sampling
@@ -37,7 +37,7 @@ from jaxrlhf.generation.generate import generate
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.params import Params, init_params
 from jaxrlhf.observe.console import Console
-from jaxrlhf.planner.costs.calibration import Calibration, this_machine
+from jaxrlhf.planner.costs.calibration import Calibration, Case, Point, this_machine
 from jaxrlhf.planner.costs.cost_model import CostModel
 from jaxrlhf.planner.costs.rollout_steps import simulate_slots, slot_choices
 from jaxrlhf.planner.workload import ModelCall, Workload, step_workload
@@ -84,7 +84,7 @@ DISTRIBUTIONS = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options, console = parse(arguments), Console()
-    model, prompts, watched = language_model(options), random_prompts(options), OthersLoad()
+    model, prompts = language_model(options), random_prompts(options)
     pool = random_prompts(argparse.Namespace(**{**vars(options), "batch": POOL * options.rows}))
     sampling = Sampling(max_new_tokens=options.new_tokens)
     call = described(options, sampling, prompts, None)
@@ -95,9 +95,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     params["lm_head" if not model.tie_embeddings else "embedding"] *= 0.1  # every token is nearly as likely
     results = []
     for drawn in (each for each in DISTRIBUTIONS if options.only in ("", each.name)):
-        calibration = calibrated(known, options.patience, console)
-        console.line(f"Calibrated; {watched.load()}")
-        model_costs = CostModel(calibration.on(local_cluster()), measured=calibration)
         mean = drawn.mean_more * options.new_tokens * (2 if drawn.lognormal else 1)  # enough long ones to choose from
         stop_ids = tuple(range(max(1, round(model.vocab_size / mean))))
         fewest = round(drawn.fewest * options.new_tokens)
@@ -111,7 +108,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         p99 = int(np.quantile(lengths, 0.99, method="inverted_cdf"))
         forecast_of = dataclasses.replace(call, lengths=ResponseLengths(mean=float(lengths.mean()), p99=p99))
         before = OthersLoad()
-        seen = time_in_turn(programs, patience_seconds=options.patience)
+        calibration, seen = measured_in_turn(known, ways, programs, options.patience, console)
+        model_costs = CostModel(calibration.on(local_cluster()), measured=calibration)
         rows = [
             {
                 "lengths": drawn.name,
@@ -156,16 +154,26 @@ def described(
     return step_workload(graph, roles, lengths).calls[0]
 
 
-def calibrated(call: ModelCall, patience: float, console: Console) -> Calibration:
-    """What was measured of a call on one device, with every number of slots."""
-    watched, points = OthersLoad(), []
-    rates = measure_machine(patience_seconds=patience)
+def measured_in_turn(
+    call: ModelCall, ways: Sequence[Strategy], programs: Sequence[Callable[[], Any]], patience: float, console: Console
+) -> tuple[Calibration, list[Timing]]:
+    """What is measured of a call on one device for each way to roll out, and the times of these rollouts, each in turn
+    with the measurements for it."""
+    rates, points, took = measure_machine(patience_seconds=patience), list[tuple[Case, Point]](), dict[int, Timing]()
+    watched = OthersLoad()
     for job in jobs(Workload((call,)), {call.name: [Strategy()]}):
-        found = measure(job, dispatch_seconds=rates.dispatch_seconds, patience_seconds=patience)
+        slots = job.strategy.slots
+        beside = [way.slots for way in ways].index(slots)
+        others = [programs[beside]] if slots or job.rows == call.rows else []
+        given = {"dispatch_seconds": rates.dispatch_seconds, "patience_seconds": patience}
+        found, seconds = measure_beside(job, others, **given)
+        if seconds:
+            (took[beside],) = seconds
         whole = ", ".join(f"{c.phase} {1e3 * (p.layer * call.model.num_layers + p.rest):.3g} ms" for c, p in found)
-        console.line(f"{job.strategy.slots or 'no'} slots, {job.rows} rows: {whole}")
+        console.line(f"{slots or 'no'} slots, {job.rows} rows: {whole}; {watched.load()}")
         points += found
-    return Calibration(datetime.date.today().isoformat(), this_machine(), rates, watched.load()).with_points(points)
+    made = Calibration(datetime.date.today().isoformat(), this_machine(), rates, watched.load()).with_points(points)
+    return made, [took[number] for number in range(len(ways))]
 
 
 def program(way: Strategy, sampling: Sampling, model: ModelConfig) -> Callable[..., Rollout]:

@@ -149,11 +149,19 @@ def measure(job: Job, *, dispatch_seconds: float, patience_seconds: float = 3.0)
     """Runs a job on the first devices and times its phases. From each measurement, the seconds of a program that does
     nothing are subtracted. Raises JaxRuntimeError if a program fails, for example because it does not fit into memory.
     """
+    return measure_beside(job, (), dispatch_seconds=dispatch_seconds, patience_seconds=patience_seconds)[0]
+
+
+def measure_beside(
+    job: Job, others: Sequence[Callable[[], Any]], *, dispatch_seconds: float, patience_seconds: float = 3.0
+) -> tuple[list[tuple[Case, Point]], list[Timing]]:
+    """The same, and the times of other programs that run in turn with it, so that changes of the machine affect all."""
     layout = Layout.over(tuple(range(job.strategy.num_devices)), job.strategy)
     num_layers = job.call.model.num_layers
     depths = (num_layers,) if num_layers <= WHOLE_LAYERS else DEPTHS
     programs = [program for depth in depths for program in _programs(job, layout, depth)]
-    timed = time_in_turn(programs, patience_seconds=patience_seconds)
+    every = time_in_turn([*programs, *others], patience_seconds=patience_seconds)
+    timed, beside = every[: len(programs)], every[len(programs) :]
     timed = [dataclasses.replace(t, seconds=max(t.seconds - dispatch_seconds, 0.0)) for t in timed]
     each = len(programs) // len(depths)
     of_depths = [timed[i : i + each] for i in range(0, len(timed), each)]
@@ -161,7 +169,7 @@ def measure(job: Job, *, dispatch_seconds: float, patience_seconds: float = 3.0)
     for phase, case in zip(job.phases, job.cases, strict=True):
         timings = [_of_phase(job, phase, of_depth, on_gpu=layout.is_on_gpu) for of_depth in of_depths]
         measured.append((case, _point(job, phase, depths, timings)))
-    return measured
+    return measured, beside
 
 
 def _programs(job: Job, layout: Layout, depth: int) -> list[Callable[[], Any]]:

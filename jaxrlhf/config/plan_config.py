@@ -3,13 +3,14 @@ lengths of responses that forecasts assume."""
 
 import dataclasses
 import math
-import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
 from flax.core import FrozenDict
 
 from jaxrlhf.brief import brief, cut, did_you_mean
+from jaxrlhf.config.device_text import MAX_DEVICES, devices_from_text, devices_to_text
+from jaxrlhf.config.placement_strategy import PlacementStrategy
 from jaxrlhf.config.reading import FORM, INLINE, ConfigError, merge, to_tree
 from jaxrlhf.require import (
     require,
@@ -20,33 +21,6 @@ from jaxrlhf.require import (
 )
 from jaxrlhf.reshard.protocols import AUTO
 from jaxrlhf.sharding.strategy import Strategy
-
-MAX_DEVICES = 2**20
-"""The most devices that a placement can name."""
-
-
-def devices_from_text(text: str) -> tuple[int, ...]:
-    """Positions of devices: '0-3', '3,2,1,0', '0-1,4-5', up to `MAX_DEVICES`. An empty text means no devices."""
-    devices: list[int] = []
-    for part in text.split(",") if text else ():
-        match = re.fullmatch(r"\s*([0-9]{1,7})(?:-([0-9]{1,7}))?\s*", part)
-        span = range(int(match[1]), int(match[2] or match[1]) + 1) if match else ()
-        if not span or len(devices) + len(span) > MAX_DEVICES:
-            raise ValueError(f"must be positions of devices, such as '0-3' or '3,2,1,0'. Got {brief(text)}.")
-        devices += span
-    return tuple(devices)
-
-
-def devices_to_text(devices: tuple[int, ...]) -> str:
-    """Positions of devices as `devices_from_text` reads them, consecutive ones as a range: '0-3,8'."""
-    spans: list[list[int]] = []
-    for device in devices:
-        if spans and device == spans[-1][-1] + 1:
-            spans[-1][1:] = [device]
-        else:
-            spans.append([device])
-    return ",".join("-".join(map(str, span)) for span in spans)
-
 
 Migration = Literal["cache", "prefill"]
 """How sequences move to the devices of the tail: with their keys and values, or as tokens that are prefilled there."""
@@ -171,6 +145,11 @@ class PlanConfig:
     """Two train calls that run as one pipeline."""
     auto: bool = False
     """Plan the calls that have no entry."""
+    placement: PlacementStrategy | None = dataclasses.field(
+        default=None,
+        metadata={FORM: (Any, PlacementStrategy.from_data, lambda x: None if x is None else x.to_data())},
+    )
+    """Which devices each role has: the plan is the fastest on these. None leaves the devices to the planner too."""
     file: str = ""
     """A plan written by `python -m jaxrlhf.plan --out`; empty for none."""
     lengths: ResponseLengths | None = None
@@ -191,6 +170,8 @@ class PlanConfig:
                 f"file: a file has the placements of all calls. Got also {', '.join(others)}. Remove one or the other; "
                 "or change the file, which is JSON."
             )
+        if self.placement is not None and not self.auto:
+            raise ValueError("placement: is for calls that are planned for. Got it with `auto: false`. Remove one.")
         if self.auto and self.default is not None:
             raise ValueError(
                 f"default: calls that the plan does not name are planned for. Got {brief(to_tree(self.default))} "
@@ -212,8 +193,8 @@ def expand_plan(tree: dict[str, Any], where: str) -> None:
     """Expands short forms of the section `plan` in the tree of a config, in place.
 
     `plan: auto` becomes `{auto: true}`, `plan: a/plan.json` becomes `{file: a/plan.json}`, `lengths: runs/a` becomes
-    `{run: runs/a}`, and under `calls` `{actor: {train: ...}}`, as `--set plan.calls.actor.train.data=2` makes it,
-    becomes `{actor.train: ...}`.
+    `{run: runs/a}`, a plan with `placement` gets `auto: true`, and under `calls` `{actor: {train: ...}}`, as
+    `--set plan.calls.actor.train.data=2` makes it, becomes `{actor.train: ...}`.
     """
     plan = tree.get("plan")
     if isinstance(plan, str):
@@ -234,6 +215,8 @@ def expand_plan(tree: dict[str, Any], where: str) -> None:
             )
     if isinstance(plan.get("calls"), dict):
         plan = {**plan, "calls": _joined(plan["calls"])}
+    if plan.get("placement") is not None:
+        plan = {"auto": True, **plan}
     if isinstance(plan.get("lengths"), str):
         plan = {**plan, "lengths": {"run": plan["lengths"]}}
     tree["plan"] = plan

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxrlhf.config.plan_config import devices_to_text
+from jaxrlhf.config.device_text import devices_to_text
 from jaxrlhf.observe.events import MOVING, WAIT, Event, ProcessEvents, on_one_clock
 from jaxrlhf.writing import write_atomically
 

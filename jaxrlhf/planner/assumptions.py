@@ -19,6 +19,8 @@ def assumptions(
 ) -> tuple[str, ...]:
     """The unproven assumptions behind a plan whose iteration is forecast to take some seconds."""
     lines = [_reached(kind) for kind in _not_measured(costs.cluster)]
+    if any(call.model.dtype == "bfloat16" for call in workload.calls):
+        lines += [_in_float32(group.kind) for group in costs.cluster.groups if _lacks_bfloat16(group.kind)]
     lines += _decoding(problem, plan, workload, costs, seconds)
     if drawn := [call for call in workload.calls if call.kind == "generate"]:
         lines.append(_lengths(drawn))
@@ -42,6 +44,15 @@ def _lengths(drawn: Sequence[ModelCall]) -> str:
 def _not_measured(cluster: Cluster) -> list[Kind]:
     kinds = dict.fromkeys(group.kind for group in cluster.groups)
     return [kind for kind in kinds if not kind.coefficients.is_measured]
+
+
+def _lacks_bfloat16(kind: Kind) -> bool:
+    """True for GPUs before compute capability 8.0."""
+    return kind.target is not None and float(kind.target.capability) < 8
+
+
+def _in_float32(kind: Kind) -> str:
+    return f"{kind.name} devices know no bfloat16: XLA computes it there in float32, at the rate of float32."
 
 
 def _reached(kind: Kind) -> str:

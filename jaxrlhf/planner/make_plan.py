@@ -13,17 +13,19 @@ from collections.abc import Callable, Iterable, Mapping
 
 from jaxrlhf.call_graph import CallGraph
 from jaxrlhf.cluster.hardware import Cluster
+from jaxrlhf.config.placement_strategy import STRATEGIES, PlacementStrategy
 from jaxrlhf.numba_loops import numba_is_there
 from jaxrlhf.planner.assumptions import assumptions
 from jaxrlhf.planner.costs.cost_model import CostModel
 from jaxrlhf.planner.costs.rollout_steps import RolloutSteps
 from jaxrlhf.planner.fusion.fused_choice import FusedPlan, best_fused
+from jaxrlhf.planner.placement.role_groups import devices_of_calls
 from jaxrlhf.planner.plans.check_plan import check
 from jaxrlhf.planner.plans.complete_plan import complete_plan
 from jaxrlhf.planner.plans.plan import NoRoomError, Placement, Plan, PlanError
 from jaxrlhf.planner.plans.saved_plan import CallForecast, SavedPlan, described_work, devices_of
 from jaxrlhf.planner.search.choices import make_problem
-from jaxrlhf.planner.search.methods import AMONG, find_method
+from jaxrlhf.planner.search.methods import AMONG, PLACEMENT, find_method
 from jaxrlhf.planner.search.peak_memory import DeviceMemory, memory_at_peak, memory_during, peak_memory
 from jaxrlhf.planner.search.problem import Choice, Problem
 from jaxrlhf.planner.search.search import warm_up
@@ -65,6 +67,11 @@ class Planned:
     """Notes on the forecast."""
     assumed: tuple[str, ...] = ()
     """Assumptions of the forecast that were not measured."""
+    placement: PlacementStrategy | None = None
+    """The placement strategy by which it was planned."""
+    groups: Mapping[str, tuple[range, ...]] = dataclasses.field(default_factory=dict)
+    """Call -> the devices that this gives it, of which its choice has the first range. Empty without one, and for calls
+    with a placement that was given."""
     rollouts: Mapping[str, RolloutSteps] = dataclasses.field(default_factory=dict)
     """Generate call -> the decoding steps that are expected of it, if lengths of responses are known, or it has
     slots."""
@@ -176,9 +183,11 @@ def plan_workload(
     fixed: Mapping[str, Placement] | None = None,
     offload: Iterable[str] = (),
     fuse: Iterable[str] = (),
+    placement: PlacementStrategy | None = None,
     seed: int = 0,
     seconds: float | None = None,
     notes: Iterable[str] = (),
+    compare: bool = True,
     say: Callable[[str], None] = lambda line: None,
 ) -> Planned:
     """The plan of a workload on a cluster.
@@ -189,8 +198,10 @@ def plan_workload(
         fixed: Call -> the placement that it keeps.
         offload: Roles whose weights must rest in host memory.
         fuse: Train calls that are to run as one pipeline. They are counted as if they ran by themselves.
+        placement: The placement strategy of the method `placement`. The others have their own.
         seconds: The most that the search may take. None means no limit.
         notes: Notes on the source of the costs.
+        compare: Plan by the baseline too. If not, the plan itself stands for it.
         say: Called with lines about the progress.
 
     Raises:
@@ -202,18 +213,23 @@ def plan_workload(
         raise PlanError(f"seconds: the time to look for a plan must be positive. Got {seconds}.")
     plan_by, costs = find_method(method), costs or CostModel(cluster)
     fixed, offload = dict(fixed or {}), tuple(offload)
+    placement = _strategy(method, placement)
+    groups = {} if placement is None else devices_of_calls(placement, workload, cluster)
     problem_of = functools.partial(make_problem, workload, cluster, costs, fixed=fixed, offload=offload)
     try:
-        problem = problem_of(among=AMONG.get(method, "fast"), say=say)
+        on = {name: ranges[0] for name, ranges in groups.items()} or None
+        problem = problem_of(among=AMONG.get(method, "fast"), on=on, say=say)
         say("Compiling the loops of the search, if they are not on disk")
         warm_up()
         say(f"Looking for a plan by {method}, of {problem.size:.2g}")
         result = without_needless_offload(problem, plan_by(problem, seed=seed, seconds=seconds))
     except NoRoomError as error:
+        if groups:
+            raise NoRoomError(f"{error} Or give its role more devices; `--strategy search` looks for some.") from error
         fitting = what_would_fit(workload, cluster, fixed=fixed, offload=offload, say=say)
         raise NoRoomError(f"{error} {fitting}".rstrip()) from error
     heuristic, why_not = result.simulation, ""
-    if method != YARDSTICK:
+    if method != YARDSTICK and compare:
         try:
             usual = problem_of(among=AMONG.get(YARDSTICK, "fast"))
             heuristic = without_needless_offload(usual, find_method(YARDSTICK)(usual)).simulation
@@ -246,6 +262,8 @@ def plan_workload(
         fixed=fixed,
         offload=offload,
         fuse=fuse,
+        placement=placement,
+        groups={name: ranges for name, ranges in groups.items() if name not in fixed},
         schedules=fused.schedules if fused is not None else (),
         notes=tuple(notes),
         rollouts={
@@ -256,6 +274,19 @@ def plan_workload(
         assumed=assumptions(problem, result.plan, workload, costs, seconds=result.simulation.seconds),
         costs=costs,
     )
+
+
+def _strategy(method: str, placement: PlacementStrategy | None) -> PlacementStrategy | None:
+    """The placement strategy that a method names, or that is given. Raises PlanError if the method needs one and there
+    is none."""
+    if method in STRATEGIES:
+        return PlacementStrategy(method)
+    if method == PLACEMENT and placement is None:
+        raise PlanError(
+            f"strategy: {PLACEMENT} needs the config's `plan.placement`. Got a config without it. Write it, or use one "
+            f"of {', '.join(STRATEGIES)}."
+        )
+    return placement if method == PLACEMENT else None
 
 
 def _plans_to_fuse(problem: Problem, result: SearchResult) -> list[tuple[int, ...]]:

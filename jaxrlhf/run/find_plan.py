@@ -13,12 +13,15 @@ from jaxrlhf.cluster.hardware import Cluster
 from jaxrlhf.config.plan_config import PlanConfig
 from jaxrlhf.config.reading import to_tree
 from jaxrlhf.planner.cost_sources import CostSource, costs_from, usual_source
-from jaxrlhf.planner.fusion.fused_generation import FusedGeneration, fuse_generation
-from jaxrlhf.planner.make_plan import Planned, plan_workload
+from jaxrlhf.planner.fusion.fused_generation import fuse_generation
+from jaxrlhf.planner.fusion.parts_forecast import PlanInParts
+from jaxrlhf.planner.make_plan import SEARCH, Planned, plan_workload
+from jaxrlhf.planner.placement.pipelined import pipelined
 from jaxrlhf.planner.plans.check_plan import check_call, check_entries, check_offload
 from jaxrlhf.planner.plans.plan import Placement, Plan, PlanError, placement_of
 from jaxrlhf.planner.plans.saved_plan import SavedPlan, read_plan
 from jaxrlhf.planner.report import rollout_lines
+from jaxrlhf.planner.search.methods import PLACEMENT
 from jaxrlhf.require import errors_as
 from jaxrlhf.run.step_draft import StepDraft
 from jaxrlhf.sharding import mesh
@@ -69,16 +72,20 @@ def find_plan(
     notes = [planned.summary(), *planned.notes, *rollout_lines(planned)]
     plan = planned.plan_for(draft.graph)
     saved = planned.saved(plan, asked=asked)
-    if (fused := fused_with_inference(planned, draft, plan)) is not None:
+    if (fused := better_in_parts(planned, draft, plan)) is not None:
         saved = fused.adopted_by(saved)
         notes.append(fused.summary())
     return FoundPlan(saved, tuple(notes))
 
 
-def fused_with_inference(planned: Planned, draft: StepDraft, plan: Plan) -> FusedGeneration | None:
-    """What a tail would bring to a plan that was found. None if lengths of responses are not known, or calls run in
-    parts already."""
+def better_in_parts(planned: Planned, draft: StepDraft, plan: Plan) -> PlanInParts | None:
+    """What parts would bring to a plan that was found: on the devices of a placement strategy the pipelining of its
+    groups, otherwise a tail. None if lengths of responses are not known, which a tail needs, or calls run in parts
+    already. Raises PlanError if parts are asked for that do not work out."""
     lengths = next((call.lengths for call in planned.workload.calls if call.lengths is not None), None)
+    if planned.placement is not None and planned.costs is not None:
+        groups, costs = planned.groups, planned.costs
+        return pipelined(draft.graph, draft.roles, plan, groups, costs, lengths, planned.placement)
     if lengths is None or planned.costs is None or not all(each.is_whole for each in plan.placements.values()):
         return None
     return fuse_generation(draft.graph, draft.roles, plan, planned.costs, lengths)
@@ -102,14 +109,15 @@ def plan_draft(
     draft: StepDraft,
     cluster: Cluster,
     *,
-    method: str = "search",
+    method: str | None = None,
     seconds: float | None = None,
     seed: int | None = None,
     costs: CostSource | None = None,
     calibration: Path | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> Planned:
-    """Plans a step on a cluster by a method of `methods.METHODS`, for up to `seconds`. If the config plans only some
+    """Plans a step on a cluster by a method of `methods.METHODS`, for up to `seconds`: by default the config's
+    `placement`, or a search. If the config plans only some
     calls (`auto`), its placements of the others are kept.
 
     The seed is by default that of the config, and `costs` are those that take no time; `calibration` is as in
@@ -137,7 +145,8 @@ def plan_draft(
     return plan_workload(
         workload,
         cost_model.cluster,
-        method=method,
+        method=method or (SEARCH if asked.placement is None else PLACEMENT),
+        placement=asked.placement,
         costs=cost_model,
         fixed=fixed,
         offload=asked.offload,

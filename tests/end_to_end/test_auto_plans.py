@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxrlhf.config.plan_config import devices_from_text
+from jaxrlhf.config.device_text import devices_from_text
 from jaxrlhf.config.reading import dump_yaml
 from jaxrlhf.config.schema import load_run
 from jaxrlhf.planner.search.methods import METHODS

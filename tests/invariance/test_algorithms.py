@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from jaxrlhf.algorithms import ALGORITHMS
+from jaxrlhf.config.placement_strategy import STRATEGIES
 from jaxrlhf.testing import SMALL_MODEL, check_plan_invariance
 
 OPTIMIZER = {"learning_rate": 1e-2, "eps": 1e-5}
@@ -38,6 +39,10 @@ ALL_PLANS = bool(os.environ.get("ALL_PLANS"))
 """Run with ALL_PLANS=1 in the environment: every algorithm under three random plans. Without, one of the first two, so
 that each of these is one of an algorithm with a critic: calls of the same name have the same placement in both."""
 
+PLACED = [("ppo", "disaggregated"), ("ppo_shared", "interleaving-2"), ("safe_rlhf", "interleaving")]
+"""Algorithms under plans with the devices of a placement strategy."""
+if ALL_PLANS:
+    PLACED = [(name, strategy) for name in ("ppo", "ppo_shared", "grpo", "safe_rlhf") for strategy in STRATEGIES]
 LORA = {"rank": 4, "alpha": 8.0}
 ADAPTED: dict[str, Any] = {
     "actor": {"model": SMALL_MODEL, "optimizer": OPTIMIZER, "lora": {**LORA, "merge": "always"}},
@@ -62,3 +67,8 @@ def test_no_plan_changes_what_any_method_gives(roles, num_plans):
 def test_no_plan_changes_the_result(number, algorithm):
     num_plans, seed = (3, 0) if ALL_PLANS else (1, (20, 6)[number % 2])  # both generate in parts, with a tail
     check_plan_invariance(algorithm, num_plans=num_plans, seed=seed, **RUNS.get(algorithm, {}))
+
+
+@pytest.mark.parametrize(("algorithm", "strategy"), PLACED)
+def test_no_placement_strategy_changes_the_result(algorithm, strategy):
+    check_plan_invariance(algorithm, num_plans=1, seed=3, strategy=strategy, **RUNS.get(algorithm, {}))

@@ -48,6 +48,7 @@ def ppo(
     mini_batches: int = 2,
     num_samples: int = 1,
     lora: LoRAConfig | None = None,
+    whiten: bool = True,
 ) -> DescribedStep:
     """One step of PPO whose reference is as large as its actor, and its reward model as its critic. With `lora`, actor
     and critic train adapters of the weights that the reference reads."""
@@ -61,6 +62,7 @@ def ppo(
     }
     config = PPOConfig(
         sampling=Sampling(max_new_tokens=response, num_samples=num_samples),
+        whiten_advantages=whiten,
         actor_update=PolicyUpdate(mini_batches=mini_batches),
         critic_update=ValueUpdate(mini_batches=mini_batches),
     )

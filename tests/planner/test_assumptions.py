@@ -56,6 +56,14 @@ def test_nothing_is_said_of_kernels_where_devices_were_measured_or_are_a_process
     assert line.startswith("Responses have all of")
 
 
+def test_devices_without_bfloat16_compute_it_in_float32():
+    in_half = ppo(dataclasses.replace(TINY, dtype="bfloat16"))
+    said = "v100-32g devices know no bfloat16: XLA computes it there in float32, at the rate of float32."
+    assert said in planned(in_half.workload, read_cluster("1x1:v100-32g")).assumed
+    assert said not in planned(STEP.workload, read_cluster("1x1:v100-32g")).assumed
+    assert said not in planned(in_half.workload).assumed
+
+
 def test_where_work_takes_longer_than_kernels_it_says_so():
     """Thousands of rows in one decoding step."""
     many = ppo(STEP.models["actor"], prompt=64, response=40, rows=2**14).workload

@@ -12,7 +12,8 @@ import jax
 
 from jaxrlhf.brief import brief, did_you_mean
 from jaxrlhf.call_graph import Call, CallGraph
-from jaxrlhf.config.plan_config import Placement, devices_to_text
+from jaxrlhf.config.device_text import devices_to_text
+from jaxrlhf.config.plan_config import Placement
 from jaxrlhf.config.reading import to_tree
 from jaxrlhf.experience import Sampling
 from jaxrlhf.models.config import ModelConfig

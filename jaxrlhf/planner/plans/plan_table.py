@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxrlhf.call_graph import Call, CallGraph
-from jaxrlhf.config.plan_config import Placement, Tail, devices_to_text
+from jaxrlhf.config.device_text import devices_to_text
+from jaxrlhf.config.plan_config import Placement, Tail
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.planner.plans.plan import Plan
 from jaxrlhf.planner.plans.splits import copied_rows, micro_batches_of, term_rows

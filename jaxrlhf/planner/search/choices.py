@@ -62,6 +62,7 @@ def make_problem(
     fixed: Mapping[str, Placement] | None = None,
     offload: Iterable[str] = (),
     among: Among = "fast",
+    on: Mapping[str, range] | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> Problem:
     """The problem of a search for the plan of a workload.
@@ -70,6 +71,7 @@ def make_problem(
         fixed: Call -> the placement that it has to keep.
         offload: Roles that must rest in host memory. Others that never change may.
         among: See `Among`.
+        on: Call -> the only devices that it may have.
         say: Is told the progress, in lines.
 
     Raises:
@@ -85,7 +87,8 @@ def make_problem(
         if call.name in fixed:
             every.append([maker.fixed(call, fixed[call.name])])
         else:
-            every.append(maker.usual(call, *usual[call.name]) if among == "usual" else maker.choices(call))
+            meshes = cluster.meshes if on is None else (on[call.name],)
+            every.append(maker.usual(call, *usual[call.name]) if among == "usual" else maker.choices(call, meshes))
     unconnected = _unconnected(workload, cluster, every)
     if among == "fast":
         say("Looking for a first plan, on all devices")
@@ -204,14 +207,14 @@ class _Maker:
         self._offload, self._trained = offload, workload.trained
         self._readers = {w: len(workload.readers(w)) for w in {call.weights for call in workload.calls}}
 
-    def choices(self, call: ModelCall) -> list[Choice]:
-        """All choices that are worth keeping, on all devices that a call may have. Raises PlanError if there is
-        none."""
+    def choices(self, call: ModelCall, meshes: Sequence[range]) -> list[Choice]:
+        """All choices that are worth keeping, on some sets of devices. Raises PlanError if there is none."""
         found: list[Choice] = []
         least: tuple[int, range, Strategy] | None = None
         by_kind: dict[tuple[int, Kind, Network, bool], list[Choice]] = {}
-        for mesh in self._cluster.meshes:
-            if len(mesh) * SMALLEST < self._cluster.num_devices or not _on_grid(mesh, self._cluster):
+        for mesh in meshes:
+            too_small = len(mesh) * SMALLEST < self._cluster.num_devices or not _on_grid(mesh, self._cluster)
+            if too_small and len(meshes) > 1:
                 continue
             kind = self._cluster.slowest(mesh)
             network = self._cluster.network(mesh)

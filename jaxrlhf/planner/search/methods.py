@@ -1,15 +1,20 @@
-"""Methods to find a plan, by name: search, HybridFlow's mapping, and the placements that are written by hand."""
+"""Methods to find a plan, by name: search, HybridFlow's mapping, the placements that are written by hand, and those of
+placement strategies."""
 
 from collections.abc import Mapping
 from typing import Protocol
 
 from jaxrlhf.brief import did_you_mean
+from jaxrlhf.config.placement_strategy import STRATEGIES
 from jaxrlhf.planner.plans.plan import PlanError
 from jaxrlhf.planner.search.choices import Among
 from jaxrlhf.planner.search.mappings import hybridflow, split, standalone
 from jaxrlhf.planner.search.problem import Problem
 from jaxrlhf.planner.search.search import fastest_that_fits, most_devices, options_on, search
 from jaxrlhf.planner.search.search_result import SearchResult, result_of
+
+PLACEMENT = "placement"
+"""The method for devices that the config's `plan.placement` gives."""
 
 
 class PlanBy(Protocol):
@@ -36,6 +41,13 @@ def colocate(problem: Problem, *, seed: int = 0, seconds: float | None = None) -
     return result_of(problem, fastest_that_fits(problem, options, "colocate"))
 
 
+def on_given_devices(problem: Problem, *, seed: int = 0, seconds: float | None = None) -> SearchResult:
+    """Every call with the fastest of its choices that fit together, which are on the devices that a placement strategy
+    gives it. Raises PlanError if they do not fit together."""
+    del seed, seconds
+    return result_of(problem, fastest_that_fits(problem, [range(len(c.choices)) for c in problem.calls], "placement"))
+
+
 METHODS: Mapping[str, PlanBy] = {
     "search": search,
     "hybridflow": hybridflow,
@@ -43,9 +55,13 @@ METHODS: Mapping[str, PlanBy] = {
     "colocate": colocate,
     "standalone": standalone,
     "split": split,
+    **dict.fromkeys(STRATEGIES, on_given_devices),
+    PLACEMENT: on_given_devices,
 }
 """Name, as in `--strategy` -> the method."""
-AMONG: Mapping[str, Among] = {"heuristic": "usual", "standalone": "any", "split": "any"}
+AMONG: Mapping[str, Among] = {
+    "heuristic": "usual", "standalone": "any", "split": "any", **dict.fromkeys(STRATEGIES, "any"), PLACEMENT: "any",
+}  # fmt: skip
 """Method -> the choices that its problem has; `fast` for the others."""
 
 

@@ -12,7 +12,9 @@ from jaxrlhf.generation.rollout_settings import Slots
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.planner.costs.cost_model import CostModel
 from jaxrlhf.planner.costs.rollout_steps import RolloutSpan, steps_in_slots, steps_of_span
-from jaxrlhf.planner.fusion.fused_generation import WORTH, FusedGeneration, fuse_generation, refined_tails
+from jaxrlhf.planner.fusion import fused_generation
+from jaxrlhf.planner.fusion.fused_generation import WORTH, fuse_generation, refined_tails
+from jaxrlhf.planner.fusion.parts_forecast import PlanInParts
 from jaxrlhf.planner.plans.check_plan import check
 from jaxrlhf.planner.plans.parts import in_parts
 from jaxrlhf.planner.plans.plan import Plan, resolve
@@ -37,19 +39,19 @@ def planned(generation: Strategy = DATA) -> Plan:
     return resolve(STEP.graph, default, {"actor.generate": Placement(EVERYWHERE, generation)})
 
 
-def found(plan: Plan, lengths: ResponseLengths | None = LONG_TAILED) -> FusedGeneration:
+def found(plan: Plan, lengths: ResponseLengths | None = LONG_TAILED) -> PlanInParts:
     return fuse_generation(STEP.graph, STEP.roles, plan, CostModel(EIGHT), lengths)
 
 
 def test_a_tail_makes_a_long_tailed_step_faster():
     plan = planned()
     fused = found(plan)
-    assert fused.plan is not None and fused.fused_seconds <= WORTH * fused.seconds, fused.rows
+    assert fused.plan is not None and fused.seconds_in_parts <= WORTH * fused.seconds, fused.rows
     check(fused.plan, STEP.graph, STEP.models, 8, 8)
     tail = fused.plan.placements["actor.generate"].tail
     assert tail is not None and set(tail.devices) < set(EVERYWHERE)
     assert not set(tail.devices) & set(fused.plan.placements["reference.logprobs"].devices)
-    assert fused.fused_seconds == min(row["seconds"] for row in fused.rows)
+    assert fused.seconds_in_parts == min(row["seconds"] for row in fused.rows)
     untouched = [name for name in plan.placements if name not in ("actor.generate", *INFERENCES)]
     assert all(fused.plan.placements[name] == plan.placements[name] for name in untouched)
     assert fused.to_json()["plan"] == fused.plan.to_json()
@@ -68,7 +70,7 @@ def test_tails_follow_the_lengths_of_responses():
     assert fused.plan is not None
     args = (STEP.graph, STEP.roles, fused.plan, CostModel(EIGHT))
     same, seconds, before = refined_tails(*args, LONG_TAILED)
-    assert same is fused.plan and seconds == before == pytest.approx(fused.fused_seconds)
+    assert same is fused.plan and seconds == before == pytest.approx(fused.seconds_in_parts)
     other = ResponseLengths(mean=500, p99=1000)
     refined, seconds, before = refined_tails(*args, other)
     tails = [plan.placements["actor.generate"].tail for plan in (fused.plan, refined)]
@@ -82,7 +84,6 @@ def test_tails_follow_the_lengths_of_responses():
     [
         (planned(), None, "All responses are taken to be equally long. Give their lengths."),
         (planned(Strategy(tensor=8)), LONG_TAILED, "actor.generate has one row shard"),
-        (planned(Strategy(data=8, micro_batches=2)), LONG_TAILED, "actor.generate has micro-batches or stages."),
     ],
 )
 def test_where_there_can_be_no_tail_it_says_why(plan, lengths, reason):
@@ -90,9 +91,24 @@ def test_where_there_can_be_no_tail_it_says_why(plan, lengths, reason):
     assert fused.plan is None and not fused.rows and reason in fused.summary()
 
 
+@pytest.mark.parametrize("generation", [Strategy(data=8, micro_batches=2), Strategy(pipeline=2, data=4)])
+def test_a_generation_with_stages_or_micro_batches_gets_a_tail_without_them(generation):
+    fused = found(planned(generation))
+    assert fused.plan is not None, fused.rows
+    on = fused.plan.placements["actor.generate"]
+    assert on.strategy.pipeline == on.strategy.micro_batches == 1 and on.tail is not None
+    check(fused.plan, STEP.graph, STEP.models, 8, 8)
+
+
+def test_a_generation_that_has_no_other_way_than_stages_gets_no_tail(monkeypatch):
+    monkeypatch.setattr(fused_generation, "strategies", lambda *_: [Strategy(pipeline=8), Strategy(tensor=8)])
+    fused = found(planned(Strategy(pipeline=2, data=4)))
+    assert fused.plan is None and "micro-batches or stages, and runs on its devices in no other way" in fused.summary()
+
+
 def test_responses_that_hardly_differ_gain_nothing():
     fused = found(planned(), ResponseLengths(mean=1000, p99=1024))
-    assert fused.plan is None or fused.fused_seconds > 0.9 * fused.seconds
+    assert fused.plan is None or fused.seconds_in_parts > 0.9 * fused.seconds
 
 
 def span(first: int, last: int, *, stay: int = 0, tail: int = 0, slots: int = 16) -> RolloutSpan:

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from jaxrlhf.call_graph import CallGraph, Ref
-from jaxrlhf.config.plan_config import Placement, Tail, devices_from_text, expand_plan
+from jaxrlhf.config.device_text import devices_from_text
+from jaxrlhf.config.plan_config import Placement, Tail, expand_plan
 from jaxrlhf.config.reading import ConfigError, build
 from jaxrlhf.planner.plans.check_plan import check, tail_warnings
 from jaxrlhf.planner.plans.parts import in_order, in_parts

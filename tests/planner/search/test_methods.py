@@ -114,7 +114,10 @@ def test_sets_by_themselves_may_take_longer_than_a_plan_that_is_known():
 def test_an_unknown_strategy_is_refused():
     with pytest.raises(PlanError, match=r"must be one of search, .*. Got 'colocated'. Did you mean 'colocate'\?"):
         find_method("colocated")
-    assert set(METHODS) == {"search", "hybridflow", "heuristic", "colocate", "standalone", "split"}
+    assert set(METHODS) == {
+        "search", "hybridflow", "heuristic", "colocate", "standalone", "split", "interleaving", "interleaving-2",
+        "disaggregated", "placement",
+    }  # fmt: skip
 
 
 def test_the_usual_plan_is_as_fast_as_its_degrees_allow():
