@@ -8,8 +8,9 @@ device.
 
 Order. The calls are in the order of the step, but calls that depend on work on the host come after those that do not.
 
-Weights. A train call makes a new version of its role's weights, which every later call of the role reads. In a graph of
-several iterations, these versions and the state are the only dependencies between iterations.
+Weights. A train call makes a new version of its role's weights, which every later call of the role reads; a stale
+generation reads the version of some iterations before. In a graph of several iterations, these versions and the state
+are the only dependencies between iterations.
 """
 
 import dataclasses
@@ -130,7 +131,9 @@ class Call:
     """A pytree of `Ref`."""
     weights: str | None = None
     reads: int = 0
-    """The version of the weights that it reads, counted from the start of the graph."""
+    """The version of the weights that it reads, counted from the start of the graph. A negative one was made before."""
+    stale: int = 0
+    """The iterations by which that version is older than the current one."""
     writes: int | None = None
     """The version that a train call makes."""
     iteration: int

@@ -70,6 +70,9 @@ class Rollout(Sequences):
     """`STOP` or `LENGTH`."""
     row: Int[Array, " B"]
     id: UInt[Array, " B"]
+    importance_weights: Float[Array, "B R"] | None = None
+    """By which a loss multiplies the advantages of tokens that an older policy drew, whose log-probabilities `logprobs`
+    then are not: they are those of the current one. None where no correction is needed or wanted."""
 
     @property
     def lengths(self) -> Int[Array, " B"]:

@@ -77,13 +77,25 @@ class RoleMethods:
     """Methods that it lacks -> the remedy, for error messages."""
 
 
+@dataclasses.dataclass(frozen=True)
+class StaleGeneration:
+    """Generation with the weights of an earlier step, so that it can run while later ones are being trained."""
+
+    steps: int
+    """The steps by which the weights that a trained role generates with are older than its current ones."""
+    correct: "Callable[[RoleHandle, Any], tuple[Any, dict[str, Any]]] | None" = None
+    """`(role, rollout) -> (rollout, metrics)`, traced like a step function: what training gets in place of a rollout
+    that was drawn from older weights, with `importance_weights`. None means the rollout itself."""
+
+
 class Recorder:
     """Records the calls of the step that is being traced."""
 
-    def __init__(self, step_name: str) -> None:
-        self.step_name = step_name
+    def __init__(self, step_name: str, stale: StaleGeneration | None = None) -> None:
+        self.step_name, self.stale = step_name, stale
         self.calls: list[Call] = []
         self.iteration = 0
+        self._corrections: list[_Correction] = []
         self._versions: collections.Counter[str] = collections.Counter()
         self._ordinals: collections.Counter[tuple[int, str]] = collections.Counter()
         self._outputs: dict[Hashable, Any] = {}
@@ -104,6 +116,8 @@ class Recorder:
         self, role: str, name: str, method: Method, weights: str | None, args: tuple[Any, ...], version: int | None
     ) -> Any:
         """Records a call of a role. `version`: that of its weights; None means the current one."""
+        if method.kind in ("infer", "host"):  # so that it does not wait for importance weights
+            args = tuple(map(self._as_drawn, args))
         self._check_args(f"{role}.{name}", args)
         reads = self.version(weights) if version is None else version
         if method.kind == "train" and version is not None:
@@ -133,6 +147,44 @@ class Recorder:
         )  # fmt: skip
         self._outputs[asked] = self._append(call, avals, method.row_wise)
         return self._outputs[asked]
+
+    def corrected(self, role: "RoleHandle", rollout: Any) -> Any:
+        """What training gets in place of a rollout that `role` drew with older weights."""
+        (drawn,) = (call for call in self.calls if call.outputs is rollout)
+        self.calls[self.calls.index(drawn)] = dataclasses.replace(drawn, stale=self.stale.steps if self.stale else 0)
+        if self.stale is None or self.stale.correct is None:
+            return rollout
+        first = len(self.calls)
+        given, metrics = self.stale.correct(role, rollout)
+        names = {call.name for call in self.calls[first:]}
+        self._corrections.append(_Correction(self.iteration, names, rollout, given, metrics))
+        return given
+
+    def _as_drawn(self, arg: Any) -> Any:
+        """A rollout without its correction; anything else as it is."""
+        weights = getattr(arg, "importance_weights", None)
+        for each in self._corrections:
+            if weights is not None and weights is each.given.importance_weights:
+                logprobs = each.drawn.logprobs if arg.logprobs is each.given.logprobs else arg.logprobs
+                return arg.replace(logprobs=logprobs, importance_weights=None)
+        return arg
+
+    def finish(self, results: list[Any], state: Any) -> tuple[tuple[Call, ...], tuple[Any, ...]]:
+        """The calls, without corrections of rollouts that nothing is trained on, stale ones with the version that they
+        read; and the results of each iteration, with the metrics of its first correction."""
+        results = list(results)
+        for each in self._corrections[::-1]:
+            others = [ref for call in self.calls if call.name not in each.calls for ref in call.refs]
+            others += [x for x in jax.tree.leaves((results, state)) if isinstance(x, Ref)]
+            if each.calls.isdisjoint(ref.call for ref in others):
+                self.calls = [call for call in self.calls if call.name not in each.calls]
+                self._corrections.remove(each)
+        for each in self._corrections[::-1]:
+            if isinstance(results[each.iteration], dict):
+                results[each.iteration] = {**results[each.iteration], "staleness": each.metrics}
+        trains = collections.Counter(c.weights for c in self.calls if c.kind == "train" and not c.iteration)
+        calls = (dataclasses.replace(c, reads=c.reads - c.stale * trains[c.weights]) for c in self.calls)
+        return tuple(calls), tuple(results)
 
     def compute(
         self, function: Callable[..., Any], args: tuple[Any, ...], call_name: str | None, groups_of: int | str
@@ -194,6 +246,17 @@ class Recorder:
         return outputs
 
 
+@dataclasses.dataclass(frozen=True)
+class _Correction:
+    """The correction of a rollout that older weights drew."""
+
+    iteration: int
+    calls: set[str]
+    drawn: Any
+    given: Any
+    metrics: dict[str, Any]
+
+
 class RoleHandle:
     """A role inside a step function: its methods record calls."""
 
@@ -224,9 +287,11 @@ class RoleHandle:
 
         def call(*args: Any, **named: Any) -> Any:
             arguments = known[method].arguments(f"{self._name}.{method}", args, named)
-            return self._recorder.call_role(
+            outputs = self._recorder.call_role(
                 self._name, method, known[method], self._role.weights, arguments, self._version
             )
+            is_stale = known[method].kind == "generate" and "train" in known and self._version is None
+            return self._recorder.corrected(self, outputs) if is_stale and self._recorder.stale else outputs
 
         return call
 
@@ -277,6 +342,7 @@ def trace(
     config: Any,
     *,
     iterations: int = 1,
+    stale: StaleGeneration | None = None,
 ) -> CallGraph:
     """Runs a step function on references and records its calls.
 
@@ -287,12 +353,13 @@ def trace(
         data: Pytree of arrays or shapes, all with rows first.
         config: Hashable settings, passed to the step unchanged.
         iterations: The number of iterations to unroll, which shows the calls of neighbors that may overlap.
+        stale: How roles that are trained generate. None means with their current weights.
 
     Raises:
         GraphError: The step uses an unknown role or method, computes with an output, passes an unhashable setting to a
             call, or returns a state of another structure, shape or dtype than the one it got; or it fails.
     """
-    recorder = Recorder(getattr(step, "__name__", "step"))
+    recorder = Recorder(getattr(step, "__name__", "step"), stale)
     handles = Roles(roles, recorder)
     state_aval, data_aval = _to_avals(state), _to_avals(data)
     first_state = carry = recorder.references("state", state_aval, False)
@@ -323,7 +390,8 @@ def trace(
             carry = new_state
     finally:
         _recorder.reset(token)
-    return _waiting_last(CallGraph(tuple(recorder.calls), inputs, tuple(results), carry))
+    calls, reported = recorder.finish(results, carry)
+    return _waiting_last(CallGraph(calls, inputs, reported, carry))
 
 
 def abstract_call(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:

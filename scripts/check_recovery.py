@@ -2,6 +2,7 @@
 
     python scripts/check_recovery.py                # 30 kills by SIGKILL, then 5 by SIGTERM
     python scripts/check_recovery.py --kills 3 --terminations 1
+    python scripts/check_recovery.py --staleness 1  # generation with the weights of the step before
 
 A small run (warm start, PPO with an adaptive KL coefficient, generation in slots, parts and shares with a tail,
 evaluations, checkpoints) is done once undisturbed. Then it is started with `--resume auto`, killed, and started again.
@@ -83,24 +84,30 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=30)
     parser.add_argument("--terminations", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
+    parser.add_argument("--staleness", type=int, default=0)
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
         return train_noting_parts(Path(options.child))
     with tempfile.TemporaryDirectory() as scratch:
-        report = sweep(Path(scratch), kills=options.kills, terminations=options.terminations, seed=options.seed)
+        report = sweep(
+            Path(scratch), kills=options.kills, terminations=options.terminations, seed=options.seed,
+            staleness=options.staleness,
+        )  # fmt: skip
     print(json.dumps(report, indent=2))
     return 1 if report["differences"] else 0
 
 
 def sweep(
-    scratch: Path, *, kills: int, terminations: int, seed: int, cache: str | None = None, steps: int = CONFIG["steps"]
+    scratch: Path, *, kills: int, terminations: int, seed: int, cache: str | None = None, steps: int = CONFIG["steps"],
+    staleness: int = 0,
 ) -> dict[str, Any]:
     """Runs undisturbed, then disturbed until all signals are spent.
 
     Args:
         cache: Folder of compiled programs. None: a new one, so that the first run fills it.
         steps: Of a run, and of its warm start.
+        staleness: Of a run's generation.
 
     Returns:
         Where the signals fell, how many runs were compared, and what differed.
@@ -108,7 +115,9 @@ def sweep(
     chance = random.Random(seed)
     cache = str(scratch / "xla") if cache is None else cache
     warm_start = {**CONFIG["warm_start"], "steps": steps}
-    config = {**CONFIG, "steps": steps, "warm_start": warm_start, "compilation_cache": cache}
+    config = {
+        **CONFIG, "steps": steps, "warm_start": warm_start, "staleness": staleness, "compilation_cache": cache
+    }  # fmt: skip
     (scratch / "recovery.yaml").write_text(json.dumps(config))
     start(scratch / "whole").wait()
     whole = results(scratch / "whole")

@@ -1,6 +1,6 @@
 """What placement strategies are forecast to bring to the settings of FlexRLHF's evaluation, beside its figures.
 
-    python -m scripts.compare_flexrlhf                               # 16 settings, a quarter of an hour
+    python -m scripts.compare_flexrlhf                               # all settings, a quarter of an hour
     python -m scripts.compare_flexrlhf --nodes 4 --sizes 33B 65B --seconds 10
 
 PPO with four LLaMAs of one size on nodes of 8 A100s, prompts of 256 tokens and responses of exactly 256, adapters of
@@ -8,11 +8,12 @@ rank 4, one update a step. The paper raises the batch until memory is full and d
 placements of a setting have as many sequences a device (`--rows`), so that ratios compare placements alone.
 
 `deepspeed-chat` is the paper's baseline as it describes it: 7B trained with ZeRO-2, all else under ZeRO-3, where each
-decoding step gathers the weights of all layers; calls run one after another. Prints samples a second, each placement's
-ratio to `colocate`, and the paper's ratios.
+decoding step gathers the weights of all layers; calls run one after another. `trlx` has actor and critic on one trunk,
+and the reward model on one device. Prints samples a second, each placement's ratio to `colocate`, the paper's ratios,
+and whether what the guideline advises is within 10 % of what the search finds.
 
 Reference:
-    Xiao et al. 2023 (FlexRLHF), arXiv:2312.11819, Tables I and II.
+    Xiao et al. 2023 (FlexRLHF), arXiv:2312.11819, Tables I to V.
 """
 
 import argparse
@@ -21,14 +22,15 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxrlhf.algorithms.policy import PolicyUpdate
-from jaxrlhf.algorithms.ppo import PPOConfig, ValueUpdate, ppo_step
+from jaxrlhf.algorithms.ppo import PPOConfig, ValueUpdate
+from jaxrlhf.algorithms.ppo_shared import PPOSharedConfig, SharedUpdate
 from jaxrlhf.cluster.cluster_text import read_cluster
 from jaxrlhf.config.algorithm_loading import load_algorithm
 from jaxrlhf.config.placement_strategy import PlacementStrategy
@@ -72,7 +74,14 @@ PUBLISHED: dict[tuple[int, str], dict[str, float | None]] = {
     (16, "33B"): {"deepspeed-chat": 2.11, "disaggregated": 10.07},
     (16, "65B"): {"deepspeed-chat": 0.55, "disaggregated": 6.80},
 }  # fmt: skip
-"""(Nodes, size) -> placement -> samples a second."""
+"""(Nodes, size) -> placement -> samples a second: Tables I and II."""
+PUBLISHED_SHARED = {
+    (1, "7B"): (6.21, 27.27), (2, "7B"): (7.76, 54.71), (4, "7B"): (8.87, None),
+    (1, "13B"): (2.22, 11.76), (2, "13B"): (3.23, 24.63), (4, "13B"): (4.24, None),
+}  # fmt: skip
+"""(Nodes, size) -> samples a second of trlX, its reward model beside others, and of interleaving: Table V."""
+PUBLISHED_UNLIKE = 0.69, 0.79
+"""Samples a second of 33B on 8 A100s, and with 2 x 4 V100s beside them: Table III."""
 PLACEMENTS = ("deepspeed-chat", "colocate", "interleaving", "interleaving-2", "disaggregated", SEARCH)
 
 
@@ -87,57 +96,133 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found = []
     for nodes, size in itertools.product(options.nodes, options.sizes):
         began = time.perf_counter()
-        found.append(Setting(nodes, size, options.rows, options.seconds).row())
+        found.append(row(nodes, size, options.rows, options.seconds))
         print(f"{nodes} x 8, {size}: {time.perf_counter() - began:.0f} s", file=sys.stderr)
     console.table(f"Samples a second, {options.rows} sequences a device", [each["samples"] for each in found])
     console.table("Times colocate, and how they run", [each["ratios"] for each in found])
     console.table("Times deepspeed-chat, forecast / published", [each["published"] for each in found])
+    shared = [
+        row_shared(nodes, size, options.rows, options.seconds)
+        for nodes, size in itertools.product(options.nodes, options.sizes)
+        if (nodes, size) in PUBLISHED_SHARED
+    ]
+    console.table("Actor and critic on one trunk, samples a second", shared)
+    unlike = rows_unlike(options.rows, options.seconds) if 1 in options.nodes and "33B" in options.sizes else []
+    console.table("33B with 2 x 4 V100s beside 8 A100s", unlike)
     if options.json:
-        print(json.dumps({"options": vars(options), "settings": found}, indent=2))
+        tables = {"options": vars(options), "settings": found, "shared": shared, "unlike": unlike}
+        print(json.dumps(tables, indent=2))
     return 0
 
 
-class Setting:
-    """One size of models on some nodes."""
+def row(nodes: int, size: str, rows: int, seconds: float | None) -> dict[str, Any]:
+    """The rows of a size of models on some nodes in each table."""
+    setting = Setting(f"{nodes}x8:a100-80g", size, rows * nodes * 8, seconds)
+    ways: dict[str, Callable[[], tuple[float, str]]] = {
+        "deepspeed-chat": setting.deepspeed_chat,
+        "colocate": lambda: setting.by_method("colocate"),
+        "interleaving": lambda: setting.placed("interleaving"),
+        "interleaving-2": lambda: setting.placed("interleaving-2"),
+        "disaggregated": setting.disaggregated,
+        SEARCH: lambda: setting.by_method(SEARCH),
+    }
+    times, notes = setting.each_of(ways)
+    here = {"nodes": nodes, "size": size}
+    base, baseline = times.get("colocate"), times.get("deepspeed-chat")
+    published = PUBLISHED.get((nodes, size), {})
+    theirs = published.get("deepspeed-chat")
+    ratios = {way: f"{base / times[way]:.2f}{notes[way]}" if base and way in times else notes[way] for way in ways}
+    beside = {}
+    for name in PLACEMENTS[1:]:
+        ours = f"{baseline / times[name]:.2f}" if baseline and name in times else "-"
+        value = published.get(name)
+        beside[name] = f"{ours} / {value / theirs:.2f}" if value and theirs else ours
+    advised = min((times[name] for name in setting.advised() if name in times), default=None)
+    return {
+        "samples": here | {name: setting.samples(times.get(name)) for name in ways},
+        "ratios": here | ratios | {"guideline / search": f"{advised / times[SEARCH]:.2f}" if advised else "-"},
+        "published": here | beside,
+    }
 
-    def __init__(self, nodes: int, size: str, rows: int, seconds: float | None) -> None:
-        self.nodes, self.size, self.seconds = nodes, size, seconds
-        self.cluster = read_cluster(f"{nodes}x8:a100-80g")
-        self.costs, self.rows = CostModel(self.cluster), rows * self.cluster.num_devices
-        self.graph, self.roles = ppo(size, self.rows)
+
+def row_shared(nodes: int, size: str, rows: int, seconds: float | None) -> dict[str, Any]:
+    """The row of actor and critic on one trunk."""
+    setting = Setting(f"{nodes}x8:a100-80g", size, rows * nodes * 8, seconds, shared=True)
+    times, _ = setting.each_of(
+        {
+            "trlx": lambda: setting.placed({"reward": "0"}),
+            "colocate": lambda: setting.by_method("colocate"),
+            "interleaving": lambda: setting.placed("interleaving"),
+            SEARCH: lambda: setting.by_method(SEARCH),
+        }
+    )
+    there, interleaved = PUBLISHED_SHARED[nodes, size]
+    ratio = f"{times['trlx'] / times['interleaving']:.2f}" if {"trlx", "interleaving"} <= times.keys() else "-"
+    return {
+        "nodes": nodes,
+        "size": size,
+        **{name: setting.samples(times.get(name)) for name in ("trlx", "colocate", "interleaving", SEARCH)},
+        "interleaving / trlx": ratio,
+        "published": f"{interleaved / there:.2f}" if there and interleaved else "-",
+    }
+
+
+def rows_unlike(rows: int, seconds: float | None) -> list[dict[str, Any]]:
+    """33B on 8 A100s, and with V100s beside them that have the reference and the reward model, as many sequences."""
+    a100s = Setting("1x8:a100-80g", "33B", rows * 8, seconds)
+    both = Setting("1x8:a100-80g+2x4:v100-32g", "33B", rows * 8, seconds)
+    on_a100s = {"actor": "0-7", "critic": "0-7"}
+    apart = {"train": "0-3", "actor": "4-7", "critic": "4-7", "reference": "8-11", "reward": "12-15"}
+    ways: dict[str, tuple[Setting, Callable[[], tuple[float, str]]]] = {
+        "8 A100s: deepspeed-chat": (a100s, a100s.deepspeed_chat),
+        "8 A100s: colocate": (a100s, lambda: a100s.by_method("colocate")),
+        "8 A100s: search": (a100s, lambda: a100s.by_method(SEARCH)),
+        "with V100s: reference and reward on them": (
+            both, lambda: both.placed({**on_a100s, "reference": "8-11", "reward": "12-15"}),
+        ),
+        "with V100s: training apart from inference": (both, lambda: both.placed(apart)),
+        "with V100s: search": (both, lambda: both.by_method(SEARCH)),
+    }  # fmt: skip
+    found = []
+    for name, (setting, way) in ways.items():
+        times, notes = setting.each_of({name: way})
+        found.append({"placement": name, "samples a second": setting.samples(times.get(name)), "how": notes[name]})
+    alone, with_v100s = PUBLISHED_UNLIKE
+    found.append({"placement": "published: deepspeed-chat", "samples a second": f"{alone}", "how": ""})
+    found.append({"placement": "published: heterogeneous", "samples a second": f"{with_v100s}", "how": ""})
+    return found
+
+
+class Setting:
+    """One size of models on a cluster."""
+
+    def __init__(self, cluster: str, size: str, rows: int, seconds: float | None, *, shared: bool = False) -> None:
+        self.size, self.rows, self.seconds = size, rows, seconds
+        self.cluster = read_cluster(cluster)
+        self.costs = CostModel(self.cluster)
+        self.graph, self.roles = ppo(size, rows, shared=shared)
         self.workload = step_workload(self.graph, self.roles)
 
-    def row(self) -> dict[str, Any]:
-        """The rows of this setting in each table."""
-        ways: dict[str, Callable[[], tuple[float, str]]] = {
-            "deepspeed-chat": self.deepspeed_chat,
-            "colocate": lambda: self.by_method("colocate"),
-            "interleaving": lambda: self.placed(PlacementStrategy("interleaving")),
-            "interleaving-2": lambda: self.placed(PlacementStrategy("interleaving-2")),
-            "disaggregated": self.disaggregated,
-            SEARCH: lambda: self.by_method(SEARCH),
-        }
+    def each_of(self, ways: Mapping[str, Callable[[], tuple[float, str]]]) -> tuple[dict[str, float], dict[str, str]]:
+        """Name -> seconds of an iteration, where there is a plan, and how it runs, or why there is none."""
         seconds, notes = dict[str, float](), dict[str, str]()
         for name, way in ways.items():
             try:
                 seconds[name], notes[name] = way()
             except PlanError as error:
                 notes[name] = "no room" if "too much" in str(error) or "fit" in str(error) else str(error)[:60]
-        here = {"nodes": self.nodes, "size": self.size}
-        base, baseline = seconds.get("colocate"), seconds.get("deepspeed-chat")
-        published = PUBLISHED.get((self.nodes, self.size), {})
-        theirs = published.get("deepspeed-chat")
-        samples = {name: f"{self.rows / seconds[name]:.3g}" if name in seconds else "-" for name in PLACEMENTS}
-        ratios = {
-            name: f"{base / seconds[name]:.2f}{notes[name]}" if base and name in seconds else notes[name]
-            for name in PLACEMENTS
-        }
-        beside = {}
-        for name in PLACEMENTS[1:]:
-            ours = f"{baseline / seconds[name]:.2f}" if baseline and name in seconds else "-"
-            value = published.get(name)
-            beside[name] = f"{ours} / {value / theirs:.2f}" if value and theirs else ours
-        return {"samples": here | samples, "ratios": here | ratios, "published": here | beside}
+        return seconds, notes
+
+    def samples(self, seconds: float | None) -> str:
+        """Samples a second."""
+        return "-" if seconds is None else f"{self.rows / seconds:.3g}"
+
+    def advised(self) -> list[str]:
+        """The placements of the first table that the guideline advises."""
+        strategies = guideline(self.workload, self.cluster).strategies
+        names = ["colocate" if each is None else each.name for each in strategies]
+        apart = any(each is not None and each.is_disaggregated for each in strategies)
+        return [name for name in names if name] + (["disaggregated"] if apart else [])
 
     def by_method(self, method: str) -> tuple[float, str]:
         """Seconds of an iteration under the plan of a method."""
@@ -146,8 +231,10 @@ class Setting:
         )
         return planned.seconds, ""
 
-    def placed(self, strategy: PlacementStrategy) -> tuple[float, str]:
+    def placed(self, data: Any) -> tuple[float, str]:
         """The same under a placement strategy, with parts and replicas where they are faster."""
+        strategy = data if isinstance(data, PlacementStrategy) else PlacementStrategy.from_data(data)
+        assert strategy is not None
         planned = plan_workload(
             self.workload, self.cluster, method=PLACEMENT, placement=strategy, costs=self.costs, compare=False
         )
@@ -166,8 +253,7 @@ class Setting:
             {"train": 0.25, "actor": 0.5, **quarters},
         ]
         tried, refusal = [], PlanError("No placement was tried.")
-        for strategy in [*map(PlacementStrategy.from_data, described), *apart]:
-            assert strategy is not None
+        for strategy in [*described, *apart]:
             try:
                 tried.append(self.placed(strategy))
             except PlanError as error:
@@ -206,8 +292,9 @@ class Setting:
             if not call.can_split(count * micro_batches):
                 continue
             memory = call_memory(call, strategy, is_trained=trained)
-            weights = 0 if call.kind == "generate" and not replicated else memory.copy
-            if memory.working + weights <= room:
+            # under ZeRO-3, generation holds the weights of a layer at a time
+            by_layer = call.kind == "generate" and not replicated
+            if memory.working + (-memory.gathered if by_layer else memory.copy) <= room:
                 return strategy
         raise PlanError(f"{call.name}: must fit. Got too much.")
 
@@ -221,29 +308,34 @@ class Setting:
         return max(within, between)
 
 
-def ppo(size: str, rows: int) -> tuple[Any, dict[str, ModelRole]]:
-    """A step of PPO whose actor and critic train adapters."""
+def ppo(size: str, rows: int, *, shared: bool = False) -> tuple[Any, dict[str, ModelRole]]:
+    """A step of PPO whose actor and critic train adapters, of one trunk or of two."""
     model, lora = llama(size), LoRAConfig(rank=RANK)
-    scalar = dataclasses.replace(model, head="scalar")
+    scalar, both = (dataclasses.replace(model, head=head) for head in ("scalar", "both"))
+    adapted: dict[str, Any] = {"lora": lora, "base": "actor.base"}
     roles = {
-        "actor": ModelRole(model, OptimizerConfig(), lora=lora, base="actor.base"),
+        "actor": ModelRole(both if shared else model, OptimizerConfig(), **adapted),
         "reference": ModelRole(model, weights="actor.base"),
         "critic": ModelRole(scalar, OptimizerConfig(), lora=lora, base="critic.base"),
         "reward": ModelRole(scalar),
     }
-    config = PPOConfig(
-        sampling=Sampling(max_new_tokens=RESPONSE, min_new_tokens=RESPONSE),
-        actor_update=PolicyUpdate(mini_batches=1),
-        critic_update=ValueUpdate(mini_batches=1),
-        whiten_advantages=False,
-    )
+    common: dict[str, Any] = {
+        "sampling": Sampling(max_new_tokens=RESPONSE, min_new_tokens=RESPONSE), "whiten_advantages": False,
+    }  # fmt: skip
+    if shared:
+        roles["critic"] = ModelRole(both, weights="actor", view="scalar", **adapted)
+        config: Any = PPOSharedConfig(actor_update=SharedUpdate(mini_batches=1), **common)
+    else:
+        updates = {"actor_update": PolicyUpdate(mini_batches=1), "critic_update": ValueUpdate(mini_batches=1)}
+        config = PPOConfig(**updates, **common)
     shape: Any = jax.ShapeDtypeStruct
     prompts = Prompts(
         tokens=shape((rows, PROMPT), jnp.int32), mask=shape((rows, PROMPT), jnp.bool), row=shape((rows,), jnp.int32),
         id=shape((rows,), jnp.uint32),
     )  # fmt: skip
     methods = {name: role.methods(name) for name, role in roles.items()}
-    return trace(ppo_step, methods, load_algorithm("ppo").init_state(config), prompts, config), roles
+    algorithm = load_algorithm("ppo_shared" if shared else "ppo")
+    return trace(algorithm.step, methods, algorithm.init_state(config), prompts, config), roles
 
 
 def llama(size: str) -> ModelConfig:

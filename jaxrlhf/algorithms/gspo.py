@@ -12,6 +12,7 @@ from typing import Any
 from jaxtyping import Array, Float
 
 from jaxrlhf.algorithms.group import group_batch, require_group
+from jaxrlhf.algorithms.importance_weights import sequence_weighted
 from jaxrlhf.algorithms.losses import Loss, clipped_sequence_loss
 from jaxrlhf.algorithms.policy import regularized
 from jaxrlhf.experience import PolicyOutputs, Prompts, Rollout, Sampling
@@ -76,10 +77,12 @@ def gspo_batch(
 def gspo_policy_loss(outputs: PolicyOutputs, batch: dict[str, Any], update: SequenceUpdate) -> Loss:
     """The actor's loss: `clipped_sequence_loss` minus an entropy bonus, with the metrics of both."""
     sequences: Rollout = batch["sequences"]
+    # the same at all tokens of a response; its first column always holds one
+    advantages_B = sequence_weighted(batch["advantages"][:, 0], sequences)
     surrogate = clipped_sequence_loss(
         outputs.logprobs,
         sequences.logprobs,
-        batch["advantages"][:, 0],  # the same at all tokens of a response; its first column always holds one
+        advantages_B,
         sequences.response,
         clip=update.clip,
         clip_high=update.clip_high,

@@ -12,6 +12,7 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from jaxrlhf.algorithms.group import group_mean
+from jaxrlhf.algorithms.importance_weights import weighted
 from jaxrlhf.algorithms.kl import ESTIMATORS, KLPenalty, KLTerm, adapt_kl_coef, k1
 from jaxrlhf.algorithms.losses import (
     AGGREGATIONS,
@@ -222,7 +223,7 @@ def ppo_policy_loss(outputs: PolicyOutputs, batch: dict[str, Any], update: Polic
     surrogate = clipped_policy_loss(
         outputs.logprobs,
         sequences.logprobs,
-        batch["advantages"],
+        weighted(batch["advantages"], sequences),
         sequences.response,
         clip=update.clip,
         clip_high=update.clip_high,
@@ -236,8 +237,9 @@ def reinforce_policy_loss(outputs: PolicyOutputs, batch: dict[str, Any], update:
 
     Metrics: those of `reinforce_loss`, `entropy_bonus` and `kl_loss`.
     """
-    mask_BR = batch["sequences"].response
-    surrogate = reinforce_loss(outputs.logprobs, batch["advantages"], mask_BR, aggregation=update.aggregation)
+    sequences: Rollout = batch["sequences"]
+    advantages_BR = weighted(batch["advantages"], sequences)
+    surrogate = reinforce_loss(outputs.logprobs, advantages_BR, sequences.response, aggregation=update.aggregation)
     return regularized(surrogate, outputs, batch, entropy_coef=update.entropy_coef, aggregation=update.aggregation)
 
 

@@ -2,6 +2,7 @@
 
 8x8:a100-80g                  8 nodes of 8 A100s
 2x8:h100+4x8:a100-80g         nodes of two kinds
+4x8:a100-80g+2x4:v100-32g     nodes of unlike sizes: each larger one counts as several of the smaller size
 cpu:8                         this machine's processor, as 8 virtual devices, which share its memory
 local                         the devices that JAX shows
 path/to/cluster.yaml          groups of nodes, with kinds and networks of the user's own:
@@ -17,6 +18,7 @@ path/to/cluster.yaml          groups of nodes, with kinds and networks of the us
 import dataclasses
 import functools
 import importlib.resources
+import math
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -160,11 +162,32 @@ def _cluster(
             if kind.target is None and group.devices_per_node > 0:
                 kind = _shared_processor(kind, group.devices_per_node, limits.host_bytes if limits else None)
             made.append(NodeGroup(group.nodes, group.devices_per_node, kind, group.network or kind.network))
-        return Cluster(tuple(made))
+        return Cluster(tuple(_alike(made)))
     except ConfigError:
         raise
     except ValueError as error:
         raise ConfigError(f"{where}: {error}") from error
+
+
+def _alike(groups: Sequence[NodeGroup]) -> list[NodeGroup]:
+    """Groups with as many devices a node as one another, if GPUs can be divided so: a larger node counts as several,
+    each with its part of the network, as where a process has a part of a node's devices."""
+    size = math.gcd(*(group.devices_per_node for group in groups))
+    if size == 1 or any(group.kind.target is None for group in groups):
+        return list(groups)
+    return [group if group.devices_per_node == size else _divided(group, size) for group in groups]
+
+
+def _divided(group: NodeGroup, size: int) -> NodeGroup:
+    """The same devices in nodes of a smaller size."""
+    parts, network, host = group.devices_per_node // size, group.network, group.host_bytes
+    network = dataclasses.replace(
+        network, bandwidth=network.bandwidth / parts, adapters=max(1, network.adapters // parts)
+    )
+    return dataclasses.replace(
+        group, nodes=group.nodes * parts, devices_per_node=size, network=network,
+        host_bytes=None if host is None else host // parts,
+    )  # fmt: skip
 
 
 def _kinds_of(trees: Mapping[str, Any], known: Mapping[str, Kind], *, where: str) -> Mapping[str, Kind]:

@@ -21,6 +21,8 @@ def expand(tree: dict[str, Any], where: str) -> None:
     _expand_presets(tree, where)
     expand_plan(tree, where)
     _expand_memory(tree, where)
+    if isinstance(tree.get("staleness"), int):
+        tree["staleness"] = {"steps": tree["staleness"]}
 
 
 def _expand_model(tree: dict[str, Any], where: str) -> None:

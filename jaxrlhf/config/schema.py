@@ -258,6 +258,23 @@ def _bytes_of(text: str) -> int | None:
 
 
 @dataclasses.dataclass(frozen=True)
+class StalenessConfig:
+    """Generation with weights of earlier steps, so that it can run while others are trained."""
+
+    steps: int = 0
+    """The steps by which the weights that generate are older than the current ones. 0 means none: a step waits for the
+    training of the one before."""
+    max_weight: float | None = 2.0
+    """The bound at which importance weights of tokens, by which their advantages are multiplied, are truncated. None
+    means no weights, and a ratio to the policy that drew the tokens."""
+
+    def __post_init__(self) -> None:
+        checks.require(0 <= self.steps <= 16, "steps", "must lie between 0 and 16", self.steps)
+        if self.max_weight is not None:
+            checks.require_positive(self.max_weight, "max_weight")
+
+
+@dataclasses.dataclass(frozen=True)
 class RunConfig:
     """One run, from data to checkpoints. All sizes are global."""
 
@@ -273,6 +290,8 @@ class RunConfig:
     settings: Any = None
     """Settings of the algorithm, of its own type."""
     seed: int = 0
+    staleness: StalenessConfig = StalenessConfig()
+    """A number sets `steps`."""
     devices: str = "auto"
     """`auto` means all devices of JAX; `cpu:8` makes the CPU appear as 8 devices."""
     devices_memory: MemoryLimits = MemoryLimits()

@@ -133,6 +133,8 @@ class Executor:
         whole, (graph, plan) = graph, self._in_parts(graph, plan)
         values: Values = {"state": jax.tree.leaves(state), "data": jax.tree.leaves(data)}
         self._first_versions = self.weights.versions()
+        stale = [call for call in graph.calls if call.stale]
+        ages = [self._steps_behind(call, graph) for call in stale]
         self._so_far.clear()  # a step that failed may have left some
         self._hand_overs = HandOvers(graph, plan)
         for role in plan.offload:
@@ -150,9 +152,7 @@ class Executor:
             later = graph.calls[i + 1 :]
             together = (waiting, call) if waiting is not None and call.plan_name in plan.fuse else (call,)
             for one in together:
-                for other in later if one.writes is not None else ():
-                    if other.weights == one.weights and other.writes is None and other.reads <= one.reads:
-                        self._pin(other, plan)  # it reads the version before this one
+                self._pin_before(one, graph, plan)
                 self._reload(one, plan)  # only for the first call: later ones were reloaded with the call before
             if len(together) == 2:
                 outputs = self._call_fused(together, plan, values, step)
@@ -166,12 +166,16 @@ class Executor:
                 self._offload_after(one, later, plan)
             if self._one_at_a_time:
                 self.wait()
-        self.weights.unpin()
+        oldest: dict[str, int] = {}  # set -> the version that the next step reads first
+        for call in stale:
+            name = self._own(call)
+            oldest[name] = min(oldest.get(name, self.weights.version(name)), self.weights.version(name) + call.reads)
+        self.weights.unpin(oldest)
         new_state = jax.tree.map(lambda ref: lookup(values, ref, self._wait), graph.state)
         phase, number = self._at
         wait = functools.partial(self._timeline.host, kind=WAIT, step=number, phase=phase)
         on_host = tuple(call for call in graph.calls if call.kind == "host")
-        return StepResult(whole, new_state, values, self._channel, wait, on_host)
+        return StepResult(whole, new_state, values, self._channel, wait, on_host, max(ages, default=None))
 
     def _in_parts(self, graph: CallGraph, plan: Plan) -> tuple[CallGraph, Plan]:
         """A graph and its plan, with a call for each part. They are kept, with what they were made of."""
@@ -375,13 +379,13 @@ class Executor:
         """Weights in the compute precision."""
         assert call.role is not None
         started = time.perf_counter()
-        role, name = self._model_role(call), self.weights.read_by(call.role)[0]
+        role = self._model_role(call)
         part, inside = call.part, None
         if part is not None and part.migrate:
             inside = self._rollouts[self._planned, part.of, 0].layout
         params, received = self.weights.for_inference(
             call.role, layout, layers=form_read(role, call.kind, layout),
-            version=self._first_versions[name] + call.reads,
+            version=self._version_read(call),
             merged=reads_merged(role.model, role.lora, call.num_tokens), inside=inside,
         )  # fmt: skip
         if received is not None:
@@ -400,11 +404,39 @@ class Executor:
         self.weights.trained(call.role, layout, params, optimizer)
         return jax.tree.leaves(metrics)
 
-    def _pin(self, call: Call, plan: Plan) -> None:
-        """Keeps a version of weights that a call reads and that is about to change."""
+    def _pin_before(self, train: Call, graph: CallGraph, plan: Plan) -> None:
+        """Keeps the version of weights that a train call is about to change, for calls that still read it: of this
+        step, or, if they are stale, of later ones."""
+        if train.writes is None:
+            return
+        later, per_step = graph.calls[graph.calls.index(train) :], _trains(graph, train.weights)
+        for call in graph.calls:
+            if call.weights != train.weights or call.kind == "train":
+                continue
+            in_later_steps = call.stale and (train.reads - call.reads) % per_step == 0
+            if not in_later_steps and not (call in later and call.reads == train.reads):
+                continue
+            assert call.role is not None
+            layout, started = Layout.over(plan[call].devices, plan[call].strategy), time.perf_counter()
+            layers = form_read(self._model_role(call), call.kind, layout)
+            kept, received = self.weights.pin(call.role, layout, layers=layers)
+            if received is not None:
+                self._watch_reallocation(call.role, kept, layout, started, received)
+
+    def _own(self, call: Call) -> str:
+        """The set of weights of which a call reads some version."""
         assert call.role is not None
-        layout = Layout.over(plan[call].devices, plan[call].strategy)
-        self.weights.pin(call.role, layout, layers=form_read(self._model_role(call), call.kind, layout))
+        return self.weights.read_by(call.role)[0]
+
+    def _steps_behind(self, call: Call, graph: CallGraph) -> int:
+        """The steps by which the weights that a stale call reads are older than current ones."""
+        current = self._first_versions[self._own(call)] + call.reads + call.stale * (n := _trains(graph, call.weights))
+        return (current - self._version_read(call)) // n if n else 0
+
+    def _version_read(self, call: Call) -> int:
+        """The version that a call reads: in the first steps of a run, a stale one reads the oldest that there is."""
+        name = self._own(call)
+        return max(self._first_versions[name] + call.reads, self.weights.oldest(name))
 
     def _offload_after(self, call: Call, later: Sequence[Call], plan: Plan) -> None:
         """Offloads roles whose weights no later call of the step reads, and starts to reload those of the next call.
@@ -559,6 +591,11 @@ class _Ready:
     """The key of its program: the role and its method, or the function; the layout, the settings, and the shapes."""
     noise: np.ndarray
     dispatched: float
+
+
+def _trains(graph: CallGraph, weights: str | None) -> int:
+    """The versions that a step makes of a set of weights."""
+    return sum(call.weights == weights and call.writes is not None for call in graph.calls)
 
 
 def _absent_outputs(call: Call, layout: Layout) -> Leaves:

@@ -38,6 +38,8 @@ class StepResult:
     _wait: RecordWait = lambda _: contextlib.nullcontext()
     _on_host: tuple[Call, ...] = ()
     """Its calls of Python functions, in parts where they ran in parts."""
+    staleness: int | None = None
+    """The steps by which the weights that generated are older than the current ones; None if no generation is stale."""
 
     def fetch(self) -> Any:
         """The results that the step function returned beside its state, as NumPy arrays. Waits for them."""

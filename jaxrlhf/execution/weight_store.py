@@ -2,8 +2,8 @@
 
 Weights are stored in sets (`weight_sets`). A trained set has master weights (float32) and optimizer state in the layout
 of its last train call. Every other call gets a copy in the compute precision in its own layout, made on first use and
-dropped when training makes a new version. A set that never changes has only such copies. A moving average has master
-weights too, in addition to those that it follows.
+dropped when training makes a new version, but where older versions are still to be read. A set that never changes has
+only such copies. A moving average has master weights too, in addition to those that it follows.
 
 In a pipelined layout every weight is on the devices of its stage: see `weight_forms`.
 
@@ -13,7 +13,8 @@ copies, which remain there. Weights are moved to the devices before a call that 
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -57,7 +58,7 @@ class _Held:
     merged: dict[tuple[int, Form], Params] = dataclasses.field(default_factory=dict)
     """Base weights with these adapters merged in, by the adapters' version and the form."""
     pinned: dict[tuple[int, Form], Params] = dataclasses.field(default_factory=dict)
-    """Copies of older versions that calls of this step still read."""
+    """Copies of versions that calls of this step or, where generation is stale, of later ones read after training."""
 
     @property
     def source(self) -> Params:
@@ -81,6 +82,11 @@ class WeightStore:
     def version(self, name: str) -> int:
         """The number of train calls that a set has seen; for a moving average, those of the set that it follows."""
         return self._held[name].version
+
+    def oldest(self, name: str) -> int:
+        """The oldest version of a set that can be read."""
+        held = self._held[name]
+        return min((held.version, *(version for version, _ in held.pinned)))
 
     def versions(self) -> dict[str, int]:
         """The version of every set."""
@@ -127,28 +133,39 @@ class WeightStore:
 
     def state(self, name: str) -> dict[str, Any]:
         """All arrays of a set that a checkpoint must hold, on the devices."""
-        held = self._held[name]
+        held, weight_set = self._held[name], self.sets[name]
         if held.optimizer is None:
             return {"params": held.source}
-        return {"params": held.source, "optimizer": to_device_memory(held.optimizer)}
+        state = {"params": held.source, "optimizer": to_device_memory(held.optimizer)}
+        resting = held.home, weight_set.resting_form(held.home)
+        older = {version: form for version, form in held.pinned if version != held.version and form[1] != "ring"}
+        if older:
+            state["older"] = {
+                str(version): moved(held.pinned[version, form], weight_set, form[0], resting)
+                for version, form in older.items()
+            }
+        return state
 
-    def abstract_state(self, name: str, layout: Layout, *, saved: LayerForm | None = None) -> dict[str, Any]:
+    def abstract_state(
+        self, name: str, layout: Layout, *, saved: LayerForm | None = None, older: Sequence[str] = ()
+    ) -> dict[str, Any]:
         """Shapes, dtypes and shardings of what `state` gives where the set rests in `layout`.
 
         Args:
             saved: Form of the layers in the checkpoint to be read. If `layout` cannot hold that form, the shardings are
                 of another layout over the same devices that can. None means the form in which they rest.
+            older: The older versions in the checkpoint.
         """
         weight_set = self.sets[name]
         layers = saved or weight_set.resting_form(layout)
         if layers == "stacked" and layout.is_pipelined:
             layout = without_stages(layout, weight_set.model)
         dtype = None if weight_set.rests_in_float32 else weight_set.model.compute_dtype
-        state = {
-            "params": with_shardings(
-                weight_set.abstract(dtype, layers=layers), weight_set.shardings(layout, layers=layers)
-            )
-        }
+        shardings = weight_set.shardings(layout, layers=layers)
+        state = {"params": with_shardings(weight_set.abstract(dtype, layers=layers), shardings)}
+        if older:
+            copy = with_shardings(weight_set.abstract(weight_set.model.compute_dtype, layers=layers), shardings)
+            state["older"] = dict.fromkeys(older, copy)
         if weight_set.optimizer is not None:
             abstract = weight_set.abstract_optimizer(layers=layers)
             state["optimizer"] = with_shardings(abstract, weight_set.optimizer_shardings(layout, layers=layers))
@@ -163,11 +180,15 @@ class WeightStore:
             shardings = {"params": weight_set.shardings(layout)}
             if "optimizer" in state:
                 shardings["optimizer"] = weight_set.optimizer_shardings(layout)
+            if "older" in state:
+                shardings["older"] = dict.fromkeys(state["older"], shardings["params"])
             state = reallocate(arranged(state, layers), shardings, donate=True)
         else:
             state = arranged(state, layers)
         if weight_set.rests_in_float32:
-            self._held[name] = _Held(version, layout, state["params"], state.get("optimizer"), {})
+            form: Form = (layout, layers)
+            pinned = {(int(older), form): x for older, x in state.get("older", {}).items()}
+            self._held[name] = _Held(version, layout, state["params"], state.get("optimizer"), {}, pinned=pinned)
         else:
             self._held[name] = _Held(version, layout, None, None, {(layout, layers): state["params"]})
 
@@ -181,7 +202,8 @@ class WeightStore:
 
         Args:
             layers: Form of the layers. Those of a `ring` always have their adapters merged in.
-            version: Of the first set that the role reads. None means the current one; any other must have been pinned.
+            version: Of the first set that the role reads. None means the current one; any other must have been pinned,
+                in any layout.
             merged: Adapters are merged into a copy of the base weights, not left beside them.
             inside: A layout over these devices and more. If a copy in it has what each device is to have, both share
                 its memory.
@@ -219,8 +241,8 @@ class WeightStore:
     ) -> tuple[Params, int | None]:
         """One set in the compute precision, on the devices."""
         held = self._held[name]
-        if version not in (None, held.version):
-            return held.pinned[version, form], None
+        if version is not None and version != held.version:
+            return self._older(name, form, version)
         if form in held.copies:
             return held.copies[form], None
         if form in held.resting:
@@ -251,17 +273,42 @@ class WeightStore:
         received = None if layout == held.home else bytes_received_here(source, shardings)
         return in_form(reallocate(source, shardings), weight_set, form), received
 
-    def pin(self, role: str, layout: Layout, *, layers: LayerForm) -> None:
-        """Keeps the current version of a role's weights for a call after training has made a new one."""
-        name, *base = self.read_by(role)
-        form = _beside((layout, layers)) if base else (layout, layers)
-        held = self._held[name]
-        held.pinned[held.version, form] = self._copy(name, form, None)[0]
+    def _older(self, name: str, form: Form, version: int) -> tuple[Params, int | None]:
+        """A copy of an older version, and the bytes received for it; None if it was there."""
+        held, weight_set, (layout, layers) = self._held[name], self.sets[name], form
+        if (version, form) in held.pinned:
+            return held.pinned[version, form], None
+        if layers == "ring":
+            params, received = self._older(name, (layout, "list"), version)
+            held.pinned[version, form], more = to_ring(params, weight_set.model, layout)
+            return held.pinned[version, form], (received or 0) + more
+        there = {at: x for (number, (at, kind)), x in held.pinned.items() if number == version and kind != "ring"}
+        source, params = next(iter(there.items()))
+        by = form_between(weight_set, source, layout, layers)
+        received = bytes_received_here(
+            in_form(params, weight_set, (source, by)), weight_set.shardings(layout, layers=by)
+        )
+        held.pinned[version, form] = moved(params, weight_set, source, form)
+        return held.pinned[version, form], received
 
-    def unpin(self) -> None:
-        """Drops all older versions."""
-        for held in self._held.values():
-            held.pinned.clear()
+    def pin(self, role: str, layout: Layout, *, layers: LayerForm) -> tuple[Params, int | None]:
+        """Keeps the current version of a role's weights for a call after training has made a new one. Returns what is
+        kept, and the bytes received for it; None if it was there."""
+        name, form = self.read_by(role)[0], _beside((layout, layers))
+        held, weight_set = self._held[name], self.sets[name]
+        if (held.version, form) in held.pinned:
+            return held.pinned[held.version, form], None
+        params, received = self._copy(name, form, None)
+        if held.master is not None and weight_set.model.compute_dtype == jnp.float32:  # training overwrites its memory
+            params = jax.tree.map(_copied, params)
+        held.pinned[held.version, form] = params
+        return params, received
+
+    def unpin(self, oldest: Mapping[str, int] = MappingProxyType({})) -> None:
+        """Drops all older versions, of some sets only those before a version."""
+        for name, held in self._held.items():
+            first = oldest.get(name, held.version + 1)
+            held.pinned = {key: params for key, params in held.pinned.items() if key[0] >= first}
             held.merged = {key: params for key, params in held.merged.items() if key[0] == held.version}
 
     # -- training ------------------------------------------------------------------------------------------------------
@@ -374,6 +421,16 @@ class WeightStore:
             if form not in self._held[name].copies:
                 moving.append(self._copy(name, form, None)[0])
         return (moving[0] if len(moving) == 1 else moving) or None
+
+
+def _copied(x: jax.Array) -> jax.Array:
+    """An array of its own memory."""
+    return _copying(x.sharding)(x) if x.sharding.addressable_devices else x
+
+
+@functools.lru_cache(maxsize=64)
+def _copying(sharding: jax.sharding.Sharding) -> Program:
+    return jax.jit(jnp.copy, out_shardings=sharding)
 
 
 def _beside(form: Form) -> Form:

@@ -71,6 +71,8 @@ class ModelCall:
     """Of a part of a generation, or of a train call."""
     terms: int = 1
     """Losses that a train call adds."""
+    stale: int = 0
+    """The steps by which the weights that it reads are older than the current ones."""
     left: "tuple[ModelCall, Strategy] | None" = None
     """Of a tail: the share that its sequences left, and how that runs."""
 
@@ -221,7 +223,7 @@ def _model_call(call: Call, role: ModelRole, needs: tuple[str, ...]) -> ModelCal
     assert call.role is not None
     common: dict[str, Any] = dict(
         name=call.plan_name, role=call.role, kind=call.kind, model=role.model, needs=needs,
-        weights=call.weights or call.role, lora=role.lora, row_wise=call.row_wise,
+        weights=call.weights or call.role, lora=role.lora, row_wise=call.row_wise, stale=call.stale,
         output_bytes=sum(ref.dtype.itemsize * math.prod(ref.shape) for ref in call.output_refs if ref.has_rows),
     )  # fmt: skip
     if call.kind == "generate" and call.part is not None:

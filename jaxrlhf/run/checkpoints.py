@@ -2,7 +2,8 @@
 
     checkpoints/warm_start/<updates>   the actor in its warm start
     checkpoints/frozen/0               sets of weights that never change, once
-    checkpoints/steps/<steps>          sets of weights that change, with their optimizers, and the algorithm's state
+    checkpoints/steps/<steps>          sets of weights that change, with optimizers and older versions that
+                                       are still to be read, and the state of the algorithm
 
 Layers are saved in the form in which they rest, stacked or as a list, and restored in the layout and form of the
 resumed run. The data position and all noise follow from the seed and the number of steps, so they are not saved.
@@ -178,13 +179,22 @@ def _abstract(
     """Shapes and dtypes of what `_arrays` saved, with the shardings in which this run restores it."""
     anywhere, saved = home_layout(phase, sets[0]).replicated, store.arrays(int(folder.name))
     homes = {name: home_layout(phase, name) for name in sets}
-    roles = {name: weights.abstract_state(name, homes[name], saved=_saved_form(saved, name)) for name in sets}
+    roles = {
+        name: weights.abstract_state(
+            name, homes[name], saved=_saved_form(saved, name), older=_names(saved, f"roles/{name}/older/")
+        )
+        for name in sets
+    }
     on_all = functools.partial(jax.ShapeDtypeStruct, sharding=anywhere)
     return {"roles": roles, "algorithm": jax.tree.map(lambda x: on_all(jnp.shape(x), jnp.asarray(x).dtype), state)}
 
 
 def _saved_form(saved: Iterable[str], name: str) -> LayerForm | None:
     """The form of a set's layers in a checkpoint, from the paths of its arrays; None if it does not have the set."""
-    layers = f"roles/{name}/params/layers/"
-    names = {path.removeprefix(layers).split("/")[0] for path in saved if path.startswith(layers)}
+    names = _names(saved, f"roles/{name}/params/layers/")
     return ("list" if "0" in names else "stacked") if names else None
+
+
+def _names(saved: Iterable[str], folder: str) -> list[str]:
+    """The names in a folder of the paths of a checkpoint's arrays."""
+    return sorted({path.removeprefix(folder).split("/")[0] for path in saved if path.startswith(folder)})

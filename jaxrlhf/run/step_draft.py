@@ -1,6 +1,7 @@
 """The step of a run, from its config to its call graph, before it has a plan."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrlhf.algorithms.algorithm import Algorithm
+from jaxrlhf.algorithms.importance_weights import corrected
 from jaxrlhf.call_graph import CallGraph, GraphError
 from jaxrlhf.config.reading import ConfigError
-from jaxrlhf.config.schema import RunConfig, load_algorithm
+from jaxrlhf.config.schema import RunConfig, StalenessConfig, load_algorithm
 from jaxrlhf.importing import failure
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.observe.metrics import check_results
@@ -25,7 +27,7 @@ from jaxrlhf.run.length_means import LengthMeans
 from jaxrlhf.run.recorded_lengths import response_lengths
 from jaxrlhf.run.step_rows import StepRows, Tables, check_rows, load_tables
 from jaxrlhf.sharding import mesh
-from jaxrlhf.tracing import trace
+from jaxrlhf.tracing import StaleGeneration, trace
 
 MAX_BATCH_TOKENS = 2**28
 """A bound that no run reaches, which catches mistakes before memory is allocated."""
@@ -94,7 +96,8 @@ def draft_step(config: RunConfig, *, tables: Tables | None = None, on_cpu: bool 
     _check_batches(config, rows, new_tokens)
     roles: dict[str, Role] = {name: make_role(name, config.roles, models, table) for name in config.roles}
     state = on_host(first_state(algorithm, settings))
-    graph = trace_step(algorithm.step, roles, state, rows(0), settings)
+    graph = trace_step(algorithm.step, roles, state, rows(0), settings, config.staleness)
+    _check_staleness(config.staleness, graph)
     check_results(getattr(algorithm.step, "__name__", "step"), graph.results[0])
     counts = count_keys(settings, {each.count for each in rows.named.values()} - {0, config.batch_size})
     keys = RowCountKeys("the step", counts=counts, settings=settings)
@@ -104,9 +107,27 @@ def draft_step(config: RunConfig, *, tables: Tables | None = None, on_cpu: bool 
     )
 
 
-def trace_step(step: Any, roles: Mapping[str, Role], state: Any, data: Any, settings: Any) -> CallGraph:
-    """The graph of a step function over the roles of a run."""
-    return trace(step, {name: role.methods(name) for name, role in roles.items()}, state, data, settings)
+def trace_step(
+    step: Any, roles: Mapping[str, Role], state: Any, data: Any, settings: Any, staleness: StalenessConfig | None = None
+) -> CallGraph:
+    """The graph of a step function over the roles of a run. `staleness`: None means that generation is not stale."""
+    stale = None
+    if staleness is not None and staleness.steps:
+        most = staleness.max_weight
+        correct = functools.partial(corrected, max_weight=most) if most is not None else None
+        stale = StaleGeneration(staleness.steps, correct)
+    return trace(step, {name: role.methods(name) for name, role in roles.items()}, state, data, settings, stale=stale)
+
+
+def _check_staleness(staleness: StalenessConfig, graph: CallGraph) -> None:
+    """Checks that a step generates with weights that it trains, if that is to be stale."""
+    trained = {call.weights for call in graph.calls if call.kind == "train"}
+    generates = [call.name for call in graph.calls if call.kind == "generate"]
+    if staleness.steps and not any(call.stale and call.weights in trained for call in graph.calls):
+        raise ConfigError(
+            "staleness: needs a step that trains a role with which it generates. Got a step that generates in "
+            f"{', '.join(generates) or 'no call'}. Remove it."
+        )
 
 
 def on_host(state: Any) -> Any:

@@ -287,6 +287,8 @@ class Trainer:
         self._tails.saw(metrics)
         if self._assembly.train_rows.length_means is not None:
             self._assembly.train_rows.length_means.add_step(result)
+        if result.staleness is not None:
+            metrics["staleness/steps"] = result.staleness
         if len(scores := _scores(result)) > 1:
             metrics |= {f"reward/{name}/mean": float(values.mean()) for name, values in scores.items()}
         metrics |= {f"reward/{name}/timeouts": float(count) for name, count in result.timeouts().items()}

@@ -27,6 +27,15 @@ def test_devices_nodes_and_kinds_of_a_mixed_cluster():
             cluster.kind_of(device)
 
 
+def test_a_larger_node_counts_as_several_of_the_smaller_size():
+    cluster = read_cluster("4x8:a100-80g+2x4:v100-32g")
+    assert str(cluster) == "8x4:a100-80g+2x4:v100-32g" and cluster.num_devices == 40
+    assert [cluster.kind_of(device).name for device in (0, 31, 32, 39)] == ["a100-80g"] * 2 + ["v100-32g"] * 2
+    whole, parts = kinds()["a100-80g"].network, cluster.groups[0].network
+    assert (parts.bandwidth, parts.adapters) == (whole.bandwidth / 2, whole.adapters // 2)
+    assert parts.shared_by(4) == whole.shared_by(8) and cluster.groups[1].network == kinds()["v100-32g"].network
+
+
 def test_the_network_between_nodes_is_that_of_the_slower_end():
     cluster = read_cluster("2x8:h100+4x8:a100-80g")
     assert cluster.network(range(16)).bandwidth == 400e9
@@ -172,7 +181,8 @@ def test_a_file_with_kinds_and_networks_of_its_own(tmp_path):
         ("0x8:h100", "cluster: '0x8:h100': nodes: must be 1 to 1024. Got 0."),
         ("cpu:0", "cluster: 'cpu:0': devices_per_node: must be 1 to 1024. Got 0."),
         ("1000x8:h100+25x8:h100", "groups: must have at most 1024 nodes together. Got 1025."),
-        ("2x8:h100+2x4:a100-80g", "must have as many devices as one another. Got [8, 4]. Describe a larger node as "),
+        ("2x8:h100+2x3:a100-80g", "must have as many devices as one another. Got [8, 3]. Describe a larger node as "),
+        ("1x8:h100+1x4:cpu", "must have as many devices as one another. Got [8, 4]. Describe a larger node as "),
         ("nowhere.yaml", "nowhere.yaml: no such file. Give the path of one that describes a cluster."),
     ],
 )

@@ -87,6 +87,22 @@ def test_a_run_goes_on_in_its_folder_from_its_newest_checkpoint(train, whole, re
     assert records(half) == records(whole)
 
 
+def test_older_weights_that_generation_still_reads_come_back(train, undisturbed, results):
+    stale = ("--set", "staleness=2")
+    whole = undisturbed(ONE_DEVICE, "steps=4", "staleness=2")
+    assert train("--set", "steps=2", *stale)[0] == 0
+    half = Path("runs/latest").resolve()
+    assert train("--set", "steps=4", *stale, "--resume", "auto")[0] == 0
+    assert records(half) == records(whole)
+    assert [record["staleness/steps"] for record in results()] == [0, 1, 2, 2]
+
+    # another staleness: the first step generates with the oldest weights that there are
+    assert train("--set", "steps=5", "--set", "staleness=3", "--resume", str(half))[0] == 0
+    assert results()[-1]["staleness/steps"] == 2
+    assert train("--set", "steps=6", "--set", "staleness=0", "--resume", str(half))[0] == 0
+    assert not any("staleness" in name for name in results()[-1])
+
+
 def test_what_a_run_cannot_go_on_with_is_said_before_anything_changes(train, whole):
     run = copied(whole)
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}

@@ -69,6 +69,11 @@ def test_no_plan_changes_the_result(number, algorithm):
     check_plan_invariance(algorithm, num_plans=num_plans, seed=seed, **RUNS.get(algorithm, {}))
 
 
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo", "gspo"] if ALL_PLANS else ["grpo"])
+def test_no_plan_changes_what_stale_generation_gives(algorithm):
+    check_plan_invariance(algorithm, num_plans=1, steps=3, seed=20, staleness=1, **RUNS.get(algorithm, {}))
+
+
 @pytest.mark.parametrize(("algorithm", "strategy"), PLACED)
 def test_no_placement_strategy_changes_the_result(algorithm, strategy):
     check_plan_invariance(algorithm, num_plans=1, seed=3, strategy=strategy, **RUNS.get(algorithm, {}))

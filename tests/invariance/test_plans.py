@@ -41,6 +41,8 @@ PLACED = (  # by the planner, from a short description
     "{placement: {train: 0.5, actor: 0.25, critic: 0.25, reference: 0.25, parts: 2}}" + ONE_UPDATE,
     "{placement: {train: '4-7', infer: '0-2', parts: 2}}" + ONE_UPDATE,
 )
+STALE = " --set staleness=1"
+"""Generation with the weights of the step before."""
 """Training in parts behind generation and inference; generation on two groups of devices."""
 APART_AND_ACROSS = (  # a critic that trains over stages in one process
     "{default: {data: 4, devices: 0-3}, calls: {actor.generate: {data: 8, micro_batches: 3}, actor.train: {fsdp: 4, "
@@ -111,10 +113,12 @@ def test_two_processes_do_not_change_the_result(expected, tmp_path):
     divide and stages in one process; then stages in both, and slots."""
     parts = [IN_PARTS.replace("MIGRATE", migrate) for migrate in ("cache", "prefill")]
     plans = [APART_AND_ACROSS, STAGES_ACROSS, *parts, *ALL_PLANS.values(), TRAINED_IN_PARTS, *PLACED]
+    plans += [PLACED[0] + STALE]
     command = [sys.executable, str(ROOT / "scripts" / "launch_local"), "--processes", str(8 // DEVICES_PER_NODE), "--"]
     command += [sys.executable, str(ROOT / "tests" / "invariance" / "plan_runs.py"), str(tmp_path), *plans]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=1400)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    in_one_update = on_one_device(tmp_path / "one update", ONE_UPDATE)
+    in_one_update = {more: on_one_device(tmp_path / f"one update{more}", ONE_UPDATE + more) for more in ("", STALE)}
     for i, plan in enumerate(plans):
-        assert_the_same(results(tmp_path, i), in_one_update if ONE_UPDATE in plan else expected)
+        wanted = in_one_update[STALE if STALE in plan else ""] if ONE_UPDATE in plan else expected
+        assert_the_same(results(tmp_path, i), wanted)

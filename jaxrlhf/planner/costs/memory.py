@@ -77,8 +77,9 @@ def call_memory(call: ModelCall, strategy: Strategy, *, is_trained: bool, on_cpu
     if call.lora is not None:
         own, base = weight_bytes(call.model, strategy, size, lora=call.lora), _base(call, strategy)
         merged = weights if has_merged_copy(call, strategy) else 0
-    held = dict(resting=0 if is_trained else own, copy=merged + (own if is_trained else 0), base=base)
-    if size == MASTER_BYTES and is_trained and not in_ring:
+    copies = 1 + call.stale  # older versions, and the one that they are followed by
+    held = dict(resting=0 if is_trained else own, copy=merged + (own * copies if is_trained else 0), base=base)
+    if size == MASTER_BYTES and is_trained and not in_ring and not call.stale:
         held |= dict(shared_with_training=own)
     if on_cpu:
         held |= dict(gathered=_gathered_on_cpu(call, strategy))

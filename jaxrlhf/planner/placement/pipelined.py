@@ -30,8 +30,12 @@ from jaxrlhf.planner.workload import ModelCall, Workload
 from jaxrlhf.programs.roles import Role
 from jaxrlhf.sharding.strategy import Strategy
 
+EVENINGS = 6
+"""How often the rows of shares are corrected by the seconds that they are forecast to take."""
 PARTS = (1, 2, 4, 8)
 """Parts of each replica that are tried."""
+EVEN_LOSS = 1.001
+"""Even shares may take at most so many times the seconds of an iteration with uneven ones."""
 WORTH = 0.98
 """Parts and replicas are worth it if an iteration takes at most so much of the time that it takes without."""
 _MEANS = "parts and replicas"
@@ -110,10 +114,39 @@ class _Pipelined:
         if plan is None:
             why = "Whole calls are as fast." if rows else f"Its calls cannot be cut. {refusals.get(False, '')}".strip()
             return PlanInParts(_MEANS, before or 0.0, tuple(rows), reason=why + also)
+        seconds, plan = self._evened(seconds, plan)
         calls = self._forecast.calls(plan)
         busy = ", ".join(f"{name} {calls[name].seconds:.3g} s" for name in calls)
         why = f"Seconds of calls, some of which overlap: {busy}.{also}"
         return PlanInParts(_MEANS, before or 0.0, tuple(rows), plan, seconds, calls, why)
+
+    def _evened(self, seconds: float, plan: Plan) -> tuple[float, Plan]:
+        """A plan, and its seconds, with rows by which the shares of a call on several groups take as long as one
+        another: parts of few rows are slower, for each, than the whole call of which the first guess is."""
+        taken = self._of_shares(plan)
+        for _ in range(EVENINGS if self._shared else 0):
+            evened = with_placements(
+                plan, {name: _rows_by_speed(plan.placements[name], each) for name, each in taken.items()}
+            )
+            after = None if self._forecast.refusal(evened) else self._forecast.seconds(evened)
+            now = {} if after is None else self._of_shares(evened)
+            if after is None or after > seconds * EVEN_LOSS or _unevenness(now) >= _unevenness(taken):
+                break
+            seconds, plan, taken = after, evened, now
+        return seconds, plan
+
+    def _of_shares(self, plan: Plan) -> dict[str, list[float]]:
+        """Call on several groups -> the seconds of each share, of all of its parts."""
+        found = {name: [0.0] * (1 + len(plan.placements[name].shares)) for name in self._shared}
+        for name, part, forecast in self._forecast.parts(plan):
+            if name not in found:
+                continue
+            assert part is not None
+            of_share = itertools.accumulate(p.parts for p in (plan.placements[name], *plan.placements[name].shares))
+            generates = self._forecast.workload.call(name).kind == "generate"
+            share = part.share if generates else next(i for i, end in enumerate(of_share) if part.number < end)
+            found[name][share] += forecast.seconds
+        return found
 
     def _ways(self) -> Iterator[tuple[int, int, bool]]:
         """Replicas, parts of each, and whether train calls run in parts too."""
@@ -211,6 +244,22 @@ class _Pipelined:
             for (devices, strategy, _), speed in zip(found, speeds, strict=True)
         ]
         return dataclasses.replace(placements[0], rows=1.0, shares=tuple(placements[1:]))
+
+
+def _rows_by_speed(placement: Placement, seconds: Sequence[float]) -> Placement:
+    """A placement whose shares have as many rows as they would do in equal times, by the seconds of those they have."""
+    rows = [1 - sum(share.rows for share in placement.shares), *(share.rows for share in placement.shares)]
+    speeds = [of_share / max(taken, 1e-9) for of_share, taken in zip(rows, seconds, strict=True)]
+    shares = zip(placement.shares, speeds[1:], strict=True)
+    return dataclasses.replace(
+        placement,
+        shares=tuple(dataclasses.replace(share, rows=round(speed / sum(speeds), 4)) for share, speed in shares),
+    )
+
+
+def _unevenness(seconds: Mapping[str, Sequence[float]]) -> float:
+    """By how many times the slowest share of a call takes longer than the fastest; of all calls, the most."""
+    return max((max(each) / max(min(each), 1e-9) for each in seconds.values()), default=1.0)
 
 
 def _micro_batches(choice: Choice) -> int:

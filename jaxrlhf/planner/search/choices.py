@@ -105,7 +105,9 @@ def _unconnected(workload: Workload, cluster: Cluster, every: Iterable[Sequence[
     firsts = range(0, cluster.num_devices, cluster.devices_per_memory)
     return Problem(
         calls=tuple(
-            CallChoices(c.name, c.kind, c.role, c.weights, c.trains, c.needs, tuple(dict.fromkeys(choices)), c.base)
+            CallChoices(
+                c.name, c.kind, c.role, c.weights, c.trains, c.needs, tuple(dict.fromkeys(choices)), c.base, c.stale
+            )
             for c, choices in zip(workload.calls, every, strict=True)
         ),
         num_devices=cluster.num_devices,

@@ -148,7 +148,9 @@ def flat_problem(problem: Problem, *, compiled: bool, fits: bool = False) -> Fla
         (w for w in range(len(waits)) if waits[w].weights), key=lambda w: (waits[w].before, waits[w].lag, w)
     )
     made_by = [each or (-1, 0) for each in order.made_by]
-    copies = sorted((j for j, alive in enumerate(order.alive) if alive), key=lambda j: (*made_by[j], j))
+    # those that share one have the times at which the first of them is alive: a stale one's is, always
+    copies = [j for j, alive in enumerate(order.alive) if alive]
+    copies.sort(key=lambda j: (not calls[j].stale, *made_by[j], j))
     sets = sorted({name for call in calls for name in (call.weights, call.base)})
     never = [(calls[j].weights, j, 0) for j, home in enumerate(order.homes) if home is None]
     never += [(call.base, j, 1) for j, call in enumerate(calls) if call.base]

@@ -86,6 +86,8 @@ class CallChoices:
     choices: tuple[Choice, ...]
     base: str = ""
     """The set of weights that its adapters adapt, which never changes. Empty if it has no adapters."""
+    stale: int = 0
+    """The steps by which the weights that it reads are older than the current ones."""
 
 
 @dataclasses.dataclass(frozen=True)

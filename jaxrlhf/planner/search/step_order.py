@@ -1,7 +1,7 @@
 """Dependencies of calls in consecutive iterations of a step: on outputs, on weights, and on the trainer.
 
 There are no others, so calls of two iterations overlap where they can: the training of a critic with the next
-generation, for example.
+generation, for example, and that of the actor too where generation is stale.
 """
 
 import dataclasses
@@ -75,11 +75,15 @@ def step_order(problem: Problem) -> StepOrder:
             continue
         earlier = [i for i in trained if i < j]
         i, lag = (earlier[-1], 0) if earlier else (trained[-1], 1)
+        lag = min(lag + call.stale, RUN_AHEAD)  # by then everything older has ended
         made_by.append((i, lag))
         plain.add((i, j, lag))
         if (i, j) in problem.reallocations:
             weights.add((i, j, lag))
         if call.trains:
+            continue
+        if call.stale:  # it reads copies that training does not change
+            alive[j] = tuple(range(len(calls)))
             continue
         later = [i for i in trained if i > j]
         plain.add((j, later[0], 0) if later else (j, trained[0], 1))

@@ -55,6 +55,16 @@ def test_training_waits_for_those_that_read_what_it_changes():
     assert step_order(order).made_by == ((0, 1), None, (0, 0))
 
 
+def test_stale_generation_waits_for_the_training_of_the_step_before_the_last():
+    problem = step(("a1", False, ()), ("b1", False, ("a1",)), ("a2", True, ("b1",)))
+    stale = dataclasses.replace(problem.calls[0], stale=1)
+    problem = dataclasses.replace(problem, calls=(stale, *problem.calls[1:]))
+    assert {wait for wait in waits(problem) if wait[1] == "a1"} == {("a2", "a1", 2)}
+    assert step_order(problem).alive[0] == (0, 1, 2), "its copies stay while others are trained"
+    older = dataclasses.replace(problem, calls=(dataclasses.replace(stale, stale=5), *problem.calls[1:]))
+    assert waits(older) == waits(problem), "a run is never more than two steps ahead"
+
+
 def test_a_set_that_is_trained_twice():
     problem = step(("a1", False, ()), ("a2", True, ("a1",)), ("a3", False, ("a2",)), ("a4", True, ("a2", "a3")))
     assert waits(problem) == {
