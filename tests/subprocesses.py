@@ -48,15 +48,19 @@ def environment(**more: str) -> dict[str, str]:
     return {**os.environ, **cache, **own, **more}
 
 
-def run_processes(module: str, count: int, *, seconds: float = 200) -> None:
+def run_processes(module: str, count: int, *, seconds: float = 200, **variables: str) -> None:
     """Runs a module of the tests as so many processes on virtual devices of this processor, with the coordinator's
     address, their count and their index as arguments, or, as one, without. Each is to end without an error: only its
-    exit status says so, since what connects processes writes into the middle of other lines."""
+    exit status says so, since what connects processes writes into the middle of other lines.
+
+    Args:
+        variables: Of their environment, in place of the tests' own.
+    """
     address = f"localhost:{free_port()}"
     processes = [
         subprocess.Popen(
             [sys.executable, "-m", module, *([address, str(count), str(i)] if count > 1 else [])],
-            cwd=ROOT, env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            cwd=ROOT, env=environment(**variables), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )
         for i in range(count)
     ]  # fmt: skip

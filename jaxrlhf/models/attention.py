@@ -7,9 +7,8 @@ Keys and values are never repeated: the G queries of a group share a product wit
 softmax is in float32, and its division comes after the value product, where there is less to divide.
 """
 
-import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -137,16 +136,11 @@ def attention_in_parts(
     occupied_ST: Bool[Array, "S T"],
 ) -> Float[Array, "S H h"]:
     """`cached_attention` over columns that lie in several arrays, of which only the first ones are read up to the last
-    with a token. Sums are made part by part, so those that are left out would have added exact zeros: the result is the
-    same however many are read."""
+    with a token. The result is the same, to the bit, however many are read."""
     if len(keys) == 1:
         return cached_attention(q_SHh, keys[0], values[0], occupied_ST)
     q_SKGh = q_SHh.reshape(len(q_SHh), keys[0].shape[1], -1, q_SHh.shape[-1])
-
-    def over_first(count: int) -> Callable[[], jax.Array]:
-        return lambda: _sums(q_SKGh, keys[:count], values[:count], occupied_ST).attended(q_SHh)
-
-    return jax.lax.switch(_last_part(keys, occupied_ST), [over_first(count + 1) for count in range(len(keys))])
+    return _sums_of_parts(q_SKGh, keys, values, occupied_ST).attended(q_SHh)
 
 
 def attention_over_shared(
@@ -170,16 +164,11 @@ def attention_over_shared(
     """
     (E, n), (K, h) = slots_En.shape, prompt_keys.shape[1:3]
     q_SKGh = q_SHh.reshape(len(q_SHh), K, -1, h)
-    branches = [
-        lambda count=count: _sums(q_SKGh, keys[: count + 1], values[: count + 1], occupied_ST)
-        for count in range(len(keys))
-    ]
-    own = branches[0]() if len(keys) == 1 else jax.lax.switch(_last_part(keys, occupied_ST), branches)
+    own = _sums_of_parts(q_SKGh, keys, values, occupied_ST)
     q_EnKGh = q_SKGh.at[slots_En].get(mode="fill", fill_value=0)
     q_EKmh = q_EnKGh.swapaxes(1, 2).reshape(E, K, -1, h)
-    of_prompts = _sums(
-        q_EKmh, [prompt_keys], [prompt_values], jnp.arange(prompt_keys.shape[3])[None, :] < length_E[:, None]
-    )
+    occupied_EP = jnp.arange(prompt_keys.shape[3])[None, :] < length_E[:, None]
+    of_prompts = _sums(q_EKmh, prompt_keys, prompt_values, occupied_EP)
 
     def by_row(x_EKm: jax.Array) -> jax.Array:
         x_EnKG = x_EKm.reshape(E, K, n, -1, x_EKm.shape[-1]).swapaxes(1, 2)
@@ -207,27 +196,40 @@ class _Sums(NamedTuple):
 
 
 def _sums(
-    q_SKGh: jax.Array, keys: Sequence[jax.Array], values: Sequence[jax.Array], allowed_ST: Bool[Array, "S T"]
+    q_SKGh: Float[Array, "S K G h"],
+    k_SKht: Float[Array, "S K h t"],
+    v_SKth: Float[Array, "S K t h"],
+    allowed_St: Bool[Array, "S t"],
 ) -> _Sums:
-    """Over columns that lie in several arrays, part by part."""
-    scores, wide, size = [], at_least_float32(q_SKGh.dtype), keys[0].shape[3]
-    for j, k in enumerate(keys):
-        score = jnp.einsum("skgh,skht->skgt", q_SKGh, k, preferred_element_type=wide) * q_SKGh.shape[-1] ** -0.5
-        allowed = allowed_ST[:, None, None, j * size : j * size + k.shape[3]]
-        scores.append(jnp.where(allowed, score, _LOWEST))
-    highest = functools.reduce(jnp.maximum, [score.max(axis=-1, keepdims=True) for score in scores])
-    mass = [jnp.exp(score - highest) for score in scores]
-    total = functools.reduce(jnp.add, [x.sum(axis=-1, keepdims=True) for x in mass])
-    weighted = [
-        jnp.einsum("skgt,skth->skgh", x.astype(v.dtype), v, preferred_element_type=wide)
-        for x, v in zip(mass, values, strict=True)
-    ]
-    return _Sums(highest, total, functools.reduce(jnp.add, weighted))
+    """Over some columns."""
+    wide = at_least_float32(q_SKGh.dtype)
+    score = jnp.einsum("skgh,skht->skgt", q_SKGh, k_SKht, preferred_element_type=wide) * q_SKGh.shape[-1] ** -0.5
+    score = jnp.where(allowed_St[:, None, None], score, _LOWEST)
+    highest = score.max(axis=-1, keepdims=True)
+    mass = jnp.exp(score - highest)
+    weighted = jnp.einsum("skgt,skth->skgh", mass.astype(v_SKth.dtype), v_SKth, preferred_element_type=wide)
+    return _Sums(highest, mass.sum(axis=-1, keepdims=True), weighted)
 
 
-def _last_part(keys: Sequence[jax.Array], occupied_ST: Bool[Array, "S T"]) -> Int[Array, ""]:
-    """The last of the parts in which a row has a token."""
-    return (occupied_ST.any(axis=0).sum() - 1) // keys[0].shape[3]
+def _sums_of_parts(
+    q_SKGh: Float[Array, "S K G h"],
+    keys: Sequence[Float[Array, "S K h t"]],
+    values: Sequence[Float[Array, "S K t h"]],
+    occupied_ST: Bool[Array, "S T"],
+) -> _Sums:
+    """Over columns that lie in several arrays, of which only the first ones are read up to the last with a token.
+
+    Every part has a branch of its own, and what has no token adds exact zeros: a branch for each number of parts would
+    be a program of its own, in which the compiler adds up in another order.
+    """
+    size = keys[0].shape[3]
+    last = (occupied_ST.any(axis=0).sum() - 1) // size
+    found = _sums(q_SKGh, keys[0], values[0], occupied_ST[:, :size])
+    for j, (k, v) in enumerate(zip(keys[1:], values[1:], strict=True), 1):
+        allowed = occupied_ST[:, j * size : j * size + k.shape[3]]
+        empty = _Sums(jnp.full_like(found.highest, _LOWEST), *map(jnp.zeros_like, (found.total, found.weighted)))
+        found = found.joined(jax.lax.cond(j <= last, _sums, lambda *_, empty=empty: empty, q_SKGh, k, v, allowed))
+    return found
 
 
 def _attend(q_BKmh: jax.Array, k_BKth: jax.Array, v_BKth: jax.Array, allowed_B11Ct: jax.Array) -> jax.Array:

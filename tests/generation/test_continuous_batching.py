@@ -27,6 +27,7 @@ from tests.described_gpus.programs import written_in_decoding
 from tests.generation.flips import assert_same_but_for_flips, before, drawn
 from tests.generation.steered import steered
 from tests.generation.test_generate import CONFIG, LAYOUT, NOISE, V, params
+from tests.subprocesses import run_processes
 
 B, P, R, S, g = 16, 6, 9, 5, 4
 SLOTS = Slots(S, prefill_rows=g)
@@ -283,3 +284,8 @@ def test_a_flip_is_one_next_to_a_boundary_of_the_distribution():
     for far in (low + 5e-6, low - 5e-6):
         with pytest.raises(AssertionError, match="no boundary lies within 1e-06 of "):
             flips(far)
+
+
+def test_fully_optimized_programs_have_the_same_bits_too():
+    """How much of the cache is read depends on the schedule, and each kernel may add up in an order of its own."""
+    run_processes("tests.generation.run_fully_optimized", 1, XLA_FLAGS="")
