@@ -1,13 +1,8 @@
-"""The built-in reward functions: answers that a program can check.
-
-Each factory takes options and returns a function `f(prompts, completions, *, finished, **columns) -> list[float]`. The
-other columns of the rows are keyword lists; `finished` is True for completions that ended by a stop token, and
-`num_tokens` is their length.
-"""
+"""Built-in rewards for answers that a program can check by their text."""
 
 import math
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from jaxrlhf.brief import brief, did_you_mean
@@ -77,7 +72,7 @@ def final_number(
     def reward(prompts: list[str], completions: list[str], **columns: list[Any]) -> list[float]:
         scores = []
         for index, (completion, answer) in enumerate(
-            zip(completions, _column("final_number", columns, answer_column), strict=True)
+            zip(completions, column("final_number", columns, answer_column), strict=True)
         ):
             expected = any_number(str(answer), marker)
             if expected is None:
@@ -141,16 +136,6 @@ def length_penalty(target: int, scale: float, unit: str = "characters", both_sid
     return reward
 
 
-VERIFIERS: dict[str, Callable[..., RewardFunction]] = {
-    "exact_answer": exact_answer,
-    "wrong_answer": wrong_answer,
-    "final_number": final_number,
-    "exact_match": exact_match,
-    "regex_format": regex_format,
-    "length_penalty": length_penalty,
-}
-
-
 def _require_choice(name: str, option: str, value: object, known: Collection[str]) -> None:
     rule = f"{option} must be one of {', '.join(known)}"
     require(value in known, f"Reward {name!r}", rule, value, did_you_mean(str(value), known).strip())
@@ -164,17 +149,17 @@ def _claims(completions: list[str], finished: list[bool], separator: str) -> lis
     ]
 
 
-def _answers(name: str, columns: dict[str, list[Any]], column: str) -> list[str]:
+def _answers(name: str, columns: Mapping[str, list[Any]], key: str) -> list[str]:
     """The answers as text, without surrounding white space."""
-    return [str(answer).strip() for answer in _column(name, columns, column)]
+    return [str(answer).strip() for answer in column(name, columns, key)]
 
 
-def _column(name: str, columns: dict[str, list[Any]], column: str) -> list[Any]:
-    """A column that every row must have."""
-    values = columns.get(column)
+def column(name: str, columns: Mapping[str, list[Any]], key: str, option: str = "answer_column") -> list[Any]:
+    """A column that every row must have, whose name is an option of a reward."""
+    values = columns.get(key)
     if values is None or any(value is None for value in values):
         raise ValueError(
-            f"{name}: needs a column {brief(column)} in every row. Got columns {', '.join(columns) or 'none'}. "
-            "Set answer_column."
+            f"{name}: needs a column {brief(key)} in every row. Got columns {', '.join(columns) or 'none'}. "
+            f"Set {option}."
         )
     return values

@@ -1,0 +1,27 @@
+"""The built-in rewards by name."""
+
+from collections.abc import Callable
+
+from jaxrlhf.rewards.code_tests import code_tests
+from jaxrlhf.rewards.verifiers import (
+    RewardFunction,
+    exact_answer,
+    exact_match,
+    final_number,
+    length_penalty,
+    regex_format,
+    wrong_answer,
+)
+
+VERIFIERS: dict[str, Callable[..., RewardFunction]] = {
+    "exact_answer": exact_answer,
+    "wrong_answer": wrong_answer,
+    "final_number": final_number,
+    "exact_match": exact_match,
+    "code_tests": code_tests,
+    "regex_format": regex_format,
+    "length_penalty": length_penalty,
+}
+"""Name -> factory, which takes options and returns a function `f(prompts, completions, *, finished, **columns) ->
+list[float]`. The other columns of the rows are keyword lists; `finished` is True for completions that ended by a stop
+token, and `num_tokens` is their length."""
