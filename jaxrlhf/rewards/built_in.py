@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from jaxrlhf.rewards.code_tests import code_tests
+from jaxrlhf.rewards.maths_answer import maths_answer
 from jaxrlhf.rewards.verifiers import (
     RewardFunction,
     exact_answer,
@@ -18,6 +19,7 @@ VERIFIERS: dict[str, Callable[..., RewardFunction]] = {
     "wrong_answer": wrong_answer,
     "final_number": final_number,
     "exact_match": exact_match,
+    "maths_answer": maths_answer,
     "code_tests": code_tests,
     "regex_format": regex_format,
     "length_penalty": length_penalty,

@@ -1,7 +1,6 @@
 """The reward for code: completions are run against the tests of their rows, in sandboxes."""
 
 import ast
-import collections
 import dataclasses
 import json
 import math
@@ -15,7 +14,7 @@ from jaxrlhf.brief import brief
 from jaxrlhf.require import errors_as, require
 from jaxrlhf.rewards.sandbox import Limits, Program, Result, Sandbox, SandboxError, check_sandbox
 from jaxrlhf.rewards.verifiers import RewardFunction, column
-from jaxrlhf.rewards.workers import in_thread
+from jaxrlhf.rewards.workers import share_out
 
 _PYTHON = ("", "py", "python", "python3")
 _SPARE_BYTES = 1024
@@ -65,7 +64,7 @@ def code_tests(
         require(least <= value <= 10**6, name, f"{option} must lie between {least} and 1000000", value)
     with errors_as(ValueError, f"{name}: ", SandboxError):
         check_sandbox()
-    limits = Limits(cpu_seconds, seconds, memory_mb, folder_mb, processes)
+    sandbox = Sandbox(Limits(cpu_seconds, seconds, memory_mb, folder_mb, processes))
     at_a_time = parallel or len(os.sched_getaffinity(0))
 
     def reward(prompts: list[str], completions: list[str], **columns: list[Any]) -> list[float]:
@@ -73,26 +72,12 @@ def code_tests(
         tests = [_read_tests(each, f"index {index}", tests_column) for index, each in enumerate(given)]
         codes = [code_of(completion) for completion in completions]
         scores = [0.0] * len(codes)
-        waiting = collections.deque(index for index, code in enumerate(codes) if code.strip())
 
-        def work() -> None:
-            with Sandbox(limits) as sandbox:
-                while waiting:
-                    try:
-                        index = waiting.popleft()
-                    except IndexError:  # another thread was faster
-                        return
-                    passed = _passed(sandbox, codes[index], tests[index], stop=partial_credit == 0)
-                    total = len(tests[index])
-                    scores[index] = 1.0 if passed == total else partial_credit * passed / total
+        def score(index: int) -> None:
+            passed, total = _passed(sandbox, codes[index], tests[index], stop=partial_credit == 0), len(tests[index])
+            scores[index] = 1.0 if passed == total else partial_credit * passed / total
 
-        # Each ends by itself, and none holds up a run that ends.
-        running = [in_thread(work) for _ in range(min(at_a_time, len(waiting)))]
-        try:
-            for each in running:
-                each.result()
-        finally:
-            waiting.clear()
+        share_out(score, [index for index, code in enumerate(codes) if code.strip()], at_a_time)
         return scores
 
     return reward

@@ -7,15 +7,14 @@ import dataclasses
 import functools
 import json
 import os
-import subprocess
 import sys
 import sysconfig
-import tempfile
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any
 
+from jaxrlhf.require import errors_as
 from jaxrlhf.rewards import sandbox_process
+from jaxrlhf.rewards.line_process import LineProcesses, ProcessEnded
 
 MIB = 2**20
 _FOLDERS = tuple(dict.fromkeys(sysconfig.get_paths()[kind] for kind in ("purelib", "platlib")))
@@ -29,6 +28,9 @@ _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
 }
+
+_SPARE_SECONDS = 60.0
+"""How much longer than its programs a sandbox may take, on a machine that is busy with others."""
 
 
 class SandboxError(RuntimeError):
@@ -78,44 +80,25 @@ class Result:
 
 
 class Sandbox:
-    """A process that runs programs in namespaces of their own. To be used in a `with` statement, by one thread.
+    """Runs programs in namespaces of their own. Threads may share it.
 
     Programs see the interpreter and its packages, read-only, and an empty folder, which goes when they end. They have
     no network, no privileges, and no other processes in sight.
     """
 
     def __init__(self, limits: Limits) -> None:
-        self._limits = limits
-
-    def __enter__(self) -> "Sandbox":
         if sys.platform != "linux":
             raise SandboxError(f"A sandbox needs Linux. Got {sys.platform}.")
         inherited = {key: os.environ[key] for key in ("LD_LIBRARY_PATH",) if key in os.environ}
-        self._errors = tempfile.TemporaryFile()
-        self._process = subprocess.Popen(
-            [sys.executable, "-S", "-P", "-s", sandbox_process.__file__, json.dumps(_FOLDERS)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            env={**inherited, **_ENVIRONMENT},
-            start_new_session=True,  # Ctrl-C is for the run, not for it
-        )
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._process.kill()
-        self._process.communicate()
-        self._errors.close()
+        arguments = ["-S", "-P", "-s", sandbox_process.__file__, json.dumps(_FOLDERS)]
+        self._limits, self._processes = limits, LineProcesses(arguments, {**inherited, **_ENVIRONMENT})
 
     def run(self, programs: Sequence[Program], *, stop: bool) -> list[Result]:
         """The results of programs, in their order: fewer than programs if time was up, or, with `stop`, if one failed.
 
         Raises SandboxError if the machine lets no sandbox be made.
         """
-        limits, process = self._limits, self._process
-        assert process.stdin is not None and process.stdout is not None
+        limits = self._limits
         request: dict[str, Any] = {
             "programs": [dataclasses.asdict(program) for program in programs],
             "stop": stop,
@@ -126,19 +109,9 @@ class Sandbox:
             "folder_bytes": limits.folder_mb * MIB,
             "processes": limits.processes,
         }
-        try:
-            process.stdin.write(json.dumps(request).encode() + b"\n")
-            process.stdin.flush()
-        except BrokenPipeError:
-            reply = b""
-        else:
-            reply = process.stdout.readline()
-        if not reply:
-            status = process.wait()
-            self._errors.seek(0)
-            said = self._errors.read().decode(errors="replace").strip().splitlines()
-            raise SandboxError(f"The process of a sandbox ended with status {status}. Got {said[-1:]}.")
-        results = json.loads(reply)["results"]
+        with errors_as(SandboxError, caught=ProcessEnded):
+            reply = self._processes.ask(request, seconds=limits.seconds + _SPARE_SECONDS)
+        results = reply["results"] if reply is not None else []
         if failed := [each["error"] for each in results if "error" in each]:
             raise SandboxError(failed[0])
         return [Result(**each) for each in results]
@@ -149,8 +122,7 @@ def check_sandbox() -> None:
     """Checks that this machine lets a sandbox be made. Raises SandboxError, which says how to have it do so."""
     program = Program("import os\nif os.fork() == 0: os._exit(0)\nos.wait()\nprint(input())", "works", keep=9)
     try:
-        with Sandbox(Limits()) as sandbox:
-            results = sandbox.run([program], stop=True)
+        results = Sandbox(Limits()).run([program], stop=True)
     except SandboxError as error:
         got = str(error)
     else:

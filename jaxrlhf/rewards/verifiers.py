@@ -67,7 +67,7 @@ def final_number(
     """
     require(0 <= partial_credit <= 1, "Reward 'final_number'", "partial_credit must lie in [0, 1]", partial_credit)
     require(marker != "", "Reward 'final_number'", "marker must not be empty", marker)
-    _require_choice("final_number", "where", where, FINDERS)
+    require_choice("final_number", "where", where, FINDERS)
 
     def reward(prompts: list[str], completions: list[str], **columns: list[Any]) -> list[float]:
         scores = []
@@ -121,7 +121,7 @@ def length_penalty(target: int, scale: float, unit: str = "characters", both_sid
     require(
         scale >= 0 and math.isfinite(scale), "Reward 'length_penalty'", "scale must be finite and not negative", scale
     )
-    _require_choice("length_penalty", "unit", unit, ("characters", "words", "tokens"))
+    require_choice("length_penalty", "unit", unit, ("characters", "words", "tokens"))
 
     def reward(
         prompts: list[str], completions: list[str], *, num_tokens: list[int], **columns: list[Any]
@@ -136,7 +136,8 @@ def length_penalty(target: int, scale: float, unit: str = "characters", both_sid
     return reward
 
 
-def _require_choice(name: str, option: str, value: object, known: Collection[str]) -> None:
+def require_choice(name: str, option: str, value: object, known: Collection[str]) -> None:
+    """Checks that an option of a reward has one of the known values."""
     rule = f"{option} must be one of {', '.join(known)}"
     require(value in known, f"Reward {name!r}", rule, value, did_you_mean(str(value), known).strip())
 
