@@ -1,7 +1,5 @@
 """Built-in rewards for answers that a program can check by their text."""
 
-import math
-import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -93,45 +91,6 @@ def exact_match(answer_column: str = "answer") -> RewardFunction:
     def reward(prompts: list[str], completions: list[str], **columns: list[Any]) -> list[float]:
         answers = _answers("exact_match", columns, answer_column)
         return [float(text.strip() == answer) for text, answer in zip(completions, answers, strict=True)]
-
-    return reward
-
-
-def regex_format(pattern: str) -> RewardFunction:
-    """1 if the pattern matches the whole completion (`.` matches line ends too), else 0."""
-    try:
-        compiled = re.compile(pattern, re.DOTALL)
-    except re.error as error:
-        raise ValueError(
-            f"Reward 'regex_format': pattern must be a regular expression. Got {brief(pattern)}: {error}."
-        ) from error
-
-    def reward(prompts: list[str], completions: list[str], **columns: list[Any]) -> list[float]:
-        return [float(compiled.fullmatch(completion) is not None) for completion in completions]
-
-    return reward
-
-
-def length_penalty(target: int, scale: float, unit: str = "characters", both_sides: bool = False) -> RewardFunction:
-    """`-scale` for each unit of a completion beyond `target`, and, with `both_sides`, for each missing one.
-
-    A unit is one of `characters`, `words` (separated by white space) and `tokens` (including the stop token).
-    """
-    require(target >= 0, "Reward 'length_penalty'", "target must not be negative", target)
-    require(
-        scale >= 0 and math.isfinite(scale), "Reward 'length_penalty'", "scale must be finite and not negative", scale
-    )
-    require_choice("length_penalty", "unit", unit, ("characters", "words", "tokens"))
-
-    def reward(
-        prompts: list[str], completions: list[str], *, num_tokens: list[int], **columns: list[Any]
-    ) -> list[float]:
-        measured = {
-            "characters": map(len, completions),
-            "words": (len(completion.split()) for completion in completions),
-            "tokens": num_tokens,
-        }[unit]
-        return [-scale * (abs(length - target) if both_sides else max(0, length - target)) for length in measured]
 
     return reward
 
