@@ -86,9 +86,9 @@ def tag_format(
 def soft_overlong(max_tokens: int, buffer_tokens: int, penalty: float = 1.0) -> RewardFunction:
     """The soft overlong punishment of DAPO.
 
-        0                                                        up to max_tokens - buffer_tokens
+        0                                                                   up to max_tokens - buffer_tokens
         -penalty * (tokens - max_tokens + buffer_tokens) / buffer_tokens    up to max_tokens
-        -penalty                                                 beyond
+        -penalty                                                            beyond
 
     Tokens include the stop token.
 
