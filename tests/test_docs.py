@@ -52,7 +52,7 @@ from jaxrlhf.observe.events import Event
 from jaxrlhf.observe.metrics import flatten
 from jaxrlhf.observe.step_timers import timing_metrics
 from jaxrlhf.observe.utilization import utilization_metrics
-from jaxrlhf.rewards.verifiers import VERIFIERS
+from jaxrlhf.rewards.built_in import VERIFIERS
 from jaxrlhf.run.assembly import assemble
 from jaxrlhf.run.step_metrics import TokenCounts, throughput_metrics
 

@@ -165,10 +165,42 @@ class EvaluationRunConfig:
     best_by: str = ""
     """The metric by which the best checkpoint is chosen: a scorer, or a metric of the algorithm. Losses are better if
     lower. Empty means the first scorer, or without scorers the algorithm's loss."""
+    pass_at: tuple[int, ...] = ()
+    """Numbers k of responses to a prompt: the expected best score of k of them, and the probability that one of them
+    passes, as eval/<role>/best@<k> and eval/<role>/pass@<k>. Estimated from all `sampling.num_samples`."""
+    pass_score: float = 1.0
+    """The lowest score of a response that passes."""
+    majority: Literal["none", "any", "boxed", "marker", "last"] = "none"
+    """The place of the answers that responses vote for, as of `final_number`: the mean score of the answer that most
+    responses to a prompt give, as eval/<role>/majority."""
+    by: str = ""
+    """A column of the rows: the mean score of the rows with each of its values, as eval/<role>/<column>/<value>."""
 
     def __post_init__(self) -> None:
         checks.require_fields(self, checks.require_at_least_zero, "every", "batch_size")
         checks.require_at_least_one(self.num_prompts, "num_prompts")
+        samples = 1 if self.sampling is None else self.sampling.num_samples
+        rule, remedy = f"must lie in [1, sampling.num_samples={samples}], each once", "Raise sampling.num_samples."
+        fits = all(1 <= k <= samples for k in self.pass_at) and len(set(self.pass_at)) == len(self.pass_at)
+        checks.require(fits, "pass_at", rule, list(self.pass_at), remedy)
+        checks.require(math.isfinite(self.pass_score), "pass_score", "must be finite", self.pass_score)
+        rule, remedy = "needs several responses to a prompt", "Set sampling.num_samples to 8, say."
+        checks.require(self.majority == "none" or samples > 1, "majority", rule, samples, remedy)
+        several = samples > 1 and (bool(self.pass_at) or self.majority != "none")
+        if self.sampling is not None and several:
+            rule, remedy = "must be above 0 where responses to a prompt are to differ", "Set it to 1, say."
+            checks.require(
+                self.sampling.temperature > 0, "sampling.temperature", rule, self.sampling.temperature, remedy
+            )
+        for key in ("pass_at", "by"):
+            rule = "needs scorers, whose scores it is about"
+            checks.require(bool(self.scorers) or not getattr(self, key), key, rule, getattr(self, key), "Remove it.")
+
+    @property
+    def by_samples(self) -> tuple[str, ...]:
+        """What is measured of several responses to a prompt, as of each scorer: best@4, pass@4, majority."""
+        voted = () if self.majority == "none" else ("majority",)
+        return (*(f"{what}@{k}" for k in self.pass_at for what in ("best", "pass")), *voted)
 
 
 @dataclasses.dataclass(frozen=True)

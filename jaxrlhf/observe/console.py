@@ -134,7 +134,8 @@ class Console:
         """One line about the last of a run's evaluations, (steps done, metrics), compared with the best so far."""
         done, metrics = evaluations[-1]
         shown = []
-        for name, value in ((name, value) for name, value in metrics.items() if name.startswith("eval/")):
+        of_all = {name: value for name, value in metrics.items() if name.startswith("eval/") and name.count("/") < 3}
+        for name, value in of_all.items():  # without those by category, of which there may be many
             step, best = best_evaluation(evaluations, name)
             standing = " (best so far)" if step == done else f" (best {best:.3f} after {step})"
             compared = len(evaluations) > 1 and not name.endswith(("/response_length", "/timeouts"))

@@ -14,7 +14,8 @@ import numpy as np
 
 from jaxrlhf.brief import brief, did_you_mean
 from jaxrlhf.importing import failure, find_function
-from jaxrlhf.rewards.verifiers import VERIFIERS, RewardFunction
+from jaxrlhf.rewards.built_in import VERIFIERS
+from jaxrlhf.rewards.verifiers import RewardFunction
 from jaxrlhf.rewards.workers import RewardError, Workers, in_thread
 
 ROW_ARGUMENTS = ("prompts", "completions")

@@ -32,15 +32,21 @@ def last_number(text: str) -> Fraction | None:
     return numbers[-1] if numbers else None
 
 
-def boxed_number(text: str) -> Fraction | None:
-    r"""The number in the last \boxed{}."""
+def last_box(text: str) -> str | None:
+    r"""The content of the last \boxed{}."""
     _, box, rest = text.rpartition("\\boxed{")
     depth = 1
     for end, letter in enumerate(rest if box else ""):
         depth += (letter == "{") - (letter == "}")
         if depth == 0:
-            return starting_number(rest[:end])
+            return rest[:end]
     return None
+
+
+def boxed_number(text: str) -> Fraction | None:
+    r"""The number in the last \boxed{}."""
+    content = last_box(text)
+    return None if content is None else starting_number(content)
 
 
 def marked_number(text: str, marker: str) -> Fraction | None:

@@ -1,13 +1,6 @@
-"""The built-in reward functions: answers that a program can check.
+"""Built-in rewards for answers that a program can check by their text."""
 
-Each factory takes options and returns a function `f(prompts, completions, *, finished, **columns) -> list[float]`. The
-other columns of the rows are keyword lists; `finished` is True for completions that ended by a stop token, and
-`num_tokens` is their length.
-"""
-
-import math
-import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from jaxrlhf.brief import brief, did_you_mean
@@ -72,12 +65,12 @@ def final_number(
     """
     require(0 <= partial_credit <= 1, "Reward 'final_number'", "partial_credit must lie in [0, 1]", partial_credit)
     require(marker != "", "Reward 'final_number'", "marker must not be empty", marker)
-    _require_choice("final_number", "where", where, FINDERS)
+    require_choice("final_number", "where", where, FINDERS)
 
     def reward(prompts: list[str], completions: list[str], **columns: list[Any]) -> list[float]:
         scores = []
         for index, (completion, answer) in enumerate(
-            zip(completions, _column("final_number", columns, answer_column), strict=True)
+            zip(completions, column("final_number", columns, answer_column), strict=True)
         ):
             expected = any_number(str(answer), marker)
             if expected is None:
@@ -102,56 +95,8 @@ def exact_match(answer_column: str = "answer") -> RewardFunction:
     return reward
 
 
-def regex_format(pattern: str) -> RewardFunction:
-    """1 if the pattern matches the whole completion (`.` matches line ends too), else 0."""
-    try:
-        compiled = re.compile(pattern, re.DOTALL)
-    except re.error as error:
-        raise ValueError(
-            f"Reward 'regex_format': pattern must be a regular expression. Got {brief(pattern)}: {error}."
-        ) from error
-
-    def reward(prompts: list[str], completions: list[str], **columns: list[Any]) -> list[float]:
-        return [float(compiled.fullmatch(completion) is not None) for completion in completions]
-
-    return reward
-
-
-def length_penalty(target: int, scale: float, unit: str = "characters", both_sides: bool = False) -> RewardFunction:
-    """`-scale` for each unit of a completion beyond `target`, and, with `both_sides`, for each missing one.
-
-    A unit is one of `characters`, `words` (separated by white space) and `tokens` (including the stop token).
-    """
-    require(target >= 0, "Reward 'length_penalty'", "target must not be negative", target)
-    require(
-        scale >= 0 and math.isfinite(scale), "Reward 'length_penalty'", "scale must be finite and not negative", scale
-    )
-    _require_choice("length_penalty", "unit", unit, ("characters", "words", "tokens"))
-
-    def reward(
-        prompts: list[str], completions: list[str], *, num_tokens: list[int], **columns: list[Any]
-    ) -> list[float]:
-        measured = {
-            "characters": map(len, completions),
-            "words": (len(completion.split()) for completion in completions),
-            "tokens": num_tokens,
-        }[unit]
-        return [-scale * (abs(length - target) if both_sides else max(0, length - target)) for length in measured]
-
-    return reward
-
-
-VERIFIERS: dict[str, Callable[..., RewardFunction]] = {
-    "exact_answer": exact_answer,
-    "wrong_answer": wrong_answer,
-    "final_number": final_number,
-    "exact_match": exact_match,
-    "regex_format": regex_format,
-    "length_penalty": length_penalty,
-}
-
-
-def _require_choice(name: str, option: str, value: object, known: Collection[str]) -> None:
+def require_choice(name: str, option: str, value: object, known: Collection[str]) -> None:
+    """Checks that an option of a reward has one of the known values."""
     rule = f"{option} must be one of {', '.join(known)}"
     require(value in known, f"Reward {name!r}", rule, value, did_you_mean(str(value), known).strip())
 
@@ -164,17 +109,17 @@ def _claims(completions: list[str], finished: list[bool], separator: str) -> lis
     ]
 
 
-def _answers(name: str, columns: dict[str, list[Any]], column: str) -> list[str]:
+def _answers(name: str, columns: Mapping[str, list[Any]], key: str) -> list[str]:
     """The answers as text, without surrounding white space."""
-    return [str(answer).strip() for answer in _column(name, columns, column)]
+    return [str(answer).strip() for answer in column(name, columns, key)]
 
 
-def _column(name: str, columns: dict[str, list[Any]], column: str) -> list[Any]:
-    """A column that every row must have."""
-    values = columns.get(column)
+def column(name: str, columns: Mapping[str, list[Any]], key: str, option: str = "answer_column") -> list[Any]:
+    """A column that every row must have, whose name is an option of a reward."""
+    values = columns.get(key)
     if values is None or any(value is None for value in values):
         raise ValueError(
-            f"{name}: needs a column {brief(column)} in every row. Got columns {', '.join(columns) or 'none'}. "
-            "Set answer_column."
+            f"{name}: needs a column {brief(key)} in every row. Got columns {', '.join(columns) or 'none'}. "
+            f"Set {option}."
         )
     return values

@@ -36,6 +36,27 @@ def in_thread(function: Callable[[], Any]) -> SampleFuture:
     return outcome
 
 
+def share_out(work: Callable[[int], None], indexes: Iterable[int], num_threads: int) -> None:
+    """Calls `work` for each index, in at most so many threads. If a call raises, no other is begun, and its error is
+    raised. The threads do not hold up the end of the process."""
+    waiting = collections.deque(indexes)
+
+    def take() -> None:
+        while waiting:
+            try:
+                index = waiting.popleft()
+            except IndexError:  # another thread was faster
+                return
+            work(index)
+
+    running = [in_thread(take) for _ in range(min(num_threads, len(waiting)))]
+    try:
+        for each in concurrent.futures.as_completed(running):
+            each.result()
+    finally:
+        waiting.clear()
+
+
 class Workers:
     """The workers of a function role: at most `count` samples run at a time, over all concurrent calls of `run`.
 

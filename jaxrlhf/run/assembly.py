@@ -25,6 +25,7 @@ from jaxrlhf.models.attention import attention_implementation
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.config_json import Origin
 from jaxrlhf.models.lora import declare_adapters
+from jaxrlhf.name_rules import check_metric_name
 from jaxrlhf.planner.costs.stage_costs import reference_costs
 from jaxrlhf.planner.fusion.fusible import check_fusion, fusion_notes, oppose, with_schedules
 from jaxrlhf.planner.plans.check_plan import check, check_entries, check_offload, stage_warnings, tail_warnings
@@ -43,6 +44,9 @@ from jaxrlhf.run.step_draft import StepDraft, draft_step, first_state, on_host, 
 from jaxrlhf.run.step_rows import StepRows, Tables
 from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.strategy import Strategy
+
+MOST_CATEGORIES = 100
+"""The most values of the column by which an evaluation reports scores."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -324,6 +328,34 @@ def _check_evaluation(draft: StepDraft) -> None:
                 f"evaluation.scorers: must be roles of the run. Got {brief(scorer)}. Roles: {', '.join(config.roles)}."
                 f"{did_you_mean(scorer, config.roles)} Write [] to sample nothing."
             )
+    _check_categories(evaluation, draft.tables.main)
+
+
+def _check_categories(evaluation: EvaluationRunConfig, table: PromptTable) -> None:
+    """Checks that the column by which scores are reported is one, of few values that metrics can be named after."""
+    by = evaluation.by
+    if not by:
+        return
+    if by not in table.other:
+        raise ConfigError(
+            f"evaluation.by: must be a column of the rows. Got {brief(by)}. Known: {', '.join(table.other)}."
+            f"{did_you_mean(by, table.other)}"
+        )
+    rows = table.usable("prompts", held_out=True)[: evaluation.num_prompts]
+    values = {category(value) for value in table.columns(rows)[by]}
+    if len(values) > MOST_CATEGORIES:
+        raise ConfigError(
+            f"evaluation.by: a column must have at most {MOST_CATEGORIES} values in the held-out rows. Got "
+            f"{len(values)} in {brief(by)}. Name another."
+        )
+    for value in sorted(values):
+        with errors_as(ConfigError, "evaluation.by: "):
+            check_metric_name(f"eval/{evaluation.scorers[0]}/{by}/{value}")
+
+
+def category(value: Any) -> str:
+    """The value of a column as the names of metrics have it."""
+    return "none" if value is None else str(value)
 
 
 def _check_export(draft: StepDraft) -> None:
@@ -355,7 +387,8 @@ def _best_by(config: EvaluationRunConfig, held_out: Phase | None) -> str:
         )
     if held_out is not None and (trained := [c.name for c in held_out.graph.calls if c.kind == "train"]):
         raise ConfigError(f"evaluation: an algorithm's evaluation must train nothing. Got {trained[0]} in it.")
-    known = [*config.scorers, *measured]
+    sampled = [f"{scorer}/{what}" for scorer in config.scorers for what in config.by_samples]
+    known = [*config.scorers, *sampled, *measured]
     if config.best_by and config.best_by not in known:
         raise ConfigError(
             f"evaluation.best_by: must be what is measured, {', '.join(known)}. Got {brief(config.best_by)}."

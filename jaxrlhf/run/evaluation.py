@@ -3,14 +3,17 @@ the best evaluation."""
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from jaxrlhf.execution.executor import Executor
+from jaxrlhf.experience import Rollout
 from jaxrlhf.observe.metrics import best_evaluation, evaluations_in, flatten, less_is_better
-from jaxrlhf.run.assembly import Assembly, Phase
+from jaxrlhf.rewards.repeated_samples import answer_vote, expected_best, majority_score
+from jaxrlhf.run.assembly import Assembly, Phase, category
+from jaxrlhf.run.function_roles import decode_responses
 from jaxrlhf.run.records import Records
 
 EVALUATION_STEP = 2**32 - 1
@@ -71,10 +74,44 @@ class Evaluator:
         fetched, timeouts = zip(*self._run(phase, phase.first_state, executor, done), strict=True)
         for each in fetched:  # only now, so that an evaluation that fails, and is repeated, writes no samples
             records.write_samples(done, "held-out", each["rollout"], each["scores"])
-        values = {f"eval/{name}": [each["scores"][name] for each in fetched] for name in fetched[0]["scores"]}
-        values["eval/response_length"] = [each["rollout"].lengths for each in fetched]
+        scores = {name: np.concatenate([each["scores"][name] for each in fetched]) for name in fetched[0]["scores"]}
+        means = {f"eval/{name}": float(scores_B.mean()) for name, scores_B in scores.items()}
+        means["eval/response_length"] = float(np.concatenate([each["rollout"].lengths for each in fetched]).mean())
         counts = {f"eval/{name}/timeouts": float(sum(each[name] for each in timeouts)) for name in timeouts[0]}
-        return {name: float(np.concatenate(each).mean()) for name, each in values.items()} | counts
+        rollouts = [each["rollout"] for each in fetched]
+        return means | self._of_several(scores, rollouts) | self._by_category(scores, rollouts) | counts
+
+    def _of_several(self, scores: Mapping[str, np.ndarray], rollouts: Sequence[Rollout]) -> dict[str, float]:
+        """The best of k, pass@k and majority votes of several responses to each prompt."""
+        config, table = self._config, self._assembly.table
+        assert config is not None
+        num = 1 if config.sampling is None else config.sampling.num_samples
+        metrics: dict[str, float] = {}
+        for name, scores_B in scores.items():
+            passes_B = (scores_B >= config.pass_score).astype(np.float64)
+            for k in config.pass_at:
+                metrics[f"eval/{name}/best@{k}"] = expected_best(scores_B, k, num_samples=num)
+                metrics[f"eval/{name}/pass@{k}"] = expected_best(passes_B, k, num_samples=num)
+        if config.majority != "none":
+            texts = [text for rollout in rollouts for text in decode_responses(rollout, table)]
+            votes = [answer_vote(text, config.majority) for text in texts]
+            for name, scores_B in scores.items():
+                metrics[f"eval/{name}/majority"] = majority_score(scores_B, votes, num_samples=num)
+        return metrics
+
+    def _by_category(self, scores: Mapping[str, np.ndarray], rollouts: Sequence[Rollout]) -> dict[str, float]:
+        """The mean scores of the rows with each value of a column."""
+        config, table = self._config, self._assembly.table
+        assert config is not None
+        if not config.by:
+            return {}
+        rows = np.concatenate([np.asarray(rollout.row) for rollout in rollouts])
+        values = np.array([category(value) for value in table.columns(rows)[config.by]])
+        return {
+            f"eval/{name}/{config.by}/{value}": float(scores_B[values == value].mean())
+            for name, scores_B in scores.items()
+            for value in sorted(set(values.tolist()))
+        }
 
     def _measured(self, done: int, state: Any, executor: Executor) -> dict[str, float]:
         """The algorithm's own metrics on held-out rows, averaged over the batches."""

@@ -13,7 +13,8 @@ from jaxrlhf.experience import STOP, Rollout
 from jaxrlhf.programs.roles import FunctionRole, HostScores
 from jaxrlhf.require import errors_as
 from jaxrlhf.rewards import functions
-from jaxrlhf.rewards.verifiers import VERIFIERS, RewardFunction
+from jaxrlhf.rewards.built_in import VERIFIERS
+from jaxrlhf.rewards.verifiers import RewardFunction
 from jaxrlhf.rewards.workers import Workers
 
 

@@ -157,7 +157,7 @@ def test_an_evaluation_stands_beside_the_best_so_far() -> None:
     shown = Shown()
     evaluations: list[tuple[int, dict[str, float]]] = []
     for step, exact, length in ((0, 0.25, 9.0), (20, 0.75, 9.5), (40, 0.5, 9.75), (60, 0.75, 9.75)):
-        evaluations.append((step, {"eval/exact": exact, "eval/response_length": length, "timing_s/testing": 3.0}))
+        evaluations.append((step, {"eval/exact": exact, "eval/response_length": length, "eval/exact/kind/a": 1.0}))
         shown.console.evaluation(evaluations, num_prompts=64)
     assert shown.lines() == [
         "evaluation after 0 steps on 64 held-out prompts: eval/exact 0.250, eval/response_length 9.000",

@@ -4,13 +4,11 @@ import re
 
 import pytest
 
+from jaxrlhf.rewards.built_in import VERIFIERS
 from jaxrlhf.rewards.verifiers import (
-    VERIFIERS,
     exact_answer,
     exact_match,
     final_number,
-    length_penalty,
-    regex_format,
     wrong_answer,
 )
 
@@ -116,29 +114,8 @@ def test_exact_match():
     assert scores == [1, 0, 1]
 
 
-def test_regex_format():
-    reward = regex_format(r"<a>.*</a>\d*")
-    assert reward(["p"] * 3, ["<a>x\ny</a>12", "<a>x</a>12 ", " <a></a>"], finished=[True] * 3) == [1.0, 0.0, 0.0]
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({}, [0, 0, -2]),
-        ({"both_sides": True}, [-0.5, 0, -2]),
-        ({"unit": "words"}, [0, 0, -0.5]),
-        ({"unit": "words", "both_sides": True}, [-1, -1, -0.5]),
-        ({"unit": "tokens"}, [-1, -3.5, 0]),
-    ],
-)
-def test_length_penalty(options, expected):
-    reward = length_penalty(3, 0.5, **options)
-    assert reward(["p"] * 3, ["ab", "abc", "a b c\nd"], num_tokens=[5, 10, 1]) == expected
-
-
 def test_every_verifier_is_listed():
-    factories = [exact_answer, wrong_answer, final_number, exact_match, regex_format, length_penalty]
-    assert {factory.__name__: factory for factory in factories} == VERIFIERS
+    assert all(factory.__name__ == name for name, factory in VERIFIERS.items()) and len(set(VERIFIERS)) == 10
 
 
 @pytest.mark.parametrize(
@@ -152,14 +129,6 @@ def test_every_verifier_is_listed():
         (lambda: wrong_answer(separator=""), "Reward 'wrong_answer': separator must not be empty. Got ''."),
         (lambda: final_number(partial_credit=-1), "Reward 'final_number': partial_credit must lie in [0, 1]. Got -1."),
         (lambda: final_number(marker=""), "Reward 'final_number': marker must not be empty. Got ''."),
-        (lambda: regex_format("("), "Reward 'regex_format': pattern must be a regular expression. Got '(': "),
-        (lambda: length_penalty(-1, 1), "Reward 'length_penalty': target must not be negative. Got -1."),
-        (lambda: length_penalty(1, float("inf")), "Reward 'length_penalty': scale must be finite and not"),
-        (
-            lambda: length_penalty(1, 1, unit="token"),
-            "Reward 'length_penalty': unit must be one of characters, words, tokens. Got 'token'. Did you mean "
-            "'tokens'?",
-        ),
         (
             lambda: final_number(where="box"),
             "Reward 'final_number': where must be one of marker, boxed, last, any. Got 'box'. Did you mean 'boxed'?",
