@@ -22,7 +22,7 @@ RATINGS = "additional_resources/hutto_ICWSM_2014.tar.gz"
 REVIEWS = {"movieReviewSnippets": "Movie review:", "amazonReviewSnippets": "Product review:"}
 """Kinds of reviews, by the names of their files, and how a text of each begins."""
 EDITORIALS = "nytEditorialSnippets"
-FEWEST_WORDS, MOST_WORDS = 4, 28
+FEWEST_WORDS, MOST_WORDS = 4, 20
 LEAST_MARGIN = 1.0
 """How far apart the ratings of a pair are at least. The mean of 20 ratings is uncertain by about a quarter."""
 PAIRS_PER_SENTENCE = 2
