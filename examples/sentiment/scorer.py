@@ -1,6 +1,6 @@
 """Rewards of the example: how positive a text is by VADER, and how varied its words are.
 
-The scorer is the package `vaderSentiment`, which `fetch` unpacks beside the data. A config names both functions by file:
+The scorer is the package `vaderSentiment`, which `fetch` unpacks beside the data. A config names both by their file:
 
     reward: {function: "examples/sentiment/scorer.py:sentiment"}
 """
