@@ -57,7 +57,10 @@ from jaxrlhf.run.assembly import assemble
 from jaxrlhf.run.step_metrics import TokenCounts, throughput_metrics
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "examples").rglob("*.md")),
+]  # fmt: skip
 CONFIGURATION = ROOT / "docs" / "configuration.md"
 METRICS = ROOT / "docs" / "metrics.md"
 

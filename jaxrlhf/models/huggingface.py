@@ -25,7 +25,7 @@ from jaxrlhf.models.params import Params, shardings_of
 from jaxrlhf.name_rules import check_file_name
 from jaxrlhf.sharding.layout import Layout
 
-_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def read_origin(folder: Path) -> Origin:
@@ -108,20 +108,20 @@ def save_params(
         # turned and cast where it lies: an array keeps a host copy of itself once it was asked for one
         exported = (weight.T if _is_transposed(path) else weight).astype(dtype)
         tensors[_tensor_name(path)] = np.ascontiguousarray(exported)  # as it is written
-    write_tensors(folder / _WEIGHTS, tensors, said)
+    write_tensors(folder / WEIGHTS, tensors, said)
 
 
 @contextlib.contextmanager
 def _open_weights(folder: Path) -> Iterator[dict[str, Any]]:
     """The name of every tensor in the folder's weight files, and the open file that holds it."""
-    if (folder / _WEIGHTS).exists():
-        paths = [folder / _WEIGHTS]
+    if (folder / WEIGHTS).exists():
+        paths = [folder / WEIGHTS]
     elif (folder / _INDEX).exists():
         paths = [folder / name for name in _listed_files(folder / _INDEX)]
     else:
         found = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
         raise ValueError(
-            f"{folder}: must hold {_WEIGHTS} or {_INDEX}. Got {', '.join(found) or 'no files'}. Weights in another "
+            f"{folder}: must hold {WEIGHTS} or {_INDEX}. Got {', '.join(found) or 'no files'}. Weights in another "
             "format are converted by transformers: from_pretrained, then save_pretrained."
         )
     files = {}

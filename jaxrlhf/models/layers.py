@@ -68,12 +68,12 @@ def rotary(position: Int[Array, "*B"], config: ModelConfig) -> Rotation:
     h = config.head_size
     frequency = config.rope_theta ** (-jnp.arange(0, h, 2, dtype=jnp.float32) / h)
     if config.rope_scaling is not None:
-        frequency = _scale_frequencies(frequency, config.rope_scaling)
+        frequency = scale_frequencies(frequency, config.rope_scaling)
     angle = position[..., None].astype(jnp.float32) * frequency.reshape((1,) * position.ndim + (-1,))
     return jnp.cos(angle), jnp.sin(angle)
 
 
-def _scale_frequencies(frequency: jax.Array, scaling: RopeScaling) -> jax.Array:
+def scale_frequencies(frequency: jax.Array, scaling: RopeScaling) -> jax.Array:
     original = scaling.original_max_position_embeddings
     wavelength = 2 * math.pi / frequency
     smooth = (original / wavelength - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
