@@ -162,7 +162,7 @@ class Recorder:
 
     def _as_drawn(self, arg: Any) -> Any:
         """A rollout without its correction; anything else as it is."""
-        weights = getattr(arg, "importance_weights", None)
+        weights = None if isinstance(arg, Ref) else getattr(arg, "importance_weights", None)
         for each in self._corrections:
             if weights is not None and weights is each.given.importance_weights:
                 logprobs = each.drawn.logprobs if arg.logprobs is each.given.logprobs else arg.logprobs

@@ -2,11 +2,14 @@
 
     python scripts/check_gpu.py               # on a machine with a GPU and jax[cuda12] or jax[cuda13]
     python scripts/check_gpu.py --allow-cpu   # the same on a processor, where attention is XLA's in both cases
+    python scripts/check_gpu.py --benchmarks  # then everything that is to be timed on a GPU, half an hour
 
 For a small Llama in float32 and bfloat16: cuDNN's attention against XLA's, values and gradients, on ragged rows; the
-gap between the log-probabilities that sampling records and those of the training forward; seconds of each. Then
-`ppo_arithmetic` on all devices: data-parallel; with generation in parts whose last responses move to one device; with a
-critic that is trained in parts; and, where there are several, in two stages with actor and critic fused.
+gap between the log-probabilities that sampling records and those of the training forward; seconds of each. In slots:
+the bits of a rollout over the order of its prompts and the number of steps between two admissions, and seconds of a
+step for each; what one step between them takes more is the cost of a round. Then `ppo_arithmetic` on all devices:
+data-parallel; with generation in parts whose last responses move to one device; with a critic that is trained in parts;
+and, where there are several, in two stages with actor and critic fused.
 Exit status 1 if a figure is out of bounds.
 """
 
@@ -25,6 +28,7 @@ import numpy as np
 
 from jaxrlhf.experience import Prompts, Sampling
 from jaxrlhf.generation.generate import generate
+from jaxrlhf.generation.rollout_settings import Slots
 from jaxrlhf.models import heads
 from jaxrlhf.models.attention import attention_implementation
 from jaxrlhf.models.config import ModelConfig
@@ -41,16 +45,28 @@ SAMPLING = Sampling(max_new_tokens=64, stop_ids=(5, 6, 7, 8))
 LARGEST_GAP = {"float32": 1e-3, "bfloat16": 0.3}
 LARGEST_GRADIENT_ERROR = {"float32": 1e-3, "bfloat16": 0.05}
 
+BENCHMARKS = (
+    ("bench_decode_attention",),
+    ("bench_decode_attention", "--heads", "32", "32", "128", "--slots", "32", "--columns", "512", "2048"),
+    *(
+        ("bench_rollouts", "--size", size, "--slots", *slots, "--rows", "1024", "--without-whole", "--rounds", "2")
+        for size, slots in (("0.5b", ("32", "128", "256")), ("1.5b", ("32", "128", "256")), ("7b", ("32", "128")))
+    ),
+    ("bench_primitives", "--gpu-suite"),
+)
+"""Scripts and their arguments, run with --benchmarks from the root of the repository."""
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--allow-cpu", action="store_true", help="run without a GPU too")
+    parser.add_argument("--benchmarks", action="store_true", help="also run the benchmarks for GPUs")
     options = parser.parse_args()
     if mesh.platform() != "gpu" and not options.allow_cpu:
         print(f"No GPU: JAX sees {mesh.num_devices()} devices of kind {mesh.device_kind()}. Install jaxrlhf[cuda13].")
         return 1
     print(f"{mesh.num_devices()} x {mesh.device_kind()}, jax {jax.__version__}")
-    failures = [name for dtype in ("float32", "bfloat16") for name in check_model(dtype)]
+    failures = [name for dtype in ("float32", "bfloat16") for name in (*check_model(dtype), *check_slots(dtype))]
     command = [sys.executable, "-m", "jaxrlhf.train", "--config", "ppo_arithmetic", "--set", "devices=auto"]
     every = f"data: {mesh.num_devices()}"
     plans = {"data-parallel": f"{{default: {{{every}}}}}"}
@@ -71,6 +87,10 @@ def main() -> int:
             changed += ["settings.whiten_advantages=false", "settings.critic_update.mini_batches=1"]
         if subprocess.run([*command, *(x for each in changed for x in ("--set", each))], check=False).returncode:
             failures.append(f"ppo_arithmetic, {name}")
+    for module, *arguments in BENCHMARKS if options.benchmarks else ():
+        print(f"\n{module} {' '.join(arguments)}", flush=True)
+        if subprocess.run([sys.executable, "-m", f"scripts.{module}", *arguments], check=False).returncode:
+            failures.append(module)
     print(f"Failed: {', '.join(failures)}" if failures else "All within bounds")
     return 1 if failures else 0
 
@@ -114,6 +134,36 @@ def check_model(dtype: Any) -> list[str]:
     )
     failed = {"log-probability gap": gap > LARGEST_GAP[dtype], "gradient": error > LARGEST_GRADIENT_ERROR[dtype]}
     return [f"{name} in {dtype}" for name, is_out in failed.items() if is_out or not np.isfinite(gap + error)]
+
+
+def check_slots(dtype: Any) -> list[str]:
+    """Names of the schedules of a rollout in slots that gave other bits than the first."""
+    layout, config = Layout.over((0,), Strategy()), dataclasses.replace(MODEL, dtype=dtype)
+    params = jax.jit(lambda key: init_params(config, key))(jax.random.key(0))
+    prompts = ragged_prompts(rows=64, columns=64)
+    order = np.random.default_rng(1).permutation(len(prompts.id))
+    noise, temperature = jnp.arange(3, dtype=jnp.uint32), jnp.float32(1)
+    bits: dict[str, list[bytes]] = {}
+    seconds_a_step: dict[str, float] = {}
+    for name, steps, rows in (
+        ("in order", 8, None),
+        ("shuffled", 8, order),
+        ("1 step", 1, None),
+        ("32 steps", 32, order),
+    ):
+        slots = Slots(16, prefill_rows=4, steps=steps)
+        given = prompts if rows is None else jax.tree.map(lambda x, rows=rows: x[rows], prompts)
+        run = jax.jit(
+            lambda p, given, slots=slots: generate(p, given, noise, temperature, SAMPLING, config, layout, slots)
+        )
+        rollout, seconds = timed(lambda p, run=run, given=given: run(p, given), params)
+        by_id = np.argsort(np.asarray(rollout.id))
+        compared = (rollout.tokens, rollout.logprobs, rollout.sampled_logprobs, rollout.finish)
+        bits[name] = [np.ascontiguousarray(np.asarray(each)[by_id]).tobytes() for each in compared]
+        fewest = int(np.asarray(rollout.lengths).sum()) / slots.slots
+        seconds_a_step[name] = seconds / fewest
+    print(json.dumps({"dtype": dtype, "seconds_over_fewest_steps": seconds_a_step}))
+    return [f"bits in slots, {name}, in {dtype}" for name, each in bits.items() if each != bits["in order"]]
 
 
 def ragged_prompts(*, rows: int, columns: int) -> Prompts:

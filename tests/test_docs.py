@@ -37,6 +37,7 @@ from jaxrlhf.config.schema import (
     OutputConfig,
     RoleConfig,
     RunConfig,
+    StalenessConfig,
     WandbConfig,
     WarmStartConfig,
     load_run,
@@ -65,6 +66,7 @@ WITH_EXAMPLES = [path for path in sorted((ROOT / "jaxrlhf").rglob("*.py")) if ">
 SECTIONS: dict[str, type[Any]] = {
     "A run": RunConfig,
     "`devices_memory`": MemoryLimits,
+    "`staleness`": StalenessConfig,
     "`data`": DataConfig,
     "`data.arithmetic`": ArithmeticConfig,
     "`tokenizer`": TokenizerConfig,
@@ -207,7 +209,7 @@ def documented_metrics() -> list[str]:
 
 def test_every_metric_is_documented_and_no_other():
     names: set[str] = set()
-    for overrides in ([], ["settings.kl.placement=loss"]):
+    for overrides in ([], ["settings.kl.placement=loss"], ["staleness=1"]):
         run = assemble(load_run("ppo_arithmetic", overrides), num_devices=8)
         assert run.warm_start is not None
         for phase, above in ((run.train, None), (run.warm_start, "warm_start")):
@@ -229,7 +231,7 @@ def test_every_metric_is_documented_and_no_other():
             names |= set(flatten({above: results} if above else results))
     for module in ("trainer", "evaluation", "step_metrics"):
         source = (ROOT / "jaxrlhf" / "run" / f"{module}.py").read_text()
-        names |= set(re.findall(r'"((?:perf|training|eval|timing_s|warm_start)/\w+)"', source))
+        names |= set(re.findall(r'"((?:perf|training|eval|timing_s|warm_start|staleness)/\w+)"', source))
     documented = documented_metrics()
     assert len(set(documented)) == len(documented)
     assert {name for name in documented if "<" not in name} == names

@@ -7,7 +7,7 @@ import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxrlhf.algorithms.policy import (
     PolicyBatch,
@@ -50,7 +50,7 @@ def remax_step(
     reference = roles.reference.logprobs(rollout)
     scores = roles.reward.scores(rollout)
     baseline = roles.reward.scores(greedy)
-    given = (rollout, greedy, reference, scores, baseline, state, config)
+    given = (rollout, greedy.finish, reference, scores, baseline, state, config)
     batch, state, metrics = compute(remax_batch, *given, groups_of=config.groups_of())
     results = {
         "rollout": metrics,
@@ -61,7 +61,7 @@ def remax_step(
 
 def remax_batch(
     rollout: Rollout,
-    greedy: Rollout,
+    greedy_finish_B: Int[Array, " B"],
     reference_BR: Float[Array, "B R"],
     scores_B: Float[Array, " B"],
     baseline_B: Float[Array, " B"],
@@ -76,7 +76,7 @@ def remax_batch(
     variance. Both scores are shaped alike; where they are normalized, by the moments of both together.
     """
     mask_BR = rollout.response
-    finish_2B = jnp.concatenate([rollout.finish, greedy.finish])
+    finish_2B = jnp.concatenate([rollout.finish, greedy_finish_B])
     shaped_2B, scored = shape_scores(jnp.concatenate([scores_B, baseline_B]), finish_2B, state, config)
     shaped_B, shaped_baseline_B = jnp.split(shaped_2B, 2)
     kl_BR = jnp.where(mask_BR, state.kl_coef * token_kl(rollout, reference_BR, config.kl), 0.0)

@@ -166,11 +166,12 @@ class Executor:
                 self._offload_after(one, later, plan)
             if self._one_at_a_time:
                 self.wait()
-        oldest: dict[str, int] = {}  # set -> the version that the next step reads first
-        for call in stale:
-            name = self._own(call)
-            oldest[name] = min(oldest.get(name, self.weights.version(name)), self.weights.version(name) + call.reads)
-        self.weights.unpin(oldest)
+        if any(call.writes is not None for call in graph.calls):  # an evaluation leaves what later steps read
+            oldest: dict[str, int] = {}  # set -> the version that the next step reads first
+            for call in stale:
+                version = self.weights.version(name := self._own(call))
+                oldest[name] = min(oldest.get(name, version), version + call.reads)
+            self.weights.unpin(oldest)
         new_state = jax.tree.map(lambda ref: lookup(values, ref, self._wait), graph.state)
         phase, number = self._at
         wait = functools.partial(self._timeline.host, kind=WAIT, step=number, phase=phase)

@@ -292,6 +292,8 @@ class WeightStore:
             held.pinned[version, form], more = to_ring(params, weight_set.model, layout)
             return held.pinned[version, form], (received or 0) + more
         there = {at: x for (number, (at, kind)), x in held.pinned.items() if number == version and kind != "ring"}
+        if not there:
+            raise KeyError(f"Version {version} of '{name}' was not pinned. Version {held.version} is the current one.")
         source, params = next(iter(there.items()))
         by = form_between(weight_set, source, layout, layers)
         received = bytes_received_here(

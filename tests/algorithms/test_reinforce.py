@@ -41,7 +41,7 @@ fast_reinforce_plus_plus_batch = jax.jit(reinforce_plus_plus_batch, static_argna
 def run_remax(config: ReMaxConfig):
     greedy = make_rollout().replace(finish=jnp.asarray(GREEDY_FINISH, jnp.int32))
     scores = jnp.asarray(SCORES), jnp.asarray(BASELINE)
-    return fast_remax_batch(make_rollout(), greedy, reference_BR, *scores, policy_state(config), config=config)
+    return fast_remax_batch(make_rollout(), greedy.finish, reference_BR, *scores, policy_state(config), config=config)
 
 
 def test_remax_against_a_loop():

@@ -139,7 +139,7 @@ def test_all_sets_but_the_generating_one_forget_their_versions():
     [
         ({"steps": -1}, "steps: must lie between 0 and 16. Got -1"),
         ({"steps": 17}, "steps: must lie between 0 and 16. Got 17"),
-        ({"max_weight": 0.0}, "max_weight: must be positive. Got 0.0"),
+        ({"max_weight": 0.0}, "max_weight: must be finite and positive. Got 0.0"),
     ],
 )
 def test_what_is_refused(data, message):

@@ -206,10 +206,8 @@ class _Pipelined:
             each = [Placement(tuple(devices[i * size : (i + 1) * size]), strategy) for i in range(replicas)]
             rest = tuple(dataclasses.replace(share, rows=1 / replicas) for share in each[1:])
             shares = dataclasses.replace(each[0], shares=rest)
-        if any(share.strategy.micro_batches > 1 for share in (shares, *shares.shares)):
-            raise PlanError(f"{call.plan_name} has micro-batches, and so no parts.")
-        more = tuple(dataclasses.replace(share, parts=parts) for share in shares.shares)
-        return dataclasses.replace(shares, parts=parts, shares=more)
+        more = tuple(_generating(share, parts) for share in shares.shares)
+        return dataclasses.replace(_generating(shares, parts), shares=more)
 
     def _taker(self, call: Call, blocks: int, part_rows: float) -> Placement:
         """An inference call that takes the blocks of a generation."""
@@ -233,8 +231,7 @@ class _Pipelined:
         for devices in ranges:
             problem = make_problem(alone, self._cluster, costs, among="any", on={call.name: devices})
             choices = problem.calls[0].choices
-            whole = [c for c in choices if c.strategy.micro_batches == 1] if call.kind == "generate" else []
-            fastest = min(whole or choices, key=lambda choice: (float(f"{choice.busy:.3g}"), _micro_batches(choice)))
+            fastest = min(choices, key=lambda choice: (float(f"{choice.busy:.3g}"), _micro_batches(choice)))
             found.append((devices, fastest.strategy, fastest.busy))
         if call.kind == "generate":  # the first has the rows that are left: its degrees must divide any such number
             found.sort(key=lambda each: each[1].num_row_shards * each[1].pipeline)
@@ -272,6 +269,13 @@ def _with_fewer(placement: Placement, rows: int) -> Placement:
     most = max(1, rows // strategy.num_row_shards)
     count = max(n for n in divisors(strategy.micro_batches) if n <= most)
     return dataclasses.replace(placement, strategy=dataclasses.replace(strategy, micro_batches=count))
+
+
+def _generating(placement: Placement, parts: int) -> Placement:
+    """A generation in so many parts, which take the place of micro-batches."""
+    return dataclasses.replace(
+        placement, parts=parts, strategy=dataclasses.replace(placement.strategy, micro_batches=1)
+    )
 
 
 def _in_equal_parts(placement: Placement, parts: int) -> Placement:
