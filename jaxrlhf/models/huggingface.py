@@ -73,7 +73,7 @@ def load_params(
     head that the checkpoint lacks is zeros; a language-model head that the config has no use for is left out. Raises
     ValueError if weight files are missing or unreadable, or do not hold exactly the weights that the config declares.
     """
-    declared = declare(config, stacked=stacked)
+    declared, dtype = declare(config, stacked=stacked), jax.dtypes.canonicalize_dtype(dtype)
     files = open_weights(folder)
     _check_weights(files, config)
 
