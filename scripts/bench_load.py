@@ -32,7 +32,7 @@ from jaxrlhf.models.huggingface import load_params, save_params
 from jaxrlhf.models.params import abstract_params
 from jaxrlhf.models.weight_files import Dtype
 from jaxrlhf.sharding.layout import Layout
-from jaxrlhf.sharding.mesh import use_virtual_cpu_devices
+from jaxrlhf.sharding.mesh import skip_cuda_check_without_gpu, use_virtual_cpu_devices
 from jaxrlhf.sharding.strategy import Strategy
 
 STRATEGY = Strategy(fsdp=4, tensor=2)
@@ -97,6 +97,7 @@ def write_random(config: ModelConfig, folder: Path, dtype: Dtype) -> None:
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Loads and exports in this process."""
+    skip_cuda_check_without_gpu()
     use_virtual_cpu_devices(STRATEGY.num_devices)
     config, dtype = read_config(options.child), jnp.dtype(options.held)
     layout = Layout.over(tuple(range(STRATEGY.num_devices)), STRATEGY)

@@ -212,7 +212,7 @@ class OutputConfig:
     export: tuple[str, ...] = ()
     """Roles whose last weights are written in Hugging Face's format, to the folder of that name in the run's."""
     export_every: int = 0
-    """Steps between exports of the same roles to exports/<steps>/<role> in the run's folder. 0: only at the end."""
+    """Steps between exports of those roles that change, to exports/<steps>/<role>. 0 means only at the end."""
 
     def __post_init__(self) -> None:
         counts = ("samples_every", "num_samples", "part_tokens", "checkpoint_every", "checkpoint_minutes")

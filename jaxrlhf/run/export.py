@@ -32,10 +32,7 @@ def export(assembly: Assembly, executor: Executor, folder: RunFolder, channel: C
     a time; the arrays on the devices are read where they lie.
     """
     for name in assembly.config.output.export:
-        target = folder.path / name
-        channel.share(lambda target=target: begin_folder(target))
-        _export_role(assembly, executor, folder, channel, name, partial_folder(target))
-        channel.share(lambda target=target: finish_folder(target))
+        _export_alone(assembly, executor, folder, channel, name)
 
 
 def is_due(assembly: Assembly, done: int) -> bool:
@@ -45,11 +42,24 @@ def is_due(assembly: Assembly, done: int) -> bool:
 
 
 def export_step(assembly: Assembly, executor: Executor, folder: RunFolder, channel: Channel, done: int) -> None:
-    """Writes the weights after `done` steps: the same roles as `export`, all at once under the number of steps."""
+    """Writes the weights after `done` steps: the roles of `export` that change, together under the number of steps.
+    Those that never change are where the end of the run leaves them, from the first time on."""
     target = folder.exports / str(done)
     channel.share(lambda: begin_folder(target))
     for name in assembly.config.output.export:
-        _export_role(assembly, executor, folder, channel, name, partial_folder(target) / name)
+        role = assembly.train.roles[name]
+        assert isinstance(role, ModelRole)
+        if executor.weights.sets[role.weights or name].rests_in_float32:
+            _export_role(assembly, executor, folder, channel, name, partial_folder(target) / name)
+        elif not channel.share((folder.path / name).exists):
+            _export_alone(assembly, executor, folder, channel, name)
+    channel.share(lambda: finish_folder(target))
+
+
+def _export_alone(assembly: Assembly, executor: Executor, folder: RunFolder, channel: Channel, name: str) -> None:
+    target = folder.path / name
+    channel.share(lambda: begin_folder(target))
+    _export_role(assembly, executor, folder, channel, name, partial_folder(target))
     channel.share(lambda: finish_folder(target))
 
 
@@ -77,8 +87,7 @@ def _export_role(
 
 
 def _base_folder(assembly: Assembly, folder: RunFolder, role: ModelRole) -> str:
-    """The folder with the base weights of a role's adapters, which are exported at the end or came from there; empty if
-    no file has them."""
+    """The folder with the base weights of a role's adapters; empty if no file has them."""
     for name in assembly.config.output.export:
         other = assembly.train.roles[name]
         if isinstance(other, ModelRole) and other.weights == role.base:

@@ -64,6 +64,13 @@ def test_between_steps_and_after_a_resume(train):
     chex.assert_trees_all_equal(weights(run / "exports/3/actor"), weights(run / "actor"))
     assert not [path for path in run.rglob(".*") if path.is_dir()]
 
+    # a run that ends where it begins turns a checkpoint into a folder
+    assert train("steps=1", f"resume={run}/checkpoints/steps/2") == 1
+    assert train("steps=2", f"resume={run}/checkpoints/steps/2", "output.export_every=0") == 0
+    again = Path("runs/latest").resolve()
+    assert again != run
+    chex.assert_trees_all_equal(weights(again / "actor"), weights(run / "exports/2/actor"))
+
 
 def test_an_interrupted_export_leaves_no_folder_and_is_written_again(train, monkeypatch):
     original = exporting.save_params
