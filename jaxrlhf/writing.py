@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,6 +37,32 @@ def replacing(path: Path) -> Iterator[Path]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def partial_folder(path: Path) -> Path:
+    """The name beside `path` under which a folder is written until all of it is there."""
+    return path.with_name(f".{path.name}.partial")
+
+
+def begin_folder(path: Path) -> None:
+    """Makes the empty folder `partial_folder(path)`. What a killed writer left there is removed."""
+    with writing(path):
+        shutil.rmtree(partial_folder(path), ignore_errors=True)
+        partial_folder(path).mkdir(parents=True)
+
+
+def finish_folder(path: Path) -> None:
+    """Gives a written folder its name in one move. Where there is an older one of that name, a kill at this
+    moment leaves none."""
+    with writing(path):
+        if path.exists():
+            old = path.with_name(f".{path.name}.old")
+            shutil.rmtree(old, ignore_errors=True)
+            os.replace(path, old)
+            os.replace(partial_folder(path), path)
+            shutil.rmtree(old)
+        else:
+            os.replace(partial_folder(path), path)
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -243,10 +243,17 @@ class OutputConfig:
     """Save a checkpoint after each evaluation that is better than all before, and keep it beside the newest ones."""
     export: tuple[str, ...] = ()
     """Roles whose last weights are written in Hugging Face's format, to the folder of that name in the run's."""
+    export_every: int = 0
+    """Steps between exports of those roles that change, to exports/<steps>/<role>. 0 means only at the end."""
 
     def __post_init__(self) -> None:
         counts = ("samples_every", "num_samples", "part_tokens", "checkpoint_every", "checkpoint_minutes")
-        checks.require_fields(self, checks.require_at_least_zero, *counts)
+        checks.require_fields(self, checks.require_at_least_zero, *counts, "export_every")
+        rule = "needs roles to be exported"
+        checks.require(
+            bool(self.export) or not self.export_every, "export_every", rule, self.export_every,
+            "Set export to [actor], say.",
+        )  # fmt: skip
         checks.require_at_least_one(self.keep_checkpoints, "keep_checkpoints")
         checks.require(
             math.isfinite(self.checkpoint_minutes), "checkpoint_minutes", "must be finite", self.checkpoint_minutes

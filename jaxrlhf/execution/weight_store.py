@@ -115,7 +115,8 @@ class WeightStore:
         return not self.sets[name].rests_in_float32 and not name.endswith(BASE)
 
     def load(self, name: str, layout: Layout, params: Params) -> None:
-        """Takes over float32 weights that rest in `layout`. The caller must not use them afterwards."""
+        """Takes over weights that rest in `layout`: in float32, or, of a set that never changes, in its compute
+        precision. The caller must not use them afterwards."""
         weight_set = self.sets[name]
         form: Form = (layout, weight_set.resting_form(layout))
         params = in_form(params, weight_set, form)
@@ -130,6 +131,14 @@ class WeightStore:
         """A copy of a set in float32 that shares no memory with it."""
         held = self._held[name]
         return held.home, _copy_program(self.sets[name], held.home)(held.source)
+
+    def resting(self, name: str) -> Params:
+        """The weights of a set as they rest, on devices or in host memory, to be read before the next call of its
+        roles: not a copy."""
+        held = self._held[name]
+        if held.master is not None:
+            return held.master
+        return next(x for (_, layers), x in (held.resting | held.copies).items() if layers != "ring")
 
     def state(self, name: str) -> dict[str, Any]:
         """All arrays of a set that a checkpoint must hold, on the devices."""

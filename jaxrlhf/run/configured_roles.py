@@ -11,7 +11,7 @@ from jaxrlhf.config.reading import ConfigError
 from jaxrlhf.config.schema import RANDOM, RoleConfig, RunConfig
 from jaxrlhf.data.prompts import PromptTable
 from jaxrlhf.models.adapter_files import check_adapters
-from jaxrlhf.models.architecture import num_parameters
+from jaxrlhf.models.architecture import checkpoint_name, num_parameters
 from jaxrlhf.models.config import CHOSEN, Head, ModelConfig
 from jaxrlhf.models.config_json import Origin
 from jaxrlhf.models.config_json import read_config as read_folder
@@ -165,10 +165,17 @@ def describe(name: str, role: ModelRole, roles: Mapping[str, RoleConfig]) -> str
     return f"{adapters}{base}{f' ({roles[name].init})' if role.base == name + BASE else ''}"
 
 
-def check_vocabulary(models: Mapping[str, ModelConfig], table: PromptTable) -> None:
+def check_vocabulary(models: Mapping[str, ModelConfig], table: PromptTable, roles: Mapping[str, RoleConfig]) -> None:
     """Checks that every model has an embedding for every token."""
     for name, model in models.items():
         if table.tokenizer.vocab_size > model.vocab_size:
+            folder = roles[name].init
+            if folder not in (RANDOM, *roles):
+                raise ConfigError(
+                    f"roles.{name}.init: {checkpoint_name('embedding')} in {folder} must have a row for every token of "
+                    f"{table.tokenizer.name}, {table.tokenizer.vocab_size}. Got {model.vocab_size}. One of the two "
+                    "is of another model: leave tokenizer out to use that of the folder, or download the folder again."
+                )
             raise ConfigError(
                 f"roles.{name}.model.vocab_size: must hold the tokenizer's vocabulary, {table.tokenizer.vocab_size} "
                 f"({table.tokenizer.name}). Got {model.vocab_size}. Raise it, or use another tokenizer."

@@ -1,6 +1,7 @@
 """The tokenizer of a run: the one in its config, or else that of the folder that its roles start from."""
 
 import dataclasses
+import json
 import os
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from jaxrlhf.config.reading import ConfigError
 from jaxrlhf.config.schema import RunConfig
 from jaxrlhf.data.tokenizer import TokenizerConfig
 from jaxrlhf.data.tokenizer_files import TOKENIZER, read_vocabulary
+from jaxrlhf.models.config_json import CONFIG, GENERATION
 
 
 def configured_tokenizer(config: RunConfig) -> TokenizerConfig:
@@ -29,8 +31,31 @@ def configured_tokenizer(config: RunConfig) -> TokenizerConfig:
             )
     if not folders:
         return dataclasses.replace(config.tokenizer, kind="bytes")
+    for folder in folders.values():
+        _check_ends(folder)
     first = next(iter(folders.values()))
     return dataclasses.replace(config.tokenizer, kind="file", path=str(first))
+
+
+def _check_ends(folder: Path) -> None:
+    """Checks that the tokens at which a folder's model ends a text are tokens of the tokenizer beside it."""
+    for name in (CONFIG, GENERATION):
+        if unknown := _ends(folder / name) - (known := set(read_vocabulary(folder / TOKENIZER).values())):
+            raise ConfigError(
+                f"{folder / name}: eos_token_id: must be tokens of the {TOKENIZER} beside it. Got {min(unknown)}, and "
+                f"{len(known)} tokens up to {max(known, default=-1)}. That file is of another model: download the "
+                "folder again."
+            )
+
+
+def _ends(path: Path) -> set[int]:
+    """The `eos_token_id` of a JSON file, one or several. What cannot be read is reported elsewhere."""
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return set()
+    ends = fields.get("eos_token_id") if isinstance(fields, dict) else None
+    return {each for each in (ends if isinstance(ends, list) else [ends]) if type(each) is int}
 
 
 def tokenizer_notes(config: RunConfig) -> list[str]:

@@ -1,6 +1,13 @@
-"""Export of a run's last weights: whole models in Hugging Face's format, adapters in PEFT's."""
+"""Export of a run's weights: whole models in Hugging Face's format, adapters in PEFT's.
+
+    <run>/<role>                     after the last step
+    <run>/exports/<steps>/<role>     every `output.export_every` steps
+
+A folder gets its name when all of it is there. The name of one whose writer was killed begins with a dot.
+"""
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,35 +21,69 @@ from jaxrlhf.programs.roles import ModelRole
 from jaxrlhf.programs.weight_sets import BASE
 from jaxrlhf.run.assembly import Assembly
 from jaxrlhf.run.run_folder import RunFolder
+from jaxrlhf.writing import begin_folder, finish_folder, partial_folder
 
 
 def export(assembly: Assembly, executor: Executor, folder: RunFolder, channel: Channel) -> None:
     """Writes the roles that the config names, each to a folder of its name. Every process of a run must call it.
 
     Weights that started from a folder are written with that folder's settings and precision; random ones in their
-    compute precision. The tokenizer is written to the same folder.
+    compute precision. The tokenizer is written to the same folder. Weights pass through host memory a few megabytes at
+    a time; the arrays on the devices are read where they lie.
     """
-    tokenizer = assembly.table.tokenizer
+    for name in assembly.config.output.export:
+        _export_alone(assembly, executor, folder, channel, name)
+
+
+def is_due(assembly: Assembly, done: int) -> bool:
+    """Returns whether weights are to be exported after `done` steps, beside the export at the end."""
+    every = assembly.config.output.export_every
+    return bool(every) and done % every == 0
+
+
+def export_step(assembly: Assembly, executor: Executor, folder: RunFolder, channel: Channel, done: int) -> None:
+    """Writes the weights after `done` steps: the roles of `export` that change, together under the number of steps.
+    Those that never change are where the end of the run leaves them, from the first time on."""
+    target = folder.exports / str(done)
+    channel.share(lambda: begin_folder(target))
     for name in assembly.config.output.export:
         role = assembly.train.roles[name]
         assert isinstance(role, ModelRole)
-        key, target = role.weights or name, folder.path / name
-        params = _to_first(executor.weights.snapshot(key)[1], channel)
-        if not channel.is_first:
-            continue
-        if role.lora is not None:
-            save_adapters(params, role.model, role.lora, target, base=_base_folder(assembly, folder, role))
-            tokenizer.export(target)
-            continue
-        model = role.model
+        if executor.weights.sets[role.weights or name].rests_in_float32:
+            _export_role(assembly, executor, folder, channel, name, partial_folder(target) / name)
+        elif not channel.share((folder.path / name).exists):
+            _export_alone(assembly, executor, folder, channel, name)
+    channel.share(lambda: finish_folder(target))
+
+
+def _export_alone(assembly: Assembly, executor: Executor, folder: RunFolder, channel: Channel, name: str) -> None:
+    target = folder.path / name
+    channel.share(lambda: begin_folder(target))
+    _export_role(assembly, executor, folder, channel, name, partial_folder(target))
+    channel.share(lambda: finish_folder(target))
+
+
+def _export_role(
+    assembly: Assembly, executor: Executor, folder: RunFolder, channel: Channel, name: str, target: Path
+) -> None:
+    role, tokenizer = assembly.train.roles[name], assembly.table.tokenizer
+    assert isinstance(role, ModelRole)
+    params, model = executor.weights.resting(role.weights or name), role.model
+    if role.lora is not None:
+        lora, base = role.lora, _base_folder(assembly, folder, role)
+        adapters = _to_first(params, channel)
+        channel.share(lambda: save_adapters(adapters, model, lora, target, base=base))
+    else:
         if model.head == "both":  # only the language model, without the critic on its trunk
             model = dataclasses.replace(model, head="lm")
-            params = {key: value for key, value in params.items() if key != "value_head"}
         origin = assembly.origins.get(name)
         # float16 becomes float32, since weights trained in float32 may have left its range
         dtype = "bfloat16" if (origin.precision if origin else model.dtype) == "bfloat16" else "float32"
-        save_params(params, model, target, dtype=dtype, end_id=tokenizer.end_id, pad_id=tokenizer.pad_id, origin=origin)
-        tokenizer.export(target)
+        save_params(
+            params, model, target, dtype=dtype, end_id=tokenizer.end_id, pad_id=tokenizer.pad_id, origin=origin,
+            processes=channel,
+        )  # fmt: skip
+    channel.share(lambda: tokenizer.export(target))
 
 
 def _base_folder(assembly: Assembly, folder: RunFolder, role: ModelRole) -> str:

@@ -5,6 +5,7 @@ import zlib
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 
 from jaxrlhf.config.schema import RunConfig
 from jaxrlhf.execution.executor import Executor
@@ -18,6 +19,7 @@ from jaxrlhf.programs.weight_sets import BASE, WeightSet, sets_read, weight_sets
 from jaxrlhf.reshard.reallocate import reallocate
 from jaxrlhf.run.assembly import Phase
 from jaxrlhf.sharding.layout import Layout
+from jaxrlhf.sharding.processes import is_here
 
 Placed = tuple[Layout, Params]
 """Float32 weights and their layout at rest."""
@@ -31,7 +33,7 @@ def load_first_weights(executor: Executor, phase: Phase, config: RunConfig, know
     ready = {name + BASE if name + BASE in store.sets else name: placed for name, placed in known.items()}
     given = set(ready)
     waiting = [name for name, each in store.sets.items() if each.lora is None and each.average is None]
-    sources = {name: source_of(phase, config, name) for name in waiting}
+    sources = {name: _nearest_source(executor, phase, config, name, given) for name in waiting}
     while waiting:
         name = next(n for n in waiting if sources[n] not in waiting)  # there are no cycles: assembly checks that
         waiting.remove(name)
@@ -39,7 +41,7 @@ def load_first_weights(executor: Executor, phase: Phase, config: RunConfig, know
         if origin in ready:
             _adopt(executor, phase, config, name, *ready[origin])
         else:
-            _make(executor, phase, config, name)
+            _make(executor, phase, config, name, origin)
         if name in (sources[n] for n in waiting) and name not in ready:
             ready[name] = store.snapshot(name)
     for name, weight_set in store.sets.items():
@@ -76,17 +78,38 @@ def source_of(phase: Phase, config: RunConfig, name: str) -> str:
     return role.base or role.weights or source
 
 
-def _make(executor: Executor, phase: Phase, config: RunConfig, name: str) -> None:
-    """Loads random weights, or those of a folder."""
-    layout, model = home_layout(phase, name), executor.weights.sets[name].model
-    source = source_of(phase, config, name)
+def _nearest_source(executor: Executor, phase: Phase, config: RunConfig, name: str, given: set[str]) -> str:
+    """The set that a set is copied from, `random` or a folder. Weights that a set would copy from another one, which
+    has them from a folder, come from that folder: no copy of the other set is needed."""
+    sets, direct = executor.weights.sets, source_of(phase, config, name)
+    source = direct
+    while source in sets and source not in given:
+        source = source_of(phase, config, source)
+    if name in given or source in sets or source == "random" or direct not in sets:
+        return direct
+    wanted, there = sets[name].declare().keys(), sets[direct].declare().keys()
+    # a head that the folder lacks is a random one of the other set, or one of its own
+    same_heads = "value_head" not in wanted & there or holds_value_head(Path(source))
+    return source if same_heads and "lm_head" not in wanted - there else direct
+
+
+def _make(executor: Executor, phase: Phase, config: RunConfig, name: str, source: str) -> None:
+    """Loads random weights, or those of a folder, in the form and precision in which they rest."""
+    layout, weight_set = home_layout(phase, name), executor.weights.sets[name]
     if source == "random":
         executor.weights.initialize(name, layout, _key(config, name))
         return
-    params = load_params(Path(source), model, layout)
-    if "value_head" in params and not holds_value_head(Path(source)):
-        del params["value_head"]
-        params = _with_own_head(executor, params, name, layout, _key(config, name))
+    dtype = jnp.float32 if weight_set.rests_in_float32 else weight_set.model.compute_dtype
+    stacked = weight_set.resting_form(layout) == "stacked"
+    params = load_params(Path(source), weight_set.model, layout, stacked=stacked, dtype=dtype)
+    if "value_head" in params and not holds_value_head(Path(source)) and executor.weights.random_head(name):
+        sharding, model = params["value_head"].sharding, weight_set.model
+        if is_here(sharding):  # of a pipeline, on the last stage
+
+            def head(key: jax.Array) -> jax.Array:
+                return init_params(model, key, random_value_head=True)["value_head"].astype(dtype)
+
+            params["value_head"] = jax.jit(head, out_shardings=sharding)(_key(config, name))
     executor.weights.load(name, layout, params)
 
 

@@ -21,7 +21,7 @@ from jaxrlhf.name_rules import check_file_name
 from jaxrlhf.writing import replacing, write_atomically, writing
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
-OWN_FOLDERS = ("checkpoints", "tensorboard", "wandb")
+OWN_FOLDERS = ("checkpoints", "exports", "tensorboard", "wandb")
 """Subfolders of a run's folder that are not those of exported roles."""
 
 
@@ -54,6 +54,8 @@ class RunFolder:
     reward_error = _Inside("reward_error.txt")
     """The traceback of a reward function that raised."""
     checkpoints = _Inside("checkpoints")
+    exports = _Inside("exports")
+    """Weights exported between steps, in a folder for each such step."""
 
     @classmethod
     def create(cls, root: Path, name: str) -> "RunFolder":

@@ -82,7 +82,7 @@ def draft_step(config: RunConfig, *, tables: Tables | None = None, on_cpu: bool 
         response_lengths(config.plan.lengths, settings)
     models = configured_models(config, on_cpu=mesh.platform() == "cpu" if on_cpu is None else on_cpu)
     check_roles(config, algorithm.roles, models)
-    check_vocabulary(models, table)
+    check_vocabulary(models, table, config.roles)
     means = LengthMeans(len(table.prompts)) if config.plan.longest_first else None
     rows = StepRows(algorithm.data(settings), tables, config.batch_size, config.seed, means)
     measures = config.evaluation is not None and algorithm.evaluation is not None

@@ -30,7 +30,8 @@ from jaxrlhf.run.assembly import Assembly
 from jaxrlhf.run.checkpoints import Checkpoints, restore, weight_sets_of
 from jaxrlhf.run.configured_sampling import samplings_of
 from jaxrlhf.run.evaluation import Evaluator
-from jaxrlhf.run.export import export
+from jaxrlhf.run.export import export, export_step
+from jaxrlhf.run.export import is_due as export_is_due
 from jaxrlhf.run.first_weights import Placed, load_first_weights
 from jaxrlhf.run.interruption import Requests, RunStopped, StopRequest
 from jaxrlhf.run.records import Records
@@ -257,15 +258,18 @@ class Trainer:
                 asked_to_stop, asked_to_save = self._requests.look()
                 evaluates, stops = self._evaluator.is_due(done), asked_to_stop and done < config.steps
                 saves = self._checkpoints.is_due(done) or asked_to_save or stops
+                exports = export_is_due(self._assembly, done)
                 # metrics are read a step late, so that the devices do not wait for Python
-                while len(unread) > (0 if evaluates or saves else 1):
+                while len(unread) > (0 if evaluates or saves or exports else 1):
                     self._report(*unread.popleft(), progress)
                 if evaluates and self._evaluate(done, state) and config.output.keep_best:
                     saves = True
+                if exports:  # before the checkpoint, from which a run that is killed now would go on without it
+                    self._export_step(done)
                 if saves:
                     self._save(done, state)
                     progress.saved(done)
-                if evaluates or saves:
+                if evaluates or saves or exports:
                     self._reported = time.perf_counter()
                     progress.resume()
                 if stops:
@@ -351,6 +355,14 @@ class Trainer:
             self._checkpoints.save_steps(done, self._executor, state, value=value)
         self._saved = done
         self._requests.has_unsaved(False)
+
+    def _export_step(self, done: int) -> None:
+        """Exports the weights after a step. All steps up to it must have been reported, with finite losses."""
+        with (
+            self._timeline.host("export", kind=WAIT, step=done, phase="export"),
+            writing(self._folder.exports, SafetensorError),
+        ):
+            export_step(self._assembly, self._executor, self._folder, self._channel, done)
 
     def _stopped(self, done: int) -> RunStopped:
         """The exception for a run that was asked to stop, and has saved."""

@@ -185,8 +185,12 @@ def test_the_command_itself(tmp_path):
 def test_adapters_are_exported_beside_what_they_adapt_and_start_another_run(train):
     """The policy of a run that begins with them is the one that they were trained to be."""
     lora = ("--set", "roles.actor.lora={rank: 2, alpha: 4}", "--set", "plan={default: {data: 1}}")
-    assert train(*lora, "--set", "steps=2", "--set", "output.export=[actor, reference]")[0] == 0
+    exported = ("--set", "output.export=[actor, reference]", "--set", "output.export_every=2")
+    assert train(*lora, *exported, "--set", "steps=2")[0] == 0
     run = Path("runs/latest").resolve()
+    assert [path.name for path in (run / "exports" / "2").iterdir()] == ["actor"], "the reference never changes"
+    for path in (run / "exports" / "2" / "actor").iterdir():
+        assert path.read_bytes() == (run / "actor" / path.name).read_bytes()
     fields = json.loads((run / "actor" / "adapter_config.json").read_text())
     assert fields["base_model_name_or_path"] == str(run / "reference")
     assert (run / "actor" / "tokenizer.json").is_file()

@@ -17,6 +17,7 @@ from jaxrlhf.programs.roles import ModelRole
 from jaxrlhf.programs.weight_sets import weight_sets
 from jaxrlhf.run.assembly import Assembly, assemble
 from jaxrlhf.run.configured_roles import configured_models, precision_notes
+from jaxrlhf.run.step_draft import draft_step
 from tests.small_run import write_run
 
 LORA = "roles.actor.lora={rank: 2}"
@@ -164,6 +165,17 @@ def test_a_window_binds_only_sequences_that_outgrow_it(found):
     with pytest.raises(ValueError, match=r"Set max_position_embeddings to 64 in the role's model"):
         found()
     assert found("roles.actor.model.max_position_embeddings=64")["actor"].max_position_embeddings == 64
+
+
+def test_weights_without_a_row_for_every_token_are_named(found):
+    run = load_run("run.yaml", ["roles.actor={init: llama, optimizer: {}}", "tokenizer.kind=bytes"])
+    message = (
+        "roles.actor.init: model.embed_tokens.weight in llama must have a row for every token of bytes, 258. Got 128. "
+        "One of the two is of another model: leave tokenizer out to use that of the folder, or download the folder "
+        "again."
+    )
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        draft_step(run)
 
 
 @pytest.mark.parametrize(

@@ -100,6 +100,28 @@ def test_a_damaged_one_is_named():
         tokenizer(JUDGE)
 
 
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+def test_a_tokenizer_without_the_token_at_which_the_model_ends_a_text_is_of_another(file):
+    model_folder("actor_folder", "<unk>", "</s>", "a", eos_token="</s>")
+    Path(f"actor_folder/{file}").write_text('{"eos_token_id": [2, 1]}')
+    assert tokenizer().end_id == 1
+    Path(f"actor_folder/{file}").write_text('{"eos_token_id": [1, 128009]}')
+    message = (
+        f"actor_folder/{file}: eos_token_id: must be tokens of the tokenizer.json beside it. Got 128009, and 3 "
+        "tokens up to 2. That file is of another model: download the folder again."
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        tokenizer()
+    assert tokenizer("tokenizer.kind=bytes").name == "bytes"
+
+
+@pytest.mark.parametrize("text", ["[]", "{", '{"eos_token_id": null}', '{"eos_token_id": "x"}'])
+def test_a_generation_config_that_says_nothing_of_ends(text):
+    model_folder("actor_folder", "<unk>", "</s>", "a", eos_token="</s>")
+    Path("actor_folder/generation_config.json").write_text(text)
+    assert tokenizer().end_id == 1
+
+
 def test_a_tokenizer_that_contradicts_the_weights_is_refused():
     model_folder("actor_folder", "<unk>", "</s>", "a")
     model_folder("other_folder", "<unk>", "</s>", "b")
