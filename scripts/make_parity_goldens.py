@@ -68,11 +68,32 @@ CONFIGS = {
         rope_parameters={"rope_type": "default", "rope_theta": 500.0},
     ),
 }
+WINDOW = 4
+CONFIGS |= {
+    "mistral": transformers.MistralConfig(
+        **SIZES,
+        num_hidden_layers=2,
+        intermediate_size=40,
+        rms_norm_eps=1e-2,
+        sliding_window=WINDOW,
+        rope_parameters={"rope_type": "default", "rope_theta": 500.0},
+    ),
+    "qwen2_windows": transformers.Qwen2Config(
+        **SIZES,
+        num_hidden_layers=3,
+        intermediate_size=32,
+        rms_norm_eps=1e-3,
+        use_sliding_window=True,
+        sliding_window=WINDOW,
+        max_window_layers=1,
+        rope_parameters={"rope_type": "default", "rope_theta": 500.0},
+    ),
+}
 AUTO_MODELS = {
     "lm": transformers.AutoModelForCausalLM,
     "scalar": transformers.AutoModelForSequenceClassification,
 }
-SEEDS = {"llama": 0, "qwen2": 44, "qwen3": 2}
+SEEDS = {"llama": 0, "qwen2": 44, "qwen3": 2, "mistral": 3, "qwen2_windows": 2}
 
 
 def make(name: str, seed: int) -> None:
@@ -231,16 +252,17 @@ def check_adapters(name: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="check that transformers reads what jaxrlhf writes")
-    checks = parser.parse_args().check
+    parser.add_argument("--only", nargs="*", default=list(SEEDS), choices=SEEDS, help="some of the checkpoints")
+    given = parser.parse_args()
     torch.set_num_threads(1)
     transformers.utils.logging.disable_progress_bar()
-    for name, seed in SEEDS.items():
-        if checks:
+    for name in given.only:
+        if given.check:
             check(name)
             check_adapters(name)
         else:
             with torch.no_grad():
-                make(name, seed)
+                make(name, SEEDS[name])
 
 
 if __name__ == "__main__":

@@ -207,19 +207,30 @@ def pair_flops(config: ModelConfig) -> int:
     return 2 * 2 * config.num_heads * config.head_size
 
 
-def seen_pairs(num_queries: int, num_keys: int) -> int:
-    """Pairs of a query, in the last columns, and a key that it sees."""
-    before = num_keys - num_queries
-    return (num_keys * (num_keys + 1) - before * (before + 1)) // 2
+def seen_pairs(num_queries: int, num_keys: int, window: int | None = None) -> int:
+    """Pairs of a query, in the last columns, and a key that it sees.
+
+    >>> seen_pairs(2, 4), seen_pairs(2, 4, window=3)
+    (7, 6)
+    """
+    most = num_keys if window is None else min(window, num_keys)
+
+    def of_first(columns: int) -> int:
+        rising = min(columns, most)
+        return rising * (rising + 1) // 2 + (columns - rising) * most
+
+    return of_first(num_keys) - of_first(num_keys - num_queries)
 
 
 def forward_flops(config: ModelConfig, *, rows: int, columns: int, scored: int) -> int:
     """Operations of the matrix products of a forward pass over full rows, whose last `scored` columns get an output.
 
-    One multiplication and one addition are two operations; the half of attention that is hidden is not counted.
-    The last layer needs keys and values of all columns, and the rest of itself for the scored ones only.
+    One multiplication and one addition are two operations; the half of attention that is hidden is not counted, nor
+    what is outside of a window. The last layer needs keys and values of all columns, and the rest of itself for the
+    scored ones only.
     """
-    pairs = (config.num_layers - 1) * seen_pairs(columns, columns) + seen_pairs(scored, columns)
+    *others, last = config.windows
+    pairs = sum(seen_pairs(columns, columns, window) for window in others) + seen_pairs(scored, columns, last)
     products = product_flops(config, columns=columns, last_layer=scored, scored=scored)
     return rows * (products + pairs * pair_flops(config))
 

@@ -2,17 +2,23 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrlhf.require import require, require_at_least_one, require_fields, require_positive
+from jaxrlhf.require import require, require_at_least_one, require_fields, require_not_negative, require_positive
 
 Head = Literal["lm", "scalar", "both"]
 """`lm` outputs a distribution over the vocabulary, `scalar` one number per position (a value, a reward); `both` are
 two heads on one trunk."""
+
+
+LayerType = Literal["full_attention", "sliding_attention"]
+"""Which tokens the queries of a layer see: all earlier ones, or those of a window."""
+LAYER_TYPES: tuple[LayerType, ...] = get_args(LayerType)
+FULL, SLIDING = LAYER_TYPES
 
 
 SIZES = (
@@ -55,7 +61,14 @@ class ModelConfig:
     max_position_embeddings: int = 2048
     """The longest sequence, prompt and response together."""
     rope_theta: float = 10000.0
+    rope_local_theta: float = 0.0
+    """Of sliding layers, whose frequencies are then not scaled. 0 is that of the others."""
     rope_scaling: RopeScaling | None = None
+    sliding_window: int = 0
+    """The tokens that a query of a sliding layer sees: itself and the latest before it. 0 is no window."""
+    layer_types: tuple[LayerType, ...] = ()
+    """Which layers slide, from the first on; a list shorter than the layers is repeated. Empty means all, if there is a
+    window."""
     norm_eps: float = 1e-5
     attention_bias: bool = False
     """Biases on queries, keys and values (Qwen 2)."""
@@ -79,12 +92,18 @@ class ModelConfig:
     def __post_init__(self) -> None:
         require_fields(self, require_at_least_one, *SIZES, "logits_chunk_tokens")
         require_fields(self, require_positive, "rope_theta", "norm_eps")
+        require_fields(self, require_not_negative, "rope_local_theta")
         rule = "must be positive, or 0 for hidden_size / num_heads"
         require(self.head_dim >= 0, "head_dim", rule, self.head_dim)
         rule = f"must divide num_heads={self.num_heads}, since each key-value head serves a group of queries"
         require(self.num_heads % self.num_kv_heads == 0, "num_kv_heads", rule, self.num_kv_heads)
         rule = f"must divide hidden_size={self.hidden_size} unless head_dim is given"
         require(self.head_dim > 0 or self.hidden_size % self.num_heads == 0, "num_heads", rule, self.num_heads)
+        require(self.sliding_window >= 0, "sliding_window", "must be positive, or 0 for none", self.sliding_window)
+        for kind in self.layer_types:
+            require(kind in LAYER_TYPES, "layer_types", f"must be some of {', '.join(LAYER_TYPES)}", kind)
+        slides = self.sliding_window > 0 or SLIDING not in self.layer_types
+        require(slides, "sliding_window", "must be positive for layer_types that slide", self.sliding_window)
         if self.dtype == "float64" and not jax.config.read("jax_enable_x64"):
             raise ValueError("dtype: float64 needs JAX_ENABLE_X64=1 in the environment. Got it off. Use float32.")
         rule = "must be even, since rotary positions turn pairs"
@@ -94,6 +113,23 @@ class ModelConfig:
     def head_size(self) -> int:
         """The size of a head, derived where the config leaves it at 0."""
         return self.head_dim or self.hidden_size // self.num_heads
+
+    def slides(self, layer: int) -> bool:
+        """True for a layer whose queries see a window."""
+        kinds = self.layer_types
+        return kinds[layer % len(kinds)] == SLIDING if kinds else self.sliding_window > 0
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The window of each layer, in tokens; None where no sequence outgrows it."""
+        binds = 0 < self.sliding_window < self.max_position_embeddings
+        return tuple(self.sliding_window if binds and self.slides(i) else None for i in range(self.num_layers))
+
+    def shallow(self, num_layers: int) -> "ModelConfig":
+        """A model with fewer layers, all of the type that most have, whose programs stand for those of this one."""
+        most = 2 * sum(map(self.slides, range(self.num_layers))) >= self.num_layers
+        types = (SLIDING if most else FULL,) if self.layer_types else ()
+        return dataclasses.replace(self, num_layers=num_layers, layer_types=types)
 
     @property
     def has_tied_head(self) -> bool:

@@ -4,12 +4,12 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from jaxrlhf.models.config import Head, ModelConfig, RopeScaling
+from jaxrlhf.models.config import FULL, LAYER_TYPES, SLIDING, Head, LayerType, ModelConfig, RopeScaling
+from jaxrlhf.models.families import FAMILIES, LM, SCALAR, Family, family_of, family_that_has
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
-_LM, _SCALAR = "ForCausalLM", "ForSequenceClassification"
 _SIZES = {  # field of ModelConfig -> field of config.json
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",
@@ -29,46 +29,22 @@ _TYPES: Mapping[str, tuple[tuple[type, ...], str]] = {
     **dict.fromkeys([*_SIZES.values(), "max_window_layers"], _WHOLE),
     **dict.fromkeys(["num_key_value_heads", "head_dim", "sliding_window"], _WHOLE_OR_NULL),
     **dict.fromkeys(["rms_norm_eps", "rope_theta"], _NUMBER),
-    "tie_word_embeddings": ((bool,), "true or false"),
+    **dict.fromkeys(["tie_word_embeddings", "use_sliding_window"], ((bool,), "true or false")),
     **dict.fromkeys(["rope_scaling", "rope_parameters"], ((dict, type(None)), "an object or null")),
     "layer_types": ((list, type(None)), "a list or null"),
 }
 """Field of config.json -> its allowed types, and their name in errors."""
 
 
-@dataclasses.dataclass(frozen=True)
-class _Family:
-    """Settings that an architecture implies by its name, or by leaving a field of config.json out."""
-
-    model_type: str
-    variant: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Fields of ModelConfig that its name implies."""
-    num_kv_heads: int | None = None
-    """Default of config.json's field. None means one per query head."""
-    head_dim: int | None = None
-    """Default of config.json's field. None means hidden_size / num_heads."""
-    window: Literal["none", "all layers", "by flag"] = "none"
-    """Layers that a `sliding_window` applies to: none, all, or all if `use_sliding_window` is true."""
-
-
-_FAMILIES: Mapping[str, _Family] = {
-    "Llama": _Family("llama"),
-    "Mistral": _Family("mistral", num_kv_heads=8, window="all layers"),
-    "Qwen2": _Family("qwen2", {"attention_bias": True}, num_kv_heads=32, window="by flag"),
-    "Qwen3": _Family("qwen3", {"qk_norm": True}, num_kv_heads=32, head_dim=128, window="by flag"),
-}
-
-
-def read_config(folder: Path, *, head: Head = "lm", longest: int | None = None) -> ModelConfig:
+def read_config(folder: Path, *, head: Head = "lm") -> ModelConfig:
     """The architecture of a folder's config.json. Settings of the computation (dtype, attention ...) keep defaults.
 
-    The longest sequence of the run, in tokens, is the folder's `max_position_embeddings` if it is None. Raises
-    ValueError if config.json is missing or malformed, or describes a model that is not supported.
+    Raises ValueError if config.json is missing or malformed, or describes a model that is not supported.
     """
     where = folder / CONFIG
     fields = read_json(where)
     _check_types(where, fields, _TYPES)
-    family = _family(where, fields, head)
+    family = family_of(where, fields, head)
     if "quantization_config" in fields:
         raise ValueError(
             f"{where}: quantization_config: weights must be in floating point. Got {fields['quantization_config']}. "
@@ -79,7 +55,7 @@ def read_config(folder: Path, *, head: Head = "lm", longest: int | None = None) 
     if not family.variant.get("attention_bias"):  # where it can be chosen, it puts a bias on the output projection too
         _require(where, "attention_bias", False, fields.get("attention_bias", False))
     sizes = {ours: stated(where, fields, theirs) for ours, theirs in _SIZES.items()}
-    _require_full_attention(where, fields, family, sizes, longest)
+    sliding_window, layer_types = _windows(where, fields, family, sizes["num_layers"])
     rope_theta, rope_scaling = _rope(where, fields)
     head_dim = fields.get("head_dim") or family.head_dim or 0
     num_kv_heads = fields.get("num_key_value_heads", family.num_kv_heads) or sizes["num_heads"]
@@ -90,6 +66,8 @@ def read_config(folder: Path, *, head: Head = "lm", longest: int | None = None) 
             head_dim=0 if head_dim * sizes["num_heads"] == sizes["hidden_size"] else head_dim,
             rope_theta=rope_theta,
             rope_scaling=rope_scaling,
+            sliding_window=sliding_window,
+            layer_types=layer_types,
             norm_eps=fields.get("rms_norm_eps", 1e-6),
             tie_embeddings=fields.get("tie_word_embeddings", False),
             head=head,
@@ -136,17 +114,17 @@ def exported_config(
     if origin is None:
         return {CONFIG: _config_fields(config, precision, end_id, pad_id)}
     architecture, *others = origin.fields["architectures"]
-    stem = architecture.removesuffix(_LM).removesuffix(_SCALAR)
+    stem = architecture.removesuffix(LM).removesuffix(SCALAR)
     spelled = [key for key in ("dtype", "torch_dtype") if key in origin.fields] or ["torch_dtype"]
     fields = {
         **_with_end(origin.fields, end_id),
-        "architectures": [stem + (_SCALAR if config.head == "scalar" else _LM), *others],
+        "architectures": [stem + (SCALAR if config.head == "scalar" else LM), *others],
         **dict.fromkeys(spelled, precision),
     }
     if fields.get("pad_token_id") is None:
         fields["pad_token_id"] = pad_id
     if config.head == "scalar":
-        return {CONFIG: fields if architecture.endswith(_SCALAR) else fields | _ONE_OUTPUT}
+        return {CONFIG: fields if architecture.endswith(SCALAR) else fields | _ONE_OUTPUT}
     return {CONFIG: fields} | ({GENERATION: _with_end(origin.generation, end_id)} if origin.generation else {})
 
 
@@ -159,43 +137,33 @@ def _with_end(fields: Mapping[str, Any], end_id: int | None) -> dict[str, Any]:
     return {**fields, "eos_token_id": [end_id, *known] if known else end_id}
 
 
-def _family(where: Path, fields: dict[str, Any], head: Head) -> _Family:
-    architecture = (fields.get("architectures") or [None])[0]
-    known = {stem + suffix: family for stem, family in _FAMILIES.items() for suffix in (_LM, _SCALAR)}
-    if architecture not in known:
-        raise ValueError(
-            f"{where}: architectures: must begin with one that is supported. Got {architecture!r}. Supported: "
-            f"{', '.join(known)}."
-        )
-    if head != "scalar" and architecture.endswith(_SCALAR):
-        raise ValueError(
-            f"{where}: architectures: a language-model head is asked for, so the checkpoint must have one. "
-            f"Got {architecture!r}. Load it with a scalar head, or use a checkpoint of "
-            f"{architecture.removesuffix(_SCALAR) + _LM}."
-        )
-    return known[architecture]
-
-
-def _require_full_attention(
-    where: Path, fields: dict[str, Any], family: _Family, sizes: dict[str, int], longest: int | None
-) -> None:
-    """Raises ValueError if a layer has a sliding window that a sequence of the run can outgrow."""
-    if family.window == "none":
-        return
-    by_flag = family.window == "by flag"
+def _windows(where: Path, fields: dict[str, Any], family: Family, num_layers: int) -> tuple[int, tuple[LayerType, ...]]:
+    """The window of the model, 0 if it has none, and the layers that slide, as `ModelConfig` has them."""
     window = fields.get("sliding_window", 4096)
-    if window is None or (by_flag and not fields.get("use_sliding_window", False)):
-        return
-    num_layers, most = sizes["num_layers"], longest or sizes["max_position_embeddings"]
+    by_flag = family.window == "by flag"
+    if family.window == "none" or window is None or (by_flag and not fields.get("use_sliding_window", False)):
+        return 0, ()
     num_full = fields.get("max_window_layers", 28) if by_flag else 0
-    layer_types = fields.get("layer_types")
-    slides = num_full < num_layers if layer_types is None else any(kind != "full_attention" for kind in layer_types)
-    if slides and window < most:
+    kinds = fields.get("layer_types") or [FULL if i < num_full else SLIDING for i in range(num_layers)]
+    unknown = [kind for kind in kinds if kind not in LAYER_TYPES]
+    if unknown or len(kinds) != num_layers:
+        got = json.dumps(unknown[0]) if unknown else f"{len(kinds)} of them"
         raise ValueError(
-            f"{where}: sliding_window: only full attention is supported. Got a window of {window} with "
-            f"max_position_embeddings={most}. Set max_position_embeddings to {window} in the role's model: "
-            "shorter sequences do not outgrow the window."
+            f"{where}: layer_types: must be one of {', '.join(LAYER_TYPES)} for each of {num_layers} layers. Got "
+            f"{got}. Use a checkpoint without layers of other types."
         )
+    if window < 1:
+        raise ValueError(f"{where}: sliding_window: must be at least 1, or null. Got {window}. Download it again.")
+    if SLIDING not in kinds:
+        return 0, ()
+    return window, () if FULL not in kinds else _repeated(kinds)
+
+
+def _repeated(kinds: list[LayerType]) -> tuple[LayerType, ...]:
+    """The shortest list that gives these when it is repeated."""
+    lengths = range(1, len(kinds) + 1)
+    length = next(n for n in lengths if all(kind == kinds[i % n] for i, kind in enumerate(kinds)))
+    return tuple(kinds[:length])
 
 
 def _rope(where: Path, fields: dict[str, Any]) -> tuple[float, RopeScaling | None]:
@@ -249,17 +217,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _config_fields(config: ModelConfig, dtype: str, end_id: int | None, pad_id: int | None) -> dict[str, Any]:
-    named = (field for family in _FAMILIES.values() for field in family.variant)
-    variant = {field: x for field in named if (x := getattr(config, field)) != getattr(ModelConfig, field)}
-    stem = next((stem for stem, family in _FAMILIES.items() if family.variant == variant), None)
-    if stem is None:
-        raise ValueError(
-            "attention_bias and qk_norm: a checkpoint of Qwen2 has the one, of Qwen3 the other. Got both. Train a "
-            "model that has one of them to export it."
-        )
+    stem = family_that_has(config)
     fields = {
-        "architectures": [stem + (_SCALAR if config.head == "scalar" else _LM)],
-        "model_type": _FAMILIES[stem].model_type,
+        "architectures": [stem + (SCALAR if config.head == "scalar" else LM)],
+        "model_type": FAMILIES[stem].model_type,
         "torch_dtype": dtype,
         **{theirs: getattr(config, ours) for ours, theirs in _SIZES.items()},
         "num_key_value_heads": config.num_kv_heads,
@@ -275,8 +236,20 @@ def _config_fields(config: ModelConfig, dtype: str, end_id: int | None, pad_id: 
         "eos_token_id": end_id,
         "pad_token_id": pad_id,
     }
+    if FAMILIES[stem].window != "none":
+        fields |= _window_fields(config, FAMILIES[stem])
     if config.rope_scaling is not None:
         fields["rope_scaling"] = {"rope_type": "llama3", **dataclasses.asdict(config.rope_scaling)}
     if config.head == "scalar":
         fields |= _ONE_OUTPUT
     return fields
+
+
+def _window_fields(config: ModelConfig, family: Family) -> dict[str, Any]:
+    fields: dict[str, Any] = {"sliding_window": config.sliding_window or None}
+    if family.window == "all layers":
+        return fields
+    kinds = [SLIDING if config.slides(i) else FULL for i in range(config.num_layers)]
+    num_full = kinds.index(SLIDING) if SLIDING in kinds else config.num_layers
+    flags = {"use_sliding_window": config.sliding_window > 0, "max_window_layers": num_full}
+    return {**fields, **flags, "layer_types": kinds}

@@ -63,11 +63,12 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     return (scaled * weight.astype(wide).reshape((1,) * (x.ndim - 1) + (-1,))).astype(x.dtype)
 
 
-def rotary(position: Int[Array, "*B"], config: ModelConfig) -> Rotation:
-    """Cosines and sines of rotary position embeddings (Su et al. 2021, arXiv:2104.09864), scaled as Llama 3 does."""
-    h = config.head_size
-    frequency = config.rope_theta ** (-jnp.arange(0, h, 2, dtype=jnp.float32) / h)
-    if config.rope_scaling is not None:
+def rotary(position: Int[Array, "*B"], config: ModelConfig, *, local: bool = False) -> Rotation:
+    """Cosines and sines of rotary position embeddings (Su et al. 2021, arXiv:2104.09864), scaled as Llama 3 does; or
+    those of sliding layers that have a theta of their own."""
+    h, theta = config.head_size, config.rope_local_theta if local else config.rope_theta
+    frequency = theta ** (-jnp.arange(0, h, 2, dtype=jnp.float32) / h)
+    if config.rope_scaling is not None and not local:
         frequency = _scale_frequencies(frequency, config.rope_scaling)
     angle = position[..., None].astype(jnp.float32) * frequency.reshape((1,) * position.ndim + (-1,))
     return jnp.cos(angle), jnp.sin(angle)

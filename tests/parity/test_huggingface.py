@@ -23,7 +23,7 @@ from safetensors.numpy import load_file, save_file
 from jaxrlhf.experience import Prompts, Sampling
 from jaxrlhf.generation import generate
 from jaxrlhf.models import heads, layers
-from jaxrlhf.models.config import ModelConfig, RopeScaling
+from jaxrlhf.models.config import FULL, SLIDING, ModelConfig, RopeScaling
 from jaxrlhf.models.config_json import Origin, read_config
 from jaxrlhf.models.huggingface import load_params, read_origin, save_params
 from jaxrlhf.models.params import Params, init_params, param_shardings, with_layers
@@ -32,7 +32,6 @@ from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.strategy import Strategy
 
 DATA = Path(__file__).parent / "data"
-NAMES = ("llama", "qwen2", "qwen3")
 TOLERANCE = 1e-4
 
 LLAMA = ModelConfig(
@@ -51,7 +50,12 @@ QWEN2 = dataclasses.replace(
     tie_embeddings=True,
 )  # fmt: skip
 QWEN3 = dataclasses.replace(LLAMA, head_dim=12, rope_theta=500.0, rope_scaling=None, qk_norm=True)
-CONFIGS = {"llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3}
+MISTRAL = dataclasses.replace(LLAMA, rope_theta=500.0, rope_scaling=None, sliding_window=4)
+QWEN2_WINDOWS = dataclasses.replace(
+    QWEN2, rope_theta=500.0, tie_embeddings=False, sliding_window=4, layer_types=(FULL, SLIDING, SLIDING)
+)
+CONFIGS = {"llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3, "mistral": MISTRAL, "qwen2_windows": QWEN2_WINDOWS}
+NAMES = tuple(CONFIGS)
 SMALL = ModelConfig(vocab_size=16, hidden_size=8, intermediate_size=12, num_layers=2, num_heads=2, num_kv_heads=1)
 
 
@@ -122,20 +126,19 @@ def test_logits(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_hidden_states_of_every_layer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The residual stream is what norms read: twice in each layer, and once at the end."""
+    """The residual stream as the MLP of each layer leaves it, and what the last norm makes of it."""
     golden, config = goldens(name), CONFIGS[name]
-    residual, rms_norm = [], layers.rms_norm
+    residual, add_mlp = [], layers.add_mlp
 
-    def recorded(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-        if x.ndim == 3:  # those of single heads have one dim more
-            residual.append(np.asarray(x))
-        return rms_norm(x, weight, eps)
+    def recorded(*args: Any) -> jax.Array:
+        residual.append(add_mlp(*args))
+        return residual[-1]
 
-    monkeypatch.setattr(layers, "rms_norm", recorded)
+    monkeypatch.setattr(layers, "add_mlp", recorded)
     params = load_params(DATA / name, config)
     last_BTD = hidden_states(params, jnp.asarray(golden.tokens_BT), jnp.asarray(golden.mask_BT), config, one_device())
-    assert len(residual) == 2 * config.num_layers + 1
-    ours_LBTD = np.stack([*residual[2::2], np.asarray(last_BTD)])
+    assert len(residual) == config.num_layers
+    ours_LBTD = np.stack([*residual, last_BTD])
     mask_BT = golden.mask_BT
     np.testing.assert_allclose(ours_LBTD[:, mask_BT], golden.hidden_LBTD[:, mask_BT], rtol=0, atol=TOLERANCE)
 
@@ -160,6 +163,10 @@ def test_greedy_decoding(name: str) -> None:
         ("qwen2", {"rope_theta": 1e4}),
         ("qwen3", {"rope_theta": 1e4}),
         ("qwen3", {"norm_eps": 1e-5}),
+        ("mistral", {"sliding_window": 5}),
+        ("mistral", {"sliding_window": 0}),
+        ("qwen2_windows", {"layer_types": (SLIDING,)}),
+        ("qwen2_windows", {"layer_types": (FULL, FULL, SLIDING)}),
     ],
     ids=str,
 )

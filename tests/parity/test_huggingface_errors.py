@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxrlhf.models.config import ModelConfig, RopeScaling
+from jaxrlhf.models.config import FULL, SLIDING, ModelConfig, RopeScaling
 from jaxrlhf.models.config_json import read_config
 from jaxrlhf.models.huggingface import load_params, save_params
 from jaxrlhf.models.params import init_params
@@ -31,6 +31,10 @@ OLD_LLAMA = {
 MISTRAL = {"architectures": ["MistralForCausalLM"]}
 QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "num_key_value_heads": 2}
 QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "num_key_value_heads": 2}
+FIVE_LAYERS = {
+    "num_hidden_layers": 5,
+    "layer_types": ["full_attention" if i % 2 else "sliding_attention" for i in range(5)],
+}
 LLAMA3 = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 2.0, "original_max_position_embeddings": 64}
 SCALING = RopeScaling(4.0, 1.0, 2.0, 64)
 YARN = LLAMA3 | {"rope_type": "yarn"}
@@ -67,9 +71,25 @@ def write_config(folder: Path, fields: dict[str, Any]) -> Path:
         ),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, {"rope_theta": 5e5, "rope_scaling": None}),
         (MISTRAL | {"num_attention_heads": 8, "sliding_window": None}, {"num_kv_heads": 8}),
-        (MISTRAL | {"num_key_value_heads": 2, "sliding_window": 256}, {"num_kv_heads": 2}),
+        (MISTRAL | {"num_key_value_heads": 2, "sliding_window": 256}, {"num_kv_heads": 2, "windows": (None, None)}),
+        (
+            MISTRAL | {"num_key_value_heads": 2},
+            {"sliding_window": 4096, "windows": (None, None)},
+        ),  # no sequence outgrows it
+        (
+            MISTRAL | {"num_key_value_heads": 2, "sliding_window": 64},
+            {"sliding_window": 64, "layer_types": (), "windows": (64, 64)},
+        ),
         (QWEN2 | {"use_sliding_window": False, "sliding_window": 64}, {"attention_bias": True, "qk_norm": False}),
-        (QWEN2 | {"use_sliding_window": True, "sliding_window": 64}, {"attention_bias": True}),  # from layer 28 on
+        (QWEN2 | {"use_sliding_window": True, "sliding_window": 64}, {"sliding_window": 0}),  # from layer 28 on
+        (
+            QWEN2 | {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},
+            {"layer_types": ("full_attention", "sliding_attention"), "windows": (None, 64)},
+        ),
+        (
+            QWEN3 | FIVE_LAYERS | {"use_sliding_window": True, "sliding_window": 64},
+            {"layer_types": ("sliding_attention", "full_attention"), "windows": (64, None, 64, None, 64)},
+        ),
         (QWEN3, {"head_dim": 128, "qk_norm": True}),
         ({"sliding_window": 64}, {"num_layers": 2}),  # means nothing to Llama
     ],
@@ -98,20 +118,16 @@ def test_read_config(fields: dict[str, Any], expected: dict[str, Any], tmp_path:
         ({"rope_parameters": YARN}, r"rope_parameters: the type must be .* Got {.*'yarn'}"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, r"rope_parameters: .*, the same in all layers"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, r"rope_scaling.low_freq_factor: must be given"),
+        (MISTRAL | {"sliding_window": 0}, r"sliding_window: must be at least 1, or null. Got 0"),
         (
-            MISTRAL | {"sliding_window": 64},
-            r"sliding_window: only full .* Got a window of 64 with max_position_embeddings=256. Set max_position\w+ to "
-            r"64",
-        ),
-        (MISTRAL | {"max_position_embeddings": 32768}, r"sliding_window: .* a window of 4096"),
-        (
-            QWEN2 | {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},
-            r"sliding_window: only full",
+            QWEN3 | {"use_sliding_window": True, "layer_types": ["full_attention", "chunked"]},
+            r'layer_types: must be one of full_attention, sliding_attention for each of 2 layers. Got "chunked"',
         ),
         (
-            QWEN3 | {"use_sliding_window": True, "sliding_window": 64, "layer_types": ["full_attention", "sliding"]},
-            r"sliding_window: only full",
+            QWEN3 | {"use_sliding_window": True, "layer_types": ["full_attention"]},
+            r"layer_types: must be one of .* for each of 2 layers. Got 1 of them",
         ),
+        (QWEN2 | {"use_sliding_window": "yes"}, r'use_sliding_window: must be true or false. Got "yes"'),
         ({"num_key_value_heads": 3}, r"config.json: num_key_value_heads: must divide"),
         ({"num_hidden_layers": "thirty"}, r'config.json: num_hidden_layers: must be a whole number. Got "thirty"'),
         ({"num_hidden_layers": -1}, r"config.json: num_hidden_layers: must be at least 1. Got -1"),
@@ -211,7 +227,15 @@ def test_weight_file_errors(tmp_path: Path) -> None:
         load_params(tmp_path, SMALL)
 
 
-def test_save_errors(tmp_path: Path) -> None:
-    config = dataclasses.replace(SMALL, attention_bias=True, qk_norm=True)
-    with pytest.raises(ValueError, match=r"attention_bias and qk_norm: .* Got both"):
+@pytest.mark.parametrize(
+    ("fields", "got"),
+    [
+        (dict(attention_bias=True, qk_norm=True), "attention_bias, qk_norm"),
+        (dict(sliding_window=4, layer_types=(FULL, SLIDING)), "sliding_window in some layers"),
+    ],
+)
+def test_save_errors(fields: dict[str, Any], got: str, tmp_path: Path) -> None:
+    config = dataclasses.replace(SMALL, **fields)
+    message = f"export: a family .* Got {got}. Known: Llama has none; .*; Qwen2 has attention_bias; .* Train a model"
+    with pytest.raises(ValueError, match=message):
         save_params(init_params(config, jax.random.key(0)), config, tmp_path, dtype="float32")

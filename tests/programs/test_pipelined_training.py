@@ -3,6 +3,7 @@ import dataclasses
 import jax
 import pytest
 
+from jaxrlhf.models.config import FULL, SLIDING
 from jaxrlhf.sharding.strategy import Strategy
 from tests.programs.pipelined_calls import (
     MODEL,
@@ -19,6 +20,9 @@ from tests.programs.pipelined_calls import (
 TIED = dataclasses.replace(MODEL, num_layers=4, tie_embeddings=True)
 CRITIC = dataclasses.replace(MODEL, num_layers=5, head="scalar")
 FIVE = dataclasses.replace(MODEL, num_layers=5, num_kv_heads=1, num_heads=2, qk_norm=True, attention_bias=True)
+WINDOWS = dataclasses.replace(
+    MODEL, num_layers=5, sliding_window=2, layer_types=(SLIDING, SLIDING, FULL), rope_local_theta=100.0
+)
 
 CASES = {
     "layers that do not divide": (MODEL, Strategy(pipeline=2, micro_batches=4)),
@@ -28,6 +32,7 @@ CASES = {
         Strategy(pipeline=4, tensor=2, micro_batches=2, remat="layer", balance=True),
     ),
     "interleaved": (FIVE, Strategy(pipeline=2, chunks=2, data=2, micro_batches=4)),
+    "some layers slide": (WINDOWS, Strategy(pipeline=2, tensor=2, micro_batches=2)),
     "GPipe": (TIED, Strategy(pipeline=4, fsdp=2, micro_batches=4, schedule="gpipe")),
 }
 
