@@ -88,12 +88,19 @@ CONFIGS |= {
         max_window_layers=1,
         rope_parameters={"rope_type": "default", "rope_theta": 500.0},
     ),
+    "olmo2": transformers.Olmo2Config(
+        **SIZES,
+        num_hidden_layers=2,
+        intermediate_size=40,
+        rms_norm_eps=1e-2,
+        rope_parameters={"rope_type": "default", "rope_theta": 500.0},
+    ),
 }
 AUTO_MODELS = {
     "lm": transformers.AutoModelForCausalLM,
     "scalar": transformers.AutoModelForSequenceClassification,
 }
-SEEDS = {"llama": 0, "qwen2": 44, "qwen3": 2, "mistral": 3, "qwen2_windows": 2}
+SEEDS = {"llama": 0, "qwen2": 44, "qwen3": 2, "mistral": 3, "qwen2_windows": 2, "olmo2": 0}
 
 
 def make(name: str, seed: int) -> None:

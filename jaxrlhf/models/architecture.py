@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 
-from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.models.config import ModelConfig, NormPlacement
 from jaxrlhf.sharding.axes import TENSOR, WEIGHTS_AT_USE
 from jaxrlhf.sharding.layout import Axes
 from jaxrlhf.sharding.strategy import Remat
@@ -74,24 +74,33 @@ def declare_layer(config: ModelConfig) -> dict[str, Weight]:
     D, F, H, K = _sizes(config)
     into_residual = 1 / math.sqrt(2 * config.num_layers)  # keeps the residual stream's scale however deep the model
     layer = {
-        "attention_norm": Weight((D,), ("norm",), "ones"),
         "query": Weight((D, H), ("embed", "heads"), stddev=D**-0.5),
         "key": Weight((D, K), ("embed", "kv_heads"), stddev=D**-0.5),
         "value": Weight((D, K), ("embed", "kv_heads"), stddev=D**-0.5),
         "output": Weight((H, D), ("heads", "embed"), stddev=H**-0.5 * into_residual),
-        "mlp_norm": Weight((D,), ("norm",), "ones"),
         "gate": Weight((D, F), ("embed", "mlp"), stddev=D**-0.5),
         "up": Weight((D, F), ("embed", "mlp"), stddev=D**-0.5),
         "down": Weight((F, D), ("mlp", "embed"), stddev=F**-0.5 * into_residual),
     }
+    layer |= {name: Weight((D,), ("norm",), "ones") for name in BLOCK_NORMS[config.norms]}
     if config.attention_bias:
         layer["query_bias"] = Weight((H,), ("heads",), "zeros")
         layer["key_bias"] = Weight((K,), ("kv_heads",), "zeros")
         layer["value_bias"] = Weight((K,), ("kv_heads",), "zeros")
-    if config.qk_norm:
+    if config.qk_norm and config.qk_norm_over == "head":
         layer["query_norm"] = Weight((config.head_size,), ("norm",), "ones")
         layer["key_norm"] = Weight((config.head_size,), ("norm",), "ones")
+    elif config.qk_norm:
+        layer["query_norm"] = Weight((H,), ("heads",), "ones")
+        layer["key_norm"] = Weight((K,), ("kv_heads",), "ones")
     return layer
+
+
+_BEFORE, _AFTER = ("attention_norm", "mlp_norm"), ("attention_output_norm", "mlp_output_norm")
+BLOCK_NORMS: Mapping[NormPlacement, tuple[str, ...]] = {
+    "before": _BEFORE, "after": _AFTER, "both": (*_BEFORE, *_AFTER),
+}  # fmt: skip
+"""The norms of a layer, beside those of queries and keys."""
 
 
 Matrix = Literal["query", "key", "value", "output", "gate", "up", "down"]
@@ -138,15 +147,13 @@ CHECKPOINT_NAMES: dict[str, str] = {
     "final_norm": "model.norm",
     "lm_head": "lm_head",
     "value_head": "score",
-    # in model.layers.<number>
-    "attention_norm": "input_layernorm",
+    # in model.layers.<number>, beside the norms of the blocks
     "query": "self_attn.q_proj",
     "key": "self_attn.k_proj",
     "value": "self_attn.v_proj",
     "output": "self_attn.o_proj",
     "query_norm": "self_attn.q_norm",
     "key_norm": "self_attn.k_norm",
-    "mlp_norm": "post_attention_layernorm",
     "gate": "mlp.gate_proj",
     "up": "mlp.up_proj",
     "down": "mlp.down_proj",
@@ -154,13 +161,30 @@ CHECKPOINT_NAMES: dict[str, str] = {
 """The modules of Hugging Face's models. A bias has the module of its weight."""
 
 
-def checkpoint_name(name: str, layer: int | None = None) -> str:
-    """A weight's name in a checkpoint.
+_NORM_NAMES: Mapping[NormPlacement, Mapping[str, str]] = {
+    "before": {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"},
+    "after": {
+        "attention_output_norm": "post_attention_layernorm",
+        "mlp_output_norm": "post_feedforward_layernorm",
+    },
+    "both": {
+        "attention_norm": "input_layernorm",
+        "attention_output_norm": "post_attention_layernorm",
+        "mlp_norm": "pre_feedforward_layernorm",
+        "mlp_output_norm": "post_feedforward_layernorm",
+    },
+}
+"""Those of the norms of the blocks."""
 
-    >>> checkpoint_name("key_bias", 3)
-    'model.layers.3.self_attn.k_proj.bias'
+
+def checkpoint_name(name: str, layer: int | None = None, *, norms: NormPlacement = "before") -> str:
+    """A weight's name in a checkpoint. `norms`: of the model.
+
+    >>> checkpoint_name("key_bias", 3), checkpoint_name("mlp_norm", 3)
+    ('model.layers.3.self_attn.k_proj.bias', 'model.layers.3.post_attention_layernorm.weight')
     """
-    module, kind = CHECKPOINT_NAMES[name.removesuffix("_bias")], "bias" if name.endswith("_bias") else "weight"
+    module = _NORM_NAMES[norms].get(name) or CHECKPOINT_NAMES[name.removesuffix("_bias")]
+    kind = "bias" if name.endswith("_bias") else "weight"
     return f"{module}.{kind}" if layer is None else f"model.layers.{layer}.{module}.{kind}"
 
 
@@ -250,19 +274,28 @@ def cached_numbers(config: ModelConfig) -> int:
 
 
 def read_and_written(config: ModelConfig) -> Width:
-    """Activations per token that a layer's forward pass reads and writes: two norms and two sums over the hidden state,
-    inputs and outputs of products, rotations, attention and gate."""
+    """Activations per token that a layer's forward pass reads and writes: the norms of the blocks and two sums over the
+    hidden state, inputs and outputs of products, rotations, attention and gate."""
     D, F, H, K = _sizes(config)
-    return Width(12 * D, 3 * H + 4 * K + 5 * F)
+    return Width((8 + 2 * len(BLOCK_NORMS[config.norms])) * D, 3 * H + 4 * K + 5 * F)
+
+
+def tensor_sums(config: ModelConfig) -> tuple[int, ...]:
+    """Bytes per token of the sums over `tensor` in a layer's forward pass: of the products of the two blocks, and of
+    the squares in norms that are over all heads."""
+    squares = 4 * config.qk_norm * (config.qk_norm_over == "projection")
+    products = config.hidden_size * config.itemsize
+    return (products, products, squares, squares) if squares else (products, products)
 
 
 def residuals(config: ModelConfig, remat: Remat) -> Width:
-    """Residuals per token of a layer: its input; and, unless it is rematerialized, its norms' outputs, queries, keys,
-    values, attention, and the two factors of the MLP."""
+    """Residuals per token of a layer: its input; and, unless it is rematerialized, its norms' outputs, what is
+    normalized before it is added, queries, keys, values, attention, and the two factors of the MLP."""
     D, F, H, K = _sizes(config)
     if remat == "layer":
         return Width(D, 0)
-    return Width(2 * D, (1 if remat == "dots" else 2) * H + 2 * K + 2 * F)
+    added = sum(name in _AFTER for name in BLOCK_NORMS[config.norms])
+    return Width((2 + added) * D, (1 if remat == "dots" else 2) * H + 2 * K + 2 * F)
 
 
 def live_activations(config: ModelConfig) -> Width:

@@ -15,6 +15,9 @@ Head = Literal["lm", "scalar", "both"]
 two heads on one trunk."""
 
 
+NormPlacement = Literal["before", "after", "both"]
+"""The norms of a layer: of what its two blocks (attention and MLP) read, of what they add to the residual stream, or
+of both."""
 LayerType = Literal["full_attention", "sliding_attention"]
 """Which tokens the queries of a layer see: all earlier ones, or those of a window."""
 LAYER_TYPES: tuple[LayerType, ...] = get_args(LayerType)
@@ -73,7 +76,11 @@ class ModelConfig:
     attention_bias: bool = False
     """Biases on queries, keys and values (Qwen 2)."""
     qk_norm: bool = False
-    """RMSNorm on the queries and keys of each head (Qwen 3)."""
+    """RMSNorm on queries and keys (Qwen 3)."""
+    qk_norm_over: Literal["head", "projection"] = "head"
+    """Each head by itself, or all heads together (OLMo 2)."""
+    norms: NormPlacement = "before"
+    """Of OLMo 2 they are `after`."""
     tie_embeddings: bool = False
     """The language-model head is the transposed embedding."""
     head: Head = "lm"

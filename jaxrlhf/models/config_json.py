@@ -1,4 +1,4 @@
-"""The config.json of Llama, Mistral, Qwen 2 and Qwen 3: read as a model, and written for one."""
+"""The config.json of the families in `models.families`: read as a model, and written for one."""
 
 import dataclasses
 import json
@@ -68,7 +68,7 @@ def read_config(folder: Path, *, head: Head = "lm") -> ModelConfig:
             rope_scaling=rope_scaling,
             sliding_window=sliding_window,
             layer_types=layer_types,
-            norm_eps=fields.get("rms_norm_eps", 1e-6),
+            norm_eps=fields.get("rms_norm_eps", family.norm_eps),
             tie_embeddings=fields.get("tie_word_embeddings", False),
             head=head,
             **family.variant,

@@ -24,6 +24,8 @@ class Family:
     """Default of config.json's field. None means one per query head."""
     head_dim: int | None = None
     """Default of config.json's field. None means hidden_size / num_heads."""
+    norm_eps: float = 1e-6
+    """Default of config.json's field."""
     window: Literal["none", "all layers", "by flag"] = "none"
     """Layers that a `sliding_window` applies to: none; all; or, if `use_sliding_window` is true, those from
     `max_window_layers` on. Where `layer_types` are given, those that they name."""
@@ -34,6 +36,7 @@ FAMILIES: Mapping[str, Family] = {
     "Mistral": Family("mistral", num_kv_heads=8, window="all layers"),
     "Qwen2": Family("qwen2", {"attention_bias": True}, num_kv_heads=32, window="by flag"),
     "Qwen3": Family("qwen3", {"qk_norm": True}, num_kv_heads=32, head_dim=128, window="by flag"),
+    "Olmo2": Family("olmo2", {"norms": "after", "qk_norm": True, "qk_norm_over": "projection"}, norm_eps=1e-5),
 }
 """Name of the architecture, without what kind of head it has -> family."""
 

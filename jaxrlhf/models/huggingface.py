@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints of Llama, Mistral, Qwen 2 and Qwen 3, read and written without torch or transformers.
+"""Hugging Face checkpoints of the families in `models.families`, read and written without torch or transformers.
 
 A checkpoint is a folder with a config.json and its weights in model.safetensors, or in several files that
 model.safetensors.index.json lists. Their matrices are [out, in], ours [in, out]; embeddings are the same in both.
@@ -66,7 +66,7 @@ def load_params(folder: Path, config: ModelConfig, layout: Layout | None = None)
         _check_weights(folder, files, config)
 
         def load(path: KeyPath, weight: Weight, sharding: NamedSharding | None = None) -> jax.Array:
-            name = _tensor_name(path)
+            name = _tensor_name(path, config)
             if name in files:
                 tensor = files[name].get_tensor(name)
                 array = np.ascontiguousarray(tensor.T if _is_transposed(path) else tensor).astype(np.float32)
@@ -92,8 +92,8 @@ def save_params(
 ) -> None:
     """Write a checkpoint that transformers loads: config.json and model.safetensors, made or replaced in `folder`.
 
-    Host memory holds the whole model in `dtype` meanwhile. Without an origin, the architecture is the family that has
-    the config's biases and norms: Qwen2, Qwen3 or else Llama; ValueError if none has them all.
+    Host memory holds the whole model in `dtype` meanwhile. Without an origin, the architecture is the first of
+    `models.families` that has the config's variants; ValueError if none has them all.
 
     Args:
         params: With layers as a list or stacked, in any layout whose devices this process can reach.
@@ -107,7 +107,7 @@ def save_params(
         weight = _at(path, params)
         # turned and cast where it lies: an array keeps a host copy of itself once it was asked for one
         exported = (weight.T if _is_transposed(path) else weight).astype(dtype)
-        tensors[_tensor_name(path)] = np.ascontiguousarray(exported)  # as it is written
+        tensors[_tensor_name(path, config)] = np.ascontiguousarray(exported)  # as it is written
     write_tensors(folder / _WEIGHTS, tensors, said)
 
 
@@ -153,7 +153,7 @@ def _listed_files(index: Path) -> list[str]:
 def _check_weights(folder: Path, files: dict[str, Any], config: ModelConfig) -> None:
     """The files hold what the config declares, in its shapes, and nothing else that would go unused."""
     leaves = jax.tree_util.tree_flatten_with_path(declare(config), is_leaf=is_weight)[0]
-    shapes = {_tensor_name(path): w.shape[::-1] if _is_transposed(path) else w.shape for path, w in leaves}
+    shapes = {_tensor_name(path, config): w.shape[::-1] if _is_transposed(path) else w.shape for path, w in leaves}
     head, scalar = checkpoint_name("lm_head"), checkpoint_name("value_head")
     missing = [name for name in shapes if name not in files and name != scalar]
     if missing:
@@ -201,9 +201,9 @@ def _at(path: KeyPath, params: Params) -> jax.Array | np.ndarray:
     return layers[name][number] if isinstance(layers, dict) else layers[number][name]
 
 
-def _tensor_name(path: KeyPath) -> str:
+def _tensor_name(path: KeyPath, config: ModelConfig) -> str:
     """A weight's name in a checkpoint, from its path in the tree with layers as a list."""
-    return checkpoint_name(path[-1].key, path[1].idx if len(path) > 1 else None)
+    return checkpoint_name(path[-1].key, path[1].idx if len(path) > 1 else None, norms=config.norms)
 
 
 def _is_transposed(path: KeyPath) -> bool:

@@ -3,8 +3,7 @@
 What is done element by element is computed anew in the backward pass: that is cheaper than keeping it, in memory and
 nearly in time.
 
-Letters: B sequences, D hidden size, H query heads, K key-value heads, h head size. Biases and norms of single heads are
-optional.
+Letters: B sequences, D hidden size, H query heads, K key-value heads, h head size. Biases and norms are optional.
 """
 
 import functools
@@ -153,24 +152,29 @@ def _heads(weights: LayerWeights, name: str, x: jax.Array, config: ModelConfig) 
 
 def _rotated(weights: LayerWeights, name: str, heads: jax.Array, rotation: Rotation, config: ModelConfig) -> jax.Array:
     if config.qk_norm:
-        heads = normed(weights, f"{name}_norm", heads, config)
+        together = heads if config.qk_norm_over == "head" else heads.reshape(*heads.shape[:-2], -1)
+        heads = normed(weights, f"{name}_norm", together, config).reshape(heads.shape)
     return rotate(heads, rotation)
 
 
 def normed(weights: LayerWeights, name: str, x: jax.Array, config: ModelConfig) -> jax.Array:
-    """Queries, keys or the residual stream, normalized by one of a layer's weights."""
-    return rms_norm(x, weights[name], config.norm_eps)
+    """An array normalized by one of a layer's weights, or as it is if the layer has no such norm."""
+    return rms_norm(x, weights[name], config.norm_eps) if name in weights else x
 
 
-def add_attention(weights: LayerWeights, x: Float[Array, "*B D"], heads: Float[Array, "*B H h"]) -> jax.Array:
+def add_attention(
+    weights: LayerWeights, x: Float[Array, "*B D"], heads: Float[Array, "*B H h"], config: ModelConfig
+) -> jax.Array:
     """The residual stream after attention, from what the heads gave."""
-    return x + product(weights, "output", heads.reshape(*x.shape[:-1], -1))
+    attended = product(weights, "output", heads.reshape(*x.shape[:-1], -1))
+    return x + normed(weights, "attention_output_norm", attended, config)
 
 
 @jax.named_scope("mlp")
 def add_mlp(weights: LayerWeights, x: Float[Array, "*B D"], config: ModelConfig) -> jax.Array:
     """The residual stream after the MLP."""
-    return x + gated_mlp(weights, normed(weights, "mlp_norm", x, config))
+    gated = gated_mlp(weights, normed(weights, "mlp_norm", x, config))
+    return x + normed(weights, "mlp_output_norm", gated, config)
 
 
 def gated_mlp(weights: LayerWeights, x: jax.Array) -> jax.Array:

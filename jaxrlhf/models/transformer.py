@@ -193,7 +193,8 @@ def chunk_layers(
             q_BCHh, k_BCKh, v_BCKh = layers.queries_keys_values(weights, normed_BCD, rotation_of(span), config)
             q_BCHh = layout.activation(q_BCHh, ("batch", "length", "heads", "head_dim"))
             done.append((put(k_BPKh, k_BCKh), put(v_BPKh, v_BCKh)))
-            x_BCD = layers.add_attention(weights, x_BCD, attend(q_BCHh, *done[-1], first, span.window))
+            attended_BCHh = attend(q_BCHh, *done[-1], first, span.window)
+            x_BCD = layers.add_attention(weights, x_BCD, attended_BCHh, config)
         x_BCD = layout.activation(layers.add_mlp(weights, x_BCD, config), ("batch", "length", "embed"))
     return x_BCD, done
 
@@ -232,7 +233,7 @@ def decode_layers(
 
     def attend(weights: LayerWeights, x_BD: jax.Array, q_BHh: jax.Array, layer: Any, *, span: Span) -> jax.Array:
         with jax.named_scope("attention"):
-            x_BD = layers.add_attention(weights, x_BD, over(q_BHh, layer, span.window))
+            x_BD = layers.add_attention(weights, x_BD, over(q_BHh, layer, span.window), config)
         return layout.activation(layers.add_mlp(weights, x_BD, config), ("batch", "embed"))
 
     def nothing(_: LayerWeights, x_BD: jax.Array) -> tuple[jax.Array, ...]:
@@ -286,7 +287,7 @@ def _layer(
         else:
             attended_BSHh = column_attention(q_BSHh[:, 0], k_BTKh, v_BTKh, mask_BT, wanted, span.window)[:, None]
         attended_BSHh = checkpoint_name(attended_BSHh, "attended")
-        x_BSD = layers.add_attention(weights, _select(x_BTD, wanted), attended_BSHh)
+        x_BSD = layers.add_attention(weights, _select(x_BTD, wanted), attended_BSHh, config)
         x_BSD = layout.activation(x_BSD, ("batch", "length", "embed"))
     return layout.activation(layers.add_mlp(weights, x_BSD, config), ("batch", "length", "embed")), (k_BTKh, v_BTKh)
 

@@ -54,7 +54,10 @@ MISTRAL = dataclasses.replace(LLAMA, rope_theta=500.0, rope_scaling=None, slidin
 QWEN2_WINDOWS = dataclasses.replace(
     QWEN2, rope_theta=500.0, tie_embeddings=False, sliding_window=4, layer_types=(FULL, SLIDING, SLIDING)
 )
-CONFIGS = {"llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3, "mistral": MISTRAL, "qwen2_windows": QWEN2_WINDOWS}
+OLMO2 = dataclasses.replace(
+    LLAMA, rope_theta=500.0, rope_scaling=None, norms="after", qk_norm=True, qk_norm_over="projection"
+)
+CONFIGS = {"llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3, "mistral": MISTRAL, "qwen2_windows": QWEN2_WINDOWS, "olmo2": OLMO2}
 NAMES = tuple(CONFIGS)
 SMALL = ModelConfig(vocab_size=16, hidden_size=8, intermediate_size=12, num_layers=2, num_heads=2, num_kv_heads=1)
 
@@ -167,6 +170,8 @@ def test_greedy_decoding(name: str) -> None:
         ("mistral", {"sliding_window": 0}),
         ("qwen2_windows", {"layer_types": (SLIDING,)}),
         ("qwen2_windows", {"layer_types": (FULL, FULL, SLIDING)}),
+        ("olmo2", {"norm_eps": 1e-5}),
+        ("olmo2", {"rope_theta": 1e4}),
     ],
     ids=str,
 )

@@ -15,7 +15,14 @@ from typing import Literal, NamedTuple, get_args
 from jaxrlhf.generation.rollout_settings import mean_columns
 from jaxrlhf.generation.sampling import seen_dtype
 from jaxrlhf.models import architecture
-from jaxrlhf.models.architecture import MATRICES, Matrix, matrix_numbers, matrix_widths, read_and_written
+from jaxrlhf.models.architecture import (
+    MATRICES,
+    Matrix,
+    matrix_numbers,
+    matrix_widths,
+    read_and_written,
+    tensor_sums,
+)
 from jaxrlhf.models.config import FULL, SLIDING, ModelConfig
 from jaxrlhf.models.lora import LoRAConfig
 from jaxrlhf.planner.workload import ModelCall
@@ -130,8 +137,8 @@ def _pass_work(call: ModelCall, phase: Phase, *, tensor: int, fsdp: int, remat: 
         row_bytes=row_bytes,
         weight_bytes=layer_weights * weight_size,
         kernels=kernels,
-        tensor_collectives=2 * passes if tensor > 1 else 0.0,
-        tensor_bytes=2 * passes * T * model.hidden_size * size if tensor > 1 else 0.0,
+        tensor_collectives=len(tensor_sums(model)) * passes if tensor > 1 else 0.0,
+        tensor_bytes=passes * T * sum(tensor_sums(model)) if tensor > 1 else 0.0,
         fsdp_collectives=len(MATRICES) * moved if fsdp > 1 else 0.0,
         fsdp_bytes=layer_weights * size * moved if fsdp > 1 else 0.0,
     )
@@ -249,8 +256,8 @@ def decode_work(call: ModelCall, *, tensor: int, slots: float) -> LayerWork:
         row_bytes=size * (cache + read_and_written(model).on_device(tensor)),
         weight_bytes=size * weights,
         kernels=_KERNELS_OF_LAYER,
-        tensor_collectives=2.0 if tensor > 1 else 0.0,
-        tensor_bytes=2 * D * size if tensor > 1 else 0.0,
+        tensor_collectives=float(len(tensor_sums(model))) if tensor > 1 else 0.0,
+        tensor_bytes=float(sum(tensor_sums(model))) if tensor > 1 else 0.0,
     )
     rest = Work(
         flops=2 * D * V / tensor,
