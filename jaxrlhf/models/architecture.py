@@ -57,7 +57,7 @@ def declare(config: ModelConfig, *, stacked: bool = False) -> Declared:
     D, V = config.hidden_size, config.vocab_size
     tree: Declared = {"embedding": Weight((V, D), ("vocab", "embed"), stddev=D**-0.5)}
     tree["layers"] = every_layer(declare_layer(config), config, stacked=stacked)
-    tree["final_norm"] = Weight((D,), ("norm",), "ones")
+    tree["final_norm"] = _norm(D, "norm", config)
     if config.head in ("scalar", "both"):
         tree["value_head"] = Weight((D, 1), ("embed", "value"), "zeros")
     if config.head in ("lm", "both") and not config.tie_embeddings:
@@ -82,18 +82,20 @@ def declare_layer(config: ModelConfig) -> dict[str, Weight]:
         "up": Weight((D, F), ("embed", "mlp"), stddev=D**-0.5),
         "down": Weight((F, D), ("mlp", "embed"), stddev=F**-0.5 * into_residual),
     }
-    layer |= {name: Weight((D,), ("norm",), "ones") for name in BLOCK_NORMS[config.norms]}
+    layer |= {name: _norm(D, "norm", config) for name in BLOCK_NORMS[config.norms]}
     if config.attention_bias:
         layer["query_bias"] = Weight((H,), ("heads",), "zeros")
         layer["key_bias"] = Weight((K,), ("kv_heads",), "zeros")
         layer["value_bias"] = Weight((K,), ("kv_heads",), "zeros")
     if config.qk_norm and config.qk_norm_over == "head":
-        layer["query_norm"] = Weight((config.head_size,), ("norm",), "ones")
-        layer["key_norm"] = Weight((config.head_size,), ("norm",), "ones")
+        layer["query_norm"] = layer["key_norm"] = _norm(config.head_size, "norm", config)
     elif config.qk_norm:
-        layer["query_norm"] = Weight((H,), ("heads",), "ones")
-        layer["key_norm"] = Weight((K,), ("kv_heads",), "ones")
+        layer["query_norm"], layer["key_norm"] = _norm(H, "heads", config), _norm(K, "kv_heads", config)
     return layer
+
+
+def _norm(size: int, axis: str, config: ModelConfig) -> Weight:
+    return Weight((size,), (axis,), "zeros" if config.norm_plus_one else "ones")
 
 
 _BEFORE, _AFTER = ("attention_norm", "mlp_norm"), ("attention_output_norm", "mlp_output_norm")

@@ -15,6 +15,10 @@ Head = Literal["lm", "scalar", "both"]
 two heads on one trunk."""
 
 
+Activation = Literal["silu", "gelu_pytorch_tanh"]
+ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
+RopeType = Literal["llama3", "linear"]
+ROPE_TYPES: tuple[RopeType, ...] = get_args(RopeType)
 NormPlacement = Literal["before", "after", "both"]
 """The norms of a layer: of what its two blocks (attention and MLP) read, of what they add to the residual stream, or
 of both."""
@@ -32,21 +36,27 @@ SIZES = (
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3's scaling of rotary frequencies to longer contexts.
+    """The scaling of rotary frequencies to longer contexts, as Llama 3 does it, or linear.
 
     Wavelengths beyond `original_max_position_embeddings / low_freq_factor` are stretched by `factor`, those below
-    `original_max_position_embeddings / high_freq_factor` are kept, and those between are interpolated.
+    `original_max_position_embeddings / high_freq_factor` are kept, and those between are interpolated; or, if it is
+    linear, all are stretched.
     """
 
     factor: float = 8.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
+    type: RopeType = "llama3"
 
     def __post_init__(self) -> None:
-        require_fields(self, require_positive, *(field.name for field in dataclasses.fields(self)))
+        require_fields(self, require_positive, *ROPE_NUMBERS)
         low, high = self.low_freq_factor, self.high_freq_factor
         require(high > low, "high_freq_factor", f"must exceed low_freq_factor={low}", high)
+
+
+ROPE_NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+"""The numbers of `RopeScaling`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +90,15 @@ class ModelConfig:
     qk_norm_over: Literal["head", "projection"] = "head"
     """Each head by itself, or all heads together (OLMo 2)."""
     norms: NormPlacement = "before"
-    """Of OLMo 2 they are `after`."""
+    """Of OLMo 2 they are `after`, of Gemma 3 `both`."""
+    norm_plus_one: bool = False
+    """The weights of norms are added to one (Gemma 3)."""
+    scale_embeddings: bool = False
+    """What enters the first layer is multiplied by the square root of the hidden size (Gemma 3)."""
+    query_pre_attn_scalar: float = 0.0
+    """Scores are divided by its square root. 0 is the size of a head."""
+    activation: Activation = "silu"
+    """Of the gate of the MLP."""
     tie_embeddings: bool = False
     """The language-model head is the transposed embedding."""
     head: Head = "lm"
@@ -99,7 +117,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         require_fields(self, require_at_least_one, *SIZES, "logits_chunk_tokens")
         require_fields(self, require_positive, "rope_theta", "norm_eps")
-        require_fields(self, require_not_negative, "rope_local_theta")
+        require_fields(self, require_not_negative, "rope_local_theta", "query_pre_attn_scalar")
         rule = "must be positive, or 0 for hidden_size / num_heads"
         require(self.head_dim >= 0, "head_dim", rule, self.head_dim)
         rule = f"must divide num_heads={self.num_heads}, since each key-value head serves a group of queries"
@@ -176,6 +194,12 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "13b": _sized(128256, 5120, 13824, 40, 40, 40, 8192, **_LLAMA3),
     "34b": _sized(128256, 8192, 22016, 48, 64, 8, 8192, **_LLAMA3),
     "70b": _sized(128256, 8192, 28672, 80, 64, 8, 8192, **_LLAMA3),
-}
-"""Fields of `ModelConfig` by name. The four large ones are the LLaMA-3-like models of ReaL (arXiv:2406.14088), Table 1
-of its appendix."""
+    "gemma3-270m": _sized(
+        262144, 640, 2048, 18, 4, 1, 32768,
+        head_dim=256, rope_theta=1e6, rope_local_theta=1e4, sliding_window=512, layer_types=(*[SLIDING] * 5, FULL),
+        norm_eps=1e-6, qk_norm=True, norms="both", norm_plus_one=True, scale_embeddings=True,
+        activation="gelu_pytorch_tanh", tie_embeddings=True, dtype="bfloat16",
+    ),
+}  # fmt: skip
+"""Fields of `ModelConfig` by name. `7b` to `70b` are the LLaMA-3-like models of ReaL (arXiv:2406.14088), Table 1 of its
+appendix; `gemma3-270m` is Gemma 3's."""

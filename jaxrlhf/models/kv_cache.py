@@ -149,7 +149,9 @@ class KVCache(struct.PyTreeNode):
             return occupied_ST & (jnp.arange(self.num_columns)[None, :] >= (self.length - window)[:, None])
 
         if prompts is None:
-            return lambda q_SHh, layer, window: attention_in_parts(q_SHh, *layer, occupied_ST, seen(window))
+            return lambda q_SHh, layer, window: attention_in_parts(
+                q_SHh, *layer, occupied_ST=occupied_ST, seen_ST=seen(window)
+            )
         slots_En, position_S = prompts.slots(), self.positions()
         column_P = jnp.arange(prompts.keys[0][0].shape[3])
         filled_EP = column_P[None, :] < prompts.length[:, None]
@@ -161,10 +163,8 @@ class KVCache(struct.PyTreeNode):
             return filled_EP[:, None, :] & (column_P[None, None, :] > position_En[..., None] - window)
 
         def over_shared(q_SHh: jax.Array, layer: tuple[Any, ...], window: Window) -> jax.Array:
-            seen_EP = seen_of_prompts(window)
-            return attention_over_shared(
-                q_SHh, *layer, occupied_ST, seen(window), seen_EP, slots_En=slots_En, place_S=prompts.place
-            )
+            rows = {"occupied_ST": occupied_ST, "slots_En": slots_En, "place_S": prompts.place}
+            return attention_over_shared(q_SHh, *layer, seen_ST=seen(window), seen_EP=seen_of_prompts(window), **rows)
 
         return over_shared
 

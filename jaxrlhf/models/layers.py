@@ -8,6 +8,7 @@ Letters: B sequences, D hidden size, H query heads, K key-value heads, h head si
 
 import functools
 import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from jaxrlhf.models.architecture import JOINED
-from jaxrlhf.models.config import ModelConfig, RopeScaling, at_least_float32
+from jaxrlhf.models.config import Activation, ModelConfig, RopeScaling, at_least_float32
 
 
 class Adapted(struct.PyTreeNode):
@@ -63,8 +64,8 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
 
 
 def rotary(position: Int[Array, "*B"], config: ModelConfig, *, local: bool = False) -> Rotation:
-    """Cosines and sines of rotary position embeddings (Su et al. 2021, arXiv:2104.09864), scaled as Llama 3 does; or
-    those of sliding layers that have a theta of their own."""
+    """Cosines and sines of rotary position embeddings (Su et al. 2021, arXiv:2104.09864), scaled to longer
+    contexts; or those of sliding layers that have a theta of their own."""
     h, theta = config.head_size, config.rope_local_theta if local else config.rope_theta
     frequency = theta ** (-jnp.arange(0, h, 2, dtype=jnp.float32) / h)
     if config.rope_scaling is not None and not local:
@@ -74,6 +75,8 @@ def rotary(position: Int[Array, "*B"], config: ModelConfig, *, local: bool = Fal
 
 
 def _scale_frequencies(frequency: jax.Array, scaling: RopeScaling) -> jax.Array:
+    if scaling.type == "linear":
+        return frequency / scaling.factor
     original = scaling.original_max_position_embeddings
     wavelength = 2 * math.pi / frequency
     smooth = (original / wavelength - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
@@ -81,12 +84,12 @@ def _scale_frequencies(frequency: jax.Array, scaling: RopeScaling) -> jax.Array:
     return (1 - smooth) * frequency / scaling.factor + smooth * frequency
 
 
-def rotate(x: Float[Array, "*B heads h"], rotation: Rotation) -> Float[Array, "*B heads h"]:
-    """Turn the pairs (x_i, x_{i + h/2}) of each head by their position's angles."""
+def rotate(x: Float[Array, "*B heads h"], rotation: Rotation, scale: float = 1.0) -> Float[Array, "*B heads h"]:
+    """Turn the pairs (x_i, x_{i + h/2}) of each head by their position's angles, and scale them."""
     cos, sin = (part[..., None, :] for part in rotation)
     first, second = jnp.split(x.astype(at_least_float32(x.dtype)), 2, axis=-1)
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned.astype(x.dtype)
+    return (turned if scale == 1.0 else turned * scale).astype(x.dtype)
 
 
 def join(weights: LayerWeights) -> LayerWeights:
@@ -154,12 +157,21 @@ def _rotated(weights: LayerWeights, name: str, heads: jax.Array, rotation: Rotat
     if config.qk_norm:
         together = heads if config.qk_norm_over == "head" else heads.reshape(*heads.shape[:-2], -1)
         heads = normed(weights, f"{name}_norm", together, config).reshape(heads.shape)
-    return rotate(heads, rotation)
+    # attention divides by the root of the head size
+    scalar = config.query_pre_attn_scalar if name == "query" else 0.0
+    return rotate(heads, rotation, math.sqrt(config.head_size / scalar) if scalar else 1.0)
 
 
 def normed(weights: LayerWeights, name: str, x: jax.Array, config: ModelConfig) -> jax.Array:
     """An array normalized by one of a layer's weights, or as it is if the layer has no such norm."""
-    return rms_norm(x, weights[name], config.norm_eps) if name in weights else x
+    return normed_by(weights[name], x, config) if name in weights else x
+
+
+def normed_by(weight: jax.Array, x: jax.Array, config: ModelConfig) -> jax.Array:
+    """An array normalized by a weight, as a model's norms do."""
+    if config.norm_plus_one:
+        weight = weight.astype(at_least_float32(x.dtype)) + 1
+    return rms_norm(x, weight, config.norm_eps)
 
 
 def add_attention(
@@ -173,24 +185,31 @@ def add_attention(
 @jax.named_scope("mlp")
 def add_mlp(weights: LayerWeights, x: Float[Array, "*B D"], config: ModelConfig) -> jax.Array:
     """The residual stream after the MLP."""
-    gated = gated_mlp(weights, normed(weights, "mlp_norm", x, config))
+    gated = gated_mlp(weights, normed(weights, "mlp_norm", x, config), config.activation)
     return x + normed(weights, "mlp_output_norm", gated, config)
 
 
-def gated_mlp(weights: LayerWeights, x: jax.Array) -> jax.Array:
-    """down(silu(gate(x)) * up(x)) (Shazeer 2020, arXiv:2002.05202)."""
+def gated_mlp(weights: LayerWeights, x: jax.Array, activation: Activation = "silu") -> jax.Array:
+    """down(activation(gate(x)) * up(x)) (Shazeer 2020, arXiv:2002.05202)."""
     if is_joined(weights):
-        gated = _gated_halves(product(weights, "gate_up", x))
+        gated = _gated_halves(product(weights, "gate_up", x), activation)
     else:
-        gated = _gated(product(weights, "gate", x), product(weights, "up", x))
+        gated = _gated(product(weights, "gate", x), product(weights, "up", x), activation)
     return product(weights, "down", gated)
 
 
-@jax.checkpoint
-def _gated(gate: jax.Array, up: jax.Array) -> jax.Array:
-    return jax.nn.silu(gate) * up
+_ACTIVATIONS: Mapping[Activation, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
+}
 
 
-@jax.checkpoint
-def _gated_halves(gate_up: jax.Array) -> jax.Array:
-    return _gated(*jnp.split(gate_up, 2, axis=-1))
+@functools.partial(jax.checkpoint, static_argnums=2)
+def _gated(gate: jax.Array, up: jax.Array, activation: Activation) -> jax.Array:
+    return _ACTIVATIONS[activation](gate) * up
+
+
+@functools.partial(jax.checkpoint, static_argnums=1)
+def _gated_halves(gate_up: jax.Array, activation: Activation) -> jax.Array:
+    gate, up = jnp.split(gate_up, 2, axis=-1)
+    return _gated(gate, up, activation)

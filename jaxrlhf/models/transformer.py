@@ -79,13 +79,16 @@ def hidden_states(
 def embed(params: Params, tokens: Int[Array, "*B"], config: ModelConfig, layout: Layout) -> Float[Array, "*B D"]:
     """The input of the first layer: the embeddings of whole sequences, or of one more token of each."""
     table_VD = use(params["embedding"], declare(config)["embedding"], layout, config.compute_dtype)
-    return layout.activation(table_VD[tokens], ("batch", *["length"] * (tokens.ndim - 1), "embed"))
+    rows = table_VD[tokens]
+    if config.scale_embeddings:
+        rows = rows * jnp.asarray(math.sqrt(config.hidden_size), rows.dtype)
+    return layout.activation(rows, ("batch", *["length"] * (tokens.ndim - 1), "embed"))
 
 
 def normalize(params: Params, x_BSD: Float[Array, "*B D"], config: ModelConfig, layout: Layout) -> Float[Array, "*B D"]:
     """The input of heads: the last layer's outputs, normalized."""
     norm_D = use(params["final_norm"], declare(config)["final_norm"], layout, config.compute_dtype)
-    return layers.rms_norm(x_BSD, norm_D, config.norm_eps)
+    return layers.normed_by(norm_D, x_BSD, config)
 
 
 def run_layers(

@@ -57,7 +57,32 @@ QWEN2_WINDOWS = dataclasses.replace(
 OLMO2 = dataclasses.replace(
     LLAMA, rope_theta=500.0, rope_scaling=None, norms="after", qk_norm=True, qk_norm_over="projection"
 )
-CONFIGS = {"llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3, "mistral": MISTRAL, "qwen2_windows": QWEN2_WINDOWS, "olmo2": OLMO2}
+GEMMA3 = dataclasses.replace(
+    LLAMA,
+    num_layers=3,
+    head_dim=12,
+    rope_theta=500.0,
+    rope_scaling=RopeScaling(2.0, type="linear"),
+    rope_local_theta=50.0,
+    sliding_window=4,
+    layer_types=(SLIDING, FULL),
+    query_pre_attn_scalar=20.0,
+    qk_norm=True,
+    norms="both",
+    norm_plus_one=True,
+    scale_embeddings=True,
+    activation="gelu_pytorch_tanh",
+    tie_embeddings=True,
+)
+CONFIGS = {
+    "llama": LLAMA,
+    "qwen2": QWEN2,
+    "qwen3": QWEN3,
+    "mistral": MISTRAL,
+    "qwen2_windows": QWEN2_WINDOWS,
+    "olmo2": OLMO2,
+    "gemma3": GEMMA3,
+}
 NAMES = tuple(CONFIGS)
 SMALL = ModelConfig(vocab_size=16, hidden_size=8, intermediate_size=12, num_layers=2, num_heads=2, num_kv_heads=1)
 
@@ -172,6 +197,14 @@ def test_greedy_decoding(name: str) -> None:
         ("qwen2_windows", {"layer_types": (FULL, FULL, SLIDING)}),
         ("olmo2", {"norm_eps": 1e-5}),
         ("olmo2", {"rope_theta": 1e4}),
+        ("gemma3", {"norm_eps": 1e-5}),
+        ("gemma3", {"query_pre_attn_scalar": 0.0}),
+        ("gemma3", {"activation": "silu"}),
+        ("gemma3", {"scale_embeddings": False}),
+        ("gemma3", {"rope_local_theta": 0.0}),
+        ("gemma3", {"rope_scaling": None}),
+        ("gemma3", {"sliding_window": 5}),
+        ("gemma3", {"layer_types": (SLIDING,)}),
     ],
     ids=str,
 )
