@@ -4,7 +4,7 @@ checkpoints.
 A decoder-only transformer: RMSNorm, rotary positions, grouped-query attention, gated MLP. Everything that must know
 which weights a layer has (initial values, shardings, stages, adapters, checkpoints, forecasts of time and memory)
 derives it from here. A variant is a field of `ModelConfig`; its weights, names and costs, declared here; a branch where
-the mathematics differs, in `layers`, `attention` or `transformer`; and its family in `config_json`.
+the mathematics differs, in `layers`, `attention` or `transformer`; and its family in `families`.
 
 Letters: D hidden size, F MLP size, h head size, H query heads x h, K key-value heads x h, V vocabulary.
 """
