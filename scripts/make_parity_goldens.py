@@ -1,6 +1,7 @@
 """Make the tiny checkpoints under tests/parity/data and what transformers computes with them.
 
-The committed ones were made on a CPU with Python 3.11, torch 2.13.0, transformers 5.23.0 and safetensors 0.8.0, by
+The committed ones were made on a CPU with Python 3.11, torch 2.13.0 (from `mistral` on 2.14.1), transformers 5.23.0 and
+safetensors 0.8.0, by
 
     python3 -m venv goldens && goldens/bin/pip install torch==2.13.0 transformers==5.23.0 safetensors numpy
     goldens/bin/python scripts/make_parity_goldens.py
@@ -68,11 +69,53 @@ CONFIGS = {
         rope_parameters={"rope_type": "default", "rope_theta": 500.0},
     ),
 }
+WINDOW = 4
+CONFIGS |= {
+    "mistral": transformers.MistralConfig(
+        **SIZES,
+        num_hidden_layers=2,
+        intermediate_size=40,
+        rms_norm_eps=1e-2,
+        sliding_window=WINDOW,
+        rope_parameters={"rope_type": "default", "rope_theta": 500.0},
+    ),
+    "qwen2_windows": transformers.Qwen2Config(
+        **SIZES,
+        num_hidden_layers=3,
+        intermediate_size=32,
+        rms_norm_eps=1e-3,
+        use_sliding_window=True,
+        sliding_window=WINDOW,
+        max_window_layers=1,
+        rope_parameters={"rope_type": "default", "rope_theta": 500.0},
+    ),
+    "olmo2": transformers.Olmo2Config(
+        **SIZES,
+        num_hidden_layers=2,
+        intermediate_size=40,
+        rms_norm_eps=1e-2,
+        rope_parameters={"rope_type": "default", "rope_theta": 500.0},
+    ),
+    "gemma3": transformers.Gemma3TextConfig(
+        **SIZES,
+        num_hidden_layers=3,
+        intermediate_size=40,
+        rms_norm_eps=1e-2,
+        head_dim=12,
+        query_pre_attn_scalar=20,
+        sliding_window=WINDOW,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+        },
+    ),
+}
 AUTO_MODELS = {
     "lm": transformers.AutoModelForCausalLM,
     "scalar": transformers.AutoModelForSequenceClassification,
 }
-SEEDS = {"llama": 0, "qwen2": 44, "qwen3": 2}
+SEEDS = {"llama": 0, "qwen2": 44, "qwen3": 2, "mistral": 3, "qwen2_windows": 2, "olmo2": 0, "gemma3": 2}
 
 
 def make(name: str, seed: int) -> None:
@@ -116,12 +159,15 @@ def randomise(model: Any) -> None:
     """Weights of which none is without effect: activations of size 1, norms and biases away from 1 and 0.
 
     A tied embedding is small, or every token would be followed by itself.
+    The weights of Gemma's norms are added to one.
     """
-    embedding_stddev = 0.25 if model.config.tie_word_embeddings else 1.0
+    is_gemma = model.config.model_type == "gemma3_text"
+    embedding_stddev = 0.11 if is_gemma else 0.25 if model.config.tie_word_embeddings else 1.0
+    norms = 0.0 if is_gemma else 1.0
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.ndim == 1:
-                weight.copy_(0.5 * torch.randn(weight.shape) + (1.0 if "norm" in name else 0.0))
+                weight.copy_(0.5 * torch.randn(weight.shape) + (norms if "norm" in name else 0.0))
             else:
                 stddev = embedding_stddev if "embed" in name else weight.shape[1] ** -0.5
                 weight.copy_(stddev * torch.randn(weight.shape))
@@ -169,11 +215,13 @@ def check(name: str) -> None:
                 assert read_config(folder, head=head) == config
                 loaded = load_params(folder, config)
                 model, info = AUTO_MODELS[head].from_pretrained(folder, output_loading_info=True)
+                # not `model.float()`, which keeps what Gemma has rounded beside its weights
+                wide = AUTO_MODELS[head].from_pretrained(folder, dtype=torch.float32)
             problems = {kind: found for kind, found in info.items() if found}
             assert not problems, problems
             assert str(model.dtype) == f"torch.{dtype}" and type(model).__name__ in model.config.architectures
             with torch.no_grad():
-                theirs = model.float().eval()(torch.tensor(tokens_BT)).logits.numpy()
+                theirs = wide.eval()(torch.tensor(tokens_BT)).logits.numpy()
             if head == "lm":
                 hidden_BTD = hidden_states(loaded, jnp.asarray(tokens_BT), mask_BT, config, layout)
                 ours = np.asarray(heads.logits(loaded, hidden_BTD, config, layout))
@@ -231,16 +279,17 @@ def check_adapters(name: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="check that transformers reads what jaxrlhf writes")
-    checks = parser.parse_args().check
+    parser.add_argument("--only", nargs="*", default=list(SEEDS), choices=SEEDS, help="some of the checkpoints")
+    given = parser.parse_args()
     torch.set_num_threads(1)
     transformers.utils.logging.disable_progress_bar()
-    for name, seed in SEEDS.items():
-        if checks:
+    for name in given.only:
+        if given.check:
             check(name)
             check_adapters(name)
         else:
             with torch.no_grad():
-                make(name, seed)
+                make(name, SEEDS[name])
 
 
 if __name__ == "__main__":

@@ -88,7 +88,7 @@ def slot_program(call: ModelCall, layout: Layout, depth: int) -> CallProgram:
     """
     described, slots, shards = call.require_described(), slots_of(layout.strategy), layout.strategy.num_row_shards
     program = call_program(described, layout, num_layers=depth, rows=slots.slots // call.num_samples * shards)
-    model = dataclasses.replace(described.role.model, num_layers=depth)
+    model = described.role.model.shallow(depth)
     params, noise, temperature, arrays = program.arguments
     sampling = next(x for x in described.args if isinstance(x, Sampling))
     sampling = dataclasses.replace(sampling, min_new_tokens=sampling.max_new_tokens)  # none ends early

@@ -58,6 +58,7 @@ from jaxrlhf.models.heads import logits
 from jaxrlhf.models.kv_cache import KVCache
 from jaxrlhf.models.layers import LayerWeights
 from jaxrlhf.models.params import Params
+from jaxrlhf.models.spans import spans_on_stage
 from jaxrlhf.models.transformer import (
     KeysValues,
     chunk_layers,
@@ -206,11 +207,12 @@ def _prefill(params: Params, groups: Group, stage: jax.Array, settings: RolloutS
     tokens_GgP = jnp.pad(groups.tokens, ((0, 0), (0, 0), (0, chunks * size - P)))
     mask_GgP = jax.vmap(lambda group: group.mask)(groups)
     empty = empty_keys_values((G, g), chunks * size, len(params["layers"]), config, layout)
+    spans = spans_on_stage(config, G, stage)
 
-    def run(layers: Any, x_gCD: jax.Array, before: KeysValues, first: jax.Array, m: jax.Array) -> Any:
+    def run(layers: Any, x_gCD: jax.Array, before: KeysValues, first: jax.Array, m: jax.Array, *, these: slice) -> Any:
         if chunks == 1:
-            return run_layers(layers, x_gCD, mask_GgP[m], config, layout)
-        return chunk_layers(layers, x_gCD, before, first, config, layout)
+            return run_layers(layers, x_gCD, mask_GgP[m], config, layout, spans=spans[these])
+        return chunk_layers(layers, x_gCD, before, first, config, layout, spans=spans[these])
 
     def skip(_: Any, x_gCD: jax.Array, before: KeysValues, *__: jax.Array) -> Any:
         return x_gCD, before
@@ -227,8 +229,11 @@ def _prefill(params: Params, groups: Group, stage: jax.Array, settings: RolloutS
         place, new = (m + stage) % G, []
         for layers, has_them in layers_on_stage(params, stage, config, layout):
             runs = serves if has_them is None else serves & has_them
-            before = [(k[place], v[place]) for k, v in stored[len(new) : len(new) + len(layers)]]
-            x_gCD, after = jax.lax.cond(runs, run, skip, layers, x_gCD, before, first, m)
+            these = slice(len(new), len(new) + len(layers))
+            before = [(k[place], v[place]) for k, v in stored[these]]
+            x_gCD, after = jax.lax.cond(
+                runs, functools.partial(run, these=these), skip, layers, x_gCD, before, first, m
+            )
             new += after
         stored = jax.tree.map(lambda s, x: s.at[place].set(x), stored, new)
         return (send_on(x_gCD, G), stored), None
@@ -279,12 +284,12 @@ def _decode_on_stage(
     Where a stage does not serve it, waiting for its first message or after its last, what it computes leaves the cache
     unchanged: the column that it writes stays free, and is overwritten.
     """
-    advanced = cache.advance()
+    advanced, spans = cache.advance(), spans_on_stage(config, layout.strategy.pipeline, stage)
     keys, values = [], []
     for layers, has_them in layers_on_stage(params, stage, config, layout):
         these = slice(len(keys), len(keys) + len(layers))
         part = advanced.of_layers(these)
-        x_ND, part = decode_layers(layers, x_ND, part, config, layout, only_if=has_them)
+        x_ND, part = decode_layers(layers, x_ND, part, config, layout, spans=spans[these], only_if=has_them)
         keys, values = [*keys, *part.keys], [*values, *part.values]
     length = jnp.where(serves, advanced.length, cache.length)
     return x_ND, cache.replace(keys=tuple(keys), values=tuple(values), length=length)

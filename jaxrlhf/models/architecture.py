@@ -4,7 +4,7 @@ checkpoints.
 A decoder-only transformer: RMSNorm, rotary positions, grouped-query attention, gated MLP. Everything that must know
 which weights a layer has (initial values, shardings, stages, adapters, checkpoints, forecasts of time and memory)
 derives it from here. A variant is a field of `ModelConfig`; its weights, names and costs, declared here; a branch where
-the mathematics differs, in `layers`, `attention` or `transformer`; and its family in `config_json`.
+the mathematics differs, in `layers`, `attention` or `transformer`; and its family in `families`.
 
 Letters: D hidden size, F MLP size, h head size, H query heads x h, K key-value heads x h, V vocabulary.
 """
@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 
-from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.models.config import ModelConfig, NormPlacement
 from jaxrlhf.sharding.axes import TENSOR, WEIGHTS_AT_USE
 from jaxrlhf.sharding.layout import Axes
 from jaxrlhf.sharding.strategy import Remat
@@ -57,7 +57,7 @@ def declare(config: ModelConfig, *, stacked: bool = False) -> Declared:
     D, V = config.hidden_size, config.vocab_size
     tree: Declared = {"embedding": Weight((V, D), ("vocab", "embed"), stddev=D**-0.5)}
     tree["layers"] = every_layer(declare_layer(config), config, stacked=stacked)
-    tree["final_norm"] = Weight((D,), ("norm",), "ones")
+    tree["final_norm"] = _norm(D, "norm", config)
     if config.head in ("scalar", "both"):
         tree["value_head"] = Weight((D, 1), ("embed", "value"), "zeros")
     if config.head in ("lm", "both") and not config.tie_embeddings:
@@ -74,24 +74,35 @@ def declare_layer(config: ModelConfig) -> dict[str, Weight]:
     D, F, H, K = _sizes(config)
     into_residual = 1 / math.sqrt(2 * config.num_layers)  # keeps the residual stream's scale however deep the model
     layer = {
-        "attention_norm": Weight((D,), ("norm",), "ones"),
         "query": Weight((D, H), ("embed", "heads"), stddev=D**-0.5),
         "key": Weight((D, K), ("embed", "kv_heads"), stddev=D**-0.5),
         "value": Weight((D, K), ("embed", "kv_heads"), stddev=D**-0.5),
         "output": Weight((H, D), ("heads", "embed"), stddev=H**-0.5 * into_residual),
-        "mlp_norm": Weight((D,), ("norm",), "ones"),
         "gate": Weight((D, F), ("embed", "mlp"), stddev=D**-0.5),
         "up": Weight((D, F), ("embed", "mlp"), stddev=D**-0.5),
         "down": Weight((F, D), ("mlp", "embed"), stddev=F**-0.5 * into_residual),
     }
+    layer |= {name: _norm(D, "norm", config) for name in BLOCK_NORMS[config.norms]}
     if config.attention_bias:
         layer["query_bias"] = Weight((H,), ("heads",), "zeros")
         layer["key_bias"] = Weight((K,), ("kv_heads",), "zeros")
         layer["value_bias"] = Weight((K,), ("kv_heads",), "zeros")
-    if config.qk_norm:
-        layer["query_norm"] = Weight((config.head_size,), ("norm",), "ones")
-        layer["key_norm"] = Weight((config.head_size,), ("norm",), "ones")
+    if config.qk_norm and config.qk_norm_over == "head":
+        layer["query_norm"] = layer["key_norm"] = _norm(config.head_size, "norm", config)
+    elif config.qk_norm:
+        layer["query_norm"], layer["key_norm"] = _norm(H, "heads", config), _norm(K, "kv_heads", config)
     return layer
+
+
+def _norm(size: int, axis: str, config: ModelConfig) -> Weight:
+    return Weight((size,), (axis,), "zeros" if config.norm_plus_one else "ones")
+
+
+_BEFORE, _AFTER = ("attention_norm", "mlp_norm"), ("attention_output_norm", "mlp_output_norm")
+BLOCK_NORMS: Mapping[NormPlacement, tuple[str, ...]] = {
+    "before": _BEFORE, "after": _AFTER, "both": (*_BEFORE, *_AFTER),
+}  # fmt: skip
+"""The norms of a layer, beside those of queries and keys."""
 
 
 Matrix = Literal["query", "key", "value", "output", "gate", "up", "down"]
@@ -138,15 +149,13 @@ CHECKPOINT_NAMES: dict[str, str] = {
     "final_norm": "model.norm",
     "lm_head": "lm_head",
     "value_head": "score",
-    # in model.layers.<number>
-    "attention_norm": "input_layernorm",
+    # in model.layers.<number>, beside the norms of the blocks
     "query": "self_attn.q_proj",
     "key": "self_attn.k_proj",
     "value": "self_attn.v_proj",
     "output": "self_attn.o_proj",
     "query_norm": "self_attn.q_norm",
     "key_norm": "self_attn.k_norm",
-    "mlp_norm": "post_attention_layernorm",
     "gate": "mlp.gate_proj",
     "up": "mlp.up_proj",
     "down": "mlp.down_proj",
@@ -154,13 +163,30 @@ CHECKPOINT_NAMES: dict[str, str] = {
 """The modules of Hugging Face's models. A bias has the module of its weight."""
 
 
-def checkpoint_name(name: str, layer: int | None = None) -> str:
-    """A weight's name in a checkpoint.
+_NORM_NAMES: Mapping[NormPlacement, Mapping[str, str]] = {
+    "before": {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"},
+    "after": {
+        "attention_output_norm": "post_attention_layernorm",
+        "mlp_output_norm": "post_feedforward_layernorm",
+    },
+    "both": {
+        "attention_norm": "input_layernorm",
+        "attention_output_norm": "post_attention_layernorm",
+        "mlp_norm": "pre_feedforward_layernorm",
+        "mlp_output_norm": "post_feedforward_layernorm",
+    },
+}
+"""Those of the norms of the blocks."""
 
-    >>> checkpoint_name("key_bias", 3)
-    'model.layers.3.self_attn.k_proj.bias'
+
+def checkpoint_name(name: str, layer: int | None = None, *, norms: NormPlacement = "before") -> str:
+    """A weight's name in a checkpoint. `norms`: of the model.
+
+    >>> checkpoint_name("key_bias", 3), checkpoint_name("mlp_norm", 3)
+    ('model.layers.3.self_attn.k_proj.bias', 'model.layers.3.post_attention_layernorm.weight')
     """
-    module, kind = CHECKPOINT_NAMES[name.removesuffix("_bias")], "bias" if name.endswith("_bias") else "weight"
+    module = _NORM_NAMES[norms].get(name) or CHECKPOINT_NAMES[name.removesuffix("_bias")]
+    kind = "bias" if name.endswith("_bias") else "weight"
     return f"{module}.{kind}" if layer is None else f"model.layers.{layer}.{module}.{kind}"
 
 
@@ -207,19 +233,30 @@ def pair_flops(config: ModelConfig) -> int:
     return 2 * 2 * config.num_heads * config.head_size
 
 
-def seen_pairs(num_queries: int, num_keys: int) -> int:
-    """Pairs of a query, in the last columns, and a key that it sees."""
-    before = num_keys - num_queries
-    return (num_keys * (num_keys + 1) - before * (before + 1)) // 2
+def seen_pairs(num_queries: int, num_keys: int, window: int | None = None) -> int:
+    """Pairs of a query, in the last columns, and a key that it sees.
+
+    >>> seen_pairs(2, 4), seen_pairs(2, 4, window=3)
+    (7, 6)
+    """
+    most = num_keys if window is None else min(window, num_keys)
+
+    def of_first(columns: int) -> int:
+        rising = min(columns, most)
+        return rising * (rising + 1) // 2 + (columns - rising) * most
+
+    return of_first(num_keys) - of_first(num_keys - num_queries)
 
 
 def forward_flops(config: ModelConfig, *, rows: int, columns: int, scored: int) -> int:
     """Operations of the matrix products of a forward pass over full rows, whose last `scored` columns get an output.
 
-    One multiplication and one addition are two operations; the half of attention that is hidden is not counted.
-    The last layer needs keys and values of all columns, and the rest of itself for the scored ones only.
+    One multiplication and one addition are two operations; the half of attention that is hidden is not counted, nor
+    what is outside of a window. The last layer needs keys and values of all columns, and the rest of itself for the
+    scored ones only.
     """
-    pairs = (config.num_layers - 1) * seen_pairs(columns, columns) + seen_pairs(scored, columns)
+    *others, last = config.windows
+    pairs = sum(seen_pairs(columns, columns, window) for window in others) + seen_pairs(scored, columns, last)
     products = product_flops(config, columns=columns, last_layer=scored, scored=scored)
     return rows * (products + pairs * pair_flops(config))
 
@@ -239,19 +276,28 @@ def cached_numbers(config: ModelConfig) -> int:
 
 
 def read_and_written(config: ModelConfig) -> Width:
-    """Activations per token that a layer's forward pass reads and writes: two norms and two sums over the hidden state,
-    inputs and outputs of products, rotations, attention and gate."""
+    """Activations per token that a layer's forward pass reads and writes: the norms of the blocks and two sums over the
+    hidden state, inputs and outputs of products, rotations, attention and gate."""
     D, F, H, K = _sizes(config)
-    return Width(12 * D, 3 * H + 4 * K + 5 * F)
+    return Width((8 + 2 * len(BLOCK_NORMS[config.norms])) * D, 3 * H + 4 * K + 5 * F)
+
+
+def tensor_sums(config: ModelConfig) -> tuple[int, ...]:
+    """Bytes per token of the sums over `tensor` in a layer's forward pass: of the products of the two blocks, and of
+    the squares in norms that are over all heads."""
+    squares = 4 * config.qk_norm * (config.qk_norm_over == "projection")
+    products = config.hidden_size * config.itemsize
+    return (products, products, squares, squares) if squares else (products, products)
 
 
 def residuals(config: ModelConfig, remat: Remat) -> Width:
-    """Residuals per token of a layer: its input; and, unless it is rematerialized, its norms' outputs, queries, keys,
-    values, attention, and the two factors of the MLP."""
+    """Residuals per token of a layer: its input; and, unless it is rematerialized, its norms' outputs, what is
+    normalized before it is added, queries, keys, values, attention, and the two factors of the MLP."""
     D, F, H, K = _sizes(config)
     if remat == "layer":
         return Width(D, 0)
-    return Width(2 * D, (1 if remat == "dots" else 2) * H + 2 * K + 2 * F)
+    added = sum(name in _AFTER for name in BLOCK_NORMS[config.norms])
+    return Width((2 + added) * D, (1 if remat == "dots" else 2) * H + 2 * K + 2 * F)
 
 
 def live_activations(config: ModelConfig) -> Width:

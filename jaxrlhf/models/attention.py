@@ -3,6 +3,9 @@
 Letters: B sequences, T columns, S query columns (the last S of T), H query heads, K key-value heads, G = H / K queries
 a group, h head size, C query columns of a block, t the key columns that a block sees.
 
+A window is the number of columns that a query sees, its own and the latest before it; None is all, and an array is one
+that is known when the program runs. Windows count columns, so padding is before and after the tokens of a sequence.
+
 Keys and values are never repeated: the G queries of a group share a product with the one head that they look at. The
 softmax is in float32, and its division comes after the value product, where there is less to divide.
 """
@@ -21,6 +24,7 @@ from jaxrlhf.sharding.layout import Layout
 _MIN_BLOCK, _MAX_BLOCKS = 64, 8
 """Queries are taken in blocks, each of which multiplies only the keys up to its own end. Smaller blocks would waste
 less, but their products would be too small; more of them would take longer to compile."""
+Window = int | Int[Array, ""] | None
 _LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
@@ -43,19 +47,21 @@ def full_attention(
     k_BTKh: Float[Array, "B T K h"],
     v_BTKh: Float[Array, "B T K h"],
     mask_BT: Bool[Array, "B T"],
+    window: Window = None,
     *,
     implementation: str,
 ) -> Float[Array, "B S H h"]:
     """Grouped-query attention of whole sequences, for queries in the last S columns.
 
-    A query sees the real columns that are not later, and itself, so that padding sees something.
+    A query sees the real columns that are not later, and itself, so that padding sees something. Blocks of queries
+    multiply only the keys that one of them may see, where the window is a number.
     """
     assert implementation in ("xla", "cudnn")
     B, S, H, h = q_BSHh.shape
     T, K = k_BTKh.shape[1:3]
     first = T - S
     if implementation == "cudnn":
-        allowed_BST = _allowed(mask_BT, first, S, T)
+        allowed_BST = _allowed(mask_BT, first, S, range(T), window)
         # its backward pass with a mask takes even lengths only
         padded = pad_to_even(q_BSHh, k_BTKh, v_BTKh, allowed_BST[:, None])
         with jax.named_scope("cudnn"):
@@ -65,10 +71,11 @@ def full_attention(
     k_BKTh, v_BKTh = (x.transpose(0, 2, 1, 3) for x in (k_BTKh, v_BTKh))
     blocks = []
     for start, end in query_blocks(S):
-        C, t = end - start, first + end
-        allowed_BCt = _allowed(mask_BT[:, :t], first + start, C, t)
+        C, seen = end - start, block_keys(first + start, first + end, window)
+        allowed_BCt = _allowed(mask_BT[:, seen.start : seen.stop], first + start, C, seen, window)
         q_BKmh = q_BKGSh[:, :, :, start:end].reshape(B, K, -1, h)
-        attended = _attend(q_BKmh, k_BKTh[:, :, :t], v_BKTh[:, :, :t], allowed_BCt[:, None, None])
+        k_BKth, v_BKth = (x[:, :, seen.start : seen.stop] for x in (k_BKTh, v_BKTh))
+        attended = _attend(q_BKmh, k_BKth, v_BKth, allowed_BCt[:, None, None])
         blocks.append(attended.reshape(B, K, -1, C, h))
     attended_BKGSh = blocks[0] if len(blocks) == 1 else jnp.concatenate(blocks, axis=3)
     return attended_BKGSh.transpose(0, 3, 1, 2, 4).reshape(q_BSHh.shape)
@@ -79,15 +86,16 @@ def chunk_attention(
     k_BTKh: Float[Array, "B T K h"],
     v_BTKh: Float[Array, "B T K h"],
     first: Int[Array, ""],
+    window: Window = None,
     *,
     implementation: str,
 ) -> Float[Array, "B C H h"]:
     """Grouped-query attention of C queries from column `first` on, each of which sees its own column and the earlier
-    ones. Multiplies all keys, also those that no query sees."""
+    ones, or those in its window. Multiplies all keys, also those that no query sees."""
     B, C, H, h = q_BCHh.shape
     K = k_BTKh.shape[2]
-    query_C1 = first + jnp.arange(C)[:, None]
-    allowed_BCT = jnp.broadcast_to(jnp.arange(k_BTKh.shape[1])[None, :] <= query_C1, (B, C, k_BTKh.shape[1]))
+    query_C1, key_1T = first + jnp.arange(C)[:, None], jnp.arange(k_BTKh.shape[1])[None, :]
+    allowed_BCT = jnp.broadcast_to(_in_window(key_1T <= query_C1, query_C1, key_1T, window), (B, C, k_BTKh.shape[1]))
     if implementation == "cudnn":
         padded = pad_to_even(q_BCHh, k_BTKh, v_BTKh, allowed_BCT[:, None])
         with jax.named_scope("cudnn"):
@@ -104,16 +112,26 @@ def query_blocks(num_queries: int) -> list[tuple[int, int]]:
     return [(start, min(start + size, num_queries)) for start in range(0, num_queries, size)]
 
 
+def block_keys(first: int, end: int, window: Window) -> range:
+    """The keys that a block of queries in columns `first` to `end` multiplies.
+
+    >>> block_keys(64, 128, None), block_keys(64, 128, 10)
+    (range(0, 128), range(55, 128))
+    """
+    return range(max(0, first + 1 - window) if isinstance(window, int) else 0, end)
+
+
 def column_attention(
     q_BHh: Float[Array, "B H h"],
     k_BTKh: Float[Array, "B T K h"],
     v_BTKh: Float[Array, "B T K h"],
     mask_BT: Bool[Array, "B T"],
     at_B: Int[Array, " B"],
+    window: Window = None,
 ) -> Float[Array, "B H h"]:
     """Grouped-query attention of the query in column `at_B` of each sequence, which sees as in `full_attention`."""
     columns_1T, at_B1 = jnp.arange(mask_BT.shape[1])[None, :], at_B[:, None]
-    allowed_BT = ((columns_1T <= at_B1) & mask_BT) | (columns_1T == at_B1)
+    allowed_BT = _in_window((columns_1T <= at_B1) & mask_BT, at_B1, columns_1T, window) | (columns_1T == at_B1)
     return cached_attention(q_BHh, k_BTKh.transpose(0, 2, 3, 1), v_BTKh.swapaxes(1, 2), allowed_BT)
 
 
@@ -134,13 +152,14 @@ def attention_in_parts(
     keys: Sequence[Float[Array, "S K h t"]],
     values: Sequence[Float[Array, "S K t h"]],
     occupied_ST: Bool[Array, "S T"],
+    seen_ST: Bool[Array, "S T"],
 ) -> Float[Array, "S H h"]:
     """`cached_attention` over columns that lie in several arrays, of which only the first ones are read up to the last
     with a token. The result is the same, to the bit, however many are read."""
     if len(keys) == 1:
-        return cached_attention(q_SHh, keys[0], values[0], occupied_ST)
+        return cached_attention(q_SHh, keys[0], values[0], seen_ST)
     q_SKGh = q_SHh.reshape(len(q_SHh), keys[0].shape[1], -1, q_SHh.shape[-1])
-    return _sums_of_parts(q_SKGh, keys, values, occupied_ST).attended(q_SHh)
+    return _sums_of_parts(q_SKGh, keys, values, occupied_ST, seen_ST).attended(q_SHh)
 
 
 def attention_over_shared(
@@ -150,7 +169,8 @@ def attention_over_shared(
     prompt_keys: Float[Array, "E K h P"],
     prompt_values: Float[Array, "E K P h"],
     occupied_ST: Bool[Array, "S T"],
-    length_E: Int[Array, " E"],
+    seen_ST: Bool[Array, "S T"],
+    seen_EP: Bool[Array, "E P"] | Bool[Array, "E n P"],
     slots_En: Int[Array, "E n"],
     place_S: Int[Array, " S"],
 ) -> Float[Array, "S H h"]:
@@ -158,17 +178,17 @@ def attention_over_shared(
     rows that do.
 
     Args:
-        length_E: Tokens of each prompt.
+        seen_EP: The columns of each prompt that its rows see, or each of its rows.
         slots_En: The rows that see each prompt; S where there are fewer.
         place_S: The place of each row among these; E n for rows that see none.
     """
     (E, n), (K, h) = slots_En.shape, prompt_keys.shape[1:3]
     q_SKGh = q_SHh.reshape(len(q_SHh), K, -1, h)
-    own = _sums_of_parts(q_SKGh, keys, values, occupied_ST)
+    own = _sums_of_parts(q_SKGh, keys, values, occupied_ST, seen_ST)
     q_EnKGh = q_SKGh.at[slots_En].get(mode="fill", fill_value=0)
     q_EKmh = q_EnKGh.swapaxes(1, 2).reshape(E, K, -1, h)
-    occupied_EP = jnp.arange(prompt_keys.shape[3])[None, :] < length_E[:, None]
-    of_prompts = _sums(q_EKmh, prompt_keys, prompt_values, occupied_EP)
+    seen_of_queries = seen_EP if seen_EP.ndim == 2 else jnp.repeat(seen_EP, q_SKGh.shape[2], axis=1)
+    of_prompts = _sums(q_EKmh, prompt_keys, prompt_values, seen_of_queries)
 
     def by_row(x_EKm: jax.Array) -> jax.Array:
         x_EnKG = x_EKm.reshape(E, K, n, -1, x_EKm.shape[-1]).swapaxes(1, 2)
@@ -199,12 +219,14 @@ def _sums(
     q_SKGh: Float[Array, "S K G h"],
     k_SKht: Float[Array, "S K h t"],
     v_SKth: Float[Array, "S K t h"],
-    allowed_St: Bool[Array, "S t"],
+    allowed_St: Bool[Array, "S t"] | Bool[Array, "S G t"],
 ) -> _Sums:
-    """Over some columns."""
+    """Over some columns. A row that may see none of them has a sum whose `highest` is so low that it adds nothing to
+    another."""
     wide = at_least_float32(q_SKGh.dtype)
+    allowed_S1Gt = allowed_St[:, None, None] if allowed_St.ndim == 2 else allowed_St[:, None]
     score = jnp.einsum("skgh,skht->skgt", q_SKGh, k_SKht, preferred_element_type=wide) * q_SKGh.shape[-1] ** -0.5
-    score = jnp.where(allowed_St[:, None, None], score, _LOWEST)
+    score = jnp.where(allowed_S1Gt, score, _LOWEST)
     highest = score.max(axis=-1, keepdims=True)
     mass = jnp.exp(score - highest)
     weighted = jnp.einsum("skgt,skth->skgh", mass.astype(v_SKth.dtype), v_SKth, preferred_element_type=wide)
@@ -216,6 +238,7 @@ def _sums_of_parts(
     keys: Sequence[Float[Array, "S K h t"]],
     values: Sequence[Float[Array, "S K t h"]],
     occupied_ST: Bool[Array, "S T"],
+    seen_ST: Bool[Array, "S T"],
 ) -> _Sums:
     """Over columns that lie in several arrays, of which only the first ones are read up to the last with a token.
 
@@ -224,9 +247,9 @@ def _sums_of_parts(
     """
     size = keys[0].shape[3]
     last = (occupied_ST.any(axis=0).sum() - 1) // size
-    found = _sums(q_SKGh, keys[0], values[0], occupied_ST[:, :size])
+    found = _sums(q_SKGh, keys[0], values[0], seen_ST[:, :size])
     for j, (k, v) in enumerate(zip(keys[1:], values[1:], strict=True), 1):
-        allowed = occupied_ST[:, j * size : j * size + k.shape[3]]
+        allowed = seen_ST[:, j * size : j * size + k.shape[3]]
         empty = _Sums(jnp.full_like(found.highest, _LOWEST), *map(jnp.zeros_like, (found.total, found.weighted)))
         found = found.joined(jax.lax.cond(j <= last, _sums, lambda *_, empty=empty: empty, q_SKGh, k, v, allowed))
     return found
@@ -248,10 +271,16 @@ def _attend(q_BKmh: jax.Array, k_BKth: jax.Array, v_BKth: jax.Array, allowed_B11
     return (weighted / total_BKm1).astype(q_BKmh.dtype)
 
 
-def _allowed(mask_BT: jax.Array, first: int, num_queries: int, num_keys: int) -> jax.Array:
-    """The mask of the keys that queries in columns `first` and later attend to, [B, queries, keys]."""
-    query, key = jnp.arange(first, first + num_queries)[:, None], jnp.arange(num_keys)[None, :]
-    return ((key <= query)[None] & mask_BT[:, None, :]) | (key == query)[None]
+def _allowed(mask_Bt: jax.Array, first: int, num_queries: int, keys: range, window: Window) -> jax.Array:
+    """The mask of the keys that queries in columns `first` and later attend to, [B, queries, keys]. `mask_Bt`: of the
+    keys."""
+    query, key = jnp.arange(first, first + num_queries)[:, None], jnp.arange(keys.start, keys.stop)[None, :]
+    return (_in_window(key <= query, query, key, window)[None] & mask_Bt[:, None, :]) | (key == query)[None]
+
+
+def _in_window(seen: jax.Array, query: jax.Array, key: jax.Array, window: Window) -> jax.Array:
+    """What is seen of the columns in a query's window."""
+    return seen if window is None else seen & (key > query - window)
 
 
 def pad_to_even(

@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints of Llama, Mistral, Qwen 2 and Qwen 3, read and written without torch or transformers.
+"""Hugging Face checkpoints of the families in `models.families`, read and written without torch or transformers.
 
 A checkpoint is a folder with a config.json and its weights in model.safetensors, or in several files that
 model.safetensors.index.json lists. Their matrices are [out, in], ours [in, out]; embeddings are the same in both.
@@ -83,9 +83,9 @@ def load_params(
             array = np.zeros(sizes, dtype)
             if stacked and path[0].key == LAYERS:
                 for number, of_layer in zip(range(*index[0].indices(weight.shape[0])), array, strict=True):
-                    _read_into(of_layer, index[1:], files, (path[0], SequenceKey(number), path[1]))
+                    _read_into(of_layer, index[1:], files, (path[0], SequenceKey(number), path[1]), config)
             else:
-                _read_into(array, index, files, path)
+                _read_into(array, index, files, path, config)
             return array
 
         if sharding is None:
@@ -96,9 +96,9 @@ def load_params(
     return jax.tree_util.tree_map_with_path(load, declared, *shardings, is_leaf=is_weight)
 
 
-def _read_into(array: np.ndarray, index: Index, files: WeightFiles, path: KeyPath) -> None:
+def _read_into(array: np.ndarray, index: Index, files: WeightFiles, path: KeyPath, config: ModelConfig) -> None:
     """Reads a slice of the weight at a path, with layers as a list. One that is not in the files is left as it is."""
-    tensor = files.tensors.get(_tensor_name(path))
+    tensor = files.tensors.get(_tensor_name(path, config))
     if tensor is not None:
         tensor.read_into(*((array.T, index[::-1]) if _is_transposed(path) else (array, index)))
 
@@ -119,8 +119,8 @@ def save_params(
     and their index, then generation_config.json and, last of all, config.json.
 
     A few megabytes at a time pass through host memory. A folder in which this was interrupted has no config.json.
-    Without an origin, the architecture is the family that has the config's biases and norms: Qwen2, Qwen3 or else
-    Llama; ValueError if none has them all.
+    Without an origin, the architecture is the first of `models.families` that has the config's variants; ValueError if
+    none has them all.
 
     Args:
         params: With layers as a list or stacked, in any layout. They are not changed meanwhile.
@@ -137,7 +137,7 @@ def save_params(
     for path, declared in jax.tree_util.tree_leaves_with_path(declare(config), is_leaf=is_weight):
         array, layer = _at(path, params)
         transposed = _is_transposed(path)
-        sources[_tensor_name(path)] = Source(
+        sources[_tensor_name(path, config)] = Source(
             declared.shape[::-1] if transposed else declared.shape,
             functools.partial(file_rows, array, layer, jnp.dtype(dtype), processes, transposed=transposed),
         )
@@ -161,7 +161,7 @@ def _write_json(folder: Path, files: Mapping[str, Any]) -> None:
 def _check_weights(files: WeightFiles, config: ModelConfig) -> None:
     """The files hold what the config declares, in its shapes, and nothing else that would go unused."""
     leaves = jax.tree_util.tree_flatten_with_path(declare(config), is_leaf=is_weight)[0]
-    shapes = {_tensor_name(path): w.shape[::-1] if _is_transposed(path) else w.shape for path, w in leaves}
+    shapes = {_tensor_name(path, config): w.shape[::-1] if _is_transposed(path) else w.shape for path, w in leaves}
     head, scalar = checkpoint_name("lm_head"), checkpoint_name("value_head")
     tensors = files.tensors
     missing = [name for name in shapes if name not in tensors and name != scalar]
@@ -213,9 +213,9 @@ def _at(path: KeyPath, params: Params) -> tuple[jax.Array | np.ndarray, int | No
     return (layers[name], number) if isinstance(layers, dict) else (layers[number][name], None)
 
 
-def _tensor_name(path: KeyPath) -> str:
+def _tensor_name(path: KeyPath, config: ModelConfig) -> str:
     """A weight's name in a checkpoint, from its path in the tree with layers as a list."""
-    return checkpoint_name(path[-1].key, path[1].idx if len(path) > 1 else None)
+    return checkpoint_name(path[-1].key, path[1].idx if len(path) > 1 else None, norms=config.norms)
 
 
 def _is_transposed(path: KeyPath) -> bool:

@@ -23,7 +23,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxrlhf.models.attention import attention_in_parts, attention_over_shared
+from jaxrlhf.models.attention import Window, attention_in_parts, attention_over_shared
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.sharding.layout import Axes, Layout
 
@@ -139,13 +139,34 @@ class KVCache(struct.PyTreeNode):
         own = self.keys[number], self.values[number]
         return own if self.prompts is None else (*own, *self.prompts.keys[number], *self.prompts.values[number])
 
-    def attention(self) -> Callable[..., jax.Array]:
-        """Of one query a row [S, H, h] over what `layer` gives."""
-        prompts, of_rows = self.prompts, {"occupied_ST": self.occupied()}
+    def attention(self) -> Callable[[jax.Array, tuple[Any, ...], Window], jax.Array]:
+        """Of one query a row [S, H, h] over what `layer` gives, or over what a window leaves of it."""
+        prompts, occupied_ST = self.prompts, self.occupied()
+
+        def seen(window: Window) -> Bool[Array, "S T"]:
+            if window is None:
+                return occupied_ST
+            return occupied_ST & (jnp.arange(self.num_columns)[None, :] >= (self.length - window)[:, None])
+
         if prompts is None:
-            return lambda q_SHh, layer: attention_in_parts(q_SHh, *layer, **of_rows)
-        seen = {"length_E": prompts.length, "slots_En": prompts.slots(), "place_S": prompts.place}
-        return lambda q_SHh, layer: attention_over_shared(q_SHh, *layer, **of_rows, **seen)
+            return lambda q_SHh, layer, window: attention_in_parts(
+                q_SHh, *layer, occupied_ST=occupied_ST, seen_ST=seen(window)
+            )
+        slots_En, position_S = prompts.slots(), self.positions()
+        column_P = jnp.arange(prompts.keys[0][0].shape[3])
+        filled_EP = column_P[None, :] < prompts.length[:, None]
+
+        def seen_of_prompts(window: Window) -> Bool[Array, "E P"] | Bool[Array, "E n P"]:
+            if window is None:
+                return filled_EP
+            position_En = position_S.at[slots_En].get(mode="fill", fill_value=0)
+            return filled_EP[:, None, :] & (column_P[None, None, :] > position_En[..., None] - window)
+
+        def over_shared(q_SHh: jax.Array, layer: tuple[Any, ...], window: Window) -> jax.Array:
+            rows = {"occupied_ST": occupied_ST, "slots_En": slots_En, "place_S": prompts.place}
+            return attention_over_shared(q_SHh, *layer, seen_ST=seen(window), seen_EP=seen_of_prompts(window), **rows)
+
+        return over_shared
 
     def of_layers(self, these: slice) -> "KVCache":
         """The cache of some of the layers."""

@@ -3,12 +3,12 @@
 What is done element by element is computed anew in the backward pass: that is cheaper than keeping it, in memory and
 nearly in time.
 
-Letters: B sequences, D hidden size, H query heads, K key-value heads, h head size. Biases and norms of single heads are
-optional.
+Letters: B sequences, D hidden size, H query heads, K key-value heads, h head size. Biases and norms are optional.
 """
 
 import functools
 import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from jaxrlhf.models.architecture import JOINED
-from jaxrlhf.models.config import ModelConfig, RopeScaling, at_least_float32
+from jaxrlhf.models.config import Activation, ModelConfig, RopeScaling, at_least_float32
 
 
 class Adapted(struct.PyTreeNode):
@@ -63,17 +63,21 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     return (scaled * weight.astype(wide).reshape((1,) * (x.ndim - 1) + (-1,))).astype(x.dtype)
 
 
-def rotary(position: Int[Array, "*B"], config: ModelConfig) -> Rotation:
-    """Cosines and sines of rotary position embeddings (Su et al. 2021, arXiv:2104.09864), scaled as Llama 3 does."""
-    h = config.head_size
-    frequency = config.rope_theta ** (-jnp.arange(0, h, 2, dtype=jnp.float32) / h)
-    if config.rope_scaling is not None:
+def rotary(position: Int[Array, "*B"], config: ModelConfig, *, local: bool = False) -> Rotation:
+    """Cosines and sines of rotary position embeddings (Su et al. 2021, arXiv:2104.09864), scaled to longer
+    contexts; or those of sliding layers that have a theta of their own."""
+    h, theta = config.head_size, config.rope_local_theta if local else config.rope_theta
+    frequency = theta ** (-jnp.arange(0, h, 2, dtype=jnp.float32) / h)
+    if config.rope_scaling is not None and not local:
         frequency = scale_frequencies(frequency, config.rope_scaling)
     angle = position[..., None].astype(jnp.float32) * frequency.reshape((1,) * position.ndim + (-1,))
     return jnp.cos(angle), jnp.sin(angle)
 
 
 def scale_frequencies(frequency: jax.Array, scaling: RopeScaling) -> jax.Array:
+    """Rotary frequencies of a model whose context was extended."""
+    if scaling.type == "linear":
+        return frequency / scaling.factor
     original = scaling.original_max_position_embeddings
     wavelength = 2 * math.pi / frequency
     smooth = (original / wavelength - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
@@ -81,12 +85,12 @@ def scale_frequencies(frequency: jax.Array, scaling: RopeScaling) -> jax.Array:
     return (1 - smooth) * frequency / scaling.factor + smooth * frequency
 
 
-def rotate(x: Float[Array, "*B heads h"], rotation: Rotation) -> Float[Array, "*B heads h"]:
-    """Turn the pairs (x_i, x_{i + h/2}) of each head by their position's angles."""
+def rotate(x: Float[Array, "*B heads h"], rotation: Rotation, scale: float = 1.0) -> Float[Array, "*B heads h"]:
+    """Turn the pairs (x_i, x_{i + h/2}) of each head by their position's angles, and scale them."""
     cos, sin = (part[..., None, :] for part in rotation)
     first, second = jnp.split(x.astype(at_least_float32(x.dtype)), 2, axis=-1)
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned.astype(x.dtype)
+    return (turned if scale == 1.0 else turned * scale).astype(x.dtype)
 
 
 def join(weights: LayerWeights) -> LayerWeights:
@@ -152,40 +156,61 @@ def _heads(weights: LayerWeights, name: str, x: jax.Array, config: ModelConfig) 
 
 def _rotated(weights: LayerWeights, name: str, heads: jax.Array, rotation: Rotation, config: ModelConfig) -> jax.Array:
     if config.qk_norm:
-        heads = normed(weights, f"{name}_norm", heads, config)
-    return rotate(heads, rotation)
+        together = heads if config.qk_norm_over == "head" else heads.reshape(*heads.shape[:-2], -1)
+        heads = normed(weights, f"{name}_norm", together, config).reshape(heads.shape)
+    # attention divides by the root of the head size
+    scalar = config.query_pre_attn_scalar if name == "query" else 0.0
+    return rotate(heads, rotation, math.sqrt(config.head_size / scalar) if scalar else 1.0)
 
 
 def normed(weights: LayerWeights, name: str, x: jax.Array, config: ModelConfig) -> jax.Array:
-    """Queries, keys or the residual stream, normalized by one of a layer's weights."""
-    return rms_norm(x, weights[name], config.norm_eps)
+    """An array normalized by one of a layer's weights, or as it is if the layer has no such norm."""
+    return normed_by(weights[name], x, config) if name in weights else x
 
 
-def add_attention(weights: LayerWeights, x: Float[Array, "*B D"], heads: Float[Array, "*B H h"]) -> jax.Array:
+def normed_by(weight: jax.Array, x: jax.Array, config: ModelConfig) -> jax.Array:
+    """An array normalized by a weight, as a model's norms do."""
+    if config.norm_plus_one:
+        weight = weight.astype(at_least_float32(x.dtype)) + 1
+    return rms_norm(x, weight, config.norm_eps)
+
+
+def add_attention(
+    weights: LayerWeights, x: Float[Array, "*B D"], heads: Float[Array, "*B H h"], config: ModelConfig
+) -> jax.Array:
     """The residual stream after attention, from what the heads gave."""
-    return x + product(weights, "output", heads.reshape(*x.shape[:-1], -1))
+    attended = product(weights, "output", heads.reshape(*x.shape[:-1], -1))
+    return x + normed(weights, "attention_output_norm", attended, config)
 
 
 @jax.named_scope("mlp")
 def add_mlp(weights: LayerWeights, x: Float[Array, "*B D"], config: ModelConfig) -> jax.Array:
     """The residual stream after the MLP."""
-    return x + gated_mlp(weights, normed(weights, "mlp_norm", x, config))
+    gated = gated_mlp(weights, normed(weights, "mlp_norm", x, config), config.activation)
+    return x + normed(weights, "mlp_output_norm", gated, config)
 
 
-def gated_mlp(weights: LayerWeights, x: jax.Array) -> jax.Array:
-    """down(silu(gate(x)) * up(x)) (Shazeer 2020, arXiv:2002.05202)."""
+def gated_mlp(weights: LayerWeights, x: jax.Array, activation: Activation = "silu") -> jax.Array:
+    """down(activation(gate(x)) * up(x)) (Shazeer 2020, arXiv:2002.05202)."""
     if is_joined(weights):
-        gated = _gated_halves(product(weights, "gate_up", x))
+        gated = _gated_halves(product(weights, "gate_up", x), activation)
     else:
-        gated = _gated(product(weights, "gate", x), product(weights, "up", x))
+        gated = _gated(product(weights, "gate", x), product(weights, "up", x), activation)
     return product(weights, "down", gated)
 
 
-@jax.checkpoint
-def _gated(gate: jax.Array, up: jax.Array) -> jax.Array:
-    return jax.nn.silu(gate) * up
+_ACTIVATIONS: Mapping[Activation, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
+}
 
 
-@jax.checkpoint
-def _gated_halves(gate_up: jax.Array) -> jax.Array:
-    return _gated(*jnp.split(gate_up, 2, axis=-1))
+@functools.partial(jax.checkpoint, static_argnums=2)
+def _gated(gate: jax.Array, up: jax.Array, activation: Activation) -> jax.Array:
+    return _ACTIVATIONS[activation](gate) * up
+
+
+@functools.partial(jax.checkpoint, static_argnums=1)
+def _gated_halves(gate_up: jax.Array, activation: Activation) -> jax.Array:
+    gate, up = jnp.split(gate_up, 2, axis=-1)
+    return _gated(gate, up, activation)

@@ -5,7 +5,7 @@ Letters: B sequences, T columns, S the last columns of T whose outputs are wante
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxrlhf.models import layers
 from jaxrlhf.models.architecture import declare
 from jaxrlhf.models.attention import (
+    Window,
     attention_implementation,
     chunk_attention,
     column_attention,
@@ -25,6 +26,7 @@ from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.kv_cache import KVCache
 from jaxrlhf.models.layers import LayerWeights
 from jaxrlhf.models.params import Params, use, use_layer
+from jaxrlhf.models.spans import Span, layer_spans, rotations, scanned_spans, span_of_all
 from jaxrlhf.sharding.layout import Axes, Layout
 from jaxrlhf.sharding.stage_layers import layers_of_stages
 from jaxrlhf.sharding.strategy import Remat
@@ -62,11 +64,14 @@ def hidden_states(
         given: Tokens, or the outputs of the stage before.
         layout: Of the stage's devices.
     """
-    weights, last = params["layers"], stage == num_stages - 1
+    weights, spans, last = params["layers"], None, stage == num_stages - 1
     if num_stages > 1:
-        weights = [weights[i] for i in layers_of_stages(config.num_layers, num_stages)[stage]]
+        numbers = layers_of_stages(config.num_layers, num_stages)[stage]
+        weights, spans = [weights[i] for i in numbers], [layer_spans(config)[i] for i in numbers]
     x_BTD: jax.Array = embed(params, given, config, layout) if stage == 0 else given
-    x_BSD, _ = run_layers(weights, x_BTD, mask_BT, config, layout, wanted=wanted if last else 0, remat=remat)
+    x_BSD, _ = run_layers(
+        weights, x_BTD, mask_BT, config, layout, spans=spans, wanted=wanted if last else 0, remat=remat
+    )
     return normalize(params, x_BSD, config, layout) if last else x_BSD
 
 
@@ -74,13 +79,16 @@ def hidden_states(
 def embed(params: Params, tokens: Int[Array, "*B"], config: ModelConfig, layout: Layout) -> Float[Array, "*B D"]:
     """The input of the first layer: the embeddings of whole sequences, or of one more token of each."""
     table_VD = use(params["embedding"], declare(config)["embedding"], layout, config.compute_dtype)
-    return layout.activation(table_VD[tokens], ("batch", *["length"] * (tokens.ndim - 1), "embed"))
+    rows = table_VD[tokens]
+    if config.scale_embeddings:
+        rows = rows * jnp.asarray(math.sqrt(config.hidden_size), rows.dtype)
+    return layout.activation(rows, ("batch", *["length"] * (tokens.ndim - 1), "embed"))
 
 
 def normalize(params: Params, x_BSD: Float[Array, "*B D"], config: ModelConfig, layout: Layout) -> Float[Array, "*B D"]:
     """The input of heads: the last layer's outputs, normalized."""
     norm_D = use(params["final_norm"], declare(config)["final_norm"], layout, config.compute_dtype)
-    return layers.rms_norm(x_BSD, norm_D, config.norm_eps)
+    return layers.normed_by(norm_D, x_BSD, config)
 
 
 def run_layers(
@@ -90,25 +98,39 @@ def run_layers(
     config: ModelConfig,
     layout: Layout,
     *,
+    spans: Sequence[Span] | None = None,
     wanted: Wanted = 0,
     remat: SavedByLayer = "none",
 ) -> tuple[Float[Array, "B S D"], KeysValues]:
     """Some consecutive layers, all or those of one stage: outputs for the columns that are wanted, and every layer's
-    keys and values [B, T, K, h]. `weights`: a list with one dict a layer, or, stacked, one dict whose arrays have a
-    leading axis."""
-    rotation = layers.rotary(jnp.maximum(jnp.cumsum(mask_BT, axis=1) - 1, 0), config)
+    keys and values [B, T, K, h].
 
-    def layer(weights: LayerWeights, x: jax.Array, wanted: Wanted) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        return _layer(use_layer(weights, config, layout), x, rotation, mask_BT, config, layout, wanted)
+    Args:
+        weights: A list with one dict a layer, or, stacked, one dict whose arrays have a leading axis.
+        spans: Of these layers; None if they are all of the model.
+    """
+    rotation_of = rotations(jnp.maximum(jnp.cumsum(mask_BT, axis=1) - 1, 0), config)
+
+    def layer(
+        weights: LayerWeights, x: jax.Array, span: Span, wanted: Wanted
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        return _layer(use_layer(weights, config, layout), x, rotation_of(span), mask_BT, config, layout, wanted, span)
 
     if isinstance(weights, dict):
-        every = _rematerialized(lambda weights, x: layer(weights, x, 0), remat)
-        x_BTD, (k, v) = jax.lax.scan(lambda x, weights: every(weights, x), x_BTD, weights)
+        span, every = span_of_all(config), functools.partial(layer, wanted=0)
+        if span is None:
+            every = _rematerialized(every, remat)
+            x_BTD, (k, v) = jax.lax.scan(
+                lambda x, each: every(each[0], x, span=each[1]), x_BTD, (weights, scanned_spans(config))
+            )
+        else:
+            every = _rematerialized(functools.partial(every, span=span), remat)
+            x_BTD, (k, v) = jax.lax.scan(lambda x, weights: every(weights, x), x_BTD, weights)
         return _select(x_BTD, wanted), list(zip(k, v, strict=True))
     keys_values = []
-    for i, each in enumerate(weights):
+    for i, (each, span) in enumerate(zip(weights, layer_spans(config) if spans is None else spans, strict=True)):
         columns = wanted if i == len(weights) - 1 else 0
-        x_BTD, kv = _rematerialized(functools.partial(layer, wanted=columns), remat)(each, x_BTD)
+        x_BTD, kv = _rematerialized(functools.partial(layer, span=span, wanted=columns), remat)(each, x_BTD)
         keys_values.append(kv)
     return x_BTD, keys_values
 
@@ -155,22 +177,27 @@ def chunk_layers(
     first: Int[Array, ""],
     config: ModelConfig,
     layout: Layout,
+    *,
+    spans: Sequence[Span] | None = None,
 ) -> tuple[Float[Array, "B C D"], KeysValues]:
     """Some consecutive layers over C columns of prompts, from column `first` on; and their keys and values [B, P, K, h]
-    with those of these columns, which see the earlier ones. `every_layer`: as `generate.prepare` gives them."""
+    with those of these columns, which see the earlier ones. `every_layer`: as `generate.prepare` gives them. `spans`:
+    as in `run_layers`."""
     attend, done = _by_implementation(chunk_attention, (), config, layout), []
 
     def put(whole: jax.Array, new: jax.Array) -> jax.Array:
         return layout.activation(jax.lax.dynamic_update_slice(whole, new.astype(whole.dtype), (0, first, 0, 0)), _KEYS)
 
-    rotation = layers.rotary(jnp.broadcast_to(first + jnp.arange(x_BCD.shape[1]), x_BCD.shape[:2]), config)
-    for weights, (k_BPKh, v_BPKh) in zip(every_layer, keys_values, strict=True):
+    rotation_of = rotations(jnp.broadcast_to(first + jnp.arange(x_BCD.shape[1]), x_BCD.shape[:2]), config)
+    spans = layer_spans(config) if spans is None else spans
+    for weights, span, (k_BPKh, v_BPKh) in zip(every_layer, spans, keys_values, strict=True):
         with jax.named_scope("attention"):
             normed_BCD = layers.normed(weights, "attention_norm", x_BCD, config)
-            q_BCHh, k_BCKh, v_BCKh = layers.queries_keys_values(weights, normed_BCD, rotation, config)
+            q_BCHh, k_BCKh, v_BCKh = layers.queries_keys_values(weights, normed_BCD, rotation_of(span), config)
             q_BCHh = layout.activation(q_BCHh, ("batch", "length", "heads", "head_dim"))
             done.append((put(k_BPKh, k_BCKh), put(v_BPKh, v_BCKh)))
-            x_BCD = layers.add_attention(weights, x_BCD, attend(q_BCHh, *done[-1], first))
+            attended_BCHh = attend(q_BCHh, *done[-1], first, span.window)
+            x_BCD = layers.add_attention(weights, x_BCD, attended_BCHh, config)
         x_BCD = layout.activation(layers.add_mlp(weights, x_BCD, config), ("batch", "length", "embed"))
     return x_BCD, done
 
@@ -191,23 +218,25 @@ def decode_layers(
     config: ModelConfig,
     layout: Layout,
     *,
+    spans: Sequence[Span] | None = None,
     only_if: Bool[Array, ""] | None = None,
 ) -> tuple[Float[Array, "B D"], KVCache]:
     """Some consecutive layers over one more token of each sequence. The cache is theirs, and has made room for it.
 
     Args:
+        spans: As in `run_layers`.
         only_if: Where it is False nothing is computed, `x_BD` stays as it is, and zeros enter the cache. None means
             True. No branch of the program gives a cache, of which it would be a copy.
     """
-    over, rotation = cache.attention(), layers.rotary(cache.positions(), config)
+    over, rotation_of = cache.attention(), rotations(cache.positions(), config)
 
-    def project(weights: LayerWeights, x_BD: jax.Array) -> tuple[jax.Array, ...]:
+    def project(weights: LayerWeights, x_BD: jax.Array, *, span: Span) -> tuple[jax.Array, ...]:
         normed_BD = layers.normed(weights, "attention_norm", x_BD, config)
-        return layers.queries_keys_values(weights, normed_BD, rotation, config)
+        return layers.queries_keys_values(weights, normed_BD, rotation_of(span), config)
 
-    def attend(weights: LayerWeights, x_BD: jax.Array, q_BHh: jax.Array, layer: Any) -> jax.Array:
+    def attend(weights: LayerWeights, x_BD: jax.Array, q_BHh: jax.Array, layer: Any, *, span: Span) -> jax.Array:
         with jax.named_scope("attention"):
-            x_BD = layers.add_attention(weights, x_BD, over(q_BHh, layer))
+            x_BD = layers.add_attention(weights, x_BD, over(q_BHh, layer, span.window), config)
         return layout.activation(layers.add_mlp(weights, x_BD, config), ("batch", "embed"))
 
     def nothing(_: LayerWeights, x_BD: jax.Array) -> tuple[jax.Array, ...]:
@@ -217,11 +246,12 @@ def decode_layers(
     def unchanged(_: LayerWeights, x_BD: jax.Array, *__: Any) -> jax.Array:
         return x_BD
 
-    for i, weights in enumerate(every_layer):
+    spans = layer_spans(config) if spans is None else spans
+    for i, (weights, span) in enumerate(zip(every_layer, spans, strict=True)):
         with jax.named_scope("attention"):
-            q_BHh, k_BKh, v_BKh = _if(only_if, project, nothing, weights, x_BD)
+            q_BHh, k_BKh, v_BKh = _if(only_if, functools.partial(project, span=span), nothing, weights, x_BD)
             cache = cache.write(i, k_BKh, v_BKh, layout)
-        x_BD = _if(only_if, attend, unchanged, weights, x_BD, q_BHh, cache.layer(i))
+        x_BD = _if(only_if, functools.partial(attend, span=span), unchanged, weights, x_BD, q_BHh, cache.layer(i))
     return x_BD, cache
 
 
@@ -240,6 +270,7 @@ def _layer(
     config: ModelConfig,
     layout: Layout,
     wanted: Wanted,
+    span: Span,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """One layer, its outputs for the columns that are wanted; keys and values for all."""
     everywhere = isinstance(wanted, int) and wanted == 0
@@ -255,11 +286,11 @@ def _layer(
         k_BTKh, v_BTKh = (layout.activation(x, ("batch", "length", "kv_heads", "head_dim")) for x in (k_BTKh, v_BTKh))
         if isinstance(wanted, int):
             attend = _by_implementation(full_attention, ("batch", "length"), config, layout)
-            attended_BSHh = attend(q_BSHh, k_BTKh, v_BTKh, mask_BT)
+            attended_BSHh = attend(q_BSHh, k_BTKh, v_BTKh, mask_BT, span.window)
         else:
-            attended_BSHh = column_attention(q_BSHh[:, 0], k_BTKh, v_BTKh, mask_BT, wanted)[:, None]
+            attended_BSHh = column_attention(q_BSHh[:, 0], k_BTKh, v_BTKh, mask_BT, wanted, span.window)[:, None]
         attended_BSHh = checkpoint_name(attended_BSHh, "attended")
-        x_BSD = layers.add_attention(weights, _select(x_BTD, wanted), attended_BSHh)
+        x_BSD = layers.add_attention(weights, _select(x_BTD, wanted), attended_BSHh, config)
         x_BSD = layout.activation(x_BSD, ("batch", "length", "embed"))
     return layout.activation(layers.add_mlp(weights, x_BSD, config), ("batch", "length", "embed")), (k_BTKh, v_BTKh)
 
@@ -267,13 +298,21 @@ def _layer(
 def _by_implementation(
     attention: Callable[..., jax.Array], more: Axes, config: ModelConfig, layout: Layout
 ) -> Callable[..., jax.Array]:
-    """Attention of queries, keys, values and one more array, whose axes are given, as a layout's devices compute it."""
+    """Attention of queries, keys, values, one more array, whose axes are given, and a window, as a layout's devices
+    compute it."""
     implementation = attention_implementation(config, layout)
     attend = functools.partial(attention, implementation=implementation)
     if implementation != "cudnn":
         return attend
     heads, kv_heads = (("batch", "length", name, "head_dim") for name in ("heads", "kv_heads"))
-    return layout.on_each_device(attend, (heads, kv_heads, kv_heads, more), heads)
+
+    def on_each_device(q: jax.Array, k: jax.Array, v: jax.Array, x: jax.Array, window: Window) -> jax.Array:
+        if isinstance(window, jax.Array):
+            return layout.on_each_device(attend, (heads, kv_heads, kv_heads, more, ()), heads)(q, k, v, x, window)
+        own = functools.partial(attend, window=window)
+        return layout.on_each_device(own, (heads, kv_heads, kv_heads, more), heads)(q, k, v, x)
+
+    return on_each_device
 
 
 def _select(x_BTD: jax.Array, wanted: Wanted) -> jax.Array:

@@ -85,7 +85,7 @@ def call_program(call: DescribedCall, layout: Layout, *, num_layers: int, rows: 
         updates: Of a train call, one after another.
     """
     assert not layout.is_pipelined
-    role = dataclasses.replace(call.role, model=dataclasses.replace(call.role.model, num_layers=num_layers))
+    role = dataclasses.replace(call.role, model=call.role.model.shallow(num_layers))
     args = _with_rows(call, rows * updates, layout, updates)
     arrays, _, rebuild = split_args(args)
     has_rows = [x.sharding == layout.rows for x in arrays]
@@ -107,7 +107,7 @@ def update_program(call: DescribedCall, layout: Layout, *, num_layers: int) -> C
     state)`, the first two donated, of a model that has fewer layers. The gradients have a leading axis over the copies
     of each weight, over which they are added up first. `layout`: without stages."""
     assert not layout.is_pipelined
-    role = dataclasses.replace(call.role, model=dataclasses.replace(call.role.model, num_layers=num_layers))
+    role = dataclasses.replace(call.role, model=call.role.model.shallow(num_layers))
     config, (params, state, _) = role.optimizer, _training_state(role, layout)
     assert config is not None
 

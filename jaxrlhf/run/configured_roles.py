@@ -62,7 +62,7 @@ def configured_models(config: RunConfig, *, on_cpu: bool) -> dict[str, ModelConf
             model = _laid_over(stated, model_of(role.init), where, f"the role '{role.init}'")
         else:
             folder = Path(role.init)
-            found = read_folder(folder, head=role.head or head, longest=stated.get("max_position_embeddings"))
+            found = read_folder(folder, head=role.head or head)
             # bfloat16 if the folder's is, except on CPUs, where it is slower
             in_bfloat16 = not on_cpu and read_origin(folder).precision == "bfloat16"
             found = dataclasses.replace(found, dtype="bfloat16" if in_bfloat16 else "float32")

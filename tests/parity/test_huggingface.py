@@ -23,7 +23,7 @@ from safetensors.numpy import load_file, save_file
 from jaxrlhf.experience import Prompts, Sampling
 from jaxrlhf.generation import generate
 from jaxrlhf.models import heads, layers
-from jaxrlhf.models.config import ModelConfig, RopeScaling
+from jaxrlhf.models.config import FULL, SLIDING, ModelConfig, RopeScaling
 from jaxrlhf.models.config_json import Origin, read_config
 from jaxrlhf.models.huggingface import load_params, read_origin, save_params
 from jaxrlhf.models.params import Params, init_params, param_shardings, with_layers
@@ -32,7 +32,6 @@ from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.strategy import Strategy
 
 DATA = Path(__file__).parent / "data"
-NAMES = ("llama", "qwen2", "qwen3")
 TOLERANCE = 1e-4
 
 LLAMA = ModelConfig(
@@ -51,7 +50,40 @@ QWEN2 = dataclasses.replace(
     tie_embeddings=True,
 )  # fmt: skip
 QWEN3 = dataclasses.replace(LLAMA, head_dim=12, rope_theta=500.0, rope_scaling=None, qk_norm=True)
-CONFIGS = {"llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3}
+MISTRAL = dataclasses.replace(LLAMA, rope_theta=500.0, rope_scaling=None, sliding_window=4)
+QWEN2_WINDOWS = dataclasses.replace(
+    QWEN2, rope_theta=500.0, tie_embeddings=False, sliding_window=4, layer_types=(FULL, SLIDING, SLIDING)
+)
+OLMO2 = dataclasses.replace(
+    LLAMA, rope_theta=500.0, rope_scaling=None, norms="after", qk_norm=True, qk_norm_over="projection"
+)
+GEMMA3 = dataclasses.replace(
+    LLAMA,
+    num_layers=3,
+    head_dim=12,
+    rope_theta=500.0,
+    rope_scaling=RopeScaling(2.0, type="linear"),
+    rope_local_theta=50.0,
+    sliding_window=4,
+    layer_types=(SLIDING, FULL),
+    query_pre_attn_scalar=20.0,
+    qk_norm=True,
+    norms="both",
+    norm_plus_one=True,
+    scale_embeddings=True,
+    activation="gelu_pytorch_tanh",
+    tie_embeddings=True,
+)
+CONFIGS = {
+    "llama": LLAMA,
+    "qwen2": QWEN2,
+    "qwen3": QWEN3,
+    "mistral": MISTRAL,
+    "qwen2_windows": QWEN2_WINDOWS,
+    "olmo2": OLMO2,
+    "gemma3": GEMMA3,
+}
+NAMES = tuple(CONFIGS)
 SMALL = ModelConfig(vocab_size=16, hidden_size=8, intermediate_size=12, num_layers=2, num_heads=2, num_kv_heads=1)
 
 
@@ -122,20 +154,19 @@ def test_logits(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_hidden_states_of_every_layer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The residual stream is what norms read: twice in each layer, and once at the end."""
+    """The residual stream as the MLP of each layer leaves it, and what the last norm makes of it."""
     golden, config = goldens(name), CONFIGS[name]
-    residual, rms_norm = [], layers.rms_norm
+    residual, add_mlp = [], layers.add_mlp
 
-    def recorded(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-        if x.ndim == 3:  # those of single heads have one dim more
-            residual.append(np.asarray(x))
-        return rms_norm(x, weight, eps)
+    def recorded(*args: Any) -> jax.Array:
+        residual.append(add_mlp(*args))
+        return residual[-1]
 
-    monkeypatch.setattr(layers, "rms_norm", recorded)
+    monkeypatch.setattr(layers, "add_mlp", recorded)
     params = load_params(DATA / name, config)
     last_BTD = hidden_states(params, jnp.asarray(golden.tokens_BT), jnp.asarray(golden.mask_BT), config, one_device())
-    assert len(residual) == 2 * config.num_layers + 1
-    ours_LBTD = np.stack([*residual[2::2], np.asarray(last_BTD)])
+    assert len(residual) == config.num_layers
+    ours_LBTD = np.stack([*residual, last_BTD])
     mask_BT = golden.mask_BT
     np.testing.assert_allclose(ours_LBTD[:, mask_BT], golden.hidden_LBTD[:, mask_BT], rtol=0, atol=TOLERANCE)
 
@@ -160,6 +191,20 @@ def test_greedy_decoding(name: str) -> None:
         ("qwen2", {"rope_theta": 1e4}),
         ("qwen3", {"rope_theta": 1e4}),
         ("qwen3", {"norm_eps": 1e-5}),
+        ("mistral", {"sliding_window": 5}),
+        ("mistral", {"sliding_window": 0}),
+        ("qwen2_windows", {"layer_types": (SLIDING,)}),
+        ("qwen2_windows", {"layer_types": (FULL, FULL, SLIDING)}),
+        ("olmo2", {"norm_eps": 1e-5}),
+        ("olmo2", {"rope_theta": 1e4}),
+        ("gemma3", {"norm_eps": 1e-5}),
+        ("gemma3", {"query_pre_attn_scalar": 0.0}),
+        ("gemma3", {"activation": "silu"}),
+        ("gemma3", {"scale_embeddings": False}),
+        ("gemma3", {"rope_local_theta": 0.0}),
+        ("gemma3", {"rope_scaling": None}),
+        ("gemma3", {"sliding_window": 5}),
+        ("gemma3", {"layer_types": (SLIDING,)}),
     ],
     ids=str,
 )

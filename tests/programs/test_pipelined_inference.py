@@ -2,12 +2,16 @@ import dataclasses
 
 import pytest
 
+from jaxrlhf.models.config import FULL, SLIDING
 from jaxrlhf.sharding.strategy import Strategy
 from tests.programs.pipelined_calls import MODEL, alone, assert_same, inferred, over
 
 TIED = dataclasses.replace(MODEL, tie_embeddings=True)
 CRITIC = dataclasses.replace(MODEL, num_layers=7, head="scalar")
 BOTH = dataclasses.replace(MODEL, num_layers=4, head="both")
+WINDOWS = dataclasses.replace(
+    MODEL, num_layers=5, head="scalar", sliding_window=2, layer_types=(SLIDING, FULL), rope_local_theta=100.0
+)
 
 
 @pytest.mark.parametrize(
@@ -17,6 +21,7 @@ BOTH = dataclasses.replace(MODEL, num_layers=4, head="both")
         (dataclasses.replace(MODEL, num_layers=5), "logprobs", Strategy(pipeline=4, micro_batches=2)),
         (CRITIC, "scores", Strategy(pipeline=4, fsdp=2, micro_batches=4, balance=True)),
         (CRITIC, "values", Strategy(pipeline=2)),
+        (WINDOWS, "scores", Strategy(pipeline=2, chunks=2, data=2, micro_batches=4)),
         (CRITIC, "token_scores", Strategy(pipeline=2, chunks=3, micro_batches=4)),
         (BOTH, "policy_and_values", Strategy(pipeline=2, tensor=2, micro_batches=4)),
     ],

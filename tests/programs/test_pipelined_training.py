@@ -3,7 +3,9 @@ import dataclasses
 import jax
 import pytest
 
+from jaxrlhf.models.config import FULL, SLIDING
 from jaxrlhf.sharding.strategy import Strategy
+from tests.model_variants import VARIANTS
 from tests.programs.pipelined_calls import (
     MODEL,
     Update,
@@ -19,6 +21,10 @@ from tests.programs.pipelined_calls import (
 TIED = dataclasses.replace(MODEL, num_layers=4, tie_embeddings=True)
 CRITIC = dataclasses.replace(MODEL, num_layers=5, head="scalar")
 FIVE = dataclasses.replace(MODEL, num_layers=5, num_kv_heads=1, num_heads=2, qk_norm=True, attention_bias=True)
+WINDOWS = dataclasses.replace(
+    MODEL, num_layers=5, sliding_window=2, layer_types=(SLIDING, SLIDING, FULL), rope_local_theta=100.0
+)
+OLMO2, GEMMA3 = (dataclasses.replace(MODEL, num_layers=4, qk_norm=True, **VARIANTS[name]) for name in VARIANTS)
 
 CASES = {
     "layers that do not divide": (MODEL, Strategy(pipeline=2, micro_batches=4)),
@@ -28,6 +34,9 @@ CASES = {
         Strategy(pipeline=4, tensor=2, micro_batches=2, remat="layer", balance=True),
     ),
     "interleaved": (FIVE, Strategy(pipeline=2, chunks=2, data=2, micro_batches=4)),
+    "some layers slide": (WINDOWS, Strategy(pipeline=2, tensor=2, micro_batches=2)),
+    "OLMo 2": (OLMO2, Strategy(pipeline=2, fsdp=2, tensor=2, micro_batches=2)),
+    "Gemma 3": (GEMMA3, Strategy(pipeline=2, data=2, tensor=2, micro_batches=2, remat="layer")),
     "GPipe": (TIED, Strategy(pipeline=4, fsdp=2, micro_batches=4, schedule="gpipe")),
 }
 

@@ -162,9 +162,8 @@ def test_a_window_binds_only_sequences_that_outgrow_it(found):
     Path("llama/config.json").write_text(
         json.dumps(fields | {"architectures": ["MistralForCausalLM"], "sliding_window": 64})
     )
-    with pytest.raises(ValueError, match=r"Set max_position_embeddings to 64 in the role's model"):
-        found()
-    assert found("roles.actor.model.max_position_embeddings=64")["actor"].max_position_embeddings == 64
+    assert found()["actor"].windows == (64, 64)
+    assert found("roles.actor.model.max_position_embeddings=64")["actor"].windows == (None, None)
 
 
 def test_weights_without_a_row_for_every_token_are_named(found):

@@ -15,8 +15,15 @@ from typing import Literal, NamedTuple, get_args
 from jaxrlhf.generation.rollout_settings import mean_columns
 from jaxrlhf.generation.sampling import seen_dtype
 from jaxrlhf.models import architecture
-from jaxrlhf.models.architecture import MATRICES, Matrix, matrix_numbers, matrix_widths, read_and_written
-from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.models.architecture import (
+    MATRICES,
+    Matrix,
+    matrix_numbers,
+    matrix_widths,
+    read_and_written,
+    tensor_sums,
+)
+from jaxrlhf.models.config import FULL, SLIDING, ModelConfig
 from jaxrlhf.models.lora import LoRAConfig
 from jaxrlhf.planner.workload import ModelCall
 from jaxrlhf.sharding.strategy import Remat
@@ -105,8 +112,7 @@ def _pass_work(call: ModelCall, phase: Phase, *, tensor: int, fsdp: int, remat: 
     head_S = call.num_samples if phase == "prefill" else S
     times = {"none": 3.0, "dots": 3.0, "layer": 4.0}[remat] if gradient else 1.0
     size = model.itemsize
-    one, two = (_flops(model, n, T, S) for n in (1, 2))
-    full, rest = (two - one) * times / tensor, (one - (two - one)) * times / tensor
+    full, rest = (flops * times / tensor for flops in _flops(model, T, S))
     of_layer, row_bytes = times, T * size * read_and_written(model).on_device(tensor) * times
     # gathered, again if a layer is recomputed, and the gradient scattered
     moved, moved_rest = ({"none": 2.0, "dots": 3.0, "layer": 3.0}[remat], 2.0) if gradient else (1.0, 1.0)
@@ -131,8 +137,8 @@ def _pass_work(call: ModelCall, phase: Phase, *, tensor: int, fsdp: int, remat: 
         row_bytes=row_bytes,
         weight_bytes=layer_weights * weight_size,
         kernels=kernels,
-        tensor_collectives=2 * passes if tensor > 1 else 0.0,
-        tensor_bytes=2 * passes * T * model.hidden_size * size if tensor > 1 else 0.0,
+        tensor_collectives=len(tensor_sums(model)) * passes if tensor > 1 else 0.0,
+        tensor_bytes=passes * T * sum(tensor_sums(model)) if tensor > 1 else 0.0,
         fsdp_collectives=len(MATRICES) * moved if fsdp > 1 else 0.0,
         fsdp_bytes=layer_weights * size * moved if fsdp > 1 else 0.0,
     )
@@ -209,13 +215,24 @@ def _narrow(model: ModelConfig, tensor: int) -> float:
     return sum(max(width.whole, width.split / tensor) for width in matrix_widths(model))
 
 
-def _flops(model: ModelConfig, num_layers: int, columns: int, scored: int) -> float:
-    """Operations of one row through some layers; scanned layers are all computed in full."""
-    config = dataclasses.replace(model, num_layers=num_layers)
-    if not model.scan_layers:
+def _flops(model: ModelConfig, columns: int, scored: int) -> tuple[float, float]:
+    """Operations of one row in a layer, the mean of those that slide and those that do not, and in the rest; scanned
+    layers are all computed in full."""
+    kinds = [SLIDING if model.slides(i) else FULL for i in range(model.num_layers)]
+    of_kind = {}
+    for kind in set(kinds):
+        alike = dataclasses.replace(model, layer_types=(kind,))
+        one, two = (_flops_of_alike(dataclasses.replace(alike, num_layers=n), columns, scored) for n in (1, 2))
+        of_kind[kind] = two - one, one - (two - one)
+    mean = sum(of_kind[kind][0] for kind in kinds) / len(kinds)
+    return mean, of_kind[kinds[-1]][1]
+
+
+def _flops_of_alike(config: ModelConfig, columns: int, scored: int) -> int:
+    if not config.scan_layers:
         return architecture.forward_flops(config, rows=1, columns=columns, scored=scored)
     whole = architecture.forward_flops(config, rows=1, columns=columns, scored=columns)
-    return whole - (columns - scored) * 2 * architecture.head_numbers(model)
+    return whole - (columns - scored) * 2 * architecture.head_numbers(config)
 
 
 def seen_bytes(call: ModelCall) -> int:
@@ -239,8 +256,8 @@ def decode_work(call: ModelCall, *, tensor: int, slots: float) -> LayerWork:
         row_bytes=size * (cache + read_and_written(model).on_device(tensor)),
         weight_bytes=size * weights,
         kernels=_KERNELS_OF_LAYER,
-        tensor_collectives=2.0 if tensor > 1 else 0.0,
-        tensor_bytes=2 * D * size if tensor > 1 else 0.0,
+        tensor_collectives=float(len(tensor_sums(model))) if tensor > 1 else 0.0,
+        tensor_bytes=float(sum(tensor_sums(model))) if tensor > 1 else 0.0,
     )
     rest = Work(
         flops=2 * D * V / tensor,

@@ -1,7 +1,7 @@
 """Operations of programs by formulas, beside which compiled ones are counted."""
 
 from jaxrlhf.models.architecture import pair_flops, product_flops
-from jaxrlhf.models.attention import query_blocks
+from jaxrlhf.models.attention import block_keys, query_blocks
 from jaxrlhf.models.config import ModelConfig
 
 
@@ -12,13 +12,17 @@ def program_flops(
     key that the mask hides are counted. The backward pass of cuDNN's attention has five products for the two of its
     forward pass, since it saves no scores."""
 
-    def pairs(queries: int) -> int:
+    def pairs(queries: int, window: int | None) -> int:
         if attention == "cudnn":
             return (queries + queries % 2) * (columns + columns % 2)
-        return sum((end - start) * (columns - queries + end) for start, end in query_blocks(queries))
+        first = columns - queries
+        return sum(
+            (end - start) * len(block_keys(first + start, first + end, window)) for start, end in query_blocks(queries)
+        )
 
     products = product_flops(config, columns=columns, last_layer=scored, scored=scored)
-    of_pairs = ((config.num_layers - 1) * pairs(columns) + pairs(scored)) * pair_flops(config)
+    *others, last = config.windows
+    of_pairs = (sum(pairs(columns, window) for window in others) + pairs(scored, last)) * pair_flops(config)
     if not gradient:
         return rows * (products + of_pairs)
     return rows * (3 * products + of_pairs * (7 if attention == "cudnn" else 6) // 2)
