@@ -10,6 +10,9 @@ from jaxrlhf.brief import brief, did_you_mean
 from jaxrlhf.data.arithmetic import ArithmeticConfig, arithmetic_rows
 from jaxrlhf.require import require
 
+AUTO = "auto"
+"""A column that is recognized by its name (`jaxrlhf.data.columns`)."""
+
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
@@ -26,13 +29,17 @@ class DataConfig:
     """Files of held-out rows. Empty: `eval_rows` rows of `path`."""
     eval_rows: int = 512
     """The number of rows of `path` that are held out if `eval_path` is empty: the last ones of a fixed shuffle."""
-    prompt_column: str = "prompt"
-    completion_column: str = "completion"
-    """The column of responses for supervised training. Rows may lack it."""
-    chosen_column: str = "chosen"
+    prompt_column: str = AUTO
+    """The column of prompts: text or, in chats, lists of messages. `auto`, here and below: by its name. A name such as
+    `extra_info.question` leads into nested columns."""
+    completion_column: str = AUTO
+    """The column of responses for supervised training: text or, in chats, lists of messages. Rows may lack it."""
+    answer_column: str = AUTO
+    """The column of right answers, which reward functions get as `answer`. Empty: there is none."""
+    chosen_column: str = AUTO
     """The column of the preferred response, which is also the row's completion. In rows without it, the completion is
     the preferred response."""
-    rejected_column: str = "rejected"
+    rejected_column: str = AUTO
     """The column of the other response. Rows may lack it."""
     margin_column: str = ""
     """The column of the difference between the two, on the scale of a reward model's scores. Empty: there is none."""
@@ -43,9 +50,10 @@ class DataConfig:
     """The treatment of pairs without two different replies to one prompt. Dropped rows are counted."""
     template: str = ""
     """A Python format string over the columns, "{question}\\nAnswer: ". Empty: the prompt column is used verbatim."""
-    chat: Literal["none", "user", "messages"] = "none"
-    """`none`: a prompt is text. `user`: it is text that becomes a user's message. `messages`: the prompt column holds
-    a list of {role, content}; where the last one is the assistant's, it is the row's completion."""
+    chat: Literal["auto", "none", "user", "messages"] = "auto"
+    """`none`: a prompt is text. `user`: it is text that becomes a user's message, or a list of messages. `messages`: it
+    is a list of {role, content}; where the last one is the assistant's, it is the row's completion. `auto`: `messages`
+    if the prompts are lists, else `user` if completions are, else `none`."""
     chat_template: str = ""
     """Jinja text, a file of it, or the name of one of the tokenizer's. Empty: the tokenizer's default."""
     chat_date: str = "2024-07-26"
@@ -83,7 +91,8 @@ class DataConfig:
         self._check_chat()
 
     def _check_pairs(self) -> None:
-        named = [name for name in (self.completion_column, self.chosen_column, self.rejected_column) if name]
+        columns = (self.completion_column, self.chosen_column, self.rejected_column)
+        named = [name for name in columns if name not in ("", AUTO)]
         if len(set(named)) < len(named):
             raise ValueError(
                 "data.completion_column, data.chosen_column, data.rejected_column: must be different columns. Got "
@@ -91,7 +100,7 @@ class DataConfig:
             )
         rule = "must name the column of dialogues that data.reply_marker divides"
         require(bool(self.chosen_column or not self.reply_marker), "data.chosen_column", rule, self.chosen_column)
-        if self.reply_marker and (self.template or self.chat != "none"):
+        if self.reply_marker and (self.template or self.chat not in ("auto", "none")):
             raise ValueError(
                 f"data.reply_marker: dialogues that are text have no template. Got {brief(self.reply_marker)} with "
                 f"data.template={brief(self.template)} and data.chat={self.chat!r}. Leave those out."

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from jaxrlhf.brief import brief, did_you_mean
+from jaxrlhf.data.columns import settle_columns, with_columns
 from jaxrlhf.data.config import TASKS, DataConfig, template_fields
 from jaxrlhf.data.control_tokens import MarkedText, mark_text
 from jaxrlhf.data.examples import Example, learnable_texts, prompt_texts, read_example, tokens_as_text
@@ -40,6 +41,10 @@ class PromptTable:
     """Columns that reward functions do not get, since these names mean something else to them."""
     notes: tuple[str, ...]
     """Further remarks on the rows, printed at the start."""
+    config: DataConfig
+    """The settings under which the rows were read, without any `auto`."""
+    reads: str
+    """What is read from which columns of the files, in one line; empty for a built-in task."""
     prompt_length: int
     prompts: Sequence[str]
     tokens: Sequence[np.ndarray]
@@ -177,6 +182,10 @@ def load_prompts(config: DataConfig, tokenizer: TokenizerConfig | Tokenizer) -> 
     train, held_out = _read_splits(config)
     names = list(dict.fromkeys(name for row in train + held_out for name in row.columns))
     _check_columns(config, names)
+    config, reads = settle_columns(config, train + held_out)
+    train, held_out = ([with_columns(row, config) for row in rows] for rows in (train, held_out))
+    if config.answer_column and "answer" not in names:
+        names.append("answer")
     num_read, source = len(train) + len(held_out), _shown(config.path)
     train, held_out = _read_examples(train, config), _read_examples(held_out, config)
     if not train:
@@ -214,6 +223,8 @@ def load_prompts(config: DataConfig, tokenizer: TokenizerConfig | Tokenizer) -> 
         num_malformed=num_read - len(rows),
         withheld=tuple(name for name in other if name in RESERVED_COLUMNS),
         notes=tuple(notes),
+        config=config,
+        reads=reads if config.path else "",
         prompt_length=prompt_length,
         prompts=[prompts[i].plain for i in kept],
         tokens=[tokens[i] for i in kept],

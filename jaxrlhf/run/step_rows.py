@@ -37,6 +37,11 @@ class Tables:
         parts = [self.main.digest(), *(f"{name} {self.more[name].digest()}" for name in sorted(self.more))]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
+    def columns_read(self) -> list[str]:
+        """What is read from which columns, a line for each table of files."""
+        named = {"data": self.main, **{f"datasets.{name}": table for name, table in self.more.items()}}
+        return [f"{name}: {table.reads}" for name, table in named.items() if table.reads]
+
     def of(self, rows: Rows) -> PromptTable:
         """The table that rows come from."""
         return self.more.get(rows.dataset, self.main)
