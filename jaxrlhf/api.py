@@ -160,8 +160,8 @@ class TrainedRun:
         table = self.assembly.table
         config = table.config
         columns = [dict(x) if isinstance(x, Mapping) else {config.prompt_column: x} for x in prompts]
-        rows = [with_columns(Row(f"prompts[{i}]", each), config) for i, each in enumerate(columns)]
-        examples = [read_example(row, config) for row in rows]
+        given = [with_columns(Row(f"prompts[{i}]", each), config) for i, each in enumerate(columns)]
+        examples = [read_example(row, config) for row in given]
         texts = prompt_texts(examples, config, table.tokenizer)
         tokens = [np.asarray(table.tokenizer.encode(text.marked, mark=text.mark), np.int32) for text in texts]
         length = max(map(len, tokens))

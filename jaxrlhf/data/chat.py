@@ -55,8 +55,8 @@ def find_template(wanted: str, known: Mapping[str, str], *, tokenizer: str) -> t
 def check_messages(value: Any, *, column: str, source: str) -> list[Message]:
     """The messages of a conversation, checked. A content that is a list of text parts is joined.
 
-    Keys without a value, as parquet fills them in, are left out; templates get all others. ShareGPT's `from` and `value`
-    become role and content.
+    Keys without a value, as parquet fills them in, are left out; templates get all others. `from` and `value`, as in
+    ShareGPT, become role and content.
     """
     where = f"{source}: {column}"
     if not isinstance(value, list):

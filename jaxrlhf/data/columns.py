@@ -106,8 +106,8 @@ def _recognized(what: str, columns: _Columns, config: DataConfig, found: Mapping
         key = f"data.{what}_column"
         or_else = {"prompt": ", or fill data.template from several", "answer": ", or to '' if no reward needs it"}
         raise ValueError(
-            f"{key}: the rows must have one column for the {what}. Got {' and '.join(candidates)}, each of which may be "
-            f"it. Set {key} to {candidates[0]}, say{or_else.get(what, '')}."
+            f"{key}: the rows must have one column for the {what}. Got {' and '.join(candidates)}, each of which may "
+            f"be it. Set {key} to {candidates[0]}, say{or_else.get(what, '')}."
         )
     if candidates:
         return candidates[0]
@@ -139,10 +139,14 @@ def _chat(config: DataConfig, columns: _Columns, found: Mapping[str, str]) -> st
 
 def _check_plain(config: DataConfig) -> None:
     """Checks that no setting of chats is given where the prompts of all rows are text."""
-    for field in ("chat_template", "system_prompt"):
-        if getattr(config, field):
+    for field, rule in (
+        ("chat_template", "only chats have one"),
+        ("system_prompt", "only chats have one"),
+        ("assistant_turns", "only chats have several"),
+    ):
+        if getattr(config, field) not in ("", "last"):
             raise ValueError(
-                f"data.{field}: only chats have one. Got {brief(getattr(config, field))}, and prompts that are text. "
+                f"data.{field}: {rule}. Got {brief(getattr(config, field))}, and prompts that are text. "
                 "Set data.chat to 'user' to make users' messages of them, or leave it out."
             )
 

@@ -43,6 +43,9 @@ class DataConfig:
     """The column of the other response. Rows may lack it."""
     margin_column: str = ""
     """The column of the difference between the two, on the scale of a reward model's scores. Empty: there is none."""
+    assistant_turns: Literal["last", "all"] = "last"
+    """The assistant's messages of a chat that a demonstration is learned from: the last one, or all, with what stands
+    between them as context. Of rows with a completion column of messages, `all` means those in it."""
     reply_marker: str = ""
     """If it is set, both columns hold whole dialogues: the prompt ends with the last marker, and the response follows
     it. "\\n\\nAssistant:" for HH-RLHF. In chats, the columns may hold lists of messages."""
@@ -118,6 +121,9 @@ class DataConfig:
         require(names_columns, "data.template", "must name columns, as in '{question}'", self.template)
 
     def _check_chat(self) -> None:
+        remedy = "Set data.chat to 'messages', or leave it out."
+        has_turns = self.assistant_turns == "last" or (self.chat != "none" and not self.reply_marker)
+        require(has_turns, "data.assistant_turns", "only chats have several", self.assistant_turns, remedy)
         for field in ("chat_template", "system_prompt"):
             if self.chat == "none" and getattr(self, field):
                 raise ValueError(

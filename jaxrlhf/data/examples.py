@@ -82,9 +82,7 @@ def read_example(row: Row, config: DataConfig) -> Example:
     return Example(row, prompt, messages, completion, rejected, margin, tools, first_reply)
 
 
-def _read_prompt(
-    row: Row, config: DataConfig, start: str | list[Message]
-) -> tuple[str, Sequence[Message], str | None]:
+def _read_prompt(row: Row, config: DataConfig, start: str | list[Message]) -> tuple[str, Sequence[Message], str | None]:
     """The prompt of a row, as text or as messages, and the assistant's answer, if that is in the prompt column.
 
     `start` is what the dialogues of a pair begin with, if it has some.
@@ -152,22 +150,38 @@ def tokens_as_text(config: DataConfig, tokenizer: Tokenizer) -> re.Pattern[str] 
 
 def _chat_texts(examples: Sequence[Example], config: DataConfig, tokenizer: Tokenizer) -> list[MarkedText]:
     """`prompt_texts` for chats."""
-    where, text = find_template(config.chat_template, tokenizer.chat_templates, tokenizer=tokenizer.name)
-    template = ChatTemplate(where, text, tokenizer.special_tokens, config.chat_date)
-    tokens = tokens_as_text(config, tokenizer)
-    conversations, marks = [], []
+    template, tokens = configured_template(config, tokenizer), tokens_as_text(config, tokenizer)
     for example in examples:
         check_tools_are_known(template, example.messages, example.tools, source=example.row.source)
-        given, mark = mark_tokens([example.messages, example.tools], tokens, avoid=text)
-        conversations.append(Conversation(example.row.source, *given))
-        marks.append(mark)
-    rendered = render_chats(template, conversations)
-    check_tool_messages(template, conversations)
+    marked = [marked_conversation(example, template, tokens) for example in examples]
+    texts = render_marked(template, marked)
+    check_tool_messages(template, [conversation for conversation, _ in marked])
+    for example, text in zip(examples, texts, strict=True):
+        example.row.text("the rendered chat", text.marked)
+    return texts
+
+
+def configured_template(config: DataConfig, tokenizer: Tokenizer) -> ChatTemplate:
+    """The chat template of a config, or of its tokenizer."""
+    where, text = find_template(config.chat_template, tokenizer.chat_templates, tokenizer=tokenizer.name)
+    return ChatTemplate(where, text, tokenizer.special_tokens, config.chat_date)
+
+
+def marked_conversation(
+    example: Example, template: ChatTemplate, tokens: re.Pattern[str] | None
+) -> tuple[Conversation, str]:
+    """The messages of an example with the control tokens in them marked, and the mark."""
+    given, mark = mark_tokens([example.messages, example.tools], tokens, avoid=template.text)
+    return Conversation(example.row.source, *given), mark
+
+
+def render_marked(template: ChatTemplate, marked: Sequence[tuple[Conversation, str]]) -> list[MarkedText]:
+    """The texts of conversations with marks."""
+    rendered = render_chats(template, [conversation for conversation, _ in marked])
     texts = []
-    for example, mark, text in zip(examples, marks, rendered, strict=True):
+    for text, (_, mark) in zip(rendered, marked, strict=True):
         if mark:
             text = text.replace(json.dumps(mark)[1:-1], mark)  # as tojson(ensure_ascii=true) writes it
-        example.row.text("the rendered chat", text)
         texts.append(MarkedText(text, mark))
     return texts
 

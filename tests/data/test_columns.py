@@ -15,7 +15,11 @@ from jaxrlhf.data.tokenizer import TokenizerConfig
 from jaxrlhf.run.step_rows import load_tables
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}:{{ m.content }}>{% endfor %}"
-SYSTEM, ASK, MORE = {"role": "system", "content": "S"}, {"role": "user", "content": "Q"}, {"role": "user", "content": "R"}
+SYSTEM, ASK, MORE = (
+    {"role": "system", "content": "S"},
+    {"role": "user", "content": "Q"},
+    {"role": "user", "content": "R"},
+)
 GOOD, BAD = {"role": "assistant", "content": "good"}, {"role": "assistant", "content": "bad"}
 
 
@@ -69,13 +73,25 @@ CHATS = [
     # TRL: dataset_formats, conversational
     ({"messages": [ASK, GOOD]}, ("<user:Q>", "good", None), "prompt from 'messages' (lists of messages), as chats"),
     ({"prompt": [SYSTEM, ASK]}, ("<system:S><user:Q>", None, None), "prompt from 'prompt' (lists of messages)"),
-    ({"prompt": [ASK], "completion": [GOOD]}, ("<user:Q>", "good", None), "prompt from 'prompt' (lists of messages), c"),
+    (
+        {"prompt": [ASK], "completion": [GOOD]},
+        ("<user:Q>", "good", None),
+        "prompt from 'prompt' (lists of messages), c",
+    ),
     ({"prompt": [ASK], "chosen": [GOOD], "rejected": [BAD]}, ("<user:Q>", "good", "bad"), "prompt from 'prompt' (list"),
     ({"chosen": [ASK, GOOD], "rejected": [ASK, BAD]}, ("<user:Q>", "good", "bad"), "chosen from 'chosen' (lists of m"),
     # UltraFeedback: a prompt as text beside whole dialogues
-    ({"prompt": "Q", "chosen": [ASK, GOOD], "rejected": [ASK, BAD]}, ("<user:Q>", "good", "bad"), "prompt from 'prompt"),
+    (
+        {"prompt": "Q", "chosen": [ASK, GOOD], "rejected": [ASK, BAD]},
+        ("<user:Q>", "good", "bad"),
+        "prompt from 'prompt",
+    ),
     # OpenRLHF: text and a reply as messages; the rest of a dialogue after a prompt
-    ({"input": "Q", "output": [GOOD]}, ("<user:Q>", "good", None), "prompt from 'input' (text), completion from 'outpu"),
+    (
+        {"input": "Q", "output": [GOOD]},
+        ("<user:Q>", "good", None),
+        "prompt from 'input' (text), completion from 'outpu",
+    ),
     (
         {"prompt": [ASK], "chosen": [GOOD, MORE, GOOD], "rejected": [GOOD, MORE, BAD]},
         ("<user:Q><assistant:good><user:R>", "good", "bad"),
@@ -175,13 +191,14 @@ def test_the_name_of_here_is_taken_before_those_of_elsewhere(tmp_path):
         (
             {"prompt": "a", "reward_model": {"truth": 1}},
             {"answer_column": "reward_model.truht"},
-            "data.answer_column: must name a column of the rows. Got 'reward_model.truht'. Known: prompt, reward_model.",
+            "data.answer_column: must name a column of the rows. Got 'reward_model.truht'. Known: prompt, "
+            "reward_model.",
         ),
         (
             {"prompt": "a"},
             {"chat_template": "{{ messages }}"},
-            "data.chat_template: only chats have one. Got '{{ messages }}', and prompts that are text. Set data.chat to "
-            "'user' to make users' messages of them, or leave it out.",
+            "data.chat_template: only chats have one. Got '{{ messages }}', and prompts that are text. Set data.chat "
+            "to 'user' to make users' messages of them, or leave it out.",
         ),
         ({"prompt": "a"}, {"system_prompt": "b"}, "data.system_prompt: only chats have one. Got 'b', and prompts that"),
         (

@@ -154,8 +154,8 @@ def test_packed_and_plain_lines_are_of_one_kind(tmp_path):
     [
         (
             ["test.jsonl", "train.jsonl"],
-            "data.path: the files of a folder must be of one split. Got test and train in 'x'. Name the files of one by "
-            "a pattern, as in 'x/train*'.",
+            "data.path: the files of a folder must be of one split. Got test and train in 'x'. Name the files of one "
+            "by a pattern, as in 'x/train*'.",
         ),
         (["dev_1.jsonl", "eval.jsonl"], "Got dev and eval in 'x'. Name the files of one by a pattern, as in 'x/dev*'."),
         (
