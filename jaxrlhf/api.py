@@ -16,6 +16,7 @@ from jaxrlhf.brief import brief
 from jaxrlhf.config.algorithm_loading import for_another_algorithm
 from jaxrlhf.config.reading import Tree, merge, read_config
 from jaxrlhf.config.schema import EvaluationRunConfig, OutputConfig, RunConfig, build_run
+from jaxrlhf.data.columns import with_columns
 from jaxrlhf.data.examples import prompt_texts, read_example
 from jaxrlhf.data.files import Row
 from jaxrlhf.execution.executor import Executor
@@ -156,9 +157,11 @@ class TrainedRun:
 
     def _batch(self, prompts: Sequence[str | Mapping[str, Any]], *, rows: int) -> Prompts:
         """A batch of `rows` prompts, made like those of the run's own rows; the first ones are repeated."""
-        config, table = self.config.data, self.assembly.table
+        table = self.assembly.table
+        config = table.config
         columns = [dict(x) if isinstance(x, Mapping) else {config.prompt_column: x} for x in prompts]
-        examples = [read_example(Row(f"prompts[{i}]", each), config) for i, each in enumerate(columns)]
+        given = [with_columns(Row(f"prompts[{i}]", each), config) for i, each in enumerate(columns)]
+        examples = [read_example(row, config) for row in given]
         texts = prompt_texts(examples, config, table.tokenizer)
         tokens = [np.asarray(table.tokenizer.encode(text.marked, mark=text.mark), np.int32) for text in texts]
         length = max(map(len, tokens))

@@ -55,7 +55,8 @@ class Sequences(struct.PyTreeNode):
     mask: Bool[Array, "B T"]
     """True where a token is real, prompt or response."""
     response: Bool[Array, "B R"]
-    """True at response tokens, the stop token included."""
+    """True at response tokens, the stop token included. In demonstrations of dialogues it is False between replies;
+    scores are for responses without such gaps."""
 
 
 class Rollout(Sequences):

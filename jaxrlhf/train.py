@@ -321,6 +321,8 @@ def _read_options(options: argparse.Namespace) -> RunConfig:
 def _print_assembly(assembly: Assembly, memory: MemoryForecast, console: Console) -> None:
     count = mesh.num_devices()
     console.line(f"{count} device{'s' if count > 1 else ''} of kind {mesh.device_kind()}")
+    for line in assembly.tables.columns_read():
+        console.line(line)
     console.table("Roles", assembly.role_rows())
     for name, phase in assembly.phases.items():
         models = {role: x.model for role, x in phase.roles.items() if isinstance(x, ModelRole)}

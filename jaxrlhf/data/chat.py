@@ -55,7 +55,8 @@ def find_template(wanted: str, known: Mapping[str, str], *, tokenizer: str) -> t
 def check_messages(value: Any, *, column: str, source: str) -> list[Message]:
     """The messages of a conversation, checked. A content that is a list of text parts is joined.
 
-    Keys without a value, as parquet fills them in, are left out; templates get all others.
+    Keys without a value, as parquet fills them in, are left out; templates get all others. `from` and `value`, as in
+    ShareGPT, become role and content.
     """
     where = f"{source}: {column}"
     if not isinstance(value, list):
@@ -69,7 +70,7 @@ def check_messages(value: Any, *, column: str, source: str) -> list[Message]:
     for index, message in enumerate(value):
         if not isinstance(message, dict):
             raise ValueError(f"{where}[{index}] must be a message, {{role, content}}. Got {brief(message)}.")
-        message = {key: item for key, item in message.items() if item is not None}
+        message = _with_role({key: item for key, item in message.items() if item is not None})
         if isinstance(message.get("content"), list):
             message["content"] = _joined(message["content"], f"{where}[{index}].content")
         for key in ("role", "content"):
@@ -143,6 +144,20 @@ def split_completion(messages: Sequence[Message], *, where: str) -> tuple[Sequen
             "them into its content as the model is to write them, or end the row with the message before."
         )
     return messages[:-1], last["content"]
+
+
+SPEAKERS = {"human": "user", "gpt": "assistant"}
+"""Speakers of ShareGPT's conversations -> roles. Other names are roles already."""
+
+
+def _with_role(message: dict[str, Any]) -> dict[str, Any]:
+    """A message with a role and a content, if it has ShareGPT's `from` and `value`."""
+    if "role" in message or not {"from", "value"} <= message.keys():
+        return message
+    speaker, value = message["from"], message["value"]
+    role = SPEAKERS.get(speaker, speaker) if isinstance(speaker, str) else speaker
+    others = {key: item for key, item in message.items() if key not in ("from", "value")}
+    return {"role": role, "content": value, **others}
 
 
 def _joined(parts: list[Any], where: str) -> str:

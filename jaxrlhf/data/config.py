@@ -10,6 +10,9 @@ from jaxrlhf.brief import brief, did_you_mean
 from jaxrlhf.data.arithmetic import ArithmeticConfig, arithmetic_rows
 from jaxrlhf.require import require
 
+AUTO = "auto"
+"""A column that is recognized by its name (`jaxrlhf.data.columns`)."""
+
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
@@ -26,16 +29,23 @@ class DataConfig:
     """Files of held-out rows. Empty: `eval_rows` rows of `path`."""
     eval_rows: int = 512
     """The number of rows of `path` that are held out if `eval_path` is empty: the last ones of a fixed shuffle."""
-    prompt_column: str = "prompt"
-    completion_column: str = "completion"
-    """The column of responses for supervised training. Rows may lack it."""
-    chosen_column: str = "chosen"
+    prompt_column: str = AUTO
+    """The column of prompts: text or, in chats, lists of messages. `auto`, here and below: by its name. A name such as
+    `extra_info.question` leads into nested columns."""
+    completion_column: str = AUTO
+    """The column of responses for supervised training: text or, in chats, lists of messages. Rows may lack it."""
+    answer_column: str = AUTO
+    """The column of right answers, which reward functions get as `answer`. Empty: there is none."""
+    chosen_column: str = AUTO
     """The column of the preferred response, which is also the row's completion. In rows without it, the completion is
     the preferred response."""
-    rejected_column: str = "rejected"
+    rejected_column: str = AUTO
     """The column of the other response. Rows may lack it."""
     margin_column: str = ""
     """The column of the difference between the two, on the scale of a reward model's scores. Empty: there is none."""
+    assistant_turns: Literal["last", "all"] = "last"
+    """The assistant's messages of a chat that a demonstration is learned from: the last one, or all, with what stands
+    between them as context. Of rows with a completion column of messages, `all` means those in it."""
     reply_marker: str = ""
     """If it is set, both columns hold whole dialogues: the prompt ends with the last marker, and the response follows
     it. "\\n\\nAssistant:" for HH-RLHF. In chats, the columns may hold lists of messages."""
@@ -43,9 +53,10 @@ class DataConfig:
     """The treatment of pairs without two different replies to one prompt. Dropped rows are counted."""
     template: str = ""
     """A Python format string over the columns, "{question}\\nAnswer: ". Empty: the prompt column is used verbatim."""
-    chat: Literal["none", "user", "messages"] = "none"
-    """`none`: a prompt is text. `user`: it is text that becomes a user's message. `messages`: the prompt column holds
-    a list of {role, content}; where the last one is the assistant's, it is the row's completion."""
+    chat: Literal["auto", "none", "user", "messages"] = "auto"
+    """`none`: a prompt is text. `user`: it is text that becomes a user's message, or a list of messages. `messages`: it
+    is a list of {role, content}; where the last one is the assistant's, it is the row's completion. `auto`: `messages`
+    if the prompts are lists, else `user` if completions are, else `none`."""
     chat_template: str = ""
     """Jinja text, a file of it, or the name of one of the tokenizer's. Empty: the tokenizer's default."""
     chat_date: str = "2024-07-26"
@@ -83,7 +94,8 @@ class DataConfig:
         self._check_chat()
 
     def _check_pairs(self) -> None:
-        named = [name for name in (self.completion_column, self.chosen_column, self.rejected_column) if name]
+        columns = (self.completion_column, self.chosen_column, self.rejected_column)
+        named = [name for name in columns if name not in ("", AUTO)]
         if len(set(named)) < len(named):
             raise ValueError(
                 "data.completion_column, data.chosen_column, data.rejected_column: must be different columns. Got "
@@ -91,7 +103,7 @@ class DataConfig:
             )
         rule = "must name the column of dialogues that data.reply_marker divides"
         require(bool(self.chosen_column or not self.reply_marker), "data.chosen_column", rule, self.chosen_column)
-        if self.reply_marker and (self.template or self.chat != "none"):
+        if self.reply_marker and (self.template or self.chat not in ("auto", "none")):
             raise ValueError(
                 f"data.reply_marker: dialogues that are text have no template. Got {brief(self.reply_marker)} with "
                 f"data.template={brief(self.template)} and data.chat={self.chat!r}. Leave those out."
@@ -109,6 +121,9 @@ class DataConfig:
         require(names_columns, "data.template", "must name columns, as in '{question}'", self.template)
 
     def _check_chat(self) -> None:
+        remedy = "Set data.chat to 'messages', or leave it out."
+        has_turns = self.assistant_turns == "last" or (self.chat != "none" and not self.reply_marker)
+        require(has_turns, "data.assistant_turns", "only chats have several", self.assistant_turns, remedy)
         for field in ("chat_template", "system_prompt"):
             if self.chat == "none" and getattr(self, field):
                 raise ValueError(

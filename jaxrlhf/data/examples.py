@@ -40,31 +40,32 @@ class Example:
     """The margin by which the first response was preferred."""
     tools: list[Any] | None = None
     """The functions that the assistant of a chat may call."""
+    first_reply: int = 0
+    """The place in `messages` from which on the assistant's messages belong to the completion."""
 
 
 def read_example(row: Row, config: DataConfig) -> Example:
-    """The prompt and completions of a row, checked.
+    """The prompt and completions of a row, checked. `config` is settled (`jaxrlhf.data.columns`).
 
     Raises:
         MalformedPair: The row does not hold two different replies to one prompt.
         ValueError: Anything else is wrong.
     """
     start, chosen, rejected = read_pair(row, config)
+    prompt, messages, answer = _read_prompt(row, config, start)
+    first_reply = 0
     completion = row.columns.get(config.completion_column)
-    if completion is not None:
+    if completion is not None and answer is not None:
+        raise ValueError(
+            f"{row.source}: a completion is given once. Got an assistant's last message and the column "
+            f"{config.completion_column!r}. Remove one, or set data.completion_column to ''."
+        )
+    if isinstance(completion, list) and config.chat != "none":
+        first_reply = len(messages)
+        messages, completion = _continued(messages, row, config)
+    elif completion is not None:
         completion = row.text(config.completion_column, completion, may_be_empty=True)
-    prompt, messages = "", start if isinstance(start, list) else []
-    if config.chat != "messages":
-        prompt = start if isinstance(start, str) and start else _prompt(row, config)
-        messages = [{"role": "user", "content": prompt}] if config.chat == "user" else []
-    elif not messages:
-        messages, answer = _read_dialogue(row, config)
-        if answer is not None and completion is not None:
-            raise ValueError(
-                f"{row.source}: a completion is given once. Got an assistant's last message and the column "
-                f"{config.completion_column!r}. Remove one, or set data.completion_column to ''."
-            )
-        completion = completion if answer is None else answer
+    completion = completion if answer is None else answer
     if chosen is not None and completion is not None:
         raise ValueError(
             f"{row.source}: a completion is given once. Got one beside the column {config.chosen_column!r}. Remove "
@@ -76,8 +77,40 @@ def read_example(row: Row, config: DataConfig) -> Example:
     tools = row.columns.get(config.tools_column) if config.chat != "none" else None
     tools = check_tools(tools, column=config.tools_column, source=row.source)
     if config.system_prompt and messages[0]["role"] != "system":
-        messages = [{"role": "system", "content": config.system_prompt}, *messages]
-    return Example(row, prompt, messages, completion, rejected, read_margin(row, config), tools)
+        messages, first_reply = [{"role": "system", "content": config.system_prompt}, *messages], first_reply + 1
+    margin = read_margin(row, config)
+    return Example(row, prompt, messages, completion, rejected, margin, tools, first_reply)
+
+
+def _read_prompt(row: Row, config: DataConfig, start: str | list[Message]) -> tuple[str, Sequence[Message], str | None]:
+    """The prompt of a row, as text or as messages, and the assistant's answer, if that is in the prompt column.
+
+    `start` is what the dialogues of a pair begin with, if it has some.
+    """
+    if isinstance(start, str) and start:
+        return start, [], None
+    before = list(start) if isinstance(start, list) else []
+    if before and before[0]["role"] != "assistant":
+        return "", before, None
+    is_list = isinstance(row.columns.get(config.prompt_column), list)
+    if config.chat == "messages" or (config.chat == "user" and is_list and not config.template):
+        messages, answer = _read_dialogue(row, config)
+        return "", [*messages, *before], answer
+    prompt = _prompt(row, config)
+    return prompt, [{"role": "user", "content": prompt}, *before] if config.chat == "user" else [], None
+
+
+def _continued(messages: Sequence[Message], row: Row, config: DataConfig) -> tuple[Sequence[Message], str]:
+    """The messages of a prompt with those of the completion column, up to the assistant's last one, and that."""
+    where = f"{row.source}: {config.completion_column}"
+    reply = read_messages(row, config.completion_column)
+    before, completion = split_completion([*messages, *reply], where=where)
+    if completion is None:
+        raise ValueError(
+            f"{where} must end with the assistant's message. Got the {reply[-1]['role']}'s. Mend the row, or set "
+            "data.completion_column to ''."
+        )
+    return before, completion
 
 
 def _read_dialogue(row: Row, config: DataConfig) -> tuple[Sequence[Message], str | None]:
@@ -117,22 +150,38 @@ def tokens_as_text(config: DataConfig, tokenizer: Tokenizer) -> re.Pattern[str] 
 
 def _chat_texts(examples: Sequence[Example], config: DataConfig, tokenizer: Tokenizer) -> list[MarkedText]:
     """`prompt_texts` for chats."""
-    where, text = find_template(config.chat_template, tokenizer.chat_templates, tokenizer=tokenizer.name)
-    template = ChatTemplate(where, text, tokenizer.special_tokens, config.chat_date)
-    tokens = tokens_as_text(config, tokenizer)
-    conversations, marks = [], []
+    template, tokens = configured_template(config, tokenizer), tokens_as_text(config, tokenizer)
     for example in examples:
         check_tools_are_known(template, example.messages, example.tools, source=example.row.source)
-        given, mark = mark_tokens([example.messages, example.tools], tokens, avoid=text)
-        conversations.append(Conversation(example.row.source, *given))
-        marks.append(mark)
-    rendered = render_chats(template, conversations)
-    check_tool_messages(template, conversations)
+    marked = [marked_conversation(example, template, tokens) for example in examples]
+    texts = render_marked(template, marked)
+    check_tool_messages(template, [conversation for conversation, _ in marked])
+    for example, text in zip(examples, texts, strict=True):
+        example.row.text("the rendered chat", text.marked)
+    return texts
+
+
+def configured_template(config: DataConfig, tokenizer: Tokenizer) -> ChatTemplate:
+    """The chat template of a config, or of its tokenizer."""
+    where, text = find_template(config.chat_template, tokenizer.chat_templates, tokenizer=tokenizer.name)
+    return ChatTemplate(where, text, tokenizer.special_tokens, config.chat_date)
+
+
+def marked_conversation(
+    example: Example, template: ChatTemplate, tokens: re.Pattern[str] | None
+) -> tuple[Conversation, str]:
+    """The messages of an example with the control tokens in them marked, and the mark."""
+    given, mark = mark_tokens([example.messages, example.tools], tokens, avoid=template.text)
+    return Conversation(example.row.source, *given), mark
+
+
+def render_marked(template: ChatTemplate, marked: Sequence[tuple[Conversation, str]]) -> list[MarkedText]:
+    """The texts of conversations with marks."""
+    rendered = render_chats(template, [conversation for conversation, _ in marked])
     texts = []
-    for example, mark, text in zip(examples, marks, rendered, strict=True):
+    for text, (_, mark) in zip(rendered, marked, strict=True):
         if mark:
             text = text.replace(json.dumps(mark)[1:-1], mark)  # as tojson(ensure_ascii=true) writes it
-        example.row.text("the rendered chat", text)
         texts.append(MarkedText(text, mark))
     return texts
 

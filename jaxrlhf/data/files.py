@@ -6,6 +6,7 @@ import glob
 import gzip
 import json
 import os
+import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -65,7 +66,8 @@ def find_files(field: str, paths: str | Sequence[str]) -> list[str]:
     """The files that paths stand for: a file, the files of a folder, or those that match a pattern, sorted by name.
 
     The files of several paths come in the order of the paths. In a folder, hidden files, unknown formats and folders
-    are left out. Raises ValueError if there are none, one is named twice, or those of a folder have several formats.
+    are left out. Raises ValueError if there are none, one is named twice, or those of a folder are of several formats
+    or splits, or lack a shard.
     """
     files = [file for path in ([paths] if isinstance(paths, str) else paths) for file in _files_of(field, path)]
     require(bool(files), field, "must name at least one file", files)
@@ -78,26 +80,72 @@ def _files_of(field: str, path: str) -> list[str]:
     if os.path.isfile(path):
         return [path]
     if os.path.isdir(path) and path:
-        names = sorted(name for name in os.listdir(path) if not name.startswith("."))
-        files = [os.path.join(path, name) for name in names if _suffix(name) in READERS]
-        files = [file for file in files if os.path.isfile(file)]
-        kinds = dict.fromkeys(_suffix(file) for file in files)
-        if len(kinds) > 1:
-            raise ValueError(
-                f"{field}: the files of a folder must be of one kind. Got {' and '.join(kinds)} in {brief(path)}. Name "
-                f"those that are meant by a pattern, as in '{os.path.join(path, '*' + next(iter(kinds)))}'."
-            )
-        if not files:
-            raise ValueError(
-                f"{field}: a folder must have files of a known kind ({', '.join(READERS)}). Got {brief(path)}, with "
-                f"{', '.join(names[:5]) or 'nothing in it'}."
-            )
-        return files
+        return _files_of_folder(field, path)
     if glob.has_magic(path) and "\0" not in path:
         files = sorted(file for file in glob.glob(path, recursive=True) if os.path.isfile(file))
         require(bool(files), field, "a pattern must match at least one file", path)
         return files
     raise ValueError(f"{field}: must be an existing file, a folder or a pattern of files. Got {brief(path)}.")
+
+
+def _files_of_folder(field: str, folder: str) -> list[str]:
+    """The files of a folder, of one kind and one split, without a missing shard."""
+    try:
+        names = sorted(name for name in os.listdir(folder) if not name.startswith("."))
+    except OSError as error:
+        raise ValueError(f"{field}: must be a folder that can be read. Got {brief(folder)}: {error}.") from error
+    paths = {name: os.path.join(folder, name) for name in names if _suffix(name) in READERS}
+    for path in paths.values():
+        if not os.path.exists(path):
+            raise ValueError(f"{field}: must be files that can be read. Got {brief(path)}, a link that leads nowhere.")
+    paths = {name: path for name, path in paths.items() if os.path.isfile(path)}
+    if not paths:
+        inner = any(os.path.isdir(os.path.join(folder, name)) for name in names)
+        remedy = f" Name the files of its folders by a pattern, as in '{os.path.join(folder, '**/*.jsonl')}'."
+        raise ValueError(
+            f"{field}: a folder must have files of a known kind ({', '.join(READERS)}). Got {brief(folder)}, with "
+            f"{', '.join(names[:5]) or 'nothing in it'}.{remedy if inner else ''}"
+        )
+    kinds = {_suffix(name).removesuffix(".gz"): _suffix(name) for name in reversed(paths)}
+    if len(kinds) > 1:
+        raise ValueError(
+            f"{field}: the files of a folder must be of one kind. Got {' and '.join(sorted(kinds))} in "
+            f"{brief(folder)}. Name those that are meant by a pattern, as in "
+            f"'{os.path.join(folder, '*' + kinds[min(kinds)])}'."
+        )
+    splits = sorted({split for split in map(_split, paths) if split})
+    if len(splits) > 1:
+        named = "train" if "train" in splits else splits[0]
+        raise ValueError(
+            f"{field}: the files of a folder must be of one split. Got {' and '.join(splits)} in {brief(folder)}. Name "
+            f"the files of one by a pattern, as in '{os.path.join(folder, named + '*')}'."
+        )
+    _check_shards(field, folder, list(paths))
+    return list(paths.values())
+
+
+_SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})(?=[-.])")
+"""The name of a shard, as Hugging Face's datasets write them: train-00000-of-00002.parquet."""
+_SPLIT = re.compile(r"(train|test|validation|valid|val|dev|eval)(?=[-_.\d])")
+
+
+def _split(name: str) -> str:
+    """The split that the name of a file begins with, such as 'train'; empty if it does not say."""
+    found = _SHARD.match(name) or _SPLIT.match(name)
+    return found[1] if found else ""
+
+
+def _check_shards(field: str, folder: str, names: Sequence[str]) -> None:
+    """Checks that all shards of a split are there."""
+    shards = [found for name in names if (found := _SHARD.match(name))]
+    counts = {int(found[3]) for found in shards}
+    missing = sorted(set(range(max(counts, default=0))) - {int(found[2]) for found in shards})
+    if len(counts) > 1 or missing:
+        got = f"no shard {missing[0]:05d} of {max(counts):05d}" if missing else "shards of several such sets"
+        raise ValueError(
+            f"{field}: a folder must have all shards of its files. Got {got} in {brief(folder)}. Add the missing ones, "
+            "or name those that are meant by a pattern."
+        )
 
 
 def _suffix(path: str) -> str:

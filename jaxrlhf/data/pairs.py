@@ -44,14 +44,14 @@ def read_messages(row: Row, column: str) -> list[Message]:
 def _split(row: Row, column: str, config: DataConfig) -> tuple[str | list[Message], str]:
     """The prompt in a column of the pair, empty if the column holds only a reply, and the reply."""
     value = row.columns[column]
-    if config.chat == "messages" and isinstance(value, list):
+    if config.chat != "none" and isinstance(value, list):
         messages, reply = split_completion(read_messages(row, column), where=f"{row.source}: {column}")
         if reply is None:
             raise MalformedPair(row, f"{column} must end with the assistant's message", f"the {messages[-1]['role']}'s")
         return list(messages), reply
     text = row.text(column, value, may_be_empty=not config.reply_marker)
     if not config.reply_marker:
-        return [] if config.chat == "messages" else "", text
+        return [] if config.chat != "none" else "", text
     before, marker, reply = text.rpartition(config.reply_marker)
     if not marker:
         raise MalformedPair(row, f"{column} must have a reply, after {config.reply_marker!r}", brief(text))

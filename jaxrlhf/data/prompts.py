@@ -13,8 +13,10 @@ from typing import Any
 import numpy as np
 
 from jaxrlhf.brief import brief, did_you_mean
+from jaxrlhf.data.columns import settle_columns, with_columns
 from jaxrlhf.data.config import TASKS, DataConfig, template_fields
 from jaxrlhf.data.control_tokens import MarkedText, mark_text
+from jaxrlhf.data.dialogues import Dialogue, earlier_replies, read_dialogues
 from jaxrlhf.data.examples import Example, learnable_texts, prompt_texts, read_example, tokens_as_text
 from jaxrlhf.data.files import Row, find_files, read_rows
 from jaxrlhf.data.pairs import MalformedPair
@@ -40,6 +42,10 @@ class PromptTable:
     """Columns that reward functions do not get, since these names mean something else to them."""
     notes: tuple[str, ...]
     """Further remarks on the rows, printed at the start."""
+    config: DataConfig
+    """The settings under which the rows were read, without any `auto`."""
+    reads: str
+    """What is read from which columns of the files, in one line; empty for a built-in task."""
     prompt_length: int
     prompts: Sequence[str]
     tokens: Sequence[np.ndarray]
@@ -49,6 +55,10 @@ class PromptTable:
     """The same for the rejected completions."""
     margins: Sequence[float]
     """By how much each row's completion was preferred."""
+    dialogues: Mapping[int, Dialogue]
+    """Row -> the demonstration that it gives, if earlier replies than its completion are learned from too."""
+    num_unlearned: int
+    """The number of rows with earlier replies that are not learned from."""
     other: Mapping[str, Sequence[Any]]
     sources: Sequence[str]
     """The file and line of each row, for error messages."""
@@ -62,6 +72,8 @@ class PromptTable:
         for row, (rejected, margin) in enumerate(zip(self.rejected, self.margins, strict=True)):
             if rejected is not None:
                 digest.update(repr((row, margin, rejected.tolist())).encode())
+        for row, dialogue in self.dialogues.items():
+            digest.update(repr([row, *(part.tolist() for part in dataclasses.astuple(dialogue))]).encode())
         for name, values in self.other.items():
             digest.update(repr((name, values)).encode(errors="backslashreplace"))
         return digest.hexdigest()
@@ -85,9 +97,19 @@ class PromptTable:
         return Prompts(**arrays)
 
     def demonstrations(self, rows: np.ndarray, *, max_new_tokens: int) -> Sequences:
-        """Prompts with their completions and an end of text, as numpy arrays with R = `max_new_tokens`."""
+        """Prompts with their completions and an end of text, as numpy arrays with R = `max_new_tokens`.
+
+        A dialogue that is learned from in several places begins its response at the first of them, and `response` is
+        False at what stands between them. Prompts then have as many columns as the longest of these needs.
+        """
         self.check("demonstrations", rows, max_new_tokens=max_new_tokens)
-        return self._with_responses(rows, self.completions, max_new_tokens)
+        prompts, responses, columns = self._demonstrations
+        made = self._with_responses(rows, responses, max_new_tokens, prompts, columns)
+        for index, row in enumerate(rows):
+            if row in self.dialogues:
+                learned = self.dialogues[row].learned
+                made.response[index, : len(learned)] = learned
+        return made
 
     def preferences(self, rows: np.ndarray, *, max_new_tokens: int) -> Preferences:
         """Prompts with their chosen and with their rejected completions, as numpy arrays."""
@@ -128,23 +150,40 @@ class PromptTable:
                         "'drop'."
                     )
 
+    @functools.cached_property
+    def _demonstrations(self) -> tuple[Sequence[np.ndarray], Sequence[np.ndarray | None], int]:
+        """The prompts and responses of all rows as demonstrations, and the number of columns of the prompts."""
+        if not self.dialogues:
+            return self.tokens, self.completions, self.prompt_length
+        prompts, responses = list(self.tokens), list(self.completions)
+        for row, dialogue in self.dialogues.items():
+            prompts[row], responses[row] = dialogue.prompt, dialogue.response
+        given = [prompt for prompt, response in zip(prompts, responses, strict=True) if response is not None]
+        return prompts, responses, max(map(len, given))
+
     def _lengths(self, kind: RowKind) -> dict[str, np.ndarray]:
         """Completion that a kind of rows needs, as errors call it -> its tokens in each row, 0 if there is none."""
-        completions, rejected = self._response_lengths
+        completions, rejected, demonstrated = self._response_lengths
         if kind == "preferences":
             return {"chosen completion": completions, "rejected completion": rejected}
-        return {"completion": completions} if kind == "demonstrations" else {}
+        return {"completion": demonstrated} if kind == "demonstrations" else {}
 
     @functools.cached_property
     def _response_lengths(self) -> list[np.ndarray]:
-        responses = (self.completions, self.rejected)
+        responses = (self.completions, self.rejected, self._demonstrations[1])
         return [np.array([0 if x is None else len(x) for x in each], np.int64) for each in responses]
 
     def _with_responses(
-        self, rows: np.ndarray, responses: Sequence[np.ndarray | None], max_new_tokens: int
+        self,
+        rows: np.ndarray,
+        responses: Sequence[np.ndarray | None],
+        max_new_tokens: int,
+        prompts: Sequence[np.ndarray] | None = None,
+        prompt_columns: int = 0,
     ) -> Sequences:
-        """Prompts padded on the left, with these responses padded on the right."""
-        prompts_BP, prompt_mask_BP = self._padded(rows, self.tokens, self.prompt_length, on_left=True)
+        """Prompts padded on the left, with these responses padded on the right. None means the rows' own prompts."""
+        given = (self.tokens, self.prompt_length) if prompts is None else (prompts, prompt_columns)
+        prompts_BP, prompt_mask_BP = self._padded(rows, *given, on_left=True)
         tokens_BR, response_BR = self._padded(rows, responses, max_new_tokens, on_left=False)
         arrays: dict[str, Any] = {
             "tokens": np.concatenate([prompts_BP, tokens_BR], axis=1),
@@ -177,6 +216,10 @@ def load_prompts(config: DataConfig, tokenizer: TokenizerConfig | Tokenizer) -> 
     train, held_out = _read_splits(config)
     names = list(dict.fromkeys(name for row in train + held_out for name in row.columns))
     _check_columns(config, names)
+    config, reads = settle_columns(config, train + held_out)
+    train, held_out = ([with_columns(row, config) for row in rows] for rows in (train, held_out))
+    if config.answer_column and "answer" not in names:
+        names.append("answer")
     num_read, source = len(train) + len(held_out), _shown(config.path)
     train, held_out = _read_examples(train, config), _read_examples(held_out, config)
     if not train:
@@ -204,6 +247,14 @@ def load_prompts(config: DataConfig, tokenizer: TokenizerConfig | Tokenizer) -> 
             f"{len(as_text)} rows have control tokens in their texts, the first at {rows[as_text[0]].source}. They are "
             "encoded as text. Where they are meant as control tokens, set data.control_tokens to 'allow'."
         )
+    responses = {i: _response(completions[i], tokenizer) for i in kept}
+    continued = {i: examples[i] for i in kept if earlier_replies(examples[i])}
+    dialogues: Mapping[int, Dialogue] = {}
+    if continued and config.assistant_turns == "all":
+        texts = {i: prompts[i] for i in continued}
+        last = {i: reply for i in continued if (reply := responses[i]) is not None}
+        dialogues = read_dialogues(continued, texts, last, config, tokenizer)
+    row_of = {i: row for row, i in enumerate(kept)}
     is_prompt = config.chat == "none" and not config.template
     other = [name for name in names if name != config.prompt_column or not is_prompt]
     return PromptTable(
@@ -214,12 +265,16 @@ def load_prompts(config: DataConfig, tokenizer: TokenizerConfig | Tokenizer) -> 
         num_malformed=num_read - len(rows),
         withheld=tuple(name for name in other if name in RESERVED_COLUMNS),
         notes=tuple(notes),
+        config=config,
+        reads=reads if config.path else "",
         prompt_length=prompt_length,
         prompts=[prompts[i].plain for i in kept],
         tokens=[tokens[i] for i in kept],
-        completions=[_response(completions[i], tokenizer) for i in kept],
+        completions=[responses[i] for i in kept],
         rejected=[_response(rejected[i], tokenizer) for i in kept],
         margins=[examples[i].margin for i in kept],
+        dialogues={row_of[i]: dialogue for i, dialogue in dialogues.items()},
+        num_unlearned=len(continued) - len(dialogues),
         other={name: [rows[i].columns.get(name) for i in kept] for name in other if name not in RESERVED_COLUMNS},
         sources=[rows[i].source for i in kept],
     )

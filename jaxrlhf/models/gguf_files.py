@@ -19,8 +19,8 @@ from jaxrlhf.models.adapter_files import write_tensors
 from jaxrlhf.models.architecture import checkpoint_name, declare, is_weight
 from jaxrlhf.models.config import ModelConfig, RopeScaling
 from jaxrlhf.models.config_json import CONFIG, GENERATION, exported_config
-from jaxrlhf.models.weight_files import WEIGHTS
 from jaxrlhf.models.layers import scale_frequencies
+from jaxrlhf.models.weight_files import WEIGHTS
 
 Dtype = Literal["float32", "bfloat16"]
 

@@ -37,6 +37,11 @@ class Tables:
         parts = [self.main.digest(), *(f"{name} {self.more[name].digest()}" for name in sorted(self.more))]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
+    def columns_read(self) -> list[str]:
+        """What is read from which columns, a line for each table of files."""
+        named = {"data": self.main, **{f"datasets.{name}": table for name, table in self.more.items()}}
+        return [f"{name}: {table.reads}" for name, table in named.items() if table.reads]
+
     def of(self, rows: Rows) -> PromptTable:
         """The table that rows come from."""
         return self.more.get(rows.dataset, self.main)
@@ -134,6 +139,7 @@ def check_rows(rows: StepRows, config: RunConfig, *, held_out: bool = False) -> 
             f"Reward functions do not get the columns {', '.join(rows.tables.main.withheld)}: by these names they get "
             "what was sampled. To give them one, rename it."
         )
+    notes += _unlearned(rows, config)
     notes += _dropped(rows.tables.main, "")
     return notes + [note for name, table in rows.tables.more.items() for note in _dropped(table, f"datasets.{name}")]
 
@@ -153,6 +159,20 @@ def _left_out(rows: StepRows, wanted: Rows, config: RunConfig, *, held_out: bool
     return [
         f"{num_left_out} of {len(numbers)} {which} of {where} have no {wanted.kind} that fit into "
         f"{wanted.max_new_tokens} tokens and are left out."
+    ]
+
+
+def _unlearned(rows: StepRows, config: RunConfig) -> list[str]:
+    """Notes on the tables whose demonstrations have earlier replies that are not learned from."""
+    asked = {wanted.dataset for wanted in rows.named.values() if wanted.kind == "demonstrations"}
+    main = bool(asked - rows.tables.more.keys()) or config.warm_start is not None
+    tables = {"data": rows.tables.main} if main else {}
+    tables |= {f"datasets.{name}": rows.tables.more[name] for name in sorted(asked & rows.tables.more.keys())}
+    return [
+        f"{table.num_unlearned} rows of {where} have several of the assistant's messages, of which the last one alone "
+        f"is learned from. To learn from all, set {where}.assistant_turns to 'all'."
+        for where, table in tables.items()
+        if table.num_unlearned
     ]
 
 

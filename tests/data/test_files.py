@@ -3,6 +3,7 @@
 import datetime
 import gzip
 import json
+import os
 import re
 
 import pyarrow
@@ -139,3 +140,79 @@ def test_what_stands_for_no_files(tmp_path, monkeypatch):
     }.items():
         with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
             read_rows("data.path", paths)
+
+
+def test_packed_and_plain_lines_are_of_one_kind(tmp_path):
+    (tmp_path / "b.jsonl").write_text('{"prompt": "b"}')
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"prompt": "a"}'))
+    rows = read_rows("data.path", str(tmp_path))
+    assert [row.source for row in rows] == [f"{tmp_path}/a.jsonl.gz:1", f"{tmp_path}/b.jsonl:1"]
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (
+            ["test.jsonl", "train.jsonl"],
+            "data.path: the files of a folder must be of one split. Got test and train in 'x'. Name the files of one "
+            "by a pattern, as in 'x/train*'.",
+        ),
+        (["dev_1.jsonl", "eval.jsonl"], "Got dev and eval in 'x'. Name the files of one by a pattern, as in 'x/dev*'."),
+        (
+            ["train_a-00000-of-00001.jsonl", "train_b-00000-of-00001-0f3.jsonl"],
+            "must be of one split. Got train_a and train_b in 'x'.",
+        ),
+        (
+            ["train-00000-of-00003.jsonl", "train-00002-of-00003.jsonl"],
+            "data.path: a folder must have all shards of its files. Got no shard 00001 of 00003 in 'x'. Add the "
+            "missing ones, or name those that are meant by a pattern.",
+        ),
+        (["train-00000-of-00001.jsonl", "train-00001-of-00002.jsonl"], "Got shards of several such sets in 'x'."),
+    ],
+)
+def test_what_a_folder_must_not_mix(tmp_path, monkeypatch, names, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x").mkdir()
+    for name in names:
+        (tmp_path / "x" / name).write_text('{"prompt": "a"}')
+    with pytest.raises(ValueError, match=re.escape(message)):
+        read_rows("data.path", "x")
+    assert len(read_rows("data.path", f"x/{names[-1]}")) == 1
+
+
+def test_splits_and_shards_that_go_together(tmp_path):
+    for name in ("train-00000-of-00002.jsonl", "train-00001-of-00002.jsonl", "training.jsonl", "more.jsonl"):
+        (tmp_path / name).write_text('{"prompt": "a"}')
+    assert len(read_rows("data.path", str(tmp_path))) == 4
+
+
+def test_folders_of_folders_and_links_to_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x" / "inner").mkdir(parents=True)
+    (tmp_path / "x" / "inner" / "a.jsonl").write_text("{}")
+    message = "Got 'x', with inner. Name the files of its folders by a pattern, as in 'x/**/*.jsonl'."
+    with pytest.raises(ValueError, match=re.escape(message)):
+        read_rows("data.path", "x")
+    (tmp_path / "x" / "b.jsonl").symlink_to(tmp_path / "nowhere.jsonl")
+    message = "data.path: must be files that can be read. Got 'x/b.jsonl', a link that leads nowhere."
+    with pytest.raises(ValueError, match=re.escape(message)):
+        read_rows("data.path", "x")
+
+
+def test_a_folder_that_may_not_be_listed(tmp_path, monkeypatch):
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", path)
+
+    monkeypatch.setattr(os, "listdir", refuse)
+    with pytest.raises(ValueError, match=r"^data\.path: must be a folder that can be read\. Got '.*': .*Permission"):
+        read_rows("data.path", str(tmp_path))
+
+
+def test_a_broken_file_of_a_folder_is_named_with_its_line(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a"}')
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(b'{"prompt": "b"}\n{"prompt": '))
+    with pytest.raises(ValueError, match=r"b\.jsonl\.gz:2: must be JSON in UTF-8\. Got '\{\"prompt\": '"):
+        read_rows("data.path", str(tmp_path))
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(b'{"prompt": "b"}' * 99)[:-9])
+    with pytest.raises(ValueError, match=r"b\.jsonl\.gz: must be a file that gzip packed\. Got "):
+        read_rows("data.path", str(tmp_path))

@@ -126,7 +126,7 @@ def test_malformed_dialogues_are_refused_or_counted(tmp_path, row, message):
 )
 def test_wrong_columns(tmp_path, row, message):
     with pytest.raises(ValueError, match=re.escape(f"pairs.jsonl:1: {message}")):
-        load(tmp_path, row, {"prompt": "a", "by": 1.5}, margin_column="by")
+        load(tmp_path, row, {"prompt": "a", "by": 1.5}, margin_column="by", chat="none")
 
 
 def test_dialogues_need_the_column_of_the_chosen_one(tmp_path):
@@ -176,9 +176,9 @@ def test_the_digest_changes_with_a_pair(tmp_path):
     ("fields", "message"),
     [
         (
-            {"chosen_column": "completion"},
+            {"completion_column": "completion", "chosen_column": "completion"},
             "data.completion_column, data.chosen_column, data.rejected_column: must be different columns. Got "
-            "'completion', 'completion', 'rejected'. Set the one that there is not to ''.",
+            "'completion', 'completion'. Set the one that there is not to ''.",
         ),
         (
             {"reply_marker": ":", "chosen_column": ""},
@@ -187,7 +187,7 @@ def test_the_digest_changes_with_a_pair(tmp_path):
         (
             {"reply_marker": ":", "template": "{x}"},
             "data.reply_marker: dialogues that are text have no template. Got ':' with data.template='{x}' and "
-            "data.chat='none'. Leave those out.",
+            "data.chat='auto'. Leave those out.",
         ),
         (
             {"margin_column": "gap"},

@@ -247,10 +247,10 @@ def test_a_prompt_without_tokens(tmp_path):
         ({"path": "x", "template": "{q"}, "data.template: must be a Python format string. Got '{q': "),
         ({"path": "x", "template": "{}"}, "data.template: must name columns, as in '{question}'. Got '{}'."),
         (
-            {"path": "x", "chat_template": "y"},
+            {"path": "x", "chat": "none", "chat_template": "y"},
             "data.chat_template: only chats have one. Got 'y' with data.chat='none'.",
         ),
-        ({"path": "x", "system_prompt": "y"}, "data.system_prompt: only chats have one. Got 'y'"),
+        ({"path": "x", "chat": "none", "system_prompt": "y"}, "data.system_prompt: only chats have one. Got 'y'"),
         ({"path": "x", "chat": "messages", "template": "{q}"}, "data.template: a list of messages has none. Got '{q}'"),
         ({"path": "x", "chat_date": "today"}, "data.chat_date: must be a date such as '2024-07-26'. Got 'today'."),
         ({"path": "x", "template": "fixed"}, "data.template: must name columns, as in '{question}'. Got 'fixed'."),

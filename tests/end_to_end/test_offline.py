@@ -159,3 +159,25 @@ def test_a_scorer_named_as_what_the_algorithm_measures(run):
         "--set", "evaluation.scorers=[loss]",
     )  # fmt: skip
     assert status == 1 and "the algorithm itself measures eval/loss. Got a role of that name" in " ".join(err.split())
+
+
+def test_dialogues_are_learned_from_in_all_of_their_replies(run):
+    """The replies in the middle are all alike, so that a model that learns from them predicts them better."""
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "zzzzzzzz"}]
+    rows = [
+        {"messages": [*talk, {"role": "user", "content": "b"}, {"role": "assistant", "content": str(i)}], "answer": "1"}
+        for i in range(64)
+    ]
+    Path("talks.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    template = "{% for m in messages %}<{{ m.content }}>{% endfor %}"
+    losses = {}
+    for turns in ("last", "all"):
+        data = {"path": "talks.jsonl", "eval_rows": 16, "chat_template": template, "assistant_turns": turns}
+        of_all = {"datasets": {}, "settings": {"max_new_tokens": 24, "update": {"mini_batches": 2}}, "steps": 6}
+        overrides = [f"{key}={json.dumps(value)}" for key, value in {"data": data, **of_all}.items()]
+        status, out, err = run("sft_arithmetic", *(x for override in overrides for x in ("--set", override)))
+        assert status == 0, err
+        assert "data: prompt from 'messages' (lists of messages), answer from 'answer', as chats" in out
+        assert ("of which the last one alone is learned from" in out) == (turns == "last")
+        losses[turns] = [record["eval/loss"] for record in evaluations()]
+    assert losses["all"][-1] < losses["all"][0] and losses["all"][0] != losses["last"][0]
