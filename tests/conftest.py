@@ -74,3 +74,16 @@ def pytest_collection_finish() -> None:
     """Leaves what importing and collecting have made out of every later collection of garbage."""
     gc.collect()
     gc.freeze()
+
+
+MOST_RESIDENT_BYTES = 4 * 2**30
+"""A worker that has grown beyond this drops its compiled programs between two files of tests."""
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    if nextitem is not None and nextitem.path == item.path:
+        return
+    statm = pathlib.Path("/proc/self/statm")
+    if statm.exists() and int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") > MOST_RESIDENT_BYTES:
+        jax.clear_caches()
+        gc.collect()
