@@ -27,7 +27,7 @@ Dtype = Literal["float32", "bfloat16"]
 TENSOR_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q5_0", "Q5_1", "Q4_0", "Q4_1")
 """Types of tensors that are read, by the names that ggml gives them."""
 
-_VARIANTS: Mapping[str, Mapping[str, Any]] = {
+ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
     "llama": {},
     "qwen2": {"attention_bias": True},
     "qwen3": {"qk_norm": True},
@@ -54,8 +54,8 @@ _NAMES = {
 """Our weights -> their modules in GGUF files. A bias has the module of its weight."""
 _ROPE_FACTORS = "rope_freqs.weight"
 """The tensor by which rotary frequencies are divided: Llama 3's scaling, whose settings are not stored."""
-_FREQUENCY_FACTORS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-"""Those settings of every Llama from 3.1 on."""
+_FREQUENCY_FACTORS = 1.0, 4.0
+"""`low_freq_factor` and `high_freq_factor` of every Llama from 3.1 on."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,10 +104,10 @@ def gguf_config(file: GGUFFile) -> ModelConfig:
     """The config of a file's model. Raises ValueError if it is of another architecture, or the file does not hold
     exactly the weights of such a model."""
     architecture = file.stated("general.architecture", str)
-    if architecture not in _VARIANTS:
+    if architecture not in ARCHITECTURES:
         raise ValueError(
             f"{file.path}: general.architecture: must be one that is supported. Got {architecture!r}. Supported: "
-            f"{', '.join(_VARIANTS)}. Use a model of these families."
+            f"{', '.join(ARCHITECTURES)}. Use a model of these families."
         )
 
     def number(key: str, default: int | None = None) -> int:
@@ -142,7 +142,7 @@ def gguf_config(file: GGUFFile) -> ModelConfig:
             rope_scaling=rope_scaling,
             norm_eps=norm_eps,
             tie_embeddings=_gguf_name("lm_head") not in file.tensors,
-            **_VARIANTS[architecture],
+            **ARCHITECTURES[architecture],
         )
     except ValueError as error:
         raise ValueError(f"{file.path}: its sizes must be those of a model. Got: {error}") from error
@@ -202,9 +202,8 @@ def _rope_scaling(file: GGUFFile, architecture: str, theta: float, head_dim: int
         return None
     factors = _numbers(file.tensors[_ROPE_FACTORS])
     original = file.stated(f"{architecture}.rope.scaling.original_context_length", int, 8192)
-    scaling = RopeScaling(
-        max(1.0, float(factors.max())), **_FREQUENCY_FACTORS, original_max_position_embeddings=original
-    )
+    factor, (low, high) = max(1.0, float(factors.max())), _FREQUENCY_FACTORS
+    scaling = RopeScaling(factor, low, high, original_max_position_embeddings=original)
     frequency = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
     expected = np.asarray(frequency / scale_frequencies(frequency, scaling))
     if factors.shape != expected.shape or not np.allclose(factors, expected, rtol=1e-3):
