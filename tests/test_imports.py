@@ -1,6 +1,8 @@
 """The architecture, held: imports go down the layers, one file asks for devices, and every module says what it owns."""
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -196,3 +198,13 @@ def test_a_violation_is_found(module, source, expected):
 )
 def test_what_is_allowed_passes(module, source):
     assert violations(f"'.'\n{source}", module) == []
+
+
+def test_commands_need_no_extra():
+    extras = ["gguf", "jax_plugins", "math_verify", "matplotlib", "numba", "wandb"]
+    blocked = f"import sys; sys.modules.update(dict.fromkeys({extras}))"  # None: as if it were not installed
+    commands = "import jaxrlhf.api, jaxrlhf.calibrate, jaxrlhf.plan, jaxrlhf.timeline, jaxrlhf.train, scripts.convert"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{blocked}; {commands}"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr

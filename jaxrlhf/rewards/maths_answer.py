@@ -3,15 +3,17 @@
 import functools
 import importlib.util
 import os
+from pathlib import Path
 from typing import Any
 
 from jaxrlhf.require import require
-from jaxrlhf.rewards import maths_process
 from jaxrlhf.rewards.line_process import LineProcesses, ProcessEnded
 from jaxrlhf.rewards.numbers import last_box
 from jaxrlhf.rewards.verifiers import RewardFunction, column, require_choice
 from jaxrlhf.rewards.workers import share_out
 
+_PROCESS = Path(__file__).with_name("maths_process.py")
+"""Not imported here: it needs math-verify."""
 _SPARE_SECONDS = 5.0
 """How much longer than its time a process may take before it is ended: it may have to import sympy first."""
 
@@ -73,7 +75,7 @@ def check_maths() -> None:
 
 
 def _processes() -> LineProcesses:
-    return LineProcesses(["-P", maths_process.__file__], os.environ)
+    return LineProcesses(["-P", str(_PROCESS)], os.environ)
 
 
 def _equal(processes: LineProcesses, right: str, given: str, seconds: float, *, ended_is_wrong: bool = True) -> bool:
