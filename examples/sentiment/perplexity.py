@@ -1,4 +1,4 @@
-"""What a training run did to reward, KL and perplexity, side by side: whether the policy still writes English.
+"""Reward, KL and perplexity before and after a training run, side by side: does the policy still write English?
 
     python -m examples.sentiment.perplexity runs/sentiment/grpo/latest
 
@@ -22,7 +22,7 @@ from jaxrlhf.config.schema import RunConfig, load_run
 CONFIG = Path(__file__).parent / "perplexity.yaml"
 OUT = Path("runs/sentiment/perplexity")
 TEXTS = {"editorials": "editorials", "reviews": "demonstrations_held_out"}
-"""What the table calls a text, and the file of the data that holds it."""
+"""Name of a text in the table -> the file of the data that holds it."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    """What an actor starts from: a folder, and the settings of adapters on it, if it has some."""
+    """The start of an actor: a folder, and the settings of its adapters, if it has some."""
 
     model: str
     lora: dict[str, Any] | None
@@ -77,7 +77,7 @@ def end_of(config: RunConfig, run: Path) -> Weights:
 
 
 def perplexity(texts: Path, weights: Weights, *, num_rows: int) -> float:
-    """Of the tokens of a file's completions, under an actor's weights."""
+    """Perplexity of the completions in a file, under an actor's weights."""
     run = jaxrlhf.train(
         CONFIG, model=weights.model, roles={"actor": {"lora": weights.lora}},
         data={"path": str(texts), "eval_path": str(texts)}, output={"folder": str(OUT)},

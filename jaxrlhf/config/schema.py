@@ -198,7 +198,7 @@ class EvaluationRunConfig:
 
     @property
     def by_samples(self) -> tuple[str, ...]:
-        """What is measured of several responses to a prompt, as of each scorer: best@4, pass@4, majority."""
+        """Names of the measures over several responses to a prompt, for each scorer: best@4, pass@4, majority."""
         voted = () if self.majority == "none" else ("majority",)
         return (*(f"{what}@{k}" for k in self.pass_at for what in ("best", "pass")), *voted)
 

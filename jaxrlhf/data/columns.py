@@ -19,7 +19,7 @@ KNOWN: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "completion": (("completion",), ("output", "response")),
     "answer": (("answer",), ("solution", "ground_truth", "reward_model.ground_truth", "label")),
 }
-"""What is looked for -> the names that it has here, and then the names that it has elsewhere."""
+"""Meaning of a column -> its names here, then its names in other libraries."""
 
 
 def settle_columns(config: DataConfig, rows: Sequence[Row]) -> tuple[DataConfig, str]:
@@ -152,7 +152,7 @@ def _check_plain(config: DataConfig) -> None:
 
 
 def _described(config: DataConfig, columns: _Columns) -> str:
-    """What is read as what, in one line."""
+    """The columns and their meanings, in one line."""
     parts = []
     for what in KNOWN:
         name = getattr(config, f"{what}_column")

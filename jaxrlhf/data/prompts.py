@@ -45,7 +45,7 @@ class PromptTable:
     config: DataConfig
     """The settings under which the rows were read, without any `auto`."""
     reads: str
-    """What is read from which columns of the files, in one line; empty for a built-in task."""
+    """The columns that are read from the files, in one line; empty for a built-in task."""
     prompt_length: int
     prompts: Sequence[str]
     tokens: Sequence[np.ndarray]

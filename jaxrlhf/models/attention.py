@@ -279,7 +279,7 @@ def _allowed(mask_Bt: jax.Array, first: int, num_queries: int, keys: range, wind
 
 
 def _in_window(seen: jax.Array, query: jax.Array, key: jax.Array, window: Window) -> jax.Array:
-    """What is seen of the columns in a query's window."""
+    """The mask of the columns in a query's window."""
     return seen if window is None else seen & (key > query - window)
 
 

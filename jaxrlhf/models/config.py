@@ -75,7 +75,7 @@ class ModelConfig:
     """The longest sequence, prompt and response together."""
     rope_theta: float = 10000.0
     rope_local_theta: float = 0.0
-    """Of sliding layers, whose frequencies are then not scaled. 0 is that of the others."""
+    """Rotary theta of sliding layers, whose frequencies are then not scaled. 0 means that of the other layers."""
     rope_scaling: RopeScaling | None = None
     sliding_window: int = 0
     """The tokens that a query of a sliding layer sees: itself and the latest before it. 0 is no window."""
@@ -90,11 +90,11 @@ class ModelConfig:
     qk_norm_over: Literal["head", "projection"] = "head"
     """Each head by itself, or all heads together (OLMo 2)."""
     norms: NormPlacement = "before"
-    """Of OLMo 2 they are `after`, of Gemma 3 `both`."""
+    """Where a layer has its norms: `after` its blocks in OLMo 2, `both` before and after in Gemma 3."""
     norm_plus_one: bool = False
     """The weights of norms are added to one (Gemma 3)."""
     scale_embeddings: bool = False
-    """What enters the first layer is multiplied by the square root of the hidden size (Gemma 3)."""
+    """Embeddings are multiplied by the square root of the hidden size, as in Gemma 3."""
     query_pre_attn_scalar: float = 0.0
     """Scores are divided by its square root. 0 is the size of a head."""
     activation: Activation = "silu"
