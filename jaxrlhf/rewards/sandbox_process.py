@@ -138,9 +138,30 @@ def _build_root(visible: Iterable[str], folder_bytes: int) -> None:
     os.makedirs(f"{JAIL}/dev")
     os.mkdir(f"{JAIL}/tmp")
     os.symlink("/tmp", f"{JAIL}/dev/shm")
+    paths = [path for path in sorted({*SYSTEM, *visible}) if os.path.exists(path)]
+    beneath_tmp = [path for path in paths if path.startswith("/tmp/")]
+    _bind([path for path in paths if path not in beneath_tmp])
+    devices = [path for path in DEVICES if os.path.exists(path)]
+    for path in devices:
+        os.mknod(JAIL + path)
+    _restrict(ROOT)
+    for path in devices:
+        _mount(path, JAIL + path, BIND)
+    _mount("tmpfs", f"{JAIL}/tmp", NO_SETUID | NO_DEVICES, "tmpfs", f"size={folder_bytes},mode=1777")
+    for path in _bind(beneath_tmp):  # an interpreter, or packages, in the machine's /tmp
+        _restrict(JAIL + path)
+    os.chdir(ROOT)
+    _call("pivot_root", b".", b".")
+    _call("umount2", b".", DETACH)
+    os.chroot("/jail")  # beneath the root of the mounts, where no program may make another user namespace
+    os.chdir("/tmp")
+
+
+def _bind(paths: Iterable[str]) -> list[str]:
+    """Has files and folders of the machine appear in the new file system. Returns those that are not in another."""
     bound: list[str] = []
-    for path in sorted({*SYSTEM, *visible}):
-        if not os.path.exists(path) or any(path.startswith(f"{folder}/") for folder in bound):
+    for path in paths:
+        if any(path.startswith(f"{folder}/") for folder in bound):
             continue
         os.makedirs(os.path.dirname(JAIL + path), exist_ok=True)
         if os.path.islink(path) and path in SYSTEM:
@@ -149,22 +170,16 @@ def _build_root(visible: Iterable[str], folder_bytes: int) -> None:
         os.mkdir(JAIL + path) if os.path.isdir(path) else os.mknod(JAIL + path)
         _mount(path, JAIL + path, BIND | RECURSIVE)
         bound.append(path)
-    devices = [path for path in DEVICES if os.path.exists(path)]
-    for path in devices:
-        os.mknod(JAIL + path)
+    return bound
+
+
+def _restrict(target: str) -> None:
+    """Makes a mount, and all beneath it, read-only, without privileged programs and devices."""
     attributes = (ctypes.c_uint64 * 4)(READ_ONLY | NO_SETUID | NO_DEVICES, 0, 0, 0)
     _call(
-        "syscall", ctypes.c_long(SET_MOUNT_ATTRIBUTES), AT_WORKING_FOLDER, ROOT.encode(), AT_RECURSIVE,
+        "syscall", ctypes.c_long(SET_MOUNT_ATTRIBUTES), AT_WORKING_FOLDER, target.encode(), AT_RECURSIVE,
         ctypes.byref(attributes), ctypes.c_size_t(ctypes.sizeof(attributes)),
     )  # fmt: skip
-    for path in devices:
-        _mount(path, JAIL + path, BIND)
-    _mount("tmpfs", f"{JAIL}/tmp", NO_SETUID | NO_DEVICES, "tmpfs", f"size={folder_bytes},mode=1777")
-    os.chdir(ROOT)
-    _call("pivot_root", b".", b".")
-    _call("umount2", b".", DETACH)
-    os.chroot("/jail")  # beneath the root of the mounts, where no program may make another user namespace
-    os.chdir("/tmp")
 
 
 def _become_program(files: Iterable[int], request: Mapping[str, Any], user: int, group: int) -> None:

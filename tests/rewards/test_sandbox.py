@@ -5,6 +5,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import sysconfig
 import time
 from pathlib import Path
 
@@ -57,7 +58,9 @@ def test_assertions_that_hold_are_reported():
 
 def test_programs_see_the_interpreter_and_nothing_of_the_run(monkeypatch):
     monkeypatch.setenv("SECRET_OF_THE_RUN", "x")
-    assert printed("import os; print(os.listdir('/tmp'), os.listdir('.'))") == "['0'] []"
+    packages = [path for path in (sys.base_prefix, sysconfig.get_paths()["purelib"]) if path.startswith("/tmp/")]
+    expected = sorted({"0", *(path.split("/")[2] for path in packages)})
+    assert printed("import os; print(sorted(os.listdir('/tmp')), os.listdir('.'))") == f"{expected} []"
     assert printed("import numpy; print(numpy.arange(4).sum())", limits=Limits()) == "6"
     assert printed("import multiprocessing as m; print(m.Lock().acquire())") == "True"
     assert printed("import os; print('SECRET_OF_THE_RUN' in os.environ)") == "False"
