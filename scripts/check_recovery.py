@@ -99,7 +99,13 @@ def main() -> int:
 
 
 def sweep(
-    scratch: Path, *, kills: int, terminations: int, seed: int, cache: str | None = None, steps: int = CONFIG["steps"],
+    scratch: Path,
+    *,
+    kills: int,
+    terminations: int,
+    seed: int,
+    cache: str | None = None,
+    steps: int = CONFIG["steps"],
     staleness: int = 0,
 ) -> dict[str, Any]:
     """Runs undisturbed, then disturbed until all signals are spent.

@@ -245,6 +245,8 @@ class OutputConfig:
     """Roles whose last weights are written in Hugging Face's format, to the folder of that name in the run's."""
     export_every: int = 0
     """Steps between exports of those roles that change, to exports/<steps>/<role>. 0 means only at the end."""
+    merge_adapters: bool = False
+    """Export the whole model with the adapters added in, in the compute precision, in place of the adapters alone."""
 
     def __post_init__(self) -> None:
         counts = ("samples_every", "num_samples", "part_tokens", "checkpoint_every", "checkpoint_minutes")

@@ -1,4 +1,4 @@
-"""Export of a run's weights: whole models in Hugging Face's format, adapters in PEFT's.
+"""Export of a run's weights: whole models in Hugging Face's format, adapters in PEFT's or merged into a whole model.
 
     <run>/<role>                     after the last step
     <run>/exports/<steps>/<role>     every `output.export_every` steps
@@ -68,8 +68,14 @@ def _export_role(
 ) -> None:
     role, tokenizer = assembly.train.roles[name], assembly.table.tokenizer
     assert isinstance(role, ModelRole)
-    params, model = executor.weights.resting(role.weights or name), role.model
-    if role.lora is not None:
+    weights, model = executor.weights, role.model
+    own = role.weights or name
+    is_merged = role.lora is not None and assembly.config.output.merge_adapters
+    if is_merged:
+        params, _ = weights.for_inference(name, weights.home(own), layers="list", merged=True)
+    else:
+        params = weights.resting(own)
+    if role.lora is not None and not is_merged:
         lora, base = role.lora, _base_folder(assembly, folder, role)
         adapters = _to_first(params, channel)
         channel.share(lambda: save_adapters(adapters, model, lora, target, base=base))

@@ -169,3 +169,24 @@ def test_export_every_needs_roles(train, capsys):
     assert (
         "output.export_every: needs roles to be exported. Got 1. Set export to [actor], say." in capsys.readouterr().err
     )
+
+
+def test_adapters_merged_into_a_whole_model(train):
+    """The folder's weights are the base's plus the adapters', as PEFT adds them, and it needs no adapters to go on."""
+    assert train("output.export_every=0") == 0
+    start = Path("runs/latest/actor").resolve()
+    adapted = (
+        f"roles.actor={{init: {start}, lora: {{rank: 2, alpha: 6, targets: [query, down]}}, optimizer: "
+        "{learning_rate: 1.0e-2}, model: {scan_layers: true}}",
+        "output.export_every=0", "plan={default: {fsdp: 2, tensor: 2}, calls: {actor.train: {pipeline: 2}}}",
+    )  # fmt: skip
+    assert train(*adapted) == 0
+    adapters = load_file(Path("runs/latest/actor/adapter_model.safetensors"))
+    assert train(*adapted, "output.merge_adapters=true") == 0
+    merged, base = weights(Path("runs/latest/actor")), weights(start)
+    assert not Path("runs/latest/actor/adapter_config.json").exists()
+    for name, weight in base.items():
+        before, after = (f"base_model.model.{name.removesuffix('.weight')}.lora_{x}.weight" for x in "AB")
+        change = 3 * adapters[after] @ adapters[before] if before in adapters else np.zeros_like(weight)
+        assert np.any(change) == (before in adapters)
+        np.testing.assert_allclose(merged[name], weight + change, rtol=1e-5, atol=1e-6)

@@ -65,9 +65,7 @@ def test_unlike_devices_end_together_and_give_the_same_results(tmp_path: Path):
     assert strategy is not None
     forecast = PartsForecast(phase.graph, phase.roles, plan_costs := _costs(cluster), None)
     made = plan_workload(forecast.workload, cluster, method="placement", placement=strategy, costs=plan_costs)
-    found = pipelined(
-        phase.graph, phase.roles, made.plan_for(phase.graph), made.groups, plan_costs, None, strategy
-    )
+    found = pipelined(phase.graph, phase.roles, made.plan_for(phase.graph), made.groups, plan_costs, None, strategy)
     assert found.plan is not None
     seconds = _seconds_of_shares(forecast, found.plan)
     assert {"actor.generate", "critic.values", "reference.logprobs"} == set(seconds)
