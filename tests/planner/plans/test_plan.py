@@ -104,7 +104,7 @@ def test_a_run_on_one_device_has_no_list_of_them():
             "1 x 2 = 4. Change a degree or `devices`.",
         ),
         ("actor.generate", over(3, tensor=3), ".tensor: 3 does not divide num_heads=4. Use 1, 2 or 4."),
-        ("actor.generate", over(4, tensor=4), ".tensor: 4 does not divide num_kv_heads=2. Use 1 or 2."),
+        ("actor.generate", over(8, tensor=8), ".tensor: 8 does not divide num_heads=4. Use 1, 2 or 4."),
         (
             "actor.generate#2",
             over(4, data=4, micro_batches=7),
