@@ -142,9 +142,7 @@ def sum_over_copies(role: ModelRole, layout: Layout) -> Callable[[Params], Param
         return first
     within = layout.inside_row_shards()
     rest = map_weights(within.manual_weight, declared)
-    copies = map_weights(
-        lambda w: PartitionSpec(layout.copies_of_weight(w), *within.manual_weight(w)), declared
-    )
+    copies = map_weights(lambda w: PartitionSpec(layout.copies_of_weight(w), *within.manual_weight(w)), declared)
     return jax.shard_map(
         lambda stacked: _over_copies(first(stacked), declared, role.model, within),
         mesh=layout.mesh, in_specs=(copies,), out_specs=rest, axis_names=within.manual_axes, check_vma=False,

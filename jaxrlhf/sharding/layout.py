@@ -154,19 +154,17 @@ class Layout:
         tensor = self.strategy.tensor
         if fits(declared, tensor):
             return weight
-        fitted = self._constrain(weight, self._resting(declared))
-        for dim, (axis, units) in enumerate(zip(declared.axes, declared.units, strict=True)):
-            if axis not in ("kv_heads", "vocab") or weight.shape[dim] != declared.shape[dim]:
-                continue
-            if axis == "vocab":
-                fitted = jnp.pad(fitted, [(0, -units % tensor if i == dim else 0) for i in range(fitted.ndim)])
-            else:
-                fitted = _repeated(fitted, dim, units, math.lcm(units, tensor) // units)
-        if fitted.shape == weight.shape:
+        axis = "kv_heads" if "kv_heads" in declared.axes else "vocab"
+        dim = declared.axes.index(axis)
+        if weight.shape[dim] != declared.shape[dim]:
             return weight
-        return self._constrain(
-            self._constrain(fitted, self._resting(declared)), partition_spec(declared.axes, WEIGHTS_AT_REST)
-        )
+        units, where = declared.units[dim], self._resting(declared)
+        fitted = self._constrain(weight, where)
+        if axis == "vocab":
+            fitted = jnp.pad(fitted, [(0, -units % tensor if i == dim else 0) for i in range(fitted.ndim)])
+        else:
+            fitted = _repeated(fitted, dim, units, math.lcm(units, tensor) // units)
+        return self._constrain(self._constrain(fitted, where), partition_spec(declared.axes, WEIGHTS_AT_REST))
 
     def _constrained_both_ways(self, array: jax.Array, spec: PartitionSpec, of_gradient: PartitionSpec) -> jax.Array:
         @jax.custom_vjp

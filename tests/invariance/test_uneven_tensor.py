@@ -21,7 +21,7 @@ from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.heads import policy_outputs
 from jaxrlhf.models.huggingface import load_params, save_params
 from jaxrlhf.models.lora import LoRAConfig, init_adapters
-from jaxrlhf.models.params import abstract_params, param_shardings
+from jaxrlhf.models.params import abstract_params, param_shardings, with_layers
 from jaxrlhf.models.transformer import hidden_states
 from jaxrlhf.programs.call_programs import train_program
 from jaxrlhf.programs.optimizer import init_optimizer
@@ -31,6 +31,8 @@ from jaxrlhf.reshard.reallocate import reallocate
 from jaxrlhf.sharding.strategy import Strategy
 from tests.generation.pipelined_cases import P, R, assert_same, given, make_prompts, on_one_device, over, pipelined
 from tests.generation.steered import steered
+from tests.invariance.plan_runs import ONE_DEVICE, results, run_plans
+from tests.invariance.test_plans import assert_the_same
 from tests.programs.pipelined_calls import Update
 from tests.random_weights import params_of
 
@@ -152,7 +154,9 @@ def trained(config: ModelConfig, strategy: Strategy, lora: LoRAConfig | None = N
     if lora is not None:
         first = init_adapters(config, lora, jax.random.key(1))
         first = jax.tree.map(lambda x: jax.random.normal(jax.random.key(x.size), x.shape) / 8, first)
-    first = jax.device_get(first)  # arrays that no program deletes
+    first = jax.device_get(
+        with_layers(first, stacked=own.resting_form(layout) == "stacked")
+    )  # no program deletes these
     params = reallocate(first, shardings)
     moments = reallocate(init_optimizer(optimizer, first), own.optimizer_shardings(layout))
     noise = np.array([1, 2, 3], np.uint32)
@@ -183,3 +187,20 @@ def test_an_update_is_that_of_one_device(config, strategy, lora):
     for got, want in ((params, expected), (moments, expected_moments)):
         for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
             np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+
+
+UNEVEN = " --set roles.actor.model.num_kv_heads=1 --set roles.actor.model.vocab_size=267"
+RUNS = (  # rows that move from four copies of a head to two; stages; and to two heads on devices of one
+    "{default: {data: 2, tensor: 4}, calls: {actor.generate: [{devices: 0-3, tensor: 4, parts: 2, tail: {devices: 0-1, "
+    "tensor: 2, rows: 0.25, migrate: cache}}, {devices: 4-7, data: 2, tensor: 2, rows: 0.5, parts: 2, slots: 6}], "
+    "actor.train: {fsdp: 2, tensor: 4}, critic.train: {pipeline: 2, data: 2, tensor: 2, micro_batches: 2}, "
+    "reference.logprobs: {pipeline: 2, tensor: 4, micro_batches: 2}}}",
+    "{default: {data: 4, tensor: 2}, calls: {actor.generate: {pipeline: 2, tensor: 4, slots: 4}, "
+    "critic.train: {data: 2, fsdp: 2, tensor: 2}}}",
+)
+
+
+def test_whole_runs_are_those_of_one_device(tmp_path):
+    run_plans(tmp_path, [plan + UNEVEN for plan in (ONE_DEVICE, *RUNS)])
+    for i in range(len(RUNS)):
+        assert_the_same(results(tmp_path, 1 + i), results(tmp_path, 0))

@@ -3,6 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrlhf.models.architecture import Weight
 from jaxrlhf.reshard.offload import rests_on_host, to_device_memory, to_host_memory
 from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.strategy import Strategy
