@@ -43,7 +43,7 @@ def declare_ring(config: ModelConfig, num_stages: int) -> Declared:
 
 def ring_shardings(config: ModelConfig, layout: Layout) -> Shardings:
     """The shardings of `declare_ring`."""
-    return map_weights(lambda w: layout.weight(w.axes), declare_ring(config, layout.strategy.pipeline))
+    return map_weights(layout.weight, declare_ring(config, layout.strategy.pipeline))
 
 
 def ring_params(params: Params, config: ModelConfig, layout: Layout, *, move: Callable[[Any, Any], Any]) -> Params:
@@ -91,4 +91,4 @@ def _slots_program(config: ModelConfig, stage: Layout, num_slots: int) -> Callab
 def _declared_slots(config: ModelConfig, num_slots: int, stage: Layout) -> tuple[list[dict[str, Weight]], Any]:
     """One stage's part of every slot, as declarations, and their shardings."""
     slots = [with_leading_axis(declare_layer(config), 1, "stages") for _ in range(num_slots)]
-    return slots, map_weights(lambda w: stage.weight(w.axes), slots)
+    return slots, map_weights(stage.weight, slots)

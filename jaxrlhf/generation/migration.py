@@ -14,6 +14,7 @@ Reference:
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -27,6 +28,7 @@ from jaxrlhf.generation.continuous_batching import BatchState, Outputs
 from jaxrlhf.generation.generate import over_row_shards, samples_of
 from jaxrlhf.generation.moved_rows import MovedRows, resume_rows, take_rows
 from jaxrlhf.generation.rollout_settings import RolloutSettings
+from jaxrlhf.models.architecture import computed
 from jaxrlhf.models.kv_cache import KVCache
 from jaxrlhf.models.params import Params
 from jaxrlhf.models.transformer import embed, run_layers
@@ -54,8 +56,10 @@ def leave(
     *,
     with_cache: bool,
 ) -> Leaving:
-    """Takes sequences out of a state in slots, in which no prompt waits. `sequence_DM`: as for `take_rows`."""
+    """Takes sequences out of a state in slots, in which no prompt waits, with each key-value head once. `sequence_DM`:
+    as for `take_rows`."""
     _, moved = take_rows(state, sequence_DM)
+    moved = moved.replace(cache=_on_heads(lambda x: x[..., :: _times(settings), :, :], moved.cache))
     over_stages = settings.layout.is_pipelined
     if not with_cache:
         moved = moved.replace(cache=None)
@@ -70,8 +74,8 @@ def leave(
 
 
 def migration_shardings(leaving: Any, layout: Layout) -> Any:
-    """The shardings of `Leaving` in a layout: rows over row shards if they divide, caches over stages and `tensor` too.
-    `leaving`: arrays or their shapes."""
+    """The shardings of `Leaving` in a layout: rows over row shards and heads over `tensor` if they divide, caches over
+    stages too. `leaving`: arrays or their shapes."""
     M = leaving.position.shape[0]
     rows = BATCH_AXES if M % layout.strategy.num_row_shards == 0 else None
     over_stages = layout.is_pipelined and leaving.moved.cache is not None
@@ -82,7 +86,9 @@ def migration_shardings(leaving: Any, layout: Layout) -> Any:
     lead = PartitionSpec(rows, PIPELINE) if over_stages else PartitionSpec(rows)
 
     def of_cache(x: Any) -> NamedSharding:
-        return of(PartitionSpec(*lead, TENSOR)) if len(x.shape) - len(lead) > 1 else of(lead)
+        has_heads = len(x.shape) - len(lead) > 1
+        divides = has_heads and x.shape[len(lead)] % layout.strategy.tensor == 0
+        return of(PartitionSpec(*lead, TENSOR)) if divides else of(lead)
 
     shardings = jax.tree.map(lambda _: of(PartitionSpec(rows)), leaving)
     moved = jax.tree.map(lambda _: of(lead), leaving.moved)
@@ -104,6 +110,8 @@ def arrive(
     layout, D = settings.layout, settings.layout.strategy.num_row_shards
     prompts, moved = layout.constrain_rows(every.prompts), every.moved
     by_shard = jax.tree.map(lambda x: x.reshape(D, -1, *x.shape[1:]), moved)
+    repeated = functools.partial(jnp.repeat, repeats=_times(settings), axis=-3)
+    by_shard = by_shard.replace(cache=_on_heads(repeated, by_shard.cache))
     if moved.cache is None:
         prefilled = over_row_shards(functools.partial(_prefilled, settings=settings), settings)
         cache = prefilled(params, (prompts, moved.outputs))
@@ -111,6 +119,26 @@ def arrive(
     elif layout.is_pipelined:
         by_shard = jax.tree.map(lambda x: jnp.moveaxis(x, 2, 1), by_shard)
     return prompts, every.position.reshape(D, -1), resume_rows(by_shard, settings)
+
+
+def _times(settings: RolloutSettings) -> int:
+    """Copies of each key-value head in the caches of a layout."""
+    config = settings.config
+    return computed(config, settings.layout.strategy.tensor).num_kv_heads // config.num_kv_heads
+
+
+def _on_heads(function: Callable[[jax.Array], jax.Array], cache: KVCache | None) -> KVCache | None:
+    """A function over the keys and values of a cache and its prompts, whose third last dim is heads."""
+    if cache is None:
+        return None
+
+    def over(tree: Any) -> Any:
+        return jax.tree.map(function, tree)
+
+    prompts = cache.prompts
+    if prompts is not None:
+        prompts = prompts.replace(keys=over(prompts.keys), values=over(prompts.values))
+    return cache.replace(keys=over(cache.keys), values=over(cache.values), prompts=prompts)
 
 
 def _prefilled(params: Params, given: tuple[Prompts, Outputs], settings: RolloutSettings) -> KVCache:

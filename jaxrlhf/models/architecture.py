@@ -41,10 +41,18 @@ class Weight:
     stddev: float = 0.0
     dtype: jax.typing.DTypeLike = jnp.float32
     """dtype of the master weight, which is trained; calls that do not train hold copies in the compute precision."""
+    heads: int = 0
+    """Key-value heads along the axis `kv_heads`, if it has one."""
 
     @property
     def size(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def units(self) -> tuple[int, ...]:
+        """The shape, with heads in place of their columns where these may only be split in whole heads."""
+        sizes = zip(self.shape, self.axes, strict=True)
+        return tuple(self.heads if axis == "kv_heads" else size for size, axis in sizes)
 
     @property
     def splits_input(self) -> bool:
@@ -71,12 +79,12 @@ FIRST_STAGE, LAYERS, LAST_STAGE = ("embedding",), "layers", ("final_norm", "lm_h
 
 def declare_layer(config: ModelConfig) -> dict[str, Weight]:
     """One layer's weights."""
-    D, F, H, K = _sizes(config)
+    (D, F, H, K), heads = _sizes(config), config.num_kv_heads
     into_residual = 1 / math.sqrt(2 * config.num_layers)  # keeps the residual stream's scale however deep the model
     layer = {
         "query": Weight((D, H), ("embed", "heads"), stddev=D**-0.5),
-        "key": Weight((D, K), ("embed", "kv_heads"), stddev=D**-0.5),
-        "value": Weight((D, K), ("embed", "kv_heads"), stddev=D**-0.5),
+        "key": Weight((D, K), ("embed", "kv_heads"), stddev=D**-0.5, heads=heads),
+        "value": Weight((D, K), ("embed", "kv_heads"), stddev=D**-0.5, heads=heads),
         "output": Weight((H, D), ("heads", "embed"), stddev=H**-0.5 * into_residual),
         "gate": Weight((D, F), ("embed", "mlp"), stddev=D**-0.5),
         "up": Weight((D, F), ("embed", "mlp"), stddev=D**-0.5),
@@ -85,8 +93,8 @@ def declare_layer(config: ModelConfig) -> dict[str, Weight]:
     layer |= {name: _norm(D, "norm", config) for name in BLOCK_NORMS[config.norms]}
     if config.attention_bias:
         layer["query_bias"] = Weight((H,), ("heads",), "zeros")
-        layer["key_bias"] = Weight((K,), ("kv_heads",), "zeros")
-        layer["value_bias"] = Weight((K,), ("kv_heads",), "zeros")
+        layer["key_bias"] = Weight((K,), ("kv_heads",), "zeros", heads=heads)
+        layer["value_bias"] = Weight((K,), ("kv_heads",), "zeros", heads=heads)
     if config.qk_norm and config.qk_norm_over == "head":
         layer["query_norm"] = layer["key_norm"] = _norm(config.head_size, "norm", config)
     elif config.qk_norm:
@@ -95,7 +103,8 @@ def declare_layer(config: ModelConfig) -> dict[str, Weight]:
 
 
 def _norm(size: int, axis: str, config: ModelConfig) -> Weight:
-    return Weight((size,), (axis,), "zeros" if config.norm_plus_one else "ones")
+    heads = config.num_kv_heads if axis == "kv_heads" else 0
+    return Weight((size,), (axis,), "zeros" if config.norm_plus_one else "ones", heads=heads)
 
 
 _BEFORE, _AFTER = ("attention_norm", "mlp_norm"), ("attention_output_norm", "mlp_output_norm")
@@ -273,6 +282,16 @@ def product_flops(config: ModelConfig, *, columns: int, last_layer: int, scored:
 def cached_numbers(config: ModelConfig) -> int:
     """Keys and values of one token in one layer."""
     return 2 * config.num_kv_heads * config.head_size
+
+
+@functools.lru_cache(maxsize=256)
+def computed(config: ModelConfig, tensor: int) -> ModelConfig:
+    """The model as devices along `tensor` compute it together: key-value heads repeated, and the vocabulary padded, to
+    what it divides. What a device computes, reads and caches follows from it; what rests, from the model itself."""
+    heads, vocab = math.lcm(config.num_kv_heads, tensor), math.ceil(config.vocab_size / tensor) * tensor
+    if (heads, vocab) == (config.num_kv_heads, config.vocab_size):
+        return config
+    return dataclasses.replace(config, num_kv_heads=heads, vocab_size=vocab)
 
 
 def read_and_written(config: ModelConfig) -> Width:

@@ -25,6 +25,8 @@ from jaxrlhf.models.transformer import Wanted, hidden_states
 from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.strategy import Remat
 
+_OF_PADDING = -1e30
+"""The logit of padding: so low that its probability is exactly zero, and finite, since zero times infinity is not."""
 Outputs = TypeVar("Outputs", covariant=True)
 
 
@@ -113,17 +115,21 @@ outputs of both heads, from one pass through the layers."""
 def logits(
     params: Params, hidden_SD: Float[Array, "*S D"], config: ModelConfig, layout: Layout
 ) -> Float[Array, "*S V"]:
-    """Next-token logits in float32, split along the vocabulary as the head is.
+    """Next-token logits in float32, split along the vocabulary as the head is; whole where that was padded.
 
     Stated here, since XLA would gather the head, and not its products, where the whole vocabulary is asked for.
     """
     head_DV = output_embedding(params, config, layout)
     logits_SV = jnp.matmul(hidden_SD, head_DV, preferred_element_type=at_least_float32(hidden_SD.dtype))
-    return layout.activation(logits_SV, ("batch", *[None] * (logits_SV.ndim - 2), "vocab"))
+    others = ("batch", *[None] * (logits_SV.ndim - 2))
+    logits_SV = layout.activation(logits_SV, (*others, "vocab"))
+    if logits_SV.shape[-1] == config.vocab_size:
+        return logits_SV
+    return layout.activation(logits_SV, (*others, "choices"))[..., : config.vocab_size]
 
 
 def output_embedding(params: Params, config: ModelConfig, layout: Layout) -> Float[Array, "D V"]:
-    """The language-model head, ready for use."""
+    """The language-model head, ready for use; with columns of padding if `tensor` does not divide the vocabulary."""
     declared, dtype = declare(config), config.compute_dtype
     if config.tie_embeddings:
         return use(params["embedding"], declared["embedding"], layout, dtype).T
@@ -150,7 +156,7 @@ def token_logprobs(
     C = math.ceil(S / num_chunks)
 
     if num_chunks == 1:
-        whole: Any = _chunk_outputs(hidden_BSD, head_DV, target_BS, layout)
+        whole: Any = _chunk_outputs(hidden_BSD, head_DV, target_BS, layout, config.vocab_size)
         logprobs_BS, entropy_BS = whole
     else:
         padding = C * num_chunks - S
@@ -161,31 +167,36 @@ def token_logprobs(
 
         @jax.checkpoint
         def chunk(hidden_BCD: jax.Array, target_BC: jax.Array) -> tuple[jax.Array, jax.Array]:
-            return _chunk_outputs(hidden_BCD, head_DV, target_BC, layout)
+            return _chunk_outputs(hidden_BCD, head_DV, target_BC, layout, config.vocab_size)
 
         chunks = jax.lax.map(lambda args: chunk(*args), (to_chunks(hidden_BSD), to_chunks(target_BS)))
         logprobs_BS, entropy_BS = (jnp.moveaxis(x, 0, 1).reshape(B, -1)[:, :S] for x in chunks)
     return PolicyOutputs(logprobs=jnp.where(mask_BS, logprobs_BS, 0.0), entropy=jnp.where(mask_BS, entropy_BS, 0.0))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _chunk_outputs(
-    hidden_BCD: jax.Array, head_DV: jax.Array, target_BC: jax.Array, layout: Layout
+    hidden_BCD: jax.Array, head_DV: jax.Array, target_BC: jax.Array, layout: Layout, vocab_size: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Log-probabilities and entropies of one chunk.
+    """Log-probabilities and entropies of one chunk. Columns of the head from `vocab_size` on are padding, which has no
+    mass.
 
     log p(x) = z_x - log sum exp(z),    H = log sum exp(z) - sum_v p_v z_v
     d log p(x) / d z_v = [v = x] - p_v,    d H / d z_v = -p_v (log p_v + H)
     """
-    return _chunk_forward(hidden_BCD, head_DV, target_BC, layout)[0]
+    return _chunk_forward(hidden_BCD, head_DV, target_BC, layout, vocab_size)[0]
 
 
-def _chunk_forward(hidden_BCD: jax.Array, head_DV: jax.Array, target_BC: jax.Array, layout: Layout) -> Any:
+def _chunk_forward(
+    hidden_BCD: jax.Array, head_DV: jax.Array, target_BC: jax.Array, layout: Layout, vocab_size: int
+) -> Any:
     B, C, D = hidden_BCD.shape
     wide = at_least_float32(hidden_BCD.dtype)
     with jax.named_scope("logits"):
         logits_BCV = jnp.matmul(hidden_BCD.reshape(-1, D), head_DV, preferred_element_type=wide)
     logits_BCV = layout.activation(logits_BCV.reshape(B, C, -1), ("batch", "length", "vocab"))
+    if logits_BCV.shape[-1] > vocab_size:
+        logits_BCV = jnp.where(_columns(logits_BCV) < vocab_size, logits_BCV, _OF_PADDING)
     highest_BC1 = logits_BCV.max(axis=-1, keepdims=True)
     exp_BCV = jnp.exp(logits_BCV - highest_BC1)
     sum_BC = exp_BCV.sum(axis=-1)
@@ -198,7 +209,7 @@ def _chunk_forward(hidden_BCD: jax.Array, head_DV: jax.Array, target_BC: jax.Arr
     return (chosen_BC - log_sum_BC, entropy_BC), (hidden_BCD, head_DV, target_BC, logits_BCV, log_sum_BC, entropy_BC)
 
 
-def _chunk_backward(layout: Layout, saved: Any, gradients: tuple[jax.Array, jax.Array]) -> Any:
+def _chunk_backward(layout: Layout, vocab_size: int, saved: Any, gradients: tuple[jax.Array, jax.Array]) -> Any:
     hidden_BCD, head_DV, target_BC, logits_BCV, log_sum_BC, entropy_BC = saved
     by_logprob_BC1, by_entropy_BC1 = (g[..., None] for g in gradients)
     logprobs_BCV = logits_BCV - log_sum_BC[..., None]
@@ -216,7 +227,11 @@ _chunk_outputs.defvjp(_chunk_forward, _chunk_backward)
 
 
 def _is_target(logits_BCV: jax.Array, target_BC: jax.Array) -> jax.Array:
-    return jax.lax.broadcasted_iota(jnp.int32, logits_BCV.shape, 2) == target_BC[..., None]
+    return _columns(logits_BCV) == target_BC[..., None]
+
+
+def _columns(logits_BCV: jax.Array) -> jax.Array:
+    return jax.lax.broadcasted_iota(jnp.int32, logits_BCV.shape, 2)
 
 
 @jax.named_scope("value_head")

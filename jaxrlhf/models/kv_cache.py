@@ -10,6 +10,9 @@ at which it entered change the order of sums over a row.
 With `SharedPrompts`, a row has the columns of its response only, and its prompt lies in an entry that it shares with
 the other samples of this prompt. An entry is free when the last of its samples has left. Attention over both is merged
 by the sums of their softmax (Juravsky et al. 2024, Hydragen, arXiv:2402.05099).
+
+Where `tensor` does not divide the key-value heads of a model, K is that of `architecture.computed`: heads are repeated,
+so that a device has those that its queries look at.
 """
 
 import functools
@@ -23,6 +26,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxrlhf.models.architecture import computed
 from jaxrlhf.models.attention import Window, attention_in_parts, attention_over_shared
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.sharding.layout import Axes, Layout
@@ -255,8 +259,10 @@ class KVCache(struct.PyTreeNode):
 def _empty(num_rows: int, sizes: list[int], config: ModelConfig, layout: Layout) -> tuple[Any, Any]:
     """Keys and values [layer][part] of so many columns, all zero."""
 
+    num_heads = computed(config, layout.strategy.tensor).num_kv_heads
+
     def zeros(size: int, axes: Axes) -> jax.Array:
-        zeros = jnp.zeros((num_rows, size, config.num_kv_heads, config.head_size), config.compute_dtype)
+        zeros = jnp.zeros((num_rows, size, num_heads, config.head_size), config.compute_dtype)
         return layout.activation(laid_down(zeros, axes), axes)
 
     layers = range(config.num_layers)

@@ -61,10 +61,10 @@ def shardings_of(declared: Declared, layout: Layout) -> Shardings:
 
     def sharding(path: KeyPath, weight: Weight) -> NamedSharding:
         if not layout.is_pipelined:
-            return layout.weight(weight.axes)
+            return layout.weight(weight)
         stage = stage_of_weight(path, len(declared["layers"]), layout)
         assert stage is not None, path
-        return layout.stage(stage).weight(weight.axes)
+        return layout.stage(stage).weight(weight)
 
     return jax.tree_util.tree_map_with_path(sharding, declared, is_leaf=is_weight)
 
@@ -104,13 +104,14 @@ def with_layers(params: Params, *, stacked: bool) -> Params:
 
 
 def use(params: Any, declared: Any, layout: Layout, dtype: jax.typing.DTypeLike) -> Any:
-    """Weights made ready for computing: in the compute precision, then gathered over `fsdp` (so that less is moved)."""
+    """Weights made ready for computing: in the compute precision, then gathered over `fsdp` (so that less is moved).
+    Ready ones stay."""
 
     def ready(weight: jax.Array, declared: Weight) -> jax.Array:
         cast = weight.astype(dtype)
         if layout.strategy.fsdp > 1 and cast.dtype != weight.dtype:
             cast = jax.lax.optimization_barrier(cast)  # XLA would gather first, and cast what came of it
-        return layout.at_use(cast, declared.axes)
+        return layout.at_use(cast, declared)
 
     with jax.named_scope("weights"):
         return jax.tree.map(ready, params, declared)
@@ -134,6 +135,6 @@ def declare_adapted(weight: Weight, rank: int, scale: float) -> Adapted:
     return Adapted(
         weight=weight,
         down=Weight((size_in, rank), (axis_in, None), stddev=size_in**-0.5),
-        up=Weight((rank, size_out), (None, axis_out), "zeros"),
+        up=Weight((rank, size_out), (None, axis_out), "zeros", heads=weight.heads),
         scale=scale,
     )

@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxrlhf.models import layers
-from jaxrlhf.models.architecture import declare
+from jaxrlhf.models.architecture import computed, declare
 from jaxrlhf.models.attention import (
     Window,
     attention_implementation,
@@ -165,7 +165,8 @@ def empty_keys_values(
 ) -> KeysValues:
     """Zeros for the keys and values of some layers, [*rows, columns, K, h]. Rows are the last of their dims."""
     axes = (*[None] * (len(rows) - 1), *_KEYS)
-    zeros = jnp.zeros((*rows, columns, config.num_kv_heads, config.head_size), config.compute_dtype)
+    num_heads = computed(config, layout.strategy.tensor).num_kv_heads
+    zeros = jnp.zeros((*rows, columns, num_heads, config.head_size), config.compute_dtype)
     zeros = layout.activation(zeros, axes)
     return [(zeros, zeros) for _ in range(num_layers)]
 
@@ -240,7 +241,8 @@ def decode_layers(
         return layout.activation(layers.add_mlp(weights, x_BD, config), ("batch", "embed"))
 
     def nothing(_: LayerWeights, x_BD: jax.Array) -> tuple[jax.Array, ...]:
-        numbers, h = (config.num_heads, config.num_kv_heads, config.num_kv_heads), config.head_size
+        num_kv_heads, h = computed(config, layout.strategy.tensor).num_kv_heads, config.head_size
+        numbers = config.num_heads, num_kv_heads, num_kv_heads
         return tuple(jnp.zeros((x_BD.shape[0], n, h), x_BD.dtype) for n in numbers)
 
     def unchanged(_: LayerWeights, x_BD: jax.Array, *__: Any) -> jax.Array:

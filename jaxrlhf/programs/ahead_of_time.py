@@ -118,7 +118,7 @@ def update_program(call: DescribedCall, layout: Layout, *, num_layers: int) -> C
         return params, state
 
     def of_copies(weight: Weight) -> jax.ShapeDtypeStruct:
-        copies, rest = layout.copies_of_weight(weight.axes), layout.weight(weight.axes).spec
+        copies, rest = layout.copies_of_weight(weight), layout.weight(weight).spec
         shape = (math.prod(layout.mesh.shape[axis] for axis in copies), *weight.shape)
         sharding = NamedSharding(layout.mesh, PartitionSpec(copies, *rest))
         return jax.ShapeDtypeStruct(shape, weight.dtype, sharding=sharding)

@@ -93,7 +93,7 @@ def _on_row_shards(
                 return metrics["loss"], (weight, metrics)
 
             (_, sums), grads = jax.value_and_grad(value, has_aux=True)(params)
-            split = jax.tree.map(lambda weight, g: within.at_rest(g, weight.axes), declared, grads, is_leaf=_is_weight)
+            split = jax.tree.map(lambda weight, g: within.at_rest(g, weight), declared, grads, is_leaf=_is_weight)
             return split, sums
 
         grads, sums = losses.in_micro_batches(gradient, params, arrays, i)
@@ -112,8 +112,8 @@ def _on_row_shards(
         if within is layout:
             return on_shard(params, dealt, adapted)
         adapted = None if adapted is None else {name: x for name, x in adapted.items() if name in base}
-        weights = map_weights(lambda w: within.manual_weight(w.axes), declared)
-        of_base = map_weights(lambda w: within.manual_weight(w.axes), {name: base[name] for name in adapted or ()})
+        weights = map_weights(within.manual_weight, declared)
+        of_base = map_weights(within.manual_weight, {name: base[name] for name in adapted or ()})
         rows, whole = PartitionSpec(BATCH_AXES), PartitionSpec()
         specs = [rows if mine else whole for mine in has_rows]
         sharded = jax.shard_map(
@@ -141,10 +141,8 @@ def sum_over_copies(role: ModelRole, layout: Layout) -> Callable[[Params], Param
     if layout.strategy.num_row_shards == 1:
         return first
     within = layout.inside_row_shards()
-    rest = map_weights(lambda w: within.manual_weight(w.axes), declared)
-    copies = map_weights(
-        lambda w: PartitionSpec(layout.copies_of_weight(w.axes), *within.manual_weight(w.axes)), declared
-    )
+    rest = map_weights(within.manual_weight, declared)
+    copies = map_weights(lambda w: PartitionSpec(layout.copies_of_weight(w), *within.manual_weight(w)), declared)
     return jax.shard_map(
         lambda stacked: _over_copies(first(stacked), declared, role.model, within),
         mesh=layout.mesh, in_specs=(copies,), out_specs=rest, axis_names=within.manual_axes, check_vma=False,
@@ -167,7 +165,7 @@ def _over_copies(grads: Params, declared: Any, model: ModelConfig, layout: Layou
     """Gradients of one shard's rows, scattered over `fsdp` already -> gradients of all rows."""
 
     def reduced(weight: Weight, gradient: jax.Array) -> jax.Array:
-        axes = _summed(layout.copies_of_weight(weight.axes), layout)
+        axes = _summed(layout.copies_of_weight(weight), layout)
         if not axes:
             return gradient
         own = model.compute_dtype if "value" not in weight.axes else gradient.dtype  # a scalar head computes in float32

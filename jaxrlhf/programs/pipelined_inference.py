@@ -139,8 +139,8 @@ class ForwardPass(Pipelined):
             pick(params, stage, self._role.model.num_layers, self._layout) for stage in range(strategy.pipeline)
         ]
         if self._role.model.has_tied_head:
-            axes = declare(self._role.model)["embedding"].axes
-            lent = hand_over(params["embedding"], self._layout.stage(self._final).weight(axes))
+            declared = declare(self._role.model)["embedding"]
+            lent = hand_over(params["embedding"], self._layout.stage(self._final).weight(declared))
             self._params[-1] = lend_embedding(self._params[-1], lent)
         if any(program.is_new for program in self._programs):
             compile_all(self._jobs(), self._layout.mesh)

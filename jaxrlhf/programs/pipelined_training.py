@@ -126,15 +126,15 @@ class TrainRun:
         if not programs.lends:
             return None
         source = params if self.adapted is None else self.adapted
-        axes, dtype = programs.embedding.axes, programs.role.model.compute_dtype
+        declared, dtype = programs.embedding, programs.role.model.compute_dtype
         first = programs.layout.stage(0)
         embedding = source["embedding"]
         if embedding.dtype != dtype:
-            cast = programs.get("lend", lambda x: x.astype(dtype), first.weight(axes), first.mesh)
+            cast = programs.get("lend", lambda x: x.astype(dtype), first.weight(declared), first.mesh)
             embedding = cast(embedding)
-        lent = hand_over(embedding, programs.last.weight(axes))
+        lent = hand_over(embedding, programs.last.weight(declared))
         last = programs.num_stages - 1
-        return [seen_from(lent, group.stage(last).weight(axes)) for group in programs.groups]
+        return [seen_from(lent, group.stage(last).weight(declared)) for group in programs.groups]
 
     def weights(self, group: int, stage: int) -> tuple[Params, Params | None]:
         """The weights of a group on a virtual stage: those that are trained, and those that adapters adapt."""

@@ -175,7 +175,7 @@ class TrainPrograms:
         own = self.groups[group].stage(stage)
         rest = pick_virtual(self.group_shardings[group], stage, self.num_layers, self.num_stages)
         if self.tied and stage == self.num_stages - 1:
-            rest = lend_embedding(rest, own.weight(self.embedding.axes))
+            rest = lend_embedding(rest, own.weight(self.embedding))
         return jax.tree.map(lambda s: NamedSharding(own.mesh, PartitionSpec(DATA, *s.spec)), rest)
 
     def zeros(self, stage: int, group: int, params: Params) -> StageProgram:
@@ -218,7 +218,7 @@ class TrainPrograms:
         own = pick(self.shardings, stage, self.num_layers, self.layout)
         lent = self.tied and stage == self.layout.strategy.pipeline - 1
         if lent:
-            own = lend_embedding(own, layout.weight(self.embedding.axes))
+            own = lend_embedding(own, layout.weight(self.embedding))
 
         def sum_over_groups(
             groups: Params, weight: jax.Array, arrays: Arrays, before: Params | None
@@ -240,7 +240,7 @@ class TrainPrograms:
             whole = embedding + lent
             return whole, squared + jnp.sum(jnp.square(whole))[None]
 
-        shardings = (first.weight(self.embedding.axes), first.replicated)
+        shardings = (first.weight(self.embedding), first.replicated)
         return self.get("take back", add, shardings, first.mesh)
 
     def norm(self) -> StageProgram:

@@ -54,7 +54,7 @@ class DescribedArray(NamedTuple):
 def describe(
     weights: Iterable[tuple[tuple[int, ...], jax.typing.DTypeLike, tuple[str | None, ...]]],
 ) -> list[DescribedArray]:
-    """Weights by shape, dtype and logical axes, that rest on both grids."""
+    """Weights by shape, dtype and logical axes, that rest on both grids, whose degrees divide them."""
     described = []
     for shape, dtype, axes in weights:
         spec = tuple(partition_spec(axes, WEIGHTS_AT_REST))

@@ -19,7 +19,11 @@ from jaxrlhf.sharding.axes import (
     TENSOR,
     WEIGHTS_AT_REST,
     WEIGHTS_AT_USE,
+    Splittable,
+    fits,
+    mesh_axes,
     partition_spec,
+    resting_spec,
 )
 from jaxrlhf.sharding.mesh import build_mesh, mesh_positions
 from jaxrlhf.sharding.strategy import Strategy
@@ -104,37 +108,63 @@ class Layout:
         """Split along the first axis, the same for every device along `tensor`."""
         return NamedSharding(self.mesh, PartitionSpec(BATCH_AXES))
 
-    def weight(self, axes: Axes) -> NamedSharding:
+    def weight(self, weight: Splittable) -> NamedSharding:
         """The sharding of a weight at rest."""
-        return NamedSharding(self.mesh, partition_spec(axes, WEIGHTS_AT_REST))
+        return NamedSharding(self.mesh, self._resting(weight))
 
-    def manual_weight(self, axes: Axes) -> PartitionSpec:
+    def manual_weight(self, weight: Splittable) -> PartitionSpec:
         """The spec of a weight at rest along the manual axes, for the `in_specs` of their `shard_map`."""
-        return _only(partition_spec(axes, WEIGHTS_AT_REST), self.manual_axes)
+        return _only(self._resting(weight), self.manual_axes)
 
-    def copies_of_weight(self, axes: Axes) -> tuple[str, ...]:
+    def copies_of_weight(self, weight: Splittable) -> tuple[str, ...]:
         """The row axes along which devices hold the same shard of a weight, and add up their gradients of it."""
-        return tuple(axis for axis in BATCH_AXES if axis not in partition_spec(axes, WEIGHTS_AT_REST))
+        return tuple(axis for axis in BATCH_AXES if axis not in mesh_axes(self._resting(weight)))
+
+    def _resting(self, weight: Splittable) -> PartitionSpec:
+        return resting_spec(weight, self.mesh.shape)
 
     @property
     def hidden_row_shards(self) -> int:
         """The number of manual row shards: the factor by which arrays of rows are shorter on a device."""
         return math.prod(self.mesh.shape[axis] for axis in BATCH_AXES if axis in self.manual_axes)
 
-    def at_use(self, weight: jax.Array, axes: Axes) -> jax.Array:
-        """A weight gathered for use. Constraining weights, rather than activations alone, keeps XLA from
-        rematerializing activations on every device.
+    def at_use(self, weight: jax.Array, declared: Splittable) -> jax.Array:
+        """A weight gathered for use, with heads repeated or a vocabulary padded to what `tensor` divides. Constraining
+        weights, rather than activations alone, keeps XLA from rematerializing activations on every device.
 
         The gradient of a gather over `fsdp` is a reduce-scatter. For the embedding, which is looked up and not
         multiplied, this holds if `fsdp` is manual; otherwise the caller constrains its gradient, since the partitioner
         would move activations instead.
         """
+        weight, axes = self._fitted(weight, declared), declared.axes
         at_rest, at_use = partition_spec(axes, WEIGHTS_AT_REST), partition_spec(axes, WEIGHTS_AT_USE)
         if FSDP in self.manual_axes and self.strategy.fsdp > 1 and FSDP in at_rest:
             weight = self._gathered(weight, at_rest.index(FSDP), at_use)
         elif self.strategy.fsdp > 1 and FSDP in at_rest and axes[0] != "vocab":
             return self._constrained_both_ways(weight, at_use, at_rest)
         return self._constrain(weight, at_use)
+
+    def _fitted(self, weight: jax.Array, declared: Splittable) -> jax.Array:
+        """A weight that `tensor` divides. Heads are repeated, each beside itself; a vocabulary is padded with zeros.
+        One that was fitted before stays.
+
+        Done where the weight rests split along its hidden size, so that it is local, and so is the sum of its gradient
+        over copies of a head; then devices exchange what each needs.
+        """
+        tensor = self.strategy.tensor
+        if fits(declared, tensor):
+            return weight
+        axis = "kv_heads" if "kv_heads" in declared.axes else "vocab"
+        dim = declared.axes.index(axis)
+        if weight.shape[dim] != declared.shape[dim]:
+            return weight
+        units, where = declared.units[dim], self._resting(declared)
+        fitted = self._constrain(weight, where)
+        if axis == "vocab":
+            fitted = jnp.pad(fitted, [(0, -units % tensor if i == dim else 0) for i in range(fitted.ndim)])
+        else:
+            fitted = _repeated(fitted, dim, units, math.lcm(units, tensor) // units)
+        return self._constrain(self._constrain(fitted, where), partition_spec(declared.axes, WEIGHTS_AT_REST))
 
     def _constrained_both_ways(self, array: jax.Array, spec: PartitionSpec, of_gradient: PartitionSpec) -> jax.Array:
         @jax.custom_vjp
@@ -161,9 +191,9 @@ class Layout:
         on_cpu = self.mesh.devices.flat[0].platform == "cpu"
         return jnp.promote_types(dtype, jnp.float32) if on_cpu else dtype
 
-    def at_rest(self, weight: jax.Array, axes: Axes) -> jax.Array:
+    def at_rest(self, weight: jax.Array, declared: Splittable) -> jax.Array:
         """A weight, or its gradient, sharded as at rest."""
-        return self._constrain(weight, partition_spec(axes, WEIGHTS_AT_REST))
+        return self._constrain(weight, self._resting(declared))
 
     def activation(self, array: jax.Array, axes: Axes) -> jax.Array:
         """An activation sharded by its logical axes."""
@@ -206,6 +236,14 @@ class Layout:
             return array
         mesh = _mesh_inside(self.mesh, self.manual_axes) if self.manual_axes else self.mesh
         return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, _only(spec, automatic)))
+
+
+def _repeated(array: jax.Array, dim: int, units: int, times: int) -> jax.Array:
+    """An array whose units along a dim, each of some columns, are there several times, side by side."""
+    shape = array.shape
+    each = array.reshape(*shape[:dim], units, 1, -1, *shape[dim + 1 :])
+    every = jnp.broadcast_to(each, (*each.shape[: dim + 1], times, *each.shape[dim + 2 :]))
+    return every.reshape(*shape[:dim], -1, *shape[dim + 1 :])
 
 
 def _only(spec: PartitionSpec, axes: frozenset[str]) -> PartitionSpec:

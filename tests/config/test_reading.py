@@ -36,7 +36,7 @@ class Plan:
 
     def __post_init__(self):
         if self.tensor == 3:
-            raise ValueError("tensor: 3 does not divide num_kv_heads=8. Use 1, 2, 4 or 8.")
+            raise ValueError("tensor: 3 does not divide num_heads=8. Use 1, 2, 4 or 8.")
         if self.tensor == 5:
             raise ValueError("plan: must be a good one. Got 5.")
 
@@ -110,7 +110,7 @@ def test_defaults():
         ("actor.plan.tensor=.inf", "actor.plan.tensor: expected an integer. Got inf. Write a whole number such as 2."),
         ("actor.plan.tensor=true", "actor.plan.tensor: expected an integer. Got True."),
         ("actor.plan.tensor=null", "actor.plan.tensor: expected an integer. Got null."),
-        ("actor.plan.tensor=3", "actor.plan.tensor: 3 does not divide num_kv_heads=8. Use 1, 2, 4 or 8."),
+        ("actor.plan.tensor=3", "actor.plan.tensor: 3 does not divide num_heads=8. Use 1, 2, 4 or 8."),
         ("actor.plan.tensor=5", "actor.plan: must be a good one. Got 5."),
         ("actor.plan.remat=ful", "actor.plan.remat: expected one of none, full. Got 'ful'. Did you mean 'full'?"),
         ("actor.plan.remat=1", "actor.plan.remat: expected one of none, full. Got 1."),

@@ -3,6 +3,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxrlhf.models.architecture import Weight
 from jaxrlhf.models.config import PRESETS, ModelConfig
 from jaxrlhf.models.params import abstract_params, param_shardings
 from jaxrlhf.sharding.layout import Layout
@@ -38,6 +39,9 @@ EXPECTED = {
     "mlp_output_norm": spec(None),
 }
 """How every weight rests."""
+UNEVEN = {name: spec(("fsdp", "tensor"), None) for name in ("key", "value")}
+UNEVEN |= {name: spec(None) for name in ("key_bias", "value_bias")}
+"""How those rest whose one head `tensor` does not divide."""
 
 
 @pytest.mark.parametrize("stacked", [False, True])
@@ -51,12 +55,27 @@ def test_every_weight_of_every_preset(preset, stacked):
         for (path, sharding), aval in zip(shardings, shapes, strict=True):
             name = path[-1].key
             layers = (None,) if stacked and path[0].key == "layers" else ()
-            assert sharding == NamedSharding(LAYOUT.mesh, spec(*layers, *EXPECTED[name])), (name, sharding)
+            expected = EXPECTED | (UNEVEN if config.num_kv_heads == 1 else {})
+            assert sharding == NamedSharding(LAYOUT.mesh, spec(*layers, *expected[name])), (name, sharding)
             sharding.shard_shape(aval.shape)  # raises where a shard is no whole number of entries
             seen.add(name)
     missing = {"lm_head"} if PRESETS[preset].get("tie_embeddings") else set()
     missing |= set() if PRESETS[preset].get("norms") else {"attention_output_norm", "mlp_output_norm"}
     assert seen == set(EXPECTED) - missing
+
+
+def test_heads_are_repeated_side_by_side_and_a_vocabulary_is_padded():
+    layout = Layout.over((0, 1, 2, 3), Strategy(tensor=4))
+    heads = Weight((4, 6), ("embed", "kv_heads"), heads=2)
+    x = np.arange(24, dtype=np.float32).reshape(4, 6)
+    used = jax.jit(lambda x: layout.at_use(x, heads))(jax.device_put(x, layout.weight(heads)))
+    first, second = x[:, :3], x[:, 3:]
+    np.testing.assert_array_equal(used, np.concatenate([first, first, second, second], axis=1))
+    assert [shard.data.shape for shard in used.addressable_shards] == [(4, 3)] * 4
+    vocab = Weight((6, 4), ("vocab", "embed"))
+    used = jax.jit(lambda x: layout.at_use(x, vocab))(jax.device_put(x.reshape(6, 4), layout.weight(vocab)))
+    np.testing.assert_array_equal(used, np.pad(x.reshape(6, 4), ((0, 2), (0, 0))))
+    np.testing.assert_array_equal(layout.at_use(used, vocab), used, err_msg="what is ready stays")
 
 
 def test_rows_are_split_over_data_and_fsdp():
@@ -73,7 +92,12 @@ def test_constraints():
     @jax.jit
     def constrained(x):
         tree = LAYOUT.constrain_rows({"a": x, "b": x[:, 0]})
-        return LAYOUT.at_use(x, ("embed", "mlp")), LAYOUT.activation(x, ("batch", "vocab")), tree["a"], tree["b"]
+        return (
+            LAYOUT.at_use(x, Weight((8, 4), ("embed", "mlp"))),
+            LAYOUT.activation(x, ("batch", "vocab")),
+            tree["a"],
+            tree["b"],
+        )
 
     at_use, activation, rows, row = constrained(x)
     for array, expected in [
@@ -89,7 +113,7 @@ def test_one_device_is_left_alone():
     one = Layout.over((3,), Strategy())
     x = np.zeros((3, 5))
     assert one.activation(x, ("batch", "vocab")) is x  # pyright: ignore[reportArgumentType]
-    assert one.at_use(x, ("embed", "mlp")) is x  # pyright: ignore[reportArgumentType]
+    assert one.at_use(x, Weight((3, 5), ("embed", "mlp"))) is x  # pyright: ignore[reportArgumentType]
     assert one.devices == one.own_devices == (3,)
 
 

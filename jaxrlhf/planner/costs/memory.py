@@ -18,17 +18,18 @@ import math
 from typing import Any
 
 import jax
+from jax.sharding import PartitionSpec
 
 from jaxrlhf.generation.decoding_weights import declare_ring
 from jaxrlhf.generation.rollout_settings import decoding_stages
 from jaxrlhf.models import architecture
-from jaxrlhf.models.architecture import JOINED, cached_numbers, declare, matrix_numbers
+from jaxrlhf.models.architecture import JOINED, cached_numbers, computed, declare, matrix_numbers
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.kv_cache import grown_columns, num_columns
 from jaxrlhf.models.lora import LoRAConfig, declare_adapters
 from jaxrlhf.planner.costs.work import seen_bytes
 from jaxrlhf.planner.workload import ModelCall
-from jaxrlhf.sharding.axes import FSDP, PIPELINE, WEIGHTS_AT_REST
+from jaxrlhf.sharding.axes import FSDP, PIPELINE, mesh_axes, resting_spec
 from jaxrlhf.sharding.stage_layers import layers_of_stages
 from jaxrlhf.sharding.strategy import Strategy
 
@@ -159,10 +160,10 @@ def _all_local(tree: Any, degrees: dict[Any, int], over_fsdp: bool | None = None
     """Numbers of declared weights on one device; `over_fsdp` is as in `_stage_numbers`."""
     total = 0
     for weight in jax.tree.leaves(tree, is_leaf=architecture.is_weight):
-        over = [None if axis is None else WEIGHTS_AT_REST[axis] for axis in weight.axes]
-        if over_fsdp in (None, FSDP in over):
-            parts = zip(weight.shape, over, strict=True)
-            total += math.prod(math.ceil(dim / degrees.get(axis, 1)) for dim, axis in parts)
+        spec = resting_spec(weight, degrees)
+        if over_fsdp in (None, FSDP in mesh_axes(spec)):
+            split = (math.prod(degrees.get(axis, 1) for axis in mesh_axes(PartitionSpec(each))) for each in spec)
+            total += math.prod(math.ceil(dim / parts) for dim, parts in zip(weight.shape, split, strict=True))
     return total
 
 
@@ -175,8 +176,13 @@ def cache_bytes(call: ModelCall, strategy: Strategy) -> int:
         tokens = strategy.slots * num_columns(call.response) + shared * num_columns(call.prompt - 1)
     elif strategy.slots:
         tokens = strategy.slots * num_columns(call.columns - 1)
-    numbers = tokens * max(device_layers(model, strategy)) * cached_numbers(model) // strategy.tensor
-    return numbers * model.itemsize
+    return tokens * _cached_numbers(model, strategy) * model.itemsize
+
+
+def _cached_numbers(model: ModelConfig, strategy: Strategy) -> int:
+    """Keys and values of one token in all layers of a device."""
+    numbers = cached_numbers(computed(model, strategy.tensor)) // strategy.tensor
+    return max(device_layers(model, strategy)) * numbers
 
 
 def _generate_memory(call: ModelCall, strategy: Strategy) -> CallMemory:
@@ -191,8 +197,7 @@ def _generate_memory(call: ModelCall, strategy: Strategy) -> CallMemory:
     gathered = _gathered(call, strategy, all_layers=True)
     logits = int(rows * model.vocab_size * (4 * 2 + seen_bytes(call)))
     # prompts are prefilled beside the cache, which in slots never grows
-    kept = max(device_layers(model, strategy)) * cached_numbers(model) // strategy.tensor
-    prefill += int(prompts * call.prompt * kept * size)
+    prefill += int(prompts * call.prompt * _cached_numbers(model, strategy) * size)
     if strategy.slots:
         return CallMemory(activations=prefill, logits=logits, cache=cache, gathered=gathered)
     if prefill + at_first > cache + growing:
@@ -255,14 +260,14 @@ def _gathered_on_cpu(call: ModelCall, strategy: Strategy) -> int:
 def _whole_on_cpu(model: ModelConfig, strategy: Strategy) -> tuple[int, int, int]:
     """Bytes of a stage's weights in float32, not split over `fsdp`; of the embedding; and of that again if it is the
     output head too."""
-    split = dataclasses.replace(strategy, fsdp=1)
+    split, model = dataclasses.replace(strategy, fsdp=1), computed(model, strategy.tensor)
     embedding = model.vocab_size * model.hidden_size // strategy.tensor * MASTER_BYTES
     return weight_bytes(model, split, MASTER_BYTES), embedding, embedding if model.has_tied_head else 0
 
 
 def _residuals(model: ModelConfig, strategy: Strategy) -> float:
     """Residuals per token of a layer, on one device."""
-    return architecture.residuals(model, strategy.remat).on_device(strategy.tensor)
+    return architecture.residuals(computed(model, strategy.tensor), strategy.remat).on_device(strategy.tensor)
 
 
 def residuals_per_token(model: ModelConfig, strategy: Strategy, num_layers: int) -> float:
@@ -275,7 +280,7 @@ def residuals_per_token(model: ModelConfig, strategy: Strategy, num_layers: int)
 
 def _live(model: ModelConfig, strategy: Strategy) -> float:
     """Live activations per token while one layer is computed, on one device."""
-    return architecture.live_activations(model).on_device(strategy.tensor)
+    return architecture.live_activations(computed(model, strategy.tensor)).on_device(strategy.tensor)
 
 
 def _in_pass(model: ModelConfig, strategy: Strategy) -> float:
@@ -288,12 +293,12 @@ def _logits(call: ModelCall, strategy: Strategy, rows: float) -> int:
     if call.model.head == "scalar":
         return 0
     tokens = min(rows * call.outputs, max(call.model.logits_chunk_tokens, rows))
-    return int(tokens * call.model.vocab_size / strategy.tensor * 4)
+    return int(tokens * computed(call.model, strategy.tensor).vocab_size / strategy.tensor * 4)
 
 
 def _gathered(call: ModelCall, strategy: Strategy, *, all_layers: bool = False) -> int:
     """Bytes of weights as they are used, if they rest in another form: of two layers at a time, or all in decoding."""
-    model, size = call.model, call.model.itemsize
+    model, size = computed(call.model, strategy.tensor), call.model.itemsize
     count = max(device_layers(model, strategy)) if all_layers else 2
     joined = sum(matrix_numbers(model, names) for names in JOINED.values())
     whole = matrix_numbers(model)
@@ -303,7 +308,15 @@ def _gathered(call: ModelCall, strategy: Strategy, *, all_layers: bool = False) 
         head = model.hidden_size * model.vocab_size * head_size if strategy.fsdp > 1 else 0
         return int((count * whole * size + head) / strategy.tensor)
     is_joined = strategy.tensor == 1 and (call.lora is None or has_merged_copy(call, strategy))
-    return int(count * joined * size) if is_joined else 0
+    return int(count * joined * size) if is_joined else _fitted(call.model, model, count) * size // strategy.tensor
+
+
+def _fitted(model: ModelConfig, used: ModelConfig, num_layers: int) -> int:
+    """Numbers of weights that are repeated or padded for use, in some layers and outside of them. `used`: the model
+    that `computed` gives."""
+    of_layers = matrix_numbers(used, ("key", "value")) if used.num_kv_heads > model.num_kv_heads else 0
+    tables = (1 + (model.head != "scalar" and not model.tie_embeddings)) if used.vocab_size > model.vocab_size else 0
+    return num_layers * of_layers + tables * used.hidden_size * used.vocab_size
 
 
 @functools.lru_cache(maxsize=4096)

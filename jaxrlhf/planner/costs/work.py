@@ -93,6 +93,7 @@ def analytic_work(call: ModelCall, phase: Phase, *, tensor: int, fsdp: int, rema
     keeps its scores on the chip. Where adapters are trained, the weights that they adapt have no gradients; where they
     are not merged first, they are applied beside them.
     """
+    call = _computed(call, tensor)
     if phase == "decode":  # attention reads all slots of the cache, those that are still empty too
         layer, rest = decode_work(call, tensor=tensor, slots=mean_columns(call.prompt, call.response))
     else:
@@ -102,6 +103,12 @@ def analytic_work(call: ModelCall, phase: Phase, *, tensor: int, fsdp: int, rema
     columns = {"decode": 1, "prefill": call.prompt}.get(phase, call.columns)
     applied = _adapters(call.model, call.lora, columns, phase == "gradient", tensor=tensor, fsdp=fsdp, remat=remat)
     return LayerWork(layer + applied, rest)
+
+
+def _computed(call: ModelCall, tensor: int) -> ModelCall:
+    """A call of the model as devices along `tensor` compute it."""
+    model = architecture.computed(call.model, tensor)
+    return call if model is call.model else dataclasses.replace(call, model=model)
 
 
 def _pass_work(call: ModelCall, phase: Phase, *, tensor: int, fsdp: int, remat: Remat) -> LayerWork:
@@ -246,7 +253,7 @@ def seen_bytes(call: ModelCall) -> int:
 
 def decode_work(call: ModelCall, *, tensor: int, slots: float) -> LayerWork:
     """The work of one token of every sequence, of whose cache attention reads some slots."""
-    model = call.model
+    model = architecture.computed(call.model, tensor)
     size, D, V = model.itemsize, model.hidden_size, model.vocab_size
     weights = matrix_numbers(model) / tensor
     cache = architecture.cached_numbers(model) * slots / tensor

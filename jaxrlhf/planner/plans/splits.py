@@ -10,11 +10,9 @@ from jaxrlhf.sharding.axes import WEIGHTS_AT_REST
 from jaxrlhf.sharding.row_padding import num_copies, row_parts
 from jaxrlhf.sharding.strategy import Strategy
 
-_SIZES = {
-    "heads": "num_heads", "kv_heads": "num_kv_heads", "mlp": "intermediate_size", "vocab": "vocab_size",
-    "embed": "hidden_size",
-}  # fmt: skip
-"""Logical axis of weights -> the size of a model that a degree must divide if it splits the axis."""
+_SIZES = {"heads": "num_heads", "mlp": "intermediate_size", "embed": "hidden_size"}
+"""Logical axis of weights -> the size of a model that a degree must divide if it splits the axis. Key-value heads are
+repeated, and vocabularies padded, where they do not divide."""
 
 
 @functools.cache
@@ -26,8 +24,8 @@ def divisors(number: int) -> tuple[int, ...]:
 def undivided_sizes(model: ModelConfig, **degrees: int) -> list[tuple[str, str]]:
     """Pairs of a degree and a size of the model that it splits but does not divide. Empty if there are none.
 
-    >>> undivided_sizes(ModelConfig(num_heads=4, num_kv_heads=2), tensor=4, fsdp=2)
-    [('tensor', 'num_kv_heads')]
+    >>> undivided_sizes(ModelConfig(num_heads=4, intermediate_size=96), tensor=3, fsdp=2)
+    [('tensor', 'num_heads')]
     """
     return [
         (name, size)

@@ -24,11 +24,15 @@ from tests.planner.described_step import TINY, ppo
 @pytest.mark.parametrize("head", ["lm", "scalar"])
 @pytest.mark.parametrize(
     "strategy",
-    [Strategy(data=8), Strategy(fsdp=4, tensor=2), Strategy(pipeline=2, tensor=2, fsdp=2), Strategy(pipeline=4)],
+    [
+        Strategy(data=8), Strategy(fsdp=4, tensor=2), Strategy(pipeline=2, tensor=2, fsdp=2), Strategy(pipeline=4),
+        Strategy(fsdp=2, tensor=4), Strategy(pipeline=2, tensor=4),
+    ],
     ids=str,
-)
+)  # fmt: skip
 def test_weights_are_counted_as_they_lie(head, strategy):
-    model = dataclasses.replace(TINY, head=head, num_layers=5)
+    vocab_size = 96 if strategy.tensor < 4 else 97  # where key-value heads do not divide either
+    model = dataclasses.replace(TINY, head=head, num_layers=5, vocab_size=vocab_size)
     layout = Layout.over(tuple(range(strategy.num_devices)), strategy)
     shardings = jax.tree.leaves(param_shardings(model, layout))
     weights = jax.tree.leaves(declare(model), is_leaf=lambda x: hasattr(x, "axes"))
@@ -66,6 +70,20 @@ def test_a_cache_is_counted_as_it_is():
         cache = jax.eval_shape(lambda: KVCache.empty(rows, tokens, TINY, one, prompts=prompts()))  # noqa: B023
         held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache) if x.ndim == 4)
         assert cache_bytes(call, Strategy(data=2, slots=rows, shared_prompts=shared)) == held
+
+
+def test_repeated_heads_are_counted():
+    """In the cache, and in a copy of the weights that decoding reads."""
+    call, strategy = ppo().workload.call("actor.generate"), Strategy(tensor=4)
+    cache = jax.eval_shape(lambda: KVCache.empty(16, 15, TINY, Layout.over((0, 1, 2, 3), strategy), grows=True))
+    held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache) if x.ndim == 4)
+    assert cache_bytes(call, strategy) == held / 4
+    assert cache_bytes(call, strategy) == cache_bytes(call, Strategy(tensor=2))
+    copied = call_memory(call, strategy, is_trained=True).gathered
+    assert copied == TINY.num_layers * TINY.hidden_size * 2 * TINY.head_size * 4
+    assert call_memory(call, Strategy(tensor=2), is_trained=True).gathered == 0
+    uneven = dataclasses.replace(call, model=dataclasses.replace(TINY, vocab_size=97))
+    assert call_memory(uneven, strategy, is_trained=True).gathered == copied + 2 * 100 / 4 * TINY.hidden_size * 4
 
 
 def test_what_penalties_count_is_counted():
@@ -107,6 +125,7 @@ def test_stages_micro_batches_and_remat_take_less():
     [
         ("reference.logprobs", 16, Strategy()),
         ("actor.train", 16, Strategy(tensor=2)),
+        ("actor.train", 16, Strategy(tensor=4)),
     ],
 )
 def test_working_memory_is_near_what_is_compiled(name, rows, strategy):

@@ -55,6 +55,11 @@ def test_choices_have_seconds_bytes_and_tables():
         assert any(c.strategy.tensor == 2 and c.strategy.pipeline == 1 for c in call.choices) or TINY.num_kv_heads < 2
 
 
+def test_more_devices_along_tensor_than_key_value_heads_are_considered():
+    call = ppo(dataclasses.replace(TINY, num_kv_heads=1, vocab_size=97)).workload.call("actor.generate")
+    assert {s.tensor for s in strategies(call, 8, 8)} == {1, 2, 4}, "what divides the 4 query heads"
+
+
 def test_pipelines_that_could_be_fused_are_kept_however_slow_they_are_alone():
     cluster = read_cluster("1x4:a100-80g")
     calls = {call.name: call for call in problem(cluster=cluster).calls}
@@ -78,7 +83,7 @@ def test_in_a_cluster_of_many_nodes_devices_lie_on_a_grid():
 def test_degrees_divide_what_they_split():
     call = ppo(rows=12, mini_batches=1).workload.call("critic.values")
     found = list(strategies(call, 8, 8))
-    assert {s.tensor for s in found} == {1, 2}  # 2 key-value heads
+    assert {s.tensor for s in found} == {1, 2, 4}  # 4 query heads
     assert {s.pipeline for s in found if s.tensor == 1} == {1, 2, 4}
     assert {s.num_row_shards * s.micro_batches for s in found} == {1, 2, 4, 8}  # 12 rows in 8 parts: 4 are copies
     train = list(strategies(ppo(rows=12, mini_batches=1).workload.call("critic.train"), 8, 8))
