@@ -30,6 +30,7 @@ from jaxrlhf.models.params import Params, init_params, param_shardings, with_lay
 from jaxrlhf.models.transformer import hidden_states
 from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.strategy import Strategy
+from tests.subprocesses import run_processes
 
 DATA = Path(__file__).parent / "data"
 TOLERANCE = 1e-4
@@ -227,13 +228,18 @@ def test_goldens_depend_on_every_weight(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_load_into_shards(name: str) -> None:
     golden, config = goldens(name), CONFIGS[name]
-    layout = Layout.over((0, 1, 2, 3), Strategy(fsdp=2, tensor=2))
+    layout = Layout.over(tuple(range(8)), Strategy(fsdp=2, tensor=4))  # twice the key-value heads
     params = load_params(DATA / name, config, layout)
     assert jax.tree.map(lambda w: w.sharding, params) == param_shardings(config, layout)
     chex.assert_trees_all_equal(params, load_params(DATA / name, config))
     logits_BTV = forward(params, config, layout, golden)
     np.testing.assert_allclose(logits_BTV[golden.mask_BT], golden.logits_BTV[golden.mask_BT], rtol=0, atol=TOLERANCE)
     np.testing.assert_array_equal(greedy(params, config, layout, golden)[0], golden.responses_BR)
+
+
+def test_two_processes() -> None:
+    """Every one of them over tensor beyond the key-value heads, and over stages."""
+    run_processes("tests.parity.run_layouts", 2, seconds=600)
 
 
 @pytest.mark.parametrize("name", NAMES)
