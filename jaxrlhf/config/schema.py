@@ -43,12 +43,20 @@ class OptimizerConfig:
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
     """Gradients of a larger global norm are scaled down to it. 0 never clips."""
+    state_dtype: Literal["float32", "bfloat16"] = "float32"
+    """The precision in which both moments rest. In bfloat16 they take half of the memory and are rounded up or down at
+    random, so that small changes are not lost on average."""
 
     def __post_init__(self) -> None:
         checks.require_fields(self, checks.require_positive, "learning_rate", "eps")
         checks.require_fields(self, checks.require_not_negative, "warmup_updates", "weight_decay", "max_grad_norm")
         checks.require_fields(self, checks.require_fraction, "final_fraction")
         checks.require_fields(self, checks.require_fraction_below_one, "beta1", "beta2")
+
+    @property
+    def moment_bytes(self) -> int:
+        """Bytes of the two moments of a weight."""
+        return 8 if self.state_dtype == "float32" else 4
 
 
 @dataclasses.dataclass(frozen=True)

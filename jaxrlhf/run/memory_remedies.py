@@ -216,8 +216,7 @@ def _fsdp(assembly: Assembly, calls: Sequence[str]) -> Iterator[tuple[str, Overr
 
 def _optimizer_state(assembly: Assembly, calls: Sequence[str]) -> Iterator[tuple[str, Overrides]]:
     trained = [name for name, role in assembly.config.roles.items() if role.optimizer is not None]
-    for dtype, what in (("bfloat16", "optimizer state in bfloat16"), ("int8", "optimizer state in 8 bits")):
-        yield what, tuple(f"roles.{name}.optimizer.state_dtype={dtype}" for name in trained)
+    yield "optimizer state in bfloat16", tuple(f"roles.{name}.optimizer.state_dtype=bfloat16" for name in trained)
 
 
 def _lora(assembly: Assembly, calls: Sequence[str]) -> Iterator[tuple[str, Overrides]]:

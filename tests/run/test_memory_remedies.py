@@ -60,7 +60,7 @@ def test_a_run_that_does_not_fit_is_refused_with_what_helps_the_cheapest_first()
     assert text.endswith("To go on with it: --set devices_memory.may_exceed=true")
     found = list(remedies(text))
     order = ["activations computed again in the backward pass", "weights split over devices",
-             "adapters in place of all weights", "shorter responses"]  # fmt: skip
+             "optimizer state in bfloat16", "adapters in place of all weights", "shorter responses"]  # fmt: skip
     assert [what for what in found if what in order] == order
     assert "weights that rest in host memory" not in found, "the devices share the host's memory"
 
