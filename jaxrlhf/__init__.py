@@ -6,13 +6,19 @@ run = jaxrlhf.train("grpo_arithmetic", steps=20)
 run.folder, run.metrics[-1], run.generate(["17+85="])
 """
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+from jaxrlhf.huge_pages import restart_with_huge_pages
 
 if TYPE_CHECKING:
     import os
 
     from jaxrlhf.api import TrainedRun
+
+if sys.argv[:1] == ["-m"]:  # Python is about to run a command of this package
+    restart_with_huge_pages()
 
 __version__ = "0.1.0"
 __all__ = ["train"]

@@ -24,7 +24,6 @@ import jax
 import jaxrlhf
 from jaxrlhf.checkpoint.manifest import find_damage
 from jaxrlhf.checkpoint.store import CheckpointError
-from jaxrlhf.cluster.cluster_text import local_cluster
 from jaxrlhf.config.reading import dump_yaml
 from jaxrlhf.config.schema import RunConfig, load_run
 from jaxrlhf.execution.function_threads import any_left_behind
@@ -35,11 +34,9 @@ from jaxrlhf.observe.metrics import TrainingError, read_metrics
 from jaxrlhf.observe.step_timers import time_rows
 from jaxrlhf.observe.trackers import import_wandb
 from jaxrlhf.observe.utilization import utilization_line
-from jaxrlhf.planner.memory_forecast import MemoryForecast, forecast_memory
-from jaxrlhf.planner.plans.parts import in_parts
+from jaxrlhf.planner.memory_forecast import MemoryForecast
 from jaxrlhf.planner.plans.plan_table import plan_rows
 from jaxrlhf.planner.plans.saved_plan import plan_text
-from jaxrlhf.planner.workload import step_workload
 from jaxrlhf.programs.roles import ModelRole
 from jaxrlhf.require import errors_as
 from jaxrlhf.rewards.functions import RewardError
@@ -48,6 +45,7 @@ from jaxrlhf.run.checkpoints import check_checkpoint
 from jaxrlhf.run.compilation_cache import complaints_said_once
 from jaxrlhf.run.find_plan import FoundPlan, find_plan, is_planned
 from jaxrlhf.run.interruption import RunStopped, StopRequest
+from jaxrlhf.run.memory_remedies import OutOfMemoryError, check_room, forecast_step
 from jaxrlhf.run.resume_point import ResumePoint, find_resume_point, newest_position, set_aside, what_is_kept
 from jaxrlhf.run.run_folder import RunFolder, RunFolderError, check_run_folder, collect_versions
 from jaxrlhf.run.step_draft import draft_step
@@ -119,7 +117,7 @@ class InputError(ValueError):
     """Config, data and plan do not fit together."""
 
 
-EXPECTED = (InputError, RewardError, TrainingError, CheckpointError, UnwritableError)
+EXPECTED = (InputError, RewardError, TrainingError, CheckpointError, UnwritableError, OutOfMemoryError)
 """Errors that the user can fix."""
 
 
@@ -169,7 +167,7 @@ def start(config: RunConfig, *, detect: bool = False) -> Channel:
 
 def prepare(config: RunConfig, console: Console, channel: Channel | None = None) -> Run:
     """Checks a run and prints its roles and plans. Compiles and writes nothing. Raises InputError if something does not
-    fit.
+    fit, OutOfMemoryError if that is the memory.
 
     `channel` is the result of `start`. None means that JAX is started here, in this process alone.
     """
@@ -192,22 +190,17 @@ def prepare(config: RunConfig, console: Console, channel: Channel | None = None)
             check_checkpoint(resume, assembly)
         return assembly
 
-    def memory_needed() -> MemoryForecast:
-        limits = config.devices_memory
-        cluster = local_cluster(limits, any_kind=True)
-        graph, plan = in_parts(draft.graph, assembly.train.plan)
-        return forecast_memory(step_workload(graph, draft.roles), cluster, plan, limit=limits.host_bytes)
-
     with errors_as(InputError):
         resume, tables = channel.share(find)  # rows are read once, and sent to the other processes
         draft = channel.together(lambda: draft_step(config, tables=tables))
         found = channel.share(plan) if is_planned(draft) else None  # searches with a time limit differ
         assembly = channel.together(check)
-        memory = channel.share(memory_needed)  # of the first process's machine
+        memory = channel.share(lambda: forecast_step(assembly))  # of the first process's machine
     _print_assembly(assembly, memory, console)
+    of_memory = channel.share(lambda: check_room(assembly, memory))
     of_plan = found.notes if found is not None else ()
     of_resuming = resume.notes if resume is not None else ()
-    for note in (*assembly.warnings, *memory.notes, *of_plan, *of_resuming):
+    for note in (*assembly.warnings, *of_memory, *of_plan, *of_resuming):
         console.line(f"Note: {note}")
     return Run(assembly, resume, channel)
 

@@ -35,7 +35,7 @@ LAYERS = [
     {"importing", "name_rules"},
     {"experience"},
     {"require"},
-    {"brief", "writing", "xla_flags", "numba_loops"},
+    {"brief", "writing", "xla_flags", "numba_loops", "huge_pages"},
 ]
 DEPTH = {room: depth for depth, layer in enumerate(LAYERS) for room in layer}
 ONLY = {
@@ -102,7 +102,7 @@ def violations(source: str, module: str, *, is_package: bool = False) -> list[st
             continue
         if room(name) not in DEPTH:
             found.append(f"imports {name}, from an unknown room")
-        elif room(name) != "api" if not home else (home in DEPTH and DEPTH[room(name)] <= DEPTH[home]):
+        elif room(name) not in ("api", "huge_pages") if not home else (home in DEPTH and DEPTH[room(name)] <= DEPTH[home]):
             found.append(f"imports {name}, which does not lie below it")
         elif home in ONLY and room(name) not in ONLY[home]:
             found.append(f"imports {name}, where {home} may import only {', '.join(sorted(ONLY[home]))}")

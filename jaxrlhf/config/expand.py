@@ -1,5 +1,6 @@
 """Expands short forms in the tree of a config: `model: FOLDER`, presets, `plan: auto`, `devices_memory: 20 GB`."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from jaxrlhf.brief import brief, did_you_mean
@@ -23,6 +24,19 @@ def expand(tree: dict[str, Any], where: str) -> None:
     _expand_memory(tree, where)
     if isinstance(tree.get("staleness"), int):
         tree["staleness"] = {"steps": tree["staleness"]}
+
+
+def in_full(path: Sequence[str], value: Any) -> Any:
+    """The mapping that a short form at some keys stands for, so that `--set` can change a key of it.
+
+    >>> in_full(["devices_memory"], "20 GB"), in_full(["roles", "actor", "model"], "tiny")
+    ({'device': '20 GB', 'host': '20 GB'}, {'preset': 'tiny'})
+    """
+    if isinstance(value, str) and list(path) == ["devices_memory"]:
+        return {"device": value, "host": value}
+    if isinstance(value, str) and len(path) == 3 and path[0] == "roles" and path[2] == "model":
+        return {"preset": value}
+    return value
 
 
 def _expand_model(tree: dict[str, Any], where: str) -> None:
@@ -74,4 +88,4 @@ def _expand_memory(tree: dict[str, Any], where: str) -> None:
             "Write its unit."
         )
     if isinstance(size, str):
-        tree["devices_memory"] = {"device": size, "host": size}
+        tree["devices_memory"] = in_full(["devices_memory"], size)

@@ -133,8 +133,11 @@ def known_part(cls: type[Any], tree: Tree) -> tuple[Tree, list[str]]:
     return known, unknown
 
 
-def apply_overrides(tree: Tree, overrides: Sequence[str]) -> Tree:
-    """A copy of `tree` with each `a.b=value` set, the value read as YAML. Missing mappings are created."""
+def apply_overrides(
+    tree: Tree, overrides: Sequence[str], *, in_full: Callable[[Sequence[str], Any], Any] = lambda path, value: value
+) -> Tree:
+    """A copy of `tree` with each `a.b=value` set, the value read as YAML. Missing mappings are created. `in_full`: keys
+    and a value there -> the mapping that it is short for, so that a key of that can be set."""
     tree = copy.deepcopy(tree)
     for override in overrides:
         dotted, equals, text = override.partition("=")
@@ -146,6 +149,7 @@ def apply_overrides(tree: Tree, overrides: Sequence[str]) -> Tree:
         for depth, key in enumerate(keys[:-1], start=1):
             if inner.get(key) is None:
                 inner[key] = {}
+            inner[key] = in_full(keys[:depth], inner[key])
             inner = inner[key]
             if not isinstance(inner, dict):
                 raise _error(f"--set {dotted}", "", f"{'.'.join(keys[:depth])} has no keys", inner, "Set it whole.")

@@ -14,7 +14,7 @@ from flax.core import FrozenDict
 from jaxrlhf import require as checks
 from jaxrlhf.brief import brief, cut
 from jaxrlhf.config.algorithm_loading import for_another_algorithm, load_algorithm
-from jaxrlhf.config.expand import RANDOM, expand
+from jaxrlhf.config.expand import RANDOM, expand, in_full
 from jaxrlhf.config.plan_config import PlanConfig
 from jaxrlhf.config.reading import ConfigError, Stated, apply_overrides, build, read_config
 from jaxrlhf.data.config import DataConfig
@@ -43,12 +43,20 @@ class OptimizerConfig:
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
     """Gradients of a larger global norm are scaled down to it. 0 never clips."""
+    state_dtype: Literal["float32", "bfloat16"] = "float32"
+    """The precision in which both moments rest. In bfloat16 they take half of the memory and are rounded up or down at
+    random, so that small changes are not lost on average."""
 
     def __post_init__(self) -> None:
         checks.require_fields(self, checks.require_positive, "learning_rate", "eps")
         checks.require_fields(self, checks.require_not_negative, "warmup_updates", "weight_decay", "max_grad_norm")
         checks.require_fields(self, checks.require_fraction, "final_fraction")
         checks.require_fields(self, checks.require_fraction_below_one, "beta1", "beta2")
+
+    @property
+    def moment_bytes(self) -> int:
+        """Bytes of the two moments of a weight."""
+        return 8 if self.state_dtype == "float32" else 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -270,6 +278,8 @@ class MemoryLimits:
     """Limit of each device that has memory of its own."""
     host: str = ""
     """Limit of the host: for a whole run on virtual CPU devices, which share it; on GPUs, for offloaded roles."""
+    may_exceed: bool = False
+    """Start a run, with a note, although its forecast is more than there is."""
 
     def __post_init__(self) -> None:
         for name in ("device", "host"):
@@ -376,7 +386,8 @@ def load_run(name_or_path: str | Path, overrides: Sequence[str] = ()) -> RunConf
     notes: list[str] = []
     adapt = functools.partial(for_another_algorithm, notes=notes)
     tree, where = read_config(name_or_path, adapt=adapt)
-    tree = apply_overrides(adapt(tree, apply_overrides({}, overrides), where), overrides)
+    override = functools.partial(apply_overrides, overrides=overrides, in_full=in_full)
+    tree = override(adapt(tree, override({}), where))
     if overrides:
         where = f"{where} with --set"
     return build_run(tree, where=where, notes=notes)

@@ -30,7 +30,7 @@ from jaxrlhf.execution.weight_store import WeightStore
 from jaxrlhf.experience import Sampling
 from jaxrlhf.models.lora import reads_merged
 from jaxrlhf.models.params import Params
-from jaxrlhf.observe.events import STEP, WAIT, Event
+from jaxrlhf.observe.events import STEP, WAIT, Event, note_call
 from jaxrlhf.observe.part_reports import PartReports
 from jaxrlhf.observe.timeline_recorder import Timeline, Watcher
 from jaxrlhf.planner.fusion.fusible import fused_order
@@ -154,11 +154,15 @@ class Executor:
             for one in together:
                 self._pin_before(one, graph, plan)
                 self._reload(one, plan)  # only for the first call: later ones were reloaded with the call before
-            if len(together) == 2:
-                outputs = self._call_fused(together, plan, values, step)
-                waiting = None
-            else:
-                outputs = {call.name: self._call_device(call, plan, values, step)}
+            try:
+                if len(together) == 2:
+                    outputs = self._call_fused(together, plan, values, step)
+                    waiting = None
+                else:
+                    outputs = {call.name: self._call_device(call, plan, values, step)}
+            except Exception as error:
+                note_call(error, " + ".join(one.plan_name for one in together), *self._at)
+                raise
             values.update(outputs)
             for one in together:
                 if not self._one_at_a_time:

@@ -65,3 +65,21 @@ def on_one_clock(processes: Sequence[ProcessEvents]) -> list[ProcessEvents]:
         )
         lined_up.append(dataclasses.replace(process, events=events, origin_unix_seconds=zero))
     return lined_up
+
+
+def note_call(error: BaseException, name: str, phase: str, step: int) -> None:
+    """Adds a note to an error: in which call it came up. A note that it has already stays the only one."""
+    if not noted_call(error):
+        error.add_note(f"This came up in call {name!r} of {phase} {step}.")
+
+
+def noted_call(error: BaseException) -> str:
+    """The call and its step in the note of an error; empty without one.
+
+    >>> error = ValueError()
+    >>> note_call(error, "actor.train", "step", 3)
+    >>> noted_call(error)
+    "call 'actor.train' of step 3"
+    """
+    notes = [note for note in getattr(error, "__notes__", ()) if note.startswith("This came up in call ")]
+    return notes[0].removeprefix("This came up in ").removesuffix(".") if notes else ""

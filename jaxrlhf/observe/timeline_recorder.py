@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from jaxrlhf.observe.events import STEP, WAIT, Event, ProcessEvents, on_one_clock
+from jaxrlhf.observe.events import STEP, WAIT, Event, ProcessEvents, note_call, on_one_clock
 from jaxrlhf.observe.step_timers import Spans, timing_metrics
 from jaxrlhf.observe.utilization import utilization_metrics
 
@@ -222,7 +222,7 @@ class Watcher:
                 part = call.describe(call.arrays) if call.describe is not None else ""
                 self._timeline.record(dataclasses.replace(event, end=call.end, part=part))
         except Exception as error:
-            error.add_note(f"This came up in call {event.name!r} of {event.phase} {event.step}.")
+            note_call(error, event.name, event.phase, event.step)
             failure, call.end = error, time.perf_counter()
         # From here on nothing may keep the arrays alive, nor chain every call to all calls before it.
         call.arrays = call.inputs = []

@@ -6,18 +6,17 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jaxrlhf.cluster.hardware import Cluster
-from jaxrlhf.cluster.host_memory import PROCESS_BYTES, host_memory, total_memory, with_process
+from jaxrlhf.cluster.host_memory import PROCESS_BYTES, UNLIMITED, host_memory, total_memory, with_process
 from jaxrlhf.planner.costs.memory import CallMemory, call_memory
 from jaxrlhf.planner.fusion.fused_choice import as_one
-from jaxrlhf.planner.plans.plan import Plan, PlanError
+from jaxrlhf.planner.plans.plan import Plan
 from jaxrlhf.planner.search.choices import memory_problem, on_cpu
-from jaxrlhf.planner.search.peak_memory import DeviceMemory, in_gb, memory_at_peak
+from jaxrlhf.planner.search.peak_memory import DeviceMemory, in_gb, memory_at_peak, memory_during
 from jaxrlhf.planner.workload import Workload
 
 _UNITS = {"GB": 1e9, "MB": 1e6}
 _SMALL = 1e8
 """If no part of a call is this large, they are shown in MB."""
-_LESS = "Use `plan: auto`, more fsdp or micro-batches, a smaller batch, adapters (lora), or a smaller model."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,14 +29,21 @@ class MemoryForecast:
     """Unit of the table: 'GB' or 'MB'."""
     lines: tuple[str, ...]
     """The peak memory and the capacity."""
-    notes: tuple[str, ...]
-    """Warnings where it may not fit."""
+    needed: int
+    """Bytes that are needed of the memory that is the fullest for its room; of a host with the process itself."""
+    room: int | None
+    """Bytes that a run may take of it. None if not known."""
+    excess: str = ""
+    """The rule that the plan breaks, and by what; empty if everything fits."""
+    is_certain: bool = False
+    """True if that is so before any call begins: weights and optimizer state at rest, known to the byte, do not fit."""
+    crowded: tuple[str, ...] = ()
+    """Calls that are the fullest; all during which there is no room, if it does not fit."""
 
 
 def forecast_memory(workload: Workload, cluster: Cluster, plan: Plan, *, limit: int | None = None) -> MemoryForecast:
     """The memory of a step's plan on this machine's devices, of whose host's memory a run may take all that is
-    available or up to a limit in bytes. Raises PlanError if the memory between calls, which is known to the byte, is
-    more than the devices have."""
+    available or up to a limit in bytes."""
     is_on_cpu, trained = on_cpu(cluster), workload.trained
     parts = []
     for call in workload.calls:
@@ -55,9 +61,57 @@ def forecast_memory(workload: Workload, cluster: Cluster, plan: Plan, *, limit: 
         i, j = sorted(i for i, call in enumerate(workload.calls) if call.name in plan.fuse)
         problem = as_one(problem, i, j, chosen, 0.0)
     peaks = memory_at_peak(problem, chosen)
-    say = _on_host if is_on_cpu else _on_devices
-    lines, notes = say(peaks, cluster, limit)
-    return MemoryForecast(tuple(rows), unit, tuple(lines), tuple(notes))
+    if is_on_cpu:
+        rooms, lines = [_host_room(limit)] * len(peaks), _host_lines(max(peaks, key=lambda each: each.total))
+    else:
+        rooms, lines = [_device_room(cluster, each) for each in peaks], _device_lines(peaks, cluster)
+    room, peak = max(zip(rooms, peaks, strict=True), key=lambda each: each[0].lacking(each[1].total))
+    at_rest, during = sum(peak.resting.values()), memory_during(problem, chosen)
+    excess, is_certain = "", room.whole is not None and at_rest + room.process > room.whole
+    if is_certain:
+        excess = _at_rest(peak, room)
+    elif room.lacking(peak.total) > 0:
+        excess = _while_running(peak, room)
+    crowded = [name for name, each in during.items() if room.lacking(each.total) > 0 or each.total == peak.total]
+    return MemoryForecast(
+        tuple(rows), unit, tuple(lines), room.needed(peak.total), room.size, excess, is_certain, tuple(crowded)
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Room:
+    """What a run may take of a memory."""
+
+    size: int | None
+    whole: int | None
+    """The memory itself, beside what others have of it. None if not known."""
+    why: str
+    is_host: bool = False
+
+    @property
+    def process(self) -> int:
+        """Bytes that a process has before its first array."""
+        return PROCESS_BYTES if self.is_host else 0
+
+    def needed(self, arrays: int) -> int:
+        """Bytes that arrays take, with the process of a host."""
+        return with_process(arrays) if self.is_host else arrays
+
+    def lacking(self, arrays: int) -> int:
+        """Bytes by which there is too little; less than zero if there is enough."""
+        return self.needed(arrays) - (UNLIMITED if self.size is None else self.size)
+
+
+def _host_room(limit: int | None) -> _Room:
+    there = host_memory()
+    size = min((each for each in (there, limit) if each is not None), default=None)
+    why = "devices_memory allows" if size is not None and size == limit else "are available on the host"
+    return _Room(size, total_memory(), why, is_host=True)
+
+
+def _device_room(cluster: Cluster, memory: DeviceMemory) -> _Room:
+    first = memory.devices.start
+    return _Room(cluster.capacity(first), cluster.kind_of(first).memory.bytes, "a run may take of a device")
 
 
 def host_line(arrays: int) -> str:
@@ -84,35 +138,23 @@ def _shown(size: int, unit: float) -> float | str:
     return float(f"{round(size / unit, 3):.3g}") if size else "-"
 
 
-def _on_host(peaks: Sequence[DeviceMemory], cluster: Cluster, limit: int | None) -> tuple[list[str], list[str]]:
-    """Lines and warnings for virtual devices, which share the memory of their host."""
-    fullest = max(peaks, key=lambda each: each.total)
-    there, whole = host_memory(), total_memory()
-    _require_room(fullest, PROCESS_BYTES, whole)
-    room = min((size for size in (there, limit) if size is not None), default=None)
+def _host_lines(fullest: DeviceMemory) -> list[str]:
+    """Lines for virtual devices, which share the memory of their host."""
+    there = host_memory()
     available = f" Available: {in_gb(there)}." if there is not None else ""
-    lines = [f"{host_line(fullest.total)}.{available}", f"Most: {fullest}."]
-    if room is None or with_process(fullest.total) <= room:
-        return lines, []
-    limits = f"devices_memory allows {in_gb(room)}" if room == limit else f"{in_gb(room)} are available"
-    return lines, [
-        f"The plan may take more memory than there is: about {in_gb(with_process(fullest.total))}, where {limits}. The "
-        f"system may end the run, or other programs. {_LESS}"
-    ]
+    return [f"{host_line(fullest.total)}.{available}", f"Most: {fullest}."]
 
 
-def _on_devices(peaks: Sequence[DeviceMemory], cluster: Cluster, limit: int | None) -> tuple[list[str], list[str]]:
-    """Lines and warnings for devices with memory of their own. Equal neighbors share a line."""
-    lines, notes = [], []
+def _device_lines(peaks: Sequence[DeviceMemory], cluster: Cluster) -> list[str]:
+    """Lines for devices with memory of their own. Equal neighbors share one."""
+    lines = []
     for same in alike(peaks, cluster):
         first, last = same[0].devices.start, same[-1].devices.start
-        capacity = cluster.capacity(first)
-        _require_room(same[0], 0, cluster.kind_of(first).memory.bytes)
         devices = f"Device {first}" if first == last else f"Each of devices {first}-{last}"
-        lines.append(f"{devices}: at most {in_gb(same[0].total)} of {in_gb(capacity)}, during {same[0].call}.")
-        if same[0].total > capacity:
-            notes.append(f"The plan may take more memory than there is: {same[0]}, of {in_gb(capacity)}. {_LESS}")
-    return lines, notes
+        lines.append(
+            f"{devices}: at most {in_gb(same[0].total)} of {in_gb(cluster.capacity(first))}, during {same[0].call}."
+        )
+    return lines
 
 
 def alike(peaks: Iterable[DeviceMemory], cluster: Cluster) -> list[list[DeviceMemory]]:
@@ -124,14 +166,21 @@ def alike(peaks: Iterable[DeviceMemory], cluster: Cluster) -> list[list[DeviceMe
     return [list(same) for _, same in itertools.groupby(peaks, key=key)]
 
 
-def _require_room(memory: DeviceMemory, more: int, whole: int | None) -> None:
-    """Raises PlanError if the memory between calls does not fit."""
-    resting = sum(memory.resting.values())
-    if whole is not None and resting + more > whole:
-        parts = ", ".join(f"{name} {in_gb(size)}" for name, size in memory.resting.items())
-        first, last = memory.devices.start, memory.devices.stop - 1
-        where = f"device {first}" if first == last else f"the host of devices {first}-{last}"
-        raise PlanError(
-            f"plan: weights and optimizer state at rest must fit into the {in_gb(whole)} of {where}. Got "
-            f"{in_gb(resting + more)} ({parts}{f', the process {in_gb(more)}' if more else ''}). {_LESS}"
-        )
+def _while_running(peak: DeviceMemory, room: _Room) -> str:
+    assert room.size is not None
+    needed = f"about {in_gb(room.needed(peak.total))} with the process itself: " if room.is_host else ""
+    return f"plan: a step must fit into the {in_gb(room.size)} that {room.why}. Got {needed}{peak}."
+
+
+def _at_rest(peak: DeviceMemory, room: _Room) -> str:
+    """The same for the memory between calls."""
+    assert room.whole is not None
+    resting = sum(peak.resting.values())
+    parts = ", ".join(f"{name} {in_gb(size)}" for name, size in peak.resting.items())
+    more = f", the process {in_gb(room.process)}" if room.process else ""
+    first, last = peak.devices.start, peak.devices.stop - 1
+    where = f"device {first}" if first == last else f"the host of devices {first}-{last}"
+    return (
+        f"plan: weights and optimizer state at rest must fit into the {in_gb(room.whole)} of {where}. Got "
+        f"{in_gb(resting + room.process)} ({parts}{more})."
+    )

@@ -73,6 +73,8 @@ class ModelCall:
     """Losses that a train call adds."""
     stale: int = 0
     """The steps by which the weights that it reads are older than the current ones."""
+    moment_bytes: int = 8
+    """Of a train call, bytes of its optimizer's two moments of a weight."""
     left: "tuple[ModelCall, Strategy] | None" = None
     """Of a tail: the share that its sequences left, and how that runs."""
 
@@ -244,6 +246,8 @@ def _model_call(call: Call, role: ModelRole, needs: tuple[str, ...]) -> ModelCal
     if call.kind == "train":
         passes = dict(mini_batches=call.update.mini_batches, epochs=call.update.epochs)
         passes |= dict(part=call.part, terms=len(call.terms))
+        if role.optimizer is not None:
+            passes |= dict(moment_bytes=role.optimizer.moment_bytes)
     return ModelCall(
         rows=sum(B for B, *_ in shapes), prompt=columns - response, response=response,
         scored=1 if call.method == "scores" else 0, row_counts=tuple(sorted(counts)), **passes, **common,

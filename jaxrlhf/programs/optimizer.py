@@ -1,4 +1,4 @@
-"""The optimizer: AdamW over float32 master weights, its state sharded as they are."""
+"""The optimizer: AdamW over float32 master weights, its state sharded as they are, in float32 or in bfloat16."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import struct
-from jaxtyping import Float
+from jaxtyping import BFloat16, Float, Int
 
 from jaxrlhf.config.schema import OptimizerConfig
 from jaxrlhf.models.params import Params, Shardings
@@ -75,7 +75,7 @@ def optimizer_shardings(config: OptimizerConfig, abstract: Abstract, shardings: 
     shapes and shardings of the weights."""
     state = jax.eval_shape(lambda params: init_optimizer(config, params), abstract)
     adamw = optax.tree_map_params(
-        _transform(config),
+        _adam(config),  # whose state has the same structure in every precision
         lambda _, sharding: sharding,
         state.adamw,
         shardings,
@@ -85,4 +85,44 @@ def optimizer_shardings(config: OptimizerConfig, abstract: Abstract, shardings: 
 
 
 def _transform(config: OptimizerConfig) -> optax.GradientTransformation:
+    return _adam(config) if config.state_dtype == "float32" else _in_bfloat16(_adam(config))
+
+
+def _adam(config: OptimizerConfig) -> optax.GradientTransformation:
     return optax.scale_by_adam(config.beta1, config.beta2, config.eps)
+
+
+def _in_bfloat16(adam: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Adam whose two moments rest in bfloat16, and are computed with in float32.
+
+    Optax has a `mu_dtype`, for the first moment alone. Rounded to nearest, the second would stand still where an update
+    changes it by less than about 1/256 of itself, as with beta2 = 0.999 most do.
+    """
+
+    def rounded(state: Any) -> optax.ScaleByAdamState:
+        def at(x: jax.Array) -> jax.Array:
+            return round_at_random(x, state.count)
+
+        return optax.ScaleByAdamState(state.count, jax.tree.map(at, state.mu), jax.tree.map(at, state.nu))
+
+    def update(gradient: Any, state: Any, params: Any = None) -> tuple[Any, optax.ScaleByAdamState]:
+        mu, nu = jax.tree.map(lambda x: x.astype(jnp.float32), (state.mu, state.nu))
+        direction, new = adam.update(gradient, optax.ScaleByAdamState(state.count, mu, nu), params)
+        return direction, rounded(new)
+
+    return optax.GradientTransformation(lambda params: rounded(adam.init(params)), update)
+
+
+def round_at_random(x: Float[jax.Array, "..."], count: Int[jax.Array, ""]) -> BFloat16[jax.Array, "..."]:
+    """Float32 numbers as bfloat16, rounded up with the probability that keeps their mean over many `count`s.
+
+    The noise is a hash (the last steps of MurmurHash3) of `count` and the upper half of a number. It needs no key, is
+    the same wherever a number lies, under any sharding and form of layers, and the same again after a resume.
+    """
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    noise = (bits >> 16) ^ (count.astype(jnp.uint32) * jnp.uint32(0x9E3779B9))
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        noise = (noise ^ (noise >> shift)) * jnp.uint32(factor)
+    up = bits + ((noise ^ (noise >> 16)) & 0xFFFF)  # a carry into the upper half rounds away from zero
+    upper = jnp.where(jnp.isfinite(x), up, bits) >> 16
+    return jax.lax.bitcast_convert_type(upper.astype(jnp.uint16), jnp.bfloat16)

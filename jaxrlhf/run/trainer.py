@@ -34,6 +34,7 @@ from jaxrlhf.run.export import export, export_step
 from jaxrlhf.run.export import is_due as export_is_due
 from jaxrlhf.run.first_weights import Placed, load_first_weights
 from jaxrlhf.run.interruption import Requests, RunStopped, StopRequest
+from jaxrlhf.run.memory_remedies import OutOfMemoryError, forecast_step, is_out_of_memory, out_of_memory
 from jaxrlhf.run.records import Records
 from jaxrlhf.run.resume_point import ResumePoint, newest_position, what_is_kept
 from jaxrlhf.run.run_folder import RunFolder
@@ -123,9 +124,13 @@ class Trainer:
             with writing(self._folder.path, SafetensorError):
                 export(self._assembly, self._executor, self._folder, self._channel)
         except BaseException as error:
+            lacks_memory = self._out_of_memory(error) if is_out_of_memory(error) else None
             if not self._is_in_all(error):
                 unwritten = isinstance(error, UnwritableError)
-                self._channel.abort(error, message=f"{error} {what_is_kept(self._folder)}" if unwritten else None)
+                message = f"{error} {what_is_kept(self._folder)}" if unwritten else None
+                self._channel.abort(error, message=message if lacks_memory is None else str(lacks_memory))
+            if lacks_memory is not None:
+                raise lacks_memory from error
             raise
         finally:
             self._close(sys.exception())
@@ -139,6 +144,13 @@ class Trainer:
             folder=self._folder,
             weights=self._executor.weights,
         )
+
+    def _out_of_memory(self, error: BaseException) -> OutOfMemoryError:
+        """The error of a run that ran out of memory, after the table of what its calls need."""
+        self._checkpoints.wait()
+        memory = forecast_step(self._assembly)
+        self._console.table(f"Memory of the step's calls, {memory.unit} on each device", memory.rows)
+        return out_of_memory(error, self._assembly, what_is_kept(self._folder))
 
     def _close(self, error: BaseException | None) -> None:
         """Closes everything, also if a part fails. Raises the first failure, unless the run ended by an error."""

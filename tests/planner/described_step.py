@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -49,15 +49,16 @@ def ppo(
     num_samples: int = 1,
     lora: LoRAConfig | None = None,
     whiten: bool = True,
+    state_dtype: Literal["float32", "bfloat16"] = "float32",
 ) -> DescribedStep:
     """One step of PPO whose reference is as large as its actor, and its reward model as its critic. With `lora`, actor
     and critic train adapters of the weights that the reference reads."""
     critic = dataclasses.replace(critic or actor, head="scalar")
     base = "" if lora is None else "actor.base"
     roles = {
-        "actor": ModelRole(actor, OptimizerConfig(), lora=lora, base=base),
+        "actor": ModelRole(actor, OptimizerConfig(state_dtype=state_dtype), lora=lora, base=base),
         "reference": ModelRole(actor, weights=base),
-        "critic": ModelRole(critic, OptimizerConfig(), lora=lora, base=base),
+        "critic": ModelRole(critic, OptimizerConfig(state_dtype=state_dtype), lora=lora, base=base),
         "reward": ModelRole(critic),
     }
     config = PPOConfig(

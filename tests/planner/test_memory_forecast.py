@@ -17,7 +17,7 @@ from jaxrlhf.planner.costs.memory import call_memory, weight_bytes
 from jaxrlhf.planner.make_plan import plan_workload
 from jaxrlhf.planner.memory_forecast import MemoryForecast, forecast_memory
 from jaxrlhf.planner.plans.parts import in_parts
-from jaxrlhf.planner.plans.plan import Placement, Plan, PlanError
+from jaxrlhf.planner.plans.plan import Placement, Plan
 from jaxrlhf.planner.report import memory_rows, plan_json, summary_lines
 from jaxrlhf.planner.search.choices import memory_problem
 from jaxrlhf.planner.search.peak_memory import memory_during
@@ -82,23 +82,29 @@ def test_replicas_on_virtual_devices_add_up(machine):
     of_one, of_four = (_arrays(forecast_memory(STEP.workload, machine, plan)) for plan in (lean, PLAN))
     assert 24 * WHOLE < of_four < 40 * WHOLE and 6 * WHOLE < of_one < of_four / 3
     assert forecast.lines[0].endswith("the rest of the process 2.11 GB. Available: 20 GB.")
-    assert "in the memory that devices 0-3 share during" in forecast.lines[1] and not forecast.notes
+    assert "in the memory that devices 0-3 share during" in forecast.lines[1] and not forecast.excess
 
 
-def test_a_plan_that_takes_more_than_there_is_gets_a_note(machine, monkeypatch):
-    (note,) = forecast_memory(STEP.workload, machine, PLAN, limit=3 * GB).notes
-    assert note.startswith("The plan may take more memory than there is: about ")
-    assert ", where devices_memory allows 3 GB. The system may end the run" in note
+def test_a_plan_that_takes_more_than_there_is_says_by_how_much_and_during_which_calls(machine, monkeypatch):
+    forecast = forecast_memory(STEP.workload, machine, PLAN, limit=3 * GB)
+    assert forecast.excess.startswith("plan: a step must fit into the 3 GB that devices_memory allows. Got about ")
+    assert forecast.room == 3 * GB < forecast.needed and not forecast.is_certain
+    assert set(forecast.crowded) == set(PLAN.placements), "weights at rest leave room for no call"
     monkeypatch.setattr(memory_forecast, "host_memory", lambda: 4 * GB)
-    (note,) = forecast_memory(STEP.workload, machine, PLAN, limit=30 * GB).notes
-    assert ", where 4 GB are available. " in note and "Use `plan: auto`" in note
+    forecast = forecast_memory(STEP.workload, machine, PLAN, limit=30 * GB)
+    assert "the 4 GB that are available on the host. Got" in forecast.excess
+    roomy = forecast_memory(STEP.workload, machine, PLAN, limit=forecast.needed)
+    monkeypatch.setattr(memory_forecast, "host_memory", lambda: forecast.needed - 1)
+    tight = forecast_memory(STEP.workload, machine, PLAN)
+    assert not forecast_memory(STEP.workload, machine, PLAN, limit=None).is_certain and roomy.crowded
+    assert tight.excess and tight.crowded == ("actor.train",)
 
 
-def test_what_cannot_fit_at_rest_is_refused(machine, monkeypatch):
+def test_what_cannot_fit_at_rest_is_certain(machine, monkeypatch):
     monkeypatch.setattr(memory_forecast, "total_memory", lambda: 2 * GB)
     rule = "plan: weights and optimizer state at rest must fit into the 2 GB of the host of devices 0-3. Got 7.98 GB ("
-    with pytest.raises(PlanError, match=re.escape(rule)):
-        forecast_memory(STEP.workload, machine, PLAN)
+    forecast = forecast_memory(STEP.workload, machine, PLAN)
+    assert forecast.excess.startswith(rule) and forecast.is_certain
 
 
 def test_sizes_are_read_as_they_are_written():
@@ -114,11 +120,13 @@ def test_devices_with_memory_of_their_own_have_a_line_each():
     plan = Plan({name: apart if "critic" in name else p for name, p in PLAN.placements.items()}, ("reference",))
     forecast = forecast_memory(STEP.workload, cluster, plan)
     assert [line.partition(":")[0] for line in forecast.lines] == ["Each of devices 0-1", "Each of devices 2-3"]
-    assert all(" GB of 76.4 GB, during " in line for line in forecast.lines) and not forecast.notes
+    assert all(" GB of 76.4 GB, during " in line for line in forecast.lines) and not forecast.excess
     row = next(row for row in forecast.rows if row["call"] == "reference.logprobs")
     assert str(row["weights"]).endswith(" (host)")
-    (first, *_) = forecast_memory(STEP.workload, _with_memory(cluster, 2 * GB), plan).notes
-    assert re.match(r"The plan may take more memory than there is: \d.* on device .*, of 2 GB\. Use", first)
+    excess = forecast_memory(STEP.workload, _with_memory(cluster, 2 * GB), plan).excess
+    assert re.match(
+        r"plan: a step must fit into the 2 GB that a run may take of a device\. Got \d.* on device 2 ", excess
+    )
 
 
 def test_a_plan_that_is_looked_for_fits_into_the_memory_that_devices_share(machine):

@@ -7,7 +7,13 @@ import pytest
 from jaxrlhf.config.schema import OptimizerConfig
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.params import abstract_params, init_params, param_shardings
-from jaxrlhf.programs.optimizer import apply_gradient, init_optimizer, learning_rate, optimizer_shardings
+from jaxrlhf.programs.optimizer import (
+    apply_gradient,
+    init_optimizer,
+    learning_rate,
+    optimizer_shardings,
+    round_at_random,
+)
 from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.strategy import Strategy
 
@@ -65,11 +71,12 @@ def test_a_gradient_is_not_clipped_at_zero():
     np.testing.assert_allclose(step[1] / step[0], 9.0, rtol=0.02)
 
 
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("scan_layers", [False, True])
-def test_moments_lie_as_their_weights(scan_layers):
+def test_moments_lie_as_their_weights(scan_layers, state_dtype):
     model = ModelConfig(**{**vars(MODEL), "scan_layers": scan_layers})
     layout = Layout.over((0, 1, 2, 3), Strategy(fsdp=2, tensor=2))
-    config = OptimizerConfig()
+    config = OptimizerConfig(state_dtype=state_dtype)
     params = abstract_params(model, stacked=scan_layers)
     shardings = optimizer_shardings(config, params, param_shardings(model, layout, stacked=scan_layers), layout)
     state = jax.eval_shape(lambda p: init_optimizer(config, p), params)
@@ -77,6 +84,7 @@ def test_moments_lie_as_their_weights(scan_layers):
     weights = param_shardings(model, layout, stacked=scan_layers)
     assert jax.tree.leaves(shardings.adamw.mu) == jax.tree.leaves(shardings.adamw.nu) == jax.tree.leaves(weights)
     assert shardings.num_updates == layout.replicated
+    assert {moment.dtype for moment in jax.tree.leaves((state.adamw.mu, state.adamw.nu))} == {jnp.dtype(state_dtype)}
 
 
 def test_a_tiny_learning_rate_still_moves_weights():
@@ -84,3 +92,49 @@ def test_a_tiny_learning_rate_still_moves_weights():
     config = OptimizerConfig(learning_rate=1e-3)
     moved, _, _ = apply_gradient(config, 1, params, init_optimizer(config, params), jax.tree.map(jnp.ones_like, params))
     assert all(bool(jnp.all(x != y)) for x, y in zip(jax.tree.leaves(params), jax.tree.leaves(moved), strict=True))
+
+
+def test_numbers_are_rounded_to_a_neighbour_and_on_average_to_themselves():
+    x = jnp.array([1.0 + 2**-9, -1.0 - 2**-9, 3e-12 * (1 + 2**-10), 1e-30, 0.0, jnp.inf, jnp.nan], jnp.float32)
+    rounded = np.asarray(jax.vmap(lambda count: round_at_random(x, count))(jnp.arange(4096)), np.float32)
+    assert set(rounded[:, 0]) == {1.0, 1.0 + 2**-7} and set(rounded[:, 1]) == {-1.0, -1.0 - 2**-7}
+    np.testing.assert_allclose(rounded[:, :4].mean(0), x[:4], rtol=3 * 2**-8 / 2 / np.sqrt(4096))  # 3 standard errors
+    assert np.all(rounded[:, 4] == 0) and np.all(np.isposinf(rounded[:, 5])) and np.all(np.isnan(rounded[:, 6]))
+    exact = jnp.array([1.0, -0.5, 2**-126], jnp.float32)
+    np.testing.assert_array_equal(round_at_random(exact, jnp.int32(7)).astype(jnp.float32), exact)
+
+
+def test_a_second_moment_in_bfloat16_follows_small_changes():
+    """With beta2 = 0.999 an update changes it by a thousandth at most, which rounding to nearest would lose."""
+    config = OptimizerConfig(beta2=0.999, state_dtype="bfloat16")
+    params = {"a": jnp.zeros(512)}
+    gradient = {"a": jnp.linspace(0.5, 2.0, 512)}
+    step = jax.jit(lambda params, state: apply_gradient(config, 1, params, state, gradient)[:2])
+    state, exact = init_optimizer(config, params), init_optimizer(OptimizerConfig(beta2=0.999), params)
+    in_float32 = jax.jit(
+        lambda params, state: apply_gradient(
+            OptimizerConfig(beta2=0.999, max_grad_norm=1.0), 1, params, state, gradient
+        )
+    )
+    nearest = np.zeros(512, jnp.bfloat16)
+    for _ in range(1000):
+        _, state = step(params, state)
+        _, exact, _ = in_float32(params, exact)
+        clipped = np.asarray(gradient["a"]) / (np.linalg.norm(gradient["a"]) + 1e-6)
+        nearest = (0.999 * nearest.astype(np.float32) + 0.001 * clipped**2).astype(jnp.bfloat16)
+    ratio = np.asarray(state.adamw.nu["a"], np.float32) / np.asarray(exact.adamw.nu["a"])
+    assert abs(ratio.mean() - 1) < 0.01 and ratio.std() < 0.1
+    stalled = nearest.astype(np.float32) / np.asarray(exact.adamw.nu["a"])
+    assert stalled.mean() < 0.6, "what rounding to nearest would have come to"
+
+
+def test_bfloat16_moments_do_not_depend_on_the_form_of_layers():
+    config = OptimizerConfig(state_dtype="bfloat16")
+    params = [jnp.ones((3, 4)), 2 * jnp.ones((3, 4))]
+    gradient = [jax.random.normal(jax.random.key(i), (3, 4)) for i in range(2)]
+    norm = jnp.float32(1.0)
+    _, apart, _ = apply_gradient(config, 1, params, init_optimizer(config, params), gradient, norm)
+    stacked = jnp.stack(params)
+    _, together, _ = apply_gradient(config, 1, stacked, init_optimizer(config, stacked), jnp.stack(gradient), norm)
+    np.testing.assert_array_equal(jnp.stack(apart.adamw.nu), together.adamw.nu)
+    np.testing.assert_array_equal(jnp.stack(apart.adamw.mu), together.adamw.mu)

@@ -45,8 +45,9 @@ from jaxrlhf.schedules.exposed_sends import exposed_in_inference, exposed_in_tra
 from jaxrlhf.sharding.stage_layers import layers_of_stages
 from jaxrlhf.sharding.strategy import Remat, Strategy
 
-ADAM_BYTES = 7 * 4
-"""Bytes that an update reads and writes for each weight: reads itself, two moments and its gradient, writes three."""
+UPDATE_BYTES = 3 * 4
+"""Bytes that an update reads and writes for each weight: reads it and its gradient, writes it. Moments are read and
+written, too."""
 
 
 class WorkSource(Protocol):
@@ -199,7 +200,7 @@ class CallCosts:
         call, strategy = self.call, self.strategy
         rows = call.part_rows(strategy)
         one = self._through_stages(self._stages("gradient", rows), rows, directions=2)
-        update = trained_on_device(call, strategy) * ADAM_BYTES / memory_rate(self.kind)
+        update = trained_on_device(call, strategy) * (UPDATE_BYTES + 2 * call.moment_bytes) / memory_rate(self.kind)
         update, reduction = update + 12 * self.rates.kernel_seconds, self._reduction()
         if (measured := self.model.measured(call, "update", strategy, 0.0)) is not None:
             update = max(self._by_device(measured))

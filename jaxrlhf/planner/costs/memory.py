@@ -33,8 +33,8 @@ from jaxrlhf.sharding.axes import FSDP, PIPELINE, mesh_axes, resting_spec
 from jaxrlhf.sharding.stage_layers import layers_of_stages
 from jaxrlhf.sharding.strategy import Strategy
 
-MASTER_BYTES, MOMENT_BYTES = 4, 8
-"""Bytes per number of a trained weight: its float32 master, and the two moments of AdamW."""
+MASTER_BYTES = 4
+"""Bytes of the float32 master of a trained weight."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,11 +219,11 @@ def _train_memory(call: ModelCall, strategy: Strategy) -> CallMemory:
         saved = tokens * size * model.hidden_size * (layers + in_flight)
     at_work = tokens * size * 2 * _live(model, strategy)
     accumulated = MASTER_BYTES if strategy.micro_batches > 1 or strategy.pipeline > 1 else size
-    resting, gathered = trained * (MASTER_BYTES + MOMENT_BYTES), _gathered(call, strategy)
+    resting, gathered = trained * (MASTER_BYTES + call.moment_bytes), _gathered(call, strategy)
     logits, gradients = 2 * _logits(call, strategy, rows), trained * accumulated
     if call.part is not None:  # what its parts have added up
         resting += trained * MASTER_BYTES * call.terms
-    held = dict(resting=resting, optimizer=trained * MOMENT_BYTES, gathered=gathered)
+    held = dict(resting=resting, optimizer=trained * call.moment_bytes, gathered=gathered)
     held |= {} if call.lora is None else dict(base=_base(call, strategy))
     if strategy.micro_batches == 1 and logits > at_work + gradients:  # the head runs before most gradients exist
         return CallMemory(activations=int(saved), logits=logits, **held)

@@ -43,9 +43,10 @@ def test_weights_are_counted_as_they_lie(head, strategy):
     assert weight_bytes(model, strategy, 4) == max(held.values())
 
 
-def test_what_training_leaves_is_what_is_held():
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+def test_what_training_leaves_is_what_is_held(state_dtype):
     """Master weights and optimizer state, in bytes, as the optimizer makes them."""
-    step = ppo()
+    step = ppo(state_dtype=state_dtype)
     kind = set_of(step.roles["actor"])
     config = step.roles["actor"].optimizer
     assert config is not None
