@@ -38,6 +38,8 @@ class PromptTable:
     """The number of rows whose prompt was too long."""
     num_malformed: int
     """The number of rows without a pair of two different replies."""
+    left_out: Sequence[str]
+    """These rows by file and line, each with what is wrong with it."""
     withheld: tuple[str, ...]
     """Columns that reward functions do not get, since these names mean something else to them."""
     notes: tuple[str, ...]
@@ -127,7 +129,7 @@ class PromptTable:
         included. Every row is a prompt.
         """
         numbers = np.arange(self.num_train, len(self.tokens)) if held_out else np.arange(self.num_train)
-        for lengths in self._lengths(kind).values():
+        for lengths in self.lengths(kind).values():
             numbers = numbers[(lengths[numbers] > 0) & (lengths[numbers] <= max_new_tokens)]
         return numbers
 
@@ -136,7 +138,7 @@ class PromptTable:
         Errors say that the `key` of the config can be set to 'drop'."""
         purpose = "supervised training" if kind == "demonstrations" else "training on preferences"
         for row in rows:
-            for what, lengths in self._lengths(kind).items():
+            for what, lengths in self.lengths(kind).items():
                 if lengths[row] == 0:
                     raise ValueError(
                         f"{self.sources[row]}: {purpose} needs a {what} in every row. Got none. Set "
@@ -161,7 +163,7 @@ class PromptTable:
         given = [prompt for prompt, response in zip(prompts, responses, strict=True) if response is not None]
         return prompts, responses, max(map(len, given))
 
-    def _lengths(self, kind: RowKind) -> dict[str, np.ndarray]:
+    def lengths(self, kind: RowKind) -> dict[str, np.ndarray]:
         """Completion that a kind of rows needs, as errors call it -> its tokens in each row, 0 if there is none."""
         completions, rejected, demonstrated = self._response_lengths
         if kind == "preferences":
@@ -220,9 +222,10 @@ def load_prompts(config: DataConfig, tokenizer: TokenizerConfig | Tokenizer) -> 
     train, held_out = ([with_columns(row, config) for row in rows] for rows in (train, held_out))
     if config.answer_column and "answer" not in names:
         names.append("answer")
-    num_read, source = len(train) + len(held_out), _shown(config.path)
-    train, held_out = _read_examples(train, config), _read_examples(held_out, config)
+    malformed: list[str] = []
+    train, held_out = _read_examples(train, config, malformed), _read_examples(held_out, config, malformed)
     if not train:
+        source = _shown(config.path)
         raise ValueError(f"data.malformed: must leave rows for training. Got 'drop', which drops all of {source}.")
     examples = train + held_out
     rows = [example.row for example in examples]
@@ -231,6 +234,12 @@ def load_prompts(config: DataConfig, tokenizer: TokenizerConfig | Tokenizer) -> 
     prompts = prompt_texts(examples, config, tokenizer)
     tokens = [np.asarray(tokenizer.encode(prompt.marked, mark=prompt.mark), np.int32) for prompt in prompts]
     kept, prompt_length = _fitting(tokens, [row.source for row in rows], config)
+    fits = set(kept)
+    left_out = [
+        f"{row.source}: its prompt of {len(ids)} tokens is over {prompt_length} (data.overlong: drop)"
+        for i, (row, ids) in enumerate(zip(rows, tokens, strict=True))
+        if i not in fits
+    ]
     num_train = sum(index < len(train) for index in kept)
     if num_train == 0:
         raise ValueError(
@@ -262,7 +271,8 @@ def load_prompts(config: DataConfig, tokenizer: TokenizerConfig | Tokenizer) -> 
         num_train=num_train,
         num_eval=len(kept) - num_train,
         num_dropped=len(rows) - len(kept),
-        num_malformed=num_read - len(rows),
+        num_malformed=len(malformed),
+        left_out=[*malformed, *left_out],
         withheld=tuple(name for name in other if name in RESERVED_COLUMNS),
         notes=tuple(notes),
         config=config,
@@ -316,8 +326,8 @@ def _shown(paths: str | Sequence[str]) -> str:
     return paths if isinstance(paths, str) else ", ".join(paths)
 
 
-def _read_examples(rows: list[Row], config: DataConfig) -> list[Example]:
-    """The examples of rows, without malformed pairs if the config drops them."""
+def _read_examples(rows: list[Row], config: DataConfig, malformed: list[str]) -> list[Example]:
+    """The examples of rows, without malformed pairs if the config drops them. Those are appended to `malformed`."""
     examples = []
     for row in rows:
         try:
@@ -325,6 +335,7 @@ def _read_examples(rows: list[Row], config: DataConfig) -> list[Example]:
         except MalformedPair:
             if config.malformed == "error":
                 raise
+            malformed.append(f"{row.source}: it holds no two different replies to one prompt (data.malformed: drop)")
     return examples
 
 

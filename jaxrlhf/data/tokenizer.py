@@ -177,6 +177,20 @@ class Tokenizer:
                 runs.append([])
         return REPLACEMENT.join(self._backend.decode(run, skip_special_tokens=False) for run in runs)
 
+    def spans(self, ids: Iterable[int]) -> list[tuple[str, bool]]:
+        """The text of `ids` in order, cut at control tokens: (text, True for one control token as the vocabulary spells
+        it)."""
+        spans: list[tuple[str, bool]] = []
+        between: list[int] = []
+        for token in map(int, ids):
+            if token not in self._control_ids and token not in (self.pad_id, self.end_id):
+                between.append(token)
+                continue
+            spans += [(self.decode(between), False)] if between else []
+            spans.append((self._backend.id_to_token(token), True))
+            between = []
+        return spans + ([(self.decode(between), False)] if between else [])
+
     @functools.cached_property
     def token_bytes(self) -> tuple[bytes, ...]:
         """The bytes that `decode` writes for each id within a text. Characters may be split over tokens. Raises

@@ -91,8 +91,7 @@ def draft_step(config: RunConfig, *, tables: Tables | None = None, on_cpu: bool 
     if size > table.num_train:
         warnings.append(f"batch_size={size} exceeds the {table.num_train} training rows: a step repeats rows.")
     warnings += check_rows(rows, config, held_out=measures)
-    drawn_or_given = (*samplings_of(settings), *rows.named.values())
-    new_tokens = max(each.max_new_tokens for each in drawn_or_given) or 128
+    new_tokens = longest_response(settings, rows)
     _check_batches(config, rows, new_tokens)
     roles: dict[str, Role] = {name: make_role(name, config.roles, models, table) for name in config.roles}
     state = on_host(first_state(algorithm, settings))
@@ -105,6 +104,11 @@ def draft_step(config: RunConfig, *, tables: Tables | None = None, on_cpu: bool 
     return StepDraft(
         config, algorithm, settings, tables, rows, new_tokens, models, roles, state, graph, keys, tuple(warnings)
     )
+
+
+def longest_response(settings: Any, rows: StepRows) -> int:
+    """The tokens of the longest response that a step draws or gets."""
+    return max(each.max_new_tokens for each in (*samplings_of(settings), *rows.named.values())) or 128
 
 
 def trace_step(
