@@ -64,6 +64,8 @@ class PromptTable:
     other: Mapping[str, Sequence[Any]]
     sources: Sequence[str]
     """The file and line of each row, for error messages."""
+    examples: Sequence[Example]
+    """What the rows were read as, for scorers that encode their prompts by a tokenizer of their own."""
 
     def digest(self) -> str:
         """A checksum of everything that a run reads of its rows, in their order. A resumed run needs the same one."""
@@ -287,6 +289,7 @@ def load_prompts(config: DataConfig, tokenizer: TokenizerConfig | Tokenizer) -> 
         num_unlearned=len(continued) - len(dialogues),
         other={name: [rows[i].columns.get(name) for i in kept] for name in other if name not in RESERVED_COLUMNS},
         sources=[rows[i].source for i in kept],
+        examples=[examples[i] for i in kept],
     )
 
 

@@ -177,13 +177,17 @@ class Tokenizer:
                 runs.append([])
         return REPLACEMENT.join(self._backend.decode(run, skip_special_tokens=False) for run in runs)
 
+    def is_control(self, token: int) -> bool:
+        """True for a control token, the end of text and padding."""
+        return token in self._control_ids or token in (self.pad_id, self.end_id)
+
     def spans(self, ids: Iterable[int]) -> list[tuple[str, bool]]:
         """The text of `ids` in order, cut at control tokens: (text, True for one control token as the vocabulary spells
         it)."""
         spans: list[tuple[str, bool]] = []
         between: list[int] = []
         for token in map(int, ids):
-            if token not in self._control_ids and token not in (self.pad_id, self.end_id):
+            if not self.is_control(token):
                 between.append(token)
                 continue
             spans += [(self.decode(between), False)] if between else []

@@ -151,7 +151,7 @@ class Console:
         for name, value in of_all.items():  # without those by category, of which there may be many
             step, best = best_evaluation(evaluations, name)
             standing = " (best so far)" if step == done else f" (best {best:.3f} after {step})"
-            compared = len(evaluations) > 1 and not name.endswith(("/response_length", "/timeouts"))
+            compared = len(evaluations) > 1 and not name.endswith(("/response_length", "/timeouts", "/cut_sequences"))
             shown.append(f"{name} {value:.3f}{standing if compared else ''}")
         self.line(f"evaluation after {done} steps on {num_prompts} held-out prompts: {', '.join(shown)}")
 
