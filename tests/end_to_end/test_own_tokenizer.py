@@ -208,10 +208,8 @@ def test_it_says_nothing_about_single_tokens(method):
     arrays: dict[str, Any] = {
         "tokens": np.zeros((2, 8), np.int32), "mask": np.ones((2, 8), bool), "response": np.ones((2, 4), bool),
     }  # fmt: skip
-    error = (
-        f"role 'reward' has no method '{method}'. It has: encode, scores. roles.reward has another tokenizer than the"
-    )
-    with pytest.raises(GraphError, match=re.escape(error)):
+    error = rf"role 'reward' has no method '{method}'\. It has: encode, scores\..* roles\.reward has another tokenizer"
+    with pytest.raises(GraphError, match=error):
         trace(step, {"reward": role.methods("reward")}, (), Sequences(**arrays), None)
 
 

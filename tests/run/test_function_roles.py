@@ -141,7 +141,8 @@ def test_samples_that_take_too_long_are_counted_and_left_behind(load):
 
 
 def test_timeouts_are_those_of_all_calls_of_a_role():
-    calls = [("a", "host", 2), ("a", "host", 3), ("b", "host", None), ("c", "host", 0), ("d", "infer", 7), ("e", "host", 4)]
+    calls = [("a", "host", 2), ("a", "host", 3), ("b", "host", None), ("c", "host", 0), ("d", "infer", 7)]
+    calls += [("e", "host", 4)]
     named = [(f"{i}", role, kind, "encode" if role == "e" else "scores") for i, (role, kind, _) in enumerate(calls)]
     graph: Any = SimpleNamespace(
         calls=[SimpleNamespace(name=name, role=role, kind=kind, method=method) for name, role, kind, method in named]
