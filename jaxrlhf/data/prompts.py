@@ -234,7 +234,13 @@ def load_prompts(config: DataConfig, tokenizer: TokenizerConfig | Tokenizer) -> 
     if isinstance(tokenizer, TokenizerConfig):
         tokenizer = load_tokenizer(tokenizer, learnable_texts(train))
     prompts = prompt_texts(examples, config, tokenizer)
-    tokens = [np.asarray(tokenizer.encode(prompt.marked, mark=prompt.mark), np.int32) for prompt in prompts]
+    control = tokens_as_text(config, tokenizer)
+    if config.text_column:  # the first token, which nothing comes before, is the prompt
+        wholes = {i: _whole_text(example, tokenizer, control) for i, example in enumerate(examples)}
+        tokens = [whole[:1] for whole in wholes.values()]
+    else:
+        wholes = {}
+        tokens = [np.asarray(tokenizer.encode(prompt.marked, mark=prompt.mark), np.int32) for prompt in prompts]
     kept, prompt_length = _fitting(tokens, [row.source for row in rows], config)
     fits = set(kept)
     left_out = [
@@ -248,7 +254,6 @@ def load_prompts(config: DataConfig, tokenizer: TokenizerConfig | Tokenizer) -> 
             f"data.max_prompt_tokens: must leave rows for training. Got {config.max_prompt_tokens}, which "
             f"drops all {len(train)}. Raise it to at least {min(map(len, tokens[: len(train)]))}."
         )
-    control = tokens_as_text(config, tokenizer)
     completions = {i: _marked_response(examples[i].completion, tokenizer, control) for i in kept}
     rejected = {i: _marked_response(examples[i].rejected, tokenizer, control) for i in kept}
     as_text = [i for i in kept if any(text and text.mark for text in (prompts[i], completions[i], rejected[i]))]
@@ -258,7 +263,7 @@ def load_prompts(config: DataConfig, tokenizer: TokenizerConfig | Tokenizer) -> 
             f"{len(as_text)} rows have control tokens in their texts, the first at {rows[as_text[0]].source}. They are "
             "encoded as text. Where they are meant as control tokens, set data.control_tokens to 'allow'."
         )
-    responses = {i: _response(completions[i], tokenizer) for i in kept}
+    responses = {i: wholes[i][1:] if wholes else _response(completions[i], tokenizer) for i in kept}
     continued = {i: examples[i] for i in kept if earlier_replies(examples[i])}
     dialogues: Mapping[int, Dialogue] = {}
     if continued and config.assistant_turns == "all":
@@ -390,3 +395,15 @@ def _response(completion: MarkedText | None, tokenizer: Tokenizer) -> np.ndarray
         return None
     tokens = tokenizer.encode(completion.marked, mark=completion.mark)
     return np.asarray(tokens if tokens[-1:] == [tokenizer.end_id] else [*tokens, tokenizer.end_id], np.int32)
+
+
+def _whole_text(example: Example, tokenizer: Tokenizer, control: re.Pattern[str] | None) -> np.ndarray:
+    """The tokens of a text that is learned from as a whole: the beginning of text that its tokenizer puts before one,
+    the text, and one end of text. A text that begins with that beginning has it once."""
+    text = _marked_response(example.completion, tokenizer, control)
+    response = _response(text, tokenizer)
+    assert response is not None
+    beginning = tokenizer.beginning
+    if response[: len(beginning)].tolist() == beginning:
+        return response
+    return np.asarray([*beginning, *response], np.int32)

@@ -61,7 +61,8 @@ def _ends(path: Path) -> set[int]:
 def shared_folders(config: RunConfig) -> dict[str, Path]:
     """The model folders of roles that read the run's own tokens, the actor's first."""
     apart = own_tokenizers(config)
-    from_them = {name: folder for name in config.roles if (folder := _origin(config, name)) in apart.values()}
+    origins = {name: folder for name in config.roles if (folder := _origin(config, name)) is not None}
+    from_them = {name: folder for name, folder in origins.items() if folder in apart.values()}
     folders = {name: folder for name, folder in (model_folders(config) | from_them).items() if name not in apart}
     actor = _origin(config, "actor")
     return dict(sorted(folders.items(), key=lambda item: item[1] != actor))

@@ -97,8 +97,9 @@ def test_a_longer_sequence_loses_its_first_tokens_or_is_an_error(retokenizer):
     assert judge(rollout(response, STOP))[1] == 1
     assert retokenizer({"prompt": PROMPT})(rollout(response, STOP))[1] == 0
     message = (
-        r"roles\.judge\.own_tokenizer\.max_tokens: must hold prompt and response in the role's own tokens\. Got 10, and "
-        r"19 for a response to .*rows\.jsonl:1\. Raise it, or set roles\.judge\.own_tokenizer\.overlong to 'cut'\."
+        r"roles\.judge\.own_tokenizer\.max_tokens: must hold prompt and response in the role's own tokens\. Got "
+        r"10, and 19 for a response to .*rows\.jsonl:1\. Raise it, or set roles\.judge\.own_tokenizer\.overlong to "
+        r"'cut'\."
     )
     with pytest.raises(ValueError, match=message):
         retokenizer({"prompt": PROMPT}, max_tokens=10, overlong="error")(rollout(response, STOP))
