@@ -158,12 +158,16 @@ class TrainedRun:
     def _batch(self, prompts: Sequence[str | Mapping[str, Any]], *, rows: int) -> Prompts:
         """A batch of `rows` prompts, made like those of the run's own rows; the first ones are repeated."""
         table = self.assembly.table
-        config = table.config
+        config, beginning = table.config, list[int]()
+        if config.text_column:  # the model goes on with texts
+            config = dataclasses.replace(config, text_column="", prompt_column=config.text_column)
+            beginning = table.tokenizer.beginning
         columns = [dict(x) if isinstance(x, Mapping) else {config.prompt_column: x} for x in prompts]
         given = [with_columns(Row(f"prompts[{i}]", each), config) for i, each in enumerate(columns)]
         examples = [read_example(row, config) for row in given]
         texts = prompt_texts(examples, config, table.tokenizer)
-        tokens = [np.asarray(table.tokenizer.encode(text.marked, mark=text.mark), np.int32) for text in texts]
+        encoded = [table.tokenizer.encode(text.marked, mark=text.mark) for text in texts]
+        tokens = [np.asarray([*beginning, *ids], np.int32) for ids in encoded]
         length = max(map(len, tokens))
         shown = dataclasses.replace(table, tokens=tokens, prompt_length=length + -length % COLUMNS)
         return shown.batch(np.arange(rows) % len(prompts), np.arange(rows, dtype=np.uint32))

@@ -43,6 +43,8 @@ class Method:
     tokens: Callable[[tuple[Any, ...], Any], tuple[Any, ...]] | None = None
     """`(arguments, outputs) -> tokens` of the sequences that it runs on or draws, each [rows, columns]; None without
     sequences."""
+    through: str = ""
+    """A method of the same role, called before with the same arguments, whose outputs are the argument. Empty: none."""
     bind: Callable[..., tuple[Any, ...]] | None = None
     """From the arguments in a step function to those of the call; None if they are the same."""
 
@@ -287,9 +289,11 @@ class RoleHandle:
 
         def call(*args: Any, **named: Any) -> Any:
             arguments = known[method].arguments(f"{self._name}.{method}", args, named)
-            outputs = self._recorder.call_role(
-                self._name, method, known[method], self._role.weights, arguments, self._version
-            )
+            if known[method].through:
+                arguments = (getattr(self, known[method].through)(*arguments),)
+            on_host = known[method].kind == "host"
+            weights, version = (None, None) if on_host else (self._role.weights, self._version)
+            outputs = self._recorder.call_role(self._name, method, known[method], weights, arguments, version)
             is_stale = known[method].kind == "generate" and "train" in known and self._version is None
             return self._recorder.corrected(self, outputs) if is_stale and self._recorder.stale else outputs
 

@@ -1,6 +1,6 @@
 """One run, from its config to its results.
 
-python -m jaxrlhf.train --config NAME_OR_PATH [--set a.b=c ...] [--dry-run]
+python -m jaxrlhf.train --config NAME_OR_PATH [--set a.b=c ...] [--dry-run] [--preview N]
 """
 
 import argparse
@@ -47,6 +47,7 @@ from jaxrlhf.run.find_plan import FoundPlan, find_plan, is_planned
 from jaxrlhf.run.interruption import RunStopped, StopRequest
 from jaxrlhf.run.memory_remedies import OutOfMemoryError, check_room, forecast_step
 from jaxrlhf.run.resume_point import ResumePoint, find_resume_point, newest_position, set_aside, what_is_kept
+from jaxrlhf.run.row_preview import preview
 from jaxrlhf.run.run_folder import RunFolder, RunFolderError, check_run_folder, collect_versions
 from jaxrlhf.run.step_draft import draft_step
 from jaxrlhf.run.step_rows import Tables, load_tables
@@ -77,6 +78,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--dry-run", action="store_true", help="check everything, print graph and plan, and stop")
     parser.add_argument(
+        "--preview", type=int, metavar="N", help="print the first N rows as the model will see them, and stop"
+    )
+    parser.add_argument(
         "--processes",
         choices=("auto",),
         help="join the processes that SLURM, Open MPI or Kubernetes started, one a node, as JAX detects them; where "
@@ -86,6 +90,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console, channel = Console(), Channel()
     try:
         config = _read_options(options)
+        if options.preview is not None:
+            with errors_as(InputError):
+                preview(config, options.preview, console)
+            return 0
         channel = start(config, detect=options.processes == "auto")
         console = Console(quiet=not channel.is_first)
         run = prepare(config, console, channel)

@@ -44,6 +44,7 @@ from jaxrlhf.config.schema import (
 )
 from jaxrlhf.data.arithmetic import ArithmeticConfig
 from jaxrlhf.data.config import DataConfig
+from jaxrlhf.data.retokenizing import OwnTokenizerConfig
 from jaxrlhf.data.tokenizer import TokenizerConfig
 from jaxrlhf.experience import Sampling
 from jaxrlhf.models.config import PRESETS, ModelConfig, RopeScaling
@@ -78,6 +79,7 @@ SECTIONS: dict[str, type[Any]] = {
     "`roles.<role>.model.rope_scaling`": RopeScaling,
     "`roles.<role>.lora`": LoRAConfig,
     "`roles.<role>.average`": AverageConfig,
+    "`roles.<role>.own_tokenizer`": OwnTokenizerConfig,
     "`roles.<role>.optimizer`": OptimizerConfig,
     "`settings` of algorithms that sample": PolicyConfig,
     "`settings` of algorithms with a critic": ActorCriticConfig,

@@ -18,6 +18,7 @@ from jaxrlhf.config.expand import RANDOM, expand, in_full
 from jaxrlhf.config.plan_config import PlanConfig
 from jaxrlhf.config.reading import ConfigError, Stated, apply_overrides, build, read_config
 from jaxrlhf.data.config import DataConfig
+from jaxrlhf.data.retokenizing import OwnTokenizerConfig
 from jaxrlhf.data.tokenizer import TokenizerConfig
 from jaxrlhf.experience import Sampling
 from jaxrlhf.models.config import Head, ModelConfig
@@ -98,6 +99,9 @@ class RoleConfig:
     role."""
     average: AverageConfig | None = None
     """Makes its weights a moving average of another role's."""
+    own_tokenizer: OwnTokenizerConfig | None = None
+    """How a frozen scorer reads rollouts in the tokens of its own folder's tokenizer. None means the defaults where
+    that has another vocabulary than the actor's, and else that it reads the actor's tokens."""
     function: str = ""
     """A built-in reward, `module:function` or `path/to/file.py:function`; instead of a model."""
     options: Mapping[str, Any] = dataclasses.field(default_factory=FrozenDict)

@@ -18,6 +18,7 @@ KNOWN: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "rejected": (("rejected",), ()),
     "completion": (("completion",), ("output", "response")),
     "answer": (("answer",), ("solution", "ground_truth", "reward_model.ground_truth", "label")),
+    "text": (("text",), ()),
 }
 """Meaning of a column -> its names here, then its names in other libraries."""
 
@@ -32,6 +33,8 @@ def settle_columns(config: DataConfig, rows: Sequence[Row]) -> tuple[DataConfig,
     for what in KNOWN:
         given = getattr(config, f"{what}_column")
         found[what] = given if given != AUTO else _recognized(what, columns, config, found)
+    if found["text"]:
+        found |= dict.fromkeys(("prompt", "chosen", "rejected", "completion"), "")
     chat = _chat(config, columns, found) if config.chat == AUTO else config.chat
     if chat == "none" and config.chat == AUTO:
         _check_plain(config)
@@ -94,6 +97,12 @@ def _recognized(what: str, columns: _Columns, config: DataConfig, found: Mapping
     """The column that is meant. Where there is none, it is called what it is called here, but for the answer."""
     if what == "prompt" and (config.template or config.reply_marker):
         return what
+    if what == "text":
+        others = ("prompt", "chosen", "rejected", "completion")
+        has_other = config.template or config.reply_marker or config.chat not in (AUTO, "none")
+        has_other = has_other or any(getattr(config, f"{other}_column") not in (AUTO, "") for other in others)
+        has_other = has_other or any(columns.has(found[other]) for other in others)
+        return "" if has_other or not columns.some("text", lambda value: isinstance(value, str)) else what
     ours, theirs = KNOWN[what]
     named = {getattr(config, f"{other}_column") for other in KNOWN} - {AUTO, ""}
     taken = named.union(found.values()) if what != "answer" else set()
@@ -160,6 +169,7 @@ def _described(config: DataConfig, columns: _Columns) -> str:
             parts.append("prompt by the template")
         elif columns.has(name):
             form = "lists of messages" if columns.some(name, lambda value: isinstance(value, list)) else "text"
-            parts.append(f"{what} from {name!r}" + ("" if what == "answer" else f" ({form})"))
+            shown = "texts" if what == "text" else what
+            parts.append(f"{shown} from {name!r}" + ("" if what in ("answer", "text") else f" ({form})"))
     chat = {"none": "", "user": ", as users' messages", "messages": ", as chats"}[config.chat]
     return f"{', '.join(parts)}{chat}"

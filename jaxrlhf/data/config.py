@@ -41,6 +41,9 @@ class DataConfig:
     the preferred response."""
     rejected_column: str = AUTO
     """The column of the other response. Rows may lack it."""
+    text_column: str = AUTO
+    """The column of texts that are learned from as a whole, by algorithms that take demonstrations. `auto`: `text`, in
+    rows that have nothing else to learn from. Empty: there is none."""
     margin_column: str = ""
     """The column of the difference between the two, on the scale of a reward model's scores. Empty: there is none."""
     assistant_turns: Literal["last", "all"] = "last"
@@ -92,6 +95,19 @@ class DataConfig:
         self._check_pairs()
         self._check_template()
         self._check_chat()
+        self._check_text()
+
+    def _check_text(self) -> None:
+        if self.text_column in ("", AUTO):
+            return
+        plain = {"chat": "none", "chosen_column": "", "rejected_column": "", "completion_column": ""}
+        plain |= dict.fromkeys(("template", "reply_marker", "prompt_column"), "")
+        for field, value in plain.items():
+            if getattr(self, field) not in (value, AUTO):
+                raise ValueError(
+                    f"data.text_column: rows of text have neither a prompt nor turns. Got {brief(self.text_column)} "
+                    f"with data.{field}={brief(getattr(self, field))}. Leave one out."
+                )
 
     def _check_pairs(self) -> None:
         columns = (self.completion_column, self.chosen_column, self.rejected_column)

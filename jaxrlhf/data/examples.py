@@ -51,6 +51,10 @@ def read_example(row: Row, config: DataConfig) -> Example:
         MalformedPair: The row does not hold two different replies to one prompt.
         ValueError: Anything else is wrong.
     """
+    if config.text_column:
+        row.require_column(config.text_column, "Set data.text_column, or to '' where rows have prompts.")
+        text = row.text(config.text_column, row.columns[config.text_column])
+        return Example(row, prompt="", messages=[], completion=text)
     start, chosen, rejected = read_pair(row, config)
     prompt, messages, answer = _read_prompt(row, config, start)
     first_reply = 0
@@ -131,6 +135,8 @@ def prompt_texts(examples: Sequence[Example], config: DataConfig, tokenizer: Tok
     Control tokens in the rows are marked, unless the config allows them; those of templates are not.
     """
     tokens = tokens_as_text(config, tokenizer)
+    if config.text_column:
+        return [MarkedText("", "") for _ in examples]
     if config.chat != "none":
         return _chat_texts(examples, config, tokenizer)
     if not config.template:

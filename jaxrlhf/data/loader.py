@@ -36,10 +36,16 @@ class PromptLoader:
     def batch(self, step: int, kind: RowKind = "prompts", *, max_new_tokens: int = 0) -> Any:
         """The training rows of a step; for demonstrations and preferences, of those with completions of at most
         `max_new_tokens`. Ids of prompts are running numbers over the whole run, modulo 2**32."""
-        positions = step * self.batch_size + np.arange(self.batch_size, dtype=np.int64)
+        rows = self.row_numbers(step, kind, max_new_tokens=max_new_tokens)
+        return self._rows(kind, rows, self._positions(step), max_new_tokens)
+
+    def row_numbers(self, step: int, kind: RowKind = "prompts", *, max_new_tokens: int = 0) -> np.ndarray:
+        """The numbers of the training rows of a step."""
         usable = self.table.usable(kind, max_new_tokens)
-        rows = usable[_stream(positions, len(usable), self.seed, _STREAMS[kind])]
-        return self._rows(kind, rows, positions, max_new_tokens)
+        return usable[_stream(self._positions(step), len(usable), self.seed, _STREAMS[kind])]
+
+    def _positions(self, step: int) -> np.ndarray:
+        return step * self.batch_size + np.arange(self.batch_size, dtype=np.int64)
 
     def eval_batches(self, num: int, kind: RowKind = "prompts", *, max_new_tokens: int = 0) -> list[Any]:
         """The first `num` held-out rows that can be used as `kind`, always in the same order, in batches.

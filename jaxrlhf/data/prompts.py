@@ -38,6 +38,8 @@ class PromptTable:
     """The number of rows whose prompt was too long."""
     num_malformed: int
     """The number of rows without a pair of two different replies."""
+    left_out: Sequence[str]
+    """These rows by file and line, each with what is wrong with it."""
     withheld: tuple[str, ...]
     """Columns that reward functions do not get, since these names mean something else to them."""
     notes: tuple[str, ...]
@@ -62,6 +64,8 @@ class PromptTable:
     other: Mapping[str, Sequence[Any]]
     sources: Sequence[str]
     """The file and line of each row, for error messages."""
+    examples: Sequence[Example]
+    """What the rows were read as, for scorers that encode their prompts by a tokenizer of their own."""
 
     def digest(self) -> str:
         """A checksum of everything that a run reads of its rows, in their order. A resumed run needs the same one."""
@@ -127,7 +131,7 @@ class PromptTable:
         included. Every row is a prompt.
         """
         numbers = np.arange(self.num_train, len(self.tokens)) if held_out else np.arange(self.num_train)
-        for lengths in self._lengths(kind).values():
+        for lengths in self.lengths(kind).values():
             numbers = numbers[(lengths[numbers] > 0) & (lengths[numbers] <= max_new_tokens)]
         return numbers
 
@@ -136,7 +140,7 @@ class PromptTable:
         Errors say that the `key` of the config can be set to 'drop'."""
         purpose = "supervised training" if kind == "demonstrations" else "training on preferences"
         for row in rows:
-            for what, lengths in self._lengths(kind).items():
+            for what, lengths in self.lengths(kind).items():
                 if lengths[row] == 0:
                     raise ValueError(
                         f"{self.sources[row]}: {purpose} needs a {what} in every row. Got none. Set "
@@ -161,7 +165,7 @@ class PromptTable:
         given = [prompt for prompt, response in zip(prompts, responses, strict=True) if response is not None]
         return prompts, responses, max(map(len, given))
 
-    def _lengths(self, kind: RowKind) -> dict[str, np.ndarray]:
+    def lengths(self, kind: RowKind) -> dict[str, np.ndarray]:
         """Completion that a kind of rows needs, as errors call it -> its tokens in each row, 0 if there is none."""
         completions, rejected, demonstrated = self._response_lengths
         if kind == "preferences":
@@ -220,24 +224,36 @@ def load_prompts(config: DataConfig, tokenizer: TokenizerConfig | Tokenizer) -> 
     train, held_out = ([with_columns(row, config) for row in rows] for rows in (train, held_out))
     if config.answer_column and "answer" not in names:
         names.append("answer")
-    num_read, source = len(train) + len(held_out), _shown(config.path)
-    train, held_out = _read_examples(train, config), _read_examples(held_out, config)
+    malformed: list[str] = []
+    train, held_out = _read_examples(train, config, malformed), _read_examples(held_out, config, malformed)
     if not train:
+        source = _shown(config.path)
         raise ValueError(f"data.malformed: must leave rows for training. Got 'drop', which drops all of {source}.")
     examples = train + held_out
     rows = [example.row for example in examples]
     if isinstance(tokenizer, TokenizerConfig):
         tokenizer = load_tokenizer(tokenizer, learnable_texts(train))
     prompts = prompt_texts(examples, config, tokenizer)
-    tokens = [np.asarray(tokenizer.encode(prompt.marked, mark=prompt.mark), np.int32) for prompt in prompts]
+    control = tokens_as_text(config, tokenizer)
+    if config.text_column:  # the first token, which nothing comes before, is the prompt
+        wholes = {i: _whole_text(example, tokenizer, control) for i, example in enumerate(examples)}
+        tokens = [whole[:1] for whole in wholes.values()]
+    else:
+        wholes = {}
+        tokens = [np.asarray(tokenizer.encode(prompt.marked, mark=prompt.mark), np.int32) for prompt in prompts]
     kept, prompt_length = _fitting(tokens, [row.source for row in rows], config)
+    fits = set(kept)
+    left_out = [
+        f"{row.source}: its prompt of {len(ids)} tokens is over {prompt_length} (data.overlong: drop)"
+        for i, (row, ids) in enumerate(zip(rows, tokens, strict=True))
+        if i not in fits
+    ]
     num_train = sum(index < len(train) for index in kept)
     if num_train == 0:
         raise ValueError(
             f"data.max_prompt_tokens: must leave rows for training. Got {config.max_prompt_tokens}, which "
             f"drops all {len(train)}. Raise it to at least {min(map(len, tokens[: len(train)]))}."
         )
-    control = tokens_as_text(config, tokenizer)
     completions = {i: _marked_response(examples[i].completion, tokenizer, control) for i in kept}
     rejected = {i: _marked_response(examples[i].rejected, tokenizer, control) for i in kept}
     as_text = [i for i in kept if any(text and text.mark for text in (prompts[i], completions[i], rejected[i]))]
@@ -247,7 +263,7 @@ def load_prompts(config: DataConfig, tokenizer: TokenizerConfig | Tokenizer) -> 
             f"{len(as_text)} rows have control tokens in their texts, the first at {rows[as_text[0]].source}. They are "
             "encoded as text. Where they are meant as control tokens, set data.control_tokens to 'allow'."
         )
-    responses = {i: _response(completions[i], tokenizer) for i in kept}
+    responses = {i: wholes[i][1:] if wholes else _response(completions[i], tokenizer) for i in kept}
     continued = {i: examples[i] for i in kept if earlier_replies(examples[i])}
     dialogues: Mapping[int, Dialogue] = {}
     if continued and config.assistant_turns == "all":
@@ -262,7 +278,8 @@ def load_prompts(config: DataConfig, tokenizer: TokenizerConfig | Tokenizer) -> 
         num_train=num_train,
         num_eval=len(kept) - num_train,
         num_dropped=len(rows) - len(kept),
-        num_malformed=num_read - len(rows),
+        num_malformed=len(malformed),
+        left_out=[*malformed, *left_out],
         withheld=tuple(name for name in other if name in RESERVED_COLUMNS),
         notes=tuple(notes),
         config=config,
@@ -277,6 +294,7 @@ def load_prompts(config: DataConfig, tokenizer: TokenizerConfig | Tokenizer) -> 
         num_unlearned=len(continued) - len(dialogues),
         other={name: [rows[i].columns.get(name) for i in kept] for name in other if name not in RESERVED_COLUMNS},
         sources=[rows[i].source for i in kept],
+        examples=[examples[i] for i in kept],
     )
 
 
@@ -316,8 +334,8 @@ def _shown(paths: str | Sequence[str]) -> str:
     return paths if isinstance(paths, str) else ", ".join(paths)
 
 
-def _read_examples(rows: list[Row], config: DataConfig) -> list[Example]:
-    """The examples of rows, without malformed pairs if the config drops them."""
+def _read_examples(rows: list[Row], config: DataConfig, malformed: list[str]) -> list[Example]:
+    """The examples of rows, without malformed pairs if the config drops them. Those are appended to `malformed`."""
     examples = []
     for row in rows:
         try:
@@ -325,6 +343,7 @@ def _read_examples(rows: list[Row], config: DataConfig) -> list[Example]:
         except MalformedPair:
             if config.malformed == "error":
                 raise
+            malformed.append(f"{row.source}: it holds no two different replies to one prompt (data.malformed: drop)")
     return examples
 
 
@@ -376,3 +395,15 @@ def _response(completion: MarkedText | None, tokenizer: Tokenizer) -> np.ndarray
         return None
     tokens = tokenizer.encode(completion.marked, mark=completion.mark)
     return np.asarray(tokens if tokens[-1:] == [tokenizer.end_id] else [*tokens, tokenizer.end_id], np.int32)
+
+
+def _whole_text(example: Example, tokenizer: Tokenizer, control: re.Pattern[str] | None) -> np.ndarray:
+    """The tokens of a text that is learned from as a whole: the beginning of text that its tokenizer puts before one,
+    the text, and one end of text. A text that begins with that beginning has it once."""
+    text = _marked_response(example.completion, tokenizer, control)
+    response = _response(text, tokenizer)
+    assert response is not None
+    beginning = tokenizer.beginning
+    if response[: len(beginning)].tolist() == beginning:
+        return response
+    return np.asarray([*beginning, *response], np.int32)

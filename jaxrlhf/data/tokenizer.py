@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import json
 import os
 from collections.abc import Collection, Iterable, Mapping
@@ -176,6 +177,30 @@ class Tokenizer:
             else:
                 runs.append([])
         return REPLACEMENT.join(self._backend.decode(run, skip_special_tokens=False) for run in runs)
+
+    @functools.cached_property
+    def beginning(self) -> list[int]:
+        """The special tokens that its post-processor puts before a text, such as <s>."""
+        encoding = self._backend.encode("a", add_special_tokens=True)
+        return list(itertools.takewhile(lambda token: token in self._control_ids, encoding.ids))
+
+    def is_control(self, token: int) -> bool:
+        """True for a control token, the end of text and padding."""
+        return token in self._control_ids or token in (self.pad_id, self.end_id)
+
+    def spans(self, ids: Iterable[int]) -> list[tuple[str, bool]]:
+        """The text of `ids` in order, cut at control tokens: (text, True for one control token as the vocabulary spells
+        it)."""
+        spans: list[tuple[str, bool]] = []
+        between: list[int] = []
+        for token in map(int, ids):
+            if not self.is_control(token):
+                between.append(token)
+                continue
+            spans += [(self.decode(between), False)] if between else []
+            spans.append((self._backend.id_to_token(token) or "", True))
+            between = []
+        return spans + ([(self.decode(between), False)] if between else [])
 
     @functools.cached_property
     def token_bytes(self) -> tuple[bytes, ...]:

@@ -42,7 +42,7 @@ from jaxrlhf.programs.call_programs import compute_program, decoding_options, mo
 from jaxrlhf.programs.generation_in_parts import GenerationInParts, Progress
 from jaxrlhf.programs.optimizer import OptimizerState
 from jaxrlhf.programs.pipeline import InFlight, Pipelined
-from jaxrlhf.programs.roles import FunctionRole, ModelRole, Role
+from jaxrlhf.programs.roles import ModelRole, Role, host_function
 from jaxrlhf.programs.rollout_in_parts import RolloutInParts
 from jaxrlhf.programs.training_in_parts import SoFar, training_part_program
 from jaxrlhf.programs.weight_sets import form_read
@@ -209,10 +209,7 @@ class Executor:
 
     def _call_host(self, call: Call, values: Values) -> "concurrent.futures.Future[Leaves]":
         assert call.role is not None
-        role = self._roles[call.role]
-        assert isinstance(role, FunctionRole)
-        score = role.score if call.method == "scores" else role.score_tokens
-        assert score is not None
+        function = host_function(self._roles[call.role], call.method)
         arrays, _, rebuild = split_args(call.args)
         inputs = [lookup(values, ref, self._wait) for ref in arrays]
         hand_to_threads(inputs)
@@ -225,7 +222,8 @@ class Executor:
                 assert on_host is not None
                 rollout = rebuild(on_host)
                 with self._timeline.host(call.whole_name, kind=call.kind, step=step, phase=phase):
-                    return True, list(score(*rollout))
+                    given, count = function(*rollout)
+                    return True, [*jax.tree.leaves(given), count]
             except Exception as error:
                 return False, error
 

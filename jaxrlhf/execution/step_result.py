@@ -12,10 +12,11 @@ import jax
 from jaxrlhf.call_graph import Call, CallGraph, Ref
 from jaxrlhf.execution.host_arrays import to_host
 from jaxrlhf.execution.process_channel import Channel
+from jaxrlhf.programs.roles import ENCODE
 
 Leaves = list[Any]
-"""The outputs of a call in the order of `jax.tree.leaves`: arrays, possibly not computed yet, or the NumPy array of a
-Python function, with the number of its timeouts after it."""
+"""The outputs of a call in the order of `jax.tree.leaves`: arrays, possibly not computed yet, or the NumPy arrays of a
+Python function, with the number of its timeouts, or of the sequences that it cut, after them."""
 Values = dict[str, "Leaves | concurrent.futures.Future[Leaves]"]
 """Call, 'state' or 'data' -> its outputs."""
 RecordWait = Callable[[str], contextlib.AbstractContextManager[None]]
@@ -57,15 +58,16 @@ class StepResult:
             arrays = iter(to_host([lookup(self._values, ref) for ref in refs], self._channel))
         return jax.tree.map(lambda x: next(arrays) if isinstance(x, Ref) else x, tree)
 
-    def timeouts(self) -> dict[str, int]:
-        """Function role -> the number of its samples that took too long, over its calls in this step, for roles that
-        count them. Waits for the functions."""
+    def counts(self) -> dict[str, int]:
+        """What Python functions count, over the calls of this step, by the end of a metric's name: `role/timeouts`,
+        samples that took a function too long, for roles that count them; `role/cut_sequences`, those that were cut for
+        a scorer with its own tokenizer. Waits for the functions."""
         counts: dict[str, int] = collections.Counter()
         for call in self._on_host:
             leaves = self._values[call.name]
-            _, count = leaves.result() if isinstance(leaves, concurrent.futures.Future) else leaves
+            *_, count = leaves.result() if isinstance(leaves, concurrent.futures.Future) else leaves
             if count is not None:
-                counts[str(call.role)] += count
+                counts[f"{call.role}/{'cut_sequences' if call.method == ENCODE else 'timeouts'}"] += count
         return dict(counts)
 
 

@@ -103,6 +103,19 @@ class Console:
             )
         self._out.print(table)
 
+    def masked(self, label: str, spans: Sequence[tuple[str, bool]], style: str = "") -> None:
+        """The text of tokens under one mask beside its name, control tokens set off. Line breaks are written as such
+        and begin a line."""
+        lines = [Text()]
+        for text, is_control in spans:
+            for number, piece in enumerate(text.split("\n")):
+                if number:
+                    lines[-1].append_text(self._text("\n", style))
+                    lines.append(Text())
+                lines[-1].append_text(self._text(piece, f"{style} reverse" if is_control else style))
+        for number, line in enumerate(lines):
+            self._out.print(Text(f"{label if not number else '':>9} | ") + line, soft_wrap=True)
+
     @contextlib.contextmanager
     def progress(self, total: int, *, start: int = 0, every: int = 10) -> Iterator[Progress]:
         """Shows the progress from step `start` to `total`: a live bar on a terminal, and lines that stay, one `every`
@@ -138,7 +151,7 @@ class Console:
         for name, value in of_all.items():  # without those by category, of which there may be many
             step, best = best_evaluation(evaluations, name)
             standing = " (best so far)" if step == done else f" (best {best:.3f} after {step})"
-            compared = len(evaluations) > 1 and not name.endswith(("/response_length", "/timeouts"))
+            compared = len(evaluations) > 1 and not name.endswith(("/response_length", "/timeouts", "/cut_sequences"))
             shown.append(f"{name} {value:.3f}{standing if compared else ''}")
         self.line(f"evaluation after {done} steps on {num_prompts} held-out prompts: {', '.join(shown)}")
 

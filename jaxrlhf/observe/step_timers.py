@@ -27,7 +27,7 @@ def timer_of(name: str, kind: str) -> str:
     of_kind |= {moving: f"{moving}_{role}" for moving in MOVING}
     if kind in of_kind:
         return of_kind[kind]
-    if method in ("scores", "token_scores"):
+    if method in ("scores", "token_scores", "encode"):
         return "reward"
     if method in ("logprobs", "policy"):
         return {"reference": "ref", "actor": "old_log_prob"}.get(role, f"log_prob_{role}")

@@ -146,7 +146,7 @@ class Planned:
         models = {call.role: call.model for call in self.workload.calls}
         known = {call.name for call in self.workload.calls}
         for call in graph.calls:
-            if call.role in models and call.plan_name not in known:
+            if call.role in models and call.kind != "host" and call.plan_name not in known:
                 raise PlanError(
                     f"plan.calls.{call.plan_name}: must be a call of the workload that was planned for. Got one that "
                     f"is not. Its calls: {', '.join(known)}."

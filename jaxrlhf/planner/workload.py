@@ -198,7 +198,7 @@ def step_workload(
     calls = []
     for call in graph.calls:
         needs = tuple(dict.fromkeys(name for need in graph.dependencies(call) for name in behind[need]))
-        role = of_models.get(call.role or "")
+        role = of_models.get(call.role or "") if call.kind != "host" else None
         behind[call.name] = needs if role is None else (call.plan_name,)
         if role is not None:
             made = _model_call(call, role, needs)

@@ -15,7 +15,7 @@ import numpy as np
 from jaxrlhf.brief import brief, did_you_mean
 from jaxrlhf.call_graph import GraphError, named_sequences
 from jaxrlhf.config.schema import AverageConfig, OptimizerConfig
-from jaxrlhf.experience import Max, PolicyAndValues, PolicyOutputs, Prompts, Rollout, Sampling, Term
+from jaxrlhf.experience import Max, PolicyAndValues, PolicyOutputs, Prompts, Rollout, Sampling, Sequences, Term
 from jaxrlhf.models.config import Head, ModelConfig
 from jaxrlhf.models.heads import INFERENCE_OUTPUTS, InferenceOutput
 from jaxrlhf.models.lora import LoRAConfig
@@ -25,8 +25,28 @@ from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.tracing import Method, RoleMethods, compute
 
 GAP_METRIC = "rollout/logprob_gap_max"
+ENCODE = "encode"
+"""The method by which a rollout comes into the tokens of a role with its own tokenizer."""
 """The largest difference between a token's log-probability as sampling recorded it and as the training forward gives
 it, before the first update of a train call."""
+
+
+class HostSequences(NamedTuple):
+    """A rollout in the tokens of a scorer's own tokenizer, encoded on the host."""
+
+    sequences: Sequences
+    num_cut: int
+    """The number of sequences whose first tokens were left out."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnTokens:
+    """How a model reads rollouts of an actor with another tokenizer."""
+
+    columns: Callable[[int], int]
+    """Columns of a response -> columns of the sequences that the model reads."""
+    encode: Callable[[Rollout], HostSequences]
+    """A rollout of NumPy arrays -> those sequences. Several threads may call it at once."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,9 +68,13 @@ class ModelRole:
     """The one of its model's heads whose methods it has. None means all."""
     average: AverageConfig | None = None
     """Its set is a moving average of another's."""
+    own_tokens: OwnTokens | None = None
+    """It has another tokenizer than the actor. None means the same one."""
 
     def methods(self, name: str) -> RoleMethods:
         """The role as a step function sees it."""
+        if self.own_tokens is not None:
+            return self._scoring_methods(name, self.own_tokens)
         view = self.view or self.model.head
         other_head = f"It has {view!r} for a head: set roles.{name}.head to {'scalar' if view == 'lm' else 'lm'!r}."
         missing = dict.fromkeys({"lm": _SCALAR_AVALS, "scalar": ["generate", *_LM_AVALS]}.get(view, ()), other_head)
@@ -75,6 +99,26 @@ class ModelRole:
         # a moving average has a new version with each of what it follows
         weights = self.average.of if self.average is not None else self.weights or name
         return RoleMethods(methods, weights=weights, missing=missing)
+
+    def _scoring_methods(self, name: str, own: OwnTokens) -> RoleMethods:
+        """Those of a scorer with its own tokenizer: the host encodes rollouts in its tokens, which it scores."""
+
+        def encoded(rollout: Rollout) -> Sequences:
+            B, T = rollout.tokens.shape[0], own.columns(rollout.response.shape[1])
+            aval: Any = jax.ShapeDtypeStruct
+            masks = {"mask": aval((B, T), jnp.bool), "response": aval((B, 1), jnp.bool)}
+            return Sequences(tokens=aval((B, T), jnp.int32), **masks)
+
+        methods = {
+            ENCODE: Method("host", encoded, tokens=_read),
+            "scores": Method("infer", _scores_aval, tokens=_read, through=ENCODE),
+        }
+        why = (
+            f"roles.{name} has another tokenizer than the actor, so that it says nothing about single tokens of a "
+            "response: use its scores, or a model with the actor's tokenizer."
+        )
+        others = ("generate", "train", "loss", *_LM_AVALS, *(_SCALAR_AVALS.keys() - {"scores"}))
+        return RoleMethods(methods, weights=self.weights or name, missing=dict.fromkeys(others, why))
 
     @property
     def _avals(self) -> Mapping[str, Callable[..., Any]]:
@@ -254,6 +298,17 @@ def weighted_sum(scores: dict[str, jax.Array], weights: dict[str, float]) -> jax
 
 
 Role = ModelRole | FunctionRole | WeightedSumRole
+
+
+def host_function(role: Role, method: str) -> Callable[[Rollout], HostScores | HostSequences]:
+    """The Python function of a role's calls of kind `host`."""
+    if isinstance(role, ModelRole):
+        assert role.own_tokens is not None
+        return role.own_tokens.encode
+    assert isinstance(role, FunctionRole)
+    score = role.score if method == "scores" else role.score_tokens
+    assert score is not None
+    return score
 
 
 def default_outputs(model: ModelConfig) -> str:

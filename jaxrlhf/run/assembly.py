@@ -124,7 +124,8 @@ class Assembly:
 
     def attention(self, role: str, model: ModelConfig) -> set[str]:
         """The implementations of attention in a role's calls."""
-        placements = [p.plan[call] for p in self.phases.values() for call in p.graph.calls if call.role == role]
+        calls = [(p, call) for p in self.phases.values() for call in p.graph.calls if call.kind != "host"]
+        placements = [p.plan[call] for p, call in calls if call.role == role]
         layouts = [Layout.over(placement.devices, placement.strategy) for placement in placements]
         with errors_as(ConfigError, f"roles.{role}.model."):
             return {attention_implementation(model, layout) for layout in layouts}
@@ -301,7 +302,19 @@ def _num_parameters(role: ModelRole) -> str:
 
 def _check_lengths(made: Assembly, models: Mapping[str, ModelConfig]) -> None:
     """Checks that no call has longer sequences than its model can process."""
-    for call in (call for phase in made.phases.values() for call in phase.graph.calls if call.role in models):
+    calls = [call for phase in made.phases.values() for call in phase.graph.calls if call.kind != "host"]
+    for call in (call for call in calls if call.role in models):
+        role = made.train.roles[call.role or ""]
+        if isinstance(role, ModelRole) and role.own_tokens is not None:
+            most = role.model.max_position_embeddings
+            rule = f"must be at most the role's max_position_embeddings={most}"
+            where = f"roles.{call.role}.own_tokenizer.max_tokens"
+            if call.longest_sequence > most:
+                raise ConfigError(
+                    f"{where}: {rule}. Got {call.longest_sequence} tokens in {call.name}. Set it to {most}: longer "
+                    "sequences are cut, and counted."
+                )
+            continue
         most, prompt = models[call.role or ""].max_position_embeddings, made.table.prompt_length
         if call.longest_sequence > most:
             raise ConfigError(

@@ -4,12 +4,14 @@ import dataclasses
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from jaxrlhf.brief import brief, did_you_mean
 from jaxrlhf.config.reading import ConfigError
 from jaxrlhf.config.schema import RANDOM, RoleConfig, RunConfig
 from jaxrlhf.data.prompts import PromptTable
+from jaxrlhf.data.tokenizer import Tokenizer
 from jaxrlhf.models.adapter_files import check_adapters
 from jaxrlhf.models.architecture import checkpoint_name, num_parameters
 from jaxrlhf.models.config import CHOSEN, Head, ModelConfig
@@ -165,20 +167,26 @@ def describe(name: str, role: ModelRole, roles: Mapping[str, RoleConfig]) -> str
     return f"{adapters}{base}{f' ({roles[name].init})' if role.base == name + BASE else ''}"
 
 
-def check_vocabulary(models: Mapping[str, ModelConfig], table: PromptTable, roles: Mapping[str, RoleConfig]) -> None:
-    """Checks that every model has an embedding for every token."""
+def check_vocabulary(
+    models: Mapping[str, ModelConfig],
+    table: PromptTable,
+    roles: Mapping[str, RoleConfig],
+    own: Mapping[str, Tokenizer] = MappingProxyType({}),
+) -> None:
+    """Checks that every model has an embedding for every token. `own`: the tokenizers of roles that have their own."""
     for name, model in models.items():
-        if table.tokenizer.vocab_size > model.vocab_size:
+        tokenizer = own.get(name, table.tokenizer)
+        if tokenizer.vocab_size > model.vocab_size:
             folder = roles[name].init
             if folder not in (RANDOM, *roles):
                 raise ConfigError(
                     f"roles.{name}.init: {checkpoint_name('embedding')} in {folder} must have a row for every token of "
-                    f"{table.tokenizer.name}, {table.tokenizer.vocab_size}. Got {model.vocab_size}. One of the two "
+                    f"{tokenizer.name}, {tokenizer.vocab_size}. Got {model.vocab_size}. One of the two "
                     "is of another model: leave tokenizer out to use that of the folder, or download the folder again."
                 )
             raise ConfigError(
-                f"roles.{name}.model.vocab_size: must hold the tokenizer's vocabulary, {table.tokenizer.vocab_size} "
-                f"({table.tokenizer.name}). Got {model.vocab_size}. Raise it, or use another tokenizer."
+                f"roles.{name}.model.vocab_size: must hold the tokenizer's vocabulary, {tokenizer.vocab_size} "
+                f"({tokenizer.name}). Got {model.vocab_size}. Raise it, or use another tokenizer."
             )
 
 

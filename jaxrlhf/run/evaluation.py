@@ -71,13 +71,13 @@ class Evaluator:
         phase = self._assembly.evaluation
         if phase is None:
             return {}
-        fetched, timeouts = zip(*self._run(phase, phase.first_state, executor, done), strict=True)
+        fetched, counted = zip(*self._run(phase, phase.first_state, executor, done), strict=True)
         for each in fetched:  # only now, so that an evaluation that fails, and is repeated, writes no samples
             records.write_samples(done, "held-out", each["rollout"], each["scores"])
         scores = {name: np.concatenate([each["scores"][name] for each in fetched]) for name in fetched[0]["scores"]}
         means = {f"eval/{name}": float(scores_B.mean()) for name, scores_B in scores.items()}
         means["eval/response_length"] = float(np.concatenate([each["rollout"].lengths for each in fetched]).mean())
-        counts = {f"eval/{name}/timeouts": float(sum(each[name] for each in timeouts)) for name in timeouts[0]}
+        counts = {f"eval/{name}": float(sum(each[name] for each in counted)) for name in counted[0]}
         rollouts = [each["rollout"] for each in fetched]
         return means | self._of_several(scores, rollouts) | self._by_category(scores, rollouts) | counts
 
@@ -122,7 +122,7 @@ class Evaluator:
         return {name: float(np.mean([each[name] for each in measured])) for name in measured[0]}
 
     def _run(self, phase: Phase, state: Any, executor: Executor, done: int) -> list[tuple[Any, dict[str, int]]]:
-        """The results of every batch, and the timeouts of its functions. Waits for them."""
+        """The results of every batch, and what its functions counted. Waits for them."""
         at: dict[str, Any] = {"step": EVALUATION_STEP, "phase": "evaluation", "number": done}
         results = (executor.run(phase.graph, phase.plan, state, x, **at) for x in phase.batches)
-        return [(each.fetch(), each.timeouts()) for each in results]
+        return [(each.fetch(), each.counts()) for each in results]

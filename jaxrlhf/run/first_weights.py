@@ -61,7 +61,7 @@ def home_layout(phase: Phase, name: str) -> Layout:
     if average is not None:
         return home_layout(phase, average.of)
     readers = {role for role, x in models.items() if name in sets_read(role, x)}
-    calls = [call for call in phase.graph.calls if call.role in readers]
+    calls = [call for call in phase.graph.calls if call.role in readers and call.kind != "host"]
     trained = [call for call in calls if call.kind == "train"]
     if not calls:  # a set that no call of this step uses rests on the devices of the first call
         calls = [call for call in phase.graph.calls if call.kind != "host"]

@@ -1,21 +1,26 @@
-"""Python functions as roles: they get the text of responses and the columns of their rows."""
+"""Work of roles on the host: Python functions get the text of responses and the columns of their rows, scorers with
+their own tokenizer get sequences in its tokens."""
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from jaxrlhf.brief import brief
 from jaxrlhf.config.reading import ConfigError
-from jaxrlhf.config.schema import RoleConfig
+from jaxrlhf.config.schema import RoleConfig, RunConfig
 from jaxrlhf.data.prompts import PromptTable
+from jaxrlhf.data.retokenizing import OwnTokenizerConfig, Retokenizer
+from jaxrlhf.data.tokenizer import Tokenizer
 from jaxrlhf.experience import STOP, Rollout
-from jaxrlhf.programs.roles import FunctionRole, HostScores
+from jaxrlhf.programs.roles import FunctionRole, HostScores, HostSequences, OwnTokens
 from jaxrlhf.require import errors_as
 from jaxrlhf.rewards import functions
 from jaxrlhf.rewards.built_in import VERIFIERS
 from jaxrlhf.rewards.verifiers import RewardFunction
 from jaxrlhf.rewards.workers import Workers
+from jaxrlhf.run.configured_tokenizer import own_tokenizers
 
 
 def function_role(name: str, role: RoleConfig, table: PromptTable) -> FunctionRole:
@@ -57,6 +62,38 @@ def function_role(name: str, role: RoleConfig, table: PromptTable) -> FunctionRo
         return scored(scores_BR, late)
 
     return FunctionRole(score, score_tokens)
+
+
+def retokenizers(config: RunConfig, table: PromptTable) -> dict[str, Retokenizer]:
+    """Scorers with their own tokenizer -> what brings rollouts into its tokens."""
+    found = {}
+    for name, folder in own_tokenizers(config).items():
+        with errors_as(ConfigError, f"roles.{name}: "):
+            settings = config.roles[name].own_tokenizer or OwnTokenizerConfig()
+            found[name] = Retokenizer(name, Tokenizer.from_file(folder), table, settings)
+            found[name].columns(1)  # encodes the prompts
+    return found
+
+
+def retokenizer_notes(made: Mapping[str, Retokenizer]) -> list[str]:
+    """What scorers with their own tokenizer read, in words."""
+    notes = []
+    for name, each in made.items():
+        chats = each.table.config.chat != "none"
+        how = "its own chat template" if each.renders_chats else "the text of the prompt"
+        why = " as the actor's chat template writes it, since it has none" if chats and not each.renders_chats else ""
+        notes.append(f"{name} reads rollouts in the tokens of {each.tokenizer.name}, after {how}{why}.")
+    return notes
+
+
+def own_tokens(retokenizer: Retokenizer) -> OwnTokens:
+    """How a role reads rollouts."""
+
+    def encode(rollout: Rollout) -> HostSequences:
+        with errors_as(functions.RewardError):
+            return HostSequences(*retokenizer(rollout))
+
+    return OwnTokens(retokenizer.columns, encode)
 
 
 def _check_names(name: str, role: RoleConfig, function: RewardFunction, table: PromptTable) -> None:

@@ -23,6 +23,7 @@ from jaxrlhf.programs.roles import ModelRole, Role
 from jaxrlhf.run.configured_roles import check_roles, check_vocabulary, configured_models, make_role, precision_notes
 from jaxrlhf.run.configured_sampling import check_end, resolved, samplings_of
 from jaxrlhf.run.configured_tokenizer import tokenizer_notes
+from jaxrlhf.run.function_roles import own_tokens, retokenizer_notes, retokenizers
 from jaxrlhf.run.length_means import LengthMeans
 from jaxrlhf.run.recorded_lengths import response_lengths
 from jaxrlhf.run.step_rows import StepRows, Tables, check_rows, load_tables
@@ -82,19 +83,20 @@ def draft_step(config: RunConfig, *, tables: Tables | None = None, on_cpu: bool 
         response_lengths(config.plan.lengths, settings)
     models = configured_models(config, on_cpu=mesh.platform() == "cpu" if on_cpu is None else on_cpu)
     check_roles(config, algorithm.roles, models)
-    check_vocabulary(models, table, config.roles)
+    apart = retokenizers(config, table)
+    check_vocabulary(models, table, config.roles, {name: each.tokenizer for name, each in apart.items()})
     means = LengthMeans(len(table.prompts)) if config.plan.longest_first else None
     rows = StepRows(algorithm.data(settings), tables, config.batch_size, config.seed, means)
     measures = config.evaluation is not None and algorithm.evaluation is not None
-    warnings = [*config.notes, *precision_notes(config, models), *tokenizer_notes(config)]
+    warnings = [*config.notes, *precision_notes(config, models), *tokenizer_notes(config), *retokenizer_notes(apart)]
     size = config.batch_size
     if size > table.num_train:
         warnings.append(f"batch_size={size} exceeds the {table.num_train} training rows: a step repeats rows.")
     warnings += check_rows(rows, config, held_out=measures)
-    drawn_or_given = (*samplings_of(settings), *rows.named.values())
-    new_tokens = max(each.max_new_tokens for each in drawn_or_given) or 128
+    new_tokens = longest_response(settings, rows)
     _check_batches(config, rows, new_tokens)
     roles: dict[str, Role] = {name: make_role(name, config.roles, models, table) for name in config.roles}
+    roles |= {name: dataclasses.replace(_model(roles[name]), own_tokens=own_tokens(apart[name])) for name in apart}
     state = on_host(first_state(algorithm, settings))
     graph = trace_step(algorithm.step, roles, state, rows(0), settings, config.staleness)
     _check_staleness(config.staleness, graph)
@@ -105,6 +107,16 @@ def draft_step(config: RunConfig, *, tables: Tables | None = None, on_cpu: bool 
     return StepDraft(
         config, algorithm, settings, tables, rows, new_tokens, models, roles, state, graph, keys, tuple(warnings)
     )
+
+
+def _model(role: Role) -> ModelRole:
+    assert isinstance(role, ModelRole)
+    return role
+
+
+def longest_response(settings: Any, rows: StepRows) -> int:
+    """The tokens of the longest response that a step draws or gets."""
+    return max(each.max_new_tokens for each in (*samplings_of(settings), *rows.named.values())) or 128
 
 
 def trace_step(

@@ -130,6 +130,7 @@ def check_rows(rows: StepRows, config: RunConfig, *, held_out: bool = False) -> 
                 f"datasets.{name}: the algorithm {config.algorithm} asks for no rows of this name. It asks for: "
                 f"{', '.join(sorted(used)) or 'none but those of data'}.{did_you_mean(name, used)}"
             )
+    _check_texts(rows, config)
     notes = []
     for wanted in (wanted for wanted in rows.named.values() if wanted.kind != "prompts"):
         for of_held_out in (False, True)[: 1 + held_out]:
@@ -142,6 +143,24 @@ def check_rows(rows: StepRows, config: RunConfig, *, held_out: bool = False) -> 
     notes += _unlearned(rows, config)
     notes += _dropped(rows.tables.main, "")
     return notes + [note for name, table in rows.tables.more.items() for note in _dropped(table, f"datasets.{name}")]
+
+
+def _check_texts(rows: StepRows, config: RunConfig) -> None:
+    """Checks that rows of text alone are asked for as demonstrations only."""
+    asked = [(wanted, f"the algorithm {config.algorithm}") for wanted in rows.named.values()]
+    if config.evaluation is not None and config.evaluation.scorers:
+        asked.append((Rows("prompts"), f"an evaluation with the scorers {', '.join(config.evaluation.scorers)}"))
+    for wanted, by in asked:
+        table = rows.tables.of(wanted)
+        if table.config.text_column and wanted.kind != "demonstrations":
+            where = f"datasets.{wanted.dataset}" if wanted.dataset in config.datasets else "data"
+            needs = {"prompts": "prompts", "preferences": "pairs of completions"}[wanted.kind]
+            column = table.config.text_column
+            raise ConfigError(
+                f"{where}.text_column: {by} needs {needs}. Got rows of text alone, in the column {column!r}, which "
+                f"supervised training learns from. Set {where}.prompt_column to {column!r} where these are prompts, or "
+                "name other rows."
+            )
 
 
 def _left_out(rows: StepRows, wanted: Rows, config: RunConfig, *, held_out: bool) -> list[str]:

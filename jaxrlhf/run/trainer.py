@@ -25,7 +25,7 @@ from jaxrlhf.observe.metrics import TrainingError, check_finite, flatten, withou
 from jaxrlhf.observe.progress import Progress
 from jaxrlhf.observe.step_timers import timer_seconds
 from jaxrlhf.observe.timeline_recorder import Timeline
-from jaxrlhf.programs.roles import weighted_sum
+from jaxrlhf.programs.roles import ENCODE, weighted_sum
 from jaxrlhf.run.assembly import Assembly
 from jaxrlhf.run.checkpoints import Checkpoints, restore, weight_sets_of
 from jaxrlhf.run.configured_sampling import samplings_of
@@ -307,7 +307,7 @@ class Trainer:
             metrics["staleness/steps"] = result.staleness
         if len(scores := _scores(result)) > 1:
             metrics |= {f"reward/{name}/mean": float(values.mean()) for name, values in scores.items()}
-        metrics |= {f"reward/{name}/timeouts": float(count) for name, count in result.timeouts().items()}
+        metrics |= {f"reward/{name}": float(count) for name, count in result.counts().items()}
         metrics |= {"training/global_step": done, "training/epoch": self._assembly.train_rows.epoch(done)}
         self._records.write_metrics(done, metrics)
         try:
@@ -414,8 +414,11 @@ class Trainer:
 def _scores(result: StepResult, *, of: str | None = None) -> dict[str, np.ndarray]:
     """The scores of rollouts by role, and their weighted sums. `of`: only those of the rollout of this call."""
     chosen: dict[str, str] = {}
-    for call in result.graph.calls:
-        scores = call.method == "scores" and of in (None, *(ref.call for ref in call.refs))
+    graph = result.graph
+    encoded = {call.name for call in graph.calls if call.method == ENCODE and of in graph.dependencies(call)}
+    for call in graph.calls:
+        of_it = of is None or not {of, *encoded}.isdisjoint(ref.call for ref in call.refs)
+        scores = call.method == "scores" and of_it
         if scores or (call.function is weighted_sum and all(ref.call in chosen for ref in call.refs)):
             chosen[call.name] = call.name.replace(".scores", "").replace(f".{weighted_sum.__name__}", "")
     return {role: result.outputs(name) for name, role in chosen.items()}

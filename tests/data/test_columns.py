@@ -213,7 +213,7 @@ def test_the_name_of_here_is_taken_before_those_of_elsewhere(tmp_path):
             "rows.jsonl:1: a completion is given once. Got an assistant's last message and the column 'completion'.",
         ),
         ({"prompt": "a", "completion": [GOOD]}, {"chat": "none"}, "completion must be a string. Got [{'role': 'assi"),
-        ({"text": "a"}, {}, "rows.jsonl:1: must have the column 'prompt'. Got text."),
+        ({"body": "a"}, {}, "rows.jsonl:1: must have the column 'prompt'. Got body."),
     ],
 )
 def test_what_could_mean_two_things_or_nothing(tmp_path, row, fields, message):

@@ -89,7 +89,8 @@ def test_roles_of_different_vocabularies_are_refused(overrides, tokens, differs)
         rf"roles\.judge\.init: all roles must share one vocabulary.* Got {differs}, where actor starts\. Let both start"
     )
     with pytest.raises(ValueError, match=message):
-        tokenizer(JUDGE, *overrides)
+        tokenizer("roles.judge={init: judge_folder}", *overrides)
+    assert tokenizer(JUDGE, *overrides).name == "actor_folder/tokenizer.json", "a scorer reads its own tokens"
 
 
 def test_a_damaged_one_is_named():

@@ -142,14 +142,20 @@ def test_samples_that_take_too_long_are_counted_and_left_behind(load):
 
 def test_timeouts_are_those_of_all_calls_of_a_role():
     calls = [("a", "host", 2), ("a", "host", 3), ("b", "host", None), ("c", "host", 0), ("d", "infer", 7)]
+    calls += [("e", "host", 4)]
+    named = [(f"{i}", role, kind, "encode" if role == "e" else "scores") for i, (role, kind, _) in enumerate(calls)]
     graph: Any = SimpleNamespace(
-        calls=[SimpleNamespace(name=f"{i}", role=role, kind=kind) for i, (role, kind, _) in enumerate(calls)]
+        calls=[SimpleNamespace(name=name, role=role, kind=kind, method=method) for name, role, kind, method in named]
     )
     values: Any = {f"{i}": concurrent.futures.Future() for i in range(len(calls))}
     for i, (_, _, count) in enumerate(calls):
         values[f"{i}"].set_result([np.zeros(2), count])
     on_host = tuple(call for call in graph.calls if call.kind == "host")
-    assert StepResult(graph, None, values, _on_host=on_host).timeouts() == {"a": 5, "c": 0}
+    assert StepResult(graph, None, values, _on_host=on_host).counts() == {
+        "a/timeouts": 5,
+        "c/timeouts": 0,
+        "e/cut_sequences": 4,
+    }
 
 
 def two_steps(assembly: Assembly) -> Timeline:
