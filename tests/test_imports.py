@@ -43,6 +43,8 @@ ONLY = {
     "schedules": {"schedules", "numba_loops", "brief"},
 }
 """Rooms that may import less than all that lies below them."""
+OF_PACKAGE = ("api", "huge_pages")
+"""Rooms that the package itself imports."""
 MOST_FILES, MOST_LINES = 25, 4_000
 """The most files and lines of a room, so that one finds the way in it without a list."""
 BY_NAME = {"jaxrlhf.importing", "jaxrlhf.observe.trackers"}
@@ -102,7 +104,7 @@ def violations(source: str, module: str, *, is_package: bool = False) -> list[st
             continue
         if room(name) not in DEPTH:
             found.append(f"imports {name}, from an unknown room")
-        elif room(name) not in ("api", "huge_pages") if not home else (home in DEPTH and DEPTH[room(name)] <= DEPTH[home]):
+        elif room(name) not in OF_PACKAGE if not home else (home in DEPTH and DEPTH[room(name)] <= DEPTH[home]):
             found.append(f"imports {name}, which does not lie below it")
         elif home in ONLY and room(name) not in ONLY[home]:
             found.append(f"imports {name}, where {home} may import only {', '.join(sorted(ONLY[home]))}")
