@@ -105,9 +105,9 @@ def _in_bfloat16(adam: optax.GradientTransformation) -> optax.GradientTransforma
 
         return optax.ScaleByAdamState(state.count, jax.tree.map(at, state.mu), jax.tree.map(at, state.nu))
 
-    def update(gradient: Any, state: Any, params: Any = None) -> tuple[Any, optax.ScaleByAdamState]:
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, optax.ScaleByAdamState]:
         mu, nu = jax.tree.map(lambda x: x.astype(jnp.float32), (state.mu, state.nu))
-        direction, new = adam.update(gradient, optax.ScaleByAdamState(state.count, mu, nu), params)
+        direction, new = adam.update(updates, optax.ScaleByAdamState(state.count, mu, nu), params)
         return direction, rounded(new)
 
     return optax.GradientTransformation(lambda params: rounded(adam.init(params)), update)

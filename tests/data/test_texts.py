@@ -70,7 +70,7 @@ def test_the_beginning_is_what_the_tokenizer_puts_there():
     ],
 )
 def test_text_beside_something_else_to_learn_from_is_a_column(row):
-    template = {"chat_template": "{{ messages[0].content }}"} if "messages" in row else {}
+    template: dict[str, Any] = {"chat_template": "{{ messages[0].content }}"} if "messages" in row else {}
     read = table(row, **template)
     assert read.config.text_column == "" and read.prompts == ["p"] and read.other["text"] == ["abc"]
     assert whole(read) == ([*b"pc", END], [*b"c", END])

@@ -1,3 +1,5 @@
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ from jaxrlhf.config.schema import OptimizerConfig
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.params import abstract_params, init_params, param_shardings
 from jaxrlhf.programs.optimizer import (
+    OptimizerState,
     apply_gradient,
     init_optimizer,
     learning_rate,
@@ -104,6 +107,10 @@ def test_numbers_are_rounded_to_a_neighbour_and_on_average_to_themselves():
     np.testing.assert_array_equal(round_at_random(exact, jnp.int32(7)).astype(jnp.float32), exact)
 
 
+def moments(state: OptimizerState) -> Any:
+    return state.adamw
+
+
 def test_a_second_moment_in_bfloat16_follows_small_changes():
     """With beta2 = 0.999 an update changes it by a thousandth at most, which rounding to nearest would lose."""
     config = OptimizerConfig(beta2=0.999, state_dtype="bfloat16")
@@ -122,9 +129,9 @@ def test_a_second_moment_in_bfloat16_follows_small_changes():
         _, exact, _ = in_float32(params, exact)
         clipped = np.asarray(gradient["a"]) / (np.linalg.norm(gradient["a"]) + 1e-6)
         nearest = (0.999 * nearest.astype(np.float32) + 0.001 * clipped**2).astype(jnp.bfloat16)
-    ratio = np.asarray(state.adamw.nu["a"], np.float32) / np.asarray(exact.adamw.nu["a"])
+    ratio = np.asarray(moments(state).nu["a"], np.float32) / np.asarray(moments(exact).nu["a"])
     assert abs(ratio.mean() - 1) < 0.01 and ratio.std() < 0.1
-    stalled = nearest.astype(np.float32) / np.asarray(exact.adamw.nu["a"])
+    stalled = nearest.astype(np.float32) / np.asarray(moments(exact).nu["a"])
     assert stalled.mean() < 0.6, "what rounding to nearest would have come to"
 
 
@@ -136,5 +143,5 @@ def test_bfloat16_moments_do_not_depend_on_the_form_of_layers():
     _, apart, _ = apply_gradient(config, 1, params, init_optimizer(config, params), gradient, norm)
     stacked = jnp.stack(params)
     _, together, _ = apply_gradient(config, 1, stacked, init_optimizer(config, stacked), jnp.stack(gradient), norm)
-    np.testing.assert_array_equal(jnp.stack(apart.adamw.nu), together.adamw.nu)
-    np.testing.assert_array_equal(jnp.stack(apart.adamw.mu), together.adamw.mu)
+    np.testing.assert_array_equal(jnp.stack(moments(apart).nu), moments(together).nu)
+    np.testing.assert_array_equal(jnp.stack(moments(apart).mu), moments(together).mu)
