@@ -16,6 +16,8 @@ from jaxrlhf.brief import brief
 from jaxrlhf.config.algorithm_loading import for_another_algorithm
 from jaxrlhf.config.reading import Tree, merge, read_config
 from jaxrlhf.config.schema import EvaluationRunConfig, OutputConfig, RunConfig, build_run
+from jaxrlhf.configured.function_roles import decode_responses
+from jaxrlhf.configured.sampling import resolved, samplings_of
 from jaxrlhf.data.columns import with_columns
 from jaxrlhf.data.examples import prompt_texts, read_example
 from jaxrlhf.data.files import Row
@@ -29,8 +31,6 @@ from jaxrlhf.planner.plans.plan import Placement, resolve
 from jaxrlhf.programs.roles import ModelRole
 from jaxrlhf.require import errors_as
 from jaxrlhf.run.assembly import Assembly
-from jaxrlhf.run.configured_sampling import resolved, samplings_of
-from jaxrlhf.run.function_roles import decode_responses
 from jaxrlhf.run.step_draft import trace_step
 from jaxrlhf.run.trainer import Outcome
 from jaxrlhf.sharding import mesh

@@ -16,6 +16,7 @@ from jaxrlhf.cluster.cluster_text import LOCAL, read_cluster
 from jaxrlhf.cluster.hardware import Cluster
 from jaxrlhf.config.reading import ConfigError
 from jaxrlhf.config.schema import RunConfig, load_run
+from jaxrlhf.configured.size_overrides import with_lengths, with_response_tokens, with_synthetic_prompts
 from jaxrlhf.observe.console import Console
 from jaxrlhf.observe.plan_page import measured_seconds, write_plan_page
 from jaxrlhf.observe.plan_pictures import draw_plan, draw_search
@@ -32,7 +33,6 @@ from jaxrlhf.planner.plans.saved_plan import write_plan
 from jaxrlhf.planner.report import call_rows, memory_rows, plan_json, runner_up_lines, summary_lines
 from jaxrlhf.planner.search.methods import METHODS, find_method
 from jaxrlhf.run.find_plan import better_in_parts, left_out, plan_draft
-from jaxrlhf.run.size_overrides import with_lengths, with_response_tokens, with_synthetic_prompts
 from jaxrlhf.run.step_draft import StepDraft, draft_step
 from jaxrlhf.sharding import mesh
 

@@ -26,6 +26,7 @@ from jaxrlhf.checkpoint.manifest import find_damage
 from jaxrlhf.checkpoint.store import CheckpointError
 from jaxrlhf.config.reading import dump_yaml
 from jaxrlhf.config.schema import RunConfig, load_run
+from jaxrlhf.configured.rows import Tables, load_tables
 from jaxrlhf.execution.function_threads import any_left_behind
 from jaxrlhf.execution.process_channel import Channel
 from jaxrlhf.observe.console import Console
@@ -50,7 +51,6 @@ from jaxrlhf.run.resume_point import ResumePoint, find_resume_point, newest_posi
 from jaxrlhf.run.row_preview import preview
 from jaxrlhf.run.run_folder import RunFolder, RunFolderError, check_run_folder, collect_versions
 from jaxrlhf.run.step_draft import draft_step
-from jaxrlhf.run.step_rows import Tables, load_tables
 from jaxrlhf.run.trainer import Outcome, Trainer
 from jaxrlhf.sharding import mesh
 from jaxrlhf.sharding.processes import join, rendezvous_of

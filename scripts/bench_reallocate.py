@@ -30,6 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
+from jaxrlhf.models.architecture import Weight
 from jaxrlhf.reshard import reallocate as reallocation
 from jaxrlhf.reshard.reallocate import reallocate
 from jaxrlhf.reshard.traffic import traffic_of
@@ -59,13 +60,13 @@ PAIRS: dict[str, tuple[tuple[tuple[int, ...], Strategy], tuple[tuple[int, ...], 
 }  # fmt: skip
 
 WEIGHTS = {
-    "query": ((1024, 1024), ("embed", "heads")),
-    "output": ((1024, 1024), ("heads", "embed")),
-    "up": ((1024, 2816), ("embed", "mlp")),
-    "down": ((2816, 1024), ("mlp", "embed")),
-    "norm": ((1024,), ("norm",)),
+    "query": Weight((1024, 1024), ("embed", "heads")),
+    "output": Weight((1024, 1024), ("heads", "embed")),
+    "up": Weight((1024, 2816), ("embed", "mlp")),
+    "down": Weight((2816, 1024), ("mlp", "embed")),
+    "norm": Weight((1024,), ("norm",)),
 }
-"""Weights of a layer: shape and logical axes. 31 MB in float32."""
+"""Weights of a layer. 31 MB in float32."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -116,14 +117,16 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """One pair of layouts."""
     source, target = (
         [
-            {key: Layout.over(devices, strategy).weight(axes) for key, (_, axes) in WEIGHTS.items()}
+            {key: Layout.over(devices, strategy).weight(weight) for key, weight in WEIGHTS.items()}
             for _ in range(options.layers)
         ]
         for devices, strategy in PAIRS[name]
     )
 
     rng = np.random.default_rng(0)
-    host = [{key: rng.random(s, np.float32) for key, (s, _) in WEIGHTS.items()} for _ in range(options.layers)]
+    host = [
+        {key: rng.random(weight.shape, np.float32) for key, weight in WEIGHTS.items()} for _ in range(options.layers)
+    ]
     placed = reallocate(host, source)
     copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
 

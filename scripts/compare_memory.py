@@ -16,11 +16,11 @@ from typing import Any
 
 from jaxrlhf.cluster.cluster_text import kinds
 from jaxrlhf.config.schema import load_run
+from jaxrlhf.configured.size_overrides import with_synthetic_prompts
 from jaxrlhf.models.config import PRESETS
 from jaxrlhf.planner.compiled.described_devices import described_devices, has_gpu_compiler
 from jaxrlhf.planner.costs.memory import call_memory
 from jaxrlhf.programs.ahead_of_time import call_program
-from jaxrlhf.run.size_overrides import with_synthetic_prompts
 from jaxrlhf.run.step_draft import draft_step
 from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.mesh import mesh_over

@@ -13,7 +13,7 @@ from pathlib import Path
 from jaxrlhf.cluster.cluster_text import kinds, read_cluster
 from jaxrlhf.cluster.hardware import Cluster
 from jaxrlhf.config.schema import load_run
-from jaxrlhf.run.size_overrides import with_response_tokens, with_synthetic_prompts
+from jaxrlhf.configured.size_overrides import with_response_tokens, with_synthetic_prompts
 from jaxrlhf.run.step_draft import StepDraft, draft_step
 
 KINDS = ("a100-80g", "h100", "a100-40g")

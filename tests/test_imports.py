@@ -17,6 +17,7 @@ LAYERS = [
     {"api", "calibrate"},
     {"train", "plan", "timeline", "testing", "calibration"},
     {"run"},
+    {"configured"},
     {"execution"},
     {"observe"},
     {"planner"},

@@ -17,6 +17,9 @@ from jaxrlhf.brief import brief, did_you_mean
 from jaxrlhf.call_graph import CallGraph
 from jaxrlhf.config.reading import ConfigError
 from jaxrlhf.config.schema import EvaluationRunConfig, RunConfig
+from jaxrlhf.configured.roles import describe, origins
+from jaxrlhf.configured.rows import StepRows, Tables
+from jaxrlhf.configured.sampling import resolved, samplings_of
 from jaxrlhf.data.loader import PromptLoader
 from jaxrlhf.data.prompts import PromptTable
 from jaxrlhf.experience import Sampling
@@ -36,12 +39,9 @@ from jaxrlhf.planner.plans.plan import Placement, Plan, resolve
 from jaxrlhf.planner.plans.saved_plan import SavedPlan
 from jaxrlhf.programs.roles import ModelRole, Role, WeightedSumRole
 from jaxrlhf.require import errors_as
-from jaxrlhf.run.configured_roles import describe, origins
-from jaxrlhf.run.configured_sampling import resolved, samplings_of
 from jaxrlhf.run.find_plan import find_plan, is_planned
 from jaxrlhf.run.run_folder import OWN_FOLDERS
 from jaxrlhf.run.step_draft import StepDraft, draft_step, first_state, on_host, trace_step
-from jaxrlhf.run.step_rows import StepRows, Tables
 from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.strategy import Strategy
 

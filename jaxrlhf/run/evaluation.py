@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from jaxrlhf.configured.function_roles import decode_responses
 from jaxrlhf.execution.executor import Executor
 from jaxrlhf.experience import Rollout
 from jaxrlhf.observe.metrics import best_evaluation, evaluations_in, flatten, less_is_better
 from jaxrlhf.rewards.repeated_samples import answer_vote, expected_best, majority_score
 from jaxrlhf.run.assembly import Assembly, Phase, category
-from jaxrlhf.run.function_roles import decode_responses
 from jaxrlhf.run.records import Records
 
 EVALUATION_STEP = 2**32 - 1

@@ -8,10 +8,10 @@ from typing import Any
 
 from jaxrlhf.config.plan_config import ResponseLengths
 from jaxrlhf.config.reading import ConfigError
+from jaxrlhf.configured.sampling import samplings_of
 from jaxrlhf.observe.metrics import read_metrics
 from jaxrlhf.planner.costs.response_lengths import least_mean, length_cdf
 from jaxrlhf.require import errors_as
-from jaxrlhf.run.configured_sampling import samplings_of
 from jaxrlhf.run.run_folder import RunFolder
 from jaxrlhf.run.step_metrics import RESPONSE_LENGTH
 

@@ -8,13 +8,13 @@ import jax
 import numpy as np
 
 from jaxrlhf.config.schema import RunConfig
+from jaxrlhf.configured.function_roles import decode_responses
 from jaxrlhf.data.prompts import PromptTable
 from jaxrlhf.execution.process_channel import Channel
 from jaxrlhf.experience import LENGTH, STOP, Rollout
 from jaxrlhf.observe.json_lines import JsonLinesWriter, truncate
 from jaxrlhf.observe.metrics import metrics_record, read_metrics, sample_record
 from jaxrlhf.observe.trackers import Trackers
-from jaxrlhf.run.function_roles import decode_responses
 from jaxrlhf.run.resume_point import ResumePoint
 from jaxrlhf.run.run_folder import RunFolder, RunFolderError
 from jaxrlhf.writing import writing

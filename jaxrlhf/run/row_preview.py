@@ -13,14 +13,14 @@ import numpy as np
 from jaxrlhf.algorithms.algorithm import Rows
 from jaxrlhf.brief import brief
 from jaxrlhf.config.schema import RunConfig, load_algorithm
+from jaxrlhf.configured.rows import StepRows, check_rows, load_tables
+from jaxrlhf.configured.sampling import resolved, samplings_of
 from jaxrlhf.data.loader import PromptLoader
 from jaxrlhf.data.prompts import PromptTable
 from jaxrlhf.experience import Preferences, Prompts, Sequences
 from jaxrlhf.observe.console import Console
 from jaxrlhf.require import require
-from jaxrlhf.run.configured_sampling import resolved, samplings_of
 from jaxrlhf.run.step_draft import longest_response
-from jaxrlhf.run.step_rows import StepRows, check_rows, load_tables
 
 STYLES = {"prompt": "cyan", "learned": "green", "read": "yellow", "chosen": "green", "rejected": "red"}
 """Mask of tokens -> its colour on a terminal."""

@@ -14,19 +14,19 @@ from jaxrlhf.algorithms.importance_weights import corrected
 from jaxrlhf.call_graph import CallGraph, GraphError
 from jaxrlhf.config.reading import ConfigError
 from jaxrlhf.config.schema import RunConfig, StalenessConfig, load_algorithm
+from jaxrlhf.configured.function_roles import own_tokens, retokenizer_notes, retokenizers
+from jaxrlhf.configured.length_means import LengthMeans
+from jaxrlhf.configured.roles import check_roles, check_vocabulary, configured_models, make_role, precision_notes
+from jaxrlhf.configured.rows import StepRows, Tables, check_rows, load_tables
+from jaxrlhf.configured.sampling import check_end, resolved, samplings_of
+from jaxrlhf.configured.tokenizer import tokenizer_notes
 from jaxrlhf.importing import failure
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.observe.metrics import check_results
 from jaxrlhf.planner.plans.config_keys import RowCountKeys, count_keys
 from jaxrlhf.planner.workload import Workload, step_workload
 from jaxrlhf.programs.roles import ModelRole, Role
-from jaxrlhf.run.configured_roles import check_roles, check_vocabulary, configured_models, make_role, precision_notes
-from jaxrlhf.run.configured_sampling import check_end, resolved, samplings_of
-from jaxrlhf.run.configured_tokenizer import tokenizer_notes
-from jaxrlhf.run.function_roles import own_tokens, retokenizer_notes, retokenizers
-from jaxrlhf.run.length_means import LengthMeans
 from jaxrlhf.run.recorded_lengths import response_lengths
-from jaxrlhf.run.step_rows import StepRows, Tables, check_rows, load_tables
 from jaxrlhf.sharding import mesh
 from jaxrlhf.tracing import StaleGeneration, trace
 

@@ -11,6 +11,7 @@ import numpy as np
 from safetensors import SafetensorError
 
 from jaxrlhf.cluster.cluster_text import local_cluster
+from jaxrlhf.configured.sampling import samplings_of
 from jaxrlhf.data.loader import PromptLoader
 from jaxrlhf.execution.executor import Executor
 from jaxrlhf.execution.function_threads import FunctionAbandonedError
@@ -28,7 +29,6 @@ from jaxrlhf.observe.timeline_recorder import Timeline
 from jaxrlhf.programs.roles import ENCODE, weighted_sum
 from jaxrlhf.run.assembly import Assembly
 from jaxrlhf.run.checkpoints import Checkpoints, restore, weight_sets_of
-from jaxrlhf.run.configured_sampling import samplings_of
 from jaxrlhf.run.evaluation import Evaluator
 from jaxrlhf.run.export import export, export_step
 from jaxrlhf.run.export import is_due as export_is_due

@@ -53,10 +53,12 @@ def test_equal_calls_are_measured_once():
 
 def test_degrees_are_those_that_divide():
     call = STEP.workload.call("actor.train")
-    found = Degrees(data=(1, 8, 64), fsdp=(1, 2), tensor=(1, 2, 4), remat=("none", "layer")).strategies(call, 8)
-    assert {(s.data, s.fsdp, s.tensor) for s in found} == {(1, 1, 1), (1, 1, 2), (1, 2, 1), (1, 2, 2), (8, 1, 1)}
+    found = Degrees(data=(1, 8, 64), fsdp=(1, 2), tensor=(1, 2, 4, 8), remat=("none", "layer")).strategies(call, 8)
+    assert {(s.data, s.fsdp, s.tensor) for s in found} == {
+        (1, 1, 1), (1, 1, 2), (1, 1, 4), (1, 2, 1), (1, 2, 2), (1, 2, 4), (8, 1, 1),
+    }  # fmt: skip
     assert {s.remat for s in found} == {"none", "layer"}
-    assert not divides(call, Strategy(tensor=4))  # two key-value heads
+    assert not divides(call, Strategy(tensor=8))  # four query heads
     assert not divides(call, Strategy(data=64))  # a mini-batch has 32 rows
 
 

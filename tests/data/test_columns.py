@@ -9,10 +9,10 @@ import pytest
 from pyarrow import parquet
 
 from jaxrlhf.config.schema import load_run
+from jaxrlhf.configured.rows import load_tables
 from jaxrlhf.data.config import DataConfig
 from jaxrlhf.data.prompts import load_prompts
 from jaxrlhf.data.tokenizer import TokenizerConfig
-from jaxrlhf.run.step_rows import load_tables
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}:{{ m.content }}>{% endfor %}"
 SYSTEM, ASK, MORE = (

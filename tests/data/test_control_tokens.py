@@ -8,11 +8,11 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from jaxrlhf.algorithms.algorithm import Rows
 from jaxrlhf.config.schema import load_run
+from jaxrlhf.configured.rows import StepRows, check_rows, load_tables
 from jaxrlhf.data.config import DataConfig
 from jaxrlhf.data.control_tokens import MarkedText, control_pattern, mark_text, mark_tokens
 from jaxrlhf.data.prompts import load_prompts
 from jaxrlhf.data.tokenizer import Tokenizer, train_bpe
-from jaxrlhf.run.step_rows import StepRows, check_rows, load_tables
 
 CONTROL = ["<s>", "<|im_start|>", "<|im_end|>"]
 START, END = 257, 258

@@ -8,10 +8,10 @@ import pytest
 
 from jaxrlhf.algorithms.algorithm import Rows
 from jaxrlhf.config.schema import load_run
+from jaxrlhf.configured.rows import StepRows, check_rows, load_tables
 from jaxrlhf.data.config import DataConfig
 from jaxrlhf.data.prompts import load_prompts
 from jaxrlhf.data.tokenizer import Tokenizer
-from jaxrlhf.run.step_rows import StepRows, check_rows, load_tables
 from tests.data.test_chat import ALTERNATING, CHATML, ZEPHYR
 from tests.data.test_control_tokens import byte_level
 

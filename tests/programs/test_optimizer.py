@@ -137,11 +137,12 @@ def test_a_second_moment_in_bfloat16_follows_small_changes():
 
 def test_bfloat16_moments_do_not_depend_on_the_form_of_layers():
     config = OptimizerConfig(state_dtype="bfloat16")
-    params = [jnp.ones((3, 4)), 2 * jnp.ones((3, 4))]
-    gradient = [jax.random.normal(jax.random.key(i), (3, 4)) for i in range(2)]
+    params = {"layers": [jnp.ones((3, 4)), 2 * jnp.ones((3, 4))]}
+    gradient = {"layers": [jax.random.normal(jax.random.key(i), (3, 4)) for i in range(2)]}
     norm = jnp.float32(1.0)
     _, apart, _ = apply_gradient(config, 1, params, init_optimizer(config, params), gradient, norm)
-    stacked = jnp.stack(params)
-    _, together, _ = apply_gradient(config, 1, stacked, init_optimizer(config, stacked), jnp.stack(gradient), norm)
-    np.testing.assert_array_equal(jnp.stack(moments(apart).nu), moments(together).nu)
-    np.testing.assert_array_equal(jnp.stack(moments(apart).mu), moments(together).mu)
+    stacked, stacked_gradient = ({"layers": jnp.stack(each["layers"])} for each in (params, gradient))
+    _, together, _ = apply_gradient(config, 1, stacked, init_optimizer(config, stacked), stacked_gradient, norm)
+    for name in ("mu", "nu"):
+        listed, in_one = (getattr(moments(each), name)["layers"] for each in (apart, together))
+        np.testing.assert_array_equal(jnp.stack(listed), in_one)

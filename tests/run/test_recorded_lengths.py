@@ -7,9 +7,9 @@ import pytest
 from jaxrlhf.config.plan_config import ResponseLengths
 from jaxrlhf.config.reading import ConfigError
 from jaxrlhf.config.schema import load_run
+from jaxrlhf.configured.size_overrides import with_lengths
 from jaxrlhf.experience import Sampling
 from jaxrlhf.run.recorded_lengths import response_lengths
-from jaxrlhf.run.size_overrides import with_lengths
 from jaxrlhf.run.step_draft import draft_step
 
 

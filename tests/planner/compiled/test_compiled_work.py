@@ -84,7 +84,7 @@ def test_calls_without_programs_are_counted_by_formulas():
 
 
 def test_degrees_are_those_that_a_model_splits():
-    assert tensor_degrees(STEP.workload.call("critic.values"), 8) == [1, 2]
+    assert tensor_degrees(STEP.workload.call("critic.values"), 8) == [1, 2, 4]
 
 
 def test_real_programs_are_compiled_counted_and_kept(tmp_path):

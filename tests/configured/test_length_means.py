@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from jaxrlhf.run.length_means import LengthMeans
+from jaxrlhf.configured.length_means import LengthMeans
 
 
 def test_means_are_those_of_a_prompt_or_of_all():

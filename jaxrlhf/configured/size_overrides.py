@@ -7,14 +7,14 @@ from typing import Any
 from jaxrlhf.config.plan_config import ResponseLengths
 from jaxrlhf.config.reading import ConfigError
 from jaxrlhf.config.schema import RunConfig
+from jaxrlhf.configured.rows import Tables
+from jaxrlhf.configured.sampling import map_settings, without_tokens
 from jaxrlhf.data.config import DataConfig
 from jaxrlhf.data.prompts import load_prompts
 from jaxrlhf.data.tokenizer import TokenizerConfig
 from jaxrlhf.experience import Sampling
 from jaxrlhf.planner.plans.config_keys import paths_of
 from jaxrlhf.require import errors_as
-from jaxrlhf.run.configured_sampling import map_settings, without_tokens
-from jaxrlhf.run.step_rows import Tables
 
 
 def with_response_tokens(config: RunConfig, count: int) -> RunConfig:

@@ -10,6 +10,7 @@ from typing import Any
 from jaxrlhf.brief import brief, did_you_mean
 from jaxrlhf.config.reading import ConfigError
 from jaxrlhf.config.schema import RANDOM, RoleConfig, RunConfig
+from jaxrlhf.configured.function_roles import function_role
 from jaxrlhf.data.prompts import PromptTable
 from jaxrlhf.data.tokenizer import Tokenizer
 from jaxrlhf.models.adapter_files import check_adapters
@@ -21,7 +22,6 @@ from jaxrlhf.models.huggingface import check_params, read_origin
 from jaxrlhf.programs.roles import ModelRole, Role, WeightedSumRole
 from jaxrlhf.programs.weight_sets import BASE
 from jaxrlhf.require import errors_as
-from jaxrlhf.run.function_roles import function_role
 
 MAX_PARAMETERS = 10**14
 """A bound that no model reaches, which catches mistakes."""

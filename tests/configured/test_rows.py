@@ -10,8 +10,8 @@ import pytest
 
 from jaxrlhf.algorithms.algorithm import Rows
 from jaxrlhf.config.schema import load_run
-from jaxrlhf.run.length_means import LengthMeans
-from jaxrlhf.run.step_rows import StepRows, check_rows, load_tables
+from jaxrlhf.configured.length_means import LengthMeans
+from jaxrlhf.configured.rows import StepRows, check_rows, load_tables
 
 RUN = """
 name: rows

@@ -8,9 +8,9 @@ import pytest
 import tokenizers
 
 from jaxrlhf.config.schema import load_run
+from jaxrlhf.configured.rows import load_tables
+from jaxrlhf.configured.tokenizer import tokenizer_notes
 from jaxrlhf.data.tokenizer import TokenizerConfig
-from jaxrlhf.run.configured_tokenizer import tokenizer_notes
-from jaxrlhf.run.step_rows import load_tables
 from tests.small_run import write_run
 
 

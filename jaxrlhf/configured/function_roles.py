@@ -10,6 +10,7 @@ import numpy as np
 from jaxrlhf.brief import brief
 from jaxrlhf.config.reading import ConfigError
 from jaxrlhf.config.schema import RoleConfig, RunConfig
+from jaxrlhf.configured.tokenizer import own_tokenizers
 from jaxrlhf.data.prompts import PromptTable
 from jaxrlhf.data.retokenizing import OwnTokenizerConfig, Retokenizer
 from jaxrlhf.data.tokenizer import Tokenizer
@@ -20,7 +21,6 @@ from jaxrlhf.rewards import functions
 from jaxrlhf.rewards.built_in import VERIFIERS
 from jaxrlhf.rewards.verifiers import RewardFunction
 from jaxrlhf.rewards.workers import Workers
-from jaxrlhf.run.configured_tokenizer import own_tokenizers
 
 
 def function_role(name: str, role: RoleConfig, table: PromptTable) -> FunctionRole:

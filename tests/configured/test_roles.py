@@ -11,12 +11,12 @@ import pytest
 from jaxrlhf import plan
 from jaxrlhf.config.reading import ConfigError
 from jaxrlhf.config.schema import load_run
+from jaxrlhf.configured.roles import configured_models, precision_notes
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.config_json import read_config
 from jaxrlhf.programs.roles import ModelRole
 from jaxrlhf.programs.weight_sets import weight_sets
 from jaxrlhf.run.assembly import Assembly, assemble
-from jaxrlhf.run.configured_roles import configured_models, precision_notes
 from jaxrlhf.run.step_draft import draft_step
 from tests.small_run import write_run
 

@@ -13,12 +13,12 @@ from jaxrlhf.algorithms.algorithm import Rows
 from jaxrlhf.brief import did_you_mean
 from jaxrlhf.config.reading import ConfigError
 from jaxrlhf.config.schema import RunConfig
+from jaxrlhf.configured.length_means import LengthMeans
+from jaxrlhf.configured.roles import check_origins
+from jaxrlhf.configured.tokenizer import configured_tokenizer
 from jaxrlhf.data.loader import PromptLoader
 from jaxrlhf.data.prompts import PromptTable, load_prompts
 from jaxrlhf.require import errors_as
-from jaxrlhf.run.configured_roles import check_origins
-from jaxrlhf.run.configured_tokenizer import configured_tokenizer
-from jaxrlhf.run.length_means import LengthMeans
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""What a config means, before there is a device: roles, samplings, the tokenizer, Python functions, rows of data."""
