@@ -13,6 +13,7 @@ from safetensors.numpy import load_file
 from jaxrlhf.run import export as exporting
 from jaxrlhf.train import main
 from jaxrlhf.writing import begin_folder, finish_folder, partial_folder
+from scripts.convert import main as convert
 from tests.subprocesses import environment, free_port
 
 MODEL = {
@@ -66,10 +67,29 @@ def test_between_steps_and_after_a_resume(train):
 
     # a run that ends where it begins turns a checkpoint into a folder
     assert train("steps=1", f"resume={run}/checkpoints/steps/2") == 1
-    assert train("steps=2", f"resume={run}/checkpoints/steps/2", "output.export_every=0") == 0
-    again = Path("runs/latest").resolve()
-    assert again != run
-    chex.assert_trees_all_equal(weights(again / "actor"), weights(run / "exports/2/actor"))
+    before = sorted(run.parent.iterdir())
+    assert convert([f"{run}/checkpoints/steps/2", "folders/actor"]) == 0
+    chex.assert_trees_all_equal(weights(Path("folders/actor")), weights(run / "exports/2/actor"))
+    assert (Path("folders/actor/tokenizer.json")).is_file()
+    assert sorted(run.parent.iterdir()) == before and [path.name for path in Path("folders").iterdir()] == ["actor"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["steps/2", "to"], "steps/2: must be RUN/checkpoints/steps/NUMBER, with a run's config.yaml in RUN. Got "),
+        (["steps/2", "to", "--dtype", "bfloat16"], "--dtype: is for GGUF files. Got the folder steps/2."),
+        (["model.gguf", "to", "--role", "critic"], "--role, --merge-adapters: are for checkpoints. Got the file"),
+        (["run/checkpoints/steps/2", "steps"], "steps: must be new. Got a file or folder that is there."),
+    ],
+)
+def test_checkpoints_that_cannot_be_converted(arguments, error, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for folder in ("steps/2", "run/checkpoints/steps/2"):
+        Path(folder).mkdir(parents=True)
+    Path("run/config.yaml").touch()
+    assert convert(arguments) == 1
+    assert capsys.readouterr().err.startswith(f"Error: {error}")
 
 
 def test_an_interrupted_export_leaves_no_folder_and_is_written_again(train, monkeypatch):
@@ -182,8 +202,11 @@ def test_adapters_merged_into_a_whole_model(train):
     )  # fmt: skip
     assert train(*adapted) == 0
     adapters = load_file(Path("runs/latest/actor/adapter_model.safetensors"))
+    run = Path("runs/latest").resolve()
+    assert convert([f"{run}/checkpoints/steps/2", "merged", "--merge-adapters"]) == 0
     assert train(*adapted, "output.merge_adapters=true") == 0
     merged, base = weights(Path("runs/latest/actor")), weights(start)
+    chex.assert_trees_all_equal(weights(Path("merged")), merged)
     assert not Path("runs/latest/actor/adapter_config.json").exists()
     for name, weight in base.items():
         before, after = (f"base_model.model.{name.removesuffix('.weight')}.lora_{x}.weight" for x in "AB")
