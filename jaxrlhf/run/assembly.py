@@ -29,19 +29,21 @@ from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.config_json import Origin
 from jaxrlhf.models.lora import declare_adapters
 from jaxrlhf.name_rules import check_metric_name
+from jaxrlhf.planner.costs.cpu_micro_batches import with_micro_batches
 from jaxrlhf.planner.costs.stage_costs import reference_costs
 from jaxrlhf.planner.fusion.fusible import check_fusion, fusion_notes, oppose, with_schedules
 from jaxrlhf.planner.plans.check_plan import check, check_entries, check_offload, stage_warnings, tail_warnings
 from jaxrlhf.planner.plans.complete_plan import complete_plan
 from jaxrlhf.planner.plans.config_keys import RowCountKeys
 from jaxrlhf.planner.plans.device_order import reuse_training_shards, training_placements
-from jaxrlhf.planner.plans.plan import Placement, Plan, resolve
+from jaxrlhf.planner.plans.plan import Placement, Plan, placement_of, resolve
 from jaxrlhf.planner.plans.saved_plan import SavedPlan
 from jaxrlhf.programs.roles import ModelRole, Role, WeightedSumRole
 from jaxrlhf.require import errors_as
 from jaxrlhf.run.find_plan import find_plan, is_planned
 from jaxrlhf.run.run_folder import OWN_FOLDERS
 from jaxrlhf.run.step_draft import StepDraft, draft_step, first_state, on_host, trace_step
+from jaxrlhf.sharding import mesh
 from jaxrlhf.sharding.layout import Layout
 from jaxrlhf.sharding.strategy import Strategy
 
@@ -222,6 +224,8 @@ class _Phases:
         if self.saved is None:
             default = config.default or Placement(strategy=Strategy(data=num_devices))
             plan = resolve(graph, default.with_devices(), config.placements, offload=config.offload, fuse=fuse)
+            if config.default is None and graph is draft.graph and mesh.platform() == "cpu":
+                plan = self._with_micro_batches(plan)
         else:
             step = self.saved.plan
             kept = {**step.placements, **config.placements} if graph is draft.graph else config.placements
@@ -234,6 +238,21 @@ class _Phases:
         if not plan.fuse:
             return plan
         return with_schedules(oppose(plan, graph), graph, draft.workload(), reference_costs(num_devices, per_node))
+
+    def _with_micro_batches(self, plan: Plan) -> Plan:
+        """The plan of a step on CPUs, whose train calls without an entry in the config get micro-batches of a size that
+        is fast there."""
+        calls = {call.name: call for call in self.draft.workload().calls if call.trains}
+        open_ones = {
+            name: placement
+            for name, placement in plan.placements.items()
+            if name in calls and placement_of(name, self.draft.config.plan.placements) is None
+        }
+        chosen = {
+            name: dataclasses.replace(placement, strategy=with_micro_batches(calls[name], placement.strategy))
+            for name, placement in open_ones.items()
+        }
+        return dataclasses.replace(plan, placements={**plan.placements, **chosen})
 
 
 def _warm_start(draft: StepDraft, phases: _Phases) -> tuple[Phase | None, list[str]]:

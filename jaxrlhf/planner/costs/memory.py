@@ -88,7 +88,7 @@ def call_memory(call: ModelCall, strategy: Strategy, *, is_trained: bool, on_cpu
         return dataclasses.replace(_generate_memory(call, strategy), **held)
     rows = call.part_rows(strategy)
     activations = int(rows * call.columns * size * _in_pass(call.model, strategy))
-    logits, gathered = _logits(call, strategy, rows), _gathered(call, strategy)
+    logits, gathered = logits_bytes(call, strategy, rows), _gathered(call, strategy)
     if logits > activations + gathered:
         return CallMemory(logits=logits, **held)
     return CallMemory(activations=activations, **{"gathered": gathered, **held})
@@ -220,7 +220,7 @@ def _train_memory(call: ModelCall, strategy: Strategy) -> CallMemory:
     at_work = tokens * size * 2 * _live(model, strategy)
     accumulated = MASTER_BYTES if strategy.micro_batches > 1 or strategy.pipeline > 1 else size
     resting, gathered = trained * (MASTER_BYTES + call.moment_bytes), _gathered(call, strategy)
-    logits, gradients = 2 * _logits(call, strategy, rows), trained * accumulated
+    logits, gradients = 2 * logits_bytes(call, strategy, rows), trained * accumulated
     if call.part is not None:  # what its parts have added up
         resting += trained * MASTER_BYTES * call.terms
     held = dict(resting=resting, optimizer=trained * call.moment_bytes, gathered=gathered)
@@ -288,7 +288,7 @@ def _in_pass(model: ModelConfig, strategy: Strategy) -> float:
     return _live(model, strategy) + (2 * model.hidden_size if strategy.tensor > 1 else 0)
 
 
-def _logits(call: ModelCall, strategy: Strategy, rows: float) -> int:
+def logits_bytes(call: ModelCall, strategy: Strategy, rows: float) -> int:
     """Bytes of the logits of one chunk of columns, in float32."""
     if call.model.head == "scalar":
         return 0
