@@ -15,7 +15,7 @@ import jax
 from jaxrlhf.cluster.cluster_text import local_cluster
 from jaxrlhf.config.plan_config import Placement
 from jaxrlhf.config.reading import apply_overrides, to_tree
-from jaxrlhf.config.schema import RunConfig, build_run
+from jaxrlhf.config.schema import build_run
 from jaxrlhf.observe.events import noted_call
 from jaxrlhf.planner.memory_forecast import MemoryForecast, forecast_memory
 from jaxrlhf.planner.plans.config_keys import paths_of
@@ -26,7 +26,6 @@ from jaxrlhf.programs.roles import ModelRole
 from jaxrlhf.run.assembly import Assembly, assemble
 from jaxrlhf.run.step_draft import draft_step
 from jaxrlhf.sharding import mesh
-from jaxrlhf.sharding.strategy import Strategy
 
 _WORTH = 0.99
 """A remedy leaves no more than this part of the memory that is needed."""
@@ -173,7 +172,7 @@ def _micro_batches(assembly: Assembly, calls: Sequence[str]) -> Iterator[tuple[s
     factor = 2
     while factor <= _MOST_MICRO_BATCHES:
         counts = {call: factor * placements[call].strategy.micro_batches for call in cut}
-        changes = [_entry(assembly.config, call, micro_batches=count) for call, count in counts.items()]
+        changes = [_entry(assembly, call, micro_batches=count) for call, count in counts.items()]
         yield "more micro-batches", sum(changes, ())
         factor *= 2
 
@@ -193,7 +192,7 @@ def _chunked_logits(assembly: Assembly, calls: Sequence[str]) -> Iterator[tuple[
 def _remat(assembly: Assembly, calls: Sequence[str]) -> Iterator[tuple[str, Overrides]]:
     trained = [call for call in _of_models(assembly, calls) if call.partition("#")[0].endswith(".train")]
     for remat in ("dots", "layer"):
-        changes = [_entry(assembly.config, call, remat=remat) for call in trained]
+        changes = [_entry(assembly, call, remat=remat) for call in trained]
         yield "activations computed again in the backward pass", sum(changes, ())
 
 
@@ -210,7 +209,7 @@ def _offload(assembly: Assembly, calls: Sequence[str]) -> Iterator[tuple[str, Ov
 def _fsdp(assembly: Assembly, calls: Sequence[str]) -> Iterator[tuple[str, Overrides]]:
     of = {call: placement.strategy for call, placement in assembly.train.plan.placements.items()}
     every = [call for call in _of_models(assembly, list(of)) if of[call].data > 1]
-    changes = [_entry(assembly.config, call, data=1, fsdp=of[call].num_row_shards) for call in every]
+    changes = [_entry(assembly, call, data=1, fsdp=of[call].num_row_shards) for call in every]
     yield "weights split over devices", sum(changes, ())
 
 
@@ -257,13 +256,14 @@ def _of_models(assembly: Assembly, calls: Sequence[str]) -> list[str]:
     return [name for name in dict.fromkeys(single) if name in names]
 
 
-def _entry(config: RunConfig, call: str, **changes: Any) -> Overrides:
-    """Sets degrees of a call's placement, in its entry or in a new one with those of the default."""
-    entries, own = config.plan.calls, call.partition("#")[0]
+def _entry(assembly: Assembly, call: str, **changes: Any) -> Overrides:
+    """Sets degrees of a call's placement, in its entry or in a new one with those that it has."""
+    config, own = assembly.config.plan, call.partition("#")[0]
+    entries = config.calls
     name = next((key for key in (call, own) if key in entries), None)
     if name is not None:
         return tuple(f"plan.calls.{name}.{key}={value}" for key, value in changes.items())
-    default = config.plan.default or Placement(strategy=Strategy(data=mesh.num_devices()))
+    default = config.default or Placement(strategy=assembly.train.plan.placements[call].strategy)
     unset = to_tree(Placement())
     written = {key: value for key, value in (to_tree(default) | changes).items() if value != unset[key]}
     return (f"plan.calls.{own}={_flow(written)}",)
