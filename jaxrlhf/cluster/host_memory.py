@@ -12,8 +12,8 @@ from pathlib import Path
 PROCESS_BYTES = 1_000_000_000
 """Memory of a run's process beside its arrays: Python, JAX, compiled programs of small models and compiling."""
 LAYER_PROGRAM_BYTES = 10_000_000
-"""Memory of the compiled program of a layer. Measured as what runs of 30 layers and three to six calls took beside their
-arrays (GRPO 4.2 GB, PPO 6.8 GB in all)."""
+"""Memory of the compiled program of a layer. Measured as what runs of 30 layers and three to six calls took beside
+their arrays (GRPO 4.2 GB, PPO 6.8 GB in all)."""
 RETAINED = 0.12
 """Memory of freed arrays that the allocator retains, as a part of the arrays at their peak."""
 SHARE = 0.4

@@ -39,8 +39,8 @@ from jaxrlhf.sharding.strategy import Remat, Strategy
 MASTER_BYTES = 4
 """Bytes of the float32 master of a trained weight."""
 SAVED_ON_CPU: Mapping[Remat, tuple[float, float]] = {"none": (1.8, 2.4), "dots": (1.1, 1.9), "layer": (1.4, 2.0)}
-"""Activations of a train call on a CPU, where little is fused, as a multiple of those of a GPU: of whole weights, and of
-adapters. Compared with compiled programs: 1.7 to 1.9 and 1.2 to 4.4 where nothing is computed anew."""
+"""Activations of a train call on a CPU, where little is fused, as a multiple of those of a GPU: of whole weights, and
+of adapters. Compared with compiled programs: 1.7 to 1.9 and 1.2 to 4.4 where nothing is computed anew."""
 
 
 @dataclasses.dataclass(frozen=True)
