@@ -13,6 +13,7 @@ import time
 import types
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -169,7 +170,8 @@ def _read_options(options: argparse.Namespace) -> RunConfig:
 class _CallableModule(types.ModuleType):
     """Keeps `jaxrlhf.train(...)` callable after an import of this module, which takes the name in the package."""
 
-    __call__ = staticmethod(jaxrlhf.train)
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        return jaxrlhf.__getattr__("train")(*arguments, **keywords)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from jaxrlhf.writing import UnwritableError
 
 class OpenRun:
     """Executes a checked run, in a folder of its own or in that of the run that it resumes. The folder is locked until
-    `close`.
+    the run is finished or closed.
 
     All methods but `close` are called within `listening`. `pauses`: as of `Trainer`.
     """
@@ -40,7 +40,7 @@ class OpenRun:
         self._trainer: Trainer | None = None
         self._compared: Comparison | None = None
         self.folder: RunFolder | None = None
-        """None until the run first listens."""
+        """None until it is first asked for."""
         self.outcome: Outcome | None = None
         """The results, once all steps are done and everything is written."""
 
@@ -52,8 +52,7 @@ class OpenRun:
         Raises one of `EXPECTED` if the run cannot continue, and RunStopped if it was asked to stop, and has saved.
         """
         channel, console = self._run.channel, self._console
-        if self.folder is None:
-            self.folder = channel.share(self._find_folder)
+        folder = self.find_folder()
         try:
             with StopRequest(console.line, end) as stop, complaints_said_once(console.line):
                 if self._trainer is not None:
@@ -61,7 +60,7 @@ class OpenRun:
                 else:
                     channel.share(self._take_over)
                     self._trainer = Trainer(
-                        self._run.assembly, self.folder, console, resume=self._run.resume, stop=stop, channel=channel,
+                        self._run.assembly, folder, console, resume=self._run.resume, stop=stop, channel=channel,
                         pauses=self._pauses,
                     )  # fmt: skip
                     self._trainer.start()
@@ -69,12 +68,12 @@ class OpenRun:
         except RunFolderError as error:
             raise InputError(str(error)) from error
         except UnwritableError as error:
-            raise UnwritableError(f"{error} {what_is_kept(self.folder)}") from error
+            raise UnwritableError(f"{error} {what_is_kept(folder)}") from error
         except BaseException as error:
             if self._trainer is None or self._trainer.is_closed:
-                console.line(f"The run stopped. What it wrote until then is in {self.folder.path}")
+                console.line(f"The run stopped. What it wrote until then is in {folder.path}")
             if isinstance(error, RewardError) and error.__cause__ is not None and channel.is_first:
-                raise _with_traceback(error, self.folder) from error
+                raise _with_traceback(error, folder) from error
             raise
 
     @property
@@ -96,6 +95,7 @@ class OpenRun:
                 )
             forecast = {"forecast": self._compared.to_json()} if self._compared is not None else {}
             folder.write_json("outcome.json", self.outcome.to_json() | forecast)
+        self._held.close()
 
     def print_outcome(self, seconds: float) -> None:
         """Prints the results of a run that has taken so many seconds."""
@@ -108,11 +108,14 @@ class OpenRun:
             if self._trainer is not None:
                 self._trainer.close()
 
-    def _find_folder(self) -> RunFolder:
+    def find_folder(self) -> RunFolder:
+        """The folder of the run, which is made unless it exists."""
         resume, config = self._run.resume, self._run.assembly.config
-        if resume is None or resume.is_branch:
-            return RunFolder.create(Path(config.output.folder), config.name)
-        return resume.folder
+        if self.folder is None and resume is not None and not resume.is_branch:
+            self.folder = resume.folder
+        elif self.folder is None:
+            self.folder = self._run.channel.share(lambda: RunFolder.create(Path(config.output.folder), config.name))
+        return self.folder
 
     def _take_over(self) -> None:
         """Locks the folder, and writes the description of the run to it."""

@@ -16,6 +16,7 @@ from jaxrlhf.execution.executor import Executor
 from jaxrlhf.execution.function_threads import FunctionAbandonedError
 from jaxrlhf.execution.process_channel import Channel
 from jaxrlhf.execution.step_result import StepResult
+from jaxrlhf.execution.weight_store import WeightStore
 from jaxrlhf.observe.chrome_trace import write_chrome_trace
 from jaxrlhf.observe.console import Console
 from jaxrlhf.observe.events import WAIT, ProcessEvents
@@ -127,6 +128,7 @@ class Trainer:
             self._stop_if_asked()
             self._reported = time.perf_counter()
             self._step(reads_late=False)
+            self._pause_if_asked()
         return dict(self._latest)
 
     def train(self, until: int) -> None:
@@ -145,6 +147,7 @@ class Trainer:
                     while self.done < until:
                         # metrics are read a step late, so that the devices do not wait for Python
                         self._step(reads_late=self.done + 1 < until)
+                    self._pause_if_asked()
                 finally:
                     self._progress = self._unseen_progress()
                     self._executor.say = self._progress.within_step
@@ -194,9 +197,22 @@ class Trainer:
         with self._closed_by_errors():
             self._save(self.done, self._state)
             self._checkpoints.wait()
+        return self.checkpoint()
+
+    def checkpoint(self) -> Path:
+        """The folder of the checkpoint of the present state, whether it exists or not."""
         return Position("steps", self.done).checkpoint(self._folder)
 
-    def export(self, role: str, target: Path, *, merge_adapters: bool) -> None:
+    def wait(self) -> None:
+        """Waits for all that was dispatched."""
+        self._executor.wait()
+
+    @property
+    def weights(self) -> WeightStore:
+        """The present weights, on the devices."""
+        return self._executor.weights
+
+    def export(self, role: str, target: Path, *, merge_adapters: bool | None) -> None:
         """Writes the present weights of a role to a folder."""
         self._executor.wait()
         parts = self._assembly, self._executor, self._folder, self._channel
@@ -370,6 +386,11 @@ class Trainer:
         if self._requests.look()[0]:
             self._save(self.done, self._state)
             raise self._stopped()
+
+    def _pause_if_asked(self) -> None:
+        """The same for a request after the last look, in an evaluation: the next step may be far away."""
+        if self._pauses and self.done < self._config.steps:
+            self._stop_if_asked()
 
     def _report_all(self) -> None:
         while self._unread:
