@@ -11,7 +11,6 @@ from safetensors import SafetensorError
 
 from jaxrlhf.cluster.cluster_text import local_cluster
 from jaxrlhf.configured.sampling import samplings_of
-from jaxrlhf.data.loader import PromptLoader
 from jaxrlhf.execution.executor import Executor
 from jaxrlhf.execution.function_threads import FunctionAbandonedError
 from jaxrlhf.execution.process_channel import Channel
@@ -45,11 +44,9 @@ from jaxrlhf.run.step_metrics import (
     throughput_metrics,
 )
 from jaxrlhf.run.tail_refinement import TailRefinement
+from jaxrlhf.run.warm_start import train_actor_first
 from jaxrlhf.sharding import mesh
 from jaxrlhf.writing import UnwritableError, writing
-
-WARM_START_STEP = 2**31
-"""The first step number of a warm start, which is not one of training."""
 
 
 class Trainer:
@@ -306,42 +303,10 @@ class Trainer:
 
     def _warm_start(self) -> Placed:
         """The actor's weights after supervised training."""
-        phase, config = self._assembly.warm_start, self._config.warm_start
-        assert phase is not None and config is not None
-        executor = Executor(phase.roles, seed=self._config.seed, timeline=self._timeline, channel=self._channel)
-        try:
-            if self._resume is None or self._resume.position is None:
-                load_first_weights(executor, phase, self._config, {})
-                first, state = 0, phase.first_state
-            else:
-                first, state = self._resume.position.done, restore(self._resume, phase, executor)
-            new_tokens = phase.graph.calls[0].terms[0].batch["sequences"].response.shape[1]
-            loader = PromptLoader(self._assembly.table, config.batch_size * config.updates_per_step, self._config.seed)
-            self._console.header(f"Warm start: {config.steps} supervised updates of {config.batch_size} rows")
-            with self._console.progress(config.steps, start=first) as progress:
-                for done in range(first + config.updates_per_step, config.steps + 1, config.updates_per_step):
-                    call = done // config.updates_per_step - 1
-                    rows, step = loader.batch(call, "demonstrations", max_new_tokens=new_tokens), WARM_START_STEP + call
-                    at = {"step": step, "phase": "warm start", "number": done}
-                    result = executor.run(phase.graph, phase.plan, state, rows, **at)
-                    state = result.state
-                    self._has_unsaved(True)
-                    metrics = flatten({"warm_start": result.fetch()}) | {"warm_start/step": float(done)}
-                    self._records.write_metrics(0, metrics)
-                    check_finite(metrics, step=done)
-                    progress.update(done, {"loss": metrics["warm_start/actor/loss"]})
-                    stops, saves = self._requests.look()
-                    if stops or saves:
-                        self._records.sync()
-                        self._checkpoints.save_warm_start(done, executor, state)
-                        self._has_unsaved(False)
-                        progress.resume()
-                    if stops:
-                        self._checkpoints.wait()
-                        raise self._requests.stopped(f"Saved after {done} of {config.steps} updates of the warm start.")
-            return executor.weights.snapshot("actor")
-        finally:
-            executor.close()
+        return train_actor_first(
+            self._assembly, resume=self._resume, timeline=self._timeline, channel=self._channel, console=self._console,
+            records=self._records, checkpoints=self._checkpoints, requests=self._requests,
+        )  # fmt: skip
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 

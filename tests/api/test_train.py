@@ -135,8 +135,9 @@ def test_what_it_cannot_generate_is_refused(run, arguments, message):
     ],
 )
 def test_bad_input_is_refused_as_on_the_command_line(config, tmp_path, more, message):
+    keys: dict[str, Any] = {"data": {"path": ROWS, "eval_rows": 8}, "output": {"folder": str(tmp_path)}, **more}
     with pytest.raises(InputError, match=message):
-        jaxrlhf.train(config, **{"data": {"path": ROWS, "eval_rows": 8}, "output": {"folder": str(tmp_path)}, **more})
+        jaxrlhf.train(config, **keys)
 
 
 def test_of_rows_in_a_list_none_are_held_out_without_an_evaluation(config, tmp_path):
@@ -145,7 +146,7 @@ def test_of_rows_in_a_list_none_are_held_out_without_an_evaluation(config, tmp_p
 
 
 def test_a_shipped_config_takes_rows_in_place_of_its_task(tmp_path):
-    more = {"devices": "cpu:8", "output": {"folder": str(tmp_path)}}
+    more: dict[str, Any] = {"devices": "cpu:8", "output": {"folder": str(tmp_path)}}
     rows = [{"prompt": row["prompt"]} for row in ROWS]
     with pytest.raises(InputError, match=r"needs a column 'answer' in every row"):
         jaxrlhf.train("grpo_arithmetic", data={"path": rows, "eval_rows": 8}, **more)
