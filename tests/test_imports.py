@@ -19,6 +19,7 @@ LAYERS = [
     {"run"},
     {"configured"},
     {"execution"},
+    {"pages"},
     {"observe"},
     {"planner"},
     {"planner.fusion"},
