@@ -55,7 +55,7 @@ def choose_steps(rows: Rows, text: str | None) -> tuple[int, int]:
     return max(first, there[0]), min(last, there[-1])
 
 
-def timeline_view(rows: Rows, steps: tuple[int, int]) -> TimelineView:
+def timeline_view(rows: Rows, steps: tuple[int, int], *, most_device_rows: int = MAX_DEVICE_ROWS) -> TimelineView:
     """The view of some steps, the first and the last one of `steps`. Raises PictureError if they have no time."""
     events = [event for _, row in rows for event in row]
     spans = {step: span for step in range(steps[0], steps[1] + 1) if (span := step_span(events, step)) is not None}
@@ -64,7 +64,8 @@ def timeline_view(rows: Rows, steps: tuple[int, int]) -> TimelineView:
             f"--steps: must have a span of time. Got {steps[0]}-{steps[1]}, of which nothing ran by itself."
         )
     start, end = min(span[0] for span in spans.values()), max(span[1] for span in spans.values())
-    shown = [(label, [each for each in row if each.start < end and each.end > start]) for label, row in joined(rows)]
+    within = [(label, [each for each in row if each.start < end and each.end > start]) for label, row in rows]
+    shown = joined(within, most_device_rows)
     used = utilization(events, (start, end), sorted({device for event in events for device in event.devices}))
     facts = (
         f"devices busy {used.busy_fraction:.0%}",
@@ -87,9 +88,9 @@ def call_of(event: Event) -> str | None:
     return None if event.kind in (*MOVING, WAIT) else event.name.partition("#")[0]
 
 
-def joined(rows: Rows) -> Rows:
+def joined(rows: Rows, most: int = MAX_DEVICE_ROWS) -> Rows:
     """The rows of many devices, with neighbors that have the same events joined into one."""
-    if sum(label.startswith("device ") for label, _ in rows) <= MAX_DEVICE_ROWS:
+    if sum(label.startswith("device ") for label, _ in rows) <= most:
         return rows
 
     def does(labelled: tuple[str, list[Event]]) -> Any:

@@ -63,11 +63,11 @@ def main_metric(records: Sequence[Mapping[str, Any]]) -> str:
 
 
 def points_of(records: Sequence[Mapping[str, Any]], name: str) -> list[tuple[float, float]]:
-    """(step, value) of a metric; values that were not finite are NaN."""
+    """(step, value) of a metric; values that were not finite are NaN, and those that are no numbers are left out."""
     return [
-        (float(record["step"]), float(record[name]) if record[name] is not None else math.nan)
+        (float(record["step"]), math.nan if record[name] is None else float(record[name]))
         for record in records
-        if name in record and isinstance(record.get("step"), int | float)
+        if name in record and (record[name] is None or isinstance(record[name], int | float))
     ]
 
 
