@@ -18,9 +18,10 @@ from jaxrlhf.config.reading import ConfigError
 from jaxrlhf.config.schema import RunConfig, load_run
 from jaxrlhf.configured.size_overrides import with_lengths, with_response_tokens, with_synthetic_prompts
 from jaxrlhf.observe.console import Console
-from jaxrlhf.observe.plan_page import measured_seconds, write_plan_page
 from jaxrlhf.observe.plan_pictures import draw_plan, draw_search
-from jaxrlhf.observe.timeline_picture import PictureError, check_matplotlib
+from jaxrlhf.observe.timeline_picture import check_matplotlib
+from jaxrlhf.observe.timeline_view import PictureError
+from jaxrlhf.pages.plan_page import measured_seconds, write_plan_page
 from jaxrlhf.planner.compiled.compiler import CompileError
 from jaxrlhf.planner.cost_sources import SOURCES
 from jaxrlhf.planner.fusion.parts_forecast import PlanInParts

@@ -15,10 +15,11 @@ MODULES = sorted((ROOT / "jaxrlhf").rglob("*.py"))
 # at the top of a file or in a function. The files of `planner` itself lie above its rooms, but for its workload.
 LAYERS = [
     {"api", "calibrate"},
-    {"train", "plan", "timeline", "testing", "calibration"},
+    {"train", "plan", "timeline", "report", "testing", "calibration"},
     {"run"},
     {"configured"},
     {"execution"},
+    {"pages"},
     {"observe"},
     {"planner"},
     {"planner.fusion"},
