@@ -13,11 +13,13 @@ from jaxrlhf.api.displays import GraphDisplay, PlanDisplay, TimelineDisplay
 from jaxrlhf.api.generating import check_request, responses
 from jaxrlhf.api.keys import Config, RunKeys, with_keys
 from jaxrlhf.brief import brief, did_you_mean
+from jaxrlhf.config.reading import to_tree
 from jaxrlhf.config.schema import RunConfig
 from jaxrlhf.execution.executor import Executor
 from jaxrlhf.observe.console import Console
 from jaxrlhf.observe.json_lines import read_json_lines
 from jaxrlhf.observe.metrics import read_metrics
+from jaxrlhf.pages.run_html import run_html
 from jaxrlhf.programs.roles import ModelRole
 from jaxrlhf.require import errors_as
 from jaxrlhf.run.checked_run import InputError, check_run
@@ -257,15 +259,19 @@ class Run:
         """The mean score of every step so far."""
         return [record["critic/score/mean"] for record in self.records if "critic/score/mean" in record]
 
-    def timeline(self, steps: Sequence[int] | int | None = None) -> TimelineDisplay:
-        """What ran when, and on which devices: shown as a picture in a notebook, with the events as rows.
+    def timeline(self, steps: int | tuple[int, int] | None = None) -> TimelineDisplay:
+        """What ran when, and on which devices: a picture in a notebook, with the events as `rows`.
 
         Args:
-            steps: Numbers of steps, from 1 on. None means all of this process.
+            steps: A step, from 1 on, or the first and the last one of several. None means all; the picture then has the
+                last three.
         """
-        wanted = [steps] if isinstance(steps, int) else steps
-        trainer = self._open.trainer
-        return TimelineDisplay(() if trainer is None else trainer.events().events, wanted)
+        wanted = (steps, steps) if isinstance(steps, int) else steps
+        trainer, folder = self._open.trainer, self._open.folder
+        events = trainer.events().events if trainer is not None else ()
+        if not events and folder is not None and folder.timeline.exists():
+            return TimelineDisplay(folder.timeline, wanted)
+        return TimelineDisplay(events, wanted)
 
     # -- what it is ----------------------------------------------------------------------------------------------------
 
@@ -296,6 +302,11 @@ class Run:
         last = f", last reward {rewards[-1]:.3g}" if (rewards := self.rewards) else ""
         steps = f"{self.done} of {self.config.steps} steps"
         return f"<run of {self.config.algorithm}: {steps}{where}{last}{f', {self._ended}' if self._ended else ''}>"
+
+    def _repr_html_(self) -> str | None:
+        if self._open.folder is None:
+            return None
+        return run_html(self._open.folder.path, records=self.records, config=to_tree(self.config))
 
     # -- its end -------------------------------------------------------------------------------------------------------
 
