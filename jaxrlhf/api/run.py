@@ -60,6 +60,10 @@ class Run:
         Raises:
             InputError: Config, data and plan do not fit together. Nothing was compiled.
             OutOfMemoryError: The devices have too little memory.
+
+        Example:
+            >>> rl.Run(config, steps=3, quiet=True)
+            <run of rloo: 0 of 3 steps>
         """
         self._console = Console(quiet=quiet)
         with errors_as(InputError):
@@ -87,6 +91,11 @@ class Run:
             RunEndedError: There is no step left, or the run was closed or failed before.
             RewardError, TrainingError, CheckpointError, UnwritableError, OutOfMemoryError: The run cannot continue. The
                 message says what is saved.
+
+        Example:
+            >>> metrics = run.step()
+            >>> run.done, metrics["training/global_step"], "critic/score/mean" in metrics
+            (3, 3, True)
         """
         with self._listening("step") as trainer:
             self._check_steps_left(trainer)
@@ -103,6 +112,10 @@ class Run:
         """Takes the steps that are left, or the next `steps` of them, and shows their progress. Raises as `step`.
 
         Metrics are read a step late, so that the devices never wait for Python: this is faster than single steps.
+
+        Example:
+            >>> rl.Run(config, steps=2, quiet=True).train(1).done
+            1
         """
         if steps is not None and (not isinstance(steps, int) or steps < 1):
             raise ValueError(
@@ -137,6 +150,10 @@ class Run:
         Raises:
             ValueError: A prompt is too long or not a valid row of the run, or the role has no language model.
             RunEndedError: The run was closed, or failed before.
+
+        Example:
+            >>> len(run.generate(["1+2=", "3+4="], temperature=1.0, num_samples=2, max_new_tokens=4))
+            4
         """
         assembly = self._checked.assembly
         settings = check_request(assembly, prompts, role, sampling)
@@ -165,6 +182,10 @@ class Run:
         Raises:
             ValueError: The config has no evaluation.
             RunEndedError: The run was closed, or failed before.
+
+        Example:
+            >>> sorted(run.evaluate())
+            ['eval/response_length', 'eval/reward']
         """
         if self.config.evaluation is None:
             raise ValueError(
@@ -181,6 +202,10 @@ class Run:
         Raises:
             ValueError: The role has no weights of its own.
             RunEndedError: The run was closed, or failed before.
+
+        Example:
+            >>> run.weights("actor")["lm_head"].shape
+            (264, 16)
         """
         own = self._owned(role, "weights")
         return self._started("weights").weights.snapshot(own)[1]
@@ -193,6 +218,11 @@ class Run:
         Raises:
             UnwritableError: The disk is full, say.
             RunEndedError: The run was closed, or failed before.
+
+        Example:
+            >>> checkpoint = run.save()
+            >>> checkpoint.name == str(run.done), rl.resume(checkpoint, quiet=True).done == run.done
+            (True, True)
         """
         if self._open.outcome is not None:  # the last step saves
             trainer = self._started("save")
@@ -211,6 +241,10 @@ class Run:
             ValueError: The role has no weights of its own.
             UnwritableError: The folder cannot be written.
             RunEndedError: The run was closed, or failed before.
+
+        Example:
+            >>> sorted(path.name for path in run.export(folder / "model").glob("*.safetensors"))
+            ['model.safetensors']
         """
         self._owned(role, "export")
         self._started("export").export(role, Path(path), merge_adapters=merge_adapters)
@@ -234,6 +268,10 @@ class Run:
 
         Raises:
             ImportError: pandas is not installed.
+
+        Example:
+            >>> run.metrics["critic/score/mean"].index.name
+            'step'
         """
         try:
             import pandas
@@ -251,7 +289,12 @@ class Run:
 
     @property
     def samples(self) -> list[dict[str, Any]]:
-        """The samples that were written so far: `step`, `split`, `prompt`, `completion`, `scores` by role, `finish`."""
+        """The samples that were written so far, by `output.samples_every`.
+
+        Example:
+            >>> sorted(run.samples[0])
+            ['completion', 'finish', 'prompt', 'scores', 'split', 'step', 'time']
+        """
         return read_json_lines(self._file("samples")) if self._open.folder is not None else []
 
     @property
@@ -265,6 +308,10 @@ class Run:
         Args:
             steps: A step, from 1 on, or the first and the last one of several. None means all; the picture then has the
                 last three.
+
+        Example:
+            >>> run.timeline(1).rows[0]["step"]
+            1
         """
         wanted = (steps, steps) if isinstance(steps, int) else steps
         trainer, folder = self._open.trainer, self._open.folder
@@ -282,12 +329,22 @@ class Run:
 
     @property
     def plan(self) -> PlanDisplay:
-        """The plan of the step: a placement for every call."""
+        """The plan of the step: a placement for every call.
+
+        Example:
+            >>> str(run.plan["actor.train"])
+            'one device on 0'
+        """
         return PlanDisplay(self._checked.assembly.train)
 
     @property
     def graph(self) -> GraphDisplay:
-        """The calls of the step, and which needs which."""
+        """The calls of the step, and which needs which.
+
+        Example:
+            >>> [row["call"] for row in run.graph.rows]
+            ['actor.generate', 'reference.logprobs', 'reward.scores', 'rloo_batch', 'actor.train']
+        """
         return GraphDisplay(self._checked.assembly.train)
 
     @property
@@ -390,8 +447,8 @@ def train(config: Config | None = None, *, quiet: bool = False, **keys: Unpack[R
 
     Example:
         >>> run = rl.train(config, steps=2, quiet=True)
-        >>> [record["step"] for record in run.records]
-        [1, 2]
+        >>> run.done, len(run.rewards), sorted(path.name for path in run.folder.glob("*.jsonl"))
+        (2, 2, ['metrics.jsonl', 'samples.jsonl'])
     """
     run = Run(config, quiet=quiet, **keys)
     return run.train()
@@ -409,6 +466,12 @@ def resume(path: str | os.PathLike[str], *, quiet: bool = False, **keys: Unpack[
 
     Raises:
         InputError: There is no such run, or it cannot go on with these keys.
+
+    Example:
+        >>> finished = rl.train(config, steps=1, quiet=True)
+        >>> longer = rl.resume(finished.folder, steps=2, quiet=True).train()
+        >>> longer.done, longer.folder == finished.folder
+        (2, True)
     """
     for folder in (Path(path), *Path(path).absolute().parents[:3]):
         if (folder / "config.yaml").is_file():
