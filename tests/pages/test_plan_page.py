@@ -11,7 +11,7 @@ import pytest
 
 from jaxrlhf.cluster.cluster_text import read_cluster
 from jaxrlhf.models.config import PRESETS, ModelConfig
-from jaxrlhf.observe.plan_page import MeasuredError, measured_seconds, write_plan_page
+from jaxrlhf.pages.plan_page import MeasuredError, measured_seconds, write_plan_page
 from jaxrlhf.planner.make_plan import Planned, plan_workload
 from tests.planner.described_step import ppo
 

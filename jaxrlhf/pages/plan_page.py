@@ -13,15 +13,13 @@ import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from jaxrlhf.observe.call_colors import GREY, PALE, role_colors
 from jaxrlhf.planner.make_plan import Planned
 from jaxrlhf.planner.report import placement_in_words
 from jaxrlhf.planner.search.peak_memory import DeviceMemory, in_gb
 from jaxrlhf.planner.search.simulate import TaskSpan
 from jaxrlhf.writing import write_atomically
 
-_COLORS = ("#0b5394", "#b45f06", "#38761d", "#741b47", "#134f5c", "#7f6000", "#5b0f00", "#351c75")
-"""Of roles, in the order of the step."""
-_GREY, _PALE = "#9a9a9a", "#d9d9d9"
 _MOST_ROWS = 64
 """With more groups of devices than this, the timeline shows the first ones and says so."""
 
@@ -50,13 +48,14 @@ def write_plan_page(planned: Planned, path: Path, *, measured: Mapping[str, floa
 
 def _page(planned: Planned, measured: Mapping[str, float]) -> str:
     roles = list(dict.fromkeys(call.role for call in planned.workload.calls))
-    colors = {role: _COLORS[i % len(_COLORS)] for i, role in enumerate(roles)}
+    shades = role_colors(roles)
+    colors = {role: shades[role] for role in roles}
     title = f"{planned.cluster}, {planned.method}: {planned.seconds:.4g} s an iteration"
     legend = "".join(
         f'<span class="key"><i style="background:{color}"></i>{html.escape(role)}</span>'
         for role, color in colors.items()
     )
-    legend += f'<span class="key"><i style="background:{_GREY}"></i>moving weights and data</span>'
+    legend += f'<span class="key"><i style="background:{GREY}"></i>moving weights and data</span>'
     return _TEMPLATE.format(
         title=html.escape(title), legend=legend, nodes="".join(_nodes(planned, colors)),
         timeline=_timeline(planned, colors), calls=_calls(planned, measured, colors),
@@ -105,11 +104,11 @@ def _device(planned: Planned, memory: DeviceMemory, colors: Mapping[str, str]) -
 
 def _of_weights(planned: Planned, weights: str, colors: Mapping[str, str]) -> str:
     role = next((c.role for c in planned.workload.calls if weights in (c.weights, c.base)), "")
-    return colors.get(role, _GREY)
+    return colors.get(role, GREY)
 
 
 def _of_call(planned: Planned, name: str, colors: Mapping[str, str]) -> str:
-    return colors.get(next((c.role for c in planned.workload.calls if c.name == name), ""), _GREY)
+    return colors.get(next((c.role for c in planned.workload.calls if c.name == name), ""), GREY)
 
 
 def _timeline(planned: Planned, colors: Mapping[str, str]) -> str:
@@ -134,7 +133,7 @@ def _timeline(planned: Planned, colors: Mapping[str, str]) -> str:
             x, w = left + width * span.start / end, max(1.0, width * (span.end - span.start) / end)
             is_call = span.task.kind == "call"
             tip = f"{span.task.name}: {span.end - span.start:.4g} s, from {span.start:.4g} s on, on devices {label}"
-            color = _of_call(planned, span.task.call, colors) if is_call else _PALE
+            color = _of_call(planned, span.task.call, colors) if is_call else PALE
             drawn.append(
                 f'<rect data-tip="{html.escape(tip, quote=True)}" '
                 f'data-call="{html.escape(span.task.call, quote=True)}" data-kind="{span.task.kind}" tabindex="0" '
@@ -161,7 +160,7 @@ def _calls(planned: Planned, measured: Mapping[str, float], colors: Mapping[str,
         color = _of_call(planned, name, colors)
         bars = _bar(predicted[name], most, color, f"{name}, predicted: {predicted[name]:.4g} s")
         if (seconds := measured.get(name)) is not None:
-            bars += _bar(seconds, most, _GREY, f"{name}, measured: {seconds:.4g} s")
+            bars += _bar(seconds, most, GREY, f"{name}, measured: {seconds:.4g} s")
         seen = "-" if seconds is None else f"{seconds:.4g}"
         off = "-" if not seconds else f"{predicted[name] / seconds - 1:+.0%}"
         rows.append(
