@@ -82,8 +82,8 @@ def _curve(run: RunFiles, name: str) -> dict[str, Any] | None:
 
 
 def _samples(runs: Sequence[RunFiles]) -> tuple[list[dict[str, Any]], int]:
-    """The samples of each step and split, beside one another, and how many such groups there are. Of groups that are too
-    large together, some are kept, evenly spread."""
+    """The samples of each step and split, beside one another, and how many such groups there are. Of groups that
+    are too large together, some are kept, evenly spread."""
     groups: dict[tuple[int, str], list[list[dict[str, Any]]]] = {}
     for number, run in enumerate(runs):
         for sample in run.samples:
