@@ -11,17 +11,17 @@ from tests.pages.made_up_runs import CALLS, graph, planned_step
 
 
 def test_edges_are_what_calls_need_of_one_another():
-    edges = graph_edges(graph())
+    edges = graph_edges(graph().to_rows())
     assert edges["actor.generate", "reference.logprobs"] == "data"
     assert edges["ppo_batch", "critic.train"] == "data"
     needed = {(name, call.name) for call in graph().calls for name in graph().dependencies(call)}
     assert set(edges) <= needed
     assert ("critic.values", "critic.train") in needed - set(edges), "another way leads there"
-    assert next_iteration(graph()) == [("actor.train", "actor.generate"), ("critic.train", "critic.values")]
+    assert next_iteration(graph().to_rows()) == [("actor.train", "actor.generate"), ("critic.train", "critic.values")]
 
 
 def test_in_a_graph_of_two_iterations_new_weights_are_edges():
-    two = trace_step(actor_critic, iterations=2)
+    two = trace_step(actor_critic, iterations=2).to_rows()
     edges = graph_edges(two)
     assert edges["actor.train", "1:actor.generate"] == "weights"
     assert next_iteration(two) == [("1:actor.train", "actor.generate"), ("1:critic.train", "critic.values")]

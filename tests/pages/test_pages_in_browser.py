@@ -41,8 +41,9 @@ def test_fragments_in_a_page_of_a_notebook(browser, runs, tmp_path, width, schem
     opened = Opened(browser, page, width=width, scheme=scheme)
     opened.check()
 
+    calls = step.graph.to_rows()
     assert opened.count(".jaxrlhf-graph .node") == len(CALLS)
-    assert opened.count(".jaxrlhf-graph .edge") == len(graph_edges(step.graph)) + len(next_iteration(step.graph))
+    assert opened.count(".jaxrlhf-graph .edge") == len(graph_edges(calls)) + len(next_iteration(calls))
     assert opened.outside(".jaxrlhf-graph .node", "text", "rect") == []
     assert opened.count(".jaxrlhf-plan tbody tr") == opened.count(".jaxrlhf-plan svg .call") == len(CALLS)
     assert opened.outside(".jaxrlhf-plan svg .call g", "text", "rect") == []
@@ -62,7 +63,8 @@ def test_the_report_of_a_run(browser, runs, tmp_path):
     assert cards[:2] == ["critic/score/mean", "eval/exact_match"]
     assert opened.count("#charts .curve") == len(cards)
     assert opened.count("#timeline .event") == 3 * (3 * 4 + 2)
-    assert opened.count("#plan tbody tr") == len(CALLS)
+    assert opened.count("#plan tbody tr") == opened.count("#plan .node") == len(CALLS)
+    assert opened.outside("#plan .node", "text", "rect") == []
     assert opened.count("#time tbody tr") == 2
     assert opened.texts("#forecast tbody td:first-child")[-1] == "step"
     assert opened.count("#sample-step option") == 4
