@@ -18,6 +18,8 @@ _LEFT, _ROW, _TOP = 150, 22, 20
 _MOST_CELLS = 64
 """Beyond so many devices there are no borders between neighbors."""
 _CHARACTER = 6.8
+_SHORT = 30
+"""Characters of a placement that stays in one line."""
 NUMBERS = ("rows", "tokens")
 """Columns of a plan's table that hold numbers."""
 
@@ -37,8 +39,9 @@ def calls_table(rows: Sequence[Mapping[str, Any]], roles: Mapping[str, str], *, 
 
     def shown(row: Mapping[str, Any], column: str) -> str:
         text = escaped(cell(row.get(column)))
-        if column != "call":
-            return text
+        if column != "call":  # '0-7' is not to be broken
+            short = column == "placement" and len(text) <= _SHORT
+            return element("span", text, style="white-space:nowrap") if short else text
         return element("i", class_="dot", style=f"background:{colors[roles.get(str(row['call']), '')]}") + text
 
     body = [[shown(row, column) for column in columns] for row in rows]
