@@ -10,7 +10,7 @@ from jaxrlhf.config.device_text import devices_to_text
 from jaxrlhf.config.plan_config import Placement
 from jaxrlhf.observe.call_colors import role_colors
 from jaxrlhf.pages.graph_layout import Box, Edge, Layout, layered
-from jaxrlhf.pages.markup import element, escaped, fragment, label, legend, shortened, svg
+from jaxrlhf.pages.markup import WIDTH, element, escaped, fragment, label, legend, shortened, svg
 from jaxrlhf.planner.plans.plan import Plan
 from jaxrlhf.planner.plans.plan_table import parts_in_words
 
@@ -20,6 +20,8 @@ _LINE, _PADDING = 16, 9
 _COLUMNS, _MOST_LINES = 23, 3
 """Characters of a line in a node, and its lines between name and rows."""
 _MARGIN, _LANE = 12, 22
+_LEAST_SCALE = 0.65
+"""A graph is not drawn smaller than this."""
 
 
 Calls = Sequence[Mapping[str, Any]]
@@ -69,7 +71,9 @@ def graph_picture(calls: Calls, placements: Mapping[str, Placement | None] | Non
     width, height = layout.width + 2 * _MARGIN + 24, layout.height + 2 * _MARGIN + _LANE * len(again)
     moved = element("g", *drawn, transform=f"translate({_MARGIN + 12},{_MARGIN})")
     shown = {role or "compute": colors[role] for role in dict.fromkeys(roles.values())}
-    return svg(width, height, moved, name="call graph"), legend(shown)
+    least = _LEAST_SCALE * width if _LEAST_SCALE * width > WIDTH else 0  # a long graph is scrolled
+    picture = svg(width, height, moved, name="call graph", least=least)
+    return element("div", picture, class_="wide"), legend(shown)
 
 
 def graph_edges(calls: Calls) -> dict[Edge, str]:

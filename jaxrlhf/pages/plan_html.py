@@ -15,8 +15,8 @@ from jaxrlhf.planner.plans.plan import Plan
 from jaxrlhf.planner.plans.plan_table import plan_rows
 
 _LEFT, _ROW, _TOP = 150, 22, 20
-_MOST_CELLS = 64
-"""Beyond so many devices there are no borders between neighbors."""
+_LEAST_CELL = 11
+"""The width of a device, in pixels, from which on there are borders between neighbors."""
 _CHARACTER = 6.8
 _SHORT = 30
 """Characters of a placement that stays in one line."""
@@ -100,7 +100,7 @@ def _boxes(devices: Sequence[int], words: str, y: float, size: float, color: str
         )
         for first, last in runs
     ]  # fmt: skip
-    borders = [device for first, last in runs for device in range(first + 1, last + 1) if last < _MOST_CELLS]
+    borders = [device for first, last in runs for device in range(first + 1, last + 1) if size >= _LEAST_CELL]
     boxes += [
         element(
             "line", x1=_LEFT + size * border, x2=_LEFT + size * border, y1=y + 3, y2=y + _ROW - 2, stroke="#ffffff",

@@ -1,6 +1,7 @@
 """The picture of a graph: an edge for each dependency that says something, and no box on another."""
 
 import itertools
+import re
 
 import pytest
 
@@ -35,6 +36,13 @@ def test_a_plan_adds_placements_and_says_which_weights_move():
     assert f"{plan.placements['actor.train'].strategy}"[:10] in placed
     moves = plan.placements["critic.values"].devices != plan.placements["critic.train"].devices
     assert ("critic.train to critic.values of the next iteration: new weights, reallocated" in placed) == moves
+
+
+def test_a_long_graph_is_scrolled_rather_than_drawn_too_small():
+    assert len(re.findall(r"min-width:", graph_html(graph()))) == 1, "that of bars"
+    long = graph_html(trace_step(actor_critic, iterations=3))
+    width, least = re.findall(r'viewBox="0 0 ([\d.]+) ', long)[0], re.findall(r"min-width:(\d+)px", long)[-1]
+    assert float(least) == pytest.approx(0.65 * float(width), abs=1) and float(least) > 900
 
 
 SIZES = dict.fromkeys("abcdefg", (100.0, 40.0))

@@ -1,11 +1,14 @@
 """The report: from folders of runs in whatever state to a page, and what it refuses."""
 
+import dataclasses
 import json
 import re
 from pathlib import Path
 
 import pytest
 
+from jaxrlhf.observe.chrome_trace import write_chrome_trace
+from jaxrlhf.observe.events import Event, ProcessEvents
 from jaxrlhf.observe.metrics import metrics_record
 from jaxrlhf.pages.report_data import MOST_SAMPLE_BYTES, embedded, report_data
 from jaxrlhf.pages.report_page import differing_keys
@@ -150,6 +153,24 @@ def test_a_long_run_stays_small_and_says_what_is_left_out(tmp_path):
     assert data["sample_steps"] == 104 > len(data["samples"]) > 10 and data["samples"][-1]["step"] == 1000
     assert len(json.dumps(data["samples"])) < 1.2 * MOST_SAMPLE_BYTES
     assert len(data["samples"][-1]["runs"][0][0]["completion"]) == 2001
+
+
+def test_a_timeline_of_many_calls_is_cut_to_what_a_picture_can_hold(tmp_path):
+    run = write_run(tmp_path / "one", num_steps=3)
+    found = [
+        Event(f"role{device}.call", "infer", (device,), step, 10.0 * step + i / 20, 10.0 * step + (i + 1) / 20)
+        for step in (1, 2, 3)
+        for i in range(200)
+        for device in range(6)
+    ]
+    write_chrome_trace(run / "timeline.json", [ProcessEvents(tuple(found), 0.0)])
+    page = report(tmp_path, run)
+    assert page.count('class="event infer"') == 6 * 200
+    assert "Steps 1-3 have too many calls for one picture: it begins with step 3." in page
+    alike = [dataclasses.replace(event, name="role.call") for event in found]
+    write_chrome_trace(run / "timeline.json", [ProcessEvents(tuple(alike), 0.0)])
+    page = report(tmp_path, run)
+    assert page.count('class="event infer"') == 3 * 200 and "devices 0-5" in page and "too many calls" not in page
 
 
 def test_a_run_under_another_name_keeps_its_numbers(tmp_path):
