@@ -38,7 +38,7 @@ def report_data(runs: Sequence[RunFiles]) -> dict[str, Any]:
 
 
 def metric_names(runs: Sequence[RunFiles]) -> list[str]:
-    """All metrics of runs, those that steps have in the order of writing, then those of evaluations."""
+    """All metrics of runs: those of evaluations, of steps, of clocks, and of the warm start."""
     found = dict.fromkeys(
         name
         for run in runs
@@ -46,7 +46,12 @@ def metric_names(runs: Sequence[RunFiles]) -> list[str]:
         for name, value in record.items()
         if name not in _NOT_METRICS and (value is None or _is_number(value))
     )
-    return sorted(found, key=lambda name: name.startswith("eval/"))
+    order = {"eval/": 0, "timing_": 2, "perf/": 2, "training/": 2, "warm_start/": 3}
+
+    def group(name: str) -> int:
+        return next((place for start, place in order.items() if name.startswith(start)), 1)
+
+    return sorted(found, key=group)
 
 
 def first_metrics(runs: Sequence[RunFiles], names: Sequence[str]) -> list[str]:

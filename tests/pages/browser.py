@@ -1,6 +1,7 @@
 """Pages in a real browser: what it draws, and that it complains of nothing and asks for nothing."""
 
 import contextlib
+import importlib.util
 import os
 import shutil
 from collections.abc import Iterator
@@ -14,26 +15,28 @@ REQUIRED = "JAXRLHF_REQUIRE_BROWSER"
 """With this variable set, tests fail where there is no browser, as in CI."""
 
 
+def browser_path() -> str:
+    """The browser of this machine. Without one, or without playwright, the test is skipped, or fails where the
+    environment requires one."""
+    found = next((path for name in NAMES if (path := shutil.which(name))), None)
+    if found is not None and importlib.util.find_spec("playwright") is not None:
+        return found
+    reason = "playwright: pip install 'jaxrlhf[test]'" if found else "Chromium: apt-get install chromium"
+    if os.environ.get(REQUIRED):
+        pytest.fail(f"{REQUIRED} is set, but there is no {reason}")
+    pytest.skip(f"needs {reason}")
+
+
 @contextlib.contextmanager
 def started() -> Iterator[Any]:
-    """A browser. Without one the test is skipped, or fails where the environment requires one."""
-    found = next((path for name in NAMES if (path := shutil.which(name))), None)
-    try:
-        from playwright.sync_api import sync_playwright
-    except ImportError:
-        _give_up("playwright is not installed: pip install 'jaxrlhf[test]'")
-    if found is None:
-        _give_up("there is no Chromium: apt-get install chromium")
+    """A browser that runs."""
+    path = browser_path()
+    from playwright.sync_api import sync_playwright
+
     with sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        browser = driver.chromium.launch(executable_path=path, args=["--no-sandbox"])
         yield browser
         browser.close()
-
-
-def _give_up(reason: str) -> None:
-    if os.environ.get(REQUIRED):
-        pytest.fail(f"{REQUIRED} is set, but {reason}")
-    pytest.skip(reason)
 
 
 class Opened:
