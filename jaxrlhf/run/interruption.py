@@ -4,9 +4,11 @@ Signals are handled in a thread of their own: Python runs handlers in the main t
 minutes, or waiting for a Python function that hangs.
 """
 
+import math
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Self
@@ -17,6 +19,8 @@ from jaxrlhf.run.checkpoints import Checkpoints
 PATIENCE_SECONDS = 5.0
 """The longest that a Python function may still run after the run was asked to stop."""
 _LOOK_SECONDS = 0.25
+_SAME_SECONDS = 0.5
+"""Two interrupts of the main thread within this time are of one Ctrl-C."""
 
 
 class RunStopped(Exception):
@@ -54,11 +58,17 @@ class StopRequest:
         """Called repeatedly after that, to abandon Python functions that have run for so many seconds."""
         self._say, self._end_process = say, end
         self._raises = False
-        """True if the main thread is to be interrupted."""
         self._before: dict[int, object] = {}
         self._over = threading.Event()
         self._made, self._making = False, threading.Lock()
         self._heard = False
+        self._raised_at = -math.inf
+
+    def check_interrupt(self) -> None:
+        """Raises KeyboardInterrupt if the run is to end now. Python drops the one that a signal raises if it comes
+        while a destructor or a callback of the garbage collector runs."""
+        if self._raises:
+            raise KeyboardInterrupt
 
     def make(self, signal_number: int) -> None:
         """Asks the run to stop. Later calls have no effect."""
@@ -83,20 +93,25 @@ class StopRequest:
     def __exit__(self, *_: object) -> None:
         self._over.set()
         if self._before:
-            for number, handler in self._before.items():
-                signal.signal(number, handler)  # pyright: ignore[reportArgumentType]
-            self._before.clear()
-            signal.set_wakeup_fd(self._wakeup_before)
-            self._written.close()  # ends the thread
-            self._thread.join()
-            self._reading.close()
+            try:
+                signal.set_wakeup_fd(self._wakeup_before)
+                self._written.close()  # ends the thread
+                self._thread.join()  # the signal that it may have sent is handled here, not by what comes after
+                self._reading.close()
+            finally:
+                for number, handler in self._before.items():
+                    signal.signal(number, handler)  # pyright: ignore[reportArgumentType]
+                self._before.clear()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         """Runs in the main thread, possibly late. The next step sees the signal."""
         del frame
         if self._raises:
-            raise KeyboardInterrupt
-        if self.signal is None:
+            now, before = time.monotonic(), self._raised_at
+            if now - before > _SAME_SECONDS:  # not Ctrl-C and the signal by which it is sent on
+                self._raised_at = now
+                raise KeyboardInterrupt
+        elif self.signal is None:
             self.signal = number
 
     def _listen(self) -> None:
@@ -108,7 +123,8 @@ class StopRequest:
     def _note(self, number: int) -> None:
         if self._raises:  # sent by this object
             return
-        self._heard, again = True, self._heard or self._made
+        # `_made` may be of this very signal, whose handler was faster than this thread
+        self._heard, again = True, self._heard
         name = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
         if again and number == signal.SIGINT:
             self._say(f"{name} again: the run ends now, without saving. The last checkpoint counts.")
@@ -157,6 +173,7 @@ class Requests:
 
         Every process must call this equally often.
         """
+        self._stop.check_interrupt()
         signal, save = self._channel.share(lambda: (self._stop.signal, self._checkpoints.minutes_are_over()))
         if signal is not None:
             self._stop.make(signal)

@@ -4,6 +4,7 @@ import gc
 import json
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ def share_of_vowels(completions: list[str]) -> list[float]:
         if interrupts[0] == 0:
             interrupts.clear()
             os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.3)  # until it was heard: the step waits for its rewards
     return [sum(c in "aeiou" for c in text) / 6 for text in completions]
 
 
