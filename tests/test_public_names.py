@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,8 @@ from pathlib import Path
 import pytest
 
 import jaxrlhf as rl
+from jaxrlhf.api.generating import SamplingKeys
+from jaxrlhf.api.keys import RunKeys
 
 FROZEN = Path(__file__).parent / "public_api.txt"
 
@@ -37,7 +40,7 @@ def _parameters(function: object) -> list[str]:
     for x in inspect.signature(function).parameters.values():
         if x.kind is x.KEYWORD_ONLY and "*" not in shown:
             shown.append("*")
-        default = "" if x.default is x.empty else f"={x.default!r}".replace("<as in the config>", "...")
+        default = "" if x.default is x.empty else re.sub("=<.*>$", "=...", f"={x.default!r}")
         shown.append(marks.get(x.kind, "") + x.name + default)
     return shown
 
@@ -57,6 +60,12 @@ def test_public_names_are_as_they_were():
 def test_every_public_name_has_a_docstring(name):
     doc = inspect.getdoc(getattr(rl, name)) or ""
     assert len(doc) > 10 and not doc.startswith(f"{name}("), f"{name} has no docstring of its own"
+
+
+def test_keywords_that_are_spelled_out_are_the_fields_of_what_they_make():
+    fields = {field.name for field in dataclasses.fields(rl.RunConfig) if field.init}
+    assert fields | {"model", "reward", "sampling", "optimizer"} == set(RunKeys.__annotations__)
+    assert [field.name for field in dataclasses.fields(rl.Sampling)] == list(SamplingKeys.__annotations__)
 
 
 def test_names_are_listed_once_and_all_there_are():

@@ -14,9 +14,9 @@ from flax.core import FrozenDict
 from jaxrlhf import require as checks
 from jaxrlhf.brief import brief, cut
 from jaxrlhf.config.algorithm_loading import for_another_algorithm, load_algorithm
-from jaxrlhf.config.expand import RANDOM, expand, in_full
+from jaxrlhf.config.expand import RANDOM, expand, in_full, stated_model
 from jaxrlhf.config.plan_config import PlanConfig
-from jaxrlhf.config.reading import ConfigError, Stated, apply_overrides, build, read_config
+from jaxrlhf.config.reading import FORM, ConfigError, Stated, apply_overrides, build, read_config, to_tree
 from jaxrlhf.data.config import DataConfig
 from jaxrlhf.data.retokenizing import OwnTokenizerConfig
 from jaxrlhf.data.tokenizer import TokenizerConfig
@@ -82,9 +82,12 @@ class AverageConfig:
 class RoleConfig:
     """A role: a model, trained if it has an optimizer; a Python function of completions; or a sum of other roles."""
 
-    model: Stated[ModelConfig] | None = None
+    model: ModelConfig | Mapping[str, Any] | str | None = dataclasses.field(
+        default=None, metadata={FORM: (Stated[ModelConfig] | None, lambda model: model, lambda model: to_tree(model))}
+    )
     """The sizes and compute settings of the model: all of them with random weights; with `init`, the settings to
-    override in the model of that role or folder. None means that model unchanged."""
+    override in the model of that role or folder. None means that model unchanged. Text is the name of a preset. See
+    `stated`."""
     head: Head | None = None
     """None means the head of that model. A scalar head that the weights lack starts at zero if it is trained, and else
     at random."""
@@ -131,13 +134,20 @@ class RoleConfig:
             checks.require(abs(score) < 3.4e38, "timeout_score", "must be finite in float32", score)
             rule = "needs sample_timeout_seconds, after which a completion gets this score"
             checks.require(seconds > 0, "timeout_score", rule, score, "Set that to 60, say.")
+        if self.model is not None:
+            object.__setattr__(self, "model", stated_model(self.model))
         if self.model is not None and self.init == RANDOM:
             with checks.errors_as(ValueError, "model."):
-                ModelConfig(**dict[str, Any](self.model))
+                ModelConfig(**self.stated)
         if self.weighted_sum is not None and not self.weighted_sum:
             raise ValueError("weighted_sum: must have at least one part, as in {correct: 1.0}. Got {}.")
         for part, weight in (self.weighted_sum or {}).items():
             checks.require(math.isfinite(weight), f"weighted_sum.{cut(part)}", "must be finite", weight)
+
+    @property
+    def stated(self) -> dict[str, Any]:
+        """The settings of the model that the config states; the others come from its origin."""
+        return dict(self.model) if isinstance(self.model, Mapping) else {}
 
 
 @dataclasses.dataclass(frozen=True)
