@@ -32,7 +32,15 @@ if TYPE_CHECKING:
 
 
 class RunEndedError(RuntimeError):
-    """A run that has ended cannot do what it was asked: it was closed, failed, or has done all of its steps."""
+    """A run that has ended cannot do what it was asked: it was closed, failed, or has done all of its steps.
+
+    >>> ended = rl.Run(config, quiet=True)
+    >>> ended.close()
+    >>> ended.step()
+    Traceback (most recent call last):
+    ...
+    jaxrlhf.api.run.RunEndedError: step: the run must be open. Got a run that is closed. Go on with a new run.
+    """
 
 
 class Run:

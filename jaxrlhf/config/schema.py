@@ -31,7 +31,11 @@ MAX_VIRTUAL_DEVICES = 1024
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW with a clipped gradient and a learning rate that warms up and decays."""
+    """AdamW with a clipped gradient and a learning rate that warms up and decays.
+
+    >>> OptimizerConfig(learning_rate=1e-3, schedule="cosine", warmup_updates=20).moment_bytes
+    8
+    """
 
     learning_rate: float = 1e-5
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -65,6 +69,9 @@ class AverageConfig:
     """An exponential moving average of weights: average = decay * average + (1 - decay) * weights.
 
     With a decay of 0, it is a copy of the weights at its last update.
+
+    >>> RoleConfig(average=AverageConfig(of="actor", decay=0.9)).average
+    AverageConfig(of='actor', decay=0.9, every=1)
     """
 
     of: str
@@ -80,7 +87,12 @@ class AverageConfig:
 
 @dataclasses.dataclass(frozen=True)
 class RoleConfig:
-    """A role: a model, trained if it has an optimizer; a Python function of completions; or a sum of other roles."""
+    """A role: a model, trained if it has an optimizer; a Python function of completions; or a sum of other roles.
+
+    >>> actor = RoleConfig(model="tiny", optimizer=OptimizerConfig(learning_rate=1e-3))
+    >>> actor.stated["num_layers"], RoleConfig(function="exact_answer", options={"partial_credit": 0.3}).workers
+    (2, 0)
+    """
 
     model: ModelConfig | Mapping[str, Any] | str | None = dataclasses.field(
         default=None, metadata={FORM: (Stated[ModelConfig] | None, lambda model: model, lambda model: to_tree(model))}
@@ -152,7 +164,11 @@ class RoleConfig:
 
 @dataclasses.dataclass(frozen=True)
 class WarmStartConfig:
-    """Supervised training of the actor on the rows' completions, before the run proper."""
+    """Supervised training of the actor on the rows' completions, before the run proper.
+
+    >>> WarmStartConfig(steps=100, batch_size=256, optimizer=OptimizerConfig(2e-3), updates_per_step=50).overlong
+    'error'
+    """
 
     steps: int
     batch_size: int
@@ -172,7 +188,11 @@ class WarmStartConfig:
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationRunConfig:
-    """The evaluation on held-out rows: scores of responses to their prompts, and the algorithm's own metrics."""
+    """The evaluation on held-out rows: scores of responses to their prompts, and the algorithm's own metrics.
+
+    >>> EvaluationRunConfig(every=20, sampling=Sampling(num_samples=4), pass_at=(1, 4)).by_samples
+    ('best@1', 'pass@1', 'best@4', 'pass@4')
+    """
 
     every: int = 0
     """Steps between evaluations. 0 means only before the first step and after the last."""
@@ -227,7 +247,11 @@ class EvaluationRunConfig:
 
 @dataclasses.dataclass(frozen=True)
 class WandbConfig:
-    """A run on Weights & Biases."""
+    """A run on Weights & Biases.
+
+    >>> OutputConfig(wandb=WandbConfig(project="mine", mode="offline")).wandb.mode
+    'offline'
+    """
 
     project: str = "jaxrlhf"
     entity: str = ""
@@ -240,7 +264,11 @@ class WandbConfig:
 
 @dataclasses.dataclass(frozen=True)
 class OutputConfig:
-    """The files of a run and its trackers."""
+    """The files of a run and its trackers.
+
+    >>> OutputConfig(folder="out", checkpoint_every=20, export=("actor",)).keep_checkpoints
+    2
+    """
 
     folder: str = "runs"
     """The parent of the folders of runs."""
@@ -286,7 +314,11 @@ class OutputConfig:
 
 @dataclasses.dataclass(frozen=True)
 class MemoryLimits:
-    """Limits to the memory that a plan may use: sizes such as `20 GB` or `24 GiB`; empty for no limit."""
+    """Limits to the memory that a plan may use: sizes such as `20 GB` or `24 GiB`; empty for no limit.
+
+    >>> MemoryLimits(device="20 GB").device_bytes
+    20000000000
+    """
 
     device: str = ""
     """Limit of each device that has memory of its own."""
@@ -324,7 +356,11 @@ def _bytes_of(text: str) -> int | None:
 
 @dataclasses.dataclass(frozen=True)
 class StalenessConfig:
-    """Generation with weights of earlier steps, so that it can run while others are trained."""
+    """Generation with weights of earlier steps, so that it can run while others are trained.
+
+    >>> StalenessConfig(steps=1).max_weight
+    2.0
+    """
 
     steps: int = 0
     """The steps by which the weights that generate are older than the current ones. 0 means none: a step waits for the
@@ -341,7 +377,11 @@ class StalenessConfig:
 
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
-    """One run, from data to checkpoints. All sizes are global."""
+    """One run, from data to checkpoints. All sizes are global.
+
+    >>> load_run("ppo_arithmetic", ["steps=20"]).steps
+    20
+    """
 
     name: str
     steps: int
