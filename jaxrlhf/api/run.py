@@ -1,6 +1,7 @@
 """Runs in this process: made, stepped, asked, saved and resumed."""
 
 import contextlib
+import functools
 import os
 import time
 import weakref
@@ -10,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from jaxrlhf.api.configs import run_config
 from jaxrlhf.api.displays import GraphDisplay, PlanDisplay, TimelineDisplay
-from jaxrlhf.api.generating import check_request, responses
-from jaxrlhf.api.keys import Config, RunKeys, with_keys
+from jaxrlhf.api.generating import SamplingKeys, check_request, responses
+from jaxrlhf.api.keys import Config, RunKeys, spelled_out, with_keys
 from jaxrlhf.brief import brief, did_you_mean
 from jaxrlhf.config.reading import to_tree
 from jaxrlhf.config.schema import RunConfig
@@ -31,7 +32,15 @@ if TYPE_CHECKING:
 
 
 class RunEndedError(RuntimeError):
-    """A run that has ended cannot do what it was asked: it was closed, failed, or has done all of its steps."""
+    """A run that has ended cannot do what it was asked: it was closed, failed, or has done all of its steps.
+
+    >>> ended = rl.Run(config, quiet=True)
+    >>> ended.close()
+    >>> ended.step()
+    Traceback (most recent call last):
+    ...
+    jaxrlhf.api.run.RunEndedError: step: the run must be open. Got a run that is closed. Go on with a new run.
+    """
 
 
 class Run:
@@ -121,6 +130,8 @@ class Run:
             raise ValueError(
                 f"train: steps must be at least 1. Got {brief(steps)}. Leave it out for all that are left."
             )
+        if steps is None and self._open.outcome is not None:
+            return self
         started, last = time.perf_counter(), self.config.steps
         with self._listening("train") as trainer:
             if steps is not None:
@@ -132,9 +143,11 @@ class Run:
 
     # -- questions -----------------------------------------------------------------------------------------------------
 
+    @functools.partial(spelled_out, keys=SamplingKeys, default_text="as in training, but greedy")
     def generate(
-        self, prompts: Sequence[str | Mapping[str, Any]], *, role: str = "actor", seed: int = 0, **sampling: Any
-    ) -> list[str]:
+        self, prompts: Sequence[str | Mapping[str, Any]], *, role: str = "actor", seed: int = 0,
+        **sampling: Unpack[SamplingKeys],
+    ) -> list[str]:  # fmt: skip
         """Responses of a role to prompts with its present weights, greedy by default.
 
         Args:
