@@ -1,6 +1,6 @@
 """The fastest plan of a run, for a cluster that need not be there.
 
-python -m jaxrlhf.plan --config NAME_OR_PATH [--set a.b=c ...] [--cluster 16x8:a100-80g] [--out plan.json]
+jaxrlhf plan --config NAME_OR_PATH [--set a.b=c ...] [--cluster 16x8:a100-80g] [--out plan.json]
 
 Nothing is run and no accelerator is needed. `plan: plan.json` in a config takes what `--out` wrote.
 """
@@ -39,7 +39,7 @@ from jaxrlhf.sharding import mesh
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line. Returns the exit status: 0, or 1 after an error that the user can mend."""
-    options = _parser().parse_args(arguments)
+    options = parser().parse_args(arguments)
     console = Console(quiet=options.json)
     try:
         if options.strategy is not None:
@@ -81,9 +81,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m jaxrlhf.plan",
+        prog="jaxrlhf plan",
         description="Find the fastest plan of a run, for a cluster that need not be there.",
     )
     parser.add_argument("--config", metavar="NAME_OR_PATH", required=True, help="as of jaxrlhf.train")

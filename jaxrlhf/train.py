@@ -1,6 +1,6 @@
 """One run, from its config to its results.
 
-python -m jaxrlhf.train --config NAME_OR_PATH [--set a.b=c ...] [--dry-run] [--preview N]
+jaxrlhf train --config NAME_OR_PATH [--set a.b=c ...] [--dry-run] [--preview N]
 """
 
 import argparse
@@ -60,13 +60,9 @@ MEMORY_FRACTION = "0.9"
 """The fraction of a GPU's memory that a run reserves by default. Plans assume it."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line. Returns the exit status: 0; 1 after an error that the user can fix; 143 or 130 if the run was
-    asked to stop by SIGTERM or Ctrl-C, and has saved. It can then be resumed with `--resume auto`.
-    """
-    parser = argparse.ArgumentParser(
-        prog="python -m jaxrlhf.train", description="Train a language model from feedback."
-    )
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="jaxrlhf train", description="Train a language model from feedback.")
     parser.add_argument("--config", metavar="NAME_OR_PATH", help="a shipped config's name, or a YAML file")
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="override a value, as in steps=20"
@@ -86,7 +82,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="join the processes that SLURM, Open MPI or Kubernetes started, one a node, as JAX detects them; where "
         "JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID are set, this is not needed",
     )
-    options = parser.parse_args(arguments)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command. Returns the exit status: 0; 1 after an error that the user can fix; 143 or 130 if the run was asked
+    to stop by SIGTERM or Ctrl-C, and has saved. It can then be resumed with `--resume auto`.
+    """
+    options = parser().parse_args(arguments)
     console, channel = Console(), Channel()
     try:
         config = _read_options(options)
@@ -279,7 +282,7 @@ def _exit_now(status: int) -> None:
     os._exit(status)
 
 
-def _leave(status: int) -> None:
+def leave(status: int) -> None:
     """Ends the process after `main`; without shutting down the interpreter if an abandoned function still runs."""
     if any_left_behind():
         if jax.process_count() > 1:
@@ -387,5 +390,5 @@ class _CallableModule(types.ModuleType):
 
 
 if __name__ == "__main__":
-    _leave(main())
+    leave(main())
 sys.modules[__name__].__class__ = _CallableModule
