@@ -6,9 +6,10 @@ Nothing else is imported before, neither JAX nor numpy, so that `jaxrlhf --help`
 import argparse
 import dataclasses
 import importlib
+import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from jaxrlhf import __version__
 from jaxrlhf.brief import brief, did_you_mean
@@ -24,10 +25,12 @@ class Command:
 
 
 COMMANDS = {
+    "doctor": Command("jaxrlhf.commands.doctor", "check this machine and installation for runs"),
     "train": Command("jaxrlhf.train", "train a language model from feedback, or go on with a run"),
     "plan": Command("jaxrlhf.plan", "find the fastest plan of a run, for a cluster that need not be there"),
     "calibrate": Command("jaxrlhf.calibrate", "measure this machine for the plans of a run"),
     "timeline": Command("jaxrlhf.timeline", "draw the timeline of a run"),
+    "completion": Command("jaxrlhf.commands.completion", "print the completion for a shell: bash, zsh or fish"),
     "convert": Command("jaxrlhf.commands.convert", "GGUF file or checkpoint to a folder in Hugging Face's format"),
 }
 """The commands by name, in the order of `--help`."""
@@ -67,17 +70,24 @@ def find_command(arguments: Sequence[str]) -> Command:
     return COMMANDS[name]
 
 
+def module_of(command: Command) -> Any:
+    """The module of a command, imported."""
+    return importlib.import_module(command.module)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Executes a command in this process, as it is. Returns its exit status."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    return importlib.import_module(find_command(arguments).module).main(arguments[1:])
+    return module_of(find_command(arguments)).main(arguments[1:])
 
 
 def run() -> NoReturn:
     """The process of the console command. It starts once more with huge pages where its command wants them, and ends as
     the module by itself would."""
+    if "_ARGCOMPLETE" in os.environ:
+        module_of(COMMANDS["completion"]).complete()
     command = find_command(sys.argv[1:])
     restart_with_huge_pages(command.module)
-    module = importlib.import_module(command.module)
+    module = module_of(command)
     leave: Callable[[int], NoReturn] = getattr(module, "leave", sys.exit)
     leave(module.main(sys.argv[2:]))
