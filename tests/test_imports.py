@@ -209,7 +209,8 @@ def test_what_is_allowed_passes(module, source):
 def test_commands_need_no_extra():
     extras = ["gguf", "jax_plugins", "math_verify", "matplotlib", "numba", "wandb"]
     blocked = f"import sys; sys.modules.update(dict.fromkeys({extras}))"  # None: as if it were not installed
-    commands = ["api", "calibrate", "plan", "timeline", "train", "commands.completion", "commands.convert", "commands.doctor"]
+    commands = ["api", "calibrate", "plan", "timeline", "train"]
+    commands += [f"commands.{name}" for name in ("completion", "convert", "doctor", "init")]
     imported = ", ".join(f"jaxrlhf.{name}" for name in commands)
     done = subprocess.run(
         [sys.executable, "-c", f"{blocked}; import {imported}"], cwd=ROOT, capture_output=True, text=True, check=False

@@ -25,6 +25,7 @@ class Command:
 
 
 COMMANDS = {
+    "init": Command("jaxrlhf.commands.init", "write a config and a reward function to start from"),
     "doctor": Command("jaxrlhf.commands.doctor", "check this machine and installation for runs"),
     "train": Command("jaxrlhf.train", "train a language model from feedback, or go on with a run"),
     "plan": Command("jaxrlhf.plan", "find the fastest plan of a run, for a cluster that need not be there"),

@@ -38,7 +38,7 @@ def test_the_version(capsys):
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        (["trian"], "Error: Unknown command 'trian'. Known: doctor, train, "),
+        (["trian"], "Error: Unknown command 'trian'. Known: init, doctor, train, "),
         (["trian"], "Did you mean 'train'?\n"),
         (["--config", "x"], "unrecognized arguments: --config"),
         ([], "usage: jaxrlhf COMMAND [OPTIONS]"),
