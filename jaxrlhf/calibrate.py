@@ -23,6 +23,7 @@ from jaxrlhf.calibration.measure_calls import Degrees, Job, jobs, measure
 from jaxrlhf.calibration.measure_host import host_seconds
 from jaxrlhf.calibration.measure_machine import measure_machine
 from jaxrlhf.calibration.timing import OthersLoad
+from jaxrlhf.config.excerpts import with_excerpt
 from jaxrlhf.config.reading import ConfigError
 from jaxrlhf.observe.console import Console
 from jaxrlhf.planner.costs.calibration import (
@@ -86,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         path = options.out or calibration_file(machine)
         known = read_calibration(path, machine=machine) if path.exists() else None
     except ValueError as error:
-        console.error(str(error))
+        console.error(with_excerpt(str(error), options.config, options.set))
         return 1
     console.line(f"Measuring {machine}, as {mesh.num_devices()} devices")
     watched = OthersLoad()

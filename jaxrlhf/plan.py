@@ -14,6 +14,7 @@ from pathlib import Path
 
 from jaxrlhf.cluster.cluster_text import LOCAL, read_cluster
 from jaxrlhf.cluster.hardware import Cluster
+from jaxrlhf.config.excerpts import with_excerpt
 from jaxrlhf.config.reading import ConfigError
 from jaxrlhf.config.schema import RunConfig, load_run
 from jaxrlhf.configured.size_overrides import with_lengths, with_response_tokens, with_synthetic_prompts
@@ -69,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             write_plan_page(planned, options.html, measured=measured)
             written["page"] = options.html
     except (ValueError, OSError, CompileError) as error:
-        console.error(str(error))
+        console.error(with_excerpt(str(error), options.config, options.set))
         return 1
     if options.json:
         of_tails = {} if fused is None else {"in_parts": fused.to_json()}

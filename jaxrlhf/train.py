@@ -24,6 +24,7 @@ import jax
 import jaxrlhf
 from jaxrlhf.checkpoint.manifest import find_damage
 from jaxrlhf.checkpoint.store import CheckpointError
+from jaxrlhf.config.excerpts import with_excerpt
 from jaxrlhf.config.reading import dump_yaml
 from jaxrlhf.config.schema import RunConfig, load_run
 from jaxrlhf.configured.rows import Tables, load_tables
@@ -114,7 +115,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # of several processes, all have this error, or it ends the others too
         if channel.count == 1 or channel.is_shared(error) or isinstance(error, TrainingError):
             if message is not None and channel.is_first:
-                console.error(message)
+                of_config = isinstance(error, InputError)
+                console.error(with_excerpt(message, *_config_of(options)) if of_config else message)
             channel.close()
         else:
             channel.abort(error, status=status, message=message)
@@ -309,17 +311,23 @@ def _take_over(run: Run, folder: RunFolder, held: contextlib.ExitStack) -> None:
 
 def _read_options(options: argparse.Namespace) -> RunConfig:
     """The config that the command line names, with its overrides."""
+    config, overrides = _config_of(options)
+    if config is None:
+        raise InputError(
+            "--config: required, unless --resume names the folder of a run or a checkpoint in one. Got "
+            f"{f'--resume {options.resume}' if options.resume else 'neither'}."
+        )
+    return read(config, overrides)
+
+
+def _config_of(options: argparse.Namespace) -> tuple[str | None, list[str]]:
+    """The config that the command line names, or that of the run that it resumes, and what is laid over it."""
     overrides = [*options.set, *([f"resume={json.dumps(options.resume)}"] if options.resume else [])]
-    if options.config is not None:
-        return read(options.config, overrides)
-    folder = Path(options.resume or "")
-    for path in (folder, *folder.parents[:3]):  # a run's folder, or a checkpoint in it
-        if options.resume and (path / "config.yaml").is_file():
-            return read(str(path / "config.yaml"), overrides)
-    raise InputError(
-        "--config: required, unless --resume names the folder of a run or a checkpoint in one. Got "
-        f"{f'--resume {options.resume}' if options.resume else 'neither'}."
-    )
+    if options.config is not None or not options.resume:
+        return options.config, overrides
+    folder = Path(options.resume)
+    configs = (path / "config.yaml" for path in (folder, *folder.parents[:3]))  # a run's folder, or a checkpoint in it
+    return next((str(path) for path in configs if path.is_file()), None), overrides
 
 
 def _print_assembly(assembly: Assembly, memory: MemoryForecast, console: Console) -> None:
