@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 import argcomplete
 from argcomplete.completers import DirectoriesCompleter, FilesCompleter
+from argcomplete.shell_integration import shellcode
 
 from jaxrlhf import __version__
 from jaxrlhf.commands.command_line import COMMANDS
@@ -42,7 +43,7 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     """The command. Returns the exit status."""
     options = parser().parse_args(arguments)
-    print(argcomplete.shellcode(["jaxrlhf"], shell=options.shell))
+    print(shellcode(["jaxrlhf"], shell=options.shell))
     return 0
 
 

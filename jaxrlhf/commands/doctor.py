@@ -123,7 +123,7 @@ def num_allowed() -> int:
 
 def _least_python() -> str:
     try:
-        return importlib.metadata.metadata("jaxrlhf").get("Requires-Python") or ""
+        return importlib.metadata.metadata("jaxrlhf")["Requires-Python"] or ""
     except importlib.metadata.PackageNotFoundError:
         return ""
 

@@ -142,7 +142,8 @@ def test_folders_are_those_of_a_run():
 @pytest.mark.parametrize("as_json", [True, False])
 def test_an_error_ends_with_1_and_a_note_with_0(as_json, monkeypatch, capsys):
     flags = ["--json"] if as_json else []
-    for status, exit_status in (("note", 0), ("error", 1)):
+    cases: tuple[tuple[checks.Status, int], ...] = (("note", 0), ("error", 1))
+    for status, exit_status in cases:
         monkeypatch.setattr(
             doctor, "examine", lambda _, s=status: [Finding("jax", "ok", "1"), Finding("x", s, "y", "z")]
         )
