@@ -145,7 +145,7 @@ def test_an_error_ends_with_1_and_a_note_with_0(as_json, monkeypatch, capsys):
     cases: tuple[tuple[checks.Status, int], ...] = (("note", 0), ("error", 1))
     for status, exit_status in cases:
         monkeypatch.setattr(
-            doctor, "examine", lambda _, s=status: [Finding("jax", "ok", "1"), Finding("x", s, "y", "z")]
+            doctor, "examine", lambda _, f=Finding("x", status, "y", "z"): [Finding("jax", "ok", "1"), f]
         )
         assert doctor.main(flags) == exit_status
         out = capsys.readouterr().out
