@@ -144,9 +144,8 @@ def test_an_error_ends_with_1_and_a_note_with_0(as_json, monkeypatch, capsys):
     flags = ["--json"] if as_json else []
     cases: tuple[tuple[checks.Status, int], ...] = (("note", 0), ("error", 1))
     for status, exit_status in cases:
-        monkeypatch.setattr(
-            doctor, "examine", lambda _, f=Finding("x", status, "y", "z"): [Finding("jax", "ok", "1"), f]
-        )
+        findings = [Finding("jax", "ok", "1"), Finding("x", status, "y", "z")]
+        monkeypatch.setattr(doctor, "examine", lambda _, findings=findings: findings)
         assert doctor.main(flags) == exit_status
         out = capsys.readouterr().out
         if as_json:
