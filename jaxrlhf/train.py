@@ -34,7 +34,7 @@ from jaxrlhf.observe.console import Console
 from jaxrlhf.observe.forecast_errors import Comparison, compare
 from jaxrlhf.observe.metrics import TrainingError, read_metrics
 from jaxrlhf.observe.step_timers import time_rows
-from jaxrlhf.observe.trackers import import_wandb
+from jaxrlhf.observe.trackers import import_mlflow, import_wandb
 from jaxrlhf.observe.utilization import utilization_line
 from jaxrlhf.planner.memory_forecast import MemoryForecast
 from jaxrlhf.planner.plans.plan_table import plan_rows
@@ -190,6 +190,8 @@ def prepare(config: RunConfig, console: Console, channel: Channel | None = None)
         check_run_folder(Path(config.output.folder), config.name)
         if config.output.wandb is not None:
             import_wandb()
+        if config.output.mlflow is not None:
+            import_mlflow()
         return find_resume_point(config), load_tables(config)
 
     def plan() -> FoundPlan:

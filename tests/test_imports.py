@@ -207,7 +207,7 @@ def test_what_is_allowed_passes(module, source):
 
 
 def test_commands_need_no_extra():
-    extras = ["gguf", "jax_plugins", "math_verify", "matplotlib", "numba", "wandb"]
+    extras = ["gguf", "jax_plugins", "math_verify", "matplotlib", "mlflow", "numba", "wandb"]
     blocked = f"import sys; sys.modules.update(dict.fromkeys({extras}))"  # None: as if it were not installed
     commands = ["api", "calibrate", "plan", "timeline", "train"]
     commands += [f"commands.{name}" for name in ("completion", "convert", "doctor", "init")]

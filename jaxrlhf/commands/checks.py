@@ -166,6 +166,7 @@ def check_huge_pages(mode: str, *, works: bool, switch: str = "", on_cpus: bool 
 EXTRAS = {
     "gguf": ("gguf", "convert reads GGUF files"),
     "maths": ("math_verify", "the reward maths_answer"),
+    "mlflow": ("mlflow", "output.mlflow"),
     "pictures": ("matplotlib", "timeline, and pictures of plans"),
     "planner": ("numba", "searches for plans, a hundred times as fast"),
     "wandb": ("wandb", "output.wandb"),

@@ -75,6 +75,7 @@ def convert_checkpoint(checkpoint: Path, folder: Path, role: str, *, merge: bool
         settings = (
             f"steps={number}", f"output.folder={scratch}", f"output.export=[{role}]", "output.export_every=0",
             f"output.merge_adapters={str(merge).lower()}", "output.tensorboard=false", "output.wandb=null",
+            "output.mlflow=null",
             "evaluation=null",
         )  # fmt: skip
         told = [part for setting in settings for part in ("--set", setting)]
