@@ -253,8 +253,8 @@ def _import(name: str, attribute: str) -> Any:
         module = None
     if not hasattr(module, attribute):
         raise ValueError(
-            f"output.{name}: needs the package {name}. Got none installed. Install it by pip install 'jaxrlhf[{name}]', or"
-            f" leave output.{name} out."
+            f"output.{name}: needs the package {name}. Got none installed. Install it by pip install "
+            f"'jaxrlhf[{name}]', or leave output.{name} out."
         )
     return module
 
