@@ -17,10 +17,11 @@ LAYERS = [
     {"__main__"},
     {"commands"},
     {"api", "calibrate"},
-    {"train", "plan", "timeline", "testing", "calibration"},
+    {"train", "plan", "timeline", "report", "testing", "calibration"},
     {"run"},
     {"configured"},
     {"execution"},
+    {"pages"},
     {"observe"},
     {"planner"},
     {"planner.fusion"},
@@ -207,9 +208,9 @@ def test_what_is_allowed_passes(module, source):
 
 
 def test_commands_need_no_extra():
-    extras = ["gguf", "jax_plugins", "math_verify", "matplotlib", "mlflow", "numba", "wandb"]
+    extras = ["gguf", "jax_plugins", "math_verify", "matplotlib", "mlflow", "numba", "pandas", "wandb"]
     blocked = f"import sys; sys.modules.update(dict.fromkeys({extras}))"  # None: as if it were not installed
-    commands = ["api", "calibrate", "plan", "timeline", "train"]
+    commands = ["api.names", "calibrate", "plan", "report", "timeline", "train"]
     commands += [f"commands.{name}" for name in ("completion", "convert", "doctor", "init")]
     imported = ", ".join(f"jaxrlhf.{name}" for name in commands)
     done = subprocess.run(

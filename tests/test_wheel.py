@@ -62,7 +62,9 @@ def test_it_holds_the_package_and_nothing_else(wheel):
         names = set(file.namelist())
         scripts = configparser.ConfigParser()
         scripts.read_string(file.read(f"{INFO}/entry_points.txt").decode())
-    package = {path for path in (ROOT / "jaxrlhf").rglob("*") if path.suffix in (".py", ".yaml", ".typed")}
+    package = {
+        path for path in (ROOT / "jaxrlhf").rglob("*") if path.suffix in (".py", ".yaml", ".typed", ".css", ".js")
+    }
     assert {name for name in names if not name.startswith(f"{INFO}/")} == {str(p.relative_to(ROOT)) for p in package}
     assert f"{INFO}/licenses/LICENSE" in names
     assert dict(scripts["console_scripts"]) == {"jaxrlhf": "jaxrlhf.commands.command_line:run"}

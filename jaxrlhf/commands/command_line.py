@@ -31,6 +31,7 @@ COMMANDS = {
     "plan": Command("jaxrlhf.plan", "find the fastest plan of a run, for a cluster that need not be there"),
     "calibrate": Command("jaxrlhf.calibrate", "measure this machine for the plans of a run"),
     "timeline": Command("jaxrlhf.timeline", "draw the timeline of a run"),
+    "report": Command("jaxrlhf.report", "write a page about a run, or several side by side"),
     "completion": Command("jaxrlhf.commands.completion", "print the completion for a shell: bash, zsh or fish"),
     "convert": Command("jaxrlhf.commands.convert", "GGUF file or checkpoint to a folder in Hugging Face's format"),
 }

@@ -89,6 +89,7 @@ def parser_of(words: Words) -> argparse.ArgumentParser:
         "--measured": _runs,
         "--lengths": _runs,
         "run": _runs,
+        "runs": _runs,
         "--model": DirectoriesCompleter(),
     }
     for name, options in words["options"].items():
