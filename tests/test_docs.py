@@ -35,6 +35,7 @@ from jaxrlhf.config.schema import (
     AverageConfig,
     EvaluationRunConfig,
     MemoryLimits,
+    MlflowConfig,
     OptimizerConfig,
     OutputConfig,
     RoleConfig,
@@ -119,6 +120,7 @@ SECTIONS: dict[str, type[Any]] = {
     "`evaluation`": EvaluationRunConfig,
     "`output`": OutputConfig,
     "`output.wandb`": WandbConfig,
+    "`output.mlflow`": MlflowConfig,
 }
 """Heading in docs/configuration.md -> the dataclass that it describes."""
 
