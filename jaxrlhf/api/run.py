@@ -17,6 +17,7 @@ from jaxrlhf.brief import brief, did_you_mean
 from jaxrlhf.config.reading import to_tree
 from jaxrlhf.config.schema import RunConfig
 from jaxrlhf.execution.executor import Executor
+from jaxrlhf.execution.process_channel import Channel
 from jaxrlhf.observe.console import Console
 from jaxrlhf.observe.json_lines import read_json_lines
 from jaxrlhf.observe.metrics import read_metrics
@@ -78,6 +79,8 @@ class Run:
         with errors_as(InputError):
             made = run_config(config, keys)
         self._checked = check_run(made, None, say=self._console.line)
+        if not self._checked.channel.is_first:  # of several processes, one says everything
+            self._console = Console(quiet=True)
         for note in self._checked.notes():
             self._console.line(f"Note: {note}")
         self._open = OpenRun(self._checked, self._console, pauses=True)
@@ -85,7 +88,7 @@ class Run:
         """The executor of `generate`, if there is one."""
         self._ended = ""
         """Why it cannot go on."""
-        self._close = weakref.finalize(self, _close, self._open, self._generators)
+        self._close = weakref.finalize(self, _close, self._open, self._generators, self._checked.channel)
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
@@ -442,9 +445,10 @@ class Run:
         return getattr(self._open.folder, name)
 
 
-def _close(opened: OpenRun, generators: list[Executor]) -> None:
+def _close(opened: OpenRun, generators: list[Executor], channel: Channel) -> None:
     """Closes a run; also when nobody refers to it any more."""
     with contextlib.ExitStack() as closing:
+        closing.callback(channel.close)
         closing.callback(opened.close)
         for executor in generators:
             closing.callback(executor.close)
