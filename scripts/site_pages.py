@@ -1,0 +1,155 @@
+"""Pages of the site that nobody writes: source files that pages link to, notebooks, and what is read from the code.
+
+A hook of MkDocs. Pages link to the repository's files as GitHub resolves these links (`../jaxrlhf/train.py`). There is no
+public address of the repository, so each linked file becomes a page of the site, under its path in the repository.
+A page gets what the code says by a comment of HTML, which GitHub does not show:
+
+    <!-- from the code: public names -->        the names of `jaxrlhf.__all__`, with signatures and docstrings
+    <!-- from the code: commands -->            the options of each command
+    <!-- from the code: python MODULE -->       the functions and classes of a module
+"""
+
+import ast
+import html
+import posixpath
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.plugins import event_priority
+from mkdocs.structure.files import File, Files, InclusionLevel
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parent.parent
+LANGUAGES = {".py": "python", ".yaml": "yaml", ".yml": "yaml", ".toml": "toml", ".json": "json", "": "bash"}
+PICTURES = (".png", ".svg")
+FENCE = re.compile(r"^(```.*?^```)", flags=re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+FROM_THE_CODE = re.compile(r"^<!-- from the code: (.*) -->$", flags=re.MULTILINE)
+
+
+def github_slug(heading: str, separator: str) -> str:
+    """The fragment by which GitHub finds a heading, so that a link holds there and on the site."""
+    return re.sub(r"[^\w\- ]", "", html.unescape(heading).lower()).replace(" ", separator)
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    config.mdx_configs["toc"]["slugify"] = github_slug
+    tutorials = next(section["Tutorials"] for section in config.nav or [] if "Tutorials" in section)
+    tutorials.extend(f"notebooks/{path.name}" for path in _notebooks())
+    return config
+
+
+@event_priority(100)  # before the plugin that makes pages of notebooks
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    in_nav = set(re.findall(r"[\w./]+\.md", str(config.nav)))
+    for path in _notebooks():
+        files.append(File.generated(config, f"notebooks/{path.name}", abs_src_path=str(path)))
+    waiting = [path for path in sorted(Path(config.docs_dir).glob("*.md"))]
+    waiting += [ROOT / uri for uri in in_nav if not (Path(config.docs_dir) / uri).exists() and (ROOT / uri).exists()]
+    done = {path.resolve() for path in waiting}
+    for path in waiting[:]:
+        if not path.is_relative_to(config.docs_dir):
+            files.append(_source_page(path, config, in_nav))
+    while waiting:
+        for target in _targets(waiting.pop()):
+            for path in sorted(target.iterdir()) if target.is_dir() else []:
+                if path.is_file() and path not in done:
+                    done.add(path)
+                    files.append(_source_page(path, config, in_nav))
+            if target not in done and not target.is_relative_to(config.docs_dir):
+                done.add(target)
+                files.append(_source_page(target, config, in_nav))
+                waiting += [target] if target.suffix == ".md" else []
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    def link(match: re.Match[str]) -> str:
+        return f"]({_on_the_site(match[1], here, page.file.src_uri, docs)})"
+
+    docs = Path(config.docs_dir)
+    here = docs / page.file.src_uri if page.file.generated_by is None else ROOT / page.file.src_uri
+    parts = FENCE.split(markdown)
+    parts[::2] = [FROM_THE_CODE.sub(lambda match: _from_the_code(match[1]), LINK.sub(link, x)) for x in parts[::2]]
+    return "".join(parts)
+
+
+def _notebooks() -> list[Path]:
+    return sorted((ROOT / "notebooks").glob("*.ipynb"))
+
+
+def _is_elsewhere(link: str) -> bool:
+    return re.match(r"[a-z]+:|#", link) is not None
+
+
+def _targets(page: Path) -> list[Path]:
+    """The files and folders of the repository that a page in Markdown links to."""
+    text = FENCE.sub("", page.read_text(encoding="utf-8"))
+    links = [link.partition("#")[0] for link in LINK.findall(text) if not _is_elsewhere(link)]
+    return [path for link in links if (path := (page.parent / link).resolve()).exists()]
+
+
+def _uri(path: Path, docs: Path) -> str:
+    """The name of a file's page among the files of the site."""
+    if path.is_relative_to(docs):
+        return path.relative_to(docs).as_posix()
+    name = path.relative_to(ROOT).as_posix()
+    return name if path.suffix in (".md", ".ipynb", *PICTURES) else f"{name}.md"
+
+
+def _on_the_site(link: str, here: Path, uri: str, docs: Path) -> str:
+    """A link as it is written in the repository, from the page `uri` of the site."""
+    path, _, fragment = link.partition("#")
+    target = (here.parent / path).resolve()
+    if _is_elsewhere(link) or not target.is_relative_to(ROOT):
+        return link
+    to = posixpath.relpath(_uri(target, docs), posixpath.dirname(uri) or ".")
+    return f"{to}#{fragment}" if fragment else to
+
+
+def _source_page(path: Path, config: MkDocsConfig, in_nav: set[str]) -> File:
+    """The page of a file or folder of the repository: Markdown as it is, everything else as code."""
+    docs, name = Path(config.docs_dir), path.relative_to(ROOT).as_posix()
+    uri = _uri(path, docs)
+    if path.suffix in PICTURES:
+        return File.generated(config, uri, abs_src_path=str(path))
+    if path.is_dir():
+        inner = [f"- [{x.name}]({posixpath.basename(name)}/{x.name})" for x in sorted(path.iterdir()) if x.is_file()]
+        content = "\n".join([f"# {name}", "", *inner])
+    elif path.suffix == ".md":
+        content = path.read_text(encoding="utf-8")
+    else:
+        language = LANGUAGES.get(path.suffix, "text")
+        code = path.read_text(encoding="utf-8").rstrip()
+        content = f'# {name}\n\n````{language} linenums="1"\n{code}\n````\n'
+    if uri not in in_nav:
+        content = f"---\nsearch: {{exclude: true}}\nhide: [toc]\n---\n{content}"
+    inclusion = InclusionLevel.UNDEFINED if uri in in_nav else InclusionLevel.NOT_IN_NAV
+    return File.generated(config, uri, content=content, inclusion=inclusion)
+
+
+def _from_the_code(what: str) -> str:
+    kind, _, argument = what.partition(" ")
+    makers: dict[str, Callable[[], str]] = {
+        "python": lambda: f"::: {argument}\n    options: {{show_root_heading: false, show_root_toc_entry: false}}\n",
+        "public": _public_names,
+        "commands": _commands,
+    }
+    return makers[kind]()
+
+
+def _public_names() -> str:
+    """A directive of mkdocstrings for each name of `jaxrlhf.__all__`."""
+    tree = ast.parse((ROOT / "jaxrlhf" / "__init__.py").read_text(encoding="utf-8"))
+    (names,) = [
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    ]
+    return "\n".join(f"::: jaxrlhf.{name}\n" for name in names)
+
+
+def _commands() -> str:
+    return ""
