@@ -1,7 +1,7 @@
 """Pages of the site that nobody writes: source files that pages link to, notebooks, and what is read from the code.
 
-A hook of MkDocs. Pages link to the repository's files as GitHub resolves these links (`../jaxrlhf/train.py`). There is no
-public address of the repository, so each linked file becomes a page of the site, under its path in the repository.
+A hook of MkDocs. Pages link to the repository's files as GitHub resolves these links (`../jaxrlhf/train.py`). There is
+no public address of the repository, so each linked file becomes a page of the site, under its path in the repository.
 A page gets what the code says by a comment of HTML, which GitHub does not show:
 
     <!-- from the code: public names -->        the names of `jaxrlhf.__all__`, with signatures and docstrings
@@ -46,7 +46,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     in_nav = set(re.findall(r"[\w./]+\.md", str(config.nav)))
     for path in _notebooks():
         files.append(File.generated(config, f"notebooks/{path.name}", abs_src_path=str(path)))
-    waiting = [path for path in sorted(Path(config.docs_dir).glob("*.md"))]
+    waiting = sorted(Path(config.docs_dir).glob("*.md"))
     waiting += [ROOT / uri for uri in in_nav if not (Path(config.docs_dir) / uri).exists() and (ROOT / uri).exists()]
     done = {path.resolve() for path in waiting}
     for path in waiting[:]:

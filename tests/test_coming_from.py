@@ -1,4 +1,4 @@
-"""The configs that docs/coming_from.md translates from other libraries are runs: each passes all checks of a dry run."""
+"""The configs that docs/coming_from.md translates from other libraries: each passes all checks of a dry run."""
 
 import json
 import re
@@ -67,7 +67,8 @@ def in_a_folder(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     for name, code in [*FUNCTIONS, ("my_reward.py", NAMES_OF_VERL)]:
         Path(name).write_text(code)
-    for folder in {model for text in CONFIGS.values() for model in re.findall(r"(?:model|init): ([\w.]+-[\w.-]+)", text)}:
+    folders = re.findall(r"(?:model|init): ([\w.]+-[\w.-]+)", "\n".join(CONFIGS.values()))
+    for folder in set(folders):
         write_model(folder, "scalar" if "-rm-" in folder else "lm")
     for name, row in ROWS.items():
         write_rows(Path(name), row, 1100)
