@@ -9,8 +9,10 @@ A page gets what the code says by a comment of HTML, which GitHub does not show:
     <!-- from the code: python MODULE -->       the functions and classes of a module
 """
 
+import argparse
 import ast
 import html
+import importlib
 import posixpath
 import re
 from collections.abc import Callable
@@ -20,6 +22,8 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
+
+from jaxrlhf.commands.command_line import COMMANDS
 
 ROOT = Path(__file__).parent.parent
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".yml": "yaml", ".toml": "toml", ".json": "json", "": "bash"}
@@ -152,4 +156,27 @@ def _public_names() -> str:
 
 
 def _commands() -> str:
-    return ""
+    """The usage and the options of each command, from its parser."""
+    parts = []
+    for name, command in COMMANDS.items():
+        parser: argparse.ArgumentParser = importlib.import_module(command.module).parser()
+        parser.prog = f"jaxrlhf {name}"
+        rows = [_option(action) for action in parser._actions if action.help != argparse.SUPPRESS]
+        lines = [f"### {name}", "", _sentence(parser.description or command.summary), ""]
+        parts.append("\n".join([*lines, "| Option | Meaning |", "| --- | --- |", *rows, ""]))
+    return "\n".join(parts)
+
+
+def _option(action: argparse.Action) -> str:
+    """A row of the table of a command's options."""
+    value = action.metavar or ("|".join(map(str, action.choices)) if action.choices else action.dest.upper())
+    takes_value = action.nargs != 0
+    shown = [f"{option} {value}" if takes_value else option for option in action.option_strings] or [str(value)]
+    names = ", ".join(f"`{each}`".replace("|", "\\|") for each in shown)
+    meaning = _sentence(action.help or "").replace("|", "\\|").replace("%%", "%")
+    return f"| {names} | {meaning}{' Required.' if action.required and action.option_strings else ''} |"
+
+
+def _sentence(text: str) -> str:
+    text = " ".join(text.split())
+    return text[:1].upper() + text[1:] + ("" if not text or text.endswith((".", ")")) else ".")
