@@ -73,6 +73,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     def link(match: re.Match[str]) -> str:
         return f"]({_on_the_site(match[1], here, page.file.src_uri, docs)})"
 
+    if page.is_homepage:
+        page.meta["hide"] = ["navigation", "toc"]
     docs = Path(config.docs_dir)
     here = docs / page.file.src_uri if page.file.generated_by is None else ROOT / page.file.src_uri
     parts = FENCE.split(markdown)
@@ -161,9 +163,10 @@ def _commands() -> str:
     for name, command in COMMANDS.items():
         parser: argparse.ArgumentParser = importlib.import_module(command.module).parser()
         parser.prog = f"jaxrlhf {name}"
-        rows = [_option(action) for action in parser._actions if action.help != argparse.SUPPRESS]
-        lines = [f"### {name}", "", _sentence(parser.description or command.summary), ""]
-        parts.append("\n".join([*lines, "| Option | Meaning |", "| --- | --- |", *rows, ""]))
+        rows = [_option(x) for x in parser._actions if x.help != argparse.SUPPRESS and x.dest != "help"]
+        lines = [f"## {name}", "", _sentence(parser.description or command.summary), ""]
+        table = ["| Option | Meaning |", "| --- | --- |", *rows, ""] if rows else []
+        parts.append("\n".join([*lines, *table]))
     return "\n".join(parts)
 
 

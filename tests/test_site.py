@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from urllib.parse import urlparse
 
 import pytest
 
@@ -17,6 +16,7 @@ from jaxrlhf.commands.command_line import COMMANDS
 ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.timeout(600)
 LOADED = re.compile(r"<(?:script|img|iframe|source)\b[^>]*?\bsrc=\"?([^\s\">]+)|<link\b[^>]*?\bhref=\"?([^\s\">]+)")
+ADDRESS = re.compile(r"https?://([\w-]+\.)+[a-z]+(/\S*)?|http://(localhost|127\.0\.0\.1)(:\d+)?(/\S*)?")
 LINKED = re.compile(r"<a\b[^>]*?\bhref=\"?([^\s\">]+)")
 
 
@@ -48,12 +48,7 @@ def test_no_page_loads_anything_from_elsewhere(site):
 
 def test_external_links_are_well_formed(site):
     links = {html.unescape(link) for text in pages(site).values() for link in LINKED.findall(text) if ":" in link}
-    for link in links:
-        parts = urlparse(link)
-        assert parts.scheme in ("http", "https", "mailto"), link
-        assert parts.scheme == "mailto" or re.fullmatch(
-            r"(localhost|127\.0\.0\.1|[\w-]+(\.[\w-]+)+)(:\d+)?", parts.netloc
-        ), link
+    assert links and not [link for link in links if not ADDRESS.fullmatch(link)]
 
 
 def test_every_page_of_the_docs_is_on_the_site(site):
@@ -71,9 +66,8 @@ def test_links_to_source_files_lead_to_pages_of_them(site):
 
 def test_every_public_name_is_documented(site):
     page = (site / "python" / "index.html").read_text(encoding="utf-8")
-    assert [
-        name for name in jaxrlhf.__all__ if f'id="jaxrlhf.{name}"' not in page.replace("id=jaxrlhf", 'id="jaxrlhf')
-    ] == []
+    there = set(re.findall(r"<h3\b[^>]*? id=\"?jaxrlhf\.(\w+)", page))
+    assert there >= set(jaxrlhf.__all__)
 
 
 def test_every_option_of_every_command_is_documented(site):
