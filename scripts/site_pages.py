@@ -13,6 +13,8 @@ import argparse
 import ast
 import html
 import importlib
+import json
+import logging
 import posixpath
 import re
 from collections.abc import Callable
@@ -25,7 +27,9 @@ from mkdocs.structure.pages import Page
 
 from jaxrlhf.commands.command_line import COMMANDS
 
-ROOT = Path(__file__).parent.parent
+LOG = logging.getLogger(f"mkdocs.hooks.{__name__}")
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".yml": "yaml", ".toml": "toml", ".json": "json", "": "bash"}
 PICTURES = (".png", ".svg")
 FENCE = re.compile(r"^(```.*?^```)", flags=re.MULTILINE | re.DOTALL)
@@ -48,38 +52,47 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 @event_priority(100)  # before the plugin that makes pages of notebooks
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     in_nav = set(re.findall(r"[\w./]+\.md", str(config.nav)))
+    files_of_ours = [ROOT / uri for uri in in_nav if not (DOCS / uri).exists() and (ROOT / uri).exists()]
+    reading = [*DOCS.glob("*.md"), *files_of_ours, *_notebooks()]
+    linked = set(files_of_ours)
+    while reading:
+        found = {path for path in _targets(reading.pop()) if not path.is_relative_to(DOCS)} - linked
+        found |= {path for folder in found if folder.is_dir() for path in folder.iterdir() if path.is_file()} - linked
+        linked |= found
+        reading += [path for path in found if path.suffix == ".md"]
     for path in _notebooks():
-        files.append(File.generated(config, f"notebooks/{path.name}", abs_src_path=str(path)))
-    waiting = sorted(Path(config.docs_dir).glob("*.md"))
-    waiting += [ROOT / uri for uri in in_nav if not (Path(config.docs_dir) / uri).exists() and (ROOT / uri).exists()]
-    done = {path.resolve() for path in waiting}
-    for path in waiting[:]:
-        if not path.is_relative_to(config.docs_dir):
-            files.append(_source_page(path, config, in_nav))
-    while waiting:
-        for target in _targets(waiting.pop()):
-            for path in sorted(target.iterdir()) if target.is_dir() else []:
-                if path.is_file() and path not in done:
-                    done.add(path)
-                    files.append(_source_page(path, config, in_nav))
-            if target not in done and not target.is_relative_to(config.docs_dir):
-                done.add(target)
-                files.append(_source_page(target, config, in_nav))
-                waiting += [target] if target.suffix == ".md" else []
+        files.append(File(_uri(path), str(ROOT), config.site_dir, config.use_directory_urls))
+    for path in sorted(linked - set(_notebooks())):
+        files.append(_source_page(path, config, in_nav))
     return files
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     def link(match: re.Match[str]) -> str:
-        return f"]({_on_the_site(match[1], here, page.file.src_uri, docs)})"
+        return f"]({_on_the_site(match[1], here, page.file.src_uri)})"
 
     if page.is_homepage:
         page.meta["hide"] = ["navigation", "toc"]
-    docs = Path(config.docs_dir)
-    here = docs / page.file.src_uri if page.file.generated_by is None else ROOT / page.file.src_uri
+    here = ROOT / page.file.src_uri if page.file.generated_by else DOCS / page.file.src_uri
     parts = FENCE.split(markdown)
     parts[::2] = [FROM_THE_CODE.sub(lambda match: _from_the_code(match[1]), LINK.sub(link, x)) for x in parts[::2]]
     return "".join(parts)
+
+
+def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Links in notebooks, which come as HTML."""
+
+    def link(match: re.Match[str]) -> str:
+        path, _, fragment = html.unescape(match[1]).partition("#")
+        if not path or _is_elsewhere(path):
+            return match[0]
+        target = files.get_file_from_path(_uri((ROOT / page.file.src_uri).parent.joinpath(path).resolve()))
+        if target is None:
+            LOG.warning("%s links to %s, which is not there", page.file.src_uri, path)
+            return match[0]
+        return f'href="{target.url_relative_to(page.file)}{"#" if fragment else ""}{fragment}"'
+
+    return re.sub(r'href="([^"]+)"', link, content) if page.file.src_uri.endswith(".ipynb") else content
 
 
 def _notebooks() -> list[Path]:
@@ -91,34 +104,36 @@ def _is_elsewhere(link: str) -> bool:
 
 
 def _targets(page: Path) -> list[Path]:
-    """The files and folders of the repository that a page in Markdown links to."""
-    text = FENCE.sub("", page.read_text(encoding="utf-8"))
-    links = [link.partition("#")[0] for link in LINK.findall(text) if not _is_elsewhere(link)]
+    """The files and folders of the repository that a page or a notebook links to."""
+    text = page.read_text(encoding="utf-8")
+    if page.suffix == ".ipynb":
+        cells = json.loads(text)["cells"]
+        text = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+    links = [link.partition("#")[0] for link in LINK.findall(FENCE.sub("", text)) if not _is_elsewhere(link)]
     return [path for link in links if (path := (page.parent / link).resolve()).exists()]
 
 
-def _uri(path: Path, docs: Path) -> str:
+def _uri(path: Path) -> str:
     """The name of a file's page among the files of the site."""
-    if path.is_relative_to(docs):
-        return path.relative_to(docs).as_posix()
+    if path.is_relative_to(DOCS):
+        return path.relative_to(DOCS).as_posix()
     name = path.relative_to(ROOT).as_posix()
     return name if path.suffix in (".md", ".ipynb", *PICTURES) else f"{name}.md"
 
 
-def _on_the_site(link: str, here: Path, uri: str, docs: Path) -> str:
-    """A link as it is written in the repository, from the page `uri` of the site."""
+def _on_the_site(link: str, here: Path, uri: str) -> str:
+    """A link as it is written in the repository's file `here`, from the page `uri` of the site."""
     path, _, fragment = link.partition("#")
     target = (here.parent / path).resolve()
     if _is_elsewhere(link) or not target.is_relative_to(ROOT):
         return link
-    to = posixpath.relpath(_uri(target, docs), posixpath.dirname(uri) or ".")
+    to = posixpath.relpath(_uri(target), posixpath.dirname(uri) or ".")
     return f"{to}#{fragment}" if fragment else to
 
 
 def _source_page(path: Path, config: MkDocsConfig, in_nav: set[str]) -> File:
     """The page of a file or folder of the repository: Markdown as it is, everything else as code."""
-    docs, name = Path(config.docs_dir), path.relative_to(ROOT).as_posix()
-    uri = _uri(path, docs)
+    name, uri = path.relative_to(ROOT).as_posix(), _uri(path)
     if path.suffix in PICTURES:
         return File.generated(config, uri, abs_src_path=str(path))
     if path.is_dir():
@@ -175,7 +190,7 @@ def _option(action: argparse.Action) -> str:
     value = action.metavar or ("|".join(map(str, action.choices)) if action.choices else action.dest.upper())
     takes_value = action.nargs != 0
     shown = [f"{option} {value}" if takes_value else option for option in action.option_strings] or [str(value)]
-    names = ", ".join(f"`{each}`".replace("|", "\\|") for each in shown)
+    names = ", ".join(f"`{each}`" for each in shown)
     meaning = _sentence(action.help or "").replace("|", "\\|").replace("%%", "%")
     return f"| {names} | {meaning}{' Required.' if action.required and action.option_strings else ''} |"
 
