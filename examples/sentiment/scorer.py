@@ -25,6 +25,11 @@ def variety(completions: list[str]) -> list[float]:
     return [len(set(each)) / len(each) if each else 0.0 for each in words]
 
 
+def ended(completions: list[str], finished: list[bool]) -> list[float]:
+    """1 for a text that the policy itself ended, 0 for one that the limit of its length cut off."""
+    return [float(each) for each in finished]
+
+
 @functools.cache
 def _analyzer(folder: str) -> Any:
     path = Path(folder) / "vaderSentiment" / "vaderSentiment.py"

@@ -62,7 +62,8 @@ def forecast_memory(workload: Workload, cluster: Cluster, plan: Plan, *, limit: 
         problem = as_one(problem, i, j, chosen, 0.0)
     peaks = memory_at_peak(problem, chosen)
     if is_on_cpu:
-        rooms, lines = [_host_room(limit)] * len(peaks), _host_lines(max(peaks, key=lambda each: each.total))
+        room = _host_room(limit, workload.compiled_layers)
+        rooms, lines = [room] * len(peaks), _host_lines(max(peaks, key=lambda each: each.total), room)
     else:
         rooms, lines = [_device_room(cluster, each) for each in peaks], _device_lines(peaks, cluster)
     room, peak = max(zip(rooms, peaks, strict=True), key=lambda each: each[0].lacking(each[1].total))
@@ -87,6 +88,8 @@ class _Room:
     """The memory itself, beside what others have of it. None if not known."""
     why: str
     is_host: bool = False
+    num_layers: int = 0
+    """Layers of the programs in a host's process."""
 
     @property
     def process(self) -> int:
@@ -95,18 +98,18 @@ class _Room:
 
     def needed(self, arrays: int) -> int:
         """Bytes that arrays take, with the process of a host."""
-        return with_process(arrays) if self.is_host else arrays
+        return with_process(arrays, num_layers=self.num_layers) if self.is_host else arrays
 
     def lacking(self, arrays: int) -> int:
         """Bytes by which there is too little; less than zero if there is enough."""
         return self.needed(arrays) - (UNLIMITED if self.size is None else self.size)
 
 
-def _host_room(limit: int | None) -> _Room:
+def _host_room(limit: int | None, num_layers: int) -> _Room:
     there = host_memory()
     size = min((each for each in (there, limit) if each is not None), default=None)
     why = "devices_memory allows" if size is not None and size == limit else "are available on the host"
-    return _Room(size, total_memory(), why, is_host=True)
+    return _Room(size, total_memory(), why, is_host=True, num_layers=num_layers)
 
 
 def _device_room(cluster: Cluster, memory: DeviceMemory) -> _Room:
@@ -114,13 +117,13 @@ def _device_room(cluster: Cluster, memory: DeviceMemory) -> _Room:
     return _Room(cluster.capacity(first), cluster.kind_of(first).memory.bytes, "a run may take of a device")
 
 
-def host_line(arrays: int) -> str:
-    """The host memory that a run takes if its devices share it, in words.
+def host_line(arrays: int, *, num_layers: int = 0) -> str:
+    """The host memory that a run takes if its devices share it, in words; `num_layers` are those of its programs.
 
     >>> host_line(8_800_000_000)
     "The run takes up to about 10.9 GB of the host's memory: arrays 8.8 GB, the rest of the process 2.06 GB"
     """
-    together = with_process(arrays)
+    together = with_process(arrays, num_layers=num_layers)
     parts = f"arrays {in_gb(arrays)}, the rest of the process {in_gb(together - arrays)}"
     return f"The run takes up to about {in_gb(together)} of the host's memory: {parts}"
 
@@ -138,11 +141,11 @@ def _shown(size: int, unit: float) -> float | str:
     return float(f"{round(size / unit, 3):.3g}") if size else "-"
 
 
-def _host_lines(fullest: DeviceMemory) -> list[str]:
+def _host_lines(fullest: DeviceMemory, room: _Room) -> list[str]:
     """Lines for virtual devices, which share the memory of their host."""
     there = host_memory()
     available = f" Available: {in_gb(there)}." if there is not None else ""
-    return [f"{host_line(fullest.total)}.{available}", f"Most: {fullest}."]
+    return [f"{host_line(fullest.total, num_layers=room.num_layers)}.{available}", f"Most: {fullest}."]
 
 
 def _device_lines(peaks: Sequence[DeviceMemory], cluster: Cluster) -> list[str]:

@@ -93,7 +93,8 @@ def summary_lines(planned: Planned) -> list[str]:
         lines.append(f"Rows of no weight, where rows do not divide: {listed}")
     lines += rollout_lines(planned)
     if planned.problem.devices_per_memory > 1:
-        lines.append(host_line(max(each.total for each in planned.memory)))
+        most = max(each.total for each in planned.memory)
+        lines.append(host_line(most, num_layers=planned.workload.compiled_layers))
     if planned.method == SEARCH:
         lines.append(
             f"The fastest of {planned.result.evaluated:,} plans looked at, of those with {looked_at(planned.cluster)}; "

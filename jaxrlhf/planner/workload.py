@@ -168,6 +168,11 @@ class Workload:
         return sum(drawn) or max((call.sequences * call.columns for call in self.calls), default=0)
 
     @property
+    def compiled_layers(self) -> int:
+        """Layers of all programs of calls; scanned ones count once."""
+        return sum(1 if call.model.scan_layers else call.model.num_layers for call in self.calls)
+
+    @property
     def trained(self) -> frozenset[str]:
         """Sets of weights that a step changes."""
         return frozenset(call.weights for call in self.calls if call.trains)

@@ -191,9 +191,13 @@ def _chunked_logits(assembly: Assembly, calls: Sequence[str]) -> Iterator[tuple[
 
 def _remat(assembly: Assembly, calls: Sequence[str]) -> Iterator[tuple[str, Overrides]]:
     trained = [call for call in _of_models(assembly, calls) if call.partition("#")[0].endswith(".train")]
+    scanned: Overrides = ()
+    if mesh.platform() == "cpu":  # whose compiler undoes it in layers that are not scanned
+        models = {name: role.model for name, role in assembly.train.roles.items() if isinstance(role, ModelRole)}
+        scanned = tuple(f"roles.{name}.model.scan_layers=true" for name, x in models.items() if not x.scan_layers)
     for remat in ("dots", "layer"):
         changes = [_entry(assembly, call, remat=remat) for call in trained]
-        yield "activations computed again in the backward pass", sum(changes, ())
+        yield "activations computed again in the backward pass", sum(changes, ()) + scanned
 
 
 def _offload(assembly: Assembly, calls: Sequence[str]) -> Iterator[tuple[str, Overrides]]:

@@ -5,12 +5,13 @@ import json
 import tarfile
 import zipfile
 
+import matplotlib.image as images
 import pytest
 
-from examples.sentiment import perplexity
+from examples.sentiment import curves, perplexity
 from examples.sentiment.fetch import SCORER, SENTENCES, fetch, make_model, scorer_accuracy, unpack_gguf
 from examples.sentiment.rated_sentences import RATINGS, Rated, make_rows, read_ratings, write_rows
-from examples.sentiment.scorer import sentiment, variety
+from examples.sentiment.scorer import ended, sentiment, variety
 from jaxrlhf.data.tokenizer import train_bpe
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.huggingface import save_params
@@ -122,6 +123,10 @@ def test_variety_falls_with_repetition():
     assert variety(["good good good good", "a good film", ""]) == [0.25, 1.0, 0.0]
 
 
+def test_a_response_that_was_cut_off_has_not_ended():
+    assert ended(["a", "b"], [True, False]) == [1.0, 0.0]
+
+
 def test_without_its_package_the_scorer_says_what_to_run(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"the sentiment scorer must be there\. .* examples.sentiment.fetch"):
         sentiment(["good"], str(tmp_path))
@@ -201,10 +206,13 @@ def test_grpo_runs_on_any_folder_and_its_perplexity_is_compared(made, monkeypatc
 def test_ppo_takes_what_the_reward_model_leaves(made, monkeypatch):
     monkeypatch.chdir(ROOT)
     train("reward_model", made)
-    reward = {"roles.reward.lora.init": str(made / "reward_model" / "latest" / "reward")}
+    reward = {"roles.preference.lora.init": str(made / "reward_model" / "latest" / "reward")}
     train("ppo", made, **SHORT, **reward)
     samples = (made / "ppo" / "latest" / "samples.jsonl").read_text().splitlines()
-    assert {"judge", "reward", "variety"} <= json.loads(samples[0])["scores"].keys()
+    assert {"preference", "ended", "judge", "variety"} == json.loads(samples[0])["scores"].keys()
+    monkeypatch.chdir(made)
+    assert curves.main(["eval/judge=ppo/latest,ppo/latest", "eval/ended=ppo/latest"]) == 0
+    assert images.imread(made / "curves.png").shape[1] == 924
 
 
 def test_sft_leaves_a_folder_that_the_other_configs_take(made, monkeypatch):

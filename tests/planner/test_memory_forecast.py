@@ -81,7 +81,7 @@ def test_replicas_on_virtual_devices_add_up(machine):
     lean = Plan({call.name: Placement((0,), Strategy()) for call in STEP.workload.calls})
     of_one, of_four = (_arrays(forecast_memory(STEP.workload, machine, plan)) for plan in (lean, PLAN))
     assert 24 * WHOLE < of_four < 40 * WHOLE and 6 * WHOLE < of_one < of_four / 3
-    assert forecast.lines[0].endswith("the rest of the process 2.11 GB. Available: 20 GB.")
+    assert forecast.lines[0].endswith("the rest of the process 2.35 GB. Available: 20 GB.")
     assert "in the memory that devices 0-3 share during" in forecast.lines[1] and not forecast.excess
 
 

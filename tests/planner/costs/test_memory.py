@@ -199,3 +199,21 @@ def test_numbers_of_a_call_are_described_in_whole_bytes():
     call = ModelCall("a.infer", "a", "infer", TINY, "a", rows=3, prompt=5, response=5)
     memory = call_memory(call, Strategy(), is_trained=False)
     assert all(isinstance(x, int) for x in dataclasses.astuple(memory))
+
+
+@pytest.mark.parametrize("lora", [None, LoRAConfig(rank=4)], ids=["whole weights", "adapters"])
+def test_on_a_cpu_remat_saves_memory_in_scanned_layers_alone(lora):
+    """Much more activations than weights, over eight layers."""
+    model = dataclasses.replace(TINY, hidden_size=64, intermediate_size=256, num_layers=8)
+
+    def of(remat, scan_layers):
+        step = ppo(dataclasses.replace(model, scan_layers=scan_layers), rows=32, mini_batches=1, lora=lora, prompt=32)
+        call, strategy = step.workload.call("actor.train"), Strategy(remat=remat)
+        program = call_program(call.require_described(), Layout.over((0,), strategy), num_layers=8, rows=32)
+        compiled = program.lower().compile().memory_analysis().temp_size_in_bytes
+        ours = call_memory(call, strategy, is_trained=True, on_cpu=True).working
+        assert 0.7 <= ours / compiled <= 1.5, (remat, scan_layers)
+        return compiled
+
+    assert of("layer", scan_layers=False) > 0.95 * of("none", scan_layers=False)
+    assert of("layer", scan_layers=True) < 0.4 * of("none", scan_layers=True)

@@ -1,0 +1,61 @@
+"""The notebooks run from their first cell to the last, on small sizes, and their figures have all of their marks."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+
+from scripts.run_notebooks import MOST_BYTES, NOTEBOOKS, execute, output_bytes
+from tests.conftest import CACHE
+
+SIZES: dict[str, dict[str, Any]] = {}
+"""Notebook -> small values of its parameters. Every cell is executed all the same."""
+PATHS = sorted(NOTEBOOKS.glob("*.ipynb"))
+MARKS = "marks"
+"""The key of a cell's metadata with the least marks of its figure, by SVG element: {"polyline": 2}."""
+
+
+def figure(cell: nbformat.NotebookNode) -> str:
+    """All HTML and SVG that a cell shows."""
+    data = [output.get("data", {}) for output in cell.get("outputs", [])]
+    return "".join(str(each.get(kind, "")) for each in data for kind in ("text/html", "image/svg+xml"))
+
+
+def lacking(notebook: nbformat.NotebookNode) -> list[str]:
+    """Marks that figures must have and do not."""
+    found = []
+    for index, cell in enumerate(notebook.cells):
+        for element, least in cell.metadata.get(MARKS, {}).items():
+            count = len(re.findall(rf"<{element}[\s/>]", figure(cell)))
+            if count < least:
+                found.append(f"cell {index}: {count} <{element}>, {least} expected")
+    return found
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
+def test_notebook(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(CACHE))
+    notebook = execute(path, tmp_path, values=SIZES.get(path.stem), seconds=500)
+    assert not lacking(notebook)
+    warned = [
+        output.text for cell in notebook.cells for output in cell.get("outputs", []) if output.get("name") == "stderr"
+    ]
+    assert not warned
+
+
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
+def test_what_is_stored(path: Path) -> None:
+    """The stored outputs are whole, free of errors and small, and have their figures."""
+    notebook = nbformat.read(path, as_version=4)
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1)), "run scripts/run_notebooks.py"
+    kinds = {output.output_type for cell in code for output in cell.outputs}
+    assert "error" not in kinds
+    assert not lacking(notebook)
+    assert output_bytes(notebook) <= MOST_BYTES
+    assert any(cell.metadata.get(MARKS) for cell in code), "no figure"
+    assert "pip install" in code[0].source, "the first cell installs jaxrlhf where it is missing, as in Colab"
+    assert str(Path.home()) not in str(notebook) and "/tmp/" not in str(notebook)
