@@ -10,7 +10,6 @@ A page gets what the code says by a comment of HTML, which GitHub does not show:
 """
 
 import argparse
-import ast
 import html
 import importlib
 import json
@@ -32,6 +31,8 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".yml": "yaml", ".toml": "toml", ".json": "json", "": "bash"}
 PICTURES = (".png", ".svg")
+SECTIONS = ("Config", "Update", "Limits", "Lengths", "Scaling", "Placement", "Strategy", "Tail", "Sampling", "Penalty")
+"""How names of dataclasses end whose fields are keys of a config."""
 FENCE = re.compile(r"^(```.*?^```)", flags=re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FROM_THE_CODE = re.compile(r"^<!-- from the code: (.*) -->$", flags=re.MULTILINE)
@@ -162,14 +163,18 @@ def _from_the_code(what: str) -> str:
 
 
 def _public_names() -> str:
-    """A directive of mkdocstrings for each name of `jaxrlhf.__all__`."""
-    tree = ast.parse((ROOT / "jaxrlhf" / "__init__.py").read_text(encoding="utf-8"))
-    (names,) = [
-        ast.literal_eval(node.value)
-        for node in tree.body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
-    ]
-    return "\n".join(f"::: jaxrlhf.{name}\n" for name in names)
+    """A directive of mkdocstrings for each name of `jaxrlhf.__all__`, under its comments as headings. Of dataclasses
+    whose fields are keys of a config, the signature alone: docs/configuration.md has what they mean."""
+    source = (ROOT / "jaxrlhf" / "__init__.py").read_text(encoding="utf-8")
+    (listed,) = re.findall(r"^__all__ = \[(.*?)\]", source, flags=re.MULTILINE | re.DOTALL)
+    parts = []
+    for heading, name in re.findall(r"# (.*)|\"(\w+)\"", listed):
+        if heading:
+            parts.append(f"## {heading[:1].upper()}{heading[1:]}\n")
+        else:
+            options = "    options: {members: false}\n" if name.endswith(SECTIONS) else ""
+            parts.append(f"::: jaxrlhf.{name}\n{options}")
+    return "\n".join(parts)
 
 
 def _commands() -> str:
@@ -177,9 +182,8 @@ def _commands() -> str:
     parts = []
     for name, command in COMMANDS.items():
         parser: argparse.ArgumentParser = importlib.import_module(command.module).parser()
-        parser.prog = f"jaxrlhf {name}"
         rows = [_option(x) for x in parser._actions if x.help != argparse.SUPPRESS and x.dest != "help"]
-        lines = [f"## {name}", "", _sentence(parser.description or command.summary), ""]
+        lines = [f"### jaxrlhf {name}", "", _sentence(parser.description or command.summary), ""]
         table = ["| Option | Meaning |", "| --- | --- |", *rows, ""] if rows else []
         parts.append("\n".join([*lines, *table]))
     return "\n".join(parts)
