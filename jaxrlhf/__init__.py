@@ -1,53 +1,149 @@
 """jaxrlhf: reinforcement learning from feedback for language models, planned and run as one JAX program.
 
-import jaxrlhf
+import jaxrlhf as rl
 
-run = jaxrlhf.train("grpo_arithmetic", steps=20)
-run.folder, run.metrics[-1], run.generate(["17+85="])
+run = rl.Run("grpo_arithmetic", steps=20)
+for metrics in run:
+    print(metrics["critic/score/mean"])
+run.folder, run.metrics, run.generate(["17+85="])
 """
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxrlhf.huge_pages import restart_with_huge_pages
 
 if TYPE_CHECKING:
-    import os
-
-    from jaxrlhf.api import TrainedRun
+    from jaxrlhf.api.names import (
+        Algorithm,
+        ArithmeticConfig,
+        AverageConfig,
+        CheckpointError,
+        DAPOConfig,
+        DataConfig,
+        DPOConfig,
+        DrGRPOConfig,
+        EvaluationConfig,
+        Forecast,
+        GraphDisplay,
+        GRPOConfig,
+        GSPOConfig,
+        InputError,
+        KLPenalty,
+        KLTerm,
+        LoRAConfig,
+        Max,
+        MemoryLimits,
+        ModelConfig,
+        OptimizerConfig,
+        OutOfMemoryError,
+        OutputConfig,
+        OwnTokenizerConfig,
+        Placement,
+        PlanConfig,
+        PlanDisplay,
+        PolicyAndValues,
+        PolicyOutputs,
+        PolicyUpdate,
+        PPOConfig,
+        PPOPtxConfig,
+        PPOSharedConfig,
+        Preferences,
+        Prompts,
+        ReinforcePlusPlusConfig,
+        ReinforceUpdate,
+        ReMaxConfig,
+        ResponseLengths,
+        RewardError,
+        RewardModelConfig,
+        RLOOConfig,
+        RoleConfig,
+        RoleHandle,
+        Roles,
+        Rollout,
+        RopeScaling,
+        Rows,
+        Run,
+        RunConfig,
+        RunEndedError,
+        RunStopped,
+        SafeRLHFConfig,
+        Sampling,
+        Sequences,
+        SFTConfig,
+        StalenessConfig,
+        Strategy,
+        SupervisedUpdate,
+        Tail,
+        Term,
+        TimelineDisplay,
+        TokenizerConfig,
+        TrainingError,
+        UnwritableError,
+        ValueUpdate,
+        WandbConfig,
+        WarmStartConfig,
+        compute,
+        demonstrations,
+        forecast,
+        gae,
+        group_advantages,
+        leave_one_out,
+        masked_count,
+        masked_mean,
+        masked_sum,
+        ppo_policy_loss,
+        preferences,
+        prompts,
+        read_config,
+        reinforce_policy_loss,
+        resume,
+        rollout_metrics,
+        score_metrics,
+        sft_loss,
+        summary,
+        train,
+        value_loss,
+        whiten,
+        write_config,
+    )
 
 if sys.argv[:1] == ["-m"]:  # Python is about to run a command of this package
     restart_with_huge_pages()
 
 __version__ = "0.1.0"
-__all__ = ["train"]
+__all__ = [
+    # runs
+    "Run", "train", "resume", "read_config", "write_config", "forecast", "Forecast",
+    "PlanDisplay", "GraphDisplay", "TimelineDisplay",
+    # errors
+    "InputError", "RewardError", "TrainingError", "CheckpointError", "UnwritableError", "OutOfMemoryError",
+    "RunStopped", "RunEndedError",
+    # sections of a config
+    "RunConfig", "RoleConfig", "ModelConfig", "RopeScaling", "OptimizerConfig", "LoRAConfig", "AverageConfig",
+    "OwnTokenizerConfig", "DataConfig", "ArithmeticConfig", "TokenizerConfig", "Sampling", "WarmStartConfig",
+    "EvaluationConfig", "OutputConfig", "WandbConfig", "MemoryLimits", "StalenessConfig",
+    "PlanConfig", "Placement", "Strategy", "Tail", "ResponseLengths",
+    # settings of algorithms
+    "PPOConfig", "PPOPtxConfig", "PPOSharedConfig", "SafeRLHFConfig", "ReMaxConfig", "RLOOConfig", "GRPOConfig",
+    "DrGRPOConfig", "DAPOConfig", "GSPOConfig", "ReinforcePlusPlusConfig", "DPOConfig", "RewardModelConfig",
+    "SFTConfig", "PolicyUpdate", "ReinforceUpdate", "ValueUpdate", "SupervisedUpdate", "KLPenalty",
+    # algorithms of one's own
+    "Algorithm", "Rows", "prompts", "demonstrations", "preferences", "compute", "Roles", "RoleHandle",
+    "Prompts", "Sequences", "Rollout", "Preferences", "PolicyOutputs", "PolicyAndValues", "Term", "Max", "KLTerm",
+    "ppo_policy_loss", "reinforce_policy_loss", "value_loss", "sft_loss", "gae", "group_advantages", "leave_one_out",
+    "masked_count", "masked_mean", "masked_sum", "whiten", "summary", "score_metrics", "rollout_metrics",
+]  # fmt: skip
 
 
-def train(
-    config: "str | os.PathLike[str] | Mapping[str, Any]",
-    *,
-    data: "str | os.PathLike[str] | Sequence[Mapping[str, Any]] | Mapping[str, Any] | None" = None,
-    reward: Callable[..., Sequence[float]] | None = None,
-    quiet: bool = False,
-    **more: Any,
-) -> "TrainedRun":
-    """Executes a run in this process, like `python -m jaxrlhf.train`.
+def __getattr__(name: str) -> Any:
+    """A public name, imported when it is first used: JAX can be configured before its import."""
+    if name not in __all__:
+        raise AttributeError(f"module 'jaxrlhf' has no attribute {name!r}")
+    import jaxrlhf.api.names
 
-    Args:
-        config: The name of a shipped config, a YAML file, or a dict. Functions can replace their names:
-            `{"roles": {"reward": {"function": my_reward}}, "algorithm": my_step, ...}`.
-        data: Rows in place of those of the config: a file, or a list of dicts, which is written to a file under
-            `output.folder`. Or keys of `data`, merged over the config's, of which `path` and `eval_path` may be such
-            lists: `{"path": rows, "eval_rows": 16, "chat": "user"}`.
-        reward: The role `reward`, as a function `f(prompts, completions, **columns) -> list[float]`.
-        quiet: Print nothing.
-        more: Keys of the config, merged over it: `steps=20, roles={"actor": {"lora": {"rank": 16}}}`.
+    return getattr(jaxrlhf.api.names, name)
 
-    Raises:
-        ValueError: Config, data and plan do not fit together. Nothing was compiled.
-        RuntimeError: The run could not continue: a reward function failed, or a loss was not finite.
-    """
-    from jaxrlhf.api import train  # imported late, since JAX is configured before its import
 
-    return train(config, data=data, reward=reward, quiet=quiet, more=more)
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -7,9 +7,10 @@ Nothing is run and no accelerator is needed. `plan: plan.json` in a config takes
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from jaxrlhf.cluster.cluster_text import LOCAL, read_cluster
@@ -18,18 +19,19 @@ from jaxrlhf.config.reading import ConfigError
 from jaxrlhf.config.schema import RunConfig, load_run
 from jaxrlhf.configured.size_overrides import with_lengths, with_response_tokens, with_synthetic_prompts
 from jaxrlhf.observe.console import Console
-from jaxrlhf.observe.plan_page import measured_seconds, write_plan_page
 from jaxrlhf.observe.plan_pictures import draw_plan, draw_search
-from jaxrlhf.observe.timeline_picture import PictureError, check_matplotlib
+from jaxrlhf.observe.timeline_picture import check_matplotlib
+from jaxrlhf.observe.timeline_view import PictureError
+from jaxrlhf.pages.plan_page import measured_seconds, write_plan_page
 from jaxrlhf.planner.compiled.compiler import CompileError
-from jaxrlhf.planner.cost_sources import SOURCES
+from jaxrlhf.planner.cost_sources import SOURCES, CostSource
 from jaxrlhf.planner.fusion.parts_forecast import PlanInParts
 from jaxrlhf.planner.make_plan import SEARCH, Planned
 from jaxrlhf.planner.placement.advisor import Advice, advise
 from jaxrlhf.planner.placement.guideline import guideline
 from jaxrlhf.planner.plans.plan import Plan
 from jaxrlhf.planner.plans.plan_table import parts_in_words
-from jaxrlhf.planner.plans.saved_plan import write_plan
+from jaxrlhf.planner.plans.saved_plan import SavedPlan, write_plan
 from jaxrlhf.planner.report import call_rows, memory_rows, plan_json, runner_up_lines, summary_lines
 from jaxrlhf.planner.search.methods import METHODS, find_method
 from jaxrlhf.run.find_plan import better_in_parts, left_out, plan_draft
@@ -52,19 +54,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sizes = [] if options.batch_size is None else [f"batch_size={options.batch_size}"]
         config = load_run(options.config, [*options.set, *sizes])
         cluster = _cluster(options.cluster, config)
-        draft = _draft(options, config, on_cpu=all(group.kind.target is None for group in cluster.groups))
         with console.status() as say:
-            planned = plan_draft(
-                draft, cluster, method=options.strategy, seconds=options.seconds, seed=options.seed,
-                costs="measured" if options.calibration else options.costs, calibration=options.calibration, say=say,
+            step = plan_step(
+                config, cluster, method=options.strategy, seconds=options.seconds, seed=options.seed,
+                costs=options.costs, calibration=options.calibration, prompt_tokens=options.prompt_tokens,
+                response_tokens=options.response_tokens, lengths=options.lengths, say=say,
             )  # fmt: skip
-        plan = planned.plan_for(draft.graph)
-        fused = better_in_parts(planned, draft, plan)
+        draft, planned, plan, fused = step.draft, step.planned, step.plan, step.in_parts
         advice = None
         if options.advise:
             with console.status() as say:
                 advice = advise(planned, draft.graph, draft.roles, fused, say)
-        written = _write(planned, plan, None if options.whole else fused, out=options.out, pictures=pictures)
+        written = _write(step, whole=options.whole, out=options.out, pictures=pictures)
         if options.html is not None:
             write_plan_page(planned, options.html, measured=measured)
             written["page"] = options.html
@@ -79,6 +80,47 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _show(planned, draft, fused, written, console)
         _show_advice(planned, advice, console)
     return 0
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedStep:
+    """The step of a run with its plan and forecast."""
+
+    draft: StepDraft
+    planned: Planned
+    plan: Plan
+    """The plan with whole calls."""
+    in_parts: PlanInParts | None
+    """What calls in parts would bring; None if that is not known."""
+
+    def saved(self, *, whole: bool = False) -> SavedPlan:
+        """The plan as it is written to disk: the faster one of both, or the one with whole calls."""
+        saved = self.planned.saved(self.plan)
+        return saved if whole or self.in_parts is None else self.in_parts.adopted_by(saved)
+
+
+def plan_step(
+    config: RunConfig, cluster: Cluster, *, method: str | None = None, seconds: float | None = None,
+    seed: int | None = None, costs: CostSource | None = None, calibration: Path | None = None,
+    prompt_tokens: int | None = None, response_tokens: int | None = None, lengths: str | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> PlannedStep:  # fmt: skip
+    """Plans the step of a run on a cluster, in the precision that it would have there. Arguments are the options of the
+    command line, and those of `plan_draft`. Raises PlanError, ConfigError, ValueError or CompileError."""
+    if response_tokens is not None:
+        config = with_response_tokens(config, response_tokens)
+    if lengths is not None:
+        config = with_lengths(config, lengths)
+    tables = None
+    if prompt_tokens is not None:
+        config, tables = with_synthetic_prompts(config, prompt_tokens)
+    draft = draft_step(config, tables=tables, on_cpu=all(group.kind.target is None for group in cluster.groups))
+    planned = plan_draft(
+        draft, cluster, method=method, seconds=seconds, seed=seed, costs="measured" if calibration else costs,
+        calibration=calibration, say=say,
+    )  # fmt: skip
+    plan = planned.plan_for(draft.graph)
+    return PlannedStep(draft, planned, plan, better_in_parts(planned, draft, plan))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -142,19 +184,6 @@ def _cluster(text: str, config: RunConfig) -> Cluster:
     return read_cluster(text, config.devices_memory)
 
 
-def _draft(options: argparse.Namespace, config: RunConfig, *, on_cpu: bool) -> StepDraft:
-    """The step of the config, with the sizes that the command line names, in the precision that it would run in on the
-    cluster's devices."""
-    if options.response_tokens is not None:
-        config = with_response_tokens(config, options.response_tokens)
-    if options.lengths is not None:
-        config = with_lengths(config, options.lengths)
-    if options.prompt_tokens is None:
-        return draft_step(config, on_cpu=on_cpu)
-    config, tables = with_synthetic_prompts(config, options.prompt_tokens)
-    return draft_step(config, tables=tables, on_cpu=on_cpu)
-
-
 def _check_out(path: Path | None) -> None:
     """Raises ConfigError, before planning, if a plan cannot be written to a path and named in a config."""
     if path is not None and (path.suffix != ".json" or path.is_dir()):
@@ -190,14 +219,11 @@ def _pictures_folder(options: argparse.Namespace) -> Path | None:
     return None
 
 
-def _write(
-    planned: Planned, plan: Plan, fused: PlanInParts | None, *, out: Path | None, pictures: Path | None
-) -> dict[str, Path]:
-    """Writes the plan, or the one with a tail, and its pictures if they are asked for. Returns their paths."""
-    written: dict[str, Path] = {}
+def _write(step: PlannedStep, *, whole: bool, out: Path | None, pictures: Path | None) -> dict[str, Path]:
+    """Writes the plan, and its pictures if they are asked for. Returns their paths."""
+    planned, written = step.planned, dict[str, Path]()
     if out is not None:
-        saved = planned.saved(plan)
-        write_plan(out, saved if fused is None else fused.adopted_by(saved))
+        write_plan(out, step.saved(whole=whole))
         written["plan"] = out
     if pictures is not None:
         stem = out.stem if out is not None else "plan"

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from jaxrlhf.observe.chrome_trace import TraceError, read_rows
 from jaxrlhf.observe.console import Console
-from jaxrlhf.observe.timeline_picture import PictureError, check_matplotlib, choose_steps, draw_timeline
+from jaxrlhf.observe.timeline_picture import check_matplotlib, draw_timeline
+from jaxrlhf.observe.timeline_view import PictureError, choose_steps
 from jaxrlhf.run.run_folder import RunFolder
 
 

@@ -15,10 +15,11 @@ MODULES = sorted((ROOT / "jaxrlhf").rglob("*.py"))
 # at the top of a file or in a function. The files of `planner` itself lie above its rooms, but for its workload.
 LAYERS = [
     {"api", "calibrate"},
-    {"train", "plan", "timeline", "testing", "calibration"},
+    {"train", "plan", "timeline", "report", "testing", "calibration"},
     {"run"},
     {"configured"},
     {"execution"},
+    {"pages"},
     {"observe"},
     {"planner"},
     {"planner.fusion"},
@@ -204,9 +205,10 @@ def test_what_is_allowed_passes(module, source):
 
 
 def test_commands_need_no_extra():
-    extras = ["gguf", "jax_plugins", "math_verify", "matplotlib", "numba", "wandb"]
+    extras = ["gguf", "jax_plugins", "math_verify", "matplotlib", "numba", "pandas", "wandb"]
     blocked = f"import sys; sys.modules.update(dict.fromkeys({extras}))"  # None: as if it were not installed
-    commands = "import jaxrlhf.api, jaxrlhf.calibrate, jaxrlhf.plan, jaxrlhf.timeline, jaxrlhf.train, scripts.convert"
+    names = ["api.names", "calibrate", "plan", "report", "timeline", "train"]
+    commands = f"import scripts.convert, {', '.join(f'jaxrlhf.{name}' for name in names)}"
     done = subprocess.run(
         [sys.executable, "-c", f"{blocked}; {commands}"], cwd=ROOT, capture_output=True, text=True, check=False
     )

@@ -83,7 +83,7 @@ def perplexity(texts: Path, weights: Weights, *, num_rows: int) -> float:
         data={"path": str(texts), "eval_path": str(texts)}, output={"folder": str(OUT)},
         evaluation={"num_prompts": num_rows, "batch_size": min(64, num_rows)},
     )  # fmt: skip
-    return math.exp(next(record["eval/loss"] for record in run.metrics if "eval/loss" in record))
+    return math.exp(next(record["eval/loss"] for record in run.records if "eval/loss" in record))
 
 
 def _evaluations(run: Path) -> list[dict[str, float]]:

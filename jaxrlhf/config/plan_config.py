@@ -10,9 +10,11 @@ from flax.core import FrozenDict
 
 from jaxrlhf.brief import brief, cut, did_you_mean
 from jaxrlhf.config.device_text import MAX_DEVICES, devices_from_text, devices_to_text
-from jaxrlhf.config.placement_strategy import PlacementStrategy
+from jaxrlhf.config.placement_strategy import STRATEGIES, PlacementStrategy
+from jaxrlhf.config.placement_text import is_line, placement_from_text
 from jaxrlhf.config.reading import FORM, INLINE, ConfigError, merge, to_tree
 from jaxrlhf.require import (
+    errors_as,
     require,
     require_at_least_one,
     require_fraction,
@@ -192,21 +194,28 @@ class PlanConfig:
 def expand_plan(tree: dict[str, Any], where: str) -> None:
     """Expands short forms of the section `plan` in the tree of a config, in place.
 
-    `plan: auto` becomes `{auto: true}`, `plan: a/plan.json` becomes `{file: a/plan.json}`, `lengths: runs/a` becomes
-    `{run: runs/a}`, a plan with `placement` gets `auto: true`, and under `calls` `{actor: {train: ...}}`, as
-    `--set plan.calls.actor.train.data=2` makes it, becomes `{actor.train: ...}`.
+    `plan: auto` becomes `{auto: true}`, `plan: interleaving` becomes `{auto: true, placement: interleaving}`,
+    `plan: a/plan.json` becomes `{file: a/plan.json}`, `lengths: runs/a` becomes `{run: runs/a}`, a plan with
+    `placement` gets `auto: true`, and under `calls` `{actor: {train: ...}}`, as `--set plan.calls.actor.train.data=2`
+    makes it, becomes `{actor.train: ...}`. `plan: {actor.train: ...}` is short for `plan: {calls: {actor.train: ...}}`,
+    and a placement may be a line, `fsdp 2 x tensor 2 on 0-3`.
     """
     plan = tree.get("plan")
     if isinstance(plan, str):
-        if plan != "auto" and not plan.endswith(".json"):
+        if plan != "auto" and plan not in STRATEGIES and not plan.endswith(".json"):
             raise ConfigError(
-                f"{where}: plan: must be a mapping, auto, or the path of a plan, which ends in .json. Got "
-                f"{brief(plan)}.{did_you_mean(plan, ['auto'])}"
+                f"{where}: plan: must be a mapping, auto, {', '.join(STRATEGIES)}, or the path of a plan, which ends "
+                f"in .json. Got {brief(plan)}.{did_you_mean(plan, ['auto', *STRATEGIES])}"
             )
-        tree["plan"] = {"auto": True} if plan == "auto" else {"file": plan}
+        file = {"file": plan} if plan.endswith(".json") else {"auto": True, "placement": plan}
+        tree["plan"] = {"auto": True} if plan == "auto" else file
     if not isinstance(plan, dict):
         return
     keys = [field.name for field in dataclasses.fields(PlanConfig)]
+    named = [key for key in plan if key not in keys and "." in str(key)]
+    if named and isinstance(plan.get("calls", {}), dict):
+        calls = {**plan.get("calls", {}), **{key: plan[key] for key in named}}
+        plan = {**{key: entry for key, entry in plan.items() if key not in named}, "calls": calls}
     for name, entry in _joined({key: entry for key, entry in plan.items() if key not in keys}).items():
         if isinstance(entry, dict) or "." in str(name):
             raise ConfigError(
@@ -214,12 +223,23 @@ def expand_plan(tree: dict[str, Any], where: str) -> None:
                 f"plan.calls.{cut(str(name))}.{did_you_mean(str(name), keys)}"
             )
     if isinstance(plan.get("calls"), dict):
-        plan = {**plan, "calls": _joined(plan["calls"])}
+        calls = _joined(plan["calls"])
+        plan = {**plan, "calls": {call: _from_line(x, f"{where}: plan.calls.{call}") for call, x in calls.items()}}
+    if "default" in plan:
+        plan = {**plan, "default": _from_line(plan["default"], f"{where}: plan.default")}
     if plan.get("placement") is not None:
         plan = {"auto": True, **plan}
     if isinstance(plan.get("lengths"), str):
         plan = {**plan, "lengths": {"run": plan["lengths"]}}
     tree["plan"] = plan
+
+
+def _from_line(entry: Any, where: str) -> Any:
+    """The entry of a call; a line as the keys that it stands for."""
+    if not isinstance(entry, str):
+        return entry
+    with errors_as(ConfigError, f"{where}: "):
+        return placement_from_text(entry)
 
 
 def _with_shares(entry: Any) -> Any:
@@ -234,7 +254,7 @@ def _joined(calls: Mapping[str, Any]) -> dict[str, Any]:
     joined: dict[str, Any] = {}
     for name, entry in calls.items():
         is_role = isinstance(entry, dict) and entry and "." not in str(name)  # `a.b: {tail: {...}}` is a call
-        is_role = is_role and all(isinstance(value, dict) or _is_shares(value) for value in entry.values())
+        is_role = is_role and all(isinstance(x, dict) or _is_shares(x) or is_line(x) for x in entry.values())
         entries = {f"{name}.{method}": placement for method, placement in entry.items()} if is_role else {name: entry}
         for call, placement in entries.items():
             placement = _with_shares(placement)

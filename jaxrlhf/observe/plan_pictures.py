@@ -8,7 +8,8 @@ from pathlib import Path
 
 from jaxrlhf.observe.chrome_trace import Rows, trace_rows
 from jaxrlhf.observe.events import MOVING, Event, ProcessEvents
-from jaxrlhf.observe.timeline_picture import DEFAULT_STEPS, PictureError, check_matplotlib, draw_timeline
+from jaxrlhf.observe.timeline_picture import check_matplotlib, draw_timeline
+from jaxrlhf.observe.timeline_view import DEFAULT_STEPS, PictureError
 from jaxrlhf.planner.make_plan import YARDSTICK, Planned
 from jaxrlhf.planner.search.simulate import TaskSpan
 

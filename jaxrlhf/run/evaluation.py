@@ -66,14 +66,19 @@ class Evaluator:
         self.results.append((done, metrics))
         return metrics
 
-    def _sampled(self, done: int, executor: Executor, records: Records) -> dict[str, float]:
+    def measure(self, done: int, state: Any, executor: Executor) -> dict[str, float]:
+        """Evaluates as `run` does, and keeps nothing."""
+        return self._sampled(done, executor, None) | self._measured(done, state, executor)
+
+    def _sampled(self, done: int, executor: Executor, records: Records | None) -> dict[str, float]:
         """Scores and lengths of responses to held-out prompts."""
         phase = self._assembly.evaluation
         if phase is None:
             return {}
         fetched, counted = zip(*self._run(phase, phase.first_state, executor, done), strict=True)
         for each in fetched:  # only now, so that an evaluation that fails, and is repeated, writes no samples
-            records.write_samples(done, "held-out", each["rollout"], each["scores"])
+            if records is not None:
+                records.write_samples(done, "held-out", each["rollout"], each["scores"])
         scores = {name: np.concatenate([each["scores"][name] for each in fetched]) for name in fetched[0]["scores"]}
         means = {f"eval/{name}": float(scores_B.mean()) for name, scores_B in scores.items()}
         means["eval/response_length"] = float(np.concatenate([each["rollout"].lengths for each in fetched]).mean())

@@ -56,21 +56,30 @@ def export_step(assembly: Assembly, executor: Executor, folder: RunFolder, chann
     channel.share(lambda: finish_folder(target))
 
 
-def _export_alone(assembly: Assembly, executor: Executor, folder: RunFolder, channel: Channel, name: str) -> None:
-    target = folder.path / name
+def export_to(
+    assembly: Assembly, executor: Executor, folder: RunFolder, channel: Channel, name: str, target: Path,
+    *, merge_adapters: bool | None = None,
+) -> None:  # fmt: skip
+    """Writes the present weights of one role to a folder. `merge_adapters` None means as in the config."""
     channel.share(lambda: begin_folder(target))
-    _export_role(assembly, executor, folder, channel, name, partial_folder(target))
+    _export_role(assembly, executor, folder, channel, name, partial_folder(target), merge_adapters=merge_adapters)
     channel.share(lambda: finish_folder(target))
 
 
+def _export_alone(assembly: Assembly, executor: Executor, folder: RunFolder, channel: Channel, name: str) -> None:
+    export_to(assembly, executor, folder, channel, name, folder.path / name)
+
+
 def _export_role(
-    assembly: Assembly, executor: Executor, folder: RunFolder, channel: Channel, name: str, target: Path
-) -> None:
+    assembly: Assembly, executor: Executor, folder: RunFolder, channel: Channel, name: str, target: Path,
+    *, merge_adapters: bool | None = None,
+) -> None:  # fmt: skip
     role, tokenizer = assembly.train.roles[name], assembly.table.tokenizer
     assert isinstance(role, ModelRole)
     weights, model = executor.weights, role.model
     own = role.weights or name
-    is_merged = role.lora is not None and assembly.config.output.merge_adapters
+    merges = assembly.config.output.merge_adapters if merge_adapters is None else merge_adapters
+    is_merged = role.lora is not None and merges
     if is_merged:
         params, _ = weights.for_inference(name, weights.home(own), layers="list", merged=True)
     else:

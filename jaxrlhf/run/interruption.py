@@ -24,6 +24,7 @@ class RunStopped(Exception):
 
     def __init__(self, signal_number: int, message: str) -> None:
         super().__init__(message)
+        self.signal_number = signal_number
         self.exit_status = 128 + signal_number
         """The status by which a shell reports the signal. It is not 0, so that a scheduler restarts the run."""
 
@@ -115,9 +116,8 @@ class StopRequest:
         elif again:
             return
         elif self.can_end_at_once:
-            self._say(
-                f"{name}: nothing is to be saved, so the run ends now. Start it again with --resume auto to go on."
-            )
+            how = "" if self._end_process is None else " Start it again with --resume auto to go on."
+            self._say(f"{name}: nothing is to be saved, so the run ends now.{how}")
             self._end(128 + number)
         else:
             self._say(f"{name}: the run stops after this step, and saves. Ctrl-C now ends it at once, without saving.")

@@ -1,5 +1,5 @@
-"""Metrics of a step from its sequences: tokens and their rates, decoding steps, padding, and the balance of tokens over
-devices."""
+"""Metrics of a step from its sequences: tokens and their rates, decoding steps, padding, scores, and the balance of
+tokens over devices."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -16,6 +16,7 @@ from jaxrlhf.planner.plans.parts import in_parts
 from jaxrlhf.planner.plans.plan import Plan
 from jaxrlhf.planner.plans.splits import copied_rows
 from jaxrlhf.programs.call_programs import slots_of
+from jaxrlhf.programs.roles import ENCODE, weighted_sum
 from jaxrlhf.reshard.balance import token_imbalance
 from jaxrlhf.sharding.strategy import Strategy
 
@@ -165,3 +166,23 @@ def _masks(call: Call) -> list[list[Any]]:
     batches = [term.batch["sequences"] for term in call.terms] or list(call.sequences)
     groups = [[x.mask for x in named_sequences(batch).values() if hasattr(x, "mask")] for batch in batches]
     return [group for group in groups if group]
+
+
+def reward_metrics(result: StepResult) -> dict[str, float]:
+    """The mean score of each scorer, if there are several, and what Python functions count."""
+    scores = scores_of(result)
+    means = {f"reward/{name}/mean": float(values.mean()) for name, values in scores.items()} if len(scores) > 1 else {}
+    return means | {f"reward/{name}": float(count) for name, count in result.counts().items()}
+
+
+def scores_of(result: StepResult, *, of: str | None = None) -> dict[str, np.ndarray]:
+    """The scores of rollouts by role, and their weighted sums. `of`: only those of the rollout of this call."""
+    chosen: dict[str, str] = {}
+    graph = result.graph
+    encoded = {call.name for call in graph.calls if call.method == ENCODE and of in graph.dependencies(call)}
+    for call in graph.calls:
+        of_it = of is None or not {of, *encoded}.isdisjoint(ref.call for ref in call.refs)
+        scores = call.method == "scores" and of_it
+        if scores or (call.function is weighted_sum and all(ref.call in chosen for ref in call.refs)):
+            chosen[call.name] = call.name.replace(".scores", "").replace(f".{weighted_sum.__name__}", "")
+    return {role: result.outputs(name) for name, role in chosen.items()}

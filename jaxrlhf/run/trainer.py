@@ -1,18 +1,16 @@
 """The loop of a run: first or restored weights, warm start, steps, evaluations, checkpoints."""
 
 import collections
-import dataclasses
-import sys
+import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 from safetensors import SafetensorError
 
 from jaxrlhf.cluster.cluster_text import local_cluster
 from jaxrlhf.configured.sampling import samplings_of
-from jaxrlhf.data.loader import PromptLoader
 from jaxrlhf.execution.executor import Executor
 from jaxrlhf.execution.function_threads import FunctionAbandonedError
 from jaxrlhf.execution.process_channel import Channel
@@ -20,72 +18,53 @@ from jaxrlhf.execution.step_result import StepResult
 from jaxrlhf.execution.weight_store import WeightStore
 from jaxrlhf.observe.chrome_trace import write_chrome_trace
 from jaxrlhf.observe.console import Console
-from jaxrlhf.observe.events import WAIT
-from jaxrlhf.observe.json_lines import split_non_finite
-from jaxrlhf.observe.metrics import TrainingError, check_finite, flatten, without_times
+from jaxrlhf.observe.events import WAIT, ProcessEvents
+from jaxrlhf.observe.metrics import TrainingError, check_finite, flatten
 from jaxrlhf.observe.progress import Progress
 from jaxrlhf.observe.step_timers import timer_seconds
 from jaxrlhf.observe.timeline_recorder import Timeline
-from jaxrlhf.programs.roles import ENCODE, weighted_sum
 from jaxrlhf.run.assembly import Assembly
 from jaxrlhf.run.checkpoints import Checkpoints, restore, weight_sets_of
 from jaxrlhf.run.evaluation import Evaluator
-from jaxrlhf.run.export import export, export_step
+from jaxrlhf.run.export import export, export_step, export_to
 from jaxrlhf.run.export import is_due as export_is_due
 from jaxrlhf.run.first_weights import Placed, load_first_weights
 from jaxrlhf.run.interruption import Requests, RunStopped, StopRequest
 from jaxrlhf.run.memory_remedies import OutOfMemoryError, forecast_step, is_out_of_memory, out_of_memory
+from jaxrlhf.run.outcome import Outcome
 from jaxrlhf.run.records import Records
-from jaxrlhf.run.resume_point import ResumePoint, newest_position, what_is_kept
+from jaxrlhf.run.resume_point import Position, ResumePoint, newest_position, what_is_kept
 from jaxrlhf.run.run_folder import RunFolder
-from jaxrlhf.run.step_metrics import balance_metrics, count_tokens, decoding_metrics, throughput_metrics
+from jaxrlhf.run.step_metrics import (
+    balance_metrics,
+    count_tokens,
+    decoding_metrics,
+    reward_metrics,
+    scores_of,
+    throughput_metrics,
+)
 from jaxrlhf.run.tail_refinement import TailRefinement
+from jaxrlhf.run.warm_start import train_actor_first
 from jaxrlhf.sharding import mesh
 from jaxrlhf.writing import UnwritableError, writing
 
-WARM_START_STEP = 2**31
-"""The first step number of a warm start, which is not one of training."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Outcome:
-    """The results of a run from its first step on, also if it was resumed."""
-
-    steps: int
-    evaluations: tuple[tuple[int, dict[str, float]], ...]
-    """(steps done, metrics), in order."""
-    best: tuple[int, float] | None
-    """Steps done and value of the best evaluation, whose checkpoint is kept."""
-    rewards: tuple[float, ...]
-    """The mean score of every step."""
-    samples: tuple[dict[str, Any], ...]
-    """The latest sampled prompts and completions, with their scores. Empty after a resume until the next samples."""
-    shown_at: dict[str, str]
-    """The paths or addresses at which trackers show the run, by tracker."""
-    folder: RunFolder
-    weights: WeightStore
-    """The last weights, on the devices."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain data for outcome.json."""
-        evaluations = [
-            {"step": done, **split_non_finite(without_times(metrics))[0]} for done, metrics in self.evaluations
-        ]
-        best = None if self.best is None else {"step": self.best[0], "value": self.best[1]}
-        return {"steps": self.steps, "best": best, "evaluations": evaluations, "rewards": list(self.rewards)}
-
 
 class Trainer:
-    """Executes an assembled run in its folder, from the start or from where it is resumed. Between two steps it asks
-    whether to stop. Every process of a run has a trainer.
+    """Executes an assembled run in its folder, from the start or from where it is resumed: all at once (`run`), or by
+    `start`, then `step` or `train` as often as there are steps, `finish` and `close`. Between two steps it asks whether
+    to stop. Every process of a run has a trainer.
+
+    Args:
+        pauses: A request to stop between two steps leaves the trainer as it is, so that it can go on. Otherwise it is
+            closed, as after any error.
     """
 
     def __init__(
         self, assembly: Assembly, folder: RunFolder, console: Console, *, resume: ResumePoint | None, stop: StopRequest,
-        channel: Channel,
+        channel: Channel, pauses: bool = False,
     ) -> None:  # fmt: skip
         self._assembly, self._folder, self._console = assembly, folder, console
-        self._config, self._resume, self._channel = assembly.config, resume, channel
+        self._config, self._resume, self._channel, self._pauses = assembly.config, resume, channel, pauses
         self._timeline = Timeline(own_devices=mesh.own_positions())
         self._executor = Executor(
             assembly.train.roles, seed=self._config.seed, timeline=self._timeline, channel=channel,
@@ -93,8 +72,6 @@ class Trainer:
         )  # fmt: skip
         self._records = Records(channel, folder, assembly.config, assembly.table, resume, console.line)
         self._checkpoints = Checkpoints(assembly, folder, channel)
-        stop.abandon = self._executor.abandon_functions
-        self._requests = Requests(stop, self._checkpoints, channel)
         done, is_branch = (resume.steps_done, resume.is_branch) if resume is not None else (None, False)
         self._evaluator = Evaluator(assembly, self._records.history, since=(done or 0) if is_branch else 0)
         self._tails = TailRefinement(
@@ -105,37 +82,87 @@ class Trainer:
         )  # fmt: skip
         scored = [record for record in self._records.history if "critic/score/mean" in record]
         self._rewards: list[float] = [record["critic/score/mean"] for record in scored]
+        self.done = 0
+        """Steps done, of this start and those before."""
+        self._state: Any = None
+        """The algorithm's state after them."""
+        self._first_step = 0
+        self._unread: collections.deque[tuple[int, StepResult]] = collections.deque()
+        """Steps whose metrics are not read yet."""
+        self._latest: dict[str, float] = {}
+        """The metrics of the last step that was read, and of an evaluation after it."""
+        self._progress = self._unseen_progress()
         self._reported = 0.0
         self._saved = None if is_branch else done
         """Steps done at the newest checkpoint of this folder."""
+        self._to_close = ["timeline", "records", "executor", "checkpoints"]
+        """The parts that are still open, in the order in which they are closed."""
+        self.listen(stop)
+
+    def listen(self, stop: StopRequest) -> None:
+        """Looks for requests to stop at another place than before."""
+        stop.abandon = self._executor.abandon_functions
+        self._requests = Requests(stop, self._checkpoints, self._channel)
+        self._has_unsaved(False)
 
     def run(self) -> Outcome:
         """Executes the run. Raises RunStopped if it was asked to stop, and has saved."""
-        try:
-            self._requests.has_unsaved(False)
-            try:
-                first_step, state = self._start()
-                self._train(first_step, state)
-            except FunctionAbandonedError as error:
-                kept = "No step was saved." if self._saved is None else f"Saved after {self._saved} steps."
-                raise self._requests.stopped(f"{error} {kept}") from error
-            self._requests.has_unsaved(True)  # exports
+        self.start()
+        self.train(self._config.steps)
+        outcome = self.finish()
+        self.close()
+        return outcome
+
+    def start(self) -> None:
+        """Loads or restores all weights, after the warm start where there is one. Evaluates if that is due."""
+        with self._closed_by_errors():
+            self.done, self._state = self._start()
+            self._first_step = self.done
+
+    def step(self) -> dict[str, float]:
+        """Takes one step. Returns its metrics, with those of an evaluation after it where one was due."""
+        with self._closed_by_errors():
+            self._stop_if_asked()
+            self._reported = time.perf_counter()
+            self._step(reads_late=False)
+            self._pause_if_asked()
+        return dict(self._latest)
+
+    def train(self, until: int) -> None:
+        """Takes the steps up to the number `until`, and shows their progress."""
+        with self._closed_by_errors():
+            rows = self._assembly.train_rows.in_words()
+            self._console.header(f"{self._config.algorithm}: {self._config.steps} steps of {rows}")
+            self._reported = time.perf_counter()
+            with self._console.progress(self._config.steps, start=self.done) as self._progress:
+                self._executor.say = self._progress.within_step
+                try:
+                    if self._saved is not None:
+                        self._progress.saved(self._saved)
+                    if self.done < until:
+                        self._stop_if_asked()
+                    while self.done < until:
+                        # metrics are read a step late, so that the devices do not wait for Python
+                        self._step(reads_late=self.done + 1 < until)
+                    self._pause_if_asked()
+                finally:
+                    self._progress = self._unseen_progress()
+                    self._executor.say = self._progress.within_step
+
+    def finish(self) -> Outcome:
+        """Exports the last weights and closes all files. The executor stays, for calls on these weights."""
+        with self._closed_by_errors():
+            self._has_unsaved(True)  # exports
             self._executor.wait()
             with writing(self._folder.path, SafetensorError):
                 export(self._assembly, self._executor, self._folder, self._channel)
-        except BaseException as error:
-            lacks_memory = self._out_of_memory(error) if is_out_of_memory(error) else None
-            if not self._is_in_all(error):
-                unwritten = isinstance(error, UnwritableError)
-                message = f"{error} {what_is_kept(self._folder)}" if unwritten else None
-                self._channel.abort(error, message=message if lacks_memory is None else str(lacks_memory))
-            if lacks_memory is not None:
-                raise lacks_memory from error
-            raise
-        finally:
-            self._close(sys.exception())
+        self._close(None, but=("executor",))
+        return self.outcome()
+
+    def outcome(self) -> Outcome:
+        """The results up to now."""
         return Outcome(
-            steps=self._config.steps,
+            steps=self.done,
             evaluations=tuple(self._evaluator.results),
             best=self._evaluator.best(),
             rewards=tuple(self._rewards),
@@ -145,6 +172,78 @@ class Trainer:
             weights=self._executor.weights,
         )
 
+    def close(self) -> None:
+        """Closes what is still open. No further step can be taken."""
+        unused = ("timeline",) if self.done == self._first_step else ()  # that of an earlier start stays
+        self._to_close = [name for name in self._to_close if name not in unused]
+        self._close(None)
+
+    @property
+    def is_closed(self) -> bool:
+        """True if there is nothing to go on with: after `close`, and after an error."""
+        return not self._to_close
+
+    # -- between steps -------------------------------------------------------------------------------------------------
+
+    def evaluate(self) -> dict[str, float]:
+        """The metrics of an evaluation of the present weights. They are returned, and written nowhere."""
+        return self._evaluator.measure(self.done, self._state, self._executor)
+
+    def save(self) -> Path:
+        """Saves the present state. Returns the folder of the checkpoint when it is on the disk."""
+        with self._closed_by_errors():
+            self._save(self.done, self._state)
+            self._checkpoints.wait()
+        return self.checkpoint()
+
+    def checkpoint(self) -> Path:
+        """The folder of the checkpoint of the present state, whether it exists or not."""
+        return Position("steps", self.done).checkpoint(self._folder)
+
+    def wait(self) -> None:
+        """Waits for all that was dispatched."""
+        self._executor.wait()
+
+    @property
+    def weights(self) -> WeightStore:
+        """The present weights, on the devices."""
+        return self._executor.weights
+
+    def export(self, role: str, target: Path, *, merge_adapters: bool | None) -> None:
+        """Writes the present weights of a role to a folder."""
+        self._executor.wait()
+        parts = self._assembly, self._executor, self._folder, self._channel
+        with writing(target, SafetensorError):
+            export_to(*parts, role, target, merge_adapters=merge_adapters)
+
+    def events(self) -> ProcessEvents:
+        """What ran since the start, in this process."""
+        return self._timeline.seen()
+
+    # -- errors --------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _closed_by_errors(self) -> Iterator[None]:
+        """Closes the trainer if an error, or a request to stop that is no pause, ends the block."""
+        try:
+            try:
+                yield
+            except FunctionAbandonedError as error:
+                kept = "No step was saved." if self._saved is None else f"Saved after {self._saved} steps."
+                raise self._requests.stopped(f"{error} {kept}") from error
+        except BaseException as error:
+            if isinstance(error, _Paused) and self._pauses:
+                raise
+            lacks_memory = self._out_of_memory(error) if is_out_of_memory(error) else None
+            if not self._is_in_all(error):
+                unwritten = isinstance(error, UnwritableError)
+                message = f"{error} {what_is_kept(self._folder)}" if unwritten else None
+                self._channel.abort(error, message=message if lacks_memory is None else str(lacks_memory))
+            self._close(error if lacks_memory is None else lacks_memory)
+            if lacks_memory is not None:
+                raise lacks_memory from error
+            raise
+
     def _out_of_memory(self, error: BaseException) -> OutOfMemoryError:
         """The error of a run that ran out of memory, after the table of what its calls need."""
         self._checkpoints.wait()
@@ -152,17 +251,20 @@ class Trainer:
         self._console.table(f"Memory of the step's calls, {memory.unit} on each device", memory.rows)
         return out_of_memory(error, self._assembly, what_is_kept(self._folder))
 
-    def _close(self, error: BaseException | None) -> None:
-        """Closes everything, also if a part fails. Raises the first failure, unless the run ended by an error."""
+    def _close(self, error: BaseException | None, *, but: tuple[str, ...] = ()) -> None:
+        """Closes everything, `but` some parts, also if a part fails. Raises the first failure, unless the run ended by
+        an error."""
+        close_of = {
+            "timeline": lambda: self._write_timeline(error),
+            "records": lambda: self._records.close(failed=error is not None),
+            "executor": self._executor.close,
+            "checkpoints": self._checkpoints.close,
+        }
+        closing, self._to_close = self._to_close, [name for name in self._to_close if name in but]
         failures: list[Exception] = []
-        for close in (
-            lambda: self._write_timeline(error),
-            lambda: self._records.close(failed=error is not None),
-            self._executor.close,
-            self._checkpoints.close,
-        ):
+        for name in (name for name in closing if name not in but):
             try:
-                close()
+                close_of[name]()
             except Exception as failure:
                 failures.append(failure)
         if failures and error is None:
@@ -201,93 +303,65 @@ class Trainer:
 
     def _warm_start(self) -> Placed:
         """The actor's weights after supervised training."""
-        phase, config = self._assembly.warm_start, self._config.warm_start
-        assert phase is not None and config is not None
-        executor = Executor(phase.roles, seed=self._config.seed, timeline=self._timeline, channel=self._channel)
-        try:
-            if self._resume is None or self._resume.position is None:
-                load_first_weights(executor, phase, self._config, {})
-                first, state = 0, phase.first_state
-            else:
-                first, state = self._resume.position.done, restore(self._resume, phase, executor)
-            new_tokens = phase.graph.calls[0].terms[0].batch["sequences"].response.shape[1]
-            loader = PromptLoader(self._assembly.table, config.batch_size * config.updates_per_step, self._config.seed)
-            self._console.header(f"Warm start: {config.steps} supervised updates of {config.batch_size} rows")
-            with self._console.progress(config.steps, start=first) as progress:
-                for done in range(first + config.updates_per_step, config.steps + 1, config.updates_per_step):
-                    call = done // config.updates_per_step - 1
-                    rows, step = loader.batch(call, "demonstrations", max_new_tokens=new_tokens), WARM_START_STEP + call
-                    at = {"step": step, "phase": "warm start", "number": done}
-                    result = executor.run(phase.graph, phase.plan, state, rows, **at)
-                    state = result.state
-                    self._requests.has_unsaved(True)
-                    metrics = flatten({"warm_start": result.fetch()}) | {"warm_start/step": float(done)}
-                    self._records.write_metrics(0, metrics)
-                    check_finite(metrics, step=done)
-                    progress.update(done, {"loss": metrics["warm_start/actor/loss"]})
-                    stops, saves = self._requests.look()
-                    if stops or saves:
-                        self._records.sync()
-                        self._checkpoints.save_warm_start(done, executor, state)
-                        self._requests.has_unsaved(False)
-                        progress.resume()
-                    if stops:
-                        self._checkpoints.wait()
-                        raise self._requests.stopped(f"Saved after {done} of {config.steps} updates of the warm start.")
-            return executor.weights.snapshot("actor")
-        finally:
-            executor.close()
+        return train_actor_first(
+            self._assembly, resume=self._resume, timeline=self._timeline, channel=self._channel, console=self._console,
+            records=self._records, checkpoints=self._checkpoints, requests=self._requests,
+        )  # fmt: skip
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
-    def _train(self, first_step: int, state: Any) -> None:
-        phase, config = self._assembly.train, self._config
-        self._console.header(f"{config.algorithm}: {config.steps} steps of {self._assembly.train_rows.in_words()}")
-        unread: collections.deque[tuple[int, StepResult]] = collections.deque()
-        self._reported = time.perf_counter()
-        with self._console.progress(config.steps, start=first_step) as progress:
-            self._executor.say = progress.within_step
-            if self._saved is not None:
-                progress.saved(self._saved)
-            if first_step < config.steps and self._requests.look()[0]:  # requested while weights were made
-                self._save(first_step, state)
-                raise self._stopped(first_step)
-            for step in range(first_step, config.steps):
-                rows, versions = self._assembly.train_rows(step), self._versions()
-                if self._tails.is_due(step):
-                    while unread:
-                        self._report(*unread.popleft(), progress)
-                    self._tails.refine(self._channel)
-                try:
-                    result = self._executor.run(phase.graph, self._tails.plan, state, rows, step=step)
-                except Exception as error:
-                    if step > first_step and self._versions() == versions and self._is_in_all(error):
-                        self._rescue(step, state, unread, progress)
-                    raise
-                self._requests.has_unsaved(True)
-                state, done = result.state, step + 1
-                unread.append((step, result))
-                asked_to_stop, asked_to_save = self._requests.look()
-                evaluates, stops = self._evaluator.is_due(done), asked_to_stop and done < config.steps
-                saves = self._checkpoints.is_due(done) or asked_to_save or stops
-                exports = export_is_due(self._assembly, done)
-                # metrics are read a step late, so that the devices do not wait for Python
-                while len(unread) > (0 if evaluates or saves or exports else 1):
-                    self._report(*unread.popleft(), progress)
-                if evaluates and self._evaluate(done, state) and config.output.keep_best:
-                    saves = True
-                if exports:  # before the checkpoint, from which a run that is killed now would go on without it
-                    self._export_step(done)
-                if saves:
-                    self._save(done, state)
-                    progress.saved(done)
-                if evaluates or saves or exports:
-                    self._reported = time.perf_counter()
-                    progress.resume()
-                if stops:
-                    raise self._stopped(done)
+    def _step(self, *, reads_late: bool) -> None:
+        """Takes the next step, and what is due after it. `reads_late`: its metrics may be left for the step after it,
+        as those of the step before were."""
+        phase, config, step, unread = self._assembly.train, self._config, self.done, self._unread
+        rows, versions = self._assembly.train_rows(step), self._versions()
+        if self._tails.is_due(step):
+            self._report_all()
+            self._tails.refine(self._channel)
+        try:
+            result = self._executor.run(phase.graph, self._tails.plan, self._state, rows, step=step)
+        except Exception as error:
+            if step > self._first_step and self._versions() == versions and self._is_in_all(error):
+                self._rescue()
+            raise
+        self._has_unsaved(True)
+        self._state, self.done = result.state, step + 1
+        unread.append((step, result))
+        asked_to_stop, asked_to_save = self._requests.look()
+        evaluates, stops = self._evaluator.is_due(self.done), asked_to_stop and self.done < config.steps
+        saves = self._checkpoints.is_due(self.done) or asked_to_save or stops
+        exports = export_is_due(self._assembly, self.done)
+        while len(unread) > (1 if reads_late and not (evaluates or saves or exports) else 0):
+            self._report(*unread.popleft())
+        if evaluates and self._evaluate(self.done, self._state) and config.output.keep_best:
+            saves = True
+        if exports:  # before the checkpoint, from which a run that is killed now would go on without it
+            self._export_step(self.done)
+        if saves:
+            self._save(self.done, self._state)
+            self._progress.saved(self.done)
+        if evaluates or saves or exports:
+            self._reported = time.perf_counter()
+            self._progress.resume()
+        if stops:
+            raise self._stopped()
 
-    def _report(self, step: int, result: StepResult, progress: Progress) -> None:
+    def _stop_if_asked(self) -> None:
+        """Saves and stops, if that was requested since the last step: while weights were made, say."""
+        if self._requests.look()[0]:
+            self._save(self.done, self._state)
+            raise self._stopped()
+
+    def _pause_if_asked(self) -> None:
+        """The same for a request after the last look, in an evaluation: the next step may be far away."""
+        if self._pauses and self.done < self._config.steps:
+            self._stop_if_asked()
+
+    def _report_all(self) -> None:
+        while self._unread:
+            self._report(*self._unread.popleft())
+
+    def _report(self, step: int, result: StepResult) -> None:
         """Reads the metrics of a step, writes, checks and shows them."""
         done = step + 1
         metrics = flatten(result.fetch())
@@ -305,10 +379,9 @@ class Trainer:
             self._assembly.train_rows.length_means.add_step(result)
         if result.staleness is not None:
             metrics["staleness/steps"] = result.staleness
-        if len(scores := _scores(result)) > 1:
-            metrics |= {f"reward/{name}/mean": float(values.mean()) for name, values in scores.items()}
-        metrics |= {f"reward/{name}": float(count) for name, count in result.counts().items()}
+        metrics |= reward_metrics(result)
         metrics |= {"training/global_step": done, "training/epoch": self._assembly.train_rows.epoch(done)}
+        self._latest = metrics
         self._records.write_metrics(done, metrics)
         try:
             check_finite(metrics, step=done)
@@ -319,14 +392,14 @@ class Trainer:
         every = self._config.output.samples_every
         if every and (done == 1 or done % every == 0 or done == self._config.steps):
             self._write_step_samples(done, result)
-        self._show(progress, done, metrics)
+        self._show(done, metrics)
 
-    def _show(self, progress: Progress, done: int, metrics: Mapping[str, float]) -> None:
+    def _show(self, done: int, metrics: Mapping[str, float]) -> None:
         names = {"reward": "critic/score/mean", "KL": "kl/mean", "length": "response_length/mean"}
         if names["reward"] not in metrics:
             names = {"loss": next((name for name in metrics if name.endswith("/loss")), "")}
         shown = {short: metrics[name] for short, name in names.items() if name in metrics}
-        progress.update(
+        self._progress.update(
             done, shown, timer_seconds(metrics), tokens=metrics["perf/total_num_tokens"],
             busy=metrics.get("perf/busy_fraction"), overlap=metrics.get("perf/overlap", 0.0),
         )  # fmt: skip
@@ -335,7 +408,7 @@ class Trainer:
         """Writes samples of the first rollout of a step, with all its scores."""
         generate = next((c for c in result.graph.calls if c.kind == "generate"), None)
         if generate is not None:
-            scores = _scores(result, of=generate.name)
+            scores = scores_of(result, of=generate.name)
             self._records.write_samples(done, "train", result.outputs(generate.name), scores)
 
     def _evaluate(self, done: int, state: Any) -> bool:
@@ -344,7 +417,7 @@ class Trainer:
             return False
         before = self._evaluator.best()
         try:
-            self._evaluator.run(done, state, self._executor, self._records)
+            self._latest |= self._evaluator.run(done, state, self._executor, self._records)
         except Exception as error:
             if self._is_in_all(error):
                 self._save(done, state)
@@ -366,7 +439,7 @@ class Trainer:
         with self._timeline.host("checkpoint", kind=WAIT, step=done, phase="checkpoint"):
             self._checkpoints.save_steps(done, self._executor, state, value=value)
         self._saved = done
-        self._requests.has_unsaved(False)
+        self._has_unsaved(False)
 
     def _export_step(self, done: int) -> None:
         """Exports the weights after a step. All steps up to it must have been reported, with finite losses."""
@@ -376,20 +449,27 @@ class Trainer:
         ):
             export_step(self._assembly, self._executor, self._folder, self._channel, done)
 
-    def _stopped(self, done: int) -> RunStopped:
+    def _stopped(self) -> "_Paused":
         """The exception for a run that was asked to stop, and has saved."""
         self._checkpoints.wait()
-        return self._requests.stopped(f"Saved after {done} of {self._config.steps} steps.")
+        stopped = self._requests.stopped(f"Saved after {self.done} of {self._config.steps} steps.")
+        return _Paused(stopped.signal_number, str(stopped))
 
-    def _rescue(
-        self, done: int, state: Any, unread: collections.deque[tuple[int, StepResult]], progress: Progress
-    ) -> None:
+    def _rescue(self) -> None:
         """Saves the complete steps after the next one failed before it changed any weights."""
-        while unread:
-            self._report(*unread.popleft(), progress)
-        self._save(done, state)
+        self._report_all()
+        self._save(self.done, self._state)
         self._checkpoints.wait()
-        self._console.line(f"Saved after {done} steps, before the one that failed.")
+        self._console.line(f"Saved after {self.done} steps, before the one that failed.")
+
+    def _has_unsaved(self, unsaved: bool) -> None:
+        """Takes note of whether there is work that is not on the disk. A trainer that pauses has its weights to lose,
+        once a step has changed them."""
+        self._requests.has_unsaved(unsaved or (self._pauses and self.done > self._first_step))
+
+    def _unseen_progress(self) -> Progress:
+        """The progress of steps that are taken one by one."""
+        return Progress(lambda line: None, self._config.steps, start=self.done, every=10, clock=time.perf_counter)
 
     def _is_in_all(self, error: BaseException) -> bool:
         """Returns whether every process of the run has this error now, so that they can save and close together."""
@@ -411,14 +491,5 @@ class Trainer:
         return {name: self._executor.weights.version(name) for name in names}
 
 
-def _scores(result: StepResult, *, of: str | None = None) -> dict[str, np.ndarray]:
-    """The scores of rollouts by role, and their weighted sums. `of`: only those of the rollout of this call."""
-    chosen: dict[str, str] = {}
-    graph = result.graph
-    encoded = {call.name for call in graph.calls if call.method == ENCODE and of in graph.dependencies(call)}
-    for call in graph.calls:
-        of_it = of is None or not {of, *encoded}.isdisjoint(ref.call for ref in call.refs)
-        scores = call.method == "scores" and of_it
-        if scores or (call.function is weighted_sum and all(ref.call in chosen for ref in call.refs)):
-            chosen[call.name] = call.name.replace(".scores", "").replace(f".{weighted_sum.__name__}", "")
-    return {role: result.outputs(name) for name, role in chosen.items()}
+class _Paused(RunStopped):
+    """A run that was asked to stop stands between two steps."""

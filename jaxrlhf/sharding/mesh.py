@@ -1,13 +1,15 @@
 """Devices and meshes. Only this file asks JAX for its devices, or sets how many virtual ones it has."""
 
+import contextlib
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from jax.extend.backend import clear_backends
 from jax.sharding import AxisType, Mesh
 
 from jaxrlhf.sharding.axes import MESH_AXES
@@ -47,6 +49,36 @@ def first_virtual_devices(count: int) -> tuple[Any, ...]:
 def use_processor_alone() -> None:
     """Makes JAX use the CPU alone. Has no effect if JAX runs already."""
     jax.config.update("jax_platforms", "cpu")
+
+
+@contextlib.contextmanager
+def devices_left_open() -> Iterator[None]:
+    """What the block does with JAX decides nothing about its devices: if JAX did not run before, it does not run after
+    the block either, and a run can choose its devices. Meanwhile it runs on the CPU. Arrays of the block are lost."""
+    if is_running():
+        yield
+        return
+    name = "jax_platforms"
+    before: str | None = getattr(jax.config, name)
+    use_processor_alone()
+    try:
+        yield
+    finally:
+        if is_running():
+            clear_backends()
+        jax.config.update(name, before)
+
+
+def is_running() -> bool:
+    """True once JAX has chosen its devices."""
+    name = "jax_num_cpu_devices"
+    before: int = getattr(jax.config, name)
+    try:
+        jax.config.update(name, 2 if before == 1 else 1)  # which JAX refuses while it runs
+    except RuntimeError:
+        return True
+    jax.config.update(name, before)
+    return False
 
 
 def skip_cuda_check_without_gpu() -> None:

@@ -72,7 +72,7 @@ def curve(config: str, folder: Path) -> list[dict[str, Any]]:
         compilation_cache="",
         **RUNS[config],
     )
-    return [without_times(record) for record in run.metrics]
+    return [without_times(record) for record in run.records]
 
 
 @pytest.mark.parametrize("config", RUNS)

@@ -5,10 +5,10 @@ import matplotlib.colors
 import matplotlib.image
 import pytest
 
-from jaxrlhf.observe import timeline_picture
 from jaxrlhf.observe.chrome_trace import Rows, trace_rows, write_chrome_trace
 from jaxrlhf.observe.events import Event, ProcessEvents
-from jaxrlhf.observe.timeline_picture import PictureError, call_colors, choose_steps, draw_timeline
+from jaxrlhf.observe.timeline_picture import draw_timeline
+from jaxrlhf.observe.timeline_view import PictureError, choose_steps, colors_of_events, joined
 from jaxrlhf.timeline import main
 
 
@@ -38,7 +38,7 @@ def test_the_picture_has_the_calls_where_and_as_long_as_they_ran(tmp_path: Path)
     rows = rows_of(1)
     draw_timeline(rows, tmp_path / "a.png", steps=(1, 1), title="a run")
     picture = matplotlib.image.imread(tmp_path / "a.png")[..., :3]
-    colors = call_colors([event for _, row in rows for event in row])
+    colors = colors_of_events([event for _, row in rows for event in row])
 
     def columns(name: str) -> int:
         """In how many columns of pixels a call's color is, of those above the legend."""
@@ -62,11 +62,12 @@ def test_a_role_has_a_hue_and_its_calls_have_shades_whatever_is_drawn() -> None:
             ("actor.reallocate", "reallocate"), ("results", "wait"),
         )
     ]  # fmt: skip
-    colors = call_colors(events)
+    colors = colors_of_events(events)
     assert list(colors) == ["actor.generate", "actor.train", "cost.scores", "judge.scores", "ppo_batch"]
     assert len(set(colors.values())) == 5
-    assert call_colors(events[::-1]) == colors
-    assert [colors["actor.generate"], colors["actor.train"]] == [matplotlib.colormaps["tab20c"](i) for i in (0, 1)]
+    assert colors_of_events(events[::-1]) == colors
+    shades = [matplotlib.colors.to_hex(matplotlib.colormaps["tab20c"](i)) for i in (0, 1)]
+    assert [colors["actor.generate"], colors["actor.train"]] == shades
 
 
 def test_the_last_steps_are_drawn_unless_others_are_asked_for() -> None:
@@ -90,10 +91,10 @@ def test_a_timeline_without_steps_is_refused() -> None:
 
 
 def test_many_devices_that_do_the_same_share_a_row() -> None:
-    joined = timeline_picture._joined(rows_of(2, num_devices=40))
-    assert [label for label, _ in joined] == ["devices 0-19", "devices 20-39", "host", "host waits"]
+    shown = joined(rows_of(2, num_devices=40))
+    assert [label for label, _ in shown] == ["devices 0-19", "devices 20-39", "host", "host waits"]
     few = rows_of(2, num_devices=32)
-    assert timeline_picture._joined(few) == few
+    assert joined(few) == few
 
 
 def test_the_command_draws_a_run_s_folder_and_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

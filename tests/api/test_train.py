@@ -1,6 +1,5 @@
 """`jaxrlhf.train`: a run from Python, with rows and a reward of one's own, and what it gives back."""
 
-import dataclasses
 import gc
 import subprocess
 import sys
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 
 import jaxrlhf
-from jaxrlhf.api import TrainedRun
+from jaxrlhf import Run
 from jaxrlhf.config.reading import to_tree
 from jaxrlhf.observe.console import Console
 from jaxrlhf.testing import small_run
@@ -34,7 +33,7 @@ def config() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def run(config, tmp_path_factory) -> TrainedRun:
+def run(config, tmp_path_factory) -> Run:
     folder = tmp_path_factory.mktemp("runs")
     output = {"folder": str(folder), "timeline": False, "tensorboard": False}
     return jaxrlhf.train(
@@ -44,8 +43,9 @@ def run(config, tmp_path_factory) -> TrainedRun:
 
 def test_a_run_gives_its_folder_its_metrics_as_rows_and_its_rewards(run):
     assert (run.folder / "config.yaml").is_file()
-    assert [row["step"] for row in run.metrics] == [1, 2, 3], "keys given beside the config are laid over it"
-    assert run.rewards == tuple(row["critic/score/mean"] for row in run.metrics)
+    assert [row["step"] for row in run.records] == [1, 2, 3], "keys given beside the config are laid over it"
+    assert run.rewards == [row["critic/score/mean"] for row in run.records]
+    assert list(run.metrics.index) == [1, 2, 3] and list(run.metrics["critic/score/mean"]) == run.rewards
     assert (
         set(seen) <= {row["label"] for row in ROWS} and len(seen) == 3 * 16 * run.config.settings.sampling.num_samples
     )
@@ -53,8 +53,8 @@ def test_a_run_gives_its_folder_its_metrics_as_rows_and_its_rewards(run):
 
 
 def test_the_folder_can_be_gone_on_with_from_the_command_line(run):
-    config = read(str(run.folder / "config.yaml"), ["steps=4", f"resume={run.folder}"])
-    resume = prepare(config, Console(quiet=True)).resume
+    settings = read(str(run.folder / "config.yaml"), ["steps=4", f"resume={run.folder}"])
+    resume = prepare(settings, Console(quiet=True)).resume
     assert resume is not None and resume.position is not None and resume.position.done == 3
 
 
@@ -67,7 +67,7 @@ def test_it_generates_with_the_last_weights(run):
     assert drawn != run.generate(prompts, temperature=1.0, num_samples=2, seed=2)
     assert run.generate([]) == []
     # not the first weights: those of the reference, which never change
-    logits = [run.outcome.weights.snapshot(name)[1]["lm_head"] for name in ("actor", "reference")]
+    logits = [run.weights(name)["lm_head"] for name in ("actor", "reference")]
     assert not np.array_equal(np.asarray(logits[0]), np.asarray(logits[1]))
     assert run.generate(prompts, role="reference", temperature=1.0, seed=1) != run.generate(
         prompts, temperature=1.0, seed=1
@@ -84,14 +84,20 @@ def test_it_generates_with_other_settings_of_sampling(run):
     assert set(run.generate(["12+12="], allowed_tokens=letters, logit_bias={98: 100.0})[0]) == {"b"}
 
 
-def test_threads_of_generate_end_with_the_run_object(run):
+def test_a_run_has_its_folder_for_itself_until_it_is_closed(run):
+    """Or until nobody refers to it any more; then its threads end too."""
     before = set(threading.enumerate())
-    other = dataclasses.replace(run)
-    assert other.generate(["1+1="])
-    assert (started := set(threading.enumerate()) - before)
+    other = jaxrlhf.resume(run.folder, quiet=True, steps=4)
+    assert other.generate(["1+1="]) and (started := set(threading.enumerate()) - before)
+    with pytest.raises(InputError, match="one process at a time can run a run"):
+        jaxrlhf.resume(run.folder, quiet=True, steps=4)
     del other
     gc.collect()
     assert not started & set(threading.enumerate())
+    with jaxrlhf.resume(run.folder, quiet=True) as again:
+        assert again.done == 3 and again.generate(["1+1="]) == run.generate(["1+1="])
+    with pytest.raises(jaxrlhf.RunEndedError, match=r"generate: the run must be open. Got a run that is closed"):
+        again.generate(["1+1="])
 
 
 @pytest.mark.parametrize(
@@ -129,8 +135,9 @@ def test_what_it_cannot_generate_is_refused(run, arguments, message):
     ],
 )
 def test_bad_input_is_refused_as_on_the_command_line(config, tmp_path, more, message):
+    keys: dict[str, Any] = {"data": {"path": ROWS, "eval_rows": 8}, "output": {"folder": str(tmp_path)}, **more}
     with pytest.raises(InputError, match=message):
-        jaxrlhf.train(config, **{"data": {"path": ROWS, "eval_rows": 8}, "output": {"folder": str(tmp_path)}, **more})
+        jaxrlhf.train(config, **keys)
 
 
 def test_of_rows_in_a_list_none_are_held_out_without_an_evaluation(config, tmp_path):
@@ -139,7 +146,7 @@ def test_of_rows_in_a_list_none_are_held_out_without_an_evaluation(config, tmp_p
 
 
 def test_a_shipped_config_takes_rows_in_place_of_its_task(tmp_path):
-    more = {"devices": "cpu:8", "output": {"folder": str(tmp_path)}}
+    more: dict[str, Any] = {"devices": "cpu:8", "output": {"folder": str(tmp_path)}}
     rows = [{"prompt": row["prompt"]} for row in ROWS]
     with pytest.raises(InputError, match=r"needs a column 'answer' in every row"):
         jaxrlhf.train("grpo_arithmetic", data={"path": rows, "eval_rows": 8}, **more)
