@@ -1,6 +1,6 @@
 """Measures this machine for a run: seconds of the passes of its calls, and rates of its devices.
 
-python -m jaxrlhf.calibrate --config NAME_OR_PATH [--set a.b=c ...] [--degrees tensor=1,2 data=1,8] [--out FILE]
+jaxrlhf calibrate --config NAME_OR_PATH [--set a.b=c ...] [--degrees tensor=1,2 data=1,8] [--out FILE]
 
 The file is kept for this machine and this version of jax, and further runs add to it; planning reads it.
 """
@@ -23,6 +23,7 @@ from jaxrlhf.calibration.measure_calls import Degrees, Job, jobs, measure
 from jaxrlhf.calibration.measure_host import host_seconds
 from jaxrlhf.calibration.measure_machine import measure_machine
 from jaxrlhf.calibration.timing import OthersLoad
+from jaxrlhf.config.excerpts import with_excerpt
 from jaxrlhf.config.reading import ConfigError
 from jaxrlhf.observe.console import Console
 from jaxrlhf.planner.costs.calibration import (
@@ -47,10 +48,10 @@ _DEGREES = tuple(field.name for field in dataclasses.fields(Degrees))
 _EXAMPLE = "Write --degrees tensor=1,2 fsdp=1, say."
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line. Returns the exit status: 0, or 1 after an error that the user can fix."""
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m jaxrlhf.calibrate", description="Measure this machine for the calls of a run."
+        prog="jaxrlhf calibrate", description="Measure this machine for the calls of a run."
     )
     parser.add_argument("--config", metavar="NAME_OR_PATH", required=True, help="as of jaxrlhf.train")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a value of it")
@@ -64,7 +65,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--patience", type=float, default=3.0, metavar="SECONDS",
         help="how long each measurement waits for other processes to be quiet (default: 3)",
     )  # fmt: skip
-    options = parser.parse_args(arguments)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command. Returns the exit status: 0, or 1 after an error that the user can fix."""
+    options = parser().parse_args(arguments)
     console, began = Console(), time.perf_counter()
     try:
         if not 0 < options.minutes < math.inf:
@@ -81,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         path = options.out or calibration_file(machine)
         known = read_calibration(path, machine=machine) if path.exists() else None
     except ValueError as error:
-        console.error(str(error))
+        console.error(with_excerpt(str(error), options.config, options.set))
         return 1
     console.line(f"Measuring {machine}, as {mesh.num_devices()} devices")
     watched = OthersLoad()

@@ -17,11 +17,11 @@ _FIRST_GLIBC = (2, 35)
 _ACCELERATORS = ("dev/nvidia[0-9]*", "dev/kfd", "dev/dxg", "dev/accel*")
 
 
-def restart_with_huge_pages() -> None:
-    """Replaces a process that `python -m` has just started by the same with huge pages, where they may help. Its id,
-    arguments, options of Python and environment stay."""
+def restart_with_huge_pages(command: str | None = None) -> None:
+    """Replaces a process that has just started by the same with huge pages, where they may help. Its id, arguments,
+    options of Python and environment stay. `command`: the module that it is to run; None for that of `python -m`."""
     environment = dict(os.environ)
-    if wants_huge_pages(sys.orig_argv, environment):
+    if wants_huge_pages(sys.orig_argv if command is None else [command], environment):
         add_tunable(environment)
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
 

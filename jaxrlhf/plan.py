@@ -1,6 +1,6 @@
 """The fastest plan of a run, for a cluster that need not be there.
 
-python -m jaxrlhf.plan --config NAME_OR_PATH [--set a.b=c ...] [--cluster 16x8:a100-80g] [--out plan.json]
+jaxrlhf plan --config NAME_OR_PATH [--set a.b=c ...] [--cluster 16x8:a100-80g] [--out plan.json]
 
 Nothing is run and no accelerator is needed. `plan: plan.json` in a config takes what `--out` wrote.
 """
@@ -15,6 +15,7 @@ from pathlib import Path
 
 from jaxrlhf.cluster.cluster_text import LOCAL, read_cluster
 from jaxrlhf.cluster.hardware import Cluster
+from jaxrlhf.config.excerpts import with_excerpt
 from jaxrlhf.config.reading import ConfigError
 from jaxrlhf.config.schema import RunConfig, load_run
 from jaxrlhf.configured.size_overrides import with_lengths, with_response_tokens, with_synthetic_prompts
@@ -41,7 +42,7 @@ from jaxrlhf.sharding import mesh
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line. Returns the exit status: 0, or 1 after an error that the user can mend."""
-    options = _parser().parse_args(arguments)
+    options = parser().parse_args(arguments)
     console = Console(quiet=options.json)
     try:
         if options.strategy is not None:
@@ -70,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             write_plan_page(planned, options.html, measured=measured)
             written["page"] = options.html
     except (ValueError, OSError, CompileError) as error:
-        console.error(str(error))
+        console.error(with_excerpt(str(error), options.config, options.set))
         return 1
     if options.json:
         of_tails = {} if fused is None else {"in_parts": fused.to_json()}
@@ -123,9 +124,9 @@ def plan_step(
     return PlannedStep(draft, planned, plan, better_in_parts(planned, draft, plan))
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m jaxrlhf.plan",
+        prog="jaxrlhf plan",
         description="Find the fastest plan of a run, for a cluster that need not be there.",
     )
     parser.add_argument("--config", metavar="NAME_OR_PATH", required=True, help="as of jaxrlhf.train")

@@ -1,6 +1,6 @@
 """A report of a run, or of several side by side: one HTML page that needs nothing else.
 
-python -m jaxrlhf.report RUN [RUN ...] [--out report.html] [--steps 3-5]
+jaxrlhf report RUN [RUN ...] [--out report.html] [--steps 3-5]
 """
 
 import argparse
@@ -16,17 +16,22 @@ from jaxrlhf.run.run_folder import RunFolder, RunFolderError
 from jaxrlhf.writing import UnwritableError, write_atomically
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line. Returns the exit status: 0, or 1 after an error that the user can mend."""
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m jaxrlhf.report", description="Write a page about a run, or several side by side."
+        prog="jaxrlhf report", description="Write a page about a run, or several side by side."
     )
     parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="folders of runs, such as runs/latest")
     parser.add_argument(
         "--out", metavar="PAGE.HTML", type=Path, default=Path("report.html"), help="otherwise report.html, here"
     )
     parser.add_argument("--steps", metavar="FIRST-LAST", help="of the timelines; otherwise the last three")
-    options = parser.parse_args(arguments)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command. Returns the exit status: 0, or 1 after an error that the user can mend."""
+    options = parser().parse_args(arguments)
     console = Console()
     try:
         if options.out.is_dir() or options.out.suffix not in (".html", ".htm"):

@@ -1,6 +1,6 @@
 """A picture of a run's timeline.
 
-python -m jaxrlhf.timeline RUN_FOLDER_OR_TRACE [--steps 3-5] [--out timeline.png]
+jaxrlhf timeline RUN_FOLDER_OR_TRACE [--steps 3-5] [--out timeline.png]
 """
 
 import argparse
@@ -15,13 +15,18 @@ from jaxrlhf.observe.timeline_view import PictureError, choose_steps
 from jaxrlhf.run.run_folder import RunFolder
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line. Returns the exit status: 0, or 1 after an error that the user can mend."""
-    parser = argparse.ArgumentParser(prog="python -m jaxrlhf.timeline", description="Draw the timeline of a run.")
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="jaxrlhf timeline", description="Draw the timeline of a run.")
     parser.add_argument("run", metavar="RUN_FOLDER_OR_TRACE", type=Path, help="such as runs/latest")
     parser.add_argument("--steps", metavar="FIRST-LAST", help="such as 3-5, or 7; otherwise the last three")
     parser.add_argument("--out", metavar="PICTURE", type=Path, help="otherwise timeline.png, beside the trace")
-    options = parser.parse_args(arguments)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command. Returns the exit status: 0, or 1 after an error that the user can mend."""
+    options = parser().parse_args(arguments)
     console = Console()
     try:
         check_matplotlib()  # before a long trace is read

@@ -1,6 +1,6 @@
 """One run, from its config to its results.
 
-python -m jaxrlhf.train --config NAME_OR_PATH [--set a.b=c ...] [--dry-run] [--preview N]
+jaxrlhf train --config NAME_OR_PATH [--set a.b=c ...] [--dry-run] [--preview N]
 """
 
 import argparse
@@ -19,6 +19,7 @@ from typing import Any
 import jax
 
 import jaxrlhf
+from jaxrlhf.config.excerpts import with_excerpt
 from jaxrlhf.config.schema import RunConfig, load_run
 from jaxrlhf.execution.function_threads import any_left_behind
 from jaxrlhf.execution.process_channel import Channel
@@ -33,13 +34,9 @@ from jaxrlhf.run.printing import print_run
 from jaxrlhf.run.row_preview import preview
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line. Returns the exit status: 0; 1 after an error that the user can fix; 143 or 130 if the run was
-    asked to stop by SIGTERM or Ctrl-C, and has saved. It can then be resumed with `--resume auto`.
-    """
-    parser = argparse.ArgumentParser(
-        prog="python -m jaxrlhf.train", description="Train a language model from feedback."
-    )
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="jaxrlhf train", description="Train a language model from feedback.")
     parser.add_argument("--config", metavar="NAME_OR_PATH", help="a shipped config's name, or a YAML file")
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="override a value, as in steps=20"
@@ -59,7 +56,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="join the processes that SLURM, Open MPI or Kubernetes started, one a node, as JAX detects them; where "
         "JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID are set, this is not needed",
     )
-    options = parser.parse_args(arguments)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command. Returns the exit status: 0; 1 after an error that the user can fix; 143 or 130 if the run was asked
+    to stop by SIGTERM or Ctrl-C, and has saved. It can then be resumed with `--resume auto`.
+    """
+    options = parser().parse_args(arguments)
     console, channel = Console(), Channel()
     try:
         config = _read_options(options)
@@ -84,7 +88,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # of several processes, all have this error, or it ends the others too
         if channel.count == 1 or channel.is_shared(error) or isinstance(error, TrainingError):
             if message is not None and channel.is_first:
-                console.error(message)
+                of_config = isinstance(error, InputError)
+                console.error(with_excerpt(message, *_config_of(options)) if of_config else message)
             channel.close()
         else:
             channel.abort(error, status=status, message=message)
@@ -144,7 +149,7 @@ def _exit_now(status: int) -> None:
     os._exit(status)
 
 
-def _leave(status: int) -> None:
+def leave(status: int) -> None:
     """Ends the process after `main`; without shutting down the interpreter if an abandoned function still runs."""
     if any_left_behind():
         if jax.process_count() > 1:
@@ -155,17 +160,23 @@ def _leave(status: int) -> None:
 
 def _read_options(options: argparse.Namespace) -> RunConfig:
     """The config that the command line names, with its overrides."""
+    config, overrides = _config_of(options)
+    if config is None:
+        raise InputError(
+            "--config: required, unless --resume names the folder of a run or a checkpoint in one. Got "
+            f"{f'--resume {options.resume}' if options.resume else 'neither'}."
+        )
+    return read(config, overrides)
+
+
+def _config_of(options: argparse.Namespace) -> tuple[str | None, list[str]]:
+    """The config that the command line names, or that of the run that it resumes, and what is laid over it."""
     overrides = [*options.set, *([f"resume={json.dumps(options.resume)}"] if options.resume else [])]
-    if options.config is not None:
-        return read(options.config, overrides)
-    folder = Path(options.resume or "")
-    for path in (folder, *folder.parents[:3]):  # a run's folder, or a checkpoint in it
-        if options.resume and (path / "config.yaml").is_file():
-            return read(str(path / "config.yaml"), overrides)
-    raise InputError(
-        "--config: required, unless --resume names the folder of a run or a checkpoint in one. Got "
-        f"{f'--resume {options.resume}' if options.resume else 'neither'}."
-    )
+    if options.config is not None or not options.resume:
+        return options.config, overrides
+    folder = Path(options.resume)
+    configs = (path / "config.yaml" for path in (folder, *folder.parents[:3]))  # a run's folder, or a checkpoint in it
+    return next((str(path) for path in configs if path.is_file()), None), overrides
 
 
 class _CallableModule(types.ModuleType):
@@ -180,5 +191,5 @@ class _CallableModule(types.ModuleType):
 
 
 if __name__ == "__main__":
-    _leave(main())
+    leave(main())
 sys.modules[__name__].__class__ = _CallableModule

@@ -33,6 +33,7 @@ from jaxrlhf.config.schema import (
     AverageConfig,
     EvaluationRunConfig,
     MemoryLimits,
+    MlflowConfig,
     OptimizerConfig,
     OutputConfig,
     RoleConfig,
@@ -118,6 +119,7 @@ SECTIONS: dict[str, type[Any]] = {
     "`evaluation`": EvaluationRunConfig,
     "`output`": OutputConfig,
     "`output.wandb`": WandbConfig,
+    "`output.mlflow`": MlflowConfig,
 }
 """Heading in docs/configuration.md -> the dataclass that it describes."""
 

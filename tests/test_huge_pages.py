@@ -1,5 +1,6 @@
 """Commands on CPUs start once more with huge pages: once, on Linux with glibc, where nobody chose otherwise."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -84,14 +85,16 @@ def test_not_with_a_gpu_unless_jax_is_told_to_leave_it(root):
 def test_the_command_starts_again_as_it_was_started(tmp_path):
     """In a process, with its module replaced by one that writes down what it sees."""
     package = tmp_path / "jaxrlhf"
-    package.mkdir()
+    (package / "commands").mkdir(parents=True)
     source = Path(huge_pages.__file__)
-    for name in ("__init__.py", "huge_pages.py"):
+    of_command = ("__main__.py", "brief.py", "commands/__init__.py", "commands/command_line.py")
+    for name in ("__init__.py", "huge_pages.py", *of_command):
         (package / name).write_text((source.parent / name).read_text())
     (package / "train.py").write_text(SHOWN)
     started = {key: value for key, value in os.environ.items() if key not in ("PYTEST_CURRENT_TEST", "GLIBC_TUNABLES")}
-    arguments = ["-X", "utf8=0", "-m", "jaxrlhf.train", "--set", "a b='c'"]
-    for switch, tunables in (("1", "glibc.malloc.hugetlb=1"), ("0", None)):
+    cases = itertools.product((["jaxrlhf.train"], ["jaxrlhf", "train"]), (("1", "glibc.malloc.hugetlb=1"), ("0", None)))
+    for command, (switch, tunables) in cases:
+        arguments = ["-X", "utf8=0", "-m", *command, "--set", "a b='c'"]
         environment = {**started, "JAX_PLATFORMS": "cpu", "JAXRLHF_HUGE_PAGES": switch}
         process = subprocess.Popen([sys.executable, *arguments], cwd=tmp_path, env=environment)
         assert process.wait(timeout=120) == 7

@@ -66,7 +66,7 @@ def find_config(name_or_path: str | Path, *, beside: Path | None = None) -> Path
         path = (beside or Path()) / path
         if not os.path.isfile(path):  # a Path would raise where the name is too long for any file
             raise ConfigError(
-                f"{cut(_shown(path))}: no such file. Give a path, or one of: {', '.join(sorted(_shipped()))}."
+                f"{cut(shown_path(path))}: no such file. Give a path, or one of: {', '.join(sorted(_shipped()))}."
             )
         return path
     shipped = _shipped()
@@ -80,7 +80,7 @@ def find_config(name_or_path: str | Path, *, beside: Path | None = None) -> Path
 
 def read_yaml(path: str | Path) -> Tree:
     """The mapping in a YAML file."""
-    where = _shown(path)
+    where = shown_path(path)
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
@@ -103,18 +103,18 @@ def read_config(
     while len(trees) < len(paths):
         path = paths[-1]
         if path.resolve() in (earlier.resolve() for earlier in paths[:-1]):
-            chain = " -> ".join(map(_shown, paths))
-            raise ConfigError(f"{_shown(paths[-2])}: base: must not lead back to itself. Got {chain}.")
+            chain = " -> ".join(map(shown_path, paths))
+            raise ConfigError(f"{shown_path(paths[-2])}: base: must not lead back to itself. Got {chain}.")
         trees.append(read_yaml(path))
         base = trees[-1].pop("base", None)
         if isinstance(base, str):
             paths.append(find_config(base, beside=path.parent))
         elif base is not None:
-            raise _error(_shown(path), "base", "expected the name of a config or a path", base, "")
+            raise _error(shown_path(path), "base", "expected the name of a config or a path", base, "")
     merged = trees.pop()
     for tree, base in zip(trees[::-1], paths[:0:-1], strict=True):
-        merged = merge(adapt(merged, tree, _shown(base)), tree)
-    return merged, " over ".join(map(_shown, paths))
+        merged = merge(adapt(merged, tree, shown_path(base)), tree)
+    return merged, " over ".join(map(shown_path, paths))
 
 
 def known_part(cls: type[Any], tree: Tree) -> tuple[Tree, list[str]]:
@@ -351,7 +351,7 @@ def _shipped() -> dict[str, Path]:
     return {path.stem: path for path in folder.glob("*.yaml")}
 
 
-def _shown(path: str | Path) -> str:
+def shown_path(path: str | Path) -> str:
     """A path for error messages, relative to the working directory if it is inside."""
     path = Path(path)
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)

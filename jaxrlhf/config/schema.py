@@ -229,6 +229,15 @@ class WandbConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class MlflowConfig:
+    """A run on MLflow."""
+
+    experiment: str = "jaxrlhf"
+    tracking_uri: str = ""
+    """A server, or a folder, which needs none. Empty means MLFLOW_TRACKING_URI, else the folder `mlruns`."""
+
+
+@dataclasses.dataclass(frozen=True)
 class OutputConfig:
     """The files of a run and its trackers."""
 
@@ -245,6 +254,8 @@ class OutputConfig:
     """Metrics and samples for TensorBoard, in the folder's tensorboard/."""
     wandb: WandbConfig | None = None
     """Metrics, samples and the config on Weights & Biases; needs `pip install 'jaxrlhf[wandb]'`."""
+    mlflow: MlflowConfig | None = None
+    """Metrics, samples and the config on MLflow; needs `pip install 'jaxrlhf[mlflow]'`."""
     checkpoint_every: int = 0
     """Steps between checkpoints. 0 means only by the clock and after the last step."""
     checkpoint_minutes: float = 15.0

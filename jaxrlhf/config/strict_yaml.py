@@ -105,6 +105,14 @@ def parse(text: str, *, where: str) -> Any:
         raise ConfigError(f"{where}: nested too deeply.") from None
 
 
+def compose(text: str) -> yaml.Node | None:
+    """The nodes of a YAML text, with their places; None if it is empty or not valid."""
+    try:
+        return _Loader(text).get_single_node()
+    except (yaml.YAMLError, RecursionError):
+        return None
+
+
 def _num_nodes(node: yaml.Node, known: dict[int, int]) -> int:
     """The number of nodes below a node, including itself. `known`: the numbers of nodes counted before, by id."""
     if id(node) not in known:

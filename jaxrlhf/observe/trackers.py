@@ -1,4 +1,4 @@
-"""Trackers, which show a run beside its files: TensorBoard, and Weights & Biases where the config asks for it.
+"""Trackers, which show a run beside its files: TensorBoard, Weights & Biases, MLflow, as its config asks for them.
 
 metrics.jsonl and samples.jsonl are the record. Trackers show the same numbers elsewhere, and may fail: a full disk or a
 lost network is reported once, counted, and does not end the run.
@@ -8,6 +8,7 @@ import collections
 import importlib
 import json
 import os
+import re
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -19,8 +20,8 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[re
 from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 from tensorboardX.summary import text as text_summary
 
-from jaxrlhf.config.reading import to_tree
-from jaxrlhf.config.schema import RunConfig, WandbConfig
+from jaxrlhf.config.reading import leaves, to_tree
+from jaxrlhf.config.schema import MlflowConfig, RunConfig, WandbConfig
 from jaxrlhf.observe.metrics import TrainingError
 from jaxrlhf.writing import write_atomically
 
@@ -32,7 +33,7 @@ class Trackers:
     """The trackers that a config asks for. Once they are open, their errors are reported to `warn` and not raised.
 
     In a run that is resumed in its folder, records after the steps `resumed_at`, or updates of the warm start
-    `warm_start_resumed_at`, are hidden. Raises TrainingError if Weights & Biases refuses the run.
+    `warm_start_resumed_at`, are hidden. Raises TrainingError if Weights & Biases or MLflow refuses the run.
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class Trackers:
         warm_start_resumed_at: int | None = None, warn: Callable[[str], None],
     ) -> None:  # fmt: skip
         self._warn = warn
-        self._trackers: dict[str, TensorBoard | WeightsAndBiases] = {}
+        self._trackers: dict[str, TensorBoard | WeightsAndBiases | MLflow] = {}
         self._num_failed: collections.Counter[str] = collections.Counter()
         self.shown_at: dict[str, str] = {}
         """Name -> the folder or address where it can be watched."""
@@ -52,6 +53,10 @@ class Trackers:
             wandb = WeightsAndBiases(folder, config, config.output.wandb)
             self._trackers["Weights & Biases"] = wandb
             self.shown_at["wandb"] = wandb.address
+        if config.output.mlflow is not None:
+            mlflow = MLflow(folder, config, config.output.mlflow)
+            self._trackers["MLflow"] = mlflow
+            self.shown_at["mlflow"] = mlflow.address
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Shows a record of metrics.jsonl: of a step, an evaluation, or (with `warm_start/step`) the warm start."""
@@ -67,7 +72,7 @@ class Trackers:
         for name, count in self._num_failed.items():
             self._warn(f"{name}: {count} records were lost. They are in metrics.jsonl and samples.jsonl.")
 
-    def _each(self, act: Callable[["TensorBoard | WeightsAndBiases"], None]) -> None:
+    def _each(self, act: Callable[["TensorBoard | WeightsAndBiases | MLflow"], None]) -> None:
         for name, tracker in self._trackers.items():
             try:
                 act(tracker)
@@ -170,19 +175,88 @@ class WeightsAndBiases:
         self._run.finish(exit_code=int(failed))
 
 
+class MLflow:
+    """A run on MLflow. The folder's mlflow.json holds its id, under which a resumed run continues."""
+
+    def __init__(self, folder: Path, config: RunConfig, mlflow_config: MlflowConfig) -> None:
+        mlflow, file = import_mlflow(), folder / "mlflow.json"
+        self._entities = mlflow.entities
+        self.address = mlflow_config.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or "mlruns"
+        if "://" not in self.address:
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow would have a database in its place
+        try:
+            self._client = mlflow.MlflowClient(tracking_uri=self.address)
+            if file.exists():
+                self._id = json.loads(file.read_text())["id"]
+                self._client.update_run(self._id, status="RUNNING")
+            else:
+                self._id = self._create(mlflow_config.experiment, folder.name, to_tree(config))
+                write_atomically(file, json.dumps({"id": self._id}) + "\n")
+        except Exception as error:
+            got = f"{type(error).__name__}: {str(error).rstrip('.')}"
+            raise TrainingError(
+                f"output.mlflow: {self.address} must take the run. Got {got}. Set output.mlflow.tracking_uri to a "
+                "server that can be reached, or to a folder."
+            ) from error
+
+    def _create(self, experiment: str, name: str, tree: dict[str, Any]) -> str:
+        """A new run, with its config as a file and as parameters. Returns its id."""
+        known = self._client.get_experiment_by_name(experiment)
+        experiment_id = self._client.create_experiment(experiment) if known is None else known.experiment_id
+        run_id = self._client.create_run(experiment_id, run_name=name).info.run_id
+        self._client.log_dict(run_id, tree, "config.yaml")
+        params = [self._entities.Param(_mlflow_name(key), str(value)[:500]) for key, value in leaves(tree).items()]
+        for start in range(0, len(params), 100):  # the most at a time
+            self._client.log_batch(run_id, params=params[start : start + 100])
+        return run_id
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        at, now = int(values.get(WARM_START_STEP, step)), time.time_ns() // 10**6
+        metrics = [self._entities.Metric(_mlflow_name(name), value, now, at) for name, value in values.items()]
+        self._client.log_batch(self._id, metrics=metrics)
+
+    def samples(self, step: int, split: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        text = _encodable("\n\n---\n\n".join(map(_sample_text, rows)))
+        self._client.log_text(self._id, text, f"samples/{split}/{step:06}.md")
+
+    def close(self, *, failed: bool) -> None:
+        self._client.set_terminated(self._id, "FAILED" if failed else "FINISHED")
+
+
+def _mlflow_name(name: str) -> str:
+    """A name as MLflow takes it. Of several slashes the first stays, since a folder of MLflow's cannot hold both
+    `eval/reward` and `eval/reward/best@4`.
+
+    >>> _mlflow_name("eval/reward/best@4")
+    'eval/reward.best_4'
+    """
+    first, slash, rest = re.sub(r"[^\w./ -]", "_", name).partition("/")
+    return first + slash + rest.replace("/", ".")
+
+
 def import_wandb() -> Any:
     """The package wandb. Raises ValueError if it is not installed."""
-    try:
-        wandb = importlib.import_module("wandb")
-    except ImportError:
-        wandb = None
     # A folder called wandb, such as wandb itself writes, can be imported too.
-    if not hasattr(wandb, "init"):
+    return _import("wandb", "init")
+
+
+def import_mlflow() -> Any:
+    """The package mlflow. Raises ValueError if it is not installed."""
+    return _import("mlflow", "MlflowClient")
+
+
+def _import(name: str, attribute: str) -> Any:
+    """The package of a tracker, which has an attribute."""
+    try:
+        module = importlib.import_module(name)
+    except ImportError:
+        module = None
+    if not hasattr(module, attribute):
         raise ValueError(
-            "output.wandb: needs the package wandb. Got none installed. Install it by pip install 'jaxrlhf[wandb]', or "
-            "leave output.wandb out."
+            f"output.{name}: needs the package {name}. Got none installed. Install it by pip install "
+            f"'jaxrlhf[{name}]', or leave output.{name} out."
         )
-    return wandb
+    return module
 
 
 def _run_id(path: Path) -> str:

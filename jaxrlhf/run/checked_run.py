@@ -13,7 +13,7 @@ from jaxrlhf.config.schema import RunConfig
 from jaxrlhf.configured.rows import Tables, load_tables
 from jaxrlhf.execution.process_channel import Channel
 from jaxrlhf.observe.metrics import TrainingError
-from jaxrlhf.observe.trackers import import_wandb
+from jaxrlhf.observe.trackers import import_mlflow, import_wandb
 from jaxrlhf.planner.memory_forecast import MemoryForecast
 from jaxrlhf.require import errors_as
 from jaxrlhf.rewards.functions import RewardError
@@ -101,6 +101,8 @@ def check_run(config: RunConfig, channel: Channel | None, *, say: Callable[[str]
         check_run_folder(Path(config.output.folder), config.name)
         if config.output.wandb is not None:
             import_wandb()
+        if config.output.mlflow is not None:
+            import_mlflow()
         return find_resume_point(config), load_tables(config)
 
     def plan() -> FoundPlan:

@@ -1,5 +1,6 @@
 import json
 import math
+import os
 import struct
 import sys
 import types
@@ -11,7 +12,7 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[re
 
 from jaxrlhf.config.schema import RunConfig, load_run
 from jaxrlhf.observe.metrics import TrainingError
-from jaxrlhf.observe.trackers import Trackers, import_wandb
+from jaxrlhf.observe.trackers import Trackers, import_mlflow, import_wandb
 
 SAMPLE = {"prompt": "2+2=", "completion": "4\n# four \udce9", "scores": {"math": 1.0, "b": math.nan}, "finish": "stop"}
 
@@ -207,3 +208,103 @@ def test_a_tracker_that_fails_is_told_once_and_counted_and_the_others_go_on(
     trackers.close()
     assert told[1:] == ["TensorBoard: 3 records were lost. They are in metrics.jsonl and samples.jsonl."]
     assert len(wandb.runs[0].logged) == 3 and wandb.runs[0].exit_code == 0
+
+
+class Client:
+    """Stands for MLflow's client, over runs that all clients see."""
+
+    def __init__(self, module: Any, address: str) -> None:
+        self._module = module
+        module.addresses.append((address, os.environ.get("MLFLOW_ALLOW_FILE_STORE")))
+
+    def get_experiment_by_name(self, name: str) -> Any:
+        return types.SimpleNamespace(experiment_id=name) if name in self._module.experiments else None
+
+    def create_experiment(self, name: str) -> str:
+        self._module.experiments.append(name)
+        return name
+
+    def create_run(self, experiment_id: str, run_name: str) -> Any:
+        run_id = f"id{len(self._module.runs)}"
+        self._module.runs[run_id] = {"of": (experiment_id, run_name), "metrics": [], "params": {}, "files": {}}
+        return types.SimpleNamespace(info=types.SimpleNamespace(run_id=run_id))
+
+    def update_run(self, run_id: str, status: str) -> None:
+        self._module.runs[run_id]["status"] = status
+
+    def log_batch(self, run_id: str, metrics: Any = (), params: Any = ()) -> None:
+        assert len(params) <= 100
+        self._module.runs[run_id]["metrics"] += metrics
+        self._module.runs[run_id]["params"] |= dict(params)
+
+    def log_dict(self, run_id: str, tree: Any, file: str) -> None:
+        self._module.runs[run_id]["files"][file] = json.loads(json.dumps(tree))
+
+    def log_text(self, run_id: str, text: str, file: str) -> None:
+        self._module.runs[run_id]["files"][file] = text
+
+    def set_terminated(self, run_id: str, status: str) -> None:
+        self._module.runs[run_id]["status"] = status
+
+
+@pytest.fixture
+def mlflow(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """An MLflow that remembers its runs."""
+    module: Any = types.ModuleType("mlflow")
+    module.runs, module.experiments, module.addresses = {}, [], []
+    module.MlflowClient = lambda tracking_uri: Client(module, tracking_uri)
+    module.entities = types.SimpleNamespace(
+        Metric=lambda name, value, timestamp, step: (name, value, step), Param=lambda name, value: (name, value)
+    )
+    monkeypatch.setitem(sys.modules, "mlflow", module)
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "")  # so that what a tracker sets is set back
+    monkeypatch.delenv("MLFLOW_ALLOW_FILE_STORE")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    return module
+
+
+def test_mlflow_gets_metrics_samples_and_the_config(tmp_path: Path, mlflow: Any) -> None:
+    asked = config("output.tensorboard=false", "output.mlflow={experiment: e}")
+    trackers = Trackers(tmp_path, asked, warn=pytest.fail)
+    trackers.metrics(0, {"warm_start/step": 50, "warm_start/actor/loss": 2.0})
+    trackers.metrics(4, {"eval/x": 0.5, "eval/x/best@4": 1.0})
+    trackers.samples(4, "held-out", [SAMPLE])
+    trackers.close(failed=True)
+    run = mlflow.runs["id0"]
+    assert run["of"] == ("e", tmp_path.name) and run["status"] == "FAILED" and mlflow.experiments == ["e"]
+    assert run["metrics"] == [
+        ("warm_start/step", 50, 50), ("warm_start/actor.loss", 2.0, 50), ("eval/x", 0.5, 4), ("eval/x.best_4", 1.0, 4),
+    ]  # fmt: skip
+    assert run["params"]["settings.gae_lambda"] == "0.95" and len(run["params"]) > 100
+    assert run["files"]["config.yaml"]["settings"]["gae_lambda"] == 0.95
+    assert "# four \\udce9" in run["files"]["samples/held-out/000004.md"]
+    assert trackers.shown_at == {"mlflow": "mlruns"} and mlflow.addresses == [("mlruns", "true")]
+
+
+def test_a_resumed_run_keeps_its_id_on_mlflow(tmp_path: Path, mlflow: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = config("output.mlflow={}")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://mlflow.example")
+    Trackers(tmp_path, asked, warn=pytest.fail).close()
+    assert mlflow.runs["id0"]["status"] == "FINISHED" and json.loads((tmp_path / "mlflow.json").read_text()) == {
+        "id": "id0"
+    }
+    trackers = Trackers(tmp_path, asked, resumed_at=3, warn=pytest.fail)
+    assert list(mlflow.runs) == ["id0"] and mlflow.runs["id0"]["status"] == "RUNNING"
+    assert trackers.shown_at["mlflow"] == "https://mlflow.example"
+    assert mlflow.addresses == [("https://mlflow.example", None)] * 2, "a server needs no file store"
+    (tmp_path / "other").mkdir()
+    Trackers(tmp_path / "other", config("output.mlflow={tracking_uri: here}"), warn=pytest.fail)
+    assert mlflow.addresses[-1] == ("here", "true") and mlflow.experiments == ["jaxrlhf"]
+
+
+def test_mlflow_that_is_not_there_or_refuses_the_run(
+    tmp_path: Path, mlflow: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Client, "create_run", lambda *_, **__: 1 / 0)
+    with pytest.raises(
+        TrainingError, match=r"output\.mlflow: mlruns must take the run\. Got ZeroDivisionError: division"
+    ):
+        Trackers(tmp_path, config("output.mlflow={}"), warn=pytest.fail)
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    with pytest.raises(ValueError, match=r"output\.mlflow: needs the package mlflow\. Got none.*jaxrlhf\[mlflow\]"):
+        import_mlflow()

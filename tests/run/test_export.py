@@ -10,10 +10,10 @@ import pytest
 import yaml
 from safetensors.numpy import load_file
 
+from jaxrlhf.commands.convert import main as convert
 from jaxrlhf.run import export as exporting
 from jaxrlhf.train import main
 from jaxrlhf.writing import begin_folder, finish_folder, partial_folder
-from scripts.convert import main as convert
 from tests.subprocesses import environment, free_port
 
 MODEL = {

@@ -1,7 +1,7 @@
 """Converts a GGUF file, or the checkpoint of a run, into a folder in Hugging Face's format, from which runs start.
 
-    python -m scripts.convert MODEL.gguf FOLDER [--dtype bfloat16]
-    python -m scripts.convert RUN/checkpoints/steps/40 FOLDER [--role critic] [--merge-adapters]
+    jaxrlhf convert MODEL.gguf FOLDER [--dtype bfloat16]
+    jaxrlhf convert RUN/checkpoints/steps/40 FOLDER [--role critic] [--merge-adapters]
 
 GGUF: Llama, Qwen 2, Qwen 3, with a byte-level BPE; needs the package gguf: pip install 'jaxrlhf[gguf]'. A checkpoint is
 read on the devices and by the data that its run's config names; of a role with adapters the folder holds these, in
@@ -19,13 +19,16 @@ from typing import get_args
 from jaxrlhf.data.gguf_folder import convert_gguf
 from jaxrlhf.models.architecture import num_parameters
 from jaxrlhf.models.gguf_files import Dtype
+from jaxrlhf.train import leave
 from jaxrlhf.train import main as train
 from jaxrlhf.writing import UnwritableError
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line. Returns the exit status."""
-    parser = argparse.ArgumentParser(description="Convert a GGUF file or a checkpoint into Hugging Face's format.")
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="jaxrlhf convert", description="Convert a GGUF file or a checkpoint into Hugging Face's format."
+    )
     parser.add_argument("source", type=Path, metavar="SOURCE", help="MODEL.gguf, or RUN/checkpoints/steps/NUMBER")
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="made; of a GGUF file, its files are replaced")
     parser.add_argument(
@@ -33,7 +36,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--role", help="of a checkpoint: whose weights; actor if left out")
     parser.add_argument("--merge-adapters", action="store_true", help="of a checkpoint: a whole model in their place")
-    options = parser.parse_args(arguments)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command. Returns the exit status."""
+    options = parser().parse_args(arguments)
     source, folder = options.source, options.folder
     try:
         if source.is_dir():
@@ -67,6 +75,7 @@ def convert_checkpoint(checkpoint: Path, folder: Path, role: str, *, merge: bool
         settings = (
             f"steps={number}", f"output.folder={scratch}", f"output.export=[{role}]", "output.export_every=0",
             f"output.merge_adapters={str(merge).lower()}", "output.tensorboard=false", "output.wandb=null",
+            "output.mlflow=null",
             "evaluation=null",
         )  # fmt: skip
         told = [part for setting in settings for part in ("--set", setting)]
@@ -78,4 +87,4 @@ def convert_checkpoint(checkpoint: Path, folder: Path, role: str, *, merge: bool
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -1,9 +1,9 @@
 """The command that makes a folder in Hugging Face's format of a GGUF file."""
 
+from jaxrlhf.commands.convert import main
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.config_json import read_config
 from jaxrlhf.models.huggingface import save_params
-from scripts.convert import main
 from tests.gguf_models import parts_of
 from tests.random_weights import params_of
 

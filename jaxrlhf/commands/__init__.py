@@ -1,0 +1,1 @@
+"""The console command `jaxrlhf`, and the commands that prepare runs and machines."""
