@@ -1,17 +1,18 @@
-"""Where the package has a function and a module of one name, the site documents the function.
+"""What the tool that reads docstrings for the site (griffe) takes otherwise than Python does.
 
-`jaxrlhf.train` is the function of `jaxrlhf/__init__.py`. The tool that reads docstrings (griffe) puts the module
-`jaxrlhf/train.py` in its place; this extension of it puts the function back.
+Where the package has a function and a module of one name, it has the module: `jaxrlhf.train` is the function of
+`jaxrlhf/__init__.py`, and this extension puts it back. And a section `Example:` is text to it, `Examples:` is code.
 """
 
 import ast
+import re
 from typing import Any
 
 import griffe
 
 
 class PublicNames(griffe.Extension):
-    """Keeps what `jaxrlhf/__init__.py` itself defines."""
+    """Keeps what `jaxrlhf/__init__.py` itself defines, and examples as code."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -21,6 +22,10 @@ class PublicNames(griffe.Extension):
         if mod.path == "jaxrlhf":
             kinds = griffe.Function | griffe.Class | griffe.Alias
             self._defined = {name: x for name, x in mod.members.items() if isinstance(x, kinds)}
+
+    def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
+        if obj.docstring is not None:
+            obj.docstring.value = re.sub(r"^( *)Example:$", r"\1Examples:", obj.docstring.value, flags=re.MULTILINE)
 
     def on_package(self, *, pkg: griffe.Module, **kwargs: Any) -> None:
         for name, found in self._defined.items() if pkg.path == "jaxrlhf" else ():
