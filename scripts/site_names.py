@@ -1,7 +1,8 @@
 """What the tool that reads docstrings for the site (griffe) takes otherwise than Python does.
 
 Where the package has a function and a module of one name, it has the module: `jaxrlhf.train` is the function of
-`jaxrlhf/__init__.py`, and this extension puts it back. And a section `Example:` is text to it, `Examples:` is code.
+`jaxrlhf/__init__.py`, and this extension puts it back. And only a section `Examples:` is code to it, while
+ours are called `Example:`, or stand in the text.
 """
 
 import ast
@@ -25,7 +26,8 @@ class PublicNames(griffe.Extension):
 
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         if obj.docstring is not None:
-            obj.docstring.value = re.sub(r"^( *)Example:$", r"\1Examples:", obj.docstring.value, flags=re.MULTILINE)
+            text = re.sub(r"^( *)Example:$", r"\1Examples:", obj.docstring.value, flags=re.MULTILINE)
+            obj.docstring.value = re.sub(r"^>>> .*(\n.+)*", r"```pycon\n\g<0>\n```", text, flags=re.MULTILINE)
 
     def on_package(self, *, pkg: griffe.Module, **kwargs: Any) -> None:
         for name, found in self._defined.items() if pkg.path == "jaxrlhf" else ():
