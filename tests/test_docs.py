@@ -66,6 +66,7 @@ PAGES = [
     *sorted((ROOT / "examples").rglob("*.md")),
 ]  # fmt: skip
 CONFIGURATION = ROOT / "docs" / "configuration.md"
+REWARDS = ROOT / "docs" / "rewards.md"
 METRICS = ROOT / "docs" / "metrics.md"
 
 WITH_EXAMPLES = [
@@ -204,9 +205,12 @@ def test_every_key_is_documented_with_its_default(heading, cls):
             assert row[1] == ", ".join(f"`{option}`" for option in typing.get_args(hints[field.name]))
 
 
-@pytest.mark.parametrize("names", [ALGORITHMS, PRESETS, VERIFIERS], ids=["algorithms", "presets", "rewards"])
-def test_everything_that_has_a_name_is_documented(names):
-    text = CONFIGURATION.read_text()
+@pytest.mark.parametrize(
+    ("names", "page"), [(ALGORITHMS, CONFIGURATION), (PRESETS, CONFIGURATION), (VERIFIERS, REWARDS)],
+    ids=["algorithms", "presets", "rewards"],
+)  # fmt: skip
+def test_everything_that_has_a_name_is_documented(names, page):
+    text = page.read_text()
     assert [name for name in names if f"`{name}`" not in text] == []
 
 

@@ -173,7 +173,8 @@ def forecast(
     """Plans a run and forecasts its step, like `python -m jaxrlhf.plan`: seconds, memory, the plan. Nothing is run.
 
     Args:
-        config, keys: As of `Run`.
+        config: As of `Run`.
+        keys: As of `Run`.
         cluster: `16x8:a100-80g`, `2x8:h100+4x8:a100-80g`, `cpu:8`, a .yaml file; or `local`, the devices that are here.
         method: `search`, `hybridflow`, `heuristic`, `colocate`, ...; otherwise the config's `plan.placement`, or a
             search.
