@@ -72,7 +72,7 @@ def check_room(assembly: Assembly, forecast: MemoryForecast) -> list[str]:
         return [f"{forecast.excess} It goes on, since devices_memory.may_exceed is set."]
     lines = [forecast.excess, *_remedy_lines(assembly, forecast, forecast.crowded)]
     if not forecast.is_certain:
-        lines.append("The forecast may be wrong by a tenth. To go on with it: --set devices_memory.may_exceed=true")
+        lines.append("The forecast may be wrong by a quarter. To go on with it: --set devices_memory.may_exceed=true")
     raise OutOfMemoryError("\n".join(lines))
 
 
