@@ -10,7 +10,10 @@ import pytest
 from scripts.run_notebooks import MOST_BYTES, NOTEBOOKS, execute, output_bytes
 from tests.conftest import CACHE
 
-SIZES: dict[str, dict[str, Any]] = {}
+SIZES: dict[str, dict[str, Any]] = {
+    "01_quickstart": {"STEPS": 4, "PROMPTS": 32, "WARM_START": 10, "EVERY": 4, "HELD_OUT": 16},
+    "02_every_call_on_its_own_mesh": {"PROMPTS": 32},
+}
 """Notebook -> small values of its parameters. Every cell is executed all the same."""
 PATHS = sorted(NOTEBOOKS.glob("*.ipynb"))
 MARKS = "marks"
@@ -37,7 +40,9 @@ def lacking(notebook: nbformat.NotebookNode) -> list[str]:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
 def test_notebook(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(CACHE.parent / "home"))  # of the compilation cache of runs, a default of configs
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(CACHE))
+    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
     notebook = execute(path, tmp_path, values=SIZES.get(path.stem), seconds=500)
     assert not lacking(notebook)
     warned = [
