@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         ArithmeticConfig,
         AverageConfig,
         CheckpointError,
+        CurvesDisplay,
         DAPOConfig,
         DataConfig,
         DPOConfig,
@@ -84,6 +85,7 @@ if TYPE_CHECKING:
         WandbConfig,
         WarmStartConfig,
         compute,
+        curves,
         demonstrations,
         forecast,
         gae,
@@ -115,7 +117,7 @@ __version__ = "0.1.0"
 __all__ = [
     # runs
     "Run", "train", "resume", "read_config", "write_config", "forecast", "Forecast",
-    "PlanDisplay", "GraphDisplay", "TimelineDisplay",
+    "PlanDisplay", "GraphDisplay", "TimelineDisplay", "CurvesDisplay", "curves",
     # errors
     "InputError", "RewardError", "TrainingError", "CheckpointError", "UnwritableError", "OutOfMemoryError",
     "RunStopped", "RunEndedError",

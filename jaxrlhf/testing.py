@@ -22,6 +22,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxrlhf.algorithms.algorithm import Algorithm
 from jaxrlhf.brief import did_you_mean
 from jaxrlhf.call_graph import Call, CallGraph
 from jaxrlhf.cluster.cluster_text import read_cluster
@@ -33,6 +34,7 @@ from jaxrlhf.config.reading import build, merge, to_tree
 from jaxrlhf.config.schema import RunConfig, build_run
 from jaxrlhf.execution.executor import Executor
 from jaxrlhf.experience import Sampling
+from jaxrlhf.importing import name_of
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.observe.metrics import flatten
 from jaxrlhf.planner.costs.stage_costs import reference_costs
@@ -52,6 +54,8 @@ from jaxrlhf.sharding.strategy import Strategy
 
 NUM_DEVICES, DEVICES_PER_NODE = 8, 4
 ROWS = 16
+AlgorithmOrName = str | Callable[..., Any] | Algorithm
+"""An algorithm by its name in a config, such as `ppo` or `my_module:my_step`; or, as in a notebook, itself."""
 _MOST_TRIES = 100
 """Random placements in parts of a call that are tried; the rows may be too few for any."""
 RTOL, ATOL = 1e-5, 1e-6
@@ -80,7 +84,7 @@ def mean_of_characters(completions: list[str]) -> list[float]:
 
 
 def small_run(
-    algorithm: str,
+    algorithm: AlgorithmOrName,
     *,
     learning_rate: float = 3e-4,
     num_layers: int = 2,
@@ -90,21 +94,22 @@ def small_run(
     """A small run of an algorithm: few layers, few rows, short responses, one device.
 
     Args:
-        algorithm: Its name in a config.
+        algorithm: The algorithm.
         learning_rate, num_layers: Of the small roles.
         reward: A function of this module, for the small role `reward`.
         config: Other keys of the run. `settings` are merged over the small ones. A role replaces the small one of its
             name; None removes it.
     """
-    known = load_algorithm(algorithm)
+    name = _name(algorithm)
+    known = load_algorithm(name)
     small = _small_roles(learning_rate, num_layers, reward)
-    named = {name: small[name] for name in known.roles or small if name in small}
-    roles = {name: role for name, role in {**named, **config.pop("roles", {})}.items() if role is not None}
-    wanted, where = config.pop("settings", {}), f"test of {algorithm}"
+    named = {role: small[role] for role in known.roles or small if role in small}
+    roles = {key: role for key, role in {**named, **config.pop("roles", {})}.items() if role is not None}
+    wanted, where = config.pop("settings", {}), f"test of {name}"
     settings = _shortened(to_tree(build(known.config, wanted, where=where, path="settings")))
     tree = {
         "name": "test",
-        "algorithm": algorithm,
+        "algorithm": name,
         "steps": 1,
         "batch_size": ROWS,
         "devices": f"cpu:{NUM_DEVICES}",
@@ -118,13 +123,17 @@ def small_run(
     return build_run(tree, where=where)
 
 
+def _name(algorithm: AlgorithmOrName) -> str:
+    return algorithm if isinstance(algorithm, str) else name_of(algorithm)
+
+
 def check_plan_invariance(
-    algorithm: str, *, num_plans: int = 3, steps: int = 2, seed: int = 0, strategy: str = "", **config: Any
+    algorithm: AlgorithmOrName, *, num_plans: int = 3, steps: int = 2, seed: int = 0, strategy: str = "", **config: Any
 ) -> None:
     """Checks that some steps give the same tokens, metrics and state on one device and under random plans for eight.
 
     Args:
-        algorithm: Its name in a config: `ppo`, `my_module:my_step`.
+        algorithm: The algorithm.
         num_plans: The number of random plans.
         seed: The seed of the plans. A placement also depends on the name of its call, so that algorithms share
             programs.
@@ -137,6 +146,7 @@ def check_plan_invariance(
     """
     # In a mini-batch without rewards, the gradient of a new value head would be rounding of log-probabilities, which
     # Adam would scale up to steps.
+    algorithm = _name(algorithm)
     run = small_run(algorithm, steps=steps, reward=mean_of_characters, **config)
     mesh.use_virtual_cpu_devices(NUM_DEVICES, or_more=True)
     assembly = assemble(run, NUM_DEVICES, DEVICES_PER_NODE)
@@ -151,7 +161,7 @@ def check_plan_invariance(
 
 
 def learning_curve(
-    algorithm: str, *, metric: str, steps: int, learning_rate: float = 1e-2, **config: Any
+    algorithm: AlgorithmOrName, *, metric: str, steps: int, learning_rate: float = 1e-2, **config: Any
 ) -> list[float]:
     """A metric of every step, on one device.
 
@@ -163,6 +173,7 @@ def learning_curve(
         KeyError: The algorithm has no such metric.
         ValueError: The algorithm or the config is invalid.
     """
+    algorithm = _name(algorithm)
     run = small_run(algorithm, steps=steps, learning_rate=learning_rate, num_layers=1, **config)
     mesh.use_virtual_cpu_devices(NUM_DEVICES, or_more=True)
     assembly = assemble(run, NUM_DEVICES, DEVICES_PER_NODE)

@@ -68,15 +68,28 @@ def tidied(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
     for index, cell in enumerate(notebook.cells):
         cell["id"] = f"cell-{index}"
         cell.metadata.pop("execution", None)
+        if "outputs" in cell:
+            cell.outputs = _joined(cell.outputs)
         for output in cell.get("outputs", []):
             if output.output_type == "stream":
-                output.text = "".join(line.split("\r")[-1] for line in output.text.splitlines(keepends=True))
+                output.text = "\n".join(line.rpartition("\r")[2] for line in output.text.split("\n"))
             output.get("data", {}).pop("application/vnd.jupyter.widget-view+json", None)
     notebook.metadata = {
         "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
         "language_info": {"name": "python"},
     }
     return notebook
+
+
+def _joined(outputs: list[nbformat.NotebookNode]) -> list[nbformat.NotebookNode]:
+    """Outputs of a cell, with consecutive pieces of one stream in one."""
+    joined: list[nbformat.NotebookNode] = []
+    for output in outputs:
+        if joined and output.get("name") is not None and joined[-1].get("name") == output.get("name"):
+            joined[-1].text += output.text
+        else:
+            joined.append(output)
+    return joined
 
 
 def output_bytes(notebook: nbformat.NotebookNode) -> int:

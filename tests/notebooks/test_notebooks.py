@@ -7,10 +7,14 @@ from typing import Any
 import nbformat
 import pytest
 
-from scripts.run_notebooks import MOST_BYTES, NOTEBOOKS, execute, output_bytes
+from scripts.run_notebooks import MOST_BYTES, NOTEBOOKS, execute, output_bytes, tidied
 from tests.conftest import CACHE
 
-SIZES: dict[str, dict[str, Any]] = {}
+SIZES: dict[str, dict[str, Any]] = {
+    "01_quickstart": {"STEPS": 4, "PROMPTS": 32, "WARM_START": 10, "EVERY": 4, "HELD_OUT": 16},
+    "03_an_algorithm_of_your_own": {"STEPS": 3, "PROMPTS": 8, "WARM_START": 10, "SEEDS": 1, "PLANS": 1},
+    "02_every_call_on_its_own_mesh": {"PROMPTS": 32},
+}
 """Notebook -> small values of its parameters. Every cell is executed all the same."""
 PATHS = sorted(NOTEBOOKS.glob("*.ipynb"))
 MARKS = "marks"
@@ -37,7 +41,11 @@ def lacking(notebook: nbformat.NotebookNode) -> list[str]:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
 def test_notebook(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = CACHE.parent / "home"  # runs have their cache of compilations there, by default
+    home.mkdir(parents=True, exist_ok=True)
+    monkeypatch.setenv("HOME", str(home))
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(CACHE))
+    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
     notebook = execute(path, tmp_path, values=SIZES.get(path.stem), seconds=500)
     assert not lacking(notebook)
     warned = [
@@ -59,3 +67,11 @@ def test_what_is_stored(path: Path) -> None:
     assert any(cell.metadata.get(MARKS) for cell in code), "no figure"
     assert "pip install" in code[0].source, "the first cell installs jaxrlhf where it is missing, as in Colab"
     assert str(Path.home()) not in str(notebook) and "/tmp/" not in str(notebook)
+
+
+def test_of_a_progress_bar_the_last_line_remains() -> None:
+    cell = nbformat.v4.new_code_cell("")
+    pieces = ["first\n", "\rstep 1 of 2", "\rstep 2 of 2", "\nlast\n"]
+    cell.outputs = [nbformat.v4.new_output("stream", name="stdout", text=text) for text in pieces]
+    outputs = tidied(nbformat.v4.new_notebook(cells=[cell])).cells[0].outputs
+    assert [output.text for output in outputs] == ["first\nstep 2 of 2\nlast\n"]
