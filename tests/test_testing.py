@@ -97,3 +97,8 @@ def test_adapters_under_both_heads_of_one_model():
     actor = {"model": SMALL_MODEL, "optimizer": {"learning_rate": 1e-2}, "lora": {"rank": 2}}
     roles = {"actor": actor, "critic": {"shares": "actor", "head": "scalar"}}
     assert all(x > 0 for x in learning_curve("ppo_shared", metric="actor/grad_norm", steps=2, roles=roles))
+
+
+def test_an_algorithm_may_be_given_itself():
+    config = small_run(imitate, settings={"sampling": {"num_samples": 2}})
+    assert config.algorithm.endswith(":imitate")

@@ -14,6 +14,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "01_quickstart": {"STEPS": 4, "PROMPTS": 32, "WARM_START": 10, "EVERY": 4, "HELD_OUT": 16},
     "03_an_algorithm_of_your_own": {"STEPS": 3, "PROMPTS": 8, "WARM_START": 10, "SEEDS": 1, "PLANS": 1},
     "02_every_call_on_its_own_mesh": {"PROMPTS": 32},
+    "06_pipelines_and_fusion": {"STEPS": 2, "PROMPTS": 16},
 }
 """Notebook -> small values of its parameters. Every cell is executed all the same."""
 PATHS = sorted(NOTEBOOKS.glob("*.ipynb"))
