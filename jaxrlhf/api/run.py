@@ -205,7 +205,7 @@ class Run:
 
         Example:
             >>> run.weights("actor")["lm_head"].shape
-            (264, 16)
+            (16, 264)
         """
         own = self._owned(role, "weights")
         return self._started("weights").weights.snapshot(own)[1]
@@ -293,7 +293,7 @@ class Run:
 
         Example:
             >>> sorted(run.samples[0])
-            ['completion', 'finish', 'prompt', 'scores', 'split', 'step', 'time']
+            ['completion', 'finish', 'prompt', 'scores', 'split', 'step']
         """
         return read_json_lines(self._file("samples")) if self._open.folder is not None else []
 

@@ -1,7 +1,7 @@
 """Line charts: curves over steps, several runs in one chart, with axes, ticks and a legend."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from jaxrlhf.observe.plain_text import number
 from jaxrlhf.pages.markup import element, escaped, label, shortened, svg
@@ -135,9 +135,8 @@ def _range(values: Sequence[float], margin: float = 0.0) -> tuple[float, float]:
     return low - margin * (high - low), high + margin * (high - low)
 
 
-def _curve(name: str, points: Points, place: object, color: str) -> str:
+def _curve(name: str, points: Points, place: Callable[[float, float], tuple[float, float]], color: str) -> str:
     """A curve with gaps where values are not finite; single points are dots."""
-    assert callable(place)
     pieces: list[list[str]] = [[]]
     for x, y in points:
         if math.isfinite(y):

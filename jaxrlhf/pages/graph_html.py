@@ -2,13 +2,15 @@
 
 import dataclasses
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from jaxrlhf.call_graph import Call, CallGraph
+from jaxrlhf.call_graph import CallGraph
 from jaxrlhf.config.device_text import devices_to_text
+from jaxrlhf.config.plan_config import Placement
 from jaxrlhf.observe.call_colors import role_colors
 from jaxrlhf.pages.graph_layout import Box, Edge, Layout, layered
-from jaxrlhf.pages.markup import element, escaped, fragment, label, legend, shortened, svg
+from jaxrlhf.pages.markup import WIDTH, element, escaped, fragment, label, legend, shortened, svg
 from jaxrlhf.planner.plans.plan import Plan
 from jaxrlhf.planner.plans.plan_table import parts_in_words
 
@@ -18,11 +20,17 @@ _LINE, _PADDING = 16, 9
 _COLUMNS, _MOST_LINES = 23, 3
 """Characters of a line in a node, and its lines between name and rows."""
 _MARGIN, _LANE = 12, 22
+_LEAST_SCALE = 0.65
+"""A graph is not drawn smaller than this."""
+
+
+Calls = Sequence[Mapping[str, Any]]
+"""The calls of a graph as plain data: as `CallGraph.to_rows` gives them, and graph.json has them."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Node:
-    call: Call
+    name: str
     lines: tuple[str, ...]
     """What stands under its name."""
     told: str
@@ -30,7 +38,7 @@ class _Node:
 
     @property
     def size(self) -> tuple[float, float]:
-        widest = max(_BOLD * len(shortened(self.call.name, 28)), *(_PLAIN * len(line) for line in self.lines))
+        widest = max(_BOLD * len(shortened(self.name, 28)), *(_PLAIN * len(line) for line in self.lines), 60)
         return widest + 2 * _PADDING + 5, _LINE * (1 + len(self.lines)) + 12
 
 
@@ -41,33 +49,42 @@ def graph_html(graph: CallGraph, plan: Plan | None = None) -> str:
     call, or to the next iteration. A dotted one stands for weights that must not change while a call still reads them;
     it is left out where other lines say the same.
     """
-    nodes = {call.name: _node(call, plan) for call in graph.calls}
-    edges = graph_edges(graph)
+    drawn = {call.name: call.num_drawn for call in graph.calls}
+    calls = [{**call, "num_rows": call["num_rows"] * drawn[call["name"]]} for call in graph.to_rows()]
+    return fragment("graph", *graph_picture(calls, None if plan is None else plan.placements))
+
+
+def graph_picture(calls: Calls, placements: Mapping[str, Placement | None] | None) -> tuple[str, str]:
+    """The picture of such a graph, and its legend. Placements are by the names of calls in plans."""
+    nodes = {call["name"]: _node(call, placements) for call in calls}
+    roles = {call["name"]: call["role"] or "" for call in calls}
+    edges = graph_edges(calls)
     layout = layered({name: node.size for name, node in nodes.items()}, list(edges))
-    colors = role_colors(call.role or "" for call in graph.calls)
-    again = next_iteration(graph)
-    drawn = [_edge(layout, edge, kind, colors[_role(graph, edge[0])]) for edge, kind in edges.items()]
+    colors = role_colors(roles.values())
+    again = next_iteration(calls)
+    drawn = [_edge(layout, edge, kind, colors[roles[edge[0]]]) for edge, kind in edges.items()]
     drawn += [
-        _way_back(layout, edge, number, colors[_role(graph, edge[0])], _is_moved(graph, plan, edge))
+        _way_back(layout, edge, number, colors[roles[edge[0]]], _is_moved(placements or {}, edge))
         for number, edge in enumerate(again)
     ]
-    drawn += [_drawn(node, layout.boxes[name], colors[node.call.role or ""]) for name, node in nodes.items()]
+    drawn += [_drawn(node, layout.boxes[name], colors[roles[name]]) for name, node in nodes.items()]
     width, height = layout.width + 2 * _MARGIN + 24, layout.height + 2 * _MARGIN + _LANE * len(again)
     moved = element("g", *drawn, transform=f"translate({_MARGIN + 12},{_MARGIN})")
-    picture = svg(width, height, moved, name="call graph")
-    shown = {role or "compute": colors[role] for role in dict.fromkeys(call.role or "" for call in graph.calls)}
-    return fragment("graph", picture, legend(shown))
+    shown = {role or "compute": colors[role] for role in dict.fromkeys(roles.values())}
+    least = _LEAST_SCALE * width if _LEAST_SCALE * width > WIDTH else 0  # a long graph is scrolled
+    picture = svg(width, height, moved, name="call graph", least=least)
+    return element("div", picture, class_="wide"), legend(shown)
 
 
-def graph_edges(graph: CallGraph) -> dict[Edge, str]:
+def graph_edges(calls: Calls) -> dict[Edge, str]:
     """(needed, needing) -> 'data', 'weights' or 'order', as they are drawn."""
-    writer = {(call.weights, call.writes): call.name for call in graph.calls if call.writes is not None}
+    writer = {(call["weights"], call["writes"]): call["name"] for call in calls if call["writes"] is not None}
     edges: dict[Edge, str] = {}
-    for call in graph.calls:
-        arrays = {ref.call for ref in call.refs}
-        for needed in graph.dependencies(call):
-            new = writer.get((call.weights, call.reads)) == needed
-            edges[needed, call.name] = "data" if needed in arrays else "weights" if new else "order"
+    for call in calls:
+        arrays = {array.partition("[")[0] for array in call["inputs"]}
+        for needed in call["needs"]:
+            new = writer.get((call["weights"], call["reads"])) == needed
+            edges[needed, call["name"]] = "data" if needed in arrays else "weights" if new else "order"
     kept: dict[Edge, str] = {}
     for edge, kind in edges.items():
         others = [other for other in edges if other != edge]
@@ -76,19 +93,15 @@ def graph_edges(graph: CallGraph) -> dict[Edge, str]:
     return kept
 
 
-def next_iteration(graph: CallGraph) -> list[Edge]:
+def next_iteration(calls: Calls) -> list[Edge]:
     """(train call, call that will read its weights in the next iteration): of each role the last one that trains, and
     the first calls that read what was there before."""
     edges = []
-    last = {call.weights: call for call in graph.calls if call.writes is not None}
-    for weights, call in last.items():
-        first = min(each.reads for each in graph.calls if each.weights == weights)
-        readers = [
-            each.name
-            for each in graph.calls
-            if each.weights == weights and each.reads == first and each.kind != "train"
-        ]
-        edges += [(call.name, reader) for reader in readers]
+    last = {call["weights"]: call["name"] for call in calls if call["writes"] is not None}
+    for weights, name in last.items():
+        first = min(call["reads"] for call in calls if call["weights"] == weights)
+        readers = [c for c in calls if c["weights"] == weights and c["reads"] == first and c["kind"] != "train"]
+        edges += [(name, reader["name"]) for reader in readers]
     return edges
 
 
@@ -101,38 +114,37 @@ def _leads(edges: list[Edge], start: str, end: str) -> bool:
     return end in reached
 
 
-def _role(graph: CallGraph, name: str) -> str:
-    return next((call.role or "" for call in graph.calls if call.name == name), "")
+def _plan_name(call: str) -> str:
+    """The name of a call in plans, without the iteration."""
+    return call.split(":", 1)[-1]
 
 
-def _is_moved(graph: CallGraph, plan: Plan | None, edge: Edge) -> bool:
+def _is_moved(placements: Mapping[str, Placement | None], edge: Edge) -> bool:
     """True if a plan gives two calls different layouts of their weights."""
-    if plan is None:
-        return False
-    calls = {call.name: call for call in graph.calls}
-    first, second = (plan.placements.get(calls[name].plan_name) for name in edge)
+    first, second = (placements.get(_plan_name(name)) for name in edge)
     if first is None or second is None:
         return False
     degrees = [(x.strategy.fsdp, x.strategy.tensor, x.strategy.pipeline, x.devices) for x in (first, second)]
     return degrees[0] != degrees[1]
 
 
-def _node(call: Call, plan: Plan | None) -> _Node:
-    placement = plan.placements.get(call.plan_name) if plan is not None else None
-    if call.kind == "host":
+def _node(call: Mapping[str, Any], placements: Mapping[str, Placement | None] | None) -> _Node:
+    placement = (placements or {}).get(_plan_name(call["name"]))
+    if call["kind"] == "host":
         where = ["on the host" if placement is None or placement.is_whole else parts_in_words(placement, on_host=True)]
     elif placement is not None:
         on = f"on {devices_to_text(placement.devices)}"
         where = [str(placement.strategy), on if placement.is_whole else parts_in_words(placement, on_host=False)]
     else:
-        where = ["arrays of the batch" if call.kind == "compute" else call.kind]
-    rows = call.num_rows * call.num_drawn
+        where = ["arrays of the batch" if call["kind"] == "compute" else call["kind"]]
+    rows = call["num_rows"]
     amount = f"{rows:,} row{'s' if rows != 1 else ''}" if rows else ""
     lines = [line for words in where for line in textwrap.wrap(words, _COLUMNS)]
     if len(lines) > _MOST_LINES:
         lines = [*lines[: _MOST_LINES - 1], f"{lines[_MOST_LINES - 1]} ..."]
     lines = [shortened(line, _COLUMNS + 5) for line in lines]
-    return _Node(call, (*lines, *([amount] if amount else [])), ", ".join(x for x in (call.name, *where, amount) if x))
+    told = ", ".join(x for x in (call["name"], *where, amount) if x)
+    return _Node(call["name"], (*lines, *([amount] if amount else [])), told)
 
 
 def _drawn(node: _Node, box: Box, color: str) -> str:
@@ -142,13 +154,13 @@ def _drawn(node: _Node, box: Box, color: str) -> str:
         stroke=color, stroke_width=1.4,
     )  # fmt: skip
     left = box.x + _PADDING + 3
-    name = label(left, box.y + 18, shortened(node.call.name, 28), font_size=12, font_weight=600)
+    name = label(left, box.y + 18, shortened(node.name, 28), font_size=12, font_weight=600)
     lines = [
         label(left, box.y + 18 + _LINE * (i + 1), line, fill_opacity=0.75, font_size=11)
         for i, line in enumerate(node.lines)
     ]
     told = element("title", escaped(node.told))
-    return element("g", told, frame, name, *lines, class_="node", data_call=node.call.name)
+    return element("g", told, frame, name, *lines, class_="node", data_call=node.name)
 
 
 def _edge(layout: Layout, edge: Edge, kind: str, color: str) -> str:

@@ -66,12 +66,14 @@ def label(x: float, y: float, text: object, **attributes: object) -> str:
     return element("text", escaped(text), x=x, y=y, **attributes)
 
 
-def svg(width: float, height: float, *inside: str, name: str, **attributes: object) -> str:
-    """A picture, which shrinks where there is less room. `name` is for those who cannot see it."""
+def svg(width: float, height: float, *inside: str, name: str, least: float = 0, **attributes: object) -> str:
+    """A picture, which shrinks where there is less room, but not below a width of `least`. `name` is for those who
+    cannot see it."""
     drawn = element("g", *inside, fill="currentColor", font_size=11)
+    style = f"max-width:100%;height:auto{f';min-width:{least:.0f}px' if least else ''}"
     return element(
         "svg", drawn, xmlns="http://www.w3.org/2000/svg", viewBox=f"0 0 {_number(width)} {_number(height)}",
-        width=width, height=height, role="img", aria_label=name, style="max-width:100%;height:auto", **attributes,
+        width=width, height=height, role="img", aria_label=name, style=style, **attributes,
     )  # fmt: skip
 
 

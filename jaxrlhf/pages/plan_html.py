@@ -15,9 +15,11 @@ from jaxrlhf.planner.plans.plan import Plan
 from jaxrlhf.planner.plans.plan_table import plan_rows
 
 _LEFT, _ROW, _TOP = 150, 22, 20
-_MOST_CELLS = 64
-"""Beyond so many devices there are no borders between neighbors."""
+_LEAST_CELL = 11
+"""The width of a device, in pixels, from which on there are borders between neighbors."""
 _CHARACTER = 6.8
+_SHORT = 30
+"""Characters of a placement that stays in one line."""
 NUMBERS = ("rows", "tokens")
 """Columns of a plan's table that hold numbers."""
 
@@ -37,8 +39,9 @@ def calls_table(rows: Sequence[Mapping[str, Any]], roles: Mapping[str, str], *, 
 
     def shown(row: Mapping[str, Any], column: str) -> str:
         text = escaped(cell(row.get(column)))
-        if column != "call":
-            return text
+        if column != "call":  # '0-7' is not to be broken
+            short = column == "placement" and len(text) <= _SHORT
+            return element("span", text, style="white-space:nowrap") if short else text
         return element("i", class_="dot", style=f"background:{colors[roles.get(str(row['call']), '')]}") + text
 
     body = [[shown(row, column) for column in columns] for row in rows]
@@ -97,7 +100,7 @@ def _boxes(devices: Sequence[int], words: str, y: float, size: float, color: str
         )
         for first, last in runs
     ]  # fmt: skip
-    borders = [device for first, last in runs for device in range(first + 1, last + 1) if last < _MOST_CELLS]
+    borders = [device for first, last in runs for device in range(first + 1, last + 1) if size >= _LEAST_CELL]
     boxes += [
         element(
             "line", x1=_LEFT + size * border, x2=_LEFT + size * border, y1=y + 3, y2=y + _ROW - 2, stroke="#ffffff",

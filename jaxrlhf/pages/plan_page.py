@@ -14,6 +14,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from jaxrlhf.observe.call_colors import GREY, PALE, role_colors
+from jaxrlhf.pages.forecast_html import parts_of_memory
+from jaxrlhf.pages.markup import ink
 from jaxrlhf.planner.make_plan import Planned
 from jaxrlhf.planner.report import placement_in_words
 from jaxrlhf.planner.search.peak_memory import DeviceMemory, in_gb
@@ -57,19 +59,19 @@ def _page(planned: Planned, measured: Mapping[str, float]) -> str:
     )
     legend += f'<span class="key"><i style="background:{GREY}"></i>moving weights and data</span>'
     return _TEMPLATE.format(
-        title=html.escape(title), legend=legend, nodes="".join(_nodes(planned, colors)),
+        title=html.escape(title), legend=legend, nodes="".join(_nodes(planned)),
         timeline=_timeline(planned, colors), calls=_calls(planned, measured, colors),
     )  # fmt: skip
 
 
-def _nodes(planned: Planned, colors: Mapping[str, str]) -> Iterator[str]:
+def _nodes(planned: Planned) -> Iterator[str]:
     """A box for each node, with one for each memory in it."""
     cluster, per_node = planned.cluster, planned.cluster.devices_per_node
     memories = {memory.devices.start: memory for memory in planned.memory}
     for node in range(cluster.num_nodes):
         first = node * per_node
         devices = "".join(
-            _device(planned, memories[start], colors)
+            _device(planned, memories[start])
             for start in range(first, first + per_node, planned.problem.devices_per_memory)
         )
         kind = html.escape(cluster.kind_of(first).name)
@@ -77,21 +79,15 @@ def _nodes(planned: Planned, colors: Mapping[str, str]) -> Iterator[str]:
         yield f'<section class="node"><h3>{name}</h3><div class="devices">{devices}</div></section>'
 
 
-def _device(planned: Planned, memory: DeviceMemory, colors: Mapping[str, str]) -> str:
+def _device(planned: Planned, memory: DeviceMemory) -> str:
     """A device, or the devices that share a memory: the roles that rest there, and how full it is at the most."""
     first, last = memory.devices.start, memory.devices.stop - 1
     name = f"device {first}" if first == last else f"devices {first}-{last}"
     capacity = planned.cluster.capacity(first)
-    parts = [
-        (f"{weights} at rest", size, _of_weights(planned, weights, colors)) for weights, size in memory.resting.items()
-    ]
-    parts += [(f"copy for {call}", size, _of_call(planned, call, colors)) for call, size in memory.copies.items()]
-    parts += [(f"{call} beside it", size, _of_call(planned, call, colors)) for call, size in memory.beside.items()]
-    parts.append((f"{memory.call} at work", memory.working, _of_call(planned, memory.call, colors)))
     bar = "".join(
         f'<i data-tip="{html.escape(f"{name}: {what}, {in_gb(size)}", quote=True)}" tabindex="0" '
-        f'style="width:{100 * size / capacity:.3f}%;background:{color};opacity:{0.55 if "at work" in what else 1}"></i>'
-        for what, size, color in parts
+        f'style="width:{100 * size / capacity:.3f}%;background:{color};opacity:{0.55 if is_work else 1}"></i>'
+        for what, size, color, is_work in parts_of_memory(planned, memory)
         if size
     )
     full = f"{memory.total / capacity:.0%}"
@@ -100,11 +96,6 @@ def _device(planned: Planned, memory: DeviceMemory, colors: Mapping[str, str]) -
         f'<div class="device" data-device="{first}"><b>{first if first == last else f"{first}-{last}"}</b>'
         f'<div class="bar" data-tip="{html.escape(tip, quote=True)}">{bar}</div><small>{full}</small></div>'
     )
-
-
-def _of_weights(planned: Planned, weights: str, colors: Mapping[str, str]) -> str:
-    role = next((c.role for c in planned.workload.calls if weights in (c.weights, c.base)), "")
-    return colors.get(role, GREY)
 
 
 def _of_call(planned: Planned, name: str, colors: Mapping[str, str]) -> str:
@@ -140,7 +131,8 @@ def _timeline(planned: Planned, colors: Mapping[str, str]) -> str:
                 f'x="{x:.2f}" y="{top + 3}" width="{w:.2f}" height="{height - 6}" fill="{color}"/>'
             )
             if is_call and w > 9 * len(span.task.name) * 0.7:
-                drawn.append(f'<text class="in" x="{x + 4:.2f}" y="{top + 16}">{html.escape(span.task.name)}</text>')
+                name = html.escape(span.task.name)
+                drawn.append(f'<text class="in" x="{x + 4:.2f}" y="{top + 16}" fill="{ink(color)}">{name}</text>')
     shown = min(len(rows), _MOST_ROWS)
     for i in range(6):
         x = left + width * i / 5
@@ -183,22 +175,29 @@ _TEMPLATE = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <style>
-body {{ font: 14px/1.4 system-ui, sans-serif; margin: 24px; color: #222; background: #fff; max-width: 1100px; }}
+:root {{ --paper: #fff; --ink: #222; --line: #ccc; --soft: #eee; color-scheme: light; }}
+@media (prefers-color-scheme: dark) {{
+  :root {{ --paper: #15181c; --ink: #dfe3e8; --line: #414850; --soft: #2a3037; color-scheme: dark; }}
+}}
+body {{ font: 14px/1.4 system-ui, sans-serif; margin: 24px auto; padding: 0 24px; max-width: 1148px;
+  color: var(--ink); background: var(--paper); }}
 h1 {{ font-size: 20px; }} h2 {{ font-size: 16px; margin-top: 28px; }} h3 {{ font-size: 13px; margin: 0 0 6px; }}
-small {{ color: #666; font-weight: normal; }}
+small {{ opacity: 0.7; font-weight: normal; }}
 .key {{ margin-right: 16px; }} .key i {{ display: inline-block; width: 12px; height: 12px; margin-right: 5px; }}
 .nodes {{ display: flex; flex-wrap: wrap; gap: 12px; }}
-.node {{ border: 1px solid #bbb; border-radius: 4px; padding: 8px; }}
+.node {{ border: 1px solid var(--line); border-radius: 4px; padding: 8px; }}
 .devices {{ display: grid; grid-template-columns: repeat(4, 116px); gap: 6px; }}
 .device {{ display: flex; align-items: center; gap: 5px; }} .device b {{ width: 30px; text-align: right; }}
-.bar {{ flex: 1; height: 14px; background: #eee; display: flex; overflow: hidden; }}
+.bar {{ flex: 1; height: 14px; background: var(--soft); display: flex; overflow: hidden; }}
 .bar i {{ height: 100%; }}
-.timeline {{ width: 100%; font: 11px system-ui, sans-serif; }} .timeline .in {{ fill: #fff; pointer-events: none; }}
-table {{ border-collapse: collapse; }} th, td {{ text-align: left; padding: 3px 10px; border-bottom: 1px solid #ddd; }}
+.timeline {{ width: 100%; font: 11px system-ui, sans-serif; fill: var(--ink); }}
+.timeline .in {{ pointer-events: none; }}
+table {{ border-collapse: collapse; }}
+th, td {{ text-align: left; padding: 3px 10px; border-bottom: 1px solid var(--line); }}
 .n {{ text-align: right; font-variant-numeric: tabular-nums; }}
 .seconds {{ display: block; height: 7px; margin: 1px 0; min-width: 1px; }}
-#tip {{ position: fixed; display: none; background: #222; color: #fff; padding: 4px 8px; border-radius: 3px;
-  pointer-events: none; max-width: 420px; z-index: 9; }}
+#tip {{ position: fixed; display: none; background: var(--ink); color: var(--paper); padding: 4px 8px;
+  border-radius: 3px; pointer-events: none; max-width: 420px; z-index: 9; }}
 </style></head><body>
 <h1>{title}</h1><p>{legend}</p>
 <h2>Memory of devices, when it is fullest</h2><div class="nodes">{nodes}</div>

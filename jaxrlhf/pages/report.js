@@ -244,11 +244,15 @@ function one(sample) {
 function showSamples() {
   const group = data.samples[choice.selectedIndex];
   const prompts = [...new Set(group.runs.flat().map(sample => sample.prompt))];
+  const askedOf = prompt => group.runs.filter(samples => samples.some(sample => sample.prompt === prompt)).length;
+  prompts.sort((a, b) => askedOf(b) - askedOf(a));  // those that several runs were asked come first
   const heads = ["prompt", ...(data.runs.length > 1 ? data.runs.map(run => run.name) : ["completion"])];
   const rows = prompts.map(prompt => {
     const cells = group.runs.map(samples => {
       const own = samples.filter(sample => sample.prompt === prompt);
-      return make("td", {}, ...(own.length ? own.map(one) : ["-"]));
+      const first = own.slice(0, 2).map(one), more = own.slice(2).map(one);
+      if (more.length) first.push(make("details", {}, make("summary", {}, `${more.length} more`), ...more));
+      return make("td", {}, ...(own.length ? first : ["-"]));
     });
     const asked = make("div", {class: `text${prompt.length > 600 ? " long" : ""}`}, prompt);
     return make("tr", {}, make("td", {}, asked), ...cells);
@@ -259,7 +263,11 @@ function showSamples() {
 
 if (choice && data.samples.length) {
   for (const group of data.samples) choice.append(make("option", {}, `${group.step}${group.split ? `, ${group.split}` : ""}`));
-  choice.selectedIndex = data.samples.length - 1;
+  // the last one in which runs were asked the same, which can be compared
+  const isShared = group => group.runs.some((samples, i) => samples.some(sample =>
+    group.runs.some((others, j) => j > i && others.some(other => other.prompt === sample.prompt))));
+  const shared = data.samples.findLastIndex(isShared);
+  choice.selectedIndex = shared < 0 ? data.samples.length - 1 : shared;
   choice.addEventListener("change", showSamples);
   const move = by => {
     choice.selectedIndex = Math.max(0, Math.min(data.samples.length - 1, choice.selectedIndex + by));

@@ -38,7 +38,7 @@ def report_data(runs: Sequence[RunFiles]) -> dict[str, Any]:
 
 
 def metric_names(runs: Sequence[RunFiles]) -> list[str]:
-    """All metrics of runs, those that steps have in the order of writing, then those of evaluations."""
+    """All metrics of runs: those of evaluations, of steps, of clocks, and of the warm start."""
     found = dict.fromkeys(
         name
         for run in runs
@@ -46,7 +46,12 @@ def metric_names(runs: Sequence[RunFiles]) -> list[str]:
         for name, value in record.items()
         if name not in _NOT_METRICS and (value is None or _is_number(value))
     )
-    return sorted(found, key=lambda name: name.startswith("eval/"))
+    order = {"eval/": 0, "timing_": 2, "perf/": 2, "training/": 2, "warm_start/": 3}
+
+    def group(name: str) -> int:
+        return next((place for start, place in order.items() if name.startswith(start)), 1)
+
+    return sorted(found, key=group)
 
 
 def first_metrics(runs: Sequence[RunFiles], names: Sequence[str]) -> list[str]:
@@ -82,8 +87,8 @@ def _curve(run: RunFiles, name: str) -> dict[str, Any] | None:
 
 
 def _samples(runs: Sequence[RunFiles]) -> tuple[list[dict[str, Any]], int]:
-    """The samples of each step and split, beside one another, and how many such groups there are. Of groups that are too
-    large together, some are kept, evenly spread."""
+    """The samples of each step and split, beside one another, and how many such groups there are. Of groups that
+    are too large together, some are kept, evenly spread."""
     groups: dict[tuple[int, str], list[list[dict[str, Any]]]] = {}
     for number, run in enumerate(runs):
         for sample in run.samples:

@@ -5,6 +5,7 @@ the main curves are there as pictures.
 """
 
 import importlib.resources
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from jaxrlhf.observe.step_timers import time_rows
 from jaxrlhf.observe.timeline_view import MAX_DEVICE_ROWS, PictureError, TimelineView, choose_steps, timeline_view
 from jaxrlhf.observe.utilization import utilization_line
 from jaxrlhf.pages.curves import RUN_COLORS, curves_svg
+from jaxrlhf.pages.graph_html import graph_picture
 from jaxrlhf.pages.markup import STYLE, element, escaped, fragment, legend, shortened, table
 from jaxrlhf.pages.plan_html import calls_table, devices_svg
 from jaxrlhf.pages.report_data import embedded, first_metrics, metric_names, report_data
@@ -123,7 +125,7 @@ def _overview(runs: Sequence[RunFiles]) -> str:
 
 def _facts(run: RunFiles) -> dict[str, str]:
     times = [float(r["time"]) for r in run.records if isinstance(r.get("time"), int | float)]
-    took = sum(float(r["timing_s/step"]) for r in run.records if isinstance(r.get("timing_s/step"), int | float))
+    took = sum(y for _, y in points_of(run.records, "timing_s/step") if math.isfinite(y))
     git = run.versions.get("git")
     commit = str(git.get("commit") or "") if isinstance(git, Mapping) else ""
     dirty = ", with changes" if isinstance(git, Mapping) and git.get("dirty") else ""
@@ -246,10 +248,10 @@ def _view(rows: Rows, first: int, last: int) -> TimelineView:
 
 
 def _plan(run: RunFiles) -> str:
-    """Which devices the calls of a step take, and their table."""
+    """The graph of a step, which devices its calls take, and their table."""
     if run.placements is None:
         return _none("No plan.json.")
-    roles = {call["name"]: call["role"] or "" for call in run.calls if "role" in call}
+    roles = {call["name"]: call["role"] or "" for call in run.calls}
     calls = {call["name"]: call for call in run.calls}
     rows = []
     for name, placement in run.placements.items():
@@ -263,7 +265,9 @@ def _plan(run: RunFiles) -> str:
                 "rows": call.get("num_rows"),
             }
         )
-    return fragment("plan", devices_svg(run.placements, roles), calls_table(rows, roles, numbers=("micro-batches",)))
+    graph = graph_picture(run.calls, run.placements)[0] if run.calls else ""
+    devices = devices_svg(run.placements, roles)
+    return fragment("plan", graph, devices, calls_table(rows, roles, numbers=("micro-batches",)))
 
 
 def _forecast(run: RunFiles) -> str:

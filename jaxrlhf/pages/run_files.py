@@ -22,6 +22,9 @@ CONFIG, METRICS, SAMPLES, TIMELINE = "config.yaml", "metrics.jsonl", "samples.js
 PLAN, GRAPH, PLANNED, OUTCOME, VERSIONS = "plan.json", "graph.json", "planned.json", "outcome.json", "versions.json"
 
 
+_OF_A_CALL = ("name", "role", "kind", "num_rows", "weights", "reads", "writes", "needs", "inputs")
+
+
 class ReportError(ValueError):
     """Runs of which no report can be made."""
 
@@ -52,7 +55,8 @@ class RunFiles:
 
     @property
     def steps_done(self) -> int:
-        return max((int(record["step"]) for record in self.records if "timing_s/step" in record), default=0)
+        steps = [record for record in self.records if "timing_s/step" in record] or self.records
+        return max((int(record["step"]) for record in steps), default=0)
 
     @property
     def state(self) -> str:
@@ -121,9 +125,8 @@ def _mapping(path: Path) -> Mapping[str, Any]:
 
 
 def _step_calls(path: Path) -> list[Mapping[str, Any]]:
-    """The calls of the step; of each the name and what pages show of it must be there."""
-    calls = _mapping(path)["step"]
-    return [{**call, "name": str(call["name"]), "kind": call["kind"], "needs": list(call["needs"])} for call in calls]
+    """The calls of the step; what pages show of each must be there."""
+    return [{key: call[key] for key in _OF_A_CALL} for call in _mapping(path)["step"]]
 
 
 def _placements(path: Path) -> dict[str, Placement]:

@@ -86,7 +86,7 @@ def config_line(config: Mapping[str, Any], records: Sequence[Mapping[str, Any]])
         words.append(f"devices {config['devices']}")
     if config.get("seed") is not None:
         words.append(f"seed {config['seed']}")
-    if seconds := sum(float(r["timing_s/step"]) for r in records if isinstance(r.get("timing_s/step"), int | float)):
+    if seconds := sum(y for _, y in points_of(records, "timing_s/step") if math.isfinite(y)):
         words.append(f"{duration(seconds)} in steps")
     return ", ".join(words)
 

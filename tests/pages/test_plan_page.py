@@ -1,9 +1,6 @@
 """The page of a plan: what it says, and in a browser what it shows."""
 
 import functools
-import re
-import shutil
-import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -13,11 +10,9 @@ from jaxrlhf.cluster.cluster_text import read_cluster
 from jaxrlhf.models.config import PRESETS, ModelConfig
 from jaxrlhf.pages.plan_page import MeasuredError, measured_seconds, write_plan_page
 from jaxrlhf.planner.make_plan import Planned, plan_workload
+from tests.pages.browser import Opened
 from tests.planner.described_step import ppo
 
-BROWSER = next(
-    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
-)
 MEASURED = {"actor.generate": 1.25, "actor.train": 2.5}
 CALLS = ("actor.generate", "reference.logprobs", "critic.values", "reward.scores", "actor.train", "critic.train")
 
@@ -90,35 +85,22 @@ def test_a_run_without_measurements_is_refused(tmp_path):
     assert measured_seconds(tmp_path) == {"a.b": 2.0}
 
 
-@pytest.mark.skipif(BROWSER is None, reason="needs Chromium")
-def test_a_browser_draws_it_and_tells_what_is_under_the_pointer(page, tmp_path):
-    """Sizes as the browser lays them out, and the tip of a call after the pointer moved over it."""
-    script = """
-    <script>{
-    const bar = document.querySelector('[data-device="0"] .bar').getBoundingClientRect();
-    const parts = [...document.querySelectorAll('[data-device="0"] .bar i')].map(x => x.getBoundingClientRect().width);
-    const rect = document.querySelector('rect[data-call="actor.generate"][data-kind="call"]');
-    rect.dispatchEvent(new MouseEvent("mousemove", {bubbles: true, clientX: 300, clientY: 300}));
-    const tip = document.getElementById("tip");
-    document.body.dataset.seen = JSON.stringify({
-      full: parts.reduce((a, b) => a + b) / bar.width, rect: rect.getBoundingClientRect().width,
-      tip: getComputedStyle(tip).display + "|" + tip.textContent, wide: document.documentElement.scrollWidth,
-    });
-    }</script></body>"""
-    shown = tmp_path / "shown.html"
-    shown.write_text(page.read_text().replace("</body>", script))
-    command = [
-        str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-        "--disable-background-networking", "--disable-component-update", "--disable-sync", "--window-size=1200,900",
-        f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", shown.as_uri(),
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    seen = re.search(r'data-seen="([^"]*)"', done.stdout)
-    assert seen is not None, done.stderr[-2000:]
-    text = seen[1].replace("&quot;", '"')
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_browser_draws_it_and_tells_what_is_under_the_pointer(browser, page, scheme):
+    opened = Opened(browser, page, width=1200, scheme=scheme)
+    opened.check()
+    assert opened.count(".device") == 16 and opened.count("tbody tr") == len(CALLS)
+    widths = opened.page.evaluate(
+        """[...document.querySelectorAll('[data-device="0"] .bar i, [data-device="0"] .bar')].map(
+            x => x.getBoundingClientRect().width)"""
+    )
     memory = planned().memory[0]
-    full = float(re.search(r'"full":([\d.]+)', text)[1])  # pyright: ignore
-    assert full == pytest.approx(memory.total / planned().cluster.capacity(0), abs=0.03)
-    assert float(re.search(r'"rect":([\d.]+)', text)[1]) > 50  # pyright: ignore
-    assert '"tip":"block|actor.generate: ' in text and " s, from " in text
-    assert int(re.search(r'"wide":(\d+)', text)[1]) <= 1200, "nothing sticks out"  # pyright: ignore
+    assert sum(widths[1:]) / widths[0] == pytest.approx(memory.total / planned().cluster.capacity(0), abs=0.03)
+    rect = opened.page.locator('rect[data-call="actor.generate"][data-kind="call"]').first
+    assert rect.bounding_box()["width"] > 50
+    rect.hover()
+    tip = opened.page.locator("#tip")
+    assert tip.is_visible() and tip.inner_text().startswith("actor.generate: ") and " s, from " in tip.inner_text()
+    paper = opened.page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (paper == "rgb(255, 255, 255)") == (scheme == "light")
+    assert opened.complaints == []
