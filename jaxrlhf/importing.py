@@ -48,13 +48,14 @@ def find_function(name: str, *, what: str) -> Any:
     return getattr(module, attribute)
 
 
-def name_of(function: Any) -> str:
-    """The name by which `find_function` finds a function.
+def name_of(function: Any, name: str | None = None) -> str:
+    """The name by which `find_function` finds a function, or an object that is to be called `name`.
 
     It is `module:name` if the module has the function under its name, so that any process finds it. Functions of a
     notebook or script, nested functions and objects without a name are stored here, the latest one under its name.
     """
-    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", type(function).__name__)
+    module = getattr(function, "__module__", None)
+    name = name or getattr(function, "__qualname__", type(function).__name__)
     if module not in (None, "__main__") and getattr(sys.modules.get(module), name, None) is function:
         return f"{module}:{name}"
     _given[name] = function

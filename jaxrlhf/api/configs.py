@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Unpack
 
+from jaxrlhf.algorithms.algorithm import Algorithm
 from jaxrlhf.api.keys import Config, RunKeys, with_keys
 from jaxrlhf.api.rows import rows_of, splits_of, write_rows
 from jaxrlhf.brief import brief
@@ -80,6 +81,7 @@ def _tree(config: Config | None, keys: dict[str, Any], notes: list[str]) -> tupl
         given: Tree = {"base": os.fspath(config)}
     else:
         given = _plain(config if config is not None else {})
+    name = _name(keys.get("algorithm", given.get("algorithm", "ppo")))
     data, reward = keys.pop("data", None), keys.pop("reward", None)
     short = {name: _plain(keys.pop(name)) for name in ("model", "optimizer", "sampling") if name in keys}
     given = merge(given, _plain(keys))
@@ -102,13 +104,13 @@ def _tree(config: Config | None, keys: dict[str, Any], notes: list[str]) -> tupl
     if "sampling" in short:
         given["settings"] = merge(given.get("settings") or {}, {"sampling": short["sampling"]})
     if base is None and "name" not in given:
-        given["name"] = str(given.get("algorithm", "ppo")).rpartition(":")[2].rpartition("<locals>.")[2]
+        given["name"] = name
     return given, where
 
 
 def _plain(value: Any) -> Any:
     """Plain data of dataclasses and mappings, with functions and paths in it replaced by their names. Tables stay."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type) and not callable(getattr(value, "step", None)):
+    if dataclasses.is_dataclass(value) and not isinstance(value, type | Algorithm):
         return _plain(to_tree(value))
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
@@ -116,8 +118,15 @@ def _plain(value: Any) -> Any:
         return os.fspath(value)
     if isinstance(value, tuple | list) and rows_of(value) is None:
         return [_plain(item) for item in value]
-    is_algorithm = dataclasses.is_dataclass(value)
-    return name_of(value) if callable(value) or is_algorithm else value
+    if isinstance(value, Algorithm):
+        return name_of(value, f"Algorithm({value.step.__name__})")
+    return name_of(value) if callable(value) else value
+
+
+def _name(algorithm: Any) -> str:
+    """The name of a run that has none: that of its algorithm."""
+    algorithm = algorithm.step if isinstance(algorithm, Algorithm) else algorithm
+    return algorithm.__name__ if callable(algorithm) else str(algorithm).rpartition(":")[2]
 
 
 def _data(tree: Tree, data: Any) -> Tree:

@@ -1,6 +1,7 @@
 """Output of a run on the terminal: tables, samples, progress, and the paths of its files.
 
-In a pipe everything is plain lines without escape codes. Texts of users and models are shown verbatim: nothing in them
+In a pipe everything is plain lines without escape codes; in a notebook too, but for progress, which is one output that
+changes in place. Texts of users and models are shown verbatim: nothing in them
 is taken for markup, and control characters are escaped.
 """
 
@@ -19,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxrlhf.observe.metrics import best_evaluation
+from jaxrlhf.observe.notebook_line import NotebookLine, publisher
 from jaxrlhf.observe.plain_text import BLOCKS, cell, printable, sparkline
 from jaxrlhf.observe.progress import Progress
 
@@ -27,6 +29,8 @@ _MAX_CELL = 34
 _EASY_CELL = 16
 """To fit one more column, a cell is made no narrower than this and than its longest word."""
 _GAP = 2
+_NOTEBOOK_WIDTH = 110
+"""Characters in a line of a notebook's output."""
 
 
 class Console:
@@ -41,7 +45,10 @@ class Console:
         width: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        self._publish = publisher() if output is None and not quiet else None
+        width = _NOTEBOOK_WIDTH if self._publish is not None and width is None else width
         plain: dict[str, Any] = {"width": width, "highlight": False, "markup": False, "emoji": False}
+        plain["force_jupyter"] = False  # one output for each line, and a bar only with widgets
         self._out = RichConsole(file=output, quiet=quiet, **plain)
         self._errors = RichConsole(file=errors, stderr=errors is None, **plain)
         self._clock = clock
@@ -119,8 +126,21 @@ class Console:
     @contextlib.contextmanager
     def progress(self, total: int, *, start: int = 0, every: int = 10) -> Iterator[Progress]:
         """Shows the progress from step `start` to `total`: a live bar on a terminal, and lines that stay, one `every`
-        so many steps and after ten seconds without a line.
+        so many steps and after ten seconds without a line. In a notebook a bar that stays, and no lines.
         """
+        if self._publish is not None:
+            line = NotebookLine(self._publish, clock=self._clock)
+
+            def show(progress: Progress, is_last: bool = False) -> None:
+                line.show(progress.lines(), done=progress.fraction, is_last=is_last)
+
+            progress = Progress(lambda line: None, total, start=start, every=every, clock=self._clock, changed=show)
+            show(progress)
+            try:
+                yield progress
+            finally:
+                show(progress, is_last=True)
+            return
         progress = Progress(self.line, total, start=start, every=every, clock=self._clock)
         bar = Live(get_renderable=progress.picture, console=self._out, refresh_per_second=4, transient=True)
         with bar if self._is_live else contextlib.nullcontext():
@@ -128,7 +148,15 @@ class Console:
 
     @contextlib.contextmanager
     def status(self, *, every: float = 5.0) -> Iterator[Callable[[str], None]]:
-        """Shows what is going on: on a terminal in a line that changes, elsewhere in lines that stay."""
+        """Shows what is going on: on a terminal and in a notebook in a line that changes and goes, elsewhere in lines
+        that stay."""
+        if self._publish is not None:
+            notebook_line = NotebookLine(self._publish, clock=self._clock)
+            try:
+                yield lambda line: notebook_line.show([printable(line)])
+            finally:
+                notebook_line.show([], is_last=True)
+            return
         if self._is_live:
             with self._out.status("") as shown:
                 yield lambda line: shown.update(self._text(line))

@@ -15,9 +15,11 @@ class Progress:
     """Writes lines about the steps of a run. `Console.progress` makes it."""
 
     def __init__(
-        self, write: Callable[[str], None], total: int, *, start: int, every: int, clock: Callable[[], float]
-    ) -> None:
-        self._write, self._clock = write, clock
+        self, write: Callable[[str], None], total: int, *, start: int, every: int, clock: Callable[[], float],
+        changed: Callable[["Progress"], None] = lambda progress: None,
+    ) -> None:  # fmt: skip
+        """`changed` is called, in any thread, when there is something new to show."""
+        self._write, self._clock, self._changed = write, clock, changed
         self._total, self._every, self._step = total, every, start
         self._updated = self._began = clock()
         self._printed: float | None = None
@@ -39,6 +41,7 @@ class Progress:
         if now - (self._began if self._printed is None else self._printed) >= 10:
             self._printed = now
             self._write(f"step {self._step + 1}  {text}")
+        self._changed(self)
 
     def resume(self) -> None:
         """Excludes the time since the last step, of an evaluation or a checkpoint, from that of the next step."""
@@ -84,14 +87,24 @@ class Progress:
         if self._printed is None or step % self._every == 0 or step >= self._total or now - self._printed >= 10:
             self._printed = now
             self._write(f"{line}  {slowest}".rstrip())
+        self._changed(self)
+
+    @property
+    def fraction(self) -> float:
+        """The fraction of all steps that are done."""
+        return self._step / self._total if self._total else 1.0
+
+    def lines(self) -> list[str]:
+        """The last step, its slowest calls, and how far the present one is."""
+        return [printable(text) for text in (self._line, self._slowest, self._within) if text]
 
     def picture(self) -> Group:
         """The live display of a terminal."""
         bar = Table.grid(padding=(0, 1))
         elapsed = duration(self._clock() - self._began)
         bar.add_row(ProgressBar(total=self._total, completed=self._step, width=40), elapsed)
-        below = (Text(printable(text), "dim") for text in (self._slowest, self._within) if text)
-        return Group(bar, Text(printable(self._line)), *below)
+        first, *below = self.lines()
+        return Group(bar, Text(first), *(Text(text, "dim") for text in below))
 
 
 def _breakdown(calls: Mapping[str, float]) -> str:

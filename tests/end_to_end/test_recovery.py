@@ -238,7 +238,7 @@ def test_a_run_that_is_asked_to_stop_saves_and_leaves(train, whole, results, mon
 
 
 def test_a_stop_in_the_warm_start_is_saved_too(train, whole, monkeypatch):
-    import jaxrlhf.run.trainer as module
+    import jaxrlhf.run.warm_start as module
 
     flatten = module.flatten
 
