@@ -18,7 +18,9 @@ if TYPE_CHECKING:
         Algorithm,
         ArithmeticConfig,
         AverageConfig,
+        BarsDisplay,
         CheckpointError,
+        CurvesDisplay,
         DAPOConfig,
         DataConfig,
         DPOConfig,
@@ -83,7 +85,9 @@ if TYPE_CHECKING:
         ValueUpdate,
         WandbConfig,
         WarmStartConfig,
+        bars,
         compute,
+        curves,
         demonstrations,
         forecast,
         gae,
@@ -115,7 +119,8 @@ __version__ = "0.1.0"
 __all__ = [
     # runs
     "Run", "train", "resume", "read_config", "write_config", "forecast", "Forecast",
-    "PlanDisplay", "GraphDisplay", "TimelineDisplay",
+    "PlanDisplay", "GraphDisplay", "TimelineDisplay", "CurvesDisplay", "curves",
+    "BarsDisplay", "bars",
     # errors
     "InputError", "RewardError", "TrainingError", "CheckpointError", "UnwritableError", "OutOfMemoryError",
     "RunStopped", "RunEndedError",

@@ -10,7 +10,9 @@ import pytest
 from scripts.run_notebooks import MOST_BYTES, NOTEBOOKS, execute, output_bytes
 from tests.conftest import CACHE
 
-SIZES: dict[str, dict[str, Any]] = {}
+SIZES: dict[str, dict[str, Any]] = {
+    "04_planning_128_gpus_on_a_laptop": {"ACTOR": "7b", "NODES": 1, "RESPONSES": [512, 1024]},
+}
 """Notebook -> small values of its parameters. Every cell is executed all the same."""
 PATHS = sorted(NOTEBOOKS.glob("*.ipynb"))
 MARKS = "marks"
