@@ -6,6 +6,7 @@ python -m jaxrlhf.train --config NAME_OR_PATH [--set a.b=c ...] [--dry-run] [--p
 import argparse
 import contextlib
 import functools
+import inspect
 import json
 import os
 import sys
@@ -172,6 +173,10 @@ class _CallableModule(types.ModuleType):
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         return jaxrlhf.__getattr__("train")(*arguments, **keywords)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(jaxrlhf.__getattr__("train"))
 
 
 if __name__ == "__main__":

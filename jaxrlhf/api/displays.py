@@ -89,14 +89,14 @@ class TimelineDisplay:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """The events that this process saw: name, kind, devices, step, and start and end in seconds from the run's
-        start. Empty for a run of another process."""
+        """The events that this process saw: name, kind, devices, step, start and end in seconds from the run's start,
+        and bytes moved. Empty for a run of another process."""
         events = [] if isinstance(self._source, Path) else self._source
         first, last = self._steps or (0, 2**63)
         return [
             {
                 "name": event.name, "kind": event.kind, "devices": list(event.devices), "phase": event.phase,
-                "step": event.step, "start": event.start, "end": event.end,
+                "step": event.step, "start": event.start, "end": event.end, "bytes": event.bytes,
             }
             for event in events
             if first <= event.step <= last

@@ -156,13 +156,20 @@ def _differences(runs: Sequence[RunFiles]) -> str:
     if not found:
         return _none("None: the configs are the same.")
     rows = [
-        [escaped(key), *("-" if value is None else escaped(shortened(cell(value), 80)) for value in values)]
+        [escaped(key), *("-" if value is None else escaped(shortened(_short(value), 80)) for value in values)]
         for key, values in found[:_MOST_DIFFERENCES]
     ]
     more = len(found) - _MOST_DIFFERENCES
     return table(["key", *(run.name for run in runs)], rows, css="rows differences") + (
         _none(f"{more} more keys are not shown.") if more > 0 else ""
     )
+
+
+def _short(value: Any) -> str:
+    """A value of a config; of a section what is not empty."""
+    if isinstance(value, Mapping):
+        return cell({key: item for key, item in value.items() if item not in (None, "", [], {})})
+    return cell(value)
 
 
 def differing_keys(values: Sequence[Any], path: str = "") -> Iterator[tuple[str, Sequence[Any]]]:

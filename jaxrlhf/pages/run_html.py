@@ -63,11 +63,13 @@ def main_metric(records: Sequence[Mapping[str, Any]]) -> str:
 
 
 def points_of(records: Sequence[Mapping[str, Any]], name: str) -> list[tuple[float, float]]:
-    """(step, value) of a metric; values that were not finite are NaN, and those that are no numbers are left out."""
+    """(step, value) of a metric; values that were not finite are NaN, and those that are no numbers are left out.
+    Metrics of the warm start are by its own steps."""
+    of_step = "warm_start/step" if name.startswith("warm_start/") else "step"
     return [
-        (float(record["step"]), math.nan if record[name] is None else float(record[name]))
+        (float(record[of_step]), math.nan if record[name] is None else float(record[name]))
         for record in records
-        if name in record and (record[name] is None or isinstance(record[name], int | float))
+        if name in record and of_step in record and (record[name] is None or isinstance(record[name], int | float))
     ]
 
 

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -85,17 +86,19 @@ def run(tmp_path, monkeypatch, capsys):
 
 
 def score_of(prompt: str, completion: str, *, finished: bool, most: int = 10**6) -> float:
-    """The score by the reward model alone, of one text without padding."""
-    config, tokenizer = model("scalar", 258), Tokenizer.from_file("judge_folder")
-    layout = Layout.over((0,), Strategy())
+    """The score by the reward model alone, of one text, padded on the right so that few programs are compiled."""
+    tokenizer = Tokenizer.from_file("judge_folder")
     ids = tokenizer.encode(prompt) + tokenizer.encode(completion) + [tokenizer.end_id] * finished
     ids = ids[-most:]
-    arrays: dict[str, Any] = {
-        "tokens": jnp.asarray([ids]),
-        "mask": jnp.ones((1, len(ids)), bool),
-        "response": jnp.ones((1, len(ids) - 1), bool),
-    }  # fmt: skip
-    return float(INFERENCE_OUTPUTS["scores"](params_of(config), Sequences(**arrays), config, layout)[0])
+    real = jnp.arange(len(ids) + -len(ids) % 64) < len(ids)
+    tokens = jnp.zeros(real.shape, jnp.int32).at[: len(ids)].set(jnp.asarray(ids))
+    return float(_scores(Sequences(tokens=tokens[None], mask=real[None], response=real[None, 1:]))[0])
+
+
+@jax.jit
+def _scores(sequences: Sequences) -> jax.Array:
+    config = model("scalar", 258)
+    return INFERENCE_OUTPUTS["scores"](params_of(config), sequences, config, Layout.over((0,), Strategy()))
 
 
 def samples() -> list[dict[str, Any]]:

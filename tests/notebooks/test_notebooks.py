@@ -11,7 +11,12 @@ from scripts.run_notebooks import MOST_BYTES, NOTEBOOKS, execute, output_bytes
 from tests.conftest import CACHE
 
 SIZES: dict[str, dict[str, Any]] = {
-    "04_planning_128_gpus_on_a_laptop": {"ACTOR": "7b", "NODES": 1, "RESPONSES": [512, 1024]},
+    "01_quickstart": {"STEPS": 4, "PROMPTS": 32, "WARM_START": 10, "EVERY": 4, "HELD_OUT": 16},
+    "02_every_call_on_its_own_mesh": {"PROMPTS": 32},
+    "04_planning_128_gpus_on_a_laptop": {
+        "ACTOR": "gemma3-270m", "CRITIC": "gemma3-270m", "NODES": 1, "GPUS": 4, "METHOD": "hybridflow",
+        "RESPONSES": [512, 1024],
+    },
 }
 """Notebook -> small values of its parameters. Every cell is executed all the same."""
 PATHS = sorted(NOTEBOOKS.glob("*.ipynb"))
@@ -39,7 +44,9 @@ def lacking(notebook: nbformat.NotebookNode) -> list[str]:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
 def test_notebook(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(CACHE.parent / "home"))  # of the compilation cache of runs, a default of configs
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(CACHE))
+    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
     notebook = execute(path, tmp_path, values=SIZES.get(path.stem), seconds=500)
     assert not lacking(notebook)
     warned = [

@@ -1,5 +1,6 @@
 """Fragments of HTML: what they say, that they stand alone, and what they refuse."""
 
+import math
 from html.parser import HTMLParser
 
 import pytest
@@ -11,7 +12,7 @@ from jaxrlhf.pages.forecast_html import forecast_html
 from jaxrlhf.pages.graph_html import graph_html
 from jaxrlhf.pages.markup import element, ink
 from jaxrlhf.pages.plan_html import devices_svg, plan_html
-from jaxrlhf.pages.run_html import main_metric, run_html
+from jaxrlhf.pages.run_html import main_metric, points_of, run_html
 from jaxrlhf.pages.timeline_html import timeline_html
 from tests.pages.made_up_runs import CALLS, HOSTILE, events, planned_step, write_run
 
@@ -128,6 +129,13 @@ def test_the_curve_of_a_run_is_its_reward_or_else_a_loss():
     assert main_metric([{"step": 1, "actor/loss": 1.0, "critic/score/mean": 2.0}]) == "critic/score/mean"
     assert main_metric([{"step": 1, "own/loss": 1.0, "eval/loss": 2.0}]) == "own/loss"
     assert main_metric([{"step": 1, "own/metric": 1.0}]) == ""
+
+
+def test_metrics_of_the_warm_start_are_by_its_own_steps():
+    records = [{"step": 0, "warm_start/step": 50, "warm_start/loss": 2.0}, {"step": 1, "loss": None, "name": "text"}]
+    assert points_of(records, "warm_start/loss") == [(50.0, 2.0)] and points_of(records, "name") == []
+    ((step, value),) = points_of(records, "loss")
+    assert step == 1.0 and math.isnan(value)
 
 
 def test_markup_is_escaped_and_text_is_readable_on_its_box():
