@@ -34,7 +34,12 @@ RowKind = Literal["prompts", "demonstrations", "preferences"]
 
 
 class Prompts(struct.PyTreeNode):
-    """A batch of prompts, padded on the left."""
+    """A batch of prompts, padded on the left.
+
+    >>> tokens_BP, rows_B = jnp.array([[0, 5, 6]]), jnp.zeros(1, jnp.int32)
+    >>> Prompts(tokens_BP, tokens_BP > 0, row=rows_B, id=jnp.zeros(1, jnp.uint32)).mask.tolist()
+    [[False, True, True]]
+    """
 
     tokens: Int[Array, "B P"]
     mask: Bool[Array, "B P"]
@@ -49,7 +54,12 @@ class Prompts(struct.PyTreeNode):
 
 
 class Sequences(struct.PyTreeNode):
-    """Prompts with responses, the input of forward passes and losses. Demonstrations have this form."""
+    """Prompts with responses, the input of forward passes and losses. Demonstrations have this form.
+
+    >>> tokens_BT = jnp.array([[0, 5, 6, 7]])
+    >>> Sequences(tokens_BT, tokens_BT > 0, response=jnp.array([[True, True]])).tokens.shape
+    (1, 4)
+    """
 
     tokens: Int[Array, "B T"]
     mask: Bool[Array, "B T"]
@@ -60,7 +70,16 @@ class Sequences(struct.PyTreeNode):
 
 
 class Rollout(Sequences):
-    """Sequences sampled from a policy, with their log-probabilities."""
+    """Sequences sampled from a policy, with their log-probabilities.
+
+    >>> tokens_BT, zeros_BR, rows_B = jnp.array([[5, 6, 7]]), jnp.zeros((1, 2)), jnp.zeros(1, jnp.int32)
+    >>> rollout = Rollout(
+    ...     tokens_BT, tokens_BT > 0, response=jnp.array([[True, False]]), logprobs=zeros_BR,
+    ...     sampled_logprobs=zeros_BR, finish=rows_B, row=rows_B, id=rows_B.astype(jnp.uint32),
+    ... )
+    >>> rollout.lengths.tolist()
+    [1]
+    """
 
     logprobs: Float[Array, "B R"]
     """Log-probability of each response token under the unmodified policy: temperature 1, no bias, no penalties, nothing
@@ -82,7 +101,13 @@ class Rollout(Sequences):
 
 
 class Preferences(struct.PyTreeNode):
-    """Pairs of responses to the same prompts, of which the first was preferred."""
+    """Pairs of responses to the same prompts, of which the first was preferred.
+
+    >>> tokens_BT = jnp.array([[5, 6]])
+    >>> better = Sequences(tokens_BT, tokens_BT > 0, response=jnp.array([[True]]))
+    >>> Preferences(better, better, margin=jnp.zeros(1)).margin.shape
+    (1,)
+    """
 
     chosen: Sequences
     rejected: Sequences
@@ -91,14 +116,23 @@ class Preferences(struct.PyTreeNode):
 
 
 class PolicyOutputs(struct.PyTreeNode):
-    """Outputs of a language-model head at response tokens. Zero outside of `response`."""
+    """Outputs of a language-model head at response tokens. Zero outside of `response`.
+
+    >>> PolicyOutputs(logprobs=jnp.full((1, 2), -0.5), entropy=jnp.ones((1, 2))).logprobs.shape
+    (1, 2)
+    """
 
     logprobs: Float[Array, "B R"]
     entropy: Float[Array, "B R"]
 
 
 class PolicyAndValues(PolicyOutputs):
-    """Outputs of a language-model head and a scalar head on one trunk. Zero outside of `response`."""
+    """Outputs of a language-model head and a scalar head on one trunk. Zero outside of `response`.
+
+    >>> zeros_BR = jnp.zeros((1, 2))
+    >>> PolicyAndValues(zeros_BR, zeros_BR, values=zeros_BR).values.shape
+    (1, 2)
+    """
 
     values: Float[Array, "B R"]
     """The output of the scalar head before each response token."""
@@ -108,6 +142,9 @@ class Term(struct.PyTreeNode):
     """One of the losses that a train call adds: its mean over its own batch, times its weight.
 
     roles.actor.train((Term(ppo_policy_loss, batch), Term(sft_loss, demonstrations, weight=0.5)), update)
+
+    >>> Term(loss=len, batch={}, weight=0.5, name="pretraining").of
+    ''
     """
 
     loss: Callable[..., Any] = struct.field(pytree_node=False)
@@ -123,7 +160,11 @@ class Term(struct.PyTreeNode):
 
 
 class Max(struct.PyTreeNode):
-    """A metric of a loss of which the maximum over micro-batches and updates is taken, instead of the sum."""
+    """A metric of a loss of which the maximum over micro-batches and updates is taken, instead of the sum.
+
+    >>> float(Max(jnp.array(2.0)).value)
+    2.0
+    """
 
     value: Float[Array, ""]
 
@@ -135,6 +176,9 @@ class Sampling:
     A token is drawn from logits that are changed in this order: by `logit_bias`; by the penalties; by leaving out what
     may not be drawn (all but `allowed_tokens`, `banned_tokens`, stop tokens before `min_new_tokens`); by `temperature`;
     by `top_k`, `top_p` and `min_p`.
+
+    >>> Sampling(max_new_tokens=64, temperature=0.7, top_p=0.9, num_samples=4).counts_tokens
+    False
     """
 
     max_new_tokens: int = 128

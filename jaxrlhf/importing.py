@@ -55,7 +55,7 @@ def name_of(function: Any, name: str | None = None) -> str:
     notebook or script, nested functions and objects without a name are stored here, the latest one under its name.
     """
     module = getattr(function, "__module__", None)
-    name = name or getattr(function, "__qualname__", type(function).__name__)
+    name = str(name or getattr(function, "__qualname__", type(function).__name__))
     if module not in (None, "__main__") and getattr(sys.modules.get(module), name, None) is function:
         return f"{module}:{name}"
     _given[name] = function

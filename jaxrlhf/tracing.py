@@ -260,7 +260,16 @@ class _Correction:
 
 
 class RoleHandle:
-    """A role inside a step function: its methods record calls."""
+    """A role inside a step function: its methods record calls.
+
+    >>> def step(roles, state, prompts, config):
+    ...     scores = roles.judge.scores(prompts)  # a handle's method records a call, and returns references
+    ...     return {"score": compute(jnp.mean, scores)}, state
+    >>> scores = Method("host", lambda prompts: jax.ShapeDtypeStruct(prompts.shape[:1], jnp.float32))
+    >>> graph = trace(step, {"judge": RoleMethods({"scores": scores})}, (), jnp.ones((4, 3)), None)
+    >>> [call.name for call in graph.calls]
+    ['judge.scores', 'mean']
+    """
 
     def __init__(
         self, name: str, role: RoleMethods, roles: "Roles", recorder: Recorder, version: int | None = None
@@ -301,7 +310,15 @@ class RoleHandle:
 
 
 class Roles:
-    """The first argument of a step function: a handle for each role, as attributes."""
+    """The first argument of a step function: a handle for each role, as attributes.
+
+    >>> def step(roles, state, prompts, config):
+    ...     return {"score": compute(jnp.mean, roles.judge.scores(prompts))}, state
+    >>> trace(step, {}, (), jnp.ones((4, 3)), None)
+    Traceback (most recent call last):
+    ...
+    jaxrlhf.call_graph.GraphError: step: the run has no role 'judge'. It has: . Add it under `roles` in the config.
+    """
 
     def __init__(self, roles: Mapping[str, RoleMethods], recorder: Recorder) -> None:
         self._handles = {name: RoleHandle(name, role, self, recorder) for name, role in roles.items()}
@@ -333,6 +350,9 @@ def compute(function: Callable[..., Any], *args: Any, name: str | None = None, g
             on the inputs of that group and on inputs without rows alone; 1 means row by row. Outputs without rows may
             depend on everything. A plan may then train on some groups while others are still being generated. Text
             says what needs the whole batch, for the error of a plan that asks for that; empty means unknown.
+
+    >>> compute(max, 1, 2)  # outside of a step function
+    2
     """
     recorder = _recorder.get()
     return function(*args) if recorder is None else recorder.compute(function, args, name, groups_of)

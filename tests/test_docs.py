@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 
+import jaxrlhf
 from jaxrlhf.algorithms import ALGORITHMS
 from jaxrlhf.algorithms.dpo import DPOConfig, DPOUpdate
 from jaxrlhf.algorithms.gspo import SequenceUpdate
@@ -124,7 +126,8 @@ SECTIONS: dict[str, type[Any]] = {
 @pytest.mark.parametrize("path", WITH_EXAMPLES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_examples_in_docstrings_give_what_they_say(path):
     module = importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
-    failed, tried = doctest.testmod(module)
+    public = {name: getattr(jaxrlhf, name) for name in jaxrlhf.__all__}
+    failed, tried = doctest.testmod(module, globs={**public, "jnp": jnp, **vars(module)})
     assert tried and not failed
 
 

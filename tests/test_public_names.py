@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,14 +11,23 @@ from pathlib import Path
 import pytest
 
 import jaxrlhf as rl
+from jaxrlhf.api import names
+from jaxrlhf.api.generating import SamplingKeys
+from jaxrlhf.api.keys import RunKeys
 
+# `jaxrlhf.train` may be the module of that name here, which another test has imported: names are taken from `names`.
 FROZEN = Path(__file__).parent / "public_api.txt"
+
+
+def issubclass_of(name: str, kind: type) -> bool:
+    found = getattr(names, name)
+    return isinstance(found, type) and issubclass(found, kind)
 
 
 def signature(name: str) -> list[str]:
     """A public name with its parameters, and the public methods of a class that is not plain data."""
-    found = getattr(rl, name)
-    if isinstance(found, type) and issubclass(found, BaseException):
+    found = getattr(names, name)
+    if issubclass_of(name, BaseException):
         return [f"{name}: {', '.join(base.__name__ for base in found.__mro__[1:2])}"]
     if dataclasses.is_dataclass(found):
         return [f"{name}({', '.join(field.name for field in dataclasses.fields(found) if field.init)})"]
@@ -37,7 +47,7 @@ def _parameters(function: object) -> list[str]:
     for x in inspect.signature(function).parameters.values():
         if x.kind is x.KEYWORD_ONLY and "*" not in shown:
             shown.append("*")
-        default = "" if x.default is x.empty else f"={x.default!r}".replace("<as in the config>", "...")
+        default = "" if x.default is x.empty else re.sub("=<.*>$", "=...", f"={x.default!r}")
         shown.append(marks.get(x.kind, "") + x.name + default)
     return shown
 
@@ -55,8 +65,30 @@ def test_public_names_are_as_they_were():
 
 @pytest.mark.parametrize("name", rl.__all__)
 def test_every_public_name_has_a_docstring(name):
-    doc = inspect.getdoc(getattr(rl, name)) or ""
+    doc = inspect.getdoc(getattr(names, name)) or ""
     assert len(doc) > 10 and not doc.startswith(f"{name}("), f"{name} has no docstring of its own"
+
+
+@pytest.mark.parametrize("name", [name for name in rl.__all__ if not issubclass_of(name, BaseException)])
+def test_every_public_name_has_an_example(name):
+    """Which tests/test_docs.py and tests/api/test_examples.py run. Errors need none."""
+    found = getattr(names, name)
+    members = vars(found).values() if isinstance(found, type) else ()
+    docs = [inspect.getdoc(each) or "" for each in (found, *members) if callable(each)]
+    assert any(">>>" in doc for doc in docs)
+
+
+def test_keywords_that_are_spelled_out_are_the_fields_of_what_they_make():
+    fields = {field.name for field in dataclasses.fields(rl.RunConfig) if field.init}
+    assert fields | {"model", "reward", "sampling", "optimizer"} == set(RunKeys.__annotations__)
+    assert [field.name for field in dataclasses.fields(rl.Sampling)] == list(SamplingKeys.__annotations__)
+
+
+def test_what_authors_of_algorithms_import_is_public():
+    page = (Path(__file__).parents[1] / "docs" / "own_algorithm.md").read_text(encoding="utf-8")
+    lines = re.findall(r"^from jaxrlhf\.(?:algorithms|experience|tracing)[\w.]* import (.*)$", page, flags=re.MULTILINE)
+    imported = {name.strip() for line in lines for name in line.split(",")}
+    assert len(imported) > 15 and imported <= set(rl.__all__)
 
 
 def test_names_are_listed_once_and_all_there_are():

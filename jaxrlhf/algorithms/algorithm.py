@@ -11,7 +11,11 @@ from jaxrlhf.require import require
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """The rows that a step takes, all of one kind."""
+    """The rows that a step takes, all of one kind.
+
+    >>> Rows("demonstrations", max_new_tokens=64, count=16, dataset="pretraining").count
+    16
+    """
 
     kind: RowKind = "prompts"
     """`prompts`: `Prompts`. `demonstrations`: `Sequences`, prompts with the rows' completions. `preferences`:
@@ -41,17 +45,29 @@ def no_state(config: Any) -> tuple[()]:
 
 
 def prompts(config: Any) -> Rows:
-    """A batch of prompts."""
+    """A batch of prompts.
+
+    >>> prompts(NoSettings()).kind
+    'prompts'
+    """
     return Rows("prompts")
 
 
 def demonstrations(config: Any) -> Rows:
-    """A batch of prompts with their completions, of the settings' `max_new_tokens`."""
+    """A batch of prompts with their completions, of the settings' `max_new_tokens`.
+
+    >>> demonstrations(Sampling(max_new_tokens=64)).max_new_tokens
+    64
+    """
     return Rows("demonstrations", config.max_new_tokens)
 
 
 def preferences(config: Any) -> Rows:
-    """A batch of pairs of completions, of the settings' `max_new_tokens`."""
+    """A batch of pairs of completions, of the settings' `max_new_tokens`.
+
+    >>> preferences(Sampling(max_new_tokens=64)).kind
+    'preferences'
+    """
     return Rows("preferences", config.max_new_tokens)
 
 
@@ -62,7 +78,11 @@ class NoSettings:
 
 @dataclasses.dataclass(frozen=True)
 class Algorithm:
-    """An entry of `ALGORITHMS`, or what `algorithm: module:name` names."""
+    """An entry of `ALGORITHMS`, or what `algorithm: module:name` names.
+
+    >>> Algorithm(evaluation_step, EvaluationConfig, roles=("actor", "reward")).data(EvaluationConfig()).kind
+    'prompts'
+    """
 
     step: Callable[[Any, Any, Any, Any], tuple[Any, Any]]
     """`(roles, state, data, config) -> (results, state)`, written for `jaxrlhf.tracing.trace`."""

@@ -21,7 +21,11 @@ from jaxrlhf.tracing import GraphError, compute
 
 @dataclasses.dataclass(frozen=True)
 class DAPOConfig:
-    """Settings of DAPO."""
+    """Settings of DAPO.
+
+    >>> DAPOConfig(oversampling=3).sampling.num_samples
+    8
+    """
 
     sampling: Sampling = Sampling(num_samples=8)
     """`num_samples` is the size of a group."""

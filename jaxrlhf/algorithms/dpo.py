@@ -43,7 +43,11 @@ class DPOUpdate(SupervisedUpdate):
 
 @dataclasses.dataclass(frozen=True)
 class DPOConfig(SFTConfig):
-    """Settings of direct preference optimization."""
+    """Settings of direct preference optimization.
+
+    >>> DPOConfig(max_new_tokens=64, update=DPOUpdate(mini_batches=2)).update.mini_batches
+    2
+    """
 
     update: DPOUpdate = DPOUpdate()
 

@@ -46,6 +46,9 @@ def group_advantages(rewards_B: Float[Array, " B"], *, num_samples: int, normali
 
     Reference:
         Shao et al. 2024, arXiv:2402.03300, section 4.1.2; without the division, Liu et al. 2025, arXiv:2503.20783.
+
+    >>> group_advantages(jnp.array([0.0, 1.0, 5.0, 5.0]), num_samples=2, normalize_std=False).tolist()
+    [-0.5, 0.5, 0.0, 0.0]
     """
     advantages_B = rewards_B - group_mean(rewards_B, num_samples=num_samples)
     if not normalize_std:
@@ -62,6 +65,9 @@ def leave_one_out(rewards_B: Float[Array, " B"], *, num_samples: int) -> Float[A
 
     Reference:
         Ahmadian et al. 2024, arXiv:2402.14740.
+
+    >>> leave_one_out(jnp.array([0.0, 1.0, 5.0, 5.0]), num_samples=2).tolist()
+    [-1.0, 1.0, 0.0, 0.0]
     """
     scale = num_samples / (num_samples - 1)
     return scale * (rewards_B - group_mean(rewards_B, num_samples=num_samples))

@@ -18,7 +18,11 @@ from jaxrlhf.tracing import compute
 
 @dataclasses.dataclass(frozen=True)
 class GRPOConfig(PolicyConfig):
-    """Settings of GRPO."""
+    """Settings of GRPO.
+
+    >>> GRPOConfig(sampling=Sampling(num_samples=16), normalize_std=False).kl.estimator
+    'k3'
+    """
 
     sampling: Sampling = Sampling(num_samples=8)
     """`num_samples` is the size of a group."""
@@ -79,6 +83,9 @@ class DrGRPOConfig:
     Dividing by the standard deviation of a group weighs prompts that are nearly always or never solved more than
     others; dividing by the length of a response makes long wrong ones cheap. Here advantages are plain differences, and
     the sum over tokens is divided by a constant.
+
+    >>> DrGRPOConfig(sampling=Sampling(num_samples=16)).actor_update.aggregation
+    'constant'
     """
 
     sampling: Sampling = Sampling(num_samples=8)

@@ -43,7 +43,11 @@ class SequenceUpdate:
 
 @dataclasses.dataclass(frozen=True)
 class GSPOConfig:
-    """Settings of GSPO."""
+    """Settings of GSPO.
+
+    >>> GSPOConfig(sampling=Sampling(num_samples=4)).normalize_std
+    True
+    """
 
     sampling: Sampling = Sampling(num_samples=8)
     """`num_samples` is the size of a group."""

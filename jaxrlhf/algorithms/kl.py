@@ -49,7 +49,11 @@ ESTIMATORS: dict[Estimator, Callable[[Float[Array, "B R"], Float[Array, "B R"]],
 
 @dataclasses.dataclass(frozen=True)
 class KLPenalty:
-    """Settings of the KL penalty that keeps the policy near the reference."""
+    """Settings of the KL penalty that keeps the policy near the reference.
+
+    >>> KLPenalty(estimator="k3", placement="loss", coef=0.04).adaptive
+    False
+    """
 
     estimator: Estimator = "k1"
     """In the loss take k2 or k3: the gradient of k1 has expectation zero on the policy's own tokens."""
@@ -74,7 +78,11 @@ class KLPenalty:
 
 
 class KLTerm(struct.PyTreeNode):
-    """The KL term of a policy loss, as it travels in a training batch."""
+    """The KL term of a policy loss, as it travels in a training batch.
+
+    >>> KLTerm(jnp.zeros((1, 2)), coef=jnp.full(1, 0.05), estimator="k3").coef.shape
+    (1,)
+    """
 
     reference: Float[Array, "B R"]
     """Log-probabilities under the reference."""

@@ -14,20 +14,32 @@ VARIANCE_FLOOR = 1e-8
 
 
 def masked_count(mask_BT: Bool[Array, "B T"]) -> Float[Array, ""]:
-    """The number of True entries of the mask."""
+    """The number of True entries of the mask.
+
+    >>> float(masked_count(jnp.array([[True, False, True]])))
+    2.0
+    """
     chex.assert_rank(mask_BT, 2)
     return jnp.sum(mask_BT, dtype=jnp.float32)
 
 
 def masked_sum(x_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"]) -> Float[Array, ""]:
-    """Sum of `x_BT` where `mask_BT` is True."""
+    """Sum of `x_BT` where `mask_BT` is True.
+
+    >>> float(masked_sum(jnp.array([[1.0, 2.0, 4.0]]), jnp.array([[True, False, True]])))
+    5.0
+    """
     chex.assert_rank([x_BT, mask_BT], 2)
     chex.assert_equal_shape([x_BT, mask_BT])
     return jnp.sum(jnp.where(mask_BT, x_BT, 0.0))
 
 
 def masked_mean(x_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"]) -> Float[Array, ""]:
-    """Mean of `x_BT` where `mask_BT` is True; zero where it is True nowhere."""
+    """Mean of `x_BT` where `mask_BT` is True; zero where it is True nowhere.
+
+    >>> float(masked_mean(jnp.array([[1.0, 2.0, 4.0]]), jnp.array([[True, False, True]])))
+    2.5
+    """
     return masked_sum(x_BT, mask_BT) / jnp.maximum(masked_count(mask_BT), 1.0)
 
 
@@ -58,6 +70,9 @@ def whiten(x_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"]) -> Float[Arra
     """Moves the unmasked values to mean zero and scales them to variance one.
 
     y = (x - mean) / sqrt(variance + 1e-8)    zero where `mask_BT` is False
+
+    >>> whiten(jnp.array([[1.0, 9.0, 3.0]]), jnp.array([[True, False, True]])).round(3).tolist()
+    [[-1.0, 0.0, 1.0]]
     """
     centered_BT = centered(x_BT, mask_BT)
     scale = 1.0 / jnp.sqrt(masked_mean(jnp.square(centered_BT), mask_BT) + VARIANCE_FLOOR)

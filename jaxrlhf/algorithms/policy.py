@@ -34,7 +34,11 @@ ScoreNormalization = Literal["none", "batch", "running"]
 
 @dataclasses.dataclass(frozen=True)
 class PolicyUpdate:
-    """Settings of the actor's updates on one rollout."""
+    """Settings of the actor's updates on one rollout.
+
+    >>> PolicyUpdate(mini_batches=4, clip=0.1).epochs
+    1
+    """
 
     mini_batches: int = 4
     """Updates in one pass over the rollout."""
@@ -58,7 +62,11 @@ class PolicyUpdate:
 
 @dataclasses.dataclass(frozen=True)
 class ReinforceUpdate:
-    """Settings of the actor's updates where the loss has no ratio to the policy that drew the tokens."""
+    """Settings of the actor's updates where the loss has no ratio to the policy that drew the tokens.
+
+    >>> ReinforceUpdate(aggregation="sum", entropy_coef=0.01).mini_batches
+    1
+    """
 
     mini_batches: int = 1
     """Updates in one pass over the rollout. After the first, the rollout is off-policy, which nothing corrects."""
@@ -218,6 +226,14 @@ def ppo_policy_loss(outputs: PolicyOutputs, batch: dict[str, Any], update: Polic
     """The actor's loss: clipped surrogate, minus an entropy bonus, plus the KL term where the batch has one.
 
     Metrics: those of `clipped_policy_loss`, `entropy_bonus` and `kl_loss`.
+
+    >>> zeros_BR, both_BR = jnp.zeros((1, 2)), jnp.ones((1, 2), bool)
+    >>> tokens_BT, row_B = jnp.ones((1, 3), jnp.int32), jnp.zeros(1, jnp.int32)
+    >>> rollout = Rollout(tokens_BT, tokens_BT > 0, both_BR, zeros_BR, zeros_BR, row_B, row_B, row_B.astype(jnp.uint32))
+    >>> batch = {"sequences": rollout, "advantages": jnp.array([[1.0, 2.0]])}
+    >>> loss, tokens, _ = ppo_policy_loss(PolicyOutputs(zeros_BR, entropy=zeros_BR), batch, PolicyUpdate())
+    >>> float(loss), float(tokens)
+    (-3.0, 2.0)
     """
     sequences: Rollout = batch["sequences"]
     surrogate = clipped_policy_loss(
@@ -236,6 +252,14 @@ def reinforce_policy_loss(outputs: PolicyOutputs, batch: dict[str, Any], update:
     """The actor's loss: REINFORCE, minus an entropy bonus, plus the KL term where the batch has one.
 
     Metrics: those of `reinforce_loss`, `entropy_bonus` and `kl_loss`.
+
+    >>> zeros_BR, both_BR = jnp.zeros((1, 2)), jnp.ones((1, 2), bool)
+    >>> tokens_BT, row_B = jnp.ones((1, 3), jnp.int32), jnp.zeros(1, jnp.int32)
+    >>> rollout = Rollout(tokens_BT, tokens_BT > 0, both_BR, zeros_BR, zeros_BR, row_B, row_B, row_B.astype(jnp.uint32))
+    >>> batch = {"sequences": rollout, "advantages": jnp.array([[1.0, 2.0]])}
+    >>> outputs = PolicyOutputs(jnp.full((1, 2), -0.5), entropy=zeros_BR)
+    >>> float(reinforce_policy_loss(outputs, batch, ReinforceUpdate())[0])
+    1.5
     """
     sequences: Rollout = batch["sequences"]
     advantages_BR = weighted(batch["advantages"], sequences)

@@ -24,7 +24,11 @@ from jaxrlhf.tracing import compute
 
 @dataclasses.dataclass(frozen=True)
 class ValueUpdate:
-    """Settings of the critic's updates on one rollout."""
+    """Settings of the critic's updates on one rollout.
+
+    >>> ValueUpdate(mini_batches=4, value_clip=0.5).epochs
+    1
+    """
 
     mini_batches: int = 4
     epochs: int = 1
@@ -59,7 +63,11 @@ class ActorCriticConfig(PolicyConfig):
 
 @dataclasses.dataclass(frozen=True)
 class PPOConfig(ActorCriticConfig):
-    """Settings of PPO."""
+    """Settings of PPO.
+
+    >>> PPOConfig(gae_lambda=0.9, actor_update=PolicyUpdate(mini_batches=8)).actor_update.mini_batches
+    8
+    """
 
     actor_update: PolicyUpdate = PolicyUpdate()
     critic_update: ValueUpdate = ValueUpdate()
@@ -147,7 +155,17 @@ def explained_variance(
 
 
 def value_loss(outputs_BR: Float[Array, "B R"], batch: dict[str, Any], update: ValueUpdate) -> Loss:
-    """The critic's loss. Metrics: those of `clipped_value_loss`."""
+    """The critic's loss. Metrics: those of `clipped_value_loss`.
+
+    >>> tokens_BT, both_BR = jnp.ones((1, 3), jnp.int32), jnp.ones((1, 2), bool)
+    >>> batch = {
+    ...     "sequences": Sequences(tokens_BT, tokens_BT > 0, both_BR),
+    ...     "values": jnp.zeros((1, 2)), "returns": jnp.array([[1.0, 1.0]]),
+    ... }
+    >>> loss, tokens, _ = value_loss(jnp.zeros((1, 2)), batch, ValueUpdate())
+    >>> float(loss), float(tokens)
+    (1.0, 2.0)
+    """
     return clipped_value_loss(
         outputs_BR,
         batch["values"],

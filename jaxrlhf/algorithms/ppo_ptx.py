@@ -39,7 +39,11 @@ class PretrainingMix:
 
 @dataclasses.dataclass(frozen=True)
 class PPOPtxConfig(PPOConfig):
-    """Settings of PPO-ptx: PPO's, and those of the supervised loss."""
+    """Settings of PPO-ptx: PPO's, and those of the supervised loss.
+
+    >>> PPOPtxConfig(pretraining=PretrainingMix(batch_size=64)).pretraining.batch_size
+    64
+    """
 
     pretraining: PretrainingMix = PretrainingMix()
 

@@ -36,7 +36,11 @@ class SharedUpdate(PolicyUpdate):
 
 @dataclasses.dataclass(frozen=True)
 class PPOSharedConfig(ActorCriticConfig):
-    """Settings of PPO on one trunk."""
+    """Settings of PPO on one trunk.
+
+    >>> PPOSharedConfig(gae_lambda=0.9).gae_lambda
+    0.9
+    """
 
     actor_update: SharedUpdate = SharedUpdate()
 

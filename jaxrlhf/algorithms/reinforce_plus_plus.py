@@ -20,7 +20,11 @@ from jaxrlhf.tracing import compute
 
 @dataclasses.dataclass(frozen=True)
 class ReinforcePlusPlusConfig(PolicyConfig):
-    """Settings of REINFORCE++."""
+    """Settings of REINFORCE++.
+
+    >>> ReinforcePlusPlusConfig(discount=0.99).group_baseline
+    False
+    """
 
     discount: float = 1.0
     group_baseline: bool = False

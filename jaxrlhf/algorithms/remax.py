@@ -27,7 +27,11 @@ from jaxrlhf.tracing import compute
 
 @dataclasses.dataclass(frozen=True)
 class ReMaxConfig(PolicyConfig):
-    """Settings of ReMax."""
+    """Settings of ReMax.
+
+    >>> ReMaxConfig(sampling=Sampling(max_new_tokens=32)).sampling.num_samples
+    1
+    """
 
     actor_update: ReinforceUpdate = ReinforceUpdate()
 

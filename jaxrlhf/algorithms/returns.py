@@ -30,6 +30,11 @@ def gae(
 
     Reference:
         Schulman et al. 2016, arXiv:1506.02438, eq. 16.
+
+    >>> rewards_BT, values_BT, mask_BT = jnp.array([[0.0, 1.0]]), jnp.array([[0.5, 0.5]]), jnp.ones((1, 2), bool)
+    >>> advantages_BT, returns_BT = gae(rewards_BT, values_BT, mask_BT, discount=1.0, gae_lambda=1.0)
+    >>> advantages_BT.tolist(), returns_BT.tolist()
+    ([[0.5, 0.5]], [[1.0, 1.0]])
     """
     chex.assert_rank([rewards_BT, values_BT, mask_BT], 2)
     chex.assert_equal_shape([rewards_BT, values_BT, mask_BT])

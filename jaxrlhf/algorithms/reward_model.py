@@ -33,7 +33,11 @@ class RewardModelUpdate(SupervisedUpdate):
 
 @dataclasses.dataclass(frozen=True)
 class RewardModelConfig(SFTConfig):
-    """Settings of training a reward model."""
+    """Settings of training a reward model.
+
+    >>> RewardModelConfig(update=RewardModelUpdate(center_coef=0.01)).max_new_tokens
+    128
+    """
 
     update: RewardModelUpdate = RewardModelUpdate()
 

@@ -24,7 +24,11 @@ from jaxrlhf.tracing import compute
 
 @dataclasses.dataclass(frozen=True)
 class RLOOConfig(PolicyConfig):
-    """Settings of RLOO."""
+    """Settings of RLOO.
+
+    >>> RLOOConfig(sampling=Sampling(num_samples=8)).actor_update.aggregation
+    'sum'
+    """
 
     sampling: Sampling = Sampling(num_samples=4)
     """`num_samples` is the size of a group."""

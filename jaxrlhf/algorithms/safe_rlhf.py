@@ -29,7 +29,11 @@ from jaxrlhf.tracing import compute
 
 @dataclasses.dataclass(frozen=True)
 class SafeRLHFConfig(PPOConfig):
-    """Settings of Safe RLHF: those of PPO-ptx, and of the multiplier."""
+    """Settings of Safe RLHF: those of PPO-ptx, and of the multiplier.
+
+    >>> SafeRLHFConfig(cost_budget=0.2).initial_lambda
+    1.0
+    """
 
     pretraining: PretrainingMix = PretrainingMix()
     cost_budget: float = 0.0

@@ -14,7 +14,11 @@ from jaxrlhf.require import require, require_passes
 
 @dataclasses.dataclass(frozen=True)
 class SupervisedUpdate:
-    """Settings of the updates on one batch of rows."""
+    """Settings of the updates on one batch of rows.
+
+    >>> SupervisedUpdate(epochs=2, mini_batches=4).mini_batches
+    4
+    """
 
     mini_batches: int = 1
     """Updates in one pass over the batch."""
@@ -27,7 +31,11 @@ class SupervisedUpdate:
 
 @dataclasses.dataclass(frozen=True)
 class SFTConfig:
-    """Settings of supervised fine-tuning."""
+    """Settings of supervised fine-tuning.
+
+    >>> SFTConfig(max_new_tokens=64, update=SupervisedUpdate(mini_batches=2)).max_new_tokens
+    64
+    """
 
     max_new_tokens: int = 128
     """Columns of a response, end of text included."""
@@ -52,7 +60,14 @@ def sft_evaluation(
 
 
 def sft_loss(outputs: PolicyOutputs, batch: dict[str, Any], update: Any) -> Loss:
-    """Negative log-likelihood of the response tokens, whatever the settings of the update. Metric: `loss`."""
+    """Negative log-likelihood of the response tokens, whatever the settings of the update. Metric: `loss`.
+
+    >>> sequences = Sequences(jnp.ones((1, 3), int), jnp.ones((1, 3), bool), response=jnp.array([[True, False]]))
+    >>> outputs = PolicyOutputs(logprobs=jnp.array([[-0.5, 0.0]]), entropy=jnp.zeros((1, 2)))
+    >>> loss, tokens, _ = sft_loss(outputs, {"sequences": sequences}, SupervisedUpdate())
+    >>> float(loss), float(tokens)
+    (0.5, 1.0)
+    """
     mask_BR = batch["sequences"].response
     loss = -masked_sum(outputs.logprobs, mask_BR)
     return loss, masked_count(mask_BR), {"loss": loss}

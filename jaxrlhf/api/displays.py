@@ -20,7 +20,11 @@ from jaxrlhf.run.assembly import Phase
 
 
 class PlanDisplay(Mapping[str, Placement]):
-    """The plan of a run's step: call -> its placement. In a notebook, a picture of the devices and a table."""
+    """The plan of a run's step: call -> its placement. In a notebook, a picture of the devices and a table.
+
+    >>> list(run.plan)[-1], run.plan["actor.train"].devices
+    ('actor.train', (0,))
+    """
 
     def __init__(self, plan: Plan, graph: CallGraph, roles: Mapping[str, Role]) -> None:
         self._plan, self._graph = plan, graph
@@ -57,7 +61,11 @@ class PlanDisplay(Mapping[str, Placement]):
 
 
 class GraphDisplay:
-    """The calls of a run's step, and which needs which. In a notebook, a picture."""
+    """The calls of a run's step, and which needs which. In a notebook, a picture.
+
+    >>> run.graph.rows[1]["needs"]
+    ['actor.generate']
+    """
 
     def __init__(self, phase: Phase) -> None:
         self._phase = phase
@@ -82,7 +90,11 @@ class GraphDisplay:
 
 
 class TimelineDisplay:
-    """What ran when, and on which devices. In a notebook, a picture of some steps: by default the last three."""
+    """What ran when, and on which devices. In a notebook, a picture of some steps: by default the last three.
+
+    >>> {row["step"] for row in run.timeline((1, 2)).rows}
+    {1, 2}
+    """
 
     def __init__(self, source: Sequence[Event] | Path, steps: tuple[int, int] | None) -> None:
         self._source, self._steps = source, steps

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 
@@ -24,6 +24,26 @@ from jaxrlhf.sharding.strategy import Strategy
 
 COLUMNS = 16
 """Prompts are padded to a multiple of this number of columns, so that calls share programs."""
+
+
+class SamplingKeys(TypedDict, total=False):
+    """The fields of `Sampling`, all optional."""
+
+    max_new_tokens: int
+    min_new_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
+    allowed_tokens: Sequence[int]
+    banned_tokens: Sequence[int]
+    num_samples: int
+    stop_ids: Sequence[int]
+    stop_strings: Sequence[str]
 
 
 def check_request(assembly: Assembly, prompts: Any, role: str, sampling: Mapping[str, Any]) -> Sampling:

@@ -77,21 +77,29 @@ class RunKeys(TypedDict, total=False):
     compilation_cache: PathText
 
 
-class _AsInConfig:
-    """The default of every key in signatures."""
+class _Default:
+    """The default of a key in signatures."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
 
     def __repr__(self) -> str:
-        return "<as in the config>"
+        return f"<{self._text}>"
 
 
 def with_keys(function: F) -> F:
     """A decorator that spells out `**keys: Unpack[RunKeys]` in a signature, so that a notebook completes the keys."""
+    return spelled_out(function, RunKeys, "as in the config")
+
+
+def spelled_out(function: F, keys: type[Any], default_text: str) -> F:
+    """A function whose signature has the keys of a `TypedDict` in place of its last parameter, which takes them."""
     signature = inspect.signature(function)
-    hints, default = get_type_hints(RunKeys), _AsInConfig()
+    hints, default = get_type_hints(keys), _Default(default_text)
     named = [x for x in signature.parameters.values() if x.kind is not inspect.Parameter.VAR_KEYWORD]
     kind = inspect.Parameter.KEYWORD_ONLY
-    keys = [inspect.Parameter(name, kind, default=default, annotation=hint) for name, hint in hints.items()]
+    taken = [inspect.Parameter(name, kind, default=default, annotation=hint) for name, hint in hints.items()]
     own = [x for x in named if x.kind is kind]
-    shown = [*(x for x in named if x not in own), *(x for x in keys if x.name not in {y.name for y in own}), *own]
+    shown = [*(x for x in named if x not in own), *(x for x in taken if x.name not in {y.name for y in own}), *own]
     function.__signature__ = signature.replace(parameters=shown)  # pyright: ignore[reportFunctionMemberAccess]
     return function

@@ -26,7 +26,8 @@ from jaxrlhf.api.charts import BarsDisplay, CurvesDisplay, bars, curves
 from jaxrlhf.api.configs import read_config, write_config
 from jaxrlhf.api.displays import GraphDisplay, PlanDisplay, TimelineDisplay
 from jaxrlhf.api.planning import Forecast, forecast
-from jaxrlhf.api.run import Run, RunEndedError, resume, train
+from jaxrlhf.api.run import Run, RunEndedError
+from jaxrlhf.api.starting import resume, train
 from jaxrlhf.checkpoint.store import CheckpointError
 from jaxrlhf.config.plan_config import Placement, PlanConfig, ResponseLengths, Tail
 from jaxrlhf.config.schema import (

@@ -31,6 +31,10 @@ class Forecast:
     """A plan of a run's step and its forecast: seconds, memory, and the plan itself.
 
     In a notebook it shows an iteration as a timeline, the seconds of each call and how full each memory is.
+
+    >>> forecast = rl.forecast("grpo_arithmetic", cluster="1x2:a100-80g", method="colocate", quiet=True)
+    >>> forecast.seconds > 0, forecast.save(folder / "plan.json").name, str(forecast.plan["actor.train"])
+    (True, 'plan.json', 'data 2 on 0-1')
     """
 
     def __init__(self, step: PlannedStep) -> None:

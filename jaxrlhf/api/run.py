@@ -1,6 +1,7 @@
-"""Runs in this process: made, stepped, asked, saved and resumed."""
+"""A run in this process: made, stepped, asked, saved, exported, closed."""
 
 import contextlib
+import functools
 import os
 import time
 import weakref
@@ -10,12 +11,14 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from jaxrlhf.api.configs import run_config
 from jaxrlhf.api.displays import GraphDisplay, PlanDisplay, TimelineDisplay
-from jaxrlhf.api.generating import check_request, responses
-from jaxrlhf.api.keys import Config, RunKeys, with_keys
+from jaxrlhf.api.generating import SamplingKeys, check_request, responses
+from jaxrlhf.api.keys import Config, RunKeys, spelled_out, with_keys
+from jaxrlhf.api.metrics_table import metrics_table
 from jaxrlhf.brief import brief, did_you_mean
 from jaxrlhf.config.reading import to_tree
 from jaxrlhf.config.schema import RunConfig
 from jaxrlhf.execution.executor import Executor
+from jaxrlhf.execution.process_channel import Channel
 from jaxrlhf.observe.console import Console
 from jaxrlhf.observe.json_lines import read_json_lines
 from jaxrlhf.observe.metrics import read_metrics
@@ -31,7 +34,15 @@ if TYPE_CHECKING:
 
 
 class RunEndedError(RuntimeError):
-    """A run that has ended cannot do what it was asked: it was closed, failed, or has done all of its steps."""
+    """A run that has ended cannot do what it was asked: it was closed, failed, or has done all of its steps.
+
+    >>> ended = rl.Run(config, quiet=True)
+    >>> ended.close()
+    >>> ended.step()
+    Traceback (most recent call last):
+    ...
+    jaxrlhf.api.run.RunEndedError: step: the run must be open. Got a run that is closed. Go on with a new run.
+    """
 
 
 class Run:
@@ -69,6 +80,8 @@ class Run:
         with errors_as(InputError):
             made = run_config(config, keys)
         self._checked = check_run(made, None, say=self._console.line)
+        if not self._checked.channel.is_first:  # of several processes, one says everything
+            self._console = Console(quiet=True)
         for note in self._checked.notes():
             self._console.line(f"Note: {note}")
         self._open = OpenRun(self._checked, self._console, pauses=True)
@@ -76,7 +89,7 @@ class Run:
         """The executor of `generate`, if there is one."""
         self._ended = ""
         """Why it cannot go on."""
-        self._close = weakref.finalize(self, _close, self._open, self._generators)
+        self._close = weakref.finalize(self, _close, self._open, self._generators, self._checked.channel)
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
@@ -121,6 +134,8 @@ class Run:
             raise ValueError(
                 f"train: steps must be at least 1. Got {brief(steps)}. Leave it out for all that are left."
             )
+        if steps is None and self._open.outcome is not None:
+            return self
         started, last = time.perf_counter(), self.config.steps
         with self._listening("train") as trainer:
             if steps is not None:
@@ -132,9 +147,11 @@ class Run:
 
     # -- questions -----------------------------------------------------------------------------------------------------
 
+    @functools.partial(spelled_out, keys=SamplingKeys, default_text="as in training, but greedy")
     def generate(
-        self, prompts: Sequence[str | Mapping[str, Any]], *, role: str = "actor", seed: int = 0, **sampling: Any
-    ) -> list[str]:
+        self, prompts: Sequence[str | Mapping[str, Any]], *, role: str = "actor", seed: int = 0,
+        **sampling: Unpack[SamplingKeys],
+    ) -> list[str]:  # fmt: skip
         """Responses of a role to prompts with its present weights, greedy by default.
 
         Args:
@@ -273,19 +290,7 @@ class Run:
             >>> run.metrics["critic/score/mean"].index.name
             'step'
         """
-        try:
-            import pandas
-        except ImportError as error:
-            raise ImportError(
-                "metrics: needs the package pandas. Got none installed. Install it by pip install "
-                "'jaxrlhf[notebooks]', or read run.records, which are dicts."
-            ) from error
-        rows: dict[int, dict[str, Any]] = {}
-        for record in self.records:
-            if "warm_start/step" not in record:
-                rows[record["step"]] = rows.get(record["step"], {}) | record
-        columns = dict.fromkeys(["step", *(name for row in rows.values() for name in row)])
-        return pandas.DataFrame(list(rows.values()), columns=list(columns)).set_index("step")
+        return metrics_table(self.records)
 
     @property
     def samples(self) -> list[dict[str, Any]]:
@@ -430,54 +435,11 @@ class Run:
         return getattr(self._open.folder, name)
 
 
-def _close(opened: OpenRun, generators: list[Executor]) -> None:
+def _close(opened: OpenRun, generators: list[Executor], channel: Channel) -> None:
     """Closes a run; also when nobody refers to it any more."""
     with contextlib.ExitStack() as closing:
+        closing.callback(channel.close)
         closing.callback(opened.close)
         for executor in generators:
             closing.callback(executor.close)
         generators.clear()
-
-
-@with_keys
-def train(config: Config | None = None, *, quiet: bool = False, **keys: Unpack[RunKeys]) -> Run:
-    """Makes a run and takes all of its steps, like the command line. Arguments and errors are those of `Run`.
-
-    Returns:
-        The run, for `generate`, `evaluate`, `metrics` and the others.
-
-    Example:
-        >>> run = rl.train(config, steps=2, quiet=True)
-        >>> run.done, len(run.rewards), sorted(path.name for path in run.folder.glob("*.jsonl"))
-        (2, 2, ['metrics.jsonl', 'samples.jsonl'])
-    """
-    run = Run(config, quiet=quiet, **keys)
-    return run.train()
-
-
-@with_keys
-def resume(path: str | os.PathLike[str], *, quiet: bool = False, **keys: Unpack[RunKeys]) -> Run:
-    """A run that goes on from its newest checkpoint, in the same folder; or a new run from a checkpoint.
-
-    A run that has done all of its steps can be asked (`generate`, `evaluate`, `export`), or go on with more `steps`.
-
-    Args:
-        path: The folder of a run, or of a checkpoint, `<run>/checkpoints/steps/<n>`.
-        keys: Keys of the config, laid over the run's.
-
-    Raises:
-        InputError: There is no such run, or it cannot go on with these keys.
-
-    Example:
-        >>> finished = rl.train(config, steps=1, quiet=True)
-        >>> longer = rl.resume(finished.folder, steps=2, quiet=True).train()
-        >>> longer.done, longer.folder == finished.folder
-        (2, True)
-    """
-    for folder in (Path(path), *Path(path).absolute().parents[:3]):
-        if (folder / "config.yaml").is_file():
-            return Run(folder / "config.yaml", quiet=quiet, **{"resume": os.fspath(path), **keys})
-    raise InputError(
-        f"resume: must be the folder of a run, or a checkpoint in one. Got {brief(os.fspath(path))}, which has no "
-        "config.yaml."
-    )

@@ -1,11 +1,11 @@
 """Expands short forms in the tree of a config: `model: FOLDER`, presets, `plan: auto`, `devices_memory: 20 GB`."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxrlhf.brief import brief, did_you_mean
 from jaxrlhf.config.plan_config import expand_plan
-from jaxrlhf.config.reading import ConfigError, to_tree
+from jaxrlhf.config.reading import ConfigError, Stated, build, to_tree
 from jaxrlhf.models.config import PRESETS, ModelConfig
 
 RANDOM = "random"
@@ -37,6 +37,25 @@ def in_full(path: Sequence[str], value: Any) -> Any:
     if isinstance(value, str) and len(path) == 3 and path[0] == "roles" and path[2] == "model":
         return {"preset": value}
     return value
+
+
+def stated_model(model: ModelConfig | Mapping[str, Any] | str) -> Stated[ModelConfig]:
+    """The fields of a model that Python states: all of a `ModelConfig`; a preset, by its name or with other keys.
+
+    >>> stated_model({"preset": "tiny", "num_layers": 4})["num_layers"]
+    4
+    """
+    if isinstance(model, Stated):
+        return model
+    given = {"preset": model} if isinstance(model, str) else dict(to_tree(model))
+    preset = given.pop("preset", None)
+    if preset is not None and preset not in PRESETS:
+        raise ValueError(
+            f"model.preset: must be one of {', '.join(PRESETS)}. Got {brief(preset)}."
+            f"{did_you_mean(str(preset), PRESETS)}"
+        )
+    fields = {**PRESETS[preset], **given} if preset is not None else given
+    return build(Stated[ModelConfig], to_tree(fields), "RoleConfig", "model")
 
 
 def _expand_model(tree: dict[str, Any], where: str) -> None:

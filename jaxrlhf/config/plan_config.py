@@ -35,7 +35,11 @@ def _positions() -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Tail:
-    """Where the last sequences of a generation go on, while the other devices do what comes next."""
+    """Where the last sequences of a generation go on, while the other devices do what comes next.
+
+    >>> Placement((0, 1), Strategy(data=2), parts=2, tail=Tail((0,), rows=0.25)).is_whole
+    False
+    """
 
     devices: tuple[int, ...] = _positions()
     strategy: Strategy = dataclasses.field(default=Strategy(), metadata={INLINE: True})
@@ -57,6 +61,9 @@ class Placement:
 
     In configs and saved plans, its keys and those of the strategy are in one mapping: `{devices: 0-3, fsdp: 2}`. A call
     whose rows are split over several placements has a list of them: `[{devices: 0-3}, {devices: 4-7, rows: 0.25}]`.
+
+    >>> str(Placement((0, 1, 2, 3), Strategy(fsdp=2, tensor=2)))
+    'fsdp 2 x tensor 2 on 0-3'
     """
 
     devices: tuple[int, ...] = _positions()
@@ -114,7 +121,11 @@ def _devices_of(placement: Placement | Tail) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class ResponseLengths:
-    """The lengths of responses that forecasts assume: their mean and 99th percentile, or a run that recorded both."""
+    """The lengths of responses that forecasts assume: their mean and 99th percentile, or a run that recorded both.
+
+    >>> ResponseLengths(mean=120.0, p99=900).p99
+    900
+    """
 
     mean: float = 0.0
     """Tokens of a response on average, stop token included; those that the limit cuts off count as cut off."""
@@ -135,7 +146,12 @@ class ResponseLengths:
 
 @dataclasses.dataclass(frozen=True)
 class PlanConfig:
-    """The section `plan` of a config."""
+    """The section `plan` of a config.
+
+    >>> plan = PlanConfig(calls={"actor.train": Placement((0, 1), Strategy(fsdp=2))}, offload=("reference",))
+    >>> str(plan.placements["actor.train"])
+    'fsdp 2 on 0-1'
+    """
 
     default: Placement | None = None
     """The placement of calls without an entry. None means that they split their rows over all devices."""

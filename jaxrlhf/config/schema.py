@@ -14,9 +14,9 @@ from flax.core import FrozenDict
 from jaxrlhf import require as checks
 from jaxrlhf.brief import brief, cut
 from jaxrlhf.config.algorithm_loading import for_another_algorithm, load_algorithm
-from jaxrlhf.config.expand import RANDOM, expand, in_full
+from jaxrlhf.config.expand import RANDOM, expand, in_full, stated_model
 from jaxrlhf.config.plan_config import PlanConfig
-from jaxrlhf.config.reading import ConfigError, Stated, apply_overrides, build, read_config
+from jaxrlhf.config.reading import FORM, ConfigError, Stated, apply_overrides, build, read_config, to_tree
 from jaxrlhf.data.config import DataConfig
 from jaxrlhf.data.retokenizing import OwnTokenizerConfig
 from jaxrlhf.data.tokenizer import TokenizerConfig
@@ -31,7 +31,11 @@ MAX_VIRTUAL_DEVICES = 1024
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW with a clipped gradient and a learning rate that warms up and decays."""
+    """AdamW with a clipped gradient and a learning rate that warms up and decays.
+
+    >>> OptimizerConfig(learning_rate=1e-3, schedule="cosine", warmup_updates=20).moment_bytes
+    8
+    """
 
     learning_rate: float = 1e-5
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -65,6 +69,9 @@ class AverageConfig:
     """An exponential moving average of weights: average = decay * average + (1 - decay) * weights.
 
     With a decay of 0, it is a copy of the weights at its last update.
+
+    >>> RoleConfig(average=AverageConfig(of="actor", decay=0.9)).average
+    AverageConfig(of='actor', decay=0.9, every=1)
     """
 
     of: str
@@ -80,11 +87,19 @@ class AverageConfig:
 
 @dataclasses.dataclass(frozen=True)
 class RoleConfig:
-    """A role: a model, trained if it has an optimizer; a Python function of completions; or a sum of other roles."""
+    """A role: a model, trained if it has an optimizer; a Python function of completions; or a sum of other roles.
 
-    model: Stated[ModelConfig] | None = None
+    >>> actor = RoleConfig(model="tiny", optimizer=OptimizerConfig(learning_rate=1e-3))
+    >>> actor.stated["num_layers"], RoleConfig(function="exact_answer", options={"partial_credit": 0.3}).workers
+    (2, 0)
+    """
+
+    model: ModelConfig | Mapping[str, Any] | str | None = dataclasses.field(
+        default=None, metadata={FORM: (Stated[ModelConfig] | None, lambda model: model, lambda model: to_tree(model))}
+    )
     """The sizes and compute settings of the model: all of them with random weights; with `init`, the settings to
-    override in the model of that role or folder. None means that model unchanged."""
+    override in the model of that role or folder. None means that model unchanged. Text is the name of a preset. See
+    `stated`."""
     head: Head | None = None
     """None means the head of that model. A scalar head that the weights lack starts at zero if it is trained, and else
     at random."""
@@ -131,18 +146,29 @@ class RoleConfig:
             checks.require(abs(score) < 3.4e38, "timeout_score", "must be finite in float32", score)
             rule = "needs sample_timeout_seconds, after which a completion gets this score"
             checks.require(seconds > 0, "timeout_score", rule, score, "Set that to 60, say.")
+        if self.model is not None:
+            object.__setattr__(self, "model", stated_model(self.model))
         if self.model is not None and self.init == RANDOM:
             with checks.errors_as(ValueError, "model."):
-                ModelConfig(**dict[str, Any](self.model))
+                ModelConfig(**self.stated)
         if self.weighted_sum is not None and not self.weighted_sum:
             raise ValueError("weighted_sum: must have at least one part, as in {correct: 1.0}. Got {}.")
         for part, weight in (self.weighted_sum or {}).items():
             checks.require(math.isfinite(weight), f"weighted_sum.{cut(part)}", "must be finite", weight)
 
+    @property
+    def stated(self) -> dict[str, Any]:
+        """The settings of the model that the config states; the others come from its origin."""
+        return dict(self.model) if isinstance(self.model, Mapping) else {}
+
 
 @dataclasses.dataclass(frozen=True)
 class WarmStartConfig:
-    """Supervised training of the actor on the rows' completions, before the run proper."""
+    """Supervised training of the actor on the rows' completions, before the run proper.
+
+    >>> WarmStartConfig(steps=100, batch_size=256, optimizer=OptimizerConfig(2e-3), updates_per_step=50).overlong
+    'error'
+    """
 
     steps: int
     batch_size: int
@@ -162,7 +188,11 @@ class WarmStartConfig:
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationRunConfig:
-    """The evaluation on held-out rows: scores of responses to their prompts, and the algorithm's own metrics."""
+    """The evaluation on held-out rows: scores of responses to their prompts, and the algorithm's own metrics.
+
+    >>> EvaluationRunConfig(every=20, sampling=Sampling(num_samples=4), pass_at=(1, 4)).by_samples
+    ('best@1', 'pass@1', 'best@4', 'pass@4')
+    """
 
     every: int = 0
     """Steps between evaluations. 0 means only before the first step and after the last."""
@@ -217,7 +247,11 @@ class EvaluationRunConfig:
 
 @dataclasses.dataclass(frozen=True)
 class WandbConfig:
-    """A run on Weights & Biases."""
+    """A run on Weights & Biases.
+
+    >>> OutputConfig(wandb=WandbConfig(project="mine", mode="offline")).wandb.mode
+    'offline'
+    """
 
     project: str = "jaxrlhf"
     entity: str = ""
@@ -230,7 +264,11 @@ class WandbConfig:
 
 @dataclasses.dataclass(frozen=True)
 class OutputConfig:
-    """The files of a run and its trackers."""
+    """The files of a run and its trackers.
+
+    >>> OutputConfig(folder="out", checkpoint_every=20, export=("actor",)).keep_checkpoints
+    2
+    """
 
     folder: str = "runs"
     """The parent of the folders of runs."""
@@ -276,7 +314,11 @@ class OutputConfig:
 
 @dataclasses.dataclass(frozen=True)
 class MemoryLimits:
-    """Limits to the memory that a plan may use: sizes such as `20 GB` or `24 GiB`; empty for no limit."""
+    """Limits to the memory that a plan may use: sizes such as `20 GB` or `24 GiB`; empty for no limit.
+
+    >>> MemoryLimits(device="20 GB").device_bytes
+    20000000000
+    """
 
     device: str = ""
     """Limit of each device that has memory of its own."""
@@ -314,7 +356,11 @@ def _bytes_of(text: str) -> int | None:
 
 @dataclasses.dataclass(frozen=True)
 class StalenessConfig:
-    """Generation with weights of earlier steps, so that it can run while others are trained."""
+    """Generation with weights of earlier steps, so that it can run while others are trained.
+
+    >>> StalenessConfig(steps=1).max_weight
+    2.0
+    """
 
     steps: int = 0
     """The steps by which the weights that generate are older than the current ones. 0 means none: a step waits for the
@@ -331,7 +377,11 @@ class StalenessConfig:
 
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
-    """One run, from data to checkpoints. All sizes are global."""
+    """One run, from data to checkpoints. All sizes are global.
+
+    >>> load_run("ppo_arithmetic", ["steps=20"]).steps
+    20
+    """
 
     name: str
     steps: int

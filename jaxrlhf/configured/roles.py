@@ -54,7 +54,7 @@ def configured_models(config: RunConfig, *, on_cpu: bool) -> dict[str, ModelConf
                 f"{where}.init: '{role.init}' has no first weights of its own. Start from '{_other(source)}', whose "
                 "weights it reads."
             )
-        stated = dict[str, Any](role.model or {})
+        stated = role.stated
         head = stated.get("head", "lm")
         if role.head is not None and head not in ("lm", role.head):
             raise ConfigError(f"{where}.head: must be that of its model, {head}. Got {role.head}. Say it once.")
@@ -113,7 +113,7 @@ def precision_notes(config: RunConfig, models: Mapping[str, ModelConfig]) -> lis
     notes = []
     for name, model in models.items():
         role = config.roles[name]
-        told = role.init in (RANDOM, *config.roles) or "dtype" in (role.model or {})
+        told = role.init in (RANDOM, *config.roles) or "dtype" in role.stated
         if not told and read_origin(Path(role.init)).precision == "bfloat16":
             why = "as that is" if model.dtype == "bfloat16" else "as is usual on CPUs, while that is in bfloat16"
             start = f"{name} starts from {role.init} and computes in {model.dtype}, {why}."

@@ -98,7 +98,7 @@ def own_tokenizers(config: RunConfig) -> dict[str, Path]:
 
 def _only_scores(role: RoleConfig) -> bool:
     """Returns whether a role is a model that is not trained, has a scalar head alone, and weights of its own."""
-    head = role.head or dict(role.model or {}).get("head", "lm")
+    head = role.head or role.stated.get("head", "lm")
     return head == "scalar" and role.optimizer is None and role.lora is None and not role.shares and not role.average
 
 

@@ -19,7 +19,12 @@ OPERATIONS = ("+", "-", "*")
 
 @dataclasses.dataclass(frozen=True)
 class ArithmeticConfig:
-    """Settings of the arithmetic task."""
+    """Settings of the arithmetic task.
+
+    >>> rows, held_out = arithmetic_rows(ArithmeticConfig(digits=1))
+    >>> len(rows) + len(held_out)
+    81
+    """
 
     digits: int = 2
     """Digits of the operands. The right operand of a product has one, from 2 to 9."""

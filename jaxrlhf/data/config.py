@@ -16,7 +16,11 @@ AUTO = "auto"
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-    """Rows from a built-in task or from files; exactly one of the two is set."""
+    """Rows from a built-in task or from files; exactly one of the two is set.
+
+    >>> DataConfig(path="rows.jsonl", eval_rows=64, chat="user").prompt_column
+    'auto'
+    """
 
     task: str = ""
     """The name of a built-in task."""

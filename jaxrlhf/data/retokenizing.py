@@ -22,7 +22,11 @@ from jaxrlhf.require import require
 
 @dataclasses.dataclass(frozen=True)
 class OwnTokenizerConfig:
-    """How a scorer with its own tokenizer reads sequences."""
+    """How a scorer with its own tokenizer reads sequences.
+
+    >>> OwnTokenizerConfig(max_tokens=1024).overlong
+    'cut'
+    """
 
     max_tokens: int = 0
     """Columns of its sequences, prompt and response. 0: the longest prompt in its tokens and twice `max_new_tokens`."""

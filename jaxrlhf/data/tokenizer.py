@@ -31,7 +31,11 @@ TokenizerKind = Literal["auto", "bytes", "file", "train"]
 
 @dataclasses.dataclass(frozen=True)
 class TokenizerConfig:
-    """Settings of a run's tokenizer."""
+    """Settings of a run's tokenizer.
+
+    >>> TokenizerConfig(kind="train", vocab_size=4096).vocab_size
+    4096
+    """
 
     kind: TokenizerKind = "auto"
     """`auto`: the tokenizer of the folder that roles start from, or bytes if none does. `bytes`: one token per byte of

@@ -41,6 +41,9 @@ class RopeScaling:
     Wavelengths beyond `original_max_position_embeddings / low_freq_factor` are stretched by `factor`, those below
     `original_max_position_embeddings / high_freq_factor` are kept, and those between are interpolated; or, if it is
     linear, all are stretched.
+
+    >>> ModelConfig(rope_scaling=RopeScaling(factor=4.0, type="linear")).rope_scaling.factor
+    4.0
     """
 
     factor: float = 8.0
@@ -61,7 +64,11 @@ ROPE_NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_p
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only transformer: RMSNorm, rotary positions, grouped-query attention, gated MLP."""
+    """A decoder-only transformer: RMSNorm, rotary positions, grouped-query attention, gated MLP.
+
+    >>> ModelConfig(hidden_size=256, num_heads=8, num_kv_heads=2, dtype="bfloat16").num_layers
+    2
+    """
 
     vocab_size: int = 264
     hidden_size: int = 128

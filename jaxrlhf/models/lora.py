@@ -36,7 +36,11 @@ from jaxrlhf.require import require, require_at_least_one, require_positive
 
 @dataclasses.dataclass(frozen=True)
 class LoRAConfig:
-    """Low-rank adapters in place of the weights: only they are trained."""
+    """Low-rank adapters in place of the weights: only they are trained.
+
+    >>> LoRAConfig(rank=8, alpha=16.0).merge
+    'auto'
+    """
 
     rank: int = 16
     alpha: float = 32.0

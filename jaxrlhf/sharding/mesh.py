@@ -66,6 +66,8 @@ def devices_left_open() -> Iterator[None]:
     finally:
         if is_running():
             clear_backends()
+            build_mesh.cache_clear()  # of devices that are gone
+            mesh_positions.cache_clear()
         jax.config.update(name, before)
 
 

@@ -15,7 +15,11 @@ or all forwards before all backwards (Huang et al. 2019, arXiv:1811.06965), whic
 
 @dataclasses.dataclass(frozen=True)
 class Strategy:
-    """Degrees of parallelism. Their product is the number of devices."""
+    """Degrees of parallelism. Their product is the number of devices.
+
+    >>> Strategy(data=2, tensor=4).num_devices, str(Strategy(pipeline=2, fsdp=2))
+    (8, 'pipeline 2 x fsdp 2')
+    """
 
     data: int = 1
     """Copies of the weights, each working on its own rows."""

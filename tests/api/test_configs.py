@@ -40,7 +40,7 @@ def test_a_dataclass_is_a_whole_section():
         "ppo_arithmetic",
         evaluation=rl.EvaluationConfig(every=3),
         output=rl.OutputConfig(folder="x"),
-        roles={"actor": rl.RoleConfig(init="random", model=None, optimizer=rl.OptimizerConfig(1e-3))},
+        roles={"actor": rl.RoleConfig(model="tiny", optimizer=rl.OptimizerConfig(1e-3))},
         settings=rl.PPOConfig(gae_lambda=0.5),
         plan=rl.PlanConfig(calls={"actor.train": rl.Placement((0, 1), rl.Strategy(data=2))}),
     )
@@ -48,6 +48,26 @@ def test_a_dataclass_is_a_whole_section():
     assert config.roles["actor"].optimizer == rl.OptimizerConfig(1e-3)
     assert config.settings == rl.PPOConfig(gae_lambda=0.5)
     assert config.plan.calls["actor.train"] == rl.Placement((0, 1), rl.Strategy(data=2))
+
+
+@pytest.mark.parametrize(
+    "model",
+    [rl.ModelConfig(num_layers=3), {"num_layers": 3}, {"preset": "tiny", "num_layers": 3}],
+    ids=["dataclass", "mapping", "preset"],
+)
+def test_models_of_roles(model):
+    role = rl.RoleConfig(model=model, optimizer=rl.OptimizerConfig())
+    assert role.stated["num_layers"] == 3
+    config = rl.read_config("grpo_arithmetic", roles={"actor": role})
+    assert config.roles["actor"].stated["num_layers"] == 3
+    assert rl.read_config("grpo_arithmetic", roles={"actor": {"model": model}}).roles["actor"].stated["num_layers"] == 3
+    assert rl.RoleConfig(model="tiny").stated["hidden_size"] == 128 and hash(role) == hash(role)
+    with pytest.raises(ValueError, match=r"model.preset: must be one of tiny, .* Got 'tinny'. Did you mean 'tiny'"):
+        rl.RoleConfig(model="tinny")
+    with pytest.raises(ValueError, match=r"RoleConfig: model: unknown key 'layers'. Known: vocab_size"):
+        rl.RoleConfig(model={"layers": 3})
+    with pytest.raises(ValueError, match=r"model.num_layers: must be at least 1. Got 0"):
+        rl.RoleConfig(model={"num_layers": 0})
 
 
 def test_short_keywords():
@@ -58,7 +78,7 @@ def test_short_keywords():
         optimizer={"learning_rate": 0.25},
         reward=length,
     )
-    assert config.roles["actor"].model is not None and config.roles["actor"].model["num_layers"] == 4
+    assert config.roles["actor"].stated["num_layers"] == 4
     assert config.settings.sampling == rl.Sampling(max_new_tokens=3) and config.settings.gae_lambda == 0.95
     rates = {name: role.optimizer and role.optimizer.learning_rate for name, role in config.roles.items()}
     assert rates == {"actor": 0.25, "critic": 0.25, "reference": None, "reward": None, "exact_match": None}
@@ -110,7 +130,7 @@ def test_without_a_config_supervised_training_needs_an_actor_and_a_reward_model_
     sizes: dict[str, Any] = {"steps": 1, "batch_size": 4, "data": {"task": "arithmetic"}, "model": "tiny"}
     assert list(rl.read_config(algorithm="sft", **sizes).roles) == ["actor"]
     (role,) = rl.read_config(algorithm="reward_model", **sizes).roles.values()
-    assert role.model is not None and role.model["head"] == "scalar" and role.optimizer is not None
+    assert role.stated["head"] == "scalar" and role.optimizer is not None
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,9 @@ def test_a_forecast_leaves_the_devices_of_the_process_open():
     code = (
         "import jaxrlhf as rl; from jaxrlhf.sharding import mesh\n"
         "rl.forecast('grpo_arithmetic', cluster='1x2:a100-80g', method='colocate', costs='analytic', quiet=True)\n"
-        "assert not mesh.is_running(); mesh.use_virtual_cpu_devices(3); print(mesh.num_devices(), mesh.is_running())"
+        "with mesh.devices_left_open(): gone = mesh.build_mesh((0,), rl.Strategy())\n"
+        "assert not mesh.is_running(); mesh.use_virtual_cpu_devices(3); print(mesh.num_devices(), mesh.is_running())\n"
+        "assert mesh.build_mesh((0,), rl.Strategy()) is not gone"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["3", "True"]

@@ -102,7 +102,9 @@ def test_steps_by_hand_give_the_files_of_the_command_line(tree, by_command, tmp_
 def test_train_gives_the_files_of_the_command_line(tree, by_command, tmp_path):
     run = rl.Run(tree, quiet=True, output={"folder": str(tmp_path)}).train(1)
     assert run.done == 1 and len(run.rewards) == 1, "the metrics of the last step are read"
-    assert run.train().done == STEPS
+    assert run.train().done == STEPS and run.train() is run
+    with pytest.raises(rl.RunEndedError, match="Got all 4 of them done"):
+        run.train(1)
     same(files_of(run.folder), by_command)
 
 

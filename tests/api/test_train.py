@@ -52,6 +52,13 @@ def test_a_run_gives_its_folder_its_metrics_as_rows_and_its_rewards(run):
     assert run.config.roles["reward"].function == f"{__name__}:share_of_vowels"
 
 
+def test_without_pandas_there_are_the_records(run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(ImportError, match=r"metrics: needs the package pandas. Got none .* pip install 'jaxrlhf\[note"):
+        _ = run.metrics
+    assert run.records
+
+
 def test_the_folder_can_be_gone_on_with_from_the_command_line(run):
     settings = read(str(run.folder / "config.yaml"), ["steps=4", f"resume={run.folder}"])
     resume = prepare(settings, Console(quiet=True)).resume

@@ -70,7 +70,7 @@ def test_other_parts_of_a_run_fit_themselves_to_a_plan(train):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("plan=aut", "plan: must be a mapping, auto, or the path of a plan, which ends in .json. "),
+        ("plan=aut", "plan: must be a mapping, auto, interleaving, interleaving-2, disaggregated, or the path"),
         ("plan=aut", "Got 'aut'. Did you mean 'auto'?"),
         (
             "plan=gone.json",

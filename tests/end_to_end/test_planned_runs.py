@@ -88,7 +88,10 @@ def test_balance_is_a_metric(undisturbed):
             "plan.critic.train.data=2",
             "plan: placements of calls stand under plan.calls. Got 'critic.train' beside it. Write plan.calls.critic",
         ),
-        ("plan={critic.train: {data: 2}}", "Got 'critic.train' beside it. Write plan.calls.critic.train."),
+        (
+            "plan={critic.train: data two}",
+            "plan.calls.critic.train: must be degrees of parallelism on devices. Got",
+        ),
         ("plan={defualt: {data: 2}}", "Write plan.calls.defualt. Did you mean 'default'?"),
     ],
 )

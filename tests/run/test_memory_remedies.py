@@ -128,7 +128,7 @@ def _said(forecast, made: Assembly) -> str:
 
 def test_a_key_of_a_short_form_can_be_set():
     run = load_run("ppo_gsm8k", ["roles.actor.model.logits_chunk_tokens=512"])
-    actor = run.roles["actor"].model
+    actor = run.roles["actor"].stated
     assert actor is not None and actor["logits_chunk_tokens"] == 512 and "preset" not in actor
     with pytest.raises(ConfigError, match=r"--set seed\.x: seed has no keys\. Got 0\. Set it whole\."):
         load_run("ppo_gsm8k", ["seed=0", "seed.x=1"])
