@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         Algorithm,
         ArithmeticConfig,
         AverageConfig,
+        BarsDisplay,
         CheckpointError,
         CurvesDisplay,
         DAPOConfig,
@@ -84,6 +85,7 @@ if TYPE_CHECKING:
         ValueUpdate,
         WandbConfig,
         WarmStartConfig,
+        bars,
         compute,
         curves,
         demonstrations,
@@ -118,6 +120,7 @@ __all__ = [
     # runs
     "Run", "train", "resume", "read_config", "write_config", "forecast", "Forecast",
     "PlanDisplay", "GraphDisplay", "TimelineDisplay", "CurvesDisplay", "curves",
+    "BarsDisplay", "bars",
     # errors
     "InputError", "RewardError", "TrainingError", "CheckpointError", "UnwritableError", "OutOfMemoryError",
     "RunStopped", "RunEndedError",

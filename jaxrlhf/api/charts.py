@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jaxrlhf.observe.plain_text import number
+from jaxrlhf.pages.bars import bars_svg
 from jaxrlhf.pages.curves import curves_svg
 from jaxrlhf.pages.markup import fragment
 
@@ -50,3 +51,41 @@ def _points(values: Any) -> list[tuple[float, float]]:
     """(x, y) of a curve, without those that are NaN."""
     pairs = values.items() if hasattr(values, "items") else zip(itertools.count(1), values, strict=False)
     return [(float(x), float(y)) for x, y in pairs if y == y]
+
+
+class BarsDisplay:
+    """Values by name, of one series or of several. In a notebook, bars; elsewhere, a line."""
+
+    def __init__(self, series: Mapping[str, Mapping[str, float]], settings: Mapping[str, Any]) -> None:
+        self.series = series
+        """Series -> name -> value."""
+        self._settings = settings
+
+    def __repr__(self) -> str:
+        shown = [
+            f"{of}{': ' if of else ''}{', '.join(f'{name} {number(x, digits=3)}' for name, x in values.items())}"
+            for of, values in self.series.items()
+        ]
+        return f"<bars: {'; '.join(shown)}>"
+
+    def _repr_html_(self) -> str:
+        return fragment("bars", bars_svg(self.series, **self._settings))
+
+
+def bars(
+    values: Mapping[str, float] | Mapping[str, Mapping[str, float]], *, title: str = "", unit: str = "",
+    width: int = 560,
+) -> BarsDisplay:  # fmt: skip
+    """A bar for each value, for a notebook.
+
+    Args:
+        values: Name -> value; or series -> name -> value, which puts the bars of a name side by side.
+        width: In pixels.
+
+    Example:
+        >>> rl.bars({"before": {"sums": 0.25}, "after": {"sums": 0.75}}, title="exact match")
+        <bars: before: sums 0.25; after: sums 0.75>
+    """
+    several = {name: x for name, x in values.items() if isinstance(x, Mapping)}
+    series = several or {"": {name: float(x) for name, x in values.items() if not isinstance(x, Mapping)}}
+    return BarsDisplay(series, {"title": title, "unit": unit, "width": width})

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from jaxrlhf.call_graph import CallGraph
-from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.observe.chrome_trace import TraceError
 from jaxrlhf.observe.console import Console
 from jaxrlhf.observe.events import Event
@@ -16,7 +15,7 @@ from jaxrlhf.pages.plan_html import plan_html
 from jaxrlhf.pages.timeline_html import timeline_html
 from jaxrlhf.planner.plans.plan import Placement, Plan
 from jaxrlhf.planner.plans.plan_table import plan_rows
-from jaxrlhf.programs.roles import ModelRole
+from jaxrlhf.programs.roles import ModelRole, Role
 from jaxrlhf.run.assembly import Phase
 
 
@@ -27,41 +26,38 @@ class PlanDisplay(Mapping[str, Placement]):
     ('actor.train', (0,))
     """
 
-    def __init__(self, phase: Phase) -> None:
-        self._phase = phase
+    def __init__(self, plan: Plan, graph: CallGraph, roles: Mapping[str, Role]) -> None:
+        self._plan, self._graph = plan, graph
+        self._models = {name: role.model for name, role in roles.items() if isinstance(role, ModelRole)}
 
     @property
     def plan(self) -> Plan:
         """The plan itself."""
-        return self._phase.plan
+        return self._plan
 
     @property
     def rows(self) -> list[dict[str, Any]]:
         """The plan as a table: a row for each call."""
-        return plan_rows(self._phase.plan, self._phase.graph, self._models)
+        return plan_rows(self._plan, self._graph, self._models)
 
     def to_json(self) -> dict[str, Any]:
         """The plan as plain data, in the form of a config's `plan`."""
-        return self._phase.plan.to_json()
+        return self._plan.to_json()
 
     def __getitem__(self, call: str) -> Placement:
-        return self._phase.plan.placements[call]
+        return self._plan.placements[call]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._phase.plan.placements)
+        return iter(self._plan.placements)
 
     def __len__(self) -> int:
-        return len(self._phase.plan.placements)
-
-    @property
-    def _models(self) -> dict[str, ModelConfig]:
-        return {name: role.model for name, role in self._phase.roles.items() if isinstance(role, ModelRole)}
+        return len(self._plan.placements)
 
     def __repr__(self) -> str:
         return as_text("Plan of the step", self.rows)
 
     def _repr_html_(self) -> str:
-        return plan_html(self._phase.plan, self._phase.graph, self._models)
+        return plan_html(self._plan, self._graph, self._models)
 
 
 class GraphDisplay:

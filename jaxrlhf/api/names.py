@@ -22,7 +22,7 @@ from jaxrlhf.algorithms.reward_model import RewardModelConfig
 from jaxrlhf.algorithms.rloo import RLOOConfig
 from jaxrlhf.algorithms.safe_rlhf import SafeRLHFConfig
 from jaxrlhf.algorithms.sft import SFTConfig, SupervisedUpdate, sft_loss
-from jaxrlhf.api.charts import CurvesDisplay, curves
+from jaxrlhf.api.charts import BarsDisplay, CurvesDisplay, bars, curves
 from jaxrlhf.api.configs import read_config, write_config
 from jaxrlhf.api.displays import GraphDisplay, PlanDisplay, TimelineDisplay
 from jaxrlhf.api.planning import Forecast, forecast

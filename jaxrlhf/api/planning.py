@@ -3,12 +3,11 @@
 import contextlib
 import functools
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Unpack
 
 from jaxrlhf.api.configs import run_config
-from jaxrlhf.api.displays import as_text
+from jaxrlhf.api.displays import PlanDisplay, as_text
 from jaxrlhf.api.keys import Config, RunKeys, with_keys
 from jaxrlhf.brief import brief
 from jaxrlhf.cluster.cluster_text import LOCAL, read_cluster
@@ -19,7 +18,6 @@ from jaxrlhf.plan import PlannedStep, plan_step
 from jaxrlhf.planner.compiled.compiler import CompileError
 from jaxrlhf.planner.cost_sources import CostSource
 from jaxrlhf.planner.placement.advisor import Advice, advise
-from jaxrlhf.planner.plans.plan import Placement
 from jaxrlhf.planner.plans.saved_plan import write_plan
 from jaxrlhf.planner.report import call_rows, memory_rows, plan_json, runner_up_lines, summary_lines
 from jaxrlhf.planner.search.methods import find_method
@@ -80,9 +78,9 @@ class Forecast:
         return self._step.draft.config
 
     @property
-    def plan(self) -> Mapping[str, Placement]:
-        """Call -> its placement, whole."""
-        return self._step.plan.placements
+    def plan(self) -> PlanDisplay:
+        """The plan, with whole calls: call -> its placement. In a notebook, a picture of the devices and a table."""
+        return PlanDisplay(self._step.plan, self._step.draft.graph, self._step.draft.roles)
 
     @property
     def call_seconds(self) -> dict[str, float]:

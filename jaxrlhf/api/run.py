@@ -340,7 +340,8 @@ class Run:
             >>> str(run.plan["actor.train"])
             'one device on 0'
         """
-        return PlanDisplay(self._checked.assembly.train)
+        train = self._checked.assembly.train
+        return PlanDisplay(train.plan, train.graph, train.roles)
 
     @property
     def graph(self) -> GraphDisplay:

@@ -15,6 +15,10 @@ SIZES: dict[str, dict[str, Any]] = {
     "03_an_algorithm_of_your_own": {"STEPS": 3, "PROMPTS": 8, "WARM_START": 10, "SEEDS": 1, "PLANS": 1},
     "02_every_call_on_its_own_mesh": {"PROMPTS": 32},
     "06_pipelines_and_fusion": {"STEPS": 2, "PROMPTS": 16},
+    "04_planning_128_gpus_on_a_laptop": {
+        "ACTOR": "gemma3-270m", "CRITIC": "gemma3-270m", "NODES": 1, "GPUS": 4, "METHOD": "hybridflow",
+        "RESPONSES": [512, 1024],
+    },
 }
 """Notebook -> small values of its parameters. Every cell is executed all the same."""
 PATHS = sorted(NOTEBOOKS.glob("*.ipynb"))
