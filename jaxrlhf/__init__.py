@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         LoRAConfig,
         Max,
         MemoryLimits,
+        MlflowConfig,
         ModelConfig,
         OptimizerConfig,
         OutOfMemoryError,
@@ -127,7 +128,7 @@ __all__ = [
     # sections of a config
     "RunConfig", "RoleConfig", "ModelConfig", "RopeScaling", "OptimizerConfig", "LoRAConfig", "AverageConfig",
     "OwnTokenizerConfig", "DataConfig", "ArithmeticConfig", "TokenizerConfig", "Sampling", "WarmStartConfig",
-    "EvaluationConfig", "OutputConfig", "WandbConfig", "MemoryLimits", "StalenessConfig",
+    "EvaluationConfig", "OutputConfig", "WandbConfig", "MlflowConfig", "MemoryLimits", "StalenessConfig",
     "PlanConfig", "Placement", "Strategy", "Tail", "ResponseLengths",
     # settings of algorithms
     "PPOConfig", "PPOPtxConfig", "PPOSharedConfig", "SafeRLHFConfig", "ReMaxConfig", "RLOOConfig", "GRPOConfig",

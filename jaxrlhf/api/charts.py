@@ -11,7 +11,11 @@ from jaxrlhf.pages.markup import fragment
 
 
 class CurvesDisplay:
-    """Curves by name. In a notebook, a chart; elsewhere, the first and the last value of each."""
+    """Curves by name. In a notebook, a chart; elsewhere, the first and the last value of each.
+
+    >>> rl.curves({"reward": [0.1, 0.5, 0.9]}).points["reward"][0]
+    (1.0, 0.1)
+    """
 
     def __init__(self, points: Mapping[str, list[tuple[float, float]]], settings: Mapping[str, Any]) -> None:
         self.points = points
@@ -54,7 +58,11 @@ def _points(values: Any) -> list[tuple[float, float]]:
 
 
 class BarsDisplay:
-    """Values by name, of one series or of several. In a notebook, bars; elsewhere, a line."""
+    """Values by name, of one series or of several. In a notebook, bars; elsewhere, a line.
+
+    >>> rl.bars({"actor.train": 2.5, "critic.train": 1.0}, unit="s").series[""]["critic.train"]
+    1.0
+    """
 
     def __init__(self, series: Mapping[str, Mapping[str, float]], settings: Mapping[str, Any]) -> None:
         self.series = series

@@ -33,6 +33,7 @@ from jaxrlhf.config.plan_config import Placement, PlanConfig, ResponseLengths, T
 from jaxrlhf.config.schema import (
     AverageConfig,
     MemoryLimits,
+    MlflowConfig,
     OptimizerConfig,
     OutputConfig,
     RoleConfig,

@@ -264,7 +264,11 @@ class WandbConfig:
 
 @dataclasses.dataclass(frozen=True)
 class MlflowConfig:
-    """A run on MLflow."""
+    """A run on MLflow.
+
+    >>> MlflowConfig(experiment="sums").tracking_uri
+    ''
+    """
 
     experiment: str = "jaxrlhf"
     tracking_uri: str = ""

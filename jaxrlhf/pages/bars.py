@@ -35,10 +35,12 @@ def bars_svg(
         middle = y + _BAR * len(has) / 2
         drawn.append(label(left - 8, middle + 4, shortened(name, 26), text_anchor="end"))
         for order, value in has:
-            drawn.append(_bar(name, list(series)[order], value, left, y, scale, RUN_COLORS[order % len(RUN_COLORS)], unit))
+            color = RUN_COLORS[order % len(RUN_COLORS)]
+            drawn.append(_bar(name, list(series)[order], value, left, y, scale, color, unit))
             y += _BAR
         y += _GAP
-    drawn.append(element("line", x1=left, x2=left, y1=top - 3, y2=y - _GAP + 3, stroke="currentColor", stroke_opacity=0.5))
+    ends = dict(y1=top - 3, y2=y - _GAP + 3)
+    drawn.append(element("line", x1=left, x2=left, **ends, stroke="currentColor", stroke_opacity=0.5))
     return svg(width, y, *drawn, name=title or "bars", class_="chart")
 
 

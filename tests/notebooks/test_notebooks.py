@@ -7,8 +7,17 @@ from typing import Any
 import nbformat
 import pytest
 
+from jaxrlhf.data.tokenizer import train_bpe
+from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.models.huggingface import save_params
 from scripts.run_notebooks import MOST_BYTES, NOTEBOOKS, execute, output_bytes, tidied
 from tests.conftest import CACHE
+from tests.random_weights import params_of
+
+SMALL = ModelConfig(
+    vocab_size=320, hidden_size=16, intermediate_size=24, num_layers=1, num_heads=2, num_kv_heads=1,
+    max_position_embeddings=128,
+)  # fmt: skip
 
 SIZES: dict[str, dict[str, Any]] = {
     "01_quickstart": {"STEPS": 4, "PROMPTS": 32, "WARM_START": 10, "EVERY": 4, "HELD_OUT": 16},
@@ -18,6 +27,11 @@ SIZES: dict[str, dict[str, Any]] = {
     "04_planning_128_gpus_on_a_laptop": {
         "ACTOR": "gemma3-270m", "CRITIC": "gemma3-270m", "NODES": 1, "GPUS": 4, "METHOD": "hybridflow",
         "RESPONSES": [512, 1024],
+    },
+    "05_a_real_model": {"STEPS": 2, "PROMPTS": 2, "HELD_OUT": 4},
+    "07_reward_models_and_preferences": {
+        "SFT": {"steps": 1, "batch_size": 256}, "REWARD_MODEL": {"steps": 4, "batch_size": 128},
+        "PPO": {"steps": 2, "batch_size": 32}, "DPO": {"steps": 2, "batch_size": 32}, "HELD_OUT": 16, "EVERY": 2,
     },
 }
 """Notebook -> small values of its parameters. Every cell is executed all the same."""
@@ -43,6 +57,23 @@ def lacking(notebook: nbformat.NotebookNode) -> list[str]:
     return found
 
 
+ANALYZER = """
+class SentimentIntensityAnalyzer:
+    def polarity_scores(self, text):
+        return {"compound": (text.count("a") - text.count("e")) / max(1, len(text))}
+"""
+
+
+def make_small_model(folder: Path) -> None:
+    """In the place of what notebook 05 fetches: a model with random weights, and a scorer that counts letters."""
+    tokenizer = train_bpe([f"Movie review: The plot of {i} is a good one" for i in range(99)], vocab_size=320)
+    save_params(params_of(SMALL), SMALL, folder / "smollm2", dtype="float32", end_id=tokenizer.end_id)
+    tokenizer.save(folder / "smollm2" / "tokenizer.json")
+    package = folder / "packages" / "vaderSentiment"
+    package.mkdir(parents=True)
+    (package / "vaderSentiment.py").write_text(ANALYZER)
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
 def test_notebook(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,6 +82,8 @@ def test_notebook(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(CACHE))
     monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+    if path.stem == "05_a_real_model":
+        make_small_model(tmp_path)
     notebook = execute(path, tmp_path, values=SIZES.get(path.stem), seconds=500)
     assert not lacking(notebook)
     warned = [
