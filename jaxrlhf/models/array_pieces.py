@@ -101,9 +101,12 @@ def _own_pieces(array: jax.Array | np.ndarray, box: list[tuple[int, int]]) -> li
         if any(stop <= start for start, stop in zip(starts, stops, strict=True)):
             continue
         sizes = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
-        # cut out on the device: an array keeps a host copy of itself once it was asked for one
         inside = tuple(start - a for start, (a, _) in zip(starts, bounds, strict=True))
-        pieces.append(_Piece(starts, np.asarray(_cut(shard.data, inside, sizes))))
+        if shard.device.platform == "cpu":  # a view
+            cut = np.asarray(shard.data)[tuple(slice(at, at + n) for at, n in zip(inside, sizes, strict=True))]
+        else:  # cut out on the device: an array keeps a host copy of itself once it was asked for one
+            cut = np.asarray(_cut(shard.data, inside, sizes))
+        pieces.append(_Piece(starts, cut))
     return pieces
 
 
