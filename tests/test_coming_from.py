@@ -65,6 +65,7 @@ def in_a_folder(tmp_path, monkeypatch):
     """Everything that the configs name, small and made up, in the working directory."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr("jaxrlhf.importing._files", {})  # later tests start processes, which import what is there
     for name, code in [*FUNCTIONS, ("my_reward.py", NAMES_OF_VERL)]:
         Path(name).write_text(code)
     folders = re.findall(r"(?:model|init): ([\w.]+-[\w.-]+)", "\n".join(CONFIGS.values()))

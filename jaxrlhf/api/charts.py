@@ -41,7 +41,8 @@ def curves(
         series: Name -> its values: a column of `run.metrics`, with the index as x and without what is missing, or
             numbers, of which the first is that of step 1.
         log: A logarithmic scale; values that are not positive are left out, and the chart says so.
-        width, height: In pixels.
+        width: In pixels.
+        height: In pixels.
 
     Example:
         >>> rl.curves({"reward": run.rewards, "twice": [2 * x for x in run.rewards]}, title="two curves")
