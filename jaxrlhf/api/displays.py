@@ -90,7 +90,7 @@ class GraphDisplay:
 
 
 class TimelineDisplay:
-    """What ran when, and on which devices. In a notebook, a picture of some steps: by default the last three.
+    """The timeline of a run: its events by device. In a notebook, a picture of some steps: by default the last three.
 
     >>> {row["step"] for row in run.timeline((1, 2)).rows}
     {1, 2}

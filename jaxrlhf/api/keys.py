@@ -41,8 +41,8 @@ class RunKeys(TypedDict, total=False):
     algorithm: str | Callable[..., Any] | Algorithm
     """A name, a step function `(roles, state, data, config) -> (results, state)`, or an `Algorithm`."""
     model: PathText | ModelConfig | Keys
-    """What the actor starts from, and the roles that follow it: a folder in Hugging Face's format; or a preset's name
-    or sizes, with random weights."""
+    """The first model of the actor and of the roles that follow it: a folder in Hugging Face's format; or a preset's
+    name or sizes, with random weights."""
     data: Any
     """Rows: a list of dicts, a file, a pandas DataFrame, a Hugging Face `Dataset` or `DatasetDict`; or the keys of
     `data`, of which `path` and `eval_path` can be rows."""

@@ -104,7 +104,7 @@ class Forecast:
 
     @property
     def notes(self) -> list[str]:
-        """What the forecast assumes, and what is to be known about it."""
+        """Assumptions of the forecast, and remarks on it."""
         planned, draft = self._step.planned, self._step.draft
         return [*planned.assumed, *planned.notes, *left_out(draft), *draft.warnings]
 
@@ -141,7 +141,7 @@ class Forecast:
         return advise(step.planned, step.draft.graph, step.draft.roles, step.in_parts, lambda line: None)
 
     def advice(self) -> list[str]:
-        """What would change the time of a step, each advice simulated. Takes about as long as the search."""
+        """Changes that would make a step faster, each of them simulated. Takes about as long as the search."""
         return list(self._advice.lines)
 
     def __repr__(self) -> str:

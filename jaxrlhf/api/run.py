@@ -308,7 +308,7 @@ class Run:
         return [record["critic/score/mean"] for record in self.records if "critic/score/mean" in record]
 
     def timeline(self, steps: int | tuple[int, int] | None = None) -> TimelineDisplay:
-        """What ran when, and on which devices: a picture in a notebook, with the events as `rows`.
+        """The timeline: events by device, a picture in a notebook, with the events as `rows`.
 
         Args:
             steps: A step, from 1 on, or the first and the last one of several. None means all; the picture then has the

@@ -175,7 +175,7 @@ EXTRAS = {
 
 
 def check_extras(has: Callable[[str], bool]) -> list[Finding]:
-    """What is installed for parts that not every run needs."""
+    """Optional packages that are installed, and what needs those that are not."""
     return [
         Finding(f"extra {extra}", "ok" if has(module) else "note", use if has(module) else f"missing, for {use}",
                 "" if has(module) else f"pip install 'jaxrlhf[{extra}]'")

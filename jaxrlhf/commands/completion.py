@@ -28,7 +28,7 @@ ROLES = ("actor", "critic", "reference", "reward")
 """The roles of a config that cannot be read."""
 CALLS = ("actor.generate", "actor.train", "critic.train", "critic.values", "reference.logprobs", "reward.scores")
 Words = dict[str, Any]
-"""What `completion_words.py` prints: options of commands; keys of configs with the values they may have."""
+"""The output of `completion_words.py`: options of commands; keys of configs with the values they may have."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -103,7 +103,7 @@ def parser_of(words: Words) -> argparse.ArgumentParser:
 
 
 def settings(prefix: str, keys: dict[str, dict[str, list[str]]], config: str | None) -> list[str]:
-    """What may follow in `--set`: keys up to their next dot where they are many, then `key=`, then values.
+    """Completions of `--set`: keys up to their next dot where they are many, then `key=`, then values.
 
     `keys`: keys of all runs, with `*` for a name, and, under the name of each algorithm, keys of its settings.
     """

@@ -41,7 +41,7 @@ print(next(int(line.split()[1]) for line in lines if line.startswith("AnonHugePa
 _SECONDS = 120
 """The most that JAX may take to start its devices."""
 FOLDERS = {"runs": "runs", "compilation cache": "~/.cache/jaxrlhf/xla"}
-"""Where runs and compiled programs go by default."""
+"""Default folders of runs and compiled programs."""
 _PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
@@ -104,7 +104,7 @@ def examine(environment: Mapping[str, str]) -> list[Finding]:
 
 
 def required_packages() -> list[str]:
-    """What every installation needs: requirements without a marker. Empty if the package is not installed."""
+    """Required packages: requirements without a marker. Empty if the package is not installed."""
     try:
         return [text for text in importlib.metadata.requires("jaxrlhf") or () if ";" not in text]
     except importlib.metadata.PackageNotFoundError:
@@ -129,7 +129,7 @@ def _least_python() -> str:
 
 
 def _devices() -> dict[str, Any]:
-    """What JAX sees in a process of its own, or its error."""
+    """Devices that JAX finds in a process of its own, or its error."""
     environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     try:
         done = _run([sys.executable, "-c", _DEVICES], environment)

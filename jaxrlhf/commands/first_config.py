@@ -36,7 +36,7 @@ _TEMPLATE = (
 
 @dataclasses.dataclass(frozen=True)
 class First:
-    """What a first config is made for."""
+    """Choices that a first config is written for."""
 
     name: str
     algorithm: str

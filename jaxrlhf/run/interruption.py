@@ -63,6 +63,7 @@ class StopRequest:
         self._made, self._making = False, threading.Lock()
         self._heard = False
         self._raised_at = -math.inf
+        self._leaving = False
 
     def check_interrupt(self) -> None:
         """Raises KeyboardInterrupt if the run is to end now. Python drops the one that a signal raises if it comes
@@ -90,22 +91,25 @@ class StopRequest:
             self._thread.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._over.set()
+        self._leaving = True
         if self._before:
-            try:
-                signal.set_wakeup_fd(self._wakeup_before)
-                self._written.close()  # ends the thread
-                self._thread.join()  # the signal that it may have sent is handled here, not by what comes after
-                self._reading.close()
-            finally:
-                for number, handler in self._before.items():
-                    signal.signal(number, handler)  # pyright: ignore[reportArgumentType]
-                self._before.clear()
+            signal.set_wakeup_fd(self._wakeup_before)
+            self._written.close()  # ends the thread
+            self._thread.join()
+            self._reading.close()
+            for number, handler in self._before.items():
+                signal.signal(number, handler)  # pyright: ignore[reportArgumentType]
+            self._before.clear()
+        if kind is None:
+            self.check_interrupt()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         """Runs in the main thread, possibly late. The next step sees the signal."""
         del frame
+        if self._leaving:
+            return
         if self._raises:
             now, before = time.monotonic(), self._raised_at
             if now - before > _SAME_SECONDS:  # not Ctrl-C and the signal by which it is sent on

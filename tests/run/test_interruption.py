@@ -1,3 +1,4 @@
+import contextlib
 import os
 import signal
 import time
@@ -100,3 +101,38 @@ def test_a_function_that_hangs_is_left_behind() -> None:
     started = time.monotonic()
     threads.close()
     assert time.monotonic() - started < 1
+
+
+def test_a_request_that_the_run_sees_first_is_not_a_second_one() -> None:
+    """Handlers run in the main thread, which may look for requests before the thread that listens has heard."""
+    said: list[str] = []
+    ended: list[int] = []
+    with StopRequest(said.append, ended.append) as stop:
+        stop.make(signal.SIGINT)
+        ask(signal.SIGINT)
+        until(lambda: said)
+    assert said[0].startswith("Ctrl-C: the run stops after this step, and saves.") and not ended
+
+
+def test_an_interrupt_that_is_lost_on_its_way_is_raised_by_the_next_look() -> None:
+    with StopRequest() as stop:
+        stop.check_interrupt()
+        stop.can_end_at_once = True
+        with pytest.raises(KeyboardInterrupt):
+            ask(signal.SIGINT)
+            time.sleep(5)
+        with pytest.raises(KeyboardInterrupt):
+            stop.check_interrupt()
+
+
+def test_nothing_is_raised_after_it() -> None:
+    late = 0
+    for _ in range(20):
+        with contextlib.suppress(KeyboardInterrupt), StopRequest() as stop:
+            stop.can_end_at_once = True
+            ask(signal.SIGINT)
+        try:
+            time.sleep(0.02)
+        except KeyboardInterrupt:
+            late += 1
+    assert not late
