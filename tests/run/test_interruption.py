@@ -114,8 +114,8 @@ def test_a_request_that_the_run_sees_first_is_not_a_second_one() -> None:
     assert said[0].startswith("Ctrl-C: the run stops after this step, and saves.") and not ended
 
 
-def test_an_interrupt_that_is_lost_on_its_way_is_raised_by_the_next_look() -> None:
-    with StopRequest() as stop:
+def test_an_interrupt_that_is_lost_on_its_way_is_raised_by_the_next_look_and_in_the_end() -> None:
+    with pytest.raises(KeyboardInterrupt), StopRequest() as stop:
         stop.check_interrupt()
         stop.can_end_at_once = True
         with pytest.raises(KeyboardInterrupt):
